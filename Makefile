@@ -16,6 +16,9 @@ PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reor
 quickstart: venv  ## GVPO on a small model, from nothing to a better policy, in minutes
 	OMP_NUM_THREADS=2 $(PYTHON) examples/quickstart/run.py
 
+smoke: venv  ## within two minutes: the configuration, the losses, sampling, the rules of the house
+	$(PYTEST) tests/settings tests/algorithms/test_losses.py tests/sampling/test_rollout.py tests/shipping/test_house.py $(OPTIONS)
+
 test: venv engines extension  ## the test suite: every real part at least once
 	$(PYTEST) $(OPTIONS)
 

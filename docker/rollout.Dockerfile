@@ -24,7 +24,7 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     sh /opt/megatron_gvpo/packages.sh "${NCCL_VERSION}" "msgpack==${MSGPACK_VERSION}" \
     && echo "${REVISION}" >/opt/megatron_gvpo/megatron_gvpo/commit.txt \
     && useradd --create-home --uid 10001 gvpo
-ENV PYTHONPATH=/opt/megatron_gvpo:/opt/megatron_gvpo/megatron_gvpo/rollout/plugins \
+ENV PYTHONPATH=/opt/megatron_gvpo:/opt/megatron_gvpo/megatron_gvpo/servers/plugins \
     HEALTH_URL=http://127.0.0.1:30000/health
 USER 10001
 WORKDIR /home/gvpo
@@ -45,7 +45,7 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     sh /opt/megatron_gvpo/packages.sh "${NCCL_VERSION}" "msgpack==${MSGPACK_VERSION}" \
     && echo "${REVISION}" >/opt/megatron_gvpo/megatron_gvpo/commit.txt \
     && useradd --create-home --uid 10001 gvpo
-ENV PYTHONPATH=/opt/megatron_gvpo:/opt/megatron_gvpo/megatron_gvpo/rollout/plugins \
+ENV PYTHONPATH=/opt/megatron_gvpo:/opt/megatron_gvpo/megatron_gvpo/servers/plugins \
     HEALTH_URL=http://127.0.0.1:30000/health
 USER 10001
 WORKDIR /home/gvpo

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.settings.adapter import _ATTENTION, OF_MLPS, TARGETS, possible_targets
 
 if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config
 
 
-# Why other layers have none.
+# The reasons why other layers have no adapters.
 _DROPPED = "Hugging Face PEFT (0.21.2) drops the adapters of its dense layers and shared experts"
 _BEHIND_A_NORM = "a norm follows the layer, and Megatron-Bridge (0.6.2) adds an adapter's product behind it"
 _UNPROVEN = "its adapters have not been compared with transformers"
@@ -25,11 +26,8 @@ _REASONS: dict[str, dict[str, str]] = {
 }
 
 
-def check_adapter(config: Config, model: dict[str, Any], architecture: str, experts: int) -> None:
-    """Raise ConfigError if the adapters of `model.adapter` cannot be trained.
-
-    `model`: its config.json; `experts`: the number of its routed experts.
-    """
+def check_adapter(config: Config, card: ModelCard, architecture: str) -> None:
+    """Raise ConfigError if the adapters of `model.adapter` cannot be trained."""
     adapter, parallel = config.model.adapter, config.parallel
     if adapter is None:
         return
@@ -50,7 +48,7 @@ def check_adapter(config: Config, model: dict[str, Any], architecture: str, expe
             f"parallel.tp={parallel.tp} does not divide model.adapter.rank={adapter.rank}, whose rows are "
             f"divided among the ranks: use a multiple of {parallel.tp}"
         )
-    of_experts = experts > 0 and set(adapter.selected(possible)) & set(OF_MLPS)
+    of_experts = card.experts > 0 and set(adapter.selected(possible)) & set(OF_MLPS)
     if of_experts and parallel.etp > 1:
         raise ConfigError(
             f"parallel.etp={parallel.etp} with adapters on experts (model.adapter.targets: "

@@ -7,95 +7,99 @@ the reason and values that would run. docs/reference/layouts.md lists the layout
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_gvpo.checks.adapters import check_adapter
 from megatron_gvpo.checks.images import check_images
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.architectures import experts
-from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.trainable_models import check_trainable
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.lengths import check_lengths
 from megatron_gvpo.settings.parallel import ParallelConfig
 
 
-def check_layout(config: Config, world_size: int) -> None:
-    """Raises ConfigError if the model or the layout does not fit config.json or the number of processes."""
-    model = read_model_config(config.model.path)
-    architecture = check_trainable(model, f"model.path={config.model.path}")
+def check_layout(config: Config, world_size: int) -> ModelCard:
+    """Returns the card of the model of `model.path`.
+
+    Raises ConfigError if the model or the layout does not fit config.json or the number of processes.
+    """
+    card = ModelCard.read(config.model.path)
+    architecture = check_trainable(card, f"model.path={config.model.path}")
     _check_processes(config.parallel, world_size)
-    check_division(config.parallel, model)
-    if config.rollout.router_replay and not experts(model):
+    check_division(config.parallel, card)
+    if config.rollout.router_replay and not card.experts:
         raise ConfigError(
             f"rollout.router_replay=true: model.path={config.model.path} has no experts to choose "
             "from; leave it out"
         )
-    check_images(config, model)
-    check_lengths(config, model)
-    _check_stop_tokens(config, model)
-    _check_top_k(config, model)
-    _check_shared_prompts(config, model)
+    check_images(config, card)
+    check_lengths(config, card)
+    _check_stop_tokens(config, card)
+    _check_top_k(config, card)
+    _check_shared_prompts(config, card)
     if (critic := config.algorithm.critic) is not None and critic.path is not None:
-        theirs = read_model_config(critic.path, "algorithm.critic.path")
-        check_trainable(theirs, f"algorithm.critic.path={critic.path}")
-        _check_widths(config.parallel, theirs)
-        _check_depth(config.parallel, theirs)
-        _check_experts(config.parallel, theirs)
-        if theirs.get("vocab_size") != model.get("vocab_size"):
+        of_critic = ModelCard.read(critic.path, "algorithm.critic.path")
+        check_trainable(of_critic, f"algorithm.critic.path={critic.path}")
+        _check_widths(config.parallel, of_critic)
+        _check_depth(config.parallel, of_critic)
+        _check_experts(config.parallel, of_critic)
+        if of_critic.get("vocab_size") != card.get("vocab_size"):
             raise ConfigError(
-                f"algorithm.critic.path={critic.path}: vocab_size={theirs.get('vocab_size')}, and "
-                f"the policy's is {model.get('vocab_size')}: a critic reads the policy's tokens"
+                f"algorithm.critic.path={critic.path}: vocab_size={of_critic.get('vocab_size')}, and "
+                f"the policy's is {card.get('vocab_size')}: a critic reads the policy's tokens"
             )
     if (teacher := config.teacher) is not None and teacher.server is None:
-        theirs, key = read_model_config(teacher.path, "teacher.path"), f"teacher.path={teacher.path}"
-        check_trainable(theirs, key)
+        of_teacher, key = ModelCard.read(teacher.path, "teacher.path"), f"teacher.path={teacher.path}"
+        check_trainable(of_teacher, key)
         try:
             for check in (_check_window, _check_widths, _check_depth, _check_experts):
-                check(config.parallel, theirs)
-            _check_shared_prompts(config, theirs)
+                check(config.parallel, of_teacher)
+            _check_shared_prompts(config, of_teacher)
         except ConfigError as error:
             raise ConfigError(f"{key} is held in the policy's layout: {error}") from None
-    _check_fp8(config, model)
-    check_adapter(config, model, architecture, experts(model))
+    _check_fp8(config, card)
+    check_adapter(config, card, architecture)
+    return card
 
 
-def check_division(parallel: ParallelConfig, model: dict[str, Any]) -> None:
-    """Raises ConfigError if the layout does not fit a model's config.json."""
-    _check_window(parallel, model)
-    _check_widths(parallel, model)
-    _check_depth(parallel, model)
-    _check_recompute(parallel, model)
-    _check_experts(parallel, model)
+def check_division(parallel: ParallelConfig, values: Mapping[str, Any]) -> None:
+    """Raises ConfigError if the layout does not fit a model, by the keys and values of its config.json."""
+    card = ModelCard(values)
+    _check_window(parallel, card)
+    _check_widths(parallel, card)
+    _check_depth(parallel, card)
+    _check_recompute(parallel, card)
+    _check_experts(parallel, card)
 
 
-def _check_fp8(config: Config, model: dict[str, Any]) -> None:
+def _check_fp8(config: Config, card: ModelCard) -> None:
     """Raises ConfigError if a matrix size on a rank is not a multiple of 16 (MXFP8: 32, its block size)."""
     fp8, parallel = config.model.fp8, config.parallel
     if fp8 is None:
         return
-    if 2 * fp8.bf16_layers >= model.get("num_hidden_layers", math.inf):
+    if 2 * fp8.bf16_layers >= card.get("num_hidden_layers", math.inf):
         raise ConfigError(
             f"model.fp8.bf16_layers={fp8.bf16_layers} at both ends leave none of the model's "
-            f"num_hidden_layers={model['num_hidden_layers']} in FP8"
+            f"num_hidden_layers={card['num_hidden_layers']} in FP8"
         )
     block = 32 if fp8.recipe == "mxfp8" else 16
     cut = {"hidden_size": ("", 1), "intermediate_size": ("tp", parallel.tp)}
     cut["moe_intermediate_size"] = ("etp", parallel.etp)
     for name, (by, ranks) in cut.items():
-        if model.get(name) and model[name] // ranks % block:
+        if card.get(name) and card[name] // ranks % block:
             of_a_rank = f" with parallel.{by}={ranks}" if ranks > 1 else ""
             raise ConfigError(
                 f"model.fp8.recipe={fp8.recipe} takes multiples of {block} on a rank, and the model's "
-                f"{name}={model[name]}{of_a_rank} is {model[name] // ranks}"
+                f"{name}={card[name]}{of_a_rank} is {card[name] // ranks}"
             )
 
 
-def _check_window(parallel: ParallelConfig, model: dict[str, Any]) -> None:
-    window = model.get("sliding_window") if model.get("use_sliding_window", True) else None
-    if window and parallel.cp > 1 and parallel.cp_exchange == "p2p":
+def _check_window(parallel: ParallelConfig, card: ModelCard) -> None:
+    if card.window and parallel.cp > 1 and parallel.cp_exchange == "p2p":
         raise ConfigError(
-            f"parallel.cp={parallel.cp}: a ring cannot follow the model's sliding_window={window}; "
+            f"parallel.cp={parallel.cp}: a ring cannot follow the model's sliding_window={card.window}; "
             "use parallel.cp_exchange=a2a"
         )
 
@@ -115,11 +119,11 @@ def _check_processes(parallel: ParallelConfig, world_size: int) -> None:
         )
 
 
-def _check_widths(parallel: ParallelConfig, model: dict[str, Any]) -> None:
+def _check_widths(parallel: ParallelConfig, card: ModelCard) -> None:
     heads = ["num_attention_heads"]
-    if not model.get("kv_lora_rank"):  # MLA's latent keys are not divided into heads
+    if not card.is_mla:  # MLA's latent keys are not divided into heads
         heads.append("num_key_value_heads")
-    sizes = {name: model[name] for name in [*heads, "intermediate_size"] if model.get(name)}
+    sizes = {name: card[name] for name in [*heads, "intermediate_size"] if card.get(name)}
     for name, size in sizes.items():
         if size % parallel.tp:
             raise ConfigError(
@@ -127,18 +131,18 @@ def _check_widths(parallel: ParallelConfig, model: dict[str, Any]) -> None:
                 f"possible: {_divisors(math.gcd(*sizes.values()))}"
             )
     for name in ("linear_num_key_heads", "linear_num_value_heads"):  # gated delta net, cut into whole heads
-        if model.get(name) and model[name] % (parallel.tp * parallel.cp):
+        if card.get(name) and card[name] % (parallel.tp * parallel.cp):
             raise ConfigError(
                 f"parallel.tp={parallel.tp} x parallel.cp={parallel.cp} do not divide the model's "
-                f"{name}={model[name]}; possible products: {_divisors(model[name])}"
+                f"{name}={card[name]}; possible products: {_divisors(card[name])}"
             )
-    if model.get("linear_num_value_heads") and parallel.tp > 1 and not parallel.sequence_parallel:
+    if card.get("linear_num_value_heads") and parallel.tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
             f"parallel.tp={parallel.tp} with gated delta nets (linear_num_value_heads) needs "
             "parallel.sequence_parallel=true: otherwise megatron-core leaves the other ranks' heads out of "
             "the gradient of the norm behind them"
         )
-    if model.get("kv_lora_rank") and parallel.tp > 1 and not parallel.sequence_parallel:
+    if card.is_mla and parallel.tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
             f"parallel.tp={parallel.tp} with latent attention (kv_lora_rank) needs "
             "parallel.sequence_parallel=true: otherwise megatron-core leaves the other ranks' heads out of "
@@ -154,59 +158,59 @@ def _check_widths(parallel: ParallelConfig, model: dict[str, Any]) -> None:
                 )
 
 
-def _check_recompute(parallel: ParallelConfig, model: dict[str, Any]) -> None:
-    layers, modules = model.get("num_hidden_layers", math.inf), set(parallel.recompute_modules)
+def _check_recompute(parallel: ParallelConfig, card: ModelCard) -> None:
+    layers, modules = card.get("num_hidden_layers", math.inf), set(parallel.recompute_modules)
     if parallel.offload_layers >= layers:
         raise ConfigError(
             f"parallel.offload_layers={parallel.offload_layers}: one of the model's "
             f"num_hidden_layers={layers} at least has to stay"
         )
     offloaded = set(parallel.offload_modules)
-    if (inside := {"expert_fc1", "moe_act"} & offloaded) and not experts(model):
+    if (inside := {"expert_fc1", "moe_act"} & offloaded) and not card.experts:
         raise ConfigError(f"parallel.offload_modules={sorted(inside)}: the model has no experts")
-    fused = {"attn_norm": model.get("kv_lora_rank"), "mlp_norm": experts(model)}
+    fused = {"attn_norm": card.is_mla, "mlp_norm": card.experts}
     if inside := {name for name, apart in fused.items() if not apart} & offloaded:
         raise ConfigError(
             f"parallel.offload_modules={sorted(inside)}: Transformer Engine has this model's norm inside the "
             "linear layer after it"
         )
     if parallel.recompute_layers is not None:
-        held = max(parallel.stage_layers or [layers // (parallel.pp * parallel.vpp)])
-        if parallel.recompute_layers > held:
+        most = max(parallel.stage_layers or [layers // (parallel.pp * parallel.vpp)])
+        if parallel.recompute_layers > most:
             raise ConfigError(
-                f"parallel.recompute_layers={parallel.recompute_layers}: no stage has more than {held} layers"
+                f"parallel.recompute_layers={parallel.recompute_layers}: no stage has more than {most} layers"
             )
     if parallel.recompute == "selective":
-        if wrong := modules & {"moe", "moe_act", "shared_experts"} if not experts(model) else set():
+        if wrong := modules & {"moe", "moe_act", "shared_experts"} if not card.experts else set():
             raise ConfigError(f"parallel.recompute_modules={sorted(wrong)}: the model has no experts")
-        if "mla_up_proj" in modules and not model.get("kv_lora_rank"):
+        if "mla_up_proj" in modules and not card.is_mla:
             raise ConfigError(
                 "parallel.recompute_modules=['mla_up_proj']: the model has no latent attention (kv_lora_rank)"
             )
 
 
-def _check_depth(parallel: ParallelConfig, model: dict[str, Any]) -> None:
-    layers = model.get("num_hidden_layers", 0)
-    pp, vpp, given = parallel.pp, parallel.vpp, parallel.stage_layers
-    if given is not None and layers and sum(given) != layers:
+def _check_depth(parallel: ParallelConfig, card: ModelCard) -> None:
+    layers = card.get("num_hidden_layers", 0)
+    pp, vpp, stage_layers = parallel.pp, parallel.vpp, parallel.stage_layers
+    if stage_layers is not None and layers and sum(stage_layers) != layers:
         raise ConfigError(
-            f"parallel.stage_layers={list(given)} are {sum(given)} layers, and the model has "
+            f"parallel.stage_layers={list(stage_layers)} are {sum(stage_layers)} layers, and the model has "
             f"num_hidden_layers={layers}"
         )
-    if given is None and layers and layers % pp:
+    if stage_layers is None and layers and layers % pp:
         raise ConfigError(
             f"parallel.pp={pp} does not divide the model's num_hidden_layers={layers}; "
             f"possible: {_divisors(layers)}, or name the layers of each stage: parallel.stage_layers"
         )
-    if given is None and layers and layers % (pp * vpp):
+    if stage_layers is None and layers and layers % (pp * vpp):
         raise ConfigError(
             f"parallel.vpp={vpp} does not divide the {layers // pp} layers of a pipeline rank; "
             f"possible: {_divisors(layers // pp)}, or name the layers of each stage: parallel.stage_layers"
         )
 
 
-def _check_experts(parallel: ParallelConfig, model: dict[str, Any]) -> None:
-    count = experts(model)
+def _check_experts(parallel: ParallelConfig, card: ModelCard) -> None:
+    count = card.experts
     if not count:
         for name, size in (("ep", parallel.ep), ("etp", parallel.etp)):
             if size > 1:
@@ -217,22 +221,21 @@ def _check_experts(parallel: ParallelConfig, model: dict[str, Any]) -> None:
             f"parallel.ep={parallel.ep} does not divide the model's {count} experts; "
             f"possible: {_divisors(count)}"
         )
-    if (width := model.get("moe_intermediate_size", parallel.etp)) % parallel.etp:
+    if (width := card.get("moe_intermediate_size", parallel.etp)) % parallel.etp:
         raise ConfigError(
             f"parallel.etp={parallel.etp} does not divide the model's moe_intermediate_size={width}; "
             f"possible: {_divisors(width)}"
         )
-    architectures = model.get("architectures") or []
-    if parallel.etp > 1 and "GptOssForCausalLM" in architectures:
+    if parallel.etp > 1 and "GptOssForCausalLM" in card.architectures:
         raise ConfigError(
             f"parallel.etp={parallel.etp}: GPT-OSS's experts have biases, and megatron-core would add them "
             "on every rank that shares an expert; use parallel.etp=1"
         )
-    if parallel.tp > 1 and {"OlmoeForCausalLM", "MiniMaxM2ForCausalLM"} & set(architectures):
+    if parallel.tp > 1 and {"OlmoeForCausalLM", "MiniMaxM2ForCausalLM"} & set(card.architectures):
         raise ConfigError(
-            f"parallel.tp={parallel.tp}: {architectures[0]} normalizes queries and keys over all heads, and "
-            "Megatron-Bridge has this, with its gradient, for one tensor-parallel rank only; use parallel.ep "
-            "or parallel.pp"
+            f"parallel.tp={parallel.tp}: {card.architectures[0]} normalizes queries and keys over all heads, "
+            "and Megatron-Bridge has this, with its gradient, for one tensor-parallel rank only; use "
+            "parallel.ep or parallel.pp"
         )
     if parallel.tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(
@@ -241,16 +244,16 @@ def _check_experts(parallel: ParallelConfig, model: dict[str, Any]) -> None:
         )
 
 
-def _check_shared_prompts(config: Config, model: dict[str, Any]) -> None:
+def _check_shared_prompts(config: Config, card: ModelCard) -> None:
     if not config.train.share_prompts:
         return
     reason = None
     if config.parallel.cp > 1:
         reason = f"parallel.cp={config.parallel.cp} cuts every sequence by itself"
-    elif model.get("kv_lora_rank"):
+    elif card.is_mla:
         reason = "megatron-core rotates the latent attention's keys by their place in a sequence"
-    elif model.get("sliding_window") and model.get("use_sliding_window", True):
-        reason = f"the model's sliding_window={model['sliding_window']} does not end where the prompt does"
+    elif card.window:
+        reason = f"the model's sliding_window={card.window} does not end where the prompt does"
     elif "core_attn" in config.parallel.offload_modules:
         reason = (
             f"parallel.offload_modules={list(config.parallel.offload_modules)} frees the attention's inputs, "
@@ -260,8 +263,8 @@ def _check_shared_prompts(config: Config, model: dict[str, Any]) -> None:
         raise ConfigError(f"train.share_prompts=true is not possible here: {reason}; leave it out")
 
 
-def _check_top_k(config: Config, model: dict[str, Any]) -> None:
-    divergence, vocabulary = config.algorithm.loss.divergence, model.get("vocab_size", math.inf)
+def _check_top_k(config: Config, card: ModelCard) -> None:
+    divergence, vocabulary = config.algorithm.loss.divergence, card.get("vocab_size", math.inf)
     if divergence is not None and divergence.top_k is not None and divergence.top_k > vocabulary:
         raise ConfigError(
             f"algorithm.loss.divergence.top_k={divergence.top_k}: the model's vocab_size={vocabulary} has "
@@ -269,8 +272,8 @@ def _check_top_k(config: Config, model: dict[str, Any]) -> None:
         )
 
 
-def _check_stop_tokens(config: Config, model: dict[str, Any]) -> None:
-    vocabulary = model.get("vocab_size", math.inf)
+def _check_stop_tokens(config: Config, card: ModelCard) -> None:
+    vocabulary = card.get("vocab_size", math.inf)
     for key, sampling in (("rollout", config.rollout), ("eval.sampling", config.eval.sampling)):
         if beyond := [token for token in sampling.stop_token_ids if token >= vocabulary]:
             raise ConfigError(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config
 
 
-# The last names of keys whose values are files and directories that a run reads, or functions in files.
+# Keys with these last names have files and directories that a run reads, or functions in files.
 _READ = ("path", "model", "model_path", "function", "convert", "packages")
 
 
@@ -29,7 +29,7 @@ def check_output_dir(config: Config) -> None:
         )
     there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
     if not os.path.isdir(there):
-        raise ConfigError(f"output_dir={directory}: {there} is no directory")
+        raise ConfigError(f"output_dir={directory}: {there} is not a directory")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"output_dir={directory}: nothing can be written in {there}: permission denied")
     own_file = directory / "config.yaml"

@@ -1,4 +1,4 @@
-"""The checks before anything heavy is loaded: of the configuration, the model's config.json and the disk."""
+"""All checks before anything heavy is loaded: configuration, config.json, data, disk and GPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_gvpo.checks.user_source import check_source
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.gpu_packages import check_gpu_packages, check_no_null_cuda
 from megatron_gvpo.core.gpus import Gpu, list_gpus
-from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.megatron.model.attention_kernel import (
     Attention,
     check_attention,
@@ -64,11 +64,11 @@ def preflight(
     """
     trains = command in ("train", "slurm")
     check_no_null_cuda()
-    check_layout(config, world_size)
+    card = check_layout(config, world_size)
     if command != "slurm" and _gpus():  # a job's nodes have others
         check_gpu_packages()
     if command in ("train", "eval"):
-        _check_attention(config)
+        _check_attention(config, card)
     if trains:
         check_teacher(config)
         check_output_dir(config)
@@ -101,13 +101,12 @@ def _gpus() -> list[Gpu]:
     return list_gpus()
 
 
-def _check_attention(config: Config) -> None:
+def _check_attention(config: Config, card: ModelCard) -> None:
     """The GPUs of this machine, where torch will use them, must have an attention kernel for packs."""
-    shape = read_model_config(config.model.path)
     for capability in {gpu.compute_capability for gpu in _gpus()}:
         if capability is None:
             continue
-        attention = Attention.of(config.model, config.parallel, config.train.deterministic, shape)
+        attention = Attention.of(config.model, config.parallel, config.train.deterministic, card)
         check_attention(attention, capability, has_flash_attention())
         if config.train.share_prompts:
             check_shared_prompts(attention, capability)
@@ -195,15 +194,12 @@ def _check_tools(config: Config) -> None:
         raise ConfigError(f"rollout.conversation.tools: {PYTHON}: {error}") from None
 
 
-# The checks of reward models and judges before anything heavy is loaded.
-
-
 def check_served(served: RewardModelConfig | JudgeConfig, key: str) -> None:
     """Raises ConfigError for a missing checkpoint, or one that is not a classifier with one label."""
     if served.path is None:
         return
     where = f"{key}.path"
-    config = read_model_config(served.path, where)
+    config = ModelCard.read(served.path, where)
     if isinstance(served, JudgeConfig):
         return
     architecture = str((config.get("architectures") or ["(not named)"])[0])

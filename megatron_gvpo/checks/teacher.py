@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.vocabulary import vocabulary
 from megatron_gvpo.settings.config import Config
 
-# Files that have a vocabulary where there is no tokenizer.json.
+# Files with a vocabulary, for tokenizers without a tokenizer.json.
 _VOCABULARIES = ("tekken.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
 
 
@@ -20,11 +20,11 @@ def check_teacher(config: Config) -> None:
     teacher = config.teacher
     if teacher is None:
         return
-    own = read_model_config(teacher.path, "teacher.path")
-    if (said := _difference(Path(config.model.path), Path(teacher.path))) is not None:
+    own = ModelCard.read(teacher.path, "teacher.path")
+    if (problem := _difference(Path(config.model.path), Path(teacher.path))) is not None:
         raise ConfigError(
-            f"teacher.path={teacher.path}: {said}: a teacher reads the tokens that the policy samples, so it "
-            "needs the tokenizer of model.path"
+            f"teacher.path={teacher.path}: {problem}: a teacher reads the tokens that the policy samples, "
+            "so it needs the tokenizer of model.path"
         )
     _check_lengths(config, own)
 
@@ -38,34 +38,36 @@ def _check_lengths(config: Config, own: dict[str, Any]) -> None:
     if room is None or not config.algorithm.samples_from_policy:
         return
     prompt, response = config.data.max_prompt_tokens or 1, config.rollout.max_tokens
-    # Servers keep a place for a new token, and SGLang gets one more (servers/sglang.py).
-    kept = 0 if servers is None else 2 if servers.engine == "sglang" else 1
-    wanted = prompt + response + kept
+    # Servers reserve a position for a new token, and SGLang gets one more (servers/sglang.py).
+    reserved = 0 if servers is None else 2 if servers.engine == "sglang" else 1
+    wanted = prompt + response + reserved
     if wanted > room:
-        given = "" if config.data.max_prompt_tokens is None else f"data.max_prompt_tokens={prompt} and "
+        prompt_key = "" if config.data.max_prompt_tokens is None else f"data.max_prompt_tokens={prompt} and "
         raise ConfigError(
-            f"teacher.path={config.teacher.path}: {given}rollout.max_tokens={response} need {wanted} "
+            f"teacher.path={config.teacher.path}: {prompt_key}rollout.max_tokens={response} need {wanted} "
             f"positions of the teacher, and it has {key}={room}"
         )
 
 
 def _difference(policy: Path, teacher: Path) -> str | None:
-    """The difference between two tokenizers that a response's tokens could show; None if there is none."""
-    ours, theirs = vocabulary(policy), vocabulary(teacher)
-    if ours and theirs:
-        for token, number in ours.items():
-            if theirs.get(token) != number:
-                found = "none" if token not in theirs else f"the id {theirs[token]}"
-                return f"its tokenizer gives the token {token!r}, {number} in model.path, {found}"
-        if more := theirs.keys() - ours.keys():
+    """A difference between two tokenizers that matters for a response's tokens; None without one."""
+    ids, other = vocabulary(policy), vocabulary(teacher)
+    if ids and other:
+        for token, number in ids.items():
+            if other.get(token) != number:
+                other_number = "none" if token not in other else f"the id {other[token]}"
+                return f"its tokenizer gives the token {token!r}, {number} in model.path, {other_number}"
+        if more := other.keys() - ids.keys():
             return (
-                f"its tokenizer has the token {min(more, key=theirs.__getitem__)!r}, which model.path has not"
+                f"its tokenizer has the token {min(more, key=other.__getitem__)!r}, which model.path has not"
             )
         return None
-    own, other = ({f.name: _hash(f) for f in _vocabularies(directory)} for directory in (policy, teacher))
-    if not other:
+    files, other_files = (
+        {f.name: _hash(f) for f in _vocabularies(directory)} for directory in (policy, teacher)
+    )
+    if not other_files:
         return "it has no tokenizer"
-    return None if own == other else "its tokenizer's files are not those of model.path"
+    return None if files == other_files else "its tokenizer's files are not those of model.path"
 
 
 def _vocabularies(directory: Path) -> list[Path]:

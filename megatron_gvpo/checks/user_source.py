@@ -21,7 +21,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 def check_source(spec: str) -> Any:
     """A stub of the function or class that `spec` names; None where only running the file can tell.
 
-    Raises ValueError for a file that is missing, is no Python, or lacks the name.
+    Raises ValueError for a file that is missing, is not Python, or lacks the name.
     """
     source, name = spec_parts(spec)
     if not source.endswith(".py"):
@@ -50,19 +50,19 @@ def _names(tree: ast.Module) -> dict[str, ast.AST] | None:
     for node in ast.walk(tree):
         if isinstance(node, ast.Global) or (isinstance(node, ast.Name) and node.id in _DYNAMIC):
             return None
-    found: dict[str, ast.AST] = {}
+    definitions: dict[str, ast.AST] = {}
     waiting: list[ast.AST] = list(reversed(tree.body))
     while waiting:
         node = waiting.pop()
         if isinstance(node, _Function | ast.ClassDef):
-            found[node.name] = node
+            definitions[node.name] = node
             continue  # its names are its own
         if isinstance(node, ast.alias):
-            found[(node.asname or node.name).partition(".")[0]] = node
+            definitions[(node.asname or node.name).partition(".")[0]] = node
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found[node.id] = node
+            definitions[node.id] = node
         waiting += reversed(list(ast.iter_child_nodes(node)))
-    return None if found.keys() & {"*", "__getattr__"} else found
+    return None if definitions.keys() & {"*", "__getattr__"} else definitions
 
 
 def _stub(node: ast.AST) -> ast.stmt | None:
@@ -81,14 +81,14 @@ def _stub(node: ast.AST) -> ast.stmt | None:
 
 
 def _empty(node: _Function) -> ast.stmt:
-    given = node.args
+    parameters = node.args
     arguments = ast.arguments(
-        posonlyargs=[ast.arg(a.arg) for a in given.posonlyargs],
-        args=[ast.arg(a.arg) for a in given.args],
-        vararg=ast.arg(given.vararg.arg) if given.vararg else None,
-        kwonlyargs=[ast.arg(a.arg) for a in given.kwonlyargs],
-        kw_defaults=[None if default is None else ast.Constant(None) for default in given.kw_defaults],
-        kwarg=ast.arg(given.kwarg.arg) if given.kwarg else None,
-        defaults=[ast.Constant(None) for _ in given.defaults],
+        posonlyargs=[ast.arg(a.arg) for a in parameters.posonlyargs],
+        args=[ast.arg(a.arg) for a in parameters.args],
+        vararg=ast.arg(parameters.vararg.arg) if parameters.vararg else None,
+        kwonlyargs=[ast.arg(a.arg) for a in parameters.kwonlyargs],
+        kw_defaults=[None if default is None else ast.Constant(None) for default in parameters.kw_defaults],
+        kwarg=ast.arg(parameters.kwarg.arg) if parameters.kwarg else None,
+        defaults=[ast.Constant(None) for _ in parameters.defaults],
     )
     return type(node)(node.name, arguments, [ast.Pass()], [], type_params=[])

@@ -42,8 +42,8 @@ def run(options: argparse.Namespace) -> int:
     """0: ready; 1: not ready; 2: wrong input. Raises ConfigError."""
     if options.cluster:
         return _check_cluster(options)
-    given = {"--directory": options.directory != ".", "--url": options.url, "--gpu": options.gpu}
-    if names := [name for name, value in given.items() if value]:
+    options_given = {"--directory": options.directory != ".", "--url": options.url, "--gpu": options.gpu}
+    if names := [name for name, value in options_given.items() if value]:
         raise ConfigError(f"{', '.join(names)}: for doctor --cluster only")
     from megatron_gvpo.cluster import doctor
 

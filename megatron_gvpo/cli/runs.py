@@ -39,22 +39,22 @@ def run(options: argparse.Namespace) -> int:
     from megatron_gvpo.runs.listing import find_runs
 
     try:
-        found = find_runs(options.directory, options.best)
+        runs = find_runs(options.directory, options.best)
     except OSError as error:
         raise ConfigError(f"{options.directory}: {error.strerror}") from None
     if options.json:
-        fields = [{name: getattr(run, name) for name in run.__dataclass_fields__} for run in found]
+        fields = [{name: getattr(run, name) for name in run.__dataclass_fields__} for run in runs]
         say(json.dumps(fields, indent=2, default=str))
-    elif found:
-        say(_table(found, options))
+    elif runs:
+        say(_table(runs, options))
     else:
         say(f"{options.directory}: no runs there")
     return 0
 
 
-def _table(found: list[RunSummary], options: argparse.Namespace) -> str:
+def _table(runs: list[RunSummary], options: argparse.Namespace) -> str:
     rows = [("run", "state", "step", "checkpoint", "reward", f"best {options.best}")]
-    for run in found:
+    for run in runs:
         best = "-" if run.best is None else f"{run.best:.4g} at step {run.best_step}"
         name = run.directory.relative_to(options.directory)
         reward = "-" if run.reward is None else f"{run.reward:.3f}"

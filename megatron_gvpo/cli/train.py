@@ -32,9 +32,9 @@ def add_parser(commands: Any) -> None:
     )
     earlier.add_argument("--overwrite", action="store_true", help="replace an earlier run in output_dir")
     configured.add_allow_change(parser)
-    said = parser.add_mutually_exclusive_group()
-    said.add_argument("--quiet", action="store_true", help="print warnings and errors only")
-    said.add_argument(
+    verbosity = parser.add_mutually_exclusive_group()
+    verbosity.add_argument("--quiet", action="store_true", help="print warnings and errors only")
+    verbosity.add_argument(
         "--verbose", action="store_true", help="print a line for every step, with all its metrics"
     )
     parser.set_defaults(run=run)
@@ -56,8 +56,8 @@ def run(options: argparse.Namespace) -> int:
         earlier = earlier_of(options.resume, options.overwrite)
         allowed = options.allow_change
         preflight(config, "train", configured.world_size(options), earlier=earlier, allowed=allowed)
-        if options.resume and "WORLD_SIZE" not in os.environ and (said := finished(config)) is not None:
-            say(said)
+        if options.resume and "WORLD_SIZE" not in os.environ and (message := finished(config)) is not None:
+            say(message)
             return 0
         if configured.is_launcher(options):
             from megatron_gvpo.core.launch import launch

@@ -75,8 +75,8 @@ def run(options: argparse.Namespace) -> int:
 
         print(title(), flush=True)
         results = verify(tiny, layouts, where, lambda result: print(row(result), flush=True))
-        said, equal = verdict(named[0], results)
-        print(said)
+        message, equal = verdict(named[0], results)
+        print(message)
         if not supported:
             print(f"training refuses it: {REFUSED.get(named[0], UNLISTED)}")
 
@@ -86,13 +86,14 @@ def run(options: argparse.Namespace) -> int:
 
 def _read(path: Path, where: str) -> dict[str, Any]:
     """Return the config.json at a path, or in the directory there. Raises ConfigError."""
-    from megatron_gvpo.huggingface.config_json import read_json_object, read_model_config
+    from megatron_gvpo.core.json_files import read_json_object
+    from megatron_gvpo.huggingface.card import ModelCard
 
     if path.is_file():
         return read_json_object(path)
     if not path.exists():
         raise ConfigError(f"{where}: no such file or directory")
-    return read_model_config(str(path), key="CONFIG_OR_DIR")
+    return ModelCard.read(str(path), key="CONFIG_OR_DIR")
 
 
 def _chosen(tiny: dict[str, Any], names: str | None) -> list[Layout]:

@@ -21,7 +21,7 @@ from megatron_gvpo.cluster.job import Job
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.named_file import write_named_file
 from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.gpus_of_servers import started_gpus
+from megatron_gvpo.settings.reward_servers import started_gpus
 
 WRITTEN = "#!/bin/bash\n# Written by: megatron-gvpo"  # every script begins with this
 SECONDS_TO_SUBMIT = 60

@@ -1,4 +1,4 @@
-"""Tables by name of classes, each as "module:class", so that a configuration may ask them without torch."""
+"""Tables of classes by name, as "module:class": a configuration can name one before torch is loaded."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def load_class(place: str) -> Any:
-    """The class at `place`, "module:class". Imports its module, which may load torch."""
-    module, _, attribute = place.partition(":")
+def load_class(path: str) -> Any:
+    """The class at `path`, "module:class". Imports its module, which may load torch."""
+    module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
@@ -23,12 +23,9 @@ def known(table: Mapping[str, object], name: str) -> str:
     return name
 
 
-# Imports of large libraries, faster by a fifth.
-
-
 @contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Run a block of imports without garbage collection.
+    """Run imports of large libraries without garbage collection, a fifth faster.
 
     Torch, Megatron and transformers make about a million objects, nearly all of which live until the process
     ends. The collector would look through all of them several times while they are being made.

@@ -9,8 +9,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-FILE = "commit.txt"  # in the package's directory, in wheels and images
-_SECONDS = 10.0  # for git
+FILE = "commit.txt"  # in the package's directory of wheels and images
+_SECONDS = 10.0  # how long git may take
 
 
 @dataclass(frozen=True, slots=True)

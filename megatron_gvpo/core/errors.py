@@ -1,4 +1,4 @@
-"""The error that every wrong configuration raises; it imports nothing."""
+"""The errors of the package that users see. This module imports nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class ConfigError(ValueError):
 
 
 class RolloutError(RuntimeError):
-    """No responses can be had; the message says from whom and why."""
+    """No responses came; the message says from which server or engine, and why."""
 
 
 class DataError(ValueError):
@@ -20,4 +20,4 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A file of a checkpoint is missing or is not what was saved; an older checkpoint may be whole."""
+    """A file of a checkpoint is missing or is not what was saved; an older checkpoint may be intact."""

@@ -88,5 +88,5 @@ def transformer_engine_is_partial() -> bool:
 
 def _transformer_engine() -> Path | None:
     spec = util.find_spec("transformer_engine")
-    places = spec.submodule_search_locations if spec else None
-    return Path(places[0]) if places else None
+    locations = spec.submodule_search_locations if spec else None
+    return Path(locations[0]) if locations else None

@@ -1,4 +1,4 @@
-"""An image of a prompt, by reference: prompts and batches carry this, and no pixels."""
+"""An image of a prompt, by reference: prompts and batches have this instead of pixels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Image(NamedTuple):
     source: str  # an absolute path, or a data: URL with the file's content
     digest: str  # BLAKE2b of the file's content, 128 bits in hexadecimal digits
     grid: tuple[int, int, int]  # the patches in time, height and width
-    tokens: int  # of the prompt that stand for the image
+    tokens: int  # how many tokens of the prompt stand for the image
 
 
 def image_of(values: Sequence[Any]) -> Image:

@@ -28,8 +28,8 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             if number == len(lines) and not line.endswith("\n"):
                 break
-            said = error.msg if isinstance(error, json.JSONDecodeError) else error
-            raise ValueError(f"{path}, line {number}: not valid JSON ({said})") from None
+            problem = error.msg if isinstance(error, json.JSONDecodeError) else error
+            raise ValueError(f"{path}, line {number}: not valid JSON ({problem})") from None
         if (record := checked_record(record)) is None:
             raise ValueError(f'{path}, line {number}: expected {{"step": <integer>, ...}}')
         records.append(record)
@@ -46,7 +46,7 @@ def checked_record(record: Any) -> dict[str, Any] | None:
     }
 
 
-def each_once(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def last_of_each_step(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The records in the order of their steps; of several of one step, the last."""
     by_step = {record["step"]: record for record in records}
     return [by_step[step] for step in sorted(by_step)]
@@ -62,11 +62,12 @@ class JsonlWriter:
         old = read_metrics(path) if keep_until >= 0 and path.exists() else []
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(path.name + ".tmp")
-        _write_lines(aside, (record for record in each_once(old) if record["step"] <= keep_until))
+        _write_lines(aside, (record for record in last_of_each_step(old) if record["step"] <= keep_until))
         os.replace(aside, path)
-        self._file = path.open("ab", buffering=0)
+        self._path, self._file = path, path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        os.stat(self._path)  # raises for a file that was removed: what is written to it would be lost
         # JSON has no NaN and no infinity; every reader understands null.
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = (json.dumps({"step": step, **finite}) + "\n").encode()

@@ -18,11 +18,11 @@ from types import FrameType
 from megatron_gvpo.core.environment import die_with_parent
 from megatron_gvpo.core.signals import stopping_signals
 
-# Seconds that the other ranks have to end by themselves after one has failed with an error, which they may be
-# about to report too; and after a signal has killed one, of which they cannot know.
+# Seconds that the other ranks have to end by themselves: after one failed with an error, which they may be
+# about to report too; and after a signal killed one, which they cannot know.
 PATIENCE, PATIENCE_AFTER_KILL = 10.0, 1.0
-# The kernel gives other ports to connections, on Linux those from 32768 on: one of these could have a port
-# before the process listens, or while it starts again.
+# Linux gives ports from 32768 on to outgoing connections. Such a connection could take a port before the
+# process listens on it, or while the process restarts.
 PORTS = range(20_000, 30_000)
 
 
@@ -110,13 +110,13 @@ def free_ports(count: int, host: str) -> list[int]:
     """Find PORTS of `host` that are free at the moment. Raises OSError for another machine's host."""
     family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
     with ExitStack() as opened:
-        found: list[int] = []
+        ports: list[int] = []
         for port in secrets.SystemRandom().sample(PORTS, len(PORTS)):
-            if len(found) == count:
-                return found
+            if len(ports) == count:
+                return ports
             try:
                 opened.enter_context(socket.socket(family)).bind((host, port))
-                found.append(port)
+                ports.append(port)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise

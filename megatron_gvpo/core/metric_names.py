@@ -17,7 +17,7 @@ class Metric(NamedTuple):
     meaning: str
 
 
-OF_EVERY_LOSS = "Training, means over the step's updates"  # what the trainer adds to a loss's own metrics
+OF_EVERY_LOSS = "Training, means over the step's updates"  # the trainer adds these to a loss's own
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Rewards": (

@@ -1,6 +1,6 @@
-"""A file that the user names for a command to write: a new one, or one that the command wrote before.
+"""Writes a file that the user names: a new one, or one that the same command wrote before.
 
-Devices, pipes, checkpoints and everything else that the command has not written stay as they are.
+Devices, pipes, checkpoints and all files that the command has not written stay as they are.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_gvpo.core.errors import ConfigError
 
-# How a page of `report` begins.
+# A page of `report` begins so.
 PAGE = "<!doctype html>\n<!-- Written by: megatron-gvpo report -->\n"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -73,12 +72,3 @@ def _is_utf8(text: str) -> bool:
 def cut(text: str) -> str:
     """The text, or the beginning of a long one, for a message."""
     return text if len(text) <= 100 else text[:97] + "..."
-
-
-def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for a key that comes twice: json.loads would take the last."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        raise ValueError(f"field {next(key for key in counts if counts[key] > 1)!r} is given twice")
-    return fields

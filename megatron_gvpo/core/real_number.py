@@ -1,7 +1,7 @@
 """Numbers that come from outside: from the user's code, from data, from files and from servers.
 
 Python's integers have no bound, and `float`, `math.isfinite` and `statistics.fmean` raise OverflowError for
-one of 309 digits or more. Nothing that others wrote goes there before one of the functions here.
+one of 309 digits or more. So every number from outside passes one of the functions here first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LARGEST = 3.4028234663852886e38  # a reward: rewards are trained on in single pr
 
 
 class NoNumberError(Exception):
-    """The user's code has returned no number that can be trained on; the message names what it returned."""
+    """The user's code returned something that is not a number to train on; the message names it."""
 
 
 def finite_number(value: Any, largest: float = math.inf) -> float | None:

@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import quote, quote_plus, unquote, unquote_plus
 
 REDACTED = "<redacted>"
-SHORTEST = 6  # characters of a secret that is sought inside other text: a shorter one is a part of many words
-CUT = 12  # characters of a secret that is also recognised by its first third, where a text is cut off
+SHORTEST = 6  # a secret of fewer characters is not searched for: it would be a part of many words
+CUT = 12  # from so many characters on, a secret is also recognised by its first third where a text is cut off
 
 _USER_IN_URL = re.compile(r'://([^/?#\s"]+)@')
 _QUERY_OF_URL = re.compile(r"([?&][\w-]*(?:key|token|secret|password|signature)=)([^&#\s]+)", re.I)
@@ -28,9 +28,9 @@ _spelled: list[tuple[str, str]] = []  # all their spellings likewise, the longes
 
 
 def add_secret(secret: str, instead: str = REDACTED) -> None:
-    """Let `hide` and `hide_secrets` put `instead` in the place of this secret.
+    """Let `hide` and `hide_secrets` replace this secret by `instead`.
 
-    A secret of fewer than SHORTEST characters is left out: a text of other meaning would be destroyed.
+    A secret of fewer than SHORTEST characters is ignored: texts that do not have it would be changed, too.
     """
     global _spelled
     if len(secret) < SHORTEST or secret in _known:
@@ -78,7 +78,7 @@ def hide_in(values: Any) -> Any:
 
 
 def credentials_in_urls(text: str) -> Iterator[str]:
-    """The passwords and keys in the text's URLs, as they are there and decoded; a user without a password."""
+    """The passwords and keys in the text's URLs, encoded and decoded; the user if it has no password."""
     if "://" not in text:
         return
     for user in _USER_IN_URL.findall(text):

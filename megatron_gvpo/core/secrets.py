@@ -1,8 +1,8 @@
 """Secrets in a configuration: `{env: NAME}` values, and their absence from everything that a run writes.
 
-`Config` replaces each `{env: NAME}` by the environment variable's value when it is made. Whatever writes a
-configuration down writes `as_written(config)`, which has the source in place of the value; whatever writes
-a message passes it through `hide` (`redaction.py`).
+`Config` replaces each `{env: NAME}` by the environment variable's value when it is made. Code that writes a
+configuration writes `as_written(config)`, which has `{env: NAME}` again; code that writes a message passes it
+through `hide` (`redaction.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _SECRET_NAME = re.compile(
 )
 _API_KEY = re.compile(r"(?:api|access|private|secret)[_-]?key$", re.I)
 _WORD = re.compile(r"[A-Za-z_]{1,24}")
-_KEY = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[^\s/.~][^\s]{11,}")  # as services give them out: no word, no path
+# A key as services give them out, which is neither a word nor a path.
+_KEY = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[^\s/.~][^\s]{11,}")
 
-# The values that this process has read, and where from: "{env: NAME}", or REDACTED for a literal secret.
+# The sources of the values that this process has read: "{env: NAME}", or REDACTED for a literal secret.
 _sources: dict[str, str] = {}
 
 
@@ -48,24 +49,24 @@ def _resolved(values: Any, at: str, done: dict[int, Any], depth: int) -> Any:
     done[id(values)] = values
     if isinstance(values, Mapping):
         if (name := _named_variable(values)) is not None and at.rpartition(".")[2] != "options":
-            found: Any = read_variable(name, at)
+            resolved: Any = read_variable(name, at)
         else:
             pairs = (
                 (key, _resolved(v, f"{at}.{key}".lstrip("."), done, depth + 1)) for key, v in values.items()
             )
-            found = dict(pairs)
+            resolved = dict(pairs)
     else:
-        found = [_resolved(value, f"{at}.{i}", done, depth + 1) for i, value in enumerate(values)]
-    done[id(values)] = found
-    return found
+        resolved = [_resolved(value, f"{at}.{i}", done, depth + 1) for i, value in enumerate(values)]
+    done[id(values)] = resolved
+    return resolved
 
 
 def read_variable(name: str, key: str) -> str:
     """The secret in the environment variable that configuration key `key` names.
 
-    From here on it is hidden, unless it is a word of letters and no name says that it is a secret: a variable
-    may hold the name of a field or a directory, too. Raises ValueError, which names key and variable, for a
-    variable that is not set, or holds a line break.
+    From here on it is hidden, unless it is a word of letters and neither name says that it is a secret: a
+    variable may also have the name of a field or a directory. Raises ValueError, which names key and
+    variable, for a variable that is not set, or that has a line break.
     """
     value = os.environ.get(name, "")
     if not value:
@@ -121,7 +122,7 @@ def literal_secrets(values: Any) -> list[str]:
     They are recognised by the name of an option (`options: {api_key: ...}`), and in URLs
     (`https://user:password@host`).
     """
-    found = []
+    keys = []
     for key, value in _strings(values):
         if from_variable(value):
             continue
@@ -131,8 +132,8 @@ def literal_secrets(values: Any) -> list[str]:
         if is_secret := _is_secret_option(key, value):
             remember(value)
         if is_secret or credentials:
-            found.append(key)
-    return found
+            keys.append(key)
+    return keys
 
 
 def as_written(config: BaseModel) -> dict[str, Any]:

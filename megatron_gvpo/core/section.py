@@ -8,15 +8,15 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
-EVERY_KEY = ("*",)  # all keys of a section, and those to come, are of one kind (`Section.fixed_keys`)
+EVERY_KEY = ("*",)  # `fixed_keys = EVERY_KEY`: all keys, also ones added later, are fixed
 
-# The bounds of a number that states none of its own: 32-bit counters, and squares that float32 still holds.
+# The bounds of a field without its own: a 32-bit counter, and a number whose square float32 can hold.
 LARGEST_COUNT = 2**31 - 1
 LARGEST_NUMBER = 1e12
 MIB = 2**20  # bytes
 
-Seconds = Annotated[float, Field(gt=0, le=1e6)]  # of a wait: the system's poll takes at most 2^31 ms
-Processes = Annotated[int, Field(gt=0, le=1024)]  # to start on one machine
+Seconds = Annotated[float, Field(gt=0, le=1e6)]  # how long to wait; the system's poll takes at most 2^31 ms
+Processes = Annotated[int, Field(gt=0, le=1024)]  # how many to start on one machine
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # numpy's, torch's and the engines' generators take it
 
 
@@ -55,8 +55,8 @@ def _bound_numbers(schema: Any, model: type[BaseModel]) -> None:
 class Section(BaseModel):
     """Settings: a section of a config file, or a block of an algorithm.
 
-    Unknown keys are errors, and values cannot change after loading. A boolean, or a string of digits, is no
-    number. Every number has bounds: its field's, else LARGEST_COUNT and LARGEST_NUMBER and their negatives.
+    Unknown keys are errors, and values cannot change after loading. A boolean or a string of digits is not a
+    number. Every number has bounds: its field's, else LARGEST_COUNT or LARGEST_NUMBER and its negative.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

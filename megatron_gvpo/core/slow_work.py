@@ -1,4 +1,4 @@
-"""Tells on stderr how far slow work is."""
+"""Reports the progress of slow work on stderr."""
 
 from __future__ import annotations
 

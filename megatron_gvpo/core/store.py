@@ -1,4 +1,4 @@
-"""Where ranks meet: torch's TCPStore at one address. By itself it listens on all addresses of the machine."""
+"""The store at which ranks meet: torch's TCPStore, here at one address instead of all of the machine."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def host_store(address: str, port: int, world_size: int, timeout: timedelta) -> 
     store listens on all addresses. Raises OSError for a port that is taken, or a name that does not resolve.
     """
     named: dict[str, Any] = {}
-    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    family, _, _, _, socket_address = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listening.bind(place)
+            listening.bind(socket_address)
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise OSError(error.errno, f"{address}:{port}: {error.strerror}") from None
@@ -42,7 +42,7 @@ def host_store(address: str, port: int, world_size: int, timeout: timedelta) -> 
 def meet(backend: str, timeout: timedelta) -> None:
     """Join the process group of torchrun's environment.
 
-    Raises ConfigError for an address that cannot be, and where not all ranks come there in time.
+    Raises ConfigError for an impossible address, and if not all ranks come there in time.
     """
     # torchrun's own store is there already. Otherwise rank 0 hosts one, which torch would let listen on all
     # addresses of the machine.
@@ -50,20 +50,20 @@ def meet(backend: str, timeout: timedelta) -> None:
     rank, address, port, world = (
         os.environ.get(name, "") for name in ("RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
     )
-    place = f"MASTER_ADDR={address}, MASTER_PORT={port}"
+    address_shown = f"MASTER_ADDR={address}, MASTER_PORT={port}"
     options: dict[str, Any] = {}
     if hosts:
         try:
             tcp = host_store(address, int(port), int(world), timeout)
         except (OSError, ValueError, OverflowError) as error:
-            raise ConfigError(f"{place}: rank 0 cannot listen there: {error}") from None
+            raise ConfigError(f"{address_shown}: rank 0 cannot listen there: {error}") from None
         # The prefix under which torch's own rendezvous has the other ranks meet.
         options = {"store": dist.PrefixStore("default_pg", tcp), "rank": 0, "world_size": int(world)}
     try:
         dist.init_process_group(backend, timeout=timeout, **options)
     except dist.DistError:
         raise ConfigError(
-            f"{place}: rank {rank} did not meet all ranks of WORLD_SIZE={world} there within "
+            f"{address_shown}: rank {rank} did not meet all ranks of WORLD_SIZE={world} there within "
             f"parallel.timeout_seconds={timeout.seconds}: see why the others did not come; if nobody "
             "has started them, these variables are another job's: unset them"
         ) from None

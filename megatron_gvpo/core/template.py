@@ -9,4 +9,4 @@ from collections.abc import Mapping
 def filled(template: str, fields: Mapping[str, str]) -> str:
     """The template with every {name} replaced, in one pass, so that braces inside a field stay."""
     names = "|".join(map(re.escape, fields))
-    return re.sub(rf"\{{({names})\}}", lambda found: fields[found[1]], template)
+    return re.sub(rf"\{{({names})\}}", lambda match: fields[match[1]], template)

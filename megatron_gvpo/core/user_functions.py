@@ -25,8 +25,8 @@ MOVED = {
 }
 
 
-MESSAGE = 500  # characters of an error's text
-# Beginnings of the paths of modules that are not the user's: the library's, packages' and this one's.
+MESSAGE = 500  # an error's text is cut after so many characters
+# The paths of modules that are not the user's begin so: those of Python, of packages and of this one.
 _INSTALLED = (
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
     str(Path(__file__).parents[1]) + os.sep,
@@ -34,7 +34,7 @@ _INSTALLED = (
 )
 
 
-_held: dict[str, bytes] = {}  # files whose content is known, whatever is on the disk now
+_contents: dict[str, bytes] = {}  # the content of files as the run began with it, by path
 
 
 def named_files(values: Any, at: str = "") -> Iterator[tuple[str, str]]:
@@ -48,17 +48,23 @@ def named_files(values: Any, at: str = "") -> Iterator[tuple[str, str]]:
 
 
 def contents(values: Any) -> dict[str, bytes]:
-    """The content of these files, for workers; without those that cannot be read: loading names them."""
-    found = {}
+    """The content of the files that `values` name, for workers.
+
+    Files that cannot be read are left out: an error names them when they are loaded.
+    """
+    files = {}
     for _, source in named_files(values):
         with suppress(OSError):
-            found[source] = Path(source).read_bytes()
-    return found
+            files[source] = Path(source).read_bytes()
+    return files
 
 
 def hold(files: Mapping[str, bytes]) -> None:
-    """Load these files with this content, which a run began with: another worker may have them loaded."""
-    _held.update(files)
+    """Let `load_function` use this content, with which the run began, whatever is on the disk by now.
+
+    Otherwise a worker that starts later could run another version of a file than the workers before it.
+    """
+    _contents.update(files)
 
 
 def _is_named(value: Any) -> bool:
@@ -91,7 +97,7 @@ def spec_parts(spec: str) -> tuple[str, str]:
     source, _, name = spec.rpartition(":")
     if not source or not name:
         raise ValueError("expected module:function or path/file.py:function")
-    if source.endswith(".py") and source not in _held and not Path(source).is_file():
+    if source.endswith(".py") and source not in _contents and not Path(source).is_file():
         where = "" if Path(source).is_absolute() else f" in {Path.cwd()}"
         raise ValueError(f"there is no file {source}{where}")
     return source, name
@@ -106,9 +112,9 @@ def check_call(function: Callable[..., Any], shown: str, arguments: int, options
 
 
 class UserFunctionError(ValueError):
-    """A user's function raised, or returned what cannot be used; one line says which and where.
+    """A user's function raised, or returned something unusable; one line says which function and where.
 
-    Errors of this package that pass through such a function, as from the engine that it asks, are not these.
+    An error of this package that passes through such a function, such as one of the engine, stays as it is.
     """
 
 
@@ -123,10 +129,10 @@ def call_function(where: str, spec: str, *arguments: Any, **options: Any) -> Any
 
 
 def refused(where: str, spec: str, problem: str) -> UserFunctionError:
-    """The error that says why what the function returned cannot be used, and where the function is."""
+    """The error for a return value that cannot be used: it has the problem and the function's location."""
     code = getattr(inspect.unwrap(load_function(spec)), "__code__", None)
-    place = "" if code is None else f" ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})"
-    return UserFunctionError(f"{where}={spec}: {problem}{place}")
+    location = "" if code is None else f" ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})"
+    return UserFunctionError(f"{where}={spec}: {problem}{location}")
 
 
 def described(error: BaseException) -> str:
@@ -135,10 +141,10 @@ def described(error: BaseException) -> str:
     The line is the last one outside installed packages, which is the user's where there is one.
     """
     try:
-        said = " ".join(str(error).split())
-    except Exception:  # of an error type of the user's
-        said = "(its message cannot be shown)"
-    text = f"{type(error).__name__}: {said[:MESSAGE]}{' ...' if len(said) > MESSAGE else ''}"
+        message = " ".join(str(error).split())
+    except Exception:  # the error is of a type of the user's
+        message = "(its message cannot be shown)"
+    text = f"{type(error).__name__}: {message[:MESSAGE]}{' ...' if len(message) > MESSAGE else ''}"
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return text
@@ -152,8 +158,8 @@ def _load_file(source: str) -> ModuleType:
     assert spec is not None and spec.loader is not None  # always so for a name that ends with .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses, among others, look up their module
-    if source in _held:
-        exec(compile(_held[source], source, "exec", dont_inherit=True), vars(module))
+    if source in _contents:
+        exec(compile(_contents[source], source, "exec", dont_inherit=True), vars(module))
     else:
         spec.loader.exec_module(module)
     return module

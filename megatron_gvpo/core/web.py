@@ -1,4 +1,4 @@
-"""One JSON request over HTTP, limited in time and size. Its key goes to the address that was given alone."""
+"""One JSON request over HTTP, limited in time and size. Its key goes to no address but the given one."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
 def post_json(url: str, body: Any, timeout: float, key: str | None = None) -> Any:
     """The decoded JSON answer to a POST of `body`. `timeout` is in seconds.
 
-    A user and password in the URL go into a header, as browsers do it. A proxy of the environment is used,
-    but for this machine's own addresses. Raises OSError (HTTPError, TimeoutError), HTTPException, ValueError,
-    and RecursionError for JSON that is nested too deep.
+    A user and password in the URL go into a header, as browsers do it. The proxy that the environment names
+    is used, except for this machine's own addresses. Raises OSError (HTTPError, TimeoutError),
+    HTTPException, ValueError, and RecursionError for JSON that is nested too deep.
     """
     parts, headers = urlsplit(url), {"Content-Type": "application/json"}
     host = parts.hostname or ""
-    if parts.scheme not in ("http", "https") or not host or parts.port == 0:  # a ValueError above 65535
+    if parts.scheme not in ("http", "https") or not host or parts.port == 0:  # raises ValueError above 65535
         raise ValueError("its URL does not begin with http:// or https:// and a host")
     if parts.username is not None:
         user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"

@@ -14,10 +14,10 @@ def boxed(text: str) -> str | None:
 
 def _last_box(text: str) -> tuple[str | None, str]:
     """(content, what follows) of the last box."""
-    _, found, rest = text.rpartition(r"\boxed{")
-    depth = 1 if found else 0
+    _, opening, rest = text.rpartition(r"\boxed{")
+    depth = 1 if opening else 0
     for brace in _BRACE.finditer(rest):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0 and found:
+        if depth == 0 and opening:
             return rest[: brace.start()].strip(), rest[brace.end() :]
     return None, ""

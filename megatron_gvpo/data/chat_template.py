@@ -1,4 +1,4 @@
-"""The context of the policy's next turn: what the environment said, as the chat template writes it.
+"""The context of the policy's next turn: the environment's messages, as the chat template writes them.
 
 By default that is the part which the template adds to made-up messages: nothing that was sampled is rendered
 or tokenised again. With `again`, the whole conversation is rendered for every turn, as an application does
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from megatron_gvpo.groups import Prompt
 
-_SAID, _HEARD = "\u2042said\u2042", "(heard)"  # made-up messages: the policy's, and the answer
+_SAID, _HEARD = "\u2042said\u2042", "(heard)"  # the contents of a made-up turn and of the answer to it
 _HISTORIES: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "a"}],
     [
@@ -33,7 +33,7 @@ _HISTORIES: tuple[list[dict[str, str]], ...] = (
 
 
 class Template:
-    """Writes what comes between two turns of the policy, as tokens.
+    """Writes the tokens between two turns of the policy.
 
     `end_token_ids`: those that end a turn of the policy. `chat`: prompts are rendered by the tokenizer's chat
     template; otherwise texts follow each other as they are. `again`: the conversation is rendered again for
@@ -70,7 +70,7 @@ class Template:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def length(self, last: int, messages: Sequence[Mapping[str, Any]]) -> int:
-        """The tokens that an answer has. Raises DataError."""
+        """The number of tokens of an answer. Raises DataError."""
         if not self.again:
             return len(self.given(last, messages))
         return len(self._tokens("".join(message["content"] for message in self._plain(messages))))
@@ -138,18 +138,18 @@ class Template:
         if not message.get("tool_calls"):
             return str(message["content"])
         (_, opening), text = self._renderings(0, [message], generate=False)
-        said = text[len(opening) :]
+        reply = text[len(opening) :]
         ends = [token for token in self._tokenizer.convert_ids_to_tokens(self._ends) if token]
-        place = max(map(said.rfind, ends))
-        if not self._chat or not text.startswith(opening) or place < 0:
+        end = max(map(reply.rfind, ends))
+        if not self._chat or not text.startswith(opening) or end < 0:
             raise DataError(
                 "the chat template writes tool calls in another place than the policy's turn: give the text "
                 "of the calls as the content"
             )
-        return said[:place]
+        return reply[:end]
 
     def opening(self, messages: Sequence[Mapping[str, Any]], prompt: Prompt) -> tuple[int, ...]:
-        """The tokens of a whole chat up to the policy's next turn. Raises DataError.
+        """The tokens of a chat up to the policy's next turn. Raises DataError.
 
         Without a chat template, a chat that begins with the prompt's text begins with the prompt's tokens.
         """
@@ -173,7 +173,7 @@ class Template:
 
         def plain(value: Any) -> Any:
             if isinstance(value, str):
-                return self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", value)
+                return self._special.sub(lambda match: f"{match[0][0]} {match[0][1:]}", value)
             if isinstance(value, Mapping):
                 return {plain(key): plain(inner) for key, inner in value.items()}
             return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
@@ -189,17 +189,17 @@ class Template:
     def _suffix(self, history: int, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text after a turn of the policy: its end token, the messages, its next turn's opening.
 
-        `history`: its place in _HISTORIES. Raises DataError.
+        `history`: an index of _HISTORIES. Raises DataError.
         """
-        said = {"role": "assistant", "content": _SAID}
-        before, text = self._renderings(history, [said, *messages])
-        place = text.rfind(_SAID)
-        if place < 0 or not any(map(text.startswith, before)):
+        reply = {"role": "assistant", "content": _SAID}
+        before, text = self._renderings(history, [reply, *messages])
+        start = text.rfind(_SAID)
+        if start < 0 or not any(map(text.startswith, before)):
             raise DataError(
                 "the chat template changes earlier messages when later ones come, so a conversation cannot "
                 "be continued token by token: use another template, or data.chat_template=false"
             )
-        return text[place + len(_SAID) :]
+        return text[start + len(_SAID) :]
 
     def _renderings(
         self, history: int, messages: Sequence[Mapping[str, Any]], generate: bool = True

@@ -87,12 +87,12 @@ def preference_pair(record: Record) -> dict[str, Any]:
 
 
 def _answer(record: Record) -> str | None:
-    given = [record.get(name) for name in ("answer", "expected_answer")]
-    given.append(boxed(str(record.get("solution") or "")))
-    return next((str(value).strip() for value in given if value is not None and str(value).strip()), None)
+    answers = [record.get(name) for name in ("answer", "expected_answer")]
+    answers.append(boxed(str(record.get("solution") or "")))
+    return next((str(value).strip() for value in answers if value is not None and str(value).strip()), None)
 
 
-# Beginnings of conversations as data records: Cobalt trains the next turn of each.
+# --- conversations whose next turn is trained (Cobalt) -----------------------------------------------------
 
 
 def beginnings(
@@ -106,10 +106,10 @@ def beginnings(
     """
     prompt = record[prompt_key]
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
-    found, said = list[dict[str, Any]](), list[str]()
+    records, earlier = list[dict[str, Any]](), list[str]()
     for message in rollout.messages:
         if message["role"] == "assistant":
-            found.append({**record, prompt_key: list(chat), earlier_key: list(said)})
-            said.append(message["content"])
+            records.append({**record, prompt_key: list(chat), earlier_key: list(earlier)})
+            earlier.append(message["content"])
         chat.append(dict(message))
-    return found
+    return records

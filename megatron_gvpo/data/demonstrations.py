@@ -21,7 +21,7 @@ _EXAMPLE = '[{"role": "assistant", "content": "..."}, {"role": "tool", "content"
 
 
 class Demonstration(NamedTuple):
-    """The solution's own token ids, with the end token; its chat, where it is one; and its texts."""
+    """The token ids of a solution, with the end token; its chat, if it is one; and its texts."""
 
     token_ids: tuple[int, ...]
     chat: Chat | None
@@ -29,7 +29,7 @@ class Demonstration(NamedTuple):
 
 
 class DemonstrationReader:
-    """Reads the worked solution of a record. Raises DataError, without the record's place."""
+    """Reads the worked solution of a record. Raises DataError, which does not name the record."""
 
     def __init__(
         self,
@@ -58,17 +58,17 @@ class DemonstrationReader:
             if message["role"] != "assistant":
                 between.append(message)
                 continue
-            said = self._tokens(self._template.written(message))
+            tokens = self._tokens(self._template.written(message))
             # Without a chat template texts follow each other as they are, and the last one ends the chat.
-            ids = said
+            ids = tokens
             if i + 1 == len(solution):
-                ids = ended(said, self._ends)
+                ids = ended(tokens, self._ends)
             elif self._chat:
-                ids = ended(said, (self._template.end_before(solution[i + 1]["role"]), *self._ends))
+                ids = ended(tokens, (self._template.end_before(solution[i + 1]["role"]), *self._ends))
             if not ids:
                 raise DataError(f"has an empty message {i}")
-            given = self._template.given(own[-1], between) if turns else ()
-            turns.append(Turn(len(own), len(turns) - 1, None, given))
+            context = self._template.given(own[-1], between) if turns else ()
+            turns.append(Turn(len(own), len(turns) - 1, None, context))
             own += ids
             between = []
         texts = [message["content"] for message in solution]
@@ -76,8 +76,8 @@ class DemonstrationReader:
 
     def _check(self, solution: Any) -> None:
         if not isinstance(solution, list) or not all(map(_is_message, solution)):
-            found = f"{type(solution).__name__} {repr(solution)[:60]}"
-            raise DataError(f"is neither a string nor a list of chat messages like {_EXAMPLE}, but {found}")
+            shown = f"{type(solution).__name__} {repr(solution)[:60]}"
+            raise DataError(f"is neither a string nor a list of chat messages like {_EXAMPLE}, but {shown}")
         with _named_messages():
             check_names(solution, self._tokenizer if self._chat else None)
         roles = [message["role"] for message in solution]

@@ -33,8 +33,8 @@ def generated_problems(path: str, split: str) -> Iterator[dict[str, Any]]:
         problems = problems_of(name, json.dumps(options))
         for index in range(len(problems)):
             entry = problems[index]
-            place = {"name": name, "options": json.dumps(options), "index": index}
-            yield {"prompt": entry["question"], "answer": str(entry["answer"]), KEY: place}
+            source = {"name": name, "options": json.dumps(options), "index": index}
+            yield {"prompt": entry["question"], "answer": str(entry["answer"]), KEY: source}
     except Exception as error:  # each generator checks its options in its own way
         raise ValueError(f"{type(error).__name__}: {' '.join(str(error).split())}") from None
 
@@ -49,8 +49,8 @@ def problems_of(name: str, options: str) -> Any:
 
 def entry_of(record: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """(the generator's data set, the record's entry in it). Raises ValueError for a record of other data."""
-    place = record.get(KEY)
-    if not isinstance(place, Mapping):
+    source = record.get(KEY)
+    if not isinstance(source, Mapping):
         raise ValueError(f"the record has no field {KEY!r}: data.train.path is not {PREFIX}NAME")
-    problems = problems_of(place["name"], place["options"])
-    return problems, problems[place["index"]]
+    problems = problems_of(source["name"], source["options"])
+    return problems, problems[source["index"]]

@@ -36,5 +36,5 @@ def data_url(content: bytes) -> str:
 
 
 def shown(source: str) -> str:
-    """Returns a source for a message, cut where it holds the content itself."""
+    """Returns a source for a message; a data: URL is cut off."""
     return source if not source.startswith(_DATA) else source[:40] + "..."

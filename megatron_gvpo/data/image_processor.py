@@ -16,17 +16,25 @@ from megatron_gvpo.core.image import Image
 from megatron_gvpo.data.image_files import ImageError, read, shown
 
 CONFIG = "preprocessor_config.json"
-_KEPT_BYTES = 1 << 30  # of pixels in memory
+_CACHE_BYTES = 1 << 30  # pixels that stay in memory
 _SETTINGS = (
-    *("patch_size", "temporal_patch_size", "merge_size", "do_resize", "resample"),
-    *("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std"),
+    "patch_size",
+    "temporal_patch_size",
+    "merge_size",
+    "do_resize",
+    "resample",
+    "do_rescale",
+    "rescale_factor",
+    "do_normalize",
+    "image_mean",
+    "image_std",
 )
 
 
 class ImageProcessor:
     """transformers' image processor of a model's directory, in its form without torchvision.
 
-    The latest pixels are kept, up to 1 GiB, under the content's digest: the rows of a group share them.
+    The pixels of the latest images, up to 1 GiB, stay in memory: the rows of a group share them.
     """
 
     def __init__(self, path: str) -> None:
@@ -40,9 +48,9 @@ class ImageProcessor:
                 path, local_files_only=True, backend="pil"
             )
         except Exception as error:  # damaged files raise errors of many types
-            said = " ".join(str(error).split())[:300]
-            raise ImageError(f"model.path={path}: {CONFIG} cannot be read: {said}") from None
-        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+            message = " ".join(str(error).split())[:300]
+            raise ImageError(f"model.path={path}: {CONFIG} cannot be read: {message}") from None
+        self._cache: OrderedDict[str, Tensor] = OrderedDict()
         self._bytes = 0
 
     @property
@@ -69,19 +77,19 @@ class ImageProcessor:
 
         Raises ImageError if the file is gone, or no longer the one that the run began with.
         """
-        kept = self._kept.get(image.digest)
-        if kept is not None:
-            self._kept.move_to_end(image.digest)
-            return kept
+        remembered = self._cache.get(image.digest)
+        if remembered is not None:
+            self._cache.move_to_end(image.digest)
+            return remembered
         made = self._processor(images=[self._picture(image)], return_tensors="pt")
         grid = tuple(made["image_grid_thw"][0].tolist())
         if grid != image.grid:
             raise ImageError(f"image {shown(image.source)}: {grid} patches, and {image.grid} were expected")
         pixels: Tensor = made["pixel_values"].to(torch.float32)
-        self._kept[image.digest] = pixels
+        self._cache[image.digest] = pixels
         self._bytes += pixels.nbytes
-        while self._bytes > _KEPT_BYTES and len(self._kept) > 1:
-            self._bytes -= self._kept.popitem(last=False)[1].nbytes
+        while self._bytes > _CACHE_BYTES and len(self._cache) > 1:
+            self._bytes -= self._cache.popitem(last=False)[1].nbytes
         return pixels
 
     def png(self, image: Image) -> bytes:
@@ -100,8 +108,8 @@ class ImageProcessor:
         return file.getvalue()
 
     def check(self, image: Image) -> None:
-        """Raises ImageError as `pixels` would, at the cost of reading the file; of kept pixels, never."""
-        if image.digest not in self._kept:
+        """Raises ImageError as `pixels` would. It reads the file, unless the pixels are in memory."""
+        if image.digest not in self._cache:
             _content(image)
 
     def _picture(self, image: Image) -> Picture.Image:
@@ -112,7 +120,9 @@ class ImageProcessor:
 
         processor = self._processor
         high, wide = smart_resize(
-            *(height, width, processor.patch_size * processor.merge_size),
+            height,
+            width,
+            processor.patch_size * processor.merge_size,
             min_pixels=processor.size["shortest_edge"],
             max_pixels=processor.size["longest_edge"],
         )
@@ -137,6 +147,8 @@ def _decoded(source: str, content: bytes) -> Picture.Image:
         picture = Picture.open(io.BytesIO(content))
         picture.load()
     except (OSError, ValueError, SyntaxError, Picture.DecompressionBombError) as error:
-        said = "no image that Pillow knows" if isinstance(error, Picture.UnidentifiedImageError) else error
-        raise ImageError(f"image {shown(source)}: {said}") from None
+        problem = (
+            "not an image that Pillow knows" if isinstance(error, Picture.UnidentifiedImageError) else error
+        )
+        raise ImageError(f"image {shown(source)}: {problem}") from None
     return picture.convert("RGB")

@@ -66,11 +66,8 @@ class PromptOrder:
         return [int(i) for i in order]
 
 
-# Success counts of every prompt from earlier responses, and batches of prompts drawn by them.
-
-
 class SuccessTracker:
-    """Beta counts of the prompts that were visited, by their id."""
+    """Counts the successes and failures of each prompt's earlier responses, for a Beta posterior."""
 
     def __init__(self, rule: Tracker) -> None:
         self.rule = rule
@@ -152,7 +149,7 @@ class WeightedOrder:
 
 
 def _check_rates(prompts: Sequence[Prompt], field: str) -> None:
-    """Raises DataError for a stated success rate that is none: percentages would turn the order round."""
+    """Raises DataError for a stated success rate outside 0 to 1: percentages would turn the order round."""
     for prompt in prompts:
         if (rate := prompt.record.get(field)) is None:
             continue

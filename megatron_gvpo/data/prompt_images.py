@@ -1,4 +1,4 @@
-"""A prompt's images: where the record names them, and the tokens of the prompt that stand for them."""
+"""The images of a prompt: reads those that a record names, and writes their placeholders into the prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_gvpo.huggingface.image_families import takes_images
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MARK = "<image>"  # where a plain string has an image
+MARK = "<image>"  # the placeholder for an image in a plain-string prompt
 _PART: dict[str, Any] = {"type": "image"}
 
 
@@ -42,9 +42,9 @@ class PromptImages:
         Raises DataError, which names the record, for an image that cannot be read.
         """
         value = record.fields.get(key)
-        given = value if isinstance(value, list) else [] if value is None else [value]
-        found = []
-        for number, source in enumerate(given, start=1):
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        images = []
+        for number, source in enumerate(values, start=1):
             where = f"{record.where}: field {key!r}, image {number}"
             if isinstance(source, Mapping) and isinstance(source.get("path"), str):
                 source = source["path"]  # a column of images whose content is in files
@@ -53,13 +53,13 @@ class PromptImages:
             if not source.startswith("data:"):
                 source = str((directory / source).absolute())
             try:
-                found.append(self._processor.image(source))
+                images.append(self._processor.image(source))
             except ImageError as error:
                 raise DataError(f"{where}: {error}") from None
-        return tuple(found)
+        return tuple(images)
 
     def is_in(self, text: str) -> bool:
-        """True for a text that a prompt would take for one with an image in it."""
+        """True for a text with a mark that would stand for an image in a prompt."""
         return any(mark in text for mark in self._marks)
 
     def in_text(self, text: str, count: int) -> str:
@@ -72,10 +72,10 @@ class PromptImages:
             raise DataError(
                 f"{where}: the prompt has {count} placeholders of images as tokens, and {len(images)} images"
             )
-        rest, whole = iter(images), list[int]()
+        remaining, expanded = iter(images), list[int]()
         for token in ids:
-            whole += [token] * (next(rest).tokens if token == self.placeholder else 1)
-        return whole
+            expanded += [token] * (next(remaining).tokens if token == self.placeholder else 1)
+        return expanded
 
 
 def prompt_images(
@@ -97,7 +97,7 @@ def as_parts(text: str, count: int) -> str | list[dict[str, Any]]:
 
 
 def images_in(messages: Sequence[Mapping[str, Any]]) -> int:
-    """The number of parts of type image in chat messages."""
+    """How many parts of chat messages are images."""
     contents = [message["content"] for message in messages if isinstance(message["content"], list)]
     return sum(part["type"] == "image" for content in contents for part in content)
 

@@ -59,62 +59,14 @@ def load_prompts(
     include those that stand for its images. Raises DataError.
     """
     render = _Renderer(data, tokenizer, tools, images)
-    unknown = UnknownCharacters(tokenizer)
-    read_demonstration = DemonstrationReader(tokenizer, end_token_ids, render.chat, tools)
+    reader = _PromptReader(dataset, data, tokenizer, render, longest, end_token_ids, positions, tools)
     prompts = []
     records = pictured = 0
     for record, text, ids, pictures in _encoded(dataset, render, tokenizer):
         records += 1
         pictured += bool(pictures)
-        unknown.see(record.where, [text])
-        if not ids:
-            problem = f"the tokenizer knows none of {_shown(text)}" if text else "it has no tokens"
-            raise DataError(f"{record.where}: the prompt is empty: {problem}")
-        if len(ids) > longest:
-            if data.prompt_too_long == "drop":
-                continue
-            raise DataError(f"{record.where}: the prompt has {len(ids)} tokens, {_too_long(data, longest)}")
-        answer = None if dataset.answer_key is None else _answer(record, dataset.answer_key)
-        demonstration: tuple[int, ...] | None = None
-        chat: Chat | None = None
-        if dataset.demonstration_key is not None:
-            solution = _field(record, dataset.demonstration_key)
-            try:
-                shown = read_demonstration(solution)
-            except DataError as error:
-                where = f"{record.where}: the demonstration (field {dataset.demonstration_key!r})"
-                raise DataError(f"{where} {error}") from None
-            unknown.see(record.where, shown.texts)
-            demonstration, chat = shown.token_ids, shown.chat
-            if chat is not None and pictures:
-                raise DataError(
-                    f"{record.where}: the demonstration (field {dataset.demonstration_key!r}) is a chat, and "
-                    "the prompt has images: conversations with images are not supported"
-                )
-            length = len(demonstration) + (len(chat.given) if chat is not None else 0)
-            if positions and len(ids) + length > positions:
-                raise DataError(
-                    f"{record.where}: the prompt has {len(ids)} tokens and its demonstration "
-                    f"{length} (field {dataset.demonstration_key!r}), together "
-                    f"more than the model's max_position_embeddings={positions}; shorten or remove the record"
-                )
-        responses: tuple[Scored, ...] = ()
-        if dataset.responses_key is not None:
-            responses = _responses(record, dataset.responses_key, tokenizer, end_token_ids)
-            unknown.see(record.where, [response.text for response in responses])
-            most = max(len(response.token_ids) for response in responses)
-            if positions and len(ids) + most > positions:
-                raise DataError(
-                    f"{record.where}: the prompt has {len(ids)} tokens and its longest response {most} "
-                    f"(field {dataset.responses_key!r}), together more than the model's "
-                    f"max_position_embeddings={positions}; shorten or remove it"
-                )
-        fields = record.fields
-        if dataset.images_key is not None:
-            fields = short_names(fields, dataset.images_key, pictures)
-        given = (answer, demonstration, fields, responses, pictures, chat)
-        prompts.append(Prompt(record.id, tuple(ids), text, *given))
-
+        if (prompt := reader.read(record, text, ids, pictures)) is not None:
+            prompts.append(prompt)
     if not records:
         raise DataError(f"{dataset.path}: no records")
     if dataset.images_key is not None and not pictured:
@@ -129,9 +81,103 @@ def load_prompts(
         )
     if not prompts:
         raise DataError(f"{dataset.path}: every prompt is longer than {longest} tokens")
-    if (said := unknown.warning()) is not None:
-        log.warning(said)
+    if (warning := reader.unknown.warning()) is not None:
+        log.warning(warning)
     return prompts
+
+
+class _PromptReader:
+    """Makes a prompt of each record, with its answer, demonstration and scored responses, all checked."""
+
+    def __init__(
+        self,
+        dataset: DatasetConfig,
+        data: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        render: _Renderer,
+        longest: int,
+        end_token_ids: Sequence[int],
+        positions: int | None,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self._dataset, self._data, self._tokenizer = dataset, data, tokenizer
+        self._longest, self._end_token_ids, self._positions = longest, end_token_ids, positions
+        self._read_demonstration = DemonstrationReader(tokenizer, end_token_ids, render.chat, tools)
+        self.unknown = UnknownCharacters(tokenizer)
+
+    def read(
+        self, record: Record, text: str, ids: Sequence[int], pictures: tuple[Image, ...]
+    ) -> Prompt | None:
+        """The prompt with this text and these token ids; None if it is too long and may be dropped.
+
+        Raises DataError, which names the record.
+        """
+        dataset = self._dataset
+        self.unknown.see(record.where, [text])
+        if not self._has_room(record, text, ids):
+            return None
+        answer = None if dataset.answer_key is None else _answer(record, dataset.answer_key)
+        demonstration: tuple[int, ...] | None = None
+        chat: Chat | None = None
+        if dataset.demonstration_key is not None:
+            demonstration, chat = self._demonstration(record, dataset.demonstration_key, ids, bool(pictures))
+        responses: tuple[Scored, ...] = ()
+        if dataset.responses_key is not None:
+            responses = self._responses(record, dataset.responses_key, ids)
+        fields = record.fields
+        if dataset.images_key is not None:
+            fields = short_names(fields, dataset.images_key, pictures)
+        return Prompt(record.id, tuple(ids), text, answer, demonstration, fields, responses, pictures, chat)
+
+    def _has_room(self, record: Record, text: str, ids: Sequence[int]) -> bool:
+        """False for a prompt to drop. Raises DataError for one that is empty, or too long and not dropped."""
+        if not ids:
+            problem = f"the tokenizer knows none of {_shown(text)}" if text else "it has no tokens"
+            raise DataError(f"{record.where}: the prompt is empty: {problem}")
+        if len(ids) <= self._longest:
+            return True
+        if self._data.prompt_too_long == "drop":
+            return False
+        limit = _too_long(self._data, self._longest)
+        raise DataError(f"{record.where}: the prompt has {len(ids)} tokens, {limit}")
+
+    def _demonstration(
+        self, record: Record, key: str, ids: Sequence[int], has_pictures: bool
+    ) -> tuple[tuple[int, ...], Chat | None]:
+        """The token ids of the worked solution in field `key`, and its chat, where it is one."""
+        value = _field(record, key)
+        try:
+            solution = self._read_demonstration(value)
+        except DataError as error:
+            raise DataError(f"{record.where}: the demonstration (field {key!r}) {error}") from None
+        self.unknown.see(record.where, solution.texts)
+        chat = solution.chat
+        if chat is not None and has_pictures:
+            raise DataError(
+                f"{record.where}: the demonstration (field {key!r}) is a chat, and the prompt has images: "
+                "conversations with images are not supported"
+            )
+        length = len(solution.token_ids) + (len(chat.given) if chat is not None else 0)
+        if self._positions and len(ids) + length > self._positions:
+            raise DataError(
+                f"{record.where}: the prompt has {len(ids)} tokens and its demonstration {length} (field "
+                f"{key!r}), together more than the model's max_position_embeddings={self._positions}; "
+                "shorten or remove the record"
+            )
+        return solution.token_ids, chat
+
+    def _responses(self, record: Record, key: str, ids: Sequence[int]) -> tuple[Scored, ...]:
+        """The scored responses in field `key`."""
+        responses = _responses(record, key, self._tokenizer, self._end_token_ids)
+        self.unknown.see(record.where, [response.text for response in responses])
+        longest = max(len(response.token_ids) for response in responses)
+        if self._positions and len(ids) + longest > self._positions:
+            raise DataError(
+                f"{record.where}: the prompt has {len(ids)} tokens and its longest response {longest} "
+                f"(field {key!r}), together more than the model's "
+                f"max_position_embeddings={self._positions}; shorten or remove it"
+            )
+        return responses
 
 
 def _encoded(
@@ -146,14 +192,14 @@ def _encoded(
             now(f"{done} records so far, tokenising {len(some)} more")
             pictures = list(pool.map(pictures_of, some))
             texts = [
-                render(record, _field(record, dataset.prompt_key), len(found))
-                for record, found in zip(some, pictures, strict=True)
+                render(record, _field(record, dataset.prompt_key), len(images))
+                for record, images in zip(some, pictures, strict=True)
             ]
             # A chat template writes the special tokens itself.
             encoded = _tokens(tokenizer, texts, [r.where for r in some], special=not render.chat)
             encoded = [
-                render.expanded(ids, found, record.where)
-                for record, ids, found in zip(some, encoded, pictures, strict=True)
+                render.expanded(ids, images, record.where)
+                for record, ids, images in zip(some, encoded, pictures, strict=True)
             ]
             yield from zip(some, texts, encoded, pictures, strict=True)
             done += len(some)
@@ -176,16 +222,17 @@ def _records(dataset: DatasetConfig) -> Iterator[Record]:
     for record in read_records(dataset.path, dataset.split, dataset.subset, dataset.limit):
         if dataset.convert is None:
             yield record
-        elif (found := converted(record, dataset.convert)) is not None:
-            yield found
+        elif (changed := converted(record, dataset.convert)) is not None:
+            yield changed
 
 
 def _tokens(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], places: Sequence[str], special: bool = False
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], sources: Sequence[str], special: bool = False
 ) -> list[list[int]]:
-    """The token ids of each text, where `special` with the special tokens that begin a text.
+    """The token ids of each text; if `special`, with the special tokens that begin a text.
 
-    Raises DataError, which names the place, for a text that the tokenizer refuses.
+    `sources`: where each text comes from. Raises DataError, which names it, for a text that the tokenizer
+    refuses.
     """
     try:
         if special:
@@ -194,9 +241,9 @@ def _tokens(
         return ids
     except Exception as error:  # tokenizers raises no narrower one
         if len(texts) > 1:  # find the text
-            pairs = zip(texts, places, strict=True)
-            return [_tokens(tokenizer, [text], [place], special)[0] for text, place in pairs]
-        raise DataError(f"{places[0]}: the tokenizer cannot write {_shown(texts[0])}: {error}") from None
+            pairs = zip(texts, sources, strict=True)
+            return [_tokens(tokenizer, [text], [source], special)[0] for text, source in pairs]
+        raise DataError(f"{sources[0]}: the tokenizer cannot write {_shown(texts[0])}: {error}") from None
 
 
 def _too_long(data: DataConfig, longest: int) -> str:
@@ -239,16 +286,16 @@ class PromptWriter:
             return text + content if before else content + text
 
         record = Record(prompt.id, f"prompt {prompt.id}", prompt.record)
-        said = _field(record, self._key)
-        if isinstance(said, str):
-            said = with_text(said)
+        content = _field(record, self._key)
+        if isinstance(content, str):
+            content = with_text(content)
         else:
-            last = max((i for i, m in enumerate(said) if m["role"] == "user"), default=len(said) - 1)
-            said = [
+            last = max((i for i, m in enumerate(content) if m["role"] == "user"), default=len(content) - 1)
+            content = [
                 {**m, "content": _changed(m["content"], with_text, before)} if i == last else m
-                for i, m in enumerate(said)
+                for i, m in enumerate(content)
             ]
-        text = self._render(record, said, len(prompt.images))
+        text = self._render(record, content, len(prompt.images))
         [ids] = _tokens(self._tokenizer, [text], [record.where], special=not self._render.chat)
         ids = self._render.expanded(ids, prompt.images, record.where)
         if len(ids) > self.longest:
@@ -302,7 +349,7 @@ class _Renderer:
             if isinstance(prompt, list):
                 raise DataError(f"{record.where}: the prompt is a list of chat messages, but {self._no_chat}")
             if not isinstance(prompt, str):
-                raise DataError(f"{record.where}: the prompt is no string but {_shown(prompt)}")
+                raise DataError(f"{record.where}: the prompt is not a string but {_shown(prompt)}")
             return prompt if self.images is None else self.images.in_text(prompt, pictures)
         if isinstance(prompt, str):
             content = prompt if self.images is None else as_parts(prompt, pictures)
@@ -314,9 +361,9 @@ class _Renderer:
                 f"{record.where}: the prompt is neither a string nor a list of chat messages like "
                 f'{{"role": "user", "content": "..."}} but {_shown(prompt)}'
             )
-        if (named := images_in(messages)) != pictures:
+        if (parts := images_in(messages)) != pictures:
             raise DataError(
-                f"{record.where}: the messages have {named} parts of type image, and {pictures} images"
+                f"{record.where}: the messages have {parts} parts of type image, and {pictures} images"
             )
         if not pictures and not any(str(message["content"]).strip() for message in messages):
             raise DataError(f"{record.where}: the prompt is empty: no message has any text")
@@ -334,8 +381,8 @@ class _Renderer:
         try:
             return rendered(self._tokenizer, messages, tools=self._tools, add_generation_prompt=True)
         except Exception as error:  # a template is a program, and may fail in any way
-            said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
-            raise DataError(f"{record.where}: the chat template refuses the prompt: {said}") from None
+            problem = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+            raise DataError(f"{record.where}: the chat template refuses the prompt: {problem}") from None
 
 
 def _changed(content: Any, with_text: Callable[[str], str], before: bool) -> Any:
@@ -358,11 +405,11 @@ def _responses(
     record: Record, key: str, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]
 ) -> tuple[Scored, ...]:
     """The scored responses of a record: [{"response": text, "reward": number}, ...]."""
-    found = _field(record, key)
+    responses = _field(record, key)
     wanted = '[{"response": "...", "reward": 1.0}, ...]'
-    if not isinstance(found, list) or not found:
-        raise DataError(f"{record.where}: field {key!r}: expected {wanted}, found {_shown(found)}")
-    for i, item in enumerate(found):
+    if not isinstance(responses, list) or not responses:
+        raise DataError(f"{record.where}: field {key!r}: expected {wanted}, found {_shown(responses)}")
+    for i, item in enumerate(responses):
         if not isinstance(item, dict) or not isinstance(item.get("response"), str):
             raise DataError(f"{record.where}: field {key!r}, response {i}: expected one of {wanted}")
         if finite_number(item.get("reward"), LARGEST) is None:
@@ -370,18 +417,18 @@ def _responses(
                 f"{record.where}: field {key!r}, response {i}: expected a number up to {LARGEST:.2g} as its "
                 f"reward, found {_shown(item.get('reward'))}"
             )
-    texts = [item["response"] for item in found]
+    texts = [item["response"] for item in responses]
     encoded = _tokens(tokenizer, texts, [f"{record.where}, response {i}" for i in range(len(texts))])
     return tuple(
         Scored(ended(ids, end_token_ids), item["response"], float(item["reward"]))
-        for item, ids in zip(found, encoded, strict=True)
+        for item, ids in zip(responses, encoded, strict=True)
     )
 
 
 def _answer(record: Record, key: str) -> str:
     value = _field(record, key)
     if isinstance(value, float) and not math.isfinite(value):
-        raise DataError(f"{record.where}: field {key!r} is {value}, which is no answer")
+        raise DataError(f"{record.where}: field {key!r} is {value}, which is not an answer")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"{record.where}: field {key!r} is neither a string nor a number but {_shown(value)}")
     return str(value)
@@ -392,25 +439,30 @@ def _shown(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-# Finds characters that a tokenizer has no token for, which it leaves out or writes as its unknown token.
-
-SHOWN = 5  # characters named in a warning
+SHOWN = 5  # characters that a warning names
 
 
 class UnknownCharacters:
-    """Collects texts and their places, then says which characters the tokenizer does not know."""
+    """Finds the characters of texts that a tokenizer has no token for.
+
+    The tokenizer leaves them out, or writes its unknown token for them.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._first: dict[str, tuple[str, str]] = {}  # a character's first text, and the text's place
+        self._first: dict[str, tuple[str, str]] = {}  # where a character first came up, and in which text
 
     def see(self, where: str, texts: Iterable[str]) -> None:
+        """Collect the characters of texts; `where`: the record that has them."""
         for text in texts:
             for character in set(text) - self._first.keys():
                 self._first[character] = (where, text)
 
     def warning(self) -> str | None:
-        """The first place and the characters; None if all are known, or the tokenizer cannot tell."""
+        """A warning that names the first record and the characters.
+
+        None if all are known, or the tokenizer cannot tell.
+        """
         if not self._tokenizer.is_fast:  # a slow one does not tell where its tokens are in the text
             return None
         seen = [c for c in self._first if not c.isspace()]
@@ -433,15 +485,15 @@ class UnknownCharacters:
         """The id of the token for unknown characters, which may be named in tokenizer.json alone."""
         backend = self._tokenizer.backend_tokenizer
         named = self._tokenizer.unk_token or getattr(backend.model, "unk_token", None)
-        found: int | None = backend.token_to_id(named) if named else None
-        return found
+        token: int | None = backend.token_to_id(named) if named else None
+        return token
 
     def _has_token(self, character: str) -> bool:
         """True if the character is a part of a known token in its first text, such as of a known word."""
         text = self._first[character][1]
-        place = text.index(character)
+        index = text.index(character)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return any(
-            first <= place < end and token != self._unknown
+            first <= index < end and token != self._unknown
             for token, (first, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
         )

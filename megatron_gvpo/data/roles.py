@@ -15,8 +15,8 @@ from megatron_gvpo.huggingface.bounded_templates import environment
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROLES = ("system", "user", "assistant", "tool")  # those of transformers' chats
-# Names of other formats (ShareGPT, Gemini, Cohere) for them.
+ROLES = ("system", "user", "assistant", "tool")  # the roles of transformers' chats
+# Other formats (ShareGPT, Gemini, Cohere) call the roles so.
 _MEANT = {
     "human": "user",
     "gpt": "assistant",
@@ -29,9 +29,9 @@ _MEANT = {
 def check_roles(
     messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """Raise DataError, which names the message, for a role that is none, or a tool that nobody called.
+    """Raise DataError, which names the message, for an unknown role, or a tool that nobody called.
 
-    `tokenizer`: its chat template writes the messages, and may know further roles; None: none does.
+    `tokenizer`: its chat template writes the messages, and may know further roles; None: no template does.
     """
     check_names(messages, tokenizer)
     check_tools(messages)
@@ -48,9 +48,9 @@ def check_tools(messages: Sequence[Mapping[str, Any]]) -> None:
     for index, message in enumerate(messages):
         before = messages[index - 1]["role"] if index else None
         if message["role"] == "tool" and before not in ("assistant", "tool"):
-            said = "is the first" if before is None else f"follows one of {before}"
+            order = "is the first" if before is None else f"follows one of {before}"
             raise DataError(
-                f"message {index} has the role 'tool' and {said}: it must follow the message of the "
+                f"message {index} has the role 'tool' and {order}: it must follow the message of the "
                 "assistant that calls the tool, or another tool's"
             )
 
@@ -87,15 +87,15 @@ def compared_texts(template: str) -> tuple[str, ...]:
         tree = environment().parse(template)
     except TemplateError:
         return ()
-    found = list[str]()
+    names = list[str]()
     for node in tree.find_all((nodes.Compare, nodes.Getitem)):
         if isinstance(node, nodes.Compare):
             sides = [node.expr, *(operand.expr for operand in node.ops)]
             if any(map(_is_role, sides)):
-                found += [text for side in sides if not _is_role(side) for text in _texts(side)]
+                names += [text for side in sides if not _is_role(side) for text in _texts(side)]
         elif isinstance(node, nodes.Getitem) and isinstance(node.node, nodes.Dict) and _is_role(node.arg):
-            found += [text for pair in node.node.items for text in _texts(pair.key)]
-    return tuple(dict.fromkeys(found))
+            names += [text for pair in node.node.items for text in _texts(pair.key)]
+    return tuple(dict.fromkeys(names))
 
 
 def _is_role(node: Any) -> bool:

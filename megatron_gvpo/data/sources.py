@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pyarrow
 
 from megatron_gvpo.core.errors import DataError
-from megatron_gvpo.core.plain_values import each_once
+from megatron_gvpo.core.json_files import unique_keys
 from megatron_gvpo.core.user_functions import described, load_function
 from megatron_gvpo.data.generated import PREFIX, generated_problems
 from megatron_gvpo.data.image_files import data_url
@@ -20,7 +20,7 @@ LONGEST_LINE = 2**24  # bytes of a record
 
 
 class Record(NamedTuple):
-    """One record. `id` is short and unique in its data set; `where` is its place, for error messages."""
+    """One record. `id` is short and unique in its data set; `where` says where it is, for error messages."""
 
     id: str
     where: str
@@ -32,8 +32,9 @@ def read_records(
 ) -> Iterator[Record]:
     """The records of a file, of a directory's files in the order of their names, or of a hub data set.
 
-    `split` is for hub data sets and generators, `subset` for hub data sets; DataError where another has one,
-    which would be read whole. `limit`: the first so many. Raises DataError, also where a package is missing.
+    `split` is for hub data sets and generators, `subset` for hub data sets. A file has neither: it would be
+    read completely. `limit`: read the first so many records only. Raises DataError, also if a package is
+    missing.
     """
     generated, of_hub = path.startswith(PREFIX), not (path.startswith(PREFIX) or _is_local(path))
     if subset is not None and not of_hub:
@@ -50,16 +51,16 @@ def read_records(
 
 
 def converted(record: Record, function: str) -> Record | None:
-    """The record as the user's function gives it; None if it leaves it out. Raises DataError."""
+    """The record as the user's function returns it; None if it leaves the record out. Raises DataError."""
     try:
         fields = load_function(function)(dict(record.fields))
-    except Exception as error:  # of any kind, as in a reward
+    except Exception as error:  # user's code may raise anything
         raise DataError(f"{record.where}: convert={function}: {described(error)}") from None
     if fields is None:
         return None
     if not isinstance(fields, Mapping):
-        found = type(fields).__name__
-        raise DataError(f"{record.where}: convert={function}: it returned {found}, not a record")
+        kind = type(fields).__name__
+        raise DataError(f"{record.where}: convert={function}: it returned {kind}, not a record")
     return record._replace(fields=fields)
 
 
@@ -102,24 +103,24 @@ def _read_jsonl(file: Path) -> Iterator[Record]:
                 continue
             try:
                 text = line.decode("utf-8-sig")
-                fields = json.loads(text, object_pairs_hook=each_once, parse_constant=_no_number)
+                fields = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_no_number)
             except json.JSONDecodeError as error:
                 raise DataError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
             except UnicodeDecodeError as error:
                 raise DataError(f"{where}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
             except RecursionError:
                 raise DataError(f"{where}: not valid JSON: nested too deeply") from None
-            except ValueError as error:  # from the two functions, or for a number of too many digits
+            except ValueError as error:  # a key twice, NaN, or a number of too many digits
                 raise DataError(f"{where}: {error}") from None
             if not isinstance(fields, dict):
                 raise DataError(f"{where}: expected an object {{...}}, found {type(fields).__name__}")
             if b"\\ud" in line.lower() and _has_half_a_pair(fields):
-                raise DataError(f"{where}: half of a surrogate pair is no character")
+                raise DataError(f"{where}: half of a surrogate pair is not a character")
             yield Record(f"{file.name}:{number}", where, fields)
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"not valid JSON: {name} is no number")
+    raise ValueError(f"not valid JSON: {name} is not a number")
 
 
 def _has_half_a_pair(fields: dict[str, Any]) -> bool:
@@ -139,9 +140,14 @@ def _read_parquet(file: Path) -> Iterator[Record]:
                 for fields in batch.to_pylist():
                     row += 1
                     yield Record(f"{file.name}:{row}", f"{file}, row {row}", _as_json(fields))
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # of damaged values, too
-        said = " ".join(str(error).split())[:300]
-        raise DataError(f"{file}: not a readable Parquet file after row {row}: {said}") from None
+    except (
+        pyarrow.ArrowException,
+        OSError,
+        ValueError,
+        OverflowError,
+    ) as error:  # of damaged files
+        message = " ".join(str(error).split())[:300]
+        raise DataError(f"{file}: not a readable Parquet file after row {row}: {message}") from None
 
 
 def _as_json(value: Any) -> Any:
@@ -170,7 +176,7 @@ def _read_hub(name: str, split: str, subset: str | None, limit: int | None) -> I
         from datasets import load_dataset
     except ImportError:
         raise DataError(
-            f"{name!r} is no local file, and reading it as a hub data set needs the package `datasets`: "
+            f"{name!r} is not a local file, and reading it as a hub data set needs the package `datasets`: "
             "pip install datasets"
         ) from None
     try:

@@ -12,7 +12,7 @@ from megatron_gvpo.data.prompt_images import PromptImages, prompt_images
 from megatron_gvpo.data.prompts import load_prompts
 from megatron_gvpo.data.tool_calls import parser_of
 from megatron_gvpo.groups import Prompt
-from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.end_tokens import end_token_ids
 from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.settings.config import Config
@@ -28,10 +28,10 @@ class Task:
     end_token_ids: tuple[int, ...]  # all that end a response; the first ends texts that are given as one
     prompts: list[Prompt]
     eval_prompts: list[Prompt]  # empty if the configuration names none
-    longest_prompt: int = 0  # in tokens
+    longest_prompt: int = 0  # tokens
     chat: bool = False  # the prompts are rendered by the chat template
     tools: tuple[dict[str, Any], ...] = ()  # the schemas of the tools that the policy may call
-    images: PromptImages | None = None  # of a model that takes images
+    images: PromptImages | None = None  # None for a model that takes no images
 
 
 def load_task(config: Config, tools: tuple[dict[str, Any], ...] = ()) -> Task:
@@ -41,7 +41,7 @@ def load_task(config: Config, tools: tuple[dict[str, Any], ...] = ()) -> Task:
     """
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     end = end_token_id(tokenizer)
-    model = read_model_config(config.model.path)
+    model = ModelCard.read(config.model.path)
     vocabulary = model.get("vocab_size", math.inf)
     if end >= vocabulary:
         raise DataError(
@@ -76,7 +76,7 @@ def load_task(config: Config, tools: tuple[dict[str, Any], ...] = ()) -> Task:
 
 
 def _check_parser(config: Config) -> None:
-    """Raises ConfigError for a parser of tool calls that cannot be had."""
+    """Raises ConfigError for a parser of tool calls that cannot be loaded."""
     talks = config.rollout.conversation
     if talks is None:
         return
@@ -87,7 +87,7 @@ def _check_parser(config: Config) -> None:
 
 
 def _check_turns(config: Config, prompts: list[Prompt]) -> None:
-    """Raises DataError if turns of demonstrations, whose contexts go on token by token, cannot do so."""
+    """Raises DataError if settings cannot go with demonstrations of several turns."""
     talks = config.rollout.conversation
     reason = None
     if config.train.share_prompts:
@@ -105,12 +105,12 @@ def _check_turns(config: Config, prompts: list[Prompt]) -> None:
 
 
 def _check_fields(config: Config, prompts: list[Prompt]) -> None:
-    """Raises DataError for a field that a block reads and no record has: the block would do nothing."""
-    for place in config.algorithm.blocks_inside():
-        for option, field in place.block.record_fields.items():
+    """Raises DataError for a field that a block reads and no record has: the block would have no effect."""
+    for part in config.algorithm.blocks_inside():
+        for option, field in part.block.record_fields.items():
             if all(prompt.record.get(field) is None for prompt in prompts):
                 raise DataError(
-                    f"algorithm.{place.key}.{option}={field}: no record of {config.data.train.path} has this "
+                    f"algorithm.{part.key}.{option}={field}: no record of {config.data.train.path} has this "
                     f"field; fields of the first: {', '.join(prompts[0].record)}"
                 )
 
@@ -171,12 +171,12 @@ def _check_differences(config: Config, prompts: list[Prompt]) -> None:
 
 
 def _check_vocabulary(task: Task, vocabulary: float, path: str) -> None:
-    """Refuse tokens beyond the embedding, for which one sharded by tensor parallelism would give 0."""
+    """Raises DataError for a token beyond the embedding: a tensor-parallel one would give zeros for it."""
     for prompt in (*task.prompts, *task.eval_prompts):
         chat = prompt.demonstration_chat
-        given = [prompt.demonstration or (), chat.given if chat is not None else ()]
-        given += [response.token_ids for response in prompt.responses]
-        highest = max(max(ids, default=0) for ids in (prompt.token_ids, *given))
+        token_ids = [prompt.demonstration or (), chat.given if chat is not None else ()]
+        token_ids += [response.token_ids for response in prompt.responses]
+        highest = max(max(ids, default=0) for ids in (prompt.token_ids, *token_ids))
         if highest >= vocabulary:
             raise DataError(
                 f"{prompt.id}: it has {task.tokenizer.decode([highest])!r}, token {highest}, and the model "

@@ -23,7 +23,7 @@ _TOOL_CALL = re.compile(r"<tool_call>")
 _FENCE = re.compile(r"```json\s*(.*?)```", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^<>\s]+)>")
 _PARAMETER = re.compile(r"<parameter=([^<>\s]+)>")
-_ID = re.compile(r"[0-9A-Za-z]{9}")  # as Mistral's models write it, and its templates want it
+_ID = re.compile(r"[0-9A-Za-z]{9}")  # Mistral's models write ids so, and its templates demand it
 
 
 Parser = Callable[[str], "list[Call]"]
@@ -40,8 +40,8 @@ class Call(NamedTuple):
 
 def behind_thoughts(text: str) -> str:
     """The text after the turn's thoughts, which end with </think>; all of it where there are none."""
-    thoughts, end, said = text.partition("</think>")
-    return said if end else thoughts
+    thoughts, end, answer = text.partition("</think>")
+    return answer if end else thoughts
 
 
 def hermes(text: str) -> list[Call]:
@@ -63,7 +63,7 @@ def json_calls(text: str) -> list[Call]:
     try:
         values = json.loads(body)
     except (ValueError, RecursionError) as error:
-        return [Call("", {}, f"the call is no JSON: {error}")]
+        return [Call("", {}, f"the call is not JSON: {error}")]
     return [_call_of(value) for value in (values if isinstance(values, list) else [values])]
 
 
@@ -99,18 +99,18 @@ def _own(spec: str, text: str) -> list[Call]:
     Raises UserFunctionError for anything but a list of calls.
     """
     try:
-        found = load_function(spec)(text)
+        calls = load_function(spec)(text)
     except UserFunctionError:
         raise
     except Exception as error:
         return [Call("", {}, f"the call cannot be read: {type(error).__name__}: {str(error)[:200]}")]
-    if not isinstance(found, list | tuple) or not all(map(_is_call, found)):
+    if not isinstance(calls, list | tuple) or not all(map(_is_call, calls)):
         raise refused(
             "rollout.conversation.parser",
             spec,
-            f"it returned {str(found)[:60]}: want a list of (name, arguments), [] for a turn without a call",
+            f"it returned {str(calls)[:60]}: want a list of (name, arguments), [] for a turn without a call",
         )
-    return [Call(name, dict(arguments)) for name, arguments in found]
+    return [Call(name, dict(arguments)) for name, arguments in calls]
 
 
 def _is_call(value: Any) -> bool:
@@ -126,7 +126,7 @@ def _call(body: str) -> Call:
     try:
         return _call_of(json.loads(body))
     except (ValueError, RecursionError) as error:
-        return Call("", {}, f"the call is no JSON: {error}")
+        return Call("", {}, f"the call is not JSON: {error}")
 
 
 def _call_of(value: Any) -> Call:
@@ -139,14 +139,14 @@ def _call_of(value: Any) -> Call:
 
 
 def _between(begin: re.Pattern[str], end: str, text: str) -> Iterator[tuple[re.Match[str], str]]:
-    """Where `begin` matches, and the text from there to the next `end`, one after the other.
+    """Yield each match of `begin` with the text from there to the next `end`.
 
     A policy may write thousands of beginnings; one expression for both would look from each to the end.
     """
-    place = 0
-    while (found := begin.search(text, place)) and (close := text.find(end, found.end())) >= 0:
-        yield found, text[found.end() : close]
-        place = close + len(end)
+    index = 0
+    while (opening := begin.search(text, index)) and (close := text.find(end, opening.end())) >= 0:
+        yield opening, text[opening.end() : close]
+        index = close + len(end)
 
 
 def _value(text: str) -> Any:

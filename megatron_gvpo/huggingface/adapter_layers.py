@@ -1,32 +1,32 @@
-"""The layers of the model that have adapters, and what an adapter of theirs looks like."""
+"""The layers of the model that have adapters, the shapes of these, and which ones servers can serve."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.settings.adapter import AdapterConfig, possible_targets
 from megatron_gvpo.settings.config import Config
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that its --max-lora-rank takes (0.32.0)
-_PREFIX = "base_model.model."  # of all names in an adapter of Hugging Face PEFT
+_PREFIX = "base_model.model."  # all names in an adapter of Hugging Face PEFT begin so
 
 
 def adapter_of(config: Config) -> AdapterConfig:
-    """`model.adapter`, which the checks of the configuration want for this transport."""
+    """`model.adapter`; the checks of the configuration make sure that there is one for this transport."""
     assert config.model.adapter is not None
     return config.model.adapter
 
 
 def adapted_layers(config: Config) -> tuple[str, ...]:
     """Hugging Face's names of the layers with adapters, such as q_proj, sorted."""
-    [architecture] = read_model_config(config.model.path)["architectures"]
+    [architecture] = ModelCard.read(config.model.path)["architectures"]
     return adapter_of(config).selected(possible_targets(architecture))
 
 
 def served_rank(config: Config) -> int:
-    """The rank that vLLM makes room for. Raises ConfigError for one that is beyond the largest."""
+    """The adapter rank that vLLM reserves memory for. Raises ConfigError if the rank is too large for it."""
     rank = adapter_of(config).rank
     if rank > VLLM_RANKS[-1]:
         raise ConfigError(
@@ -54,7 +54,7 @@ def adapter_shapes(
     return shapes, frozenset(name for name in shapes if ".experts." in name)
 
 
-# Adapters that a rollout engine would not serve as they are; refused before a server starts.
+# --- adapters that a rollout engine would not serve as they are --------------------------------------------
 
 # SGLang (0.5.23) makes one layer of each of these. It wants an adapter for the first layers wherever it has
 # one for any of the others, and otherwise leaves those out.

@@ -1,7 +1,9 @@
-"""Chat templates whose texts have a largest size: `{{ 'x' * 1000000000 }}` in a model would take all memory.
+"""Renders chat templates, whose texts may not grow without bound.
 
-A chat template is a program that comes with a model. transformers runs it in Jinja's sandbox, which keeps it
-from Python's objects and bounds each `range`, and not the sizes of texts.
+
+A chat template is a program that comes with a model, and `{{ 'x' * 1000000000 }}` in it would take all
+memory. transformers runs it in Jinja's sandbox, which keeps it from Python's objects and bounds each `range`,
+but does not bound the sizes of texts.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 from transformers.utils import chat_template_utils
 
-LONGEST = 2**26  # characters of a text, or members of a list, four times those of a record
-_BITS = 2**16  # of a whole number
-_INDENT = 1000  # characters of an indentation, or of a width that a chat gives
+LONGEST = 2**26  # characters of a text, or items of a list: four times the longest record of a data set
+_BITS = 2**16  # the longest integer
+_INDENT = 1000  # characters of an indentation, or of a width that comes from the chat
 _compile: Callable[[str], Template] = chat_template_utils._compile_jinja_template
 
 
@@ -37,14 +39,14 @@ def compiled(template: str) -> Template:
 @lru_cache(maxsize=1)
 def environment() -> ImmutableSandboxedEnvironment:
     """The environment of transformers' chat templates, with bounds."""
-    theirs = _compile("").environment
+    original = _compile("").environment
     bounded = _Bounded(
-        trim_blocks=theirs.trim_blocks,
-        lstrip_blocks=theirs.lstrip_blocks,
-        extensions=[type(extension) for extension in theirs.extensions.values()],
+        trim_blocks=original.trim_blocks,
+        lstrip_blocks=original.lstrip_blocks,
+        extensions=[type(extension) for extension in original.extensions.values()],
     )
-    bounded.globals.update(theirs.globals)
-    bounded.filters.update(theirs.filters)
+    bounded.globals.update(original.globals)
+    bounded.filters.update(original.filters)
     for name in ("center", "format", "indent", "join", "replace", "tojson"):
         bounded.filters[name] = _checked(name, bounded.filters[name])
     bounded.filters[_Concatenations.FILTER] = lambda values: _joined("", map(str, values))
@@ -81,7 +83,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
         name = getattr(function, "__name__", "")
-        # The sandbox wraps str.format, and no other method of a text.
+        # The sandbox wraps str.format and no other method of a text.
         text = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         if isinstance(text, str):
             if name == "join" and len(arguments) == 1:
@@ -93,7 +95,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
 
 
 class _Concatenations(NodeTransformer):
-    """Writes `a ~ b` as a filter, which looks at the sizes."""
+    """Rewrites `a ~ b` as a filter, which checks the sizes."""
 
     FILTER = "concatenated"
 
@@ -123,9 +125,9 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check(name: str, value: Any, arguments: Iterable[Any]) -> None:
     """Raise SecurityError if a filter or a text's method would make too long a text of `value`."""
-    given = list(arguments)
-    widest = max((number for number in given if isinstance(number, int)), default=1)
-    texts = [str(text) for text in given if isinstance(text, str)]
+    sizes = list(arguments)
+    widest = max((number for number in sizes if isinstance(number, int)), default=1)
+    texts = [str(text) for text in sizes if isinstance(text, str)]
     match name:
         case "center" | "expandtabs" | "indent" | "ljust" | "rjust" | "zfill":
             _bound(max(_size(value), 1) * widest)
@@ -136,14 +138,14 @@ def _check(name: str, value: Any, arguments: Iterable[Any]) -> None:
             _bound(len(value) + str(value).count(old) * len(new))
         case "format" | "format_map":
             text = str(value)
-            _bound(len(text) + (text.count("%") + text.count("{")) * max(map(_size, given), default=0))
+            _bound(len(text) + (text.count("%") + text.count("{")) * max(map(_size, sizes), default=0))
             _bound(max(map(int, re.findall(r"\d{1,18}", text)), default=0))
             if re.search(r"%[-+ #0-9.]*\*|\{[^}]*\{", text) and widest > _INDENT:
                 raise SecurityError(f"it pads a text to {widest} characters")
 
 
 def _joined(separator: str, parts: Iterable[str]) -> str:
-    """The parts in one text. Raises SecurityError at the first that is too much: there may be more."""
+    """The parts as one text. Raises SecurityError as soon as it is too long: the parts may never end."""
     taken, size = list[str](), 0
     for part in parts:
         _bound(size := size + len(separator) + len(part))

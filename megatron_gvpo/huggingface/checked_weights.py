@@ -23,9 +23,9 @@ HEADER = "xxh3_64"  # key of the checksums, {tensor: checksum} as JSON, in the h
 
 
 class CheckedWeights:
-    """Looks at every tensor that Megatron-Bridge's source of weights yields on this rank.
+    """Checks every tensor that Megatron-Bridge's source of weights yields on this rank.
 
-    A rank must not fail alone while all ranks load. So the first problem is kept until `finish`.
+    A rank must not fail alone while all ranks load. So `finish` reports the first problem, on all ranks.
     """
 
     def __init__(self, source: Any, directory: Path, key: str) -> None:
@@ -38,8 +38,8 @@ class CheckedWeights:
 
     def finish(self) -> None:
         """Raise ConfigError on every rank if any has found a problem. A collective."""
-        if (said := first_problem(self._problem)) is not None:
-            raise ConfigError(f"{self._key}={self._directory}: {said}")
+        if (problem := first_problem(self._problem)) is not None:
+            raise ConfigError(f"{self._key}={self._directory}: {problem}")
 
     def _load_tensors(self, names: list[str]) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = self._load(names)
@@ -58,9 +58,9 @@ class CheckedWeights:
 
     def _read_checksums(self, file: str) -> dict[str, str]:
         with safe_open(self._directory / file, "pt") as opened:
-            found = (opened.metadata() or {}).get(HEADER)
+            header = (opened.metadata() or {}).get(HEADER)
         try:
-            values = json.loads(found or "{}")
+            values = json.loads(header or "{}")
         except ValueError:
             values = None
         if not isinstance(values, dict):

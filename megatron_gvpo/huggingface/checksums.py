@@ -2,7 +2,7 @@
 
 Every tensor that a rank writes gets a checksum of its bytes while they are in memory, and the rank that reads
 it compares the checksum with what it has read. So no file is read a second time, and the work is divided over
-the ranks as the reading is. xxh3 sees accidents; it does not protect from someone who wants to deceive.
+the ranks as the reading is. xxh3 detects accidents, not somebody who wants to deceive.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import xxhash
 from torch import Tensor
 
 from megatron_gvpo.core.errors import ConfigError, DamagedCheckpointError
-from megatron_gvpo.huggingface.config_json import read_json_object
+from megatron_gvpo.core.json_files import read_json_object
 
 FILE = "checksums.json"
 _ALGORITHM = "xxh3_64"
 
-_ELEMENTS = "elements:"  # before the checksum of a large tensor's elements; others are of an entry's bytes
+# Begins the checksum of a large tensor's elements. Other checksums are of an entry's bytes in the file.
+_ELEMENTS = "elements:"
 
 # {file: {first byte of an entry in the file: checksum}}
 Checksums = dict[str, dict[str, str]]
@@ -35,8 +36,8 @@ def checksum(data: Tensor | bytes | memoryview) -> str:
 
 
 def of_elements(known: Checksums | None, file: Path, offset: int) -> bool:
-    """Return True if an entry has a checksum, and it is that of its elements."""
-    return known is not None and str(_found(known, file, offset)).startswith(_ELEMENTS)
+    """Return True if an entry has a checksum of its elements, not of its bytes."""
+    return known is not None and str(_expected(known, file, offset)).startswith(_ELEMENTS)
 
 
 def read(directory: Path) -> Checksums | None:
@@ -51,14 +52,14 @@ def read(directory: Path) -> Checksums | None:
         values = read_json_object(file)
     except ConfigError as error:
         raise DamagedCheckpointError(str(error)) from None
-    found = values.get("entries")
+    pairs = values.get("entries")
     if (
         values.get("algorithm") != _ALGORITHM
-        or not isinstance(found, dict)
-        or not all(isinstance(entries, dict) for entries in found.values())
+        or not isinstance(pairs, dict)
+        or not all(isinstance(entries, dict) for entries in pairs.values())
     ):
         raise DamagedCheckpointError(f"{file} is damaged: it has no checksums of the kind {_ALGORITHM}")
-    return found
+    return pairs
 
 
 def write(directory: Path, checksums: Checksums) -> None:
@@ -70,9 +71,9 @@ def compare(
     file: Path, offset: int, data: Tensor | bytes | memoryview, known: Checksums | None, what: str
 ) -> None:
     """Compare what was read from `offset` of a file with its checksum. Raises DamagedCheckpointError."""
-    if known is not None and _found(known, file, offset) != checksum(data):
+    if known is not None and _expected(known, file, offset) != checksum(data):
         raise DamagedCheckpointError(f"{file} is damaged: {what} is not what was saved (another checksum)")
 
 
-def _found(known: Checksums, file: Path, offset: int) -> str | None:
+def _expected(known: Checksums, file: Path, offset: int) -> str | None:
     return known.get(file.name, {}).get(str(offset))

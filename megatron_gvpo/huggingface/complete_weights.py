@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_gvpo.core.collectives import all_ranks_agree
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.config_json import read_json_object
+from megatron_gvpo.core.json_files import read_json_object
 from megatron_gvpo.huggingface.image_families import name_in_file, takes_images
 from megatron_gvpo.huggingface.mtp_heads import FurtherHeads, head_pattern
 
@@ -135,7 +135,7 @@ def _headers(directory: Path) -> tuple[dict[str, _Stored], set[str]]:
         )
     if absent := [file.name for file in files if not file.is_file()]:
         raise ConfigError(f"{absent[0]} is missing there, and {_INDEX} names it")
-    found: dict[str, _Stored] = {}
+    stored: dict[str, _Stored] = {}
     copies: list[tuple[str, Path]] = []  # tensors in a file to which the index does not give them
     for file in files:
         try:
@@ -144,23 +144,23 @@ def _headers(directory: Path) -> tuple[dict[str, _Stored], set[str]]:
                     if listed is not None and listed.get(name, file.name) != file.name:
                         copies.append((name, file))
                         continue
-                    if name in found:
-                        raise ConfigError(f"{name} is in {found[name].file} and in {file.name}: remove one")
+                    if name in stored:
+                        raise ConfigError(f"{name} is in {stored[name].file} and in {file.name}: remove one")
                     header = opened.get_slice(name)
-                    found[name] = _Stored(file.name, tuple(header.get_shape()), header.get_dtype())
+                    stored[name] = _Stored(file.name, tuple(header.get_shape()), header.get_dtype())
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{file.name} is not whole: {error}") from None
     for name, file in copies:
-        if name in found and not _same(name, directory / found[name].file, name, file):
+        if name in stored and not _same(name, directory / stored[name].file, name, file):
             raise ConfigError(
-                f"{name} is in {found[name].file} and, with other values, in {file.name}: remove one"
+                f"{name} is in {stored[name].file} and, with other values, in {file.name}: remove one"
             )
-    return found, set(found) if listed is None else found.keys() & listed.keys()
+    return stored, set(stored) if listed is None else stored.keys() & listed.keys()
 
 
 def _compare(
     expected: dict[str, tuple[int, ...]],
-    found: dict[str, _Stored],
+    tensors: dict[str, _Stored],
     listed: set[str],
     hf_config: Any,
     tied: bool,
@@ -168,24 +168,24 @@ def _compare(
     """Raise ConfigError if a tensor of the model is missing or unfit, or if a tensor is not the model's."""
     ignored = _ignored(hf_config)
     hf_config = hf_config.get_text_config()
-    extra = {name for name in found.keys() - expected.keys() if not ignored(name)}
+    extra = {name for name in tensors.keys() - expected.keys() if not ignored(name)}
     for pattern, remedy in _REFUSED.items():
         if refused := {name for name in extra if re.search(pattern, name)}:
-            raise ConfigError(f"it has {shown_names(refused, found)} that cannot be trained: {remedy}")
+            raise ConfigError(f"it has {shown_names(refused, tensors)} that cannot be trained: {remedy}")
     layers = f"num_hidden_layers={hf_config.num_hidden_layers}"
     if missing := expected.keys() - listed:
-        where = f", or {_INDEX} does not name them" if missing & found.keys() else ""
+        where = f", or {_INDEX} does not name them" if missing & tensors.keys() else ""
         raise ConfigError(
             f"it lacks {shown_names(missing)}{where}: all {len(expected)} of config.json ({layers}, "
             f"tie_word_embeddings={str(tied).lower()}) must be there"
         )
     if extra := extra - ({_HEAD} if tied else set()):
         raise ConfigError(
-            f"it has {shown_names(extra, found)} that the model of config.json ({layers}) does not take: "
+            f"it has {shown_names(extra, tensors)} that the model of config.json ({layers}) does not take: "
             "remove what is not the model's, or correct config.json"
         )
     for name, shape in expected.items():
-        stored = found[name]
+        stored = tensors[name]
         if stored.shape != shape:
             raise ConfigError(
                 f"{name} in {stored.file} has shape {list(stored.shape)}, and config.json says {list(shape)}"
@@ -202,10 +202,10 @@ def _ignored(hf_config: Any) -> Callable[[str], bool]:
     return lambda name: any(pattern.fullmatch(name) for pattern in (needless, heads))
 
 
-def _check_head(directory: Path, found: dict[str, _Stored]) -> None:
+def _check_head(directory: Path, stored: dict[str, _Stored]) -> None:
     """Raise ConfigError if the output layer differs from the embedding, because tying would drop it."""
-    embedded = next(name for name in found if name.endswith(_EMBEDDING))
-    head, embedding = found[_HEAD], found[embedded]
+    embedded = next(name for name in stored if name.endswith(_EMBEDDING))
+    head, embedding = stored[_HEAD], stored[embedded]
     if not _same(_HEAD, directory / head.file, embedded, directory / embedding.file):
         raise ConfigError(
             f"{_HEAD} in {head.file} is not {embedded}, and tie_word_embeddings=true in config.json: set "
@@ -216,21 +216,21 @@ def _check_head(directory: Path, found: dict[str, _Stored]) -> None:
 def _same(name: str, file: Path, other_name: str, other_file: Path) -> bool:
     """True if two stored tensors have the same shape and values. It reads a few rows at a time."""
     with safe_open(file, "pt") as one, safe_open(other_file, "pt") as other:
-        ours, theirs = one.get_slice(name), other.get_slice(other_name)
-        if (shape := ours.get_shape()) != theirs.get_shape():
+        values, copies = one.get_slice(name), other.get_slice(other_name)
+        if (shape := values.get_shape()) != copies.get_shape():
             return False
         if not shape:
             return torch.equal(one.get_tensor(name).float(), other.get_tensor(other_name).float())
         rows = range(0, shape[0], _ROWS)
         return all(
-            torch.equal(ours[row : row + _ROWS].float(), theirs[row : row + _ROWS].float()) for row in rows
+            torch.equal(values[row : row + _ROWS].float(), copies[row : row + _ROWS].float()) for row in rows
         )
 
 
-def shown_names(names: Collection[str], found: dict[str, _Stored] | None = None) -> str:
+def shown_names(names: Collection[str], stored: dict[str, _Stored] | None = None) -> str:
     """Return the number of names and the first few, for an error message."""
     first = sorted(names, key=_by_number)[:_SHOWN]
-    shown = [name if found is None else f"{name} (in {found[name].file})" for name in first]
+    shown = [name if stored is None else f"{name} (in {stored[name].file})" for name in first]
     count = f"{len(names)} tensor{'s' * (len(names) > 1)}"
     return f"{count} ({', '.join(shown)}{', ...' * (len(names) > _SHOWN)})"
 

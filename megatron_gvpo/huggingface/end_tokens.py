@@ -1,4 +1,4 @@
-"""Where a response of the policy ends: the same tokens for every engine, and for texts given as responses.
+"""The tokens that end a response: the same for every engine, and for texts that are given as responses.
 
 Engines differ in the files they read. vLLM 0.32 stops at the tokenizer's end token and those of
 generation_config.json, or of config.json where that file is missing; SGLang 0.5.23 at all of them and at
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.config_json import read_json_object
+from megatron_gvpo.core.json_files import read_json_object
 from megatron_gvpo.huggingface.tokenizer import end_token_id
 
 if TYPE_CHECKING:
@@ -32,34 +32,34 @@ def end_token_ids(
 ) -> tuple[int, ...]:
     """All tokens at which responses of the model in `path` end; the first ends a text that is given as one.
 
-    With a `chat` template that is the one which the template writes after a message of the policy, if
-    sampling stops there; else the tokenizer's own. `stop_token_ids`: further ones of the configuration.
-    Raises DataError for a tokenizer without an end token; ConfigError, which names the file, for values that
-    are no tokens of the model.
+    With a `chat` template, the first is the token that the template writes after a message of the policy, if
+    sampling stops there; otherwise it is the tokenizer's own. `stop_token_ids`: further tokens, which the
+    configuration names. Raises DataError for a tokenizer without an end token; ConfigError, which names the
+    file, for values that are not tokens of the model.
     """
     own = end_token_id(tokenizer)
     added = tokenizer.get_added_vocab()
     always = [added[token] for token in _ALWAYS if token in added]
-    found = (own, *ids_in_files(Path(path)), *always, *stop_token_ids)
-    first = _written(tokenizer, found) if chat else None
-    return tuple(dict.fromkeys(found if first is None else (first, *found)))
+    tokens = (own, *ids_in_files(Path(path)), *always, *stop_token_ids)
+    first = _written(tokenizer, tokens) if chat else None
+    return tuple(dict.fromkeys(tokens if first is None else (first, *tokens)))
 
 
 def ids_in_files(directory: Path) -> list[int]:
     """The tokens in `eos_token_id` of generation_config.json and config.json in a model's directory.
 
-    Raises ConfigError, which names the file, for values that are no tokens of the model.
+    Raises ConfigError, which names the file, for values that are not tokens of the model.
     """
     config = directory / "config.json"
     model = read_json_object(config)
     text = model.get("text_config")
     parts = [model, text] if isinstance(text, dict) else [model]
     vocabulary = next((part["vocab_size"] for part in parts if "vocab_size" in part), math.inf)
-    found = [number for part in parts for number in _ids(config, part, vocabulary)]
+    tokens = [number for part in parts for number in _ids(config, part, vocabulary)]
     recommended = directory / "generation_config.json"
     if recommended.is_file():
-        found = [*_ids(recommended, read_json_object(recommended), vocabulary), *found]
-    return list(dict.fromkeys(found))
+        tokens = [*_ids(recommended, read_json_object(recommended), vocabulary), *tokens]
+    return list(dict.fromkeys(tokens))
 
 
 def ended(ids: Sequence[int], end_token_ids: Sequence[int]) -> tuple[int, ...]:
@@ -73,8 +73,8 @@ def _ids(file: Path, content: dict[str, Any], vocabulary: float) -> list[int]:
     for number in ids:
         if type(number) is not int or not 0 <= number < vocabulary:
             raise ConfigError(
-                f"{file}: eos_token_id={value}: {number!r} is no token of the model, whose config.json has "
-                f"vocab_size={vocabulary}: name the tokens at which a response ends, or leave the key out"
+                f"{file}: eos_token_id={value}: {number!r} is not a token of the model, whose config.json "
+                f"has vocab_size={vocabulary}: name the tokens at which a response ends, or leave the key out"
             )
     return ids
 
@@ -95,22 +95,19 @@ def _written(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int | No
     return None
 
 
-# A warning about a teacher whose responses end elsewhere than the policy's.
-
-
 def other_end(config: Config, end_token_ids: Sequence[int]) -> str | None:
-    """A warning where no token that ends the teacher's responses ends the policy's, else None.
+    """A warning if no token that ends the teacher's responses ends the policy's; otherwise None.
 
-    The policy would learn to write that token, and what comes behind it. A base model and a chat model often
-    differ so.
+    The policy would learn to write that token, and what follows it. A base model and a chat model often
+    differ in this.
     """
     if config.teacher is None:
         return None
-    theirs = ids_in_files(Path(config.teacher.path))
-    if not theirs or set(theirs) & set(end_token_ids):
+    tokens = ids_in_files(Path(config.teacher.path))
+    if not tokens or set(tokens) & set(end_token_ids):
         return None
     return (
-        f"teacher.path={config.teacher.path}: its responses end at token {theirs[0]}, and the policy's at "
-        f"{', '.join(map(str, end_token_ids))}: it will learn to write {theirs[0]} and to go on. Name it in "
+        f"teacher.path={config.teacher.path}: its responses end at token {tokens[0]}, and the policy's at "
+        f"{', '.join(map(str, end_token_ids))}: it will learn to write {tokens[0]} and to go on. Name it in "
         "rollout.stop_token_ids"
     )

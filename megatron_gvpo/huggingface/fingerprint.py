@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_WHOLE = 256 << 20  # bytes up to which a file is hashed whole; of a longer one, 256 pieces of 1 MiB
+# Files up to so many bytes are hashed completely; of longer ones, 256 pieces of 1 MiB are.
+_LARGEST_COMPLETE = 256 << 20
 
 
 def fingerprint(path: Path, patterns: Sequence[str] = ("*",)) -> dict[str, Any] | None:
@@ -26,7 +27,7 @@ def fingerprint(path: Path, patterns: Sequence[str] = ("*",)) -> dict[str, Any] 
             if path.is_dir():
                 digest.update(file.name.encode())
             size += _hash(file, digest)
-    except OSError:  # a hub data set, or a missing file, which loading the data names
+    except OSError:  # a hub data set, or a missing file: an error names it when the data are loaded
         return None
     return {"bytes": size, "sha256": digest.hexdigest()}
 
@@ -34,7 +35,7 @@ def fingerprint(path: Path, patterns: Sequence[str] = ("*",)) -> dict[str, Any] 
 def _hash(file: Path, digest: Any) -> int:
     with file.open("rb") as content:
         size = os.fstat(content.fileno()).st_size
-        if size <= _WHOLE:
+        if size <= _LARGEST_COMPLETE:
             while block := content.read(1 << 20):
                 digest.update(block)
         else:

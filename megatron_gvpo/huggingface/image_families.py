@@ -1,4 +1,4 @@
-"""The vision-language families, and what config.json and files call their parts."""
+"""The vision-language families, and the names of their parts in config.json and in weight files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def text_values(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def name_in_file(name: str, architecture: str) -> str:
     """Returns the name that files have for a tensor of transformers' model."""
-    for ours, theirs in FAMILIES.get(architecture, ()):
-        if name.startswith(ours):
-            return theirs + name.removeprefix(ours)
+    for in_memory, in_file in FAMILIES.get(architecture, ()):
+        if name.startswith(in_memory):
+            return in_file + name.removeprefix(in_memory)
     return name

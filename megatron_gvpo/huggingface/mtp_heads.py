@@ -1,7 +1,7 @@
-"""A checkpoint's heads for further tokens (multi-token prediction, MTP), which are kept as they are.
+"""A checkpoint's heads for multi-token prediction (MTP), which stay as they are.
 
-They are no part of the policy: nothing computes with them here, and nothing trains them. Every Hugging Face
-checkpoint that is written has those of the checkpoint that the model came from, for servers that draft with
+They are not a part of the policy: the trainer neither computes with them nor trains them. Every Hugging Face
+checkpoint that it writes has the heads of the checkpoint that it started from, for servers that draft with
 them (`rollout.speculation.method: mtp`).
 """
 
@@ -16,12 +16,12 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-_OWN_NAMES = ("Qwen3Next", "Qwen3_5")  # beginnings of architectures whose heads are called mtp
+_OWN_NAMES = ("Qwen3Next", "Qwen3_5")  # architectures that begin so call their heads mtp
 _NONE = re.compile(r"(?!)")
 
 
 def head_pattern(model: Mapping[str, Any]) -> re.Pattern[str]:
-    """The whole names of the heads' tensors, of a model with this config.json.
+    """A pattern for the names of the heads' tensors, by the model's config.json.
 
     Most models have further layers after the last one, which `num_nextn_predict_layers` counts.
     """
@@ -41,7 +41,7 @@ class FurtherHeads:
     """The heads' tensors in a checkpoint directory."""
 
     directory: Path
-    files: Mapping[str, str]  # by the tensor's name
+    files: Mapping[str, str]  # the file of each tensor, by its name
 
     def __bool__(self) -> bool:
         return bool(self.files)
@@ -57,5 +57,5 @@ class FurtherHeads:
         """Yield (name, tensor), file by file. Raises OSError, SafetensorError."""
         for file in sorted(set(self.files.values())):
             with safe_open(self.directory / file, "pt") as opened:
-                for name in sorted(name for name, place in self.files.items() if place == file):
+                for name in sorted(name for name, file_of_name in self.files.items() if file_of_name == file):
                     yield name, opened.get_tensor(name)

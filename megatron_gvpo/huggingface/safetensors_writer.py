@@ -16,7 +16,7 @@ from megatron_gvpo.huggingface.checksums import checksum
 class SafetensorsWriter:
     """Writes tensors to model-*.safetensors and an index, in the format that transformers reads.
 
-    It holds at most `shard_bytes` and one tensor more in memory.
+    At most `shard_bytes` and one more tensor are in memory.
     """
 
     def __init__(self, directory: Path, shard_bytes: int) -> None:

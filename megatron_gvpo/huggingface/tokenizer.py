@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.huggingface.bounded_templates import bound_templates
 
-_date = datetime.now()  # what chat templates take for the present
+_date = datetime.now()  # the date that chat templates write
 # Files that may hold a vocabulary. Without any, transformers (5.19) makes up an empty tokenizer.
 _VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tiktoken")
 _FURTHER = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.*")
@@ -47,7 +47,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 
 def set_date(date: datetime | None) -> None:
-    """Let chat templates take this for the present, such as the first start of a resumed run; None: now."""
+    """Set the date that chat templates write, such as that of a resumed run's first start; None: now."""
     global _date
     _date = date or datetime.now()
 
@@ -68,7 +68,7 @@ def rendered(
     """The chat as the chat template writes it. Raises whatever the template does: it is a program.
 
     A template that writes the date (Llama 3.2, gpt-oss) gets that of this process's start, or of `set_date`:
-    at midnight, chats that go on would otherwise not begin any more like their prompts.
+    otherwise chats that go on after midnight would no longer begin like their prompts.
     """
     if "strftime_now" in str(tokenizer.chat_template):
         options["strftime_now"] = _date.strftime
@@ -77,9 +77,9 @@ def rendered(
 
 
 def opened(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """The token ids of texts that a response goes on from, special tokens before them included.
+    """The token ids of texts that responses continue, with the special tokens before them.
 
-    Those that some tokenizers write behind a text, such as their end token, would end it before the response.
+    Special tokens behind a text, such as an end token, are left out: they would end it before the response.
     """
     encoded = tokenizer(list(texts), return_special_tokens_mask=True)
     pairs = zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.architectures import SAME_MODEL, check_family, shown
+from megatron_gvpo.huggingface.architectures import SAME_MODEL, check_family
+from megatron_gvpo.huggingface.card import shown
 
 # The names under which transformers knows each of ARCHITECTURES (`model_type`).
 MODEL_TYPES: dict[str, tuple[str, ...]] = {
@@ -55,9 +56,12 @@ def check_trainable(model: dict[str, Any], where: str) -> str:
 
 
 def _check_model_type(model: dict[str, Any], architecture: str, where: str) -> None:
-    """Raises ConfigError unless `model_type`, by which transformers reads it, is that of the architecture."""
-    kind, known = model.get("model_type"), MODEL_TYPES[architecture]
-    if kind is None or (isinstance(kind, str) and SAME_MODEL.get(kind, kind) in known):
+    """Raises ConfigError unless `model_type`, by which transformers reads it, is that of the architecture.
+
+    An architecture that a user registers has no entry in MODEL_TYPES, and is not compared.
+    """
+    kind, known = model.get("model_type"), MODEL_TYPES.get(architecture)
+    if kind is None or known is None or (isinstance(kind, str) and SAME_MODEL.get(kind, kind) in known):
         return
     raise ConfigError(
         f"{where}: model_type={shown(kind)} and architectures={architecture} in config.json are two models: "

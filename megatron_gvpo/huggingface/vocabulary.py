@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.config_json import read_json_object
+from megatron_gvpo.core.json_files import read_json_object
 
 
 def vocabulary(directory: Path) -> dict[str, int]:
@@ -19,10 +19,10 @@ def vocabulary(directory: Path) -> dict[str, int]:
         return {}
     content = read_json_object(file)
     try:
-        found: Any = content["model"]["vocab"]
-        if isinstance(found, list):  # of a unigram model, [token, score] at the place of its id
-            found = {piece[0]: number for number, piece in enumerate(found)}
+        tokens: Any = content["model"]["vocab"]
+        if isinstance(tokens, list):  # a unigram model has [token, score] at the index of the id
+            tokens = {piece[0]: number for number, piece in enumerate(tokens)}
         added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
-        return {**found, **added}
+        return {**tokens, **added}
     except (KeyError, TypeError, IndexError):
-        raise ConfigError(f"{file}: this is no tokenizer: it has no vocabulary") from None
+        raise ConfigError(f"{file}: this is not a tokenizer: it has no vocabulary") from None

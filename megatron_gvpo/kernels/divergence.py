@@ -28,7 +28,7 @@ from megatron_gvpo.kernels.head import Head
 
 Kind = Literal["forward", "reverse", "js"]
 
-_BLOCKS = 16  # of a tile
+_BLOCKS = 16  # how many blocks a tile is worked on in
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Divergence:
     """
 
     kind: Kind
-    beta: float = 0.5  # of `js`
+    beta: float = 0.5  # only `js` has it
     top_k: int | None = None
 
     def statistics(self, logp_rv: Tensor, teacher_rv: Tensor) -> Tensor:
@@ -86,9 +86,9 @@ class Divergence:
 
 
 def statistics(head: Head, z_rv: Tensor, labels_r: Tensor) -> Tensor:
-    """Return the statistics (softmax.py) of the columns of z_rv, which stays as it is."""
-    places = iter(labels_r.split(_step(z_rv)))
-    return _in_blocks(lambda part_rv: head.tiles.statistics_(part_rv.clone(), next(places), False), z_rv)
+    """Return the statistics (mathematics.py) of the columns of z_rv, which stays as it is."""
+    labels = iter(labels_r.split(_step(z_rv)))
+    return _in_blocks(lambda part_rv: head.tiles.statistics_(part_rv.clone(), next(labels), False), z_rv)
 
 
 def normalise_(z_rv: Tensor, stats_sr: Tensor) -> None:
@@ -110,8 +110,8 @@ def merge_rest_(head: Head, logp_rv: Tensor, teacher_rv: Tensor, top_k: int) -> 
         among_rv = b_rv >= least_r[:, None]
         return torch.stack([_log_sum(x_rv.masked_fill(among_rv, -torch.inf)) for x_rv in (a_rv, b_rv)])
 
-    places = iter(least_r.split(step))
-    rest_sr = _in_blocks(lambda a_rv, b_rv: rest(a_rv, b_rv, next(places)), logp_rv, teacher_rv)
+    thresholds = iter(least_r.split(step))
+    rest_sr = _in_blocks(lambda a_rv, b_rv: rest(a_rv, b_rv, next(thresholds)), logp_rv, teacher_rv)
     if head.tp_group is not None:
         rest_ksr = rest_sr.new_empty(head.tp_group.size(), *rest_sr.shape)
         dist.all_gather(list(rest_ksr), rest_sr, head.tp_group)

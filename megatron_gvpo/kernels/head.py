@@ -9,15 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_gvpo.kernels import softmax
-from megatron_gvpo.kernels.products import accumulator, addmm_, operand
+from megatron_gvpo.kernels.mathematics import accumulator, addmm_, empty_statistics, merge_statistics, operand
 
 
 class Tiles(ABC):
     """A backend's operations on a tile of logits z_rv [rows, columns], in the accumulator's dtype.
 
     The rows of z_rv are contiguous. `labels_r` are column numbers of the tile; a number outside the tile
-    means that another tile has the label. softmax.py defines `stats_sr`. The content of z_rv after
+    means that another tile has the label. mathematics.py defines `stats_sr`. The content of z_rv after
     `statistics_` is private to the backend: only its `weights_first_gradient_` reads it.
     """
 
@@ -62,12 +61,12 @@ class Tiles(ABC):
         dtype = accumulator(weight_vh.dtype)
         slices = head.slices(head.columns, len(x_rh), dtype.itemsize)
         buffer = Buffer(x_rh, len(x_rh) * longest(slices))
-        stats_sr = softmax.no_columns(labels_r, dtype, head.entropy)
+        stats_sr = empty_statistics(labels_r, dtype, head.entropy)
         for columns in slices:
             tile_rv = buffer.tile(len(x_rh), length(columns))
             z_rv = head.logits(tile_rv, x_rh, operand(weight_vh[columns]), rows)
             piece_sr = self.statistics_(z_rv, labels_r - columns.start, head.entropy)
-            stats_sr = softmax.merge(torch.stack((stats_sr, piece_sr)))
+            stats_sr = merge_statistics(torch.stack((stats_sr, piece_sr)))
         return stats_sr
 
 
@@ -115,7 +114,7 @@ class Head:
             return stats_sr
         stats_ksr = stats_sr.new_empty(self.tp_group.size(), *stats_sr.shape)
         dist.all_gather(list(stats_ksr), stats_sr, self.tp_group)
-        return softmax.merge(stats_ksr)
+        return merge_statistics(stats_ksr)
 
 
 def length(part: slice) -> int:

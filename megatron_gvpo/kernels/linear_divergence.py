@@ -1,7 +1,7 @@
 """The divergence of a student from a teacher over the whole vocabulary, without storing the logits.
 
 The logits of both exist one tile of tokens at a time, in fp32. The weight of every token in the loss is known
-before the forward, so the forward computes both gradients, as weights_first.py does: 6 r h v flops, and
+before the forward, so the forward computes both gradients, as `WeightsFirst` does: 6 r h v flops, and
 2 r h v of the teacher's h. It keeps nothing but the gradients, and takes one tile more than that mode.
 """
 
@@ -14,12 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_gvpo.kernels import softmax
 from megatron_gvpo.kernels.divergence import Divergence, merge_rest_, normalise_, statistics
 from megatron_gvpo.kernels.head import Buffer, Head, length, longest
+from megatron_gvpo.kernels.head_autograd import scaled_gradients
 from megatron_gvpo.kernels.linear_logprob import own_columns, tile_bytes, tiles_of
-from megatron_gvpo.kernels.products import accumulator, addmm_, operand, operand_dtype
-from megatron_gvpo.kernels.weights_first import scaled_gradients
+from megatron_gvpo.kernels.mathematics import (
+    accumulator,
+    addmm_,
+    logp_of,
+    merge_statistics,
+    operand,
+    operand_dtype,
+)
 
 
 class TeacherLogits(NamedTuple):
@@ -135,8 +141,8 @@ class _DivergenceFirst(torch.autograd.Function):
             stats_sr = statistics(head, z_rv, labels_r[rows])
             only_sr = statistics(head, only_rv, labels_r[rows] - common)
             normalise_(z_rv, head.merge_over_tp(stats_sr))
-            result_sr[1, rows] = softmax.logp(
-                head.merge_over_tp(softmax.merge(torch.stack((stats_sr, only_sr))))
+            result_sr[1, rows] = logp_of(
+                head.merge_over_tp(merge_statistics(torch.stack((stats_sr, only_sr))))
             )
             normalise_(y_rv, head.merge_over_tp(statistics(head, y_rv, labels_r[rows])))
             if divergence.top_k is not None:

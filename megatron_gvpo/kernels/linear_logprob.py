@@ -8,11 +8,11 @@ gradients of logp and entropy H)
 The logits exist one tile at a time, in fp32. There are three modes to compute the gradient. They differ in
 when the weights g are known:
 
-    weights_first  The forward gets g and computes the gradients: 6 r h v flops (weights_first.py).
+    weights_first  The forward gets g and computes the gradients: 6 r h v flops (`WeightsFirst`).
     stash          The backward gets g. The forward keeps e^(z - max), in bf16 if the operands are bf16:
-                   6 r h v flops and r v bf16 numbers of memory (weights_last.py).
+                   6 r h v flops and r v bf16 numbers of memory (`WeightsLast`).
     recompute      The backward gets g and computes the logits again: 8 r h v flops, no memory
-                   (weights_last.py).
+                   (`WeightsLast`).
 
 docs/explanation/head.md has the mathematics, the cost of each mode, and how one is chosen.
 """
@@ -28,10 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gvpo.kernels.head import Head, Tiles
-from megatron_gvpo.kernels.products import accumulator, operand_dtype
-from megatron_gvpo.kernels.reference import reference
-from megatron_gvpo.kernels.weights_first import WeightsFirst
-from megatron_gvpo.kernels.weights_last import WeightsLast
+from megatron_gvpo.kernels.head_autograd import WeightsFirst, WeightsLast
+from megatron_gvpo.kernels.mathematics import accumulator, operand_dtype, reference_logprobs
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 Mode = Literal["weights_first", "stash", "recompute", "forward", "reference"]
@@ -121,7 +119,9 @@ def linear_logprob(
             raise ValueError(
                 f"backend='reference' has no tensor parallelism, and tp_group has {tp_size} ranks"
             )
-        logp_r, entropy_r = reference(hidden_rh, weight_vh, labels_r, temperature, entropy, vocab_size)
+        logp_r, entropy_r = reference_logprobs(
+            hidden_rh, weight_vh, labels_r, temperature, entropy, vocab_size
+        )
         surrogate = None if weight_r is None else (weight_r * logp_r).sum()
         return LinearLogprob(logp_r, entropy_r, surrogate, "reference")
 
@@ -148,8 +148,8 @@ def linear_logprob(
     surrogate = None if weight_r is None else (weight_r * logp_r).sum()
     mode: Mode = "stash" if stash_rows else "recompute" if differentiable else "forward"
     share = stash_rows / max(len(hidden_rh), 1)
-    kept = stash_rows * head.columns * stash_dtype.itemsize
-    return LinearLogprob(logp_r, entropy_r, surrogate, mode, kept, share)
+    kept_bytes = stash_rows * head.columns * stash_dtype.itemsize
+    return LinearLogprob(logp_r, entropy_r, surrogate, mode, kept_bytes, share)
 
 
 def _check(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_gvpo.kernels import softmax
 from megatron_gvpo.kernels.head import Tiles
+from megatron_gvpo.kernels.mathematics import empty_statistics, label_columns
 
 
 class TorchTiles(Tiles):
@@ -15,8 +15,8 @@ class TorchTiles(Tiles):
     def statistics_(self, z_rv: Tensor, labels_r: Tensor, entropy: bool) -> Tensor:
         """Leaves e^(z - its row maximum) in z_rv."""
         if z_rv.shape[1] == 0:
-            return softmax.no_columns(labels_r, z_rv.dtype, entropy)
-        index_r, owned_r = softmax.locate(z_rv.shape[1], labels_r)
+            return empty_statistics(labels_r, z_rv.dtype, entropy)
+        index_r, owned_r = label_columns(z_rv.shape[1], labels_r)
         target_r = z_rv.gather(1, index_r[:, None])[:, 0].masked_fill(~owned_r, -torch.inf)
         max_r = z_rv.amax(1).clamp(min=torch.finfo(z_rv.dtype).min)
         z_rv.sub_(max_r[:, None])
@@ -65,6 +65,6 @@ class TorchTiles(Tiles):
 def _add_at_labels_(d_rv: Tensor, labels_r: Tensor, value_r: Tensor) -> Tensor:
     """d_rv[i, labels_r[i]] += value_r[i] if the label lies in this tile; without host synchronisation."""
     if d_rv.shape[1] > 0:
-        index_r, owned_r = softmax.locate(d_rv.shape[1], labels_r)
+        index_r, owned_r = label_columns(d_rv.shape[1], labels_r)
         d_rv.scatter_add_(1, index_r[:, None], value_r.masked_fill(~owned_r, 0)[:, None])
     return d_rv

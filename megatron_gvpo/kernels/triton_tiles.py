@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_gvpo.kernels import softmax
 from megatron_gvpo.kernels.head import Head, Tiles
-from megatron_gvpo.kernels.products import operand
+from megatron_gvpo.kernels.mathematics import empty_statistics, merge_statistics, operand
 
 
 @triton.jit
@@ -130,8 +129,8 @@ def scan_kernel(
             moment += tl.sum(tl.where(inside[None, :], shifted, 0.0) * power, 1)
         total = shrink * total + tl.sum(power, 1)
         largest = new
-        found = (column[None, :] == label[:, None]) & inside[None, :]
-        target = tl.maximum(target, tl.max(tl.where(found, logits, float("-inf")), 1))
+        is_label = (column[None, :] == label[:, None]) & inside[None, :]
+        target = tl.maximum(target, tl.max(tl.where(is_label, logits, float("-inf")), 1))
     stats += split.to(tl.int64) * (3 + ENTROPY) * rows + row
     tl.store(stats, largest, mask=valid)
     tl.store(stats + rows, total, mask=valid)
@@ -162,7 +161,7 @@ class TritonTiles(Tiles):
     def _rows(self, z_rv: Tensor, labels_r: Tensor, entropy: bool, out_rv: Tensor | None) -> Tensor:
         rows, columns = z_rv.shape
         if not z_rv.numel():
-            return softmax.no_columns(labels_r, z_rv.dtype, entropy)
+            return empty_statistics(labels_r, z_rv.dtype, entropy)
         _check(z_rv)
         stats_sr = z_rv.new_empty(3 + entropy, rows)
         out = z_rv if out_rv is None else out_rv
@@ -228,7 +227,7 @@ class TritonTiles(Tiles):
             len(x_rh), x_rh.shape[1], head.columns, per_split, splits, x_rh.stride(0), w_vh.stride(0),
             ENTROPY=head.entropy, PER_ROW=isinstance(temperature, Tensor), LEAST=LEAST, **tile,
         )  # fmt: skip
-        return softmax.merge(stats_ksr)
+        return merge_statistics(stats_ksr)
 
 
 def scan_tile(dtype: torch.dtype, rows: int, columns: int, hidden: int) -> dict[str, int]:

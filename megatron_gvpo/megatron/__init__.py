@@ -1,3 +1,1 @@
-"""Everything that imports megatron.core:
-model, forward pass, optimizer, checkpoints, and its way on a CPU.
-"""
+"""All code that imports megatron.core: model, forward pass, optimizer, checkpoints; on GPUs and on CPUs."""

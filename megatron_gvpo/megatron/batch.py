@@ -1,7 +1,6 @@
 """Packs the rows of a micro-batch into one sequence of tokens, without more padding than the layout needs.
 
-`config.checks.parallel_layout.Padding` says how much the layout needs. microbatch_plan.py decides which rows
-a micro-batch has.
+`settings/padding.py` says how much the layout needs. microbatch.py decides which rows a micro-batch has.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class PackedBatch:
 
     The hidden state at `response_r` predicts the token `label_r`, which is number `index_r` in the rows' flat
     response columns. `index_r` ascends, so log-probs are in the order of `rows`, whatever the order of the
-    sequences in the pack: a loss cannot see that one.
+    sequences in the pack: a loss cannot see the latter.
     """
 
     rows: TrainBatch  # all rows of the pack, in every cut
@@ -34,7 +33,7 @@ class PackedBatch:
     response_r: Tensor  # int64 indices into t
     index_r: Tensor  # int64 indices into the rows' token columns
     label_r: Tensor  # int64
-    lengths: list[int]  # of all the pack's sequences, with padding; padding at the end is one more sequence
+    lengths: list[int]  # tokens of all sequences, with padding; padding at the end is a sequence of its own
     # Shared prompts are the first sequences. For each of them, the number of responses that continue it: the
     # next sequences are these responses, in the prompts' order.
     followers: list[int] = field(default_factory=list)
@@ -68,8 +67,8 @@ class PackedBatch:
             offset = rows.offsets[i]
             for segment in rows.segments(i):
                 begin = len(tokens)
-                for place, first, count in segment.own:  # the hidden state before a token predicts it
-                    predicting_r = torch.arange(begin + place - 1, begin + place - 1 + count)
+                for position, first, count in segment.own:  # the hidden state before a token predicts it
+                    predicting_r = torch.arange(begin + position - 1, begin + position - 1 + count)
                     response_r[offset + first : offset + first + count] = predicting_r
                 tokens += segment.ids[:-1] or segment.ids  # no label follows the last token
                 tokens += [0] * (-(len(tokens) - begin) % padding.sequence)
@@ -101,19 +100,19 @@ class PackedBatch:
         """Return the tokens of context-parallel rank `part` of `parts`, in all columns."""
         if parts == 1:
             return self
-        mine_t = context_parallel_indices(self.lengths, parts, part)
-        local_t = torch.full_like(self.token_t, -1)
-        local_t[mine_t] = torch.arange(len(mine_t))
+        rank_t = context_parallel_indices(self.lengths, parts, part)
+        local_t = torch.full_like(self.token_t, -1)  # the index within the cut
+        local_t[rank_t] = torch.arange(len(rank_t))
         response_r = local_t[self.response_r]
         here_r = response_r >= 0
         return replace(
             self,
-            token_t=self.token_t[mine_t],
-            position_t=self.position_t[mine_t],
+            token_t=self.token_t[rank_t],
+            position_t=self.position_t[rank_t],
             response_r=response_r[here_r],
             index_r=self.index_r[here_r],
             label_r=self.label_r[here_r],
-            experts_t=None if self.experts_t is None else self.experts_t[mine_t],
+            experts_t=None if self.experts_t is None else self.experts_t[rank_t],
         )
 
     def to(self, device: torch.device) -> PackedBatch:
@@ -153,57 +152,59 @@ def _decoded(routing: Routing) -> Tensor:
 
 
 @dataclass
-class _Segment:
+class _Sequence:
+    """One sequence of a pack, before the pack is put together."""
+
     ids: Sequence[int]
     first_position: int
-    begin: int = -1  # in the pack
+    begin: int = -1  # index of its first token in the pack
 
 
 def _pack_shared(rows: TrainBatch, padding: Padding) -> PackedBatch:
-    """Pack the prompt of every run of rows with the same one once, and the responses behind all prompts.
+    """Pack rows that share prompts: each shared prompt once, and the responses behind all of these prompts.
 
     The prompt's last token predicts the first token of all its responses.
     """
-    prompts: list[_Segment] = []
-    responses: list[_Segment] = []
-    others: list[_Segment] = []  # prompt and response in one, of rows that share nothing
+    prompts: list[_Sequence] = []
+    responses: list[_Sequence] = []
+    others: list[_Sequence] = []  # prompt and response in one, of rows that share nothing
     followers: list[int] = []
-    # A segment, the first of its tokens that predict a part of a response, and this part: where in the rows'
-    # token columns it begins, and its tokens.
-    predicts: list[tuple[_Segment, int, int, int]] = []
+    # A sequence, the first of its tokens that predict a part of a response, and this part: where in the rows'
+    # token columns it begins, and its number of tokens.
+    predicts: list[tuple[_Sequence, int, int, int]] = []
     order = _by_prompt(rows)
     for prompt, run in groupby(order, key=lambda i: rows.prompt_ids[i]):
         members = list(run)
         inputs = [rows.response_ids[i][:-1] for i in members]  # no label follows the last token
         if len(members) == 1:
             [i] = members
-            others.append(_Segment([*prompt, *inputs[0]], 0))
+            others.append(_Sequence([*prompt, *inputs[0]], 0))
             predicts.append((others[-1], len(prompt) - 1, rows.offsets[i], len(rows.response_ids[i])))
             continue
-        shared = _Segment(prompt, 0)
+        shared = _Sequence(prompt, 0)
         followers += [count] if (count := sum(map(bool, inputs))) else []
         (prompts if count else others).append(shared)
         for i, tokens in zip(members, inputs, strict=True):
             predicts.append((shared, len(prompt) - 1, rows.offsets[i], len(rows.response_ids[i][:1])))
             if tokens:
-                responses.append(_Segment(tokens, len(prompt)))
+                responses.append(_Sequence(tokens, len(prompt)))
                 predicts.append((responses[-1], 0, rows.offsets[i] + 1, len(tokens)))
-    segments = [*prompts, *responses, *others]
-    total = sum(len(segment.ids) for segment in segments)
+    sequences = [*prompts, *responses, *others]
+    total = sum(len(sequence.ids) for sequence in sequences)
     if pad := -total % padding.pack if total else padding.pack:
-        segments.append(_Segment([0] * pad, 0))
-    lengths = [len(segment.ids) for segment in segments]
-    for segment, begin in zip(segments, accumulate(lengths, initial=0), strict=False):
-        segment.begin = begin
+        sequences.append(_Sequence([0] * pad, 0))
+    lengths = [len(sequence.ids) for sequence in sequences]
+    for sequence, begin in zip(sequences, accumulate(lengths, initial=0), strict=False):
+        sequence.begin = begin
     response_r = torch.zeros(rows.offsets[-1], dtype=torch.int64)
-    for segment, first, offset, count in predicts:
-        response_r[offset : offset + count] = torch.arange(count) + segment.begin + first
+    for sequence, first, offset, count in predicts:
+        response_r[offset : offset + count] = torch.arange(count) + sequence.begin + first
     return PackedBatch(
         rows=rows,
         order=order,
-        token_t=torch.tensor([token for segment in segments for token in segment.ids], dtype=torch.int64),
+        token_t=torch.tensor([token for sequence in sequences for token in sequence.ids], dtype=torch.int64),
         position_t=torch.cat(
-            [torch.arange(n) + s.first_position for s, n in zip(segments, lengths, strict=True)]
+            [torch.arange(n) + s.first_position for s, n in zip(sequences, lengths, strict=True)]
         ),
         response_r=response_r,
         index_r=torch.arange(rows.offsets[-1]),

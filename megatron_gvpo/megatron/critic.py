@@ -19,7 +19,8 @@ from megatron_gvpo.megatron.microbatch import detached, floats, my_share, sum_ov
 from megatron_gvpo.megatron.model.build import build
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.optimizer import Optimizer
-from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.sections import ModelConfig, OptimizerConfig, TrainConfig
 from megatron_gvpo.types import BatchTotals, TrainBatch
 
 
@@ -64,18 +65,25 @@ def value_head(
     """
     if output_layer.sequence_parallel:
         hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
-    mine_r = output_layer(hidden_states.squeeze(1).index_select(0, batch.response_r))
-    return forward.gather_context_parallel(mine_r, batch)
+    local_r = output_layer(hidden_states.squeeze(1).index_select(0, batch.response_r))
+    return forward.gather_context_parallel(local_r, batch)
 
 
 class Critic:
     """Computes response tokens' values, and trains towards their returns. Every rank calls every method."""
 
-    def __init__(self, config: Config, options: CriticOptions) -> None:
-        own = config.model.model_copy(
-            update={"path": options.path or config.model.path, "adapter": None}  # its own weights train
+    def __init__(
+        self,
+        options: CriticOptions,
+        policy: ModelConfig,
+        parallel: ParallelConfig,
+        train: TrainConfig,
+        optimizer: OptimizerConfig,
+    ) -> None:
+        """`policy` and `optimizer`: the policy's settings; the critic's differ from them as `options` say."""
+        own = policy.model_copy(
+            update={"path": options.path or policy.path, "adapter": None}  # its own weights train
         )
-        parallel, train = config.parallel, config.train
         self.model: Model = build(
             own,
             parallel,
@@ -83,11 +91,10 @@ class Critic:
             before_wrapping=without_output_layer,
             key="model.path" if options.path is None else "algorithm.critic.path",
         )
-        of_policy = config.optimizer
-        settings = of_policy.model_copy(
+        settings = optimizer.model_copy(
             update={
                 "lr": options.lr,
-                "min_lr": of_policy.min_lr * options.lr / of_policy.lr,
+                "min_lr": optimizer.min_lr * options.lr / optimizer.lr,
                 "warmup_steps": options.warmup_steps,
             }
         )
@@ -106,7 +113,7 @@ class Critic:
         return share.gather(rows, values)
 
     def update(self, rows: TrainBatch) -> dict[str, float]:
-        """One optimizer update towards `rows.return_r`; returns metrics."""
+        """Take one optimizer update towards `rows.return_r`; returns metrics."""
         totals = BatchTotals.of(rows)
         share = my_share(self.model, rows, self._budget, keep_groups=False)
 

@@ -41,11 +41,11 @@ class DeviceMemory:
                 model.drop_fp8_copies()
         weights = storages(w for model in self._models for w in model.weights())
         gradients = storages(g for model, _ in self._trained for g in model.gradient_buffers())
-        kept = weights
-        if part == "training":  # in fp32 the optimizer's master weights are the model's own weights
+        offloaded = weights
+        if part == "training":  # in fp32, the master weights are the model's own weights
             states = storages(s for _, optimizer in self._trained for s in optimizer.tensors())
-            kept = {address: storage for address, storage in states.items() if address not in weights}
-        released = [_Released(s, self._copy(s, (part, i))) for i, s in enumerate(kept.values())]
+            offloaded = {address: storage for address, storage in states.items() if address not in weights}
+        released = [_Released(s, self._copy(s, (part, i))) for i, s in enumerate(offloaded.values())]
         if part == "training":
             released += [_Released(storage, None) for storage in gradients.values()]
         for each in released:
@@ -57,11 +57,11 @@ class DeviceMemory:
         """Bring a part back to the device; does nothing if the part was not released."""
         for each in self._released.pop(part, []):
             each.storage.resize_(each.nbytes)
-            whole = _bytes(each.storage)
+            content = _bytes(each.storage)
             if each.host is None:
-                whole.zero_()
+                content.zero_()
             else:
-                whole.copy_(each.host, non_blocking=True)
+                content.copy_(each.host, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 

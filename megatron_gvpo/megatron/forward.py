@@ -69,21 +69,21 @@ def run(
 
     def forward_step(data: Iterator[TrainBatch], chunk: Any) -> tuple[Any, Callable[..., Any]]:
         rows = next(data)
-        whole = PackedBatch.pack(rows, model.padding, model.shares_prompts_of(rows))
-        batch = whole.cut(cp_group.size(), cp_group.rank()).to(device())
+        pack = PackedBatch.pack(rows, model.padding, model.shares_prompts_of(rows))
+        batch = pack.cut(cp_group.size(), cp_group.rank()).to(device())
         if model.replay is not None:
             model.replay.set_experts(chunk, batch.experts_t, sequence_parallel=model.config.sequence_parallel)
         packed = _packed_params(model, batch)
-        of_head = {"output_processor": _call_head, "output_processor_context": (head, batch)}
+        head_arguments = {"output_processor": _call_head, "output_processor_context": (head, batch)}
         if model.vision is not None:
-            output = model.vision.run(chunk, batch, packed, of_head)
+            output = model.vision.run(chunk, batch, packed, head_arguments)
         else:
             output = chunk(
                 input_ids=batch.token_t[None],
                 position_ids=batch.position_t[None],
                 attention_mask=None,
                 packed_seq_params=packed,
-                **of_head,
+                **head_arguments,
             )
         return output, partial(loss, batch.rows)
 
@@ -122,7 +122,6 @@ class LogprobHead:
     entropy: bool = False
     stash_bytes: int = 0
     memory_profile: MemoryProfile | None = None  # measures the head's memory
-
     divergence: HeadDivergence | None = None  # added to the loss
 
     def __call__(
@@ -134,23 +133,23 @@ class LogprobHead:
         if self.memory_profile is not None:
             self.memory_profile.enter_head()
         if self.divergence is None:
-            mine = self._logprob(hidden_rh, weight_vh, batch)
+            local = self._logprob(hidden_rh, weight_vh, batch)
         else:
-            mine = self._with_divergence(self.divergence, hidden_rh, weight_vh, batch)
+            local = self._with_divergence(self.divergence, hidden_rh, weight_vh, batch)
         if self.memory_profile is not None:
             self.memory_profile.leave_head()
-            for out in (mine.logp_r, mine.surrogate, mine.divergence):
+            for out in (local.logp_r, local.surrogate, local.divergence):
                 if out is not None and out.requires_grad:
                     out.register_hook(self.memory_profile.enter_head)
                     hidden_rh.register_hook(self.memory_profile.leave_head)
 
-        def gather(mine_r: Tensor | None) -> Tensor | None:
-            return None if mine_r is None else gather_context_parallel(mine_r, batch)
+        def gather(local_r: Tensor | None) -> Tensor | None:
+            return None if local_r is None else gather_context_parallel(local_r, batch)
 
-        return mine._replace(
-            logp_r=gather_context_parallel(mine.logp_r, batch),
-            entropy_r=gather(mine.entropy_r),
-            divergence_r=gather(mine.divergence_r),
+        return local._replace(
+            logp_r=gather_context_parallel(local.logp_r, batch),
+            entropy_r=gather(local.entropy_r),
+            divergence_r=gather(local.divergence_r),
         )
 
     def _logprob(self, hidden_rh: Tensor, weight_vh: Tensor, batch: PackedBatch) -> LinearLogprob:
@@ -171,12 +170,12 @@ class LogprobHead:
     def _with_divergence(
         self, options: HeadDivergence, hidden_rh: Tensor, weight_vh: Tensor, batch: PackedBatch
     ) -> LinearLogprob:
-        found = options.of(hidden_rh, weight_vh, batch, self.temperature, self.vocab_size)
+        result = options.of(hidden_rh, weight_vh, batch, self.temperature, self.vocab_size)
         if options.alone and not self.entropy:
-            mine = LinearLogprob(found.logp_r, None, found.surrogate.new_zeros(()), "weights_first")
+            local = LinearLogprob(result.logp_r, None, result.surrogate.new_zeros(()), "weights_first")
         else:
-            mine = self._logprob(hidden_rh, weight_vh, batch)
-        return mine._replace(divergence_r=found.divergence_r, divergence=found.surrogate)
+            local = self._logprob(hidden_rh, weight_vh, batch)
+        return local._replace(divergence_r=result.divergence_r, divergence=result.surrogate)
 
 
 def response_states(hidden_states: Tensor, output_layer: Any, batch: PackedBatch) -> Tensor:
@@ -204,17 +203,17 @@ def _run_pre_hooks(module: Any) -> None:
             hook(module, ())
 
 
-def gather_context_parallel(mine_r: Tensor, batch: PackedBatch) -> Tensor:
-    """Gather context-parallel ranks' values of their tokens: those of the whole pack, in row order.
+def gather_context_parallel(local_r: Tensor, batch: PackedBatch) -> Tensor:
+    """Gather context-parallel ranks' values of their tokens: those of all tokens of the pack, in row order.
 
     The other ranks' values enter as constants, because their own ranks differentiate them.
     """
     if parallel_state.get_context_parallel_world_size() == 1:
-        return mine_r
-    placed_r = mine_r.new_zeros(batch.rows.offsets[-1]).index_add(0, batch.index_r, mine_r)
-    others_r = placed_r.detach().clone()
+        return local_r
+    padded_r = local_r.new_zeros(batch.rows.offsets[-1]).index_add(0, batch.index_r, local_r)
+    others_r = padded_r.detach().clone()
     dist.all_reduce(others_r, group=parallel_state.get_context_parallel_group())
-    return placed_r + (others_r - placed_r.detach())
+    return padded_r + (others_r - padded_r.detach())
 
 
 def _packed_params(model: Model, batch: PackedBatch) -> PackedSeqParams:

@@ -18,16 +18,16 @@ Export = Callable[[], Iterable[tuple[str, Tensor]]]
 def export_gradients(model: Model, export: Export | None = None) -> dict[str, Tensor]:
     """Return the accumulated gradients under Hugging Face names. A collective.
 
-    `export` gives the weights, where `model.export` cannot name all of them, as a critic's.
-    They are exported from the parameters' places, as weights are. Where Megatron-Bridge adds a constant to a
-    weight, such as 1 to a norm, an export of zeros says which.
+    `export` yields the weights of a model that `model.export` cannot name completely, such as a critic. The
+    gradients take the place of the weights for an export. Where Megatron-Bridge adds a constant to a weight,
+    such as 1 to a norm, an export of zeros shows the constant, which is then subtracted.
     """
-    of_all = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    of_experts = parallel_state.get_expert_data_parallel_group()
+    all_ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    expert_ranks = parallel_state.get_expert_data_parallel_group()
     for chunk in model.chunks:
-        for buffers, group in ((chunk.buffers, of_all), (chunk.expert_parallel_buffers, of_experts)):
+        for buffers, group in ((chunk.buffers, all_ranks), (chunk.expert_parallel_buffers, expert_ranks)):
             for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
-                # The distributed optimizer reduce-scatters: of a bucket, a rank has summed its shard only.
+                # The distributed optimizer reduce-scatters: a rank has the sums of its own shard only.
                 shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, shard, group)
     parameters = [p for chunk in model.chunks for p in chunk.parameters()]

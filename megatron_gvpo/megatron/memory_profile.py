@@ -140,14 +140,14 @@ class MemoryProfile:
         self.leave_head()
 
     def enter_head(self, _: Tensor | None = None) -> None:
-        """The head begins; also used as a hook on the gradient that arrives at the head."""
+        """Note that the head begins; also used as a hook on the gradient that arrives at the head."""
         if self._meter is not None:
             self._outside = max(self._outside, self._meter.peak)
             self._entry = self._meter.level
             self._meter.restart()
 
     def leave_head(self, _: Tensor | None = None) -> None:
-        """The head ends; also used as a hook on the gradient that leaves the head."""
+        """Note that the head ends; also used as a hook on the gradient that leaves the head."""
         if self._meter is not None:
             self._head = max(self._head, self._meter.peak - self._entry)
             self._inside = max(self._inside, self._meter.peak)

@@ -1,4 +1,8 @@
-"""Divides an optimizer step's rows among the ranks, and gathers the ranks' results."""
+"""Divides an optimizer step's rows among the ranks, and gathers the ranks' results.
+
+The plan is a pure function of the rows, so that every rank computes the same one. Whole groups stay together
+if the token budget allows it. batch.py packs the rows of a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +21,12 @@ from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.turns import Segment, Turn
 from megatron_gvpo.types import TrainBatch
 
-# The plan of an optimizer step: which rank computes which rows in which micro-batch.
-#
-# The plan is a pure function of the rows, so that every rank computes the same one. Whole groups stay
-# together if the token budget allows it. batch.py packs the rows of a micro-batch.
-
 
 @dataclass(frozen=True)
-class Plan:
-    """`micro_batches[dp_rank][i]` are row indices, ascending: a loss sees rows in the order of the step.
+class MicroBatchPlan:
+    """The plan of an optimizer step: which rank computes which rows in which micro-batch.
+
+    `micro_batches[dp_rank][i]` are row indices, ascending: a loss sees rows in the order of the step.
 
     All ranks have equally many micro-batches; some may be empty.
     `split_groups`: a group is divided between micro-batches, so sums over it need a scoring pass.
@@ -43,7 +44,7 @@ def plan(
     keep_groups: bool = True,
     multiple: int = 1,
     share_prompts: bool = False,
-) -> Plan:
+) -> MicroBatchPlan:
     """Distribute rows over data-parallel ranks and micro-batches of at most `max_tokens` tokens.
 
     The plan balances cost: tokens for the linear layers plus squared lengths for attention. A sequence
@@ -65,7 +66,8 @@ def plan(
     count += -count % multiple
     while (bins := _fill(items, tokens, cost, count * dp_size, dp_size, max_tokens)) is None:
         count += multiple
-    return Plan([[sorted(part) for part in bins[r::dp_size]] for r in range(dp_size)], split)
+    micro_batches = [[sorted(part) for part in bins[r::dp_size]] for r in range(dp_size)]
+    return MicroBatchPlan(micro_batches, split)
 
 
 def _items(
@@ -104,10 +106,10 @@ def _fill(
     used, load, rank_load = [0] * bins, [0.0] * bins, [0.0] * dp_size
     for item in items:
         size = sum(tokens[i] for i in item)
-        room = [b for b in range(bins) if used[b] + size <= max_tokens or not content[b]]
-        if not room:
+        fitting = [b for b in range(bins) if used[b] + size <= max_tokens or not content[b]]
+        if not fitting:
             return None
-        best = min(room, key=lambda b: (rank_load[b % dp_size], load[b]))
+        best = min(fitting, key=lambda b: (rank_load[b % dp_size], load[b]))
         item_cost = sum(cost[i] for i in item)
         content[best] += item
         used[best] += size
@@ -116,68 +118,72 @@ def _fill(
     return content
 
 
-# Conversations that do not fit into a micro-batch, divided by segment into rows of their own.
-
-
 @dataclass(frozen=True)
-class Pieces:
-    """Rows, some of which are divided: a piece is a whole row, or one segment of a row."""
+class RowSegments:
+    """Rows with those conversations divided by segment that do not fit into a micro-batch.
 
-    row_n: list[int]  # the row of every piece
-    token_r: Tensor  # int64: of every token of the pieces, its place in the rows' token columns
-    segment_n: list[Segment | None]  # None: the whole row
+    Each part, [n], is an undivided row or one segment of a row.
+    """
+
+    row_n: list[int]  # the row that each part comes from
+    token_r: Tensor  # int64 indices into the rows' token columns, one for each token of the parts
+    segment_n: list[Segment | None]  # None: the row is not divided
 
     @staticmethod
-    def divide(rows: TrainBatch, max_tokens: int) -> Pieces | None:
+    def divide(rows: TrainBatch, max_tokens: int) -> RowSegments | None:
         """Divide the rows of several segments and more than `max_tokens` tokens; None if there is none."""
-        over = [i for i, tokens in enumerate(rows.tokens) if tokens > max_tokens and rows.turns]
-        cut = {i: found for i in over if len(found := rows.segments(i)) > 1}
-        if not cut:
+        too_long = [i for i, tokens in enumerate(rows.tokens) if tokens > max_tokens and rows.turns]
+        segments = {i: rows.segments(i) for i in too_long if len(rows.segments(i)) > 1}
+        if not segments:
             return None
         row_n: list[int] = []
         spans: list[Tensor] = []
         segment_n: list[Segment | None] = []
         for i, (offset, end) in enumerate(zip(rows.offsets[:-1], rows.offsets[1:], strict=True)):
-            if i not in cut:
+            if i not in segments:
                 row_n.append(i)
                 segment_n.append(None)
                 spans.append(torch.arange(offset, end))
-            for segment in cut.get(i, ()):
+            for segment in segments.get(i, ()):
                 row_n.append(i)
                 segment_n.append(segment)
-                spans += [torch.arange(offset + own, offset + own + n) for _, own, n in segment.own]
-        return Pieces(row_n, torch.cat(spans), segment_n)
+                spans += [torch.arange(offset + first, offset + first + n) for _, first, n in segment.own]
+        return RowSegments(row_n, torch.cat(spans), segment_n)
 
-    def of(self, rows: TrainBatch) -> TrainBatch:
-        """The pieces of `rows` as rows, with all columns; a piece has its row's values.
+    def apply(self, rows: TrainBatch) -> TrainBatch:
+        """Return the parts of `rows` as rows, with all columns; a part has its row's values.
 
-        Sums over a row's tokens are not those of its pieces: a loss is computed on whole rows.
+        Sums over a row's tokens are not those over a part's: a loss is computed on undivided rows.
         """
-        whole = rows.select(self.row_n)  # a divided row's tokens once for every piece
+        repeated = rows.select(self.row_n)  # each divided row once for every part
         token_columns = {
             f.name: column[self.token_r]
             for f in fields(rows)
             if f.name.endswith("_r") and (column := getattr(rows, f.name)) is not None
         }
-        prompts, responses, turns = list(whole.prompt_ids), list(whole.response_ids), list(whole.turns or [])
+        prompts, responses, turns = (
+            list(repeated.prompt_ids),
+            list(repeated.response_ids),
+            list(repeated.turns or []),
+        )
         for n, segment in enumerate(self.segment_n):
             if segment is not None:
                 prompts[n], responses[n], turns[n] = _as_row(segment)
         return replace(
-            whole, prompt_ids=prompts, response_ids=responses, turns=turns, routing=None, **token_columns
+            repeated, prompt_ids=prompts, response_ids=responses, turns=turns, routing=None, **token_columns
         )
 
 
 def _as_row(segment: Segment) -> tuple[list[int], list[int], list[Turn]]:
-    """(prompt, own tokens, turns) of a row that is this segment alone."""
-    prompt, own = segment.ids[: segment.own[0][0]], list[int]()
+    """Return (prompt, response, turns) of a row that is this segment alone."""
+    prompt, response = segment.ids[: segment.own[0][0]], list[int]()
     turns: list[Turn] = []
     end = len(prompt)
-    for place, _, count in segment.own:
-        turns.append(Turn(len(own), len(turns) - 1, None, tuple(segment.ids[end:place])))
-        end = place + count
-        own += segment.ids[place:end]
-    return prompt, own, turns
+    for begin, _, count in segment.own:
+        turns.append(Turn(len(response), len(turns) - 1, None, tuple(segment.ids[end:begin])))
+        end = begin + count
+        response += segment.ids[begin:end]
+    return prompt, response, turns
 
 
 @dataclass(frozen=True)
@@ -188,26 +194,26 @@ class Share:
     row of its own there.
     """
 
-    micro_batches: list[list[int]]  # indices of `pieces`, or of the rows where no row is divided
+    micro_batches: list[list[int]]  # indices of the rows, or of the parts of `segments`
     split_groups: bool  # a group is divided between micro-batches
-    pieces: Pieces | None  # where a row is divided
+    segments: RowSegments | None  # None: no row is divided
 
     @property
     def split_rows(self) -> bool:
-        return self.pieces is not None
+        return self.segments is not None
 
     def packs(self, rows: TrainBatch) -> list[TrainBatch]:
-        """The rows of each micro-batch, with the columns of `rows`."""
-        if self.pieces is not None:
-            rows = self.pieces.of(rows)
+        """Return the rows of each micro-batch, with the columns of `rows`."""
+        if self.segments is not None:
+            rows = self.segments.apply(rows)
         return [rows.select(index) for index in self.micro_batches]
 
     def gather(self, rows: TrainBatch, results: list[Tensor]) -> Tensor:
         """Gather the ranks' values of their packs' tokens: fp32 [r] of all rows, on every rank's CPU."""
-        if self.pieces is not None:
-            whole_r = torch.zeros(rows.offsets[-1], dtype=torch.float32)
-            whole_r[self.pieces.token_r] = gather(self.pieces.of(rows), self.micro_batches, results)
-            return whole_r
+        if self.segments is not None:
+            value_r = torch.zeros(rows.offsets[-1], dtype=torch.float32)
+            value_r[self.segments.token_r] = gather(self.segments.apply(rows), self.micro_batches, results)
+            return value_r
         return gather(rows, self.micro_batches, results)
 
 
@@ -216,13 +222,13 @@ def my_share(model: Model, rows: TrainBatch, max_tokens: int, keep_groups: bool)
     dp_size = parallel_state.get_data_parallel_world_size()
     mcore = model.config
     multiple = mcore.pipeline_model_parallel_size if len(model.chunks) > 1 else 1
-    pieces = Pieces.divide(rows, max_tokens)
-    divided = rows if pieces is None else pieces.of(rows)
+    segments = RowSegments.divide(rows, max_tokens)
+    divided = rows if segments is None else segments.apply(rows)
     shared = model.shares_prompts_of(rows)
     keep_groups = keep_groups or shared  # apart, they would share nothing
-    whole = plan(divided, dp_size, max_tokens, mcore.hidden_size, keep_groups, multiple, shared)
-    mine = whole.micro_batches[parallel_state.get_data_parallel_rank()]
-    return Share(mine, whole.split_groups, pieces)
+    all_ranks = plan(divided, dp_size, max_tokens, mcore.hidden_size, keep_groups, multiple, shared)
+    micro_batches = all_ranks.micro_batches[parallel_state.get_data_parallel_rank()]
+    return Share(micro_batches, all_ranks.split_groups, segments)
 
 
 def gather(rows: TrainBatch, micro_batches: list[list[int]], results: list[Tensor]) -> Tensor:
@@ -246,7 +252,7 @@ def owns_results() -> bool:
 
 
 def detached(metrics: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
-    """Detach metrics but keep tensors: to convert each micro-batch's to numbers would wait for the GPU."""
+    """Detach metrics but keep tensors: converting them to numbers here would wait for the GPU every time."""
     return {n: value.detach() if isinstance(value, Tensor) else value for n, value in metrics.items()}
 
 
@@ -257,9 +263,9 @@ def floats(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
 def sum_over_ranks(per_micro_batch: list[dict[str, float]]) -> dict[str, float]:
     """Sum the metrics of all micro-batches of all ranks; every rank gets the sums."""
     total: dict[str, float] = {}
-    mine: list[Any] = per_micro_batch if owns_results() else []
-    for from_rank in all_gather_msgpack(mine):
-        for metrics in from_rank:
+    local: list[Any] = per_micro_batch if owns_results() else []
+    for of_rank in all_gather_msgpack(local):
+        for metrics in of_rank:
             for name, value in metrics.items():
                 total[name] = total.get(name, 0.0) + value
     return total

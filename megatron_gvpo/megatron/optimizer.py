@@ -43,38 +43,10 @@ class Optimizer:
     """Use it as: `zero_grad`, accumulate gradients in the model's buffers, `apply`."""
 
     def __init__(self, model: Model, options: OptimizerConfig, precision: ModelConfig, updates: int) -> None:
-        """`updates`: their number in the whole run, over which the learning rate decays."""
+        """`updates`: number of updates in the whole run, over which the learning rate decays."""
         self._chunks = model.chunks
-        bf16 = precision.dtype == "bfloat16"
-        offload = options.offload_fraction > 0
-        if offload:
-            _check_host_memory(model, options.offload_fraction)
-        with megatron_device(), _host_and_device() if offload else contextlib.nullcontext():
-            self.megatron: Any = get_megatron_optimizer(
-                MegatronOptimizerConfig(
-                    optimizer="adam",
-                    lr=options.lr,
-                    min_lr=options.min_lr,
-                    weight_decay=options.weight_decay,
-                    adam_beta1=options.betas[0],
-                    adam_beta2=options.betas[1],
-                    adam_eps=options.eps,
-                    clip_grad=options.clip_grad,
-                    bf16=bf16,
-                    params_dtype=torch.bfloat16 if bf16 else torch.float32,
-                    use_distributed_optimizer=True,
-                    overlap_param_gather=model.overlaps_param_gather,
-                    fp8_recipe=None if precision.fp8 is None else precision.fp8.recipe,
-                    optimizer_cpu_offload=offload,
-                    optimizer_offload_fraction=options.offload_fraction,
-                    overlap_cpu_optimizer_d2h_h2d=True,
-                    # Else Megatron keeps a second set of masters on the device. Not in fp32: there are no
-                    # masters, and weights that stay on the device would silently get no gradients.
-                    use_precision_aware_optimizer=offload and bf16,
-                ),
-                model.chunks,
-            )
-        self._check_offload(options, bf16)
+        self.megatron: Any = _megatron_optimizer(model, options, precision)
+        self._check_offload(options, precision.dtype == "bfloat16")
         self._allocate_states()
         self.scheduler = OptimizerParamScheduler(
             self.megatron,
@@ -118,13 +90,13 @@ class Optimizer:
         """Yield the master weights and moments on the device; in fp32 the masters are the model's weights."""
         for inner, on_host in self._inner():
             if not on_host:
-                yield from _held(inner)
+                yield from _states_of(inner)
 
     def host_tensors(self) -> Iterator[Tensor]:
         """Yield the master weights and moments in host memory."""
         for inner, on_host in self._inner():
             if on_host:
-                yield from _held(inner)
+                yield from _states_of(inner)
 
     @property
     def host_bytes(self) -> int:
@@ -187,12 +159,43 @@ class Optimizer:
         return Update(norm, lr, skipped)
 
 
+def _megatron_optimizer(model: Model, options: OptimizerConfig, precision: ModelConfig) -> Any:
+    """Return Megatron's optimizer. Raises ConfigError on all ranks if the host has too little memory."""
+    bf16, offload = precision.dtype == "bfloat16", options.offload_fraction > 0
+    if offload:
+        _check_host_memory(model, options.offload_fraction)
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=options.lr,
+        min_lr=options.min_lr,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.betas[0],
+        adam_beta2=options.betas[1],
+        adam_eps=options.eps,
+        clip_grad=options.clip_grad,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=True,
+        overlap_param_gather=model.overlaps_param_gather,
+        fp8_recipe=None if precision.fp8 is None else precision.fp8.recipe,
+        optimizer_cpu_offload=offload,
+        optimizer_offload_fraction=options.offload_fraction,
+        overlap_cpu_optimizer_d2h_h2d=True,
+        # Else Megatron keeps a second set of masters on the device. Not in fp32: there are no masters, and
+        # weights that stay on the device would silently get no gradients.
+        use_precision_aware_optimizer=offload and bf16,
+    )
+    with megatron_device(), _host_and_device() if offload else contextlib.nullcontext():
+        return get_megatron_optimizer(settings, model.chunks)
+
+
 def _counts_by_parameter(inner: torch.optim.Optimizer) -> bool:
     """Return True for PyTorch's Adam, which counts steps by parameter; fused Adams count them by group."""
     return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
 
 
-def _held(inner: torch.optim.Optimizer) -> Iterator[Tensor]:
+def _states_of(inner: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield masters and moments."""
     for group in inner.param_groups:
         yield from group["params"]
     for state in inner.state.values():  # HybridDeviceOptimizer lists the master here again

@@ -47,29 +47,32 @@ class Policy(Scorer):
     def __init__(self, config: Config) -> None:
         super().__init__(config, trained=True)
         self.optimizer = Optimizer(self.model, config.optimizer, config.model, config.train.updates)
-        options = config.algorithm.critic
-        self.critic = None if options is None else Critic(config, options)
+        self.critic = None
+        if (options := config.algorithm.critic) is not None:
+            self.critic = Critic(options, config.model, config.parallel, config.train, config.optimizer)
         critics = [] if self.critic is None else [(self.critic.model, self.critic.optimizer)]
         self._trained = [(self.model, self.optimizer), *critics]
         self.memory = DeviceMemory(*self._trained)
         self._loss: Loss = config.algorithm.loss.sized(config.rollout.max_tokens)
         self._stash_bytes = config.train.head_stash_bytes
-        self._measured = False
+        self._is_measured = False
         self._background_group: dist.ProcessGroup | None = None
-        self._patience = timedelta(seconds=config.parallel.timeout_seconds)
-        other = config.algorithm.kept_reference
+        self._timeout = timedelta(seconds=config.parallel.timeout_seconds)
+        reference = config.algorithm.kept_reference
         # New adapters are switched off to give the fixed reference, the base: it needs no second weights.
         new_adapters = config.model.adapter is not None and config.model.adapter.path is None
-        self._base_is_reference = other is not None and other.decay is None and new_adapters
+        self._base_is_reference = reference is not None and reference.decay is None and new_adapters
         self.reference = None
-        if other is not None and not self._base_is_reference:
-            self.reference = ReferenceWeights(self.model, other.decay)
-        held = config.teacher is not None and config.teacher.server is None
-        self.teacher = Teacher(config) if held else None
+        if reference is not None and not self._base_is_reference:
+            self.reference = ReferenceWeights(self.model, reference.decay)
+        self.teacher = None
+        if (teacher := config.teacher) is not None and teacher.server is None:
+            temperature = self._temperature
+            self.teacher = Teacher(teacher, config.model, config.parallel, config.train, temperature)
 
     @property
     def kept_reference(self) -> Literal["none", "base", "fixed", "average"]:
-        """The kept reference weights of the method; "base": those of the model, which new adapters leave."""
+        """Return which reference the method keeps; "base": the model without its adapters, which were new."""
         if self._base_is_reference:
             return "base"
         if self.reference is None:
@@ -77,12 +80,12 @@ class Policy(Scorer):
         return "average" if self.reference.moves else "fixed"
 
     def score_reference(self, rows: TrainBatch) -> Tensor:
-        """`score` under the weights of the method's fixed or moving reference."""
+        """Return `score` under the weights of the method's fixed or moving reference."""
         with self._reference_in_place():
             return self.score(rows.with_columns(routing=None))  # the reference's own routers choose experts
 
     def score_teacher(self, rows: TrainBatch) -> Tensor:
-        """`score` by the teacher that the trainer holds."""
+        """Return `score` by the teacher that the trainer holds."""
         assert self.teacher is not None, "the trainer holds no teacher"
         return self.teacher.score(rows)
 
@@ -164,9 +167,9 @@ class Policy(Scorer):
 
     def _first_update_profile(self) -> MemoryProfile | None:
         """Return a profile for a run's first update, then None."""
-        first = not self._measured and self.optimizer.steps == 0
-        self._measured = True
-        return MemoryProfile(*self._trained) if first else None
+        is_first = not self._is_measured and self.optimizer.steps == 0
+        self._is_measured = True
+        return MemoryProfile(*self._trained) if is_first else None
 
     def _with_weights_first(
         self, rows: TrainBatch, totals: BatchTotals, at_step_start: bool, split: bool
@@ -201,7 +204,7 @@ class Policy(Scorer):
     def background_group(self) -> dist.ProcessGroup:
         """Return a group of all ranks for communication in the background of training. A collective."""
         if self._background_group is None:
-            self._background_group = dist.new_group(backend="gloo", timeout=self._patience)
+            self._background_group = dist.new_group(backend="gloo", timeout=self._timeout)
         return self._background_group
 
     @property

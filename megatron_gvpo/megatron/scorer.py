@@ -22,7 +22,7 @@ from megatron_gvpo.types import TrainBatch
 def score(model: Model, rows: TrainBatch, max_tokens: int, temperature: float) -> Tensor:
     """Return a model's log-probs of the response tokens, without gradient, fp32 [r] on every rank's CPU.
 
-    `max_tokens`: of a micro-batch.
+    `max_tokens`: the most tokens of a micro-batch.
     """
     share = my_share(model, rows, max_tokens, keep_groups=False)
 
@@ -83,5 +83,5 @@ class Scorer:
         return self.model.adapters.config()
 
     def own_weights(self) -> OwnWeights:
-        """This rank's own weights, ready to be read. A collective: every rank calls it."""
+        """Return this rank's own weights, ready to be read. A collective: every rank calls it."""
         return self.model.own_weights()

@@ -18,7 +18,9 @@ from megatron_gvpo.megatron.device_memory import DeviceMemory
 from megatron_gvpo.megatron.model.build import build
 from megatron_gvpo.megatron.scorer import score
 from megatron_gvpo.megatron.teacher_head import OutputWeight
-from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.reward_servers import TeacherConfig
+from megatron_gvpo.settings.sections import ModelConfig, TrainConfig
 from megatron_gvpo.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -29,23 +31,29 @@ if TYPE_CHECKING:
 class Teacher:
     """Scores rows, and gives hidden states of the policy's micro-batches. Every rank calls every method."""
 
-    def __init__(self, config: Config) -> None:
-        assert config.teacher is not None, "the run has no teacher"
-        given = {"path": config.teacher.path, "trust_remote_code": config.teacher.trust_remote_code}
+    def __init__(
+        self,
+        options: TeacherConfig,
+        policy: ModelConfig,
+        parallel: ParallelConfig,
+        train: TrainConfig,
+        temperature: float,
+    ) -> None:
+        """`policy`: the policy's settings, from which the teacher takes what `options` do not say."""
+        source = {"path": options.path, "trust_remote_code": options.trust_remote_code}
         # Not in FP8, which would round its log-probs, and for which its sizes are not checked.
-        own = config.model.model_copy(update={**given, "adapter": None, "fp8": None})
-        train = config.train
+        own = policy.model_copy(update={**source, "adapter": None, "fp8": None})
         self._model = build(
             own,
-            config.parallel,
+            parallel,
             train.deterministic,
             trained=False,
             share_prompts=train.share_prompts,
             key="teacher.path",
         )
         self._memory = DeviceMemory((self._model, None))
-        self._budget = train.max_tokens_per_micro_batch * config.parallel.cp
-        self._temperature = config.rollout.temperature if config.algorithm.samples_from_policy else 1.0
+        self._budget = train.max_tokens_per_micro_batch * parallel.cp
+        self._temperature = temperature
         self._put_aside()
 
     def score(self, rows: TrainBatch) -> Tensor:
@@ -71,19 +79,16 @@ class Teacher:
             self._memory.release("weights")
 
 
-# A model's last hidden states at the response tokens of micro-batches, for the policy's head.
-#
-# They are computed for all micro-batches of an update before the policy's own pass, and kept on the host: a
-# token takes h numbers of the model's dtype, and logits of it would take v.
-
-
 @dataclass(frozen=True)
 class TeacherStates:
-    """A teacher's part in the head; both are None, or empty, except on the last pipeline stage."""
+    """A model's last hidden states at the response tokens of micro-batches, for the policy's head.
 
-    hidden: list[
-        Tensor
-    ]  # [r, h] for every micro-batch, on the host: the tokens of this context-parallel rank
+    They are computed for all micro-batches of an update before the policy's own pass, and kept on the host: a
+    token takes h numbers of the model's dtype, and its logits would take v. Only the last pipeline stage has
+    them; on the others, `hidden` is empty and `output` None.
+    """
+
+    hidden: list[Tensor]  # [r, h] for every micro-batch: the tokens of this context-parallel rank
     output: OutputWeight | None
 
     def beside(self, packs: Sequence[TrainBatch]) -> list[TrainBatch]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_gvpo.kernels.divergence import Divergence
 from megatron_gvpo.kernels.linear_divergence import LinearDivergence, TeacherLogits, linear_divergence
-from megatron_gvpo.kernels.products import accumulator
+from megatron_gvpo.kernels.mathematics import accumulator
 from megatron_gvpo.megatron.batch import PackedBatch
 
 
@@ -19,7 +19,7 @@ class OutputWeight:
     """A copy of this rank's shard of a model's output weight, [v, h]."""
 
     def __init__(self, weight_vh: Tensor, vocab_size: int) -> None:
-        """`vocab_size`: of the whole vocabulary, without padding."""
+        """`vocab_size`: tokens of the whole vocabulary, without padding."""
         self.vocab_size = vocab_size
         self._weight_vh = weight_vh.detach().clone()
         self._shard = len(weight_vh)
@@ -45,8 +45,8 @@ class HeadDivergence:
     """A divergence that the head computes beside log-probs, or alone: these then have no gradient."""
 
     divergence: Divergence
-    weight: float  # of every token's divergence in the loss
-    output: OutputWeight  # the teacher's
+    weight: float  # the weight of every token's divergence in the loss
+    output: OutputWeight  # the teacher's output weight
     alone: bool
 
     def of(

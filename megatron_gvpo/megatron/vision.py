@@ -59,7 +59,7 @@ class VisionInputs:
         self._first: bool = chunk.pre_process
         self._processor = processor
         self._placeholders = torch.tensor([getattr(hf_config, key) for key in TOKENS])
-        self._token_t: Tensor | None = None  # of the micro-batch in the forward pass
+        self._token_t: Tensor | None = None  # tokens of the micro-batch in the forward pass
         self._head: dict[str, Any] = {}
         language, tower = chunk.language_model, _tower(chunk)
         if tower is not None:
@@ -131,7 +131,7 @@ class VisionInputs:
 
 
 def _tower(chunk: Any) -> Any:
-    """The chunk's vision tower; None on a later pipeline stage."""
+    """Return the chunk's vision tower; None on a later pipeline stage."""
     return getattr(chunk, "visual", None) or getattr(chunk, "vision_model", None)
 
 

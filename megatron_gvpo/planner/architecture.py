@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.architectures import check_family, dense_layers, experts
-from megatron_gvpo.huggingface.config_json import read_json_object, read_model_config
-from megatron_gvpo.huggingface.image_families import takes_images, text_values
+from megatron_gvpo.core.json_files import read_json_object
+from megatron_gvpo.huggingface.architectures import check_family
+from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.image_families import takes_images
 from megatron_gvpo.settings.adapter import possible_targets
 
 # Sizes of attention that is not plain: latent attention and gated delta nets.
@@ -293,9 +294,9 @@ def load(name: str, option: str = "--model") -> Architecture:
     """
     path = Path(name)
     if path.is_dir():
-        return from_config(read_model_config(name, key=option), f"{option} {name}")
+        return from_config(ModelCard.read(name, key=option), f"{option} {name}")
     if path.is_file():
-        return from_config(text_values(read_json_object(path)), f"{option} {name}")
+        return from_config(read_json_object(path), f"{option} {name}")
     known = json.loads(resources.files(__package__).joinpath("models.json").read_text())
     if name not in known:
         raise ConfigError(
@@ -305,21 +306,22 @@ def load(name: str, option: str = "--model") -> Architecture:
     return from_config(known[name], f"{option} {name}")
 
 
-def from_config(config: dict[str, Any], where: str) -> Architecture:
+def from_config(values: Mapping[str, Any], where: str) -> Architecture:
     """Builds the architecture from the keys of a Hugging Face config.json.
 
     Raises ConfigError, which begins with `where`, if the trainer does not support the model, or if a size is
     missing, below 1 or not a whole number.
     """
+    config = ModelCard(values)
     sizes = _Sizes(config, where)
     architecture = check_family(config, where)
     layers, hidden, heads = sizes["num_hidden_layers"], sizes["hidden_size"], sizes["num_attention_heads"]
-    mixtures = experts(config)
+    mixtures = config.experts
     expert_ffn = sizes.get("moe_intermediate_size", 0) if mixtures else 0
     if mixtures and not expert_ffn:  # families in which every layer is a mixture may name its width so
         expert_ffn = sizes["intermediate_size"]
     latent = None
-    if config.get("kv_lora_rank"):
+    if config.is_mla:
         ranks = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         latent = Latent(*(sizes[key] for key in ranks))
     of_family = _OF_FAMILY.get(architecture, {})
@@ -338,7 +340,7 @@ def from_config(config: dict[str, Any], where: str) -> Architecture:
         head_dim=sizes.get("head_dim", hidden // heads),
         ffn=sizes.get("intermediate_size", 0) or expert_ffn,
         tied=bool(config.get("tie_word_embeddings", architecture in _TIED)),
-        moe_layers=layers - dense_layers(config) if mixtures else 0,
+        moe_layers=layers - config.dense_layers if mixtures else 0,
         experts=mixtures,
         experts_per_token=sizes["num_experts_per_tok"] if mixtures else 0,
         expert_ffn=expert_ffn,
@@ -347,7 +349,7 @@ def from_config(config: dict[str, Any], where: str) -> Architecture:
         delta_net=_delta_net(config, sizes),
         adapted=possible_targets(architecture),
         positions=sizes.get("max_position_embeddings", 0) or None,
-        window=bool(config.get("sliding_window")) and bool(config.get("use_sliding_window", True)),
+        window=config.window is not None,
         vision=_vision(config, architecture, where),
         **of_family,
     )

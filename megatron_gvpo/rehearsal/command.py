@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.config_json import read_model_config
 from megatron_gvpo.megatron.model.attention_kernel import Attention, check_attention, has_flash_attention
 from megatron_gvpo.planner import workload
 from megatron_gvpo.rehearsal import advice, made_model, report, transformer_engine
@@ -91,9 +90,8 @@ def _checked(options: argparse.Namespace, device: Device, folder: Path) -> tuple
     if options.memory is not None and not 0 < options.memory < LARGEST_GIB:
         raise ConfigError(f"--memory {options.memory}: must be above 0 and below {LARGEST_GIB} GiB")
     config, added, made = _with_models(files, overrides, folder)
-    check_layout(config, options.world)
-    shape = read_model_config(config.model.path)
-    attention = Attention.of(config.model, config.parallel, config.train.deterministic, shape)
+    card = check_layout(config, options.world)
+    attention = Attention.of(config.model, config.parallel, config.train.deterministic, card)
     major, minor = divmod(device.capability, 10)
     check_attention(attention, (major, minor), has_flash_attention())
     return config, Job(files, [*overrides, *added], 0, options.world, options.micro_batches, made)

@@ -118,6 +118,8 @@ class RankRun:
             ("checkpoint", self.checkpoint),
             ("export", self.export),
         ]
+        if config.rollout.uses_servers and config.rollout.weights.traits.sends_own:
+            phases.append(("push plan", self.push_plan))
         if config.rollout.servers.colocated:
             phases.append(("release, restore", self.hand_over))
         return phases
@@ -216,11 +218,11 @@ class RankRun:
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
         from torch.utils._pytree import tree_leaves
 
-        from megatron_gvpo.megatron.checkpoint import sharded
+        from megatron_gvpo.megatron.checkpoint.state import sharded_state, trained_models
 
         leaves: list[Any] = []
-        for part in sharded._parts(self.policy, Path(self._config.output_dir)):
-            leaves += tree_leaves(sharded._sharded_state(part, True))
+        for trained in trained_models(self.policy, Path(self._config.output_dir)):
+            leaves += tree_leaves(sharded_state(trained, randomness=True))
         tensors = [leaf.data for leaf in leaves if isinstance(leaf, ShardedTensor) and leaf.data is not None]
         return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors)}
 
@@ -229,6 +231,15 @@ class RankRun:
         for _, tensor in self.policy.weights(on_host=False):
             count, elements = count + 1, elements + tensor.numel()
         return {"tensors": count, "parameters": elements}
+
+    def push_plan(self) -> Results:
+        """The parts of Hugging Face's tensors that this rank would send by itself."""
+        from megatron_gvpo.rehearsal import stand_ins
+
+        with stand_ins.positions_of_all_ranks():
+            own = self.policy.own_weights()
+        elements = sum((part.bottom - part.top) * (part.right - part.left) for part in own.parts)
+        return {"tensors": len(own.tensors), "parts": len(own.parts), "elements": elements}
 
     def hand_over(self) -> Results:
         """A turn of colocated servers: how much of the device the trainer leaves occupied."""

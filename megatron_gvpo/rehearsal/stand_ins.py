@@ -6,8 +6,11 @@ no file has are zeros; Triton's autotuner takes its first configuration.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -87,12 +90,12 @@ def _know_lengths() -> None:
 
 def _leave_adapters() -> None:
     """New adapters keep the values that they have: to fill them, their positions are read from the device."""
-    from megatron_gvpo.megatron.adapters import adapters
+    from megatron_gvpo.megatron.adapters import lora
 
     def leave(*_: Any) -> None:
         return None
 
-    adapters.place_tensors = leave  # type: ignore[assignment]
+    lora.place_tensors = leave  # type: ignore[assignment]
 
 
 def know_shapes(shape: list[int]) -> None:
@@ -109,6 +112,45 @@ def know_shapes(shape: list[int]) -> None:
         ]
 
     p2p.P2PCommunicator._communicate_shapes = shapes
+
+
+@contextlib.contextmanager
+def positions_of_all_ranks() -> Iterator[None]:
+    """Inside, `own_weights` numbers weights on the host, and other ranks' numbers follow this rank's.
+
+    A device would not compute the numbers, and the other ranks do not send theirs.
+    """
+    from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
+
+    from megatron_gvpo.megatron.model import own_weights
+
+    host = _OnHost()
+
+    def gather(self: Any, tensor: torch.Tensor) -> list[torch.Tensor]:
+        if tensor.is_floating_point():  # the zeros that show what a conversion adds
+            return [tensor] * self.tp_size
+        return [tensor + (rank - self.tp_rank) * host.size for rank in range(self.tp_size)]
+
+    gathers = mock.patch.object(MegatronParamMapping, "gather_from_tp_ranks", gather)
+    with gathers, mock.patch.object(own_weights, "torch", host):
+        yield
+
+
+class _OnHost:
+    """torch, whose ranges and zeros are on the host; `size`: of the last tensor that was numbered."""
+
+    size = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def arange(self, *bounds: int, device: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if len(bounds) == 2:
+            self.size = bounds[1] - bounds[0]
+        return torch.arange(*bounds, dtype=dtype)
+
+    def zeros_like(self, tensor: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(tensor.shape, dtype=dtype)
 
 
 def _read_zeros() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -96,6 +97,8 @@ def _build(report: Callable[[str], None]) -> TransformerEngine:
         "cannot link Transformer Engine's extension",
     )
     os.replace(part, folder / _file())
+    shutil.rmtree(objects)
+    shutil.rmtree(source)
     return TransformerEngine(folder / "transformer_engine", folder)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.core.plain_values import cut
 from megatron_gvpo.core.real_number import LARGEST, finite_number
-from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.rewards.judge import Messages
 from megatron_gvpo.servers.http import Http, ServerRefused
 from megatron_gvpo.servers.model_requests import Misfit, Refused, Servers, Unanswered, Verdict, check_model
@@ -32,7 +32,7 @@ class RewardModel:
         self._served, self._key, self._tokenizer = served, key, tokenizer
         if not tokenizer.chat_template:
             raise ConfigError(f"{key}.path={served.path}: its tokenizer has no chat template")
-        config = read_model_config(served.path, f"{key}.path")
+        config = ModelCard.read(served.path, f"{key}.path")
         context_length = served.servers.context_length or config.get("max_position_embeddings") or math.inf
         # SGLang reserves a position for a new token.
         self._longest = context_length - (served.servers.engine == "sglang")

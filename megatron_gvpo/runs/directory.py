@@ -37,10 +37,10 @@ class RunDirectory:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Hold the lock. Raises ConfigError if another run holds it, or was there since this one looked."""
-        with ExitStack() as held:
+        with ExitStack() as opened:
 
             def claim() -> None:
-                held.enter_context(RunLock(self._config.output_dir))
+                opened.enter_context(RunLock(self._config.output_dir))
                 if not self._begun:
                     check_earlier_run(self._config, self._earlier)
                 if (newest := newest_step(self._path)) != self._newest:
@@ -62,7 +62,7 @@ class RunDirectory:
         """
 
         def write() -> None:
-            found = check_unchanged(self._config, self._allowed) if resumed else []
+            changed = check_unchanged(self._config, self._allowed) if resumed else []
             if not (resumed or self._begun):
                 if self._newest is not None and self._earlier != "overwrite":
                     raise ConfigError(
@@ -72,9 +72,9 @@ class RunDirectory:
             # `--resume=auto` tells by it a run whose checkpoints were removed from one that never had any.
             (self._path / "checkpoints").mkdir(exist_ok=True)
             versions = write_record(self._config, step, int(os.environ.get("WORLD_SIZE", "1")))
-            if found or versions:
-                said = [listed(found), *versions] if found else versions
-                log.warning("continued with other settings: %s", "; ".join(said))
+            if changed or versions:
+                differences = [listed(changed), *versions] if changed else versions
+                log.warning("continued with other settings: %s", "; ".join(differences))
 
         self._on_rank_0(write)
         self._begun = True

@@ -145,23 +145,23 @@ def _check_name(directory: Path) -> None:
     A state.json that cannot be read is damage, for which an older checkpoint is loaded.
     """
     name = f"step_{newest_step(directory):08d}"
-    for place in (directory / "checkpoints" / name, directory / "checkpoints" / f"{name}.replaced"):
-        step = json_object(place / "state.json").get("step")
-        if type(step) is int and place.stem != f"step_{step:08d}":
+    for checkpoint in (directory / "checkpoints" / name, directory / "checkpoints" / f"{name}.replaced"):
+        step = json_object(checkpoint / "state.json").get("step")
+        if type(step) is int and checkpoint.stem != f"step_{step:08d}":
             raise ConfigError(
-                f"{place} is not the checkpoint of the step in its name: its state.json is of step {step}; "
-                f"rename it to step_{step:08d}, or move it elsewhere if it is a copy"
+                f"{checkpoint} is not the checkpoint of the step in its name: its state.json is of step "
+                f"{step}; rename it to step_{step:08d}, or move it elsewhere if it is a copy"
             )
 
 
 def checkpoint_steps(directory: Path) -> list[int]:
     """The steps of the complete checkpoints of the run in `directory`, damaged or not, in rising order."""
-    found = [
+    steps = [
         path.stem.removeprefix("step_")
         for path in (directory / "checkpoints").glob("step_*")
         if path.suffix in ("", ".replaced") and (path / "state.json").is_file()
     ]
-    return sorted({int(step) for step in found if step.isdecimal()})
+    return sorted({int(step) for step in steps if step.isdecimal()})
 
 
 def newest_step(directory: Path) -> int | None:

@@ -76,8 +76,8 @@ def _asked(ask: Callable[[], Any]) -> Any:
         return ask()
     except HfHubHTTPError as error:
         answer = error.response
-        said = getattr(error, "server_message", None) or answer.reason_phrase
-        raise HubError(f"the hub answered {answer.status_code} ({said})") from None
+        reason = getattr(error, "server_message", None) or answer.reason_phrase
+        raise HubError(f"the hub answered {answer.status_code} ({reason})") from None
     except (OSError, ValueError, RuntimeError) as error:  # no connection, and what the uploader raises
         raise HubError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from None
     except Exception as error:

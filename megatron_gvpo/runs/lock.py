@@ -196,8 +196,8 @@ def _lives_here(holder: dict[str, Any]) -> bool:
 def _patience(holder: dict[str, Any]) -> float:
     if _lives_here(holder):
         return PATIENCE_WITH_LIVING
-    ours = _holder()
-    earlier_start = holder.get("job") == ours["job"] is not None and holder.get("start") != ours["start"]
+    own = _holder()
+    earlier_start = holder.get("job") == own["job"] is not None and holder.get("start") != own["start"]
     return PATIENCE_WITH_FAILED_NODE if earlier_start else PATIENCE
 
 

@@ -25,11 +25,11 @@ import yaml
 from megatron_gvpo import __version__
 from megatron_gvpo.core.commit import Commit, checked_out
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.json_files import read_json_object
 from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.secrets import as_written
 from megatron_gvpo.core.user_functions import named_files
 from megatron_gvpo.core.versions import COMPONENTS, own_commit
-from megatron_gvpo.huggingface.config_json import read_json_object
 from megatron_gvpo.huggingface.fingerprint import fingerprint
 from megatron_gvpo.runs.settings_diff import Change, changes, is_allowed, known_keys, listed
 from megatron_gvpo.runs.written import CONFIG, HEADER, RUN, names, recorded_names
@@ -50,16 +50,16 @@ def check_unchanged(config: Config, allowed: Sequence[str]) -> list[Change]:
     directory, now = Path(config.output_dir), as_written(config)
     if unknown := set(allowed) - set(known_keys(now)):
         raise ConfigError(f"--allow-change {sorted(unknown)[0]}: the configuration has no such key")
-    found = changes(Config, _read_config(directory), now) if (directory / CONFIG).exists() else []
-    found += _changed_files(directory, config)
-    refused = [change for change in found if change.fixed and not is_allowed(change.key, allowed)]
+    differences = changes(Config, _read_config(directory), now) if (directory / CONFIG).exists() else []
+    differences += _changed_files(directory, config)
+    refused = [change for change in differences if change.fixed and not is_allowed(change.key, allowed)]
     if refused:
         options = " ".join(f"--allow-change {change.key}" for change in refused)
         raise ConfigError(
             f"output_dir={directory}: the run there was trained otherwise: {listed(refused)}. Resume with "
             f"the settings in {directory / CONFIG}, or say that this is meant: {options}"
         )
-    return found
+    return differences
 
 
 def first_start(directory: str) -> datetime | None:

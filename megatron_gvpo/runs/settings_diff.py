@@ -38,20 +38,20 @@ def changes(root: type[BaseModel], old: Mapping[str, Any], new: Mapping[str, Any
 
     A key that the old one lacks, because a new version of the program has added it, had its default.
     """
-    found = list(_changes(root, old, new, "", False))
-    method = [change for change in found if change.key.startswith("algorithm.")]
+    every = list(_changes(root, old, new, "", False))
+    method = [change for change in every if change.key.startswith("algorithm.")]
     recipe = next((change for change in method if change.key == "algorithm.recipe"), None)
     if recipe is None:
-        return found
+        return every
     # Another recipe changes many blocks: its name says it. The same blocks by another name are no change.
-    rest = [change for change in found if change not in method]
+    rest = [change for change in every if change not in method]
     return [*rest, Change("algorithm.recipe", recipe.old, recipe.new, fixed=len(method) > 1)]
 
 
-def listed(found: Sequence[Change]) -> str:
+def listed(differences: Sequence[Change]) -> str:
     """The changes in one line."""
-    more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return "; ".join(str(change) for change in found[:_NAMED]) + more
+    more = f"; and {len(differences) - _NAMED} more" if len(differences) > _NAMED else ""
+    return "; ".join(str(change) for change in differences[:_NAMED]) + more
 
 
 def is_allowed(key: str, allowed: Sequence[str]) -> bool:

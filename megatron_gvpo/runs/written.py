@@ -126,15 +126,29 @@ def foreign_files(directory: Path, among: Collection[str] = (*OWN,)) -> str:
 
 
 def remove_written(directory: Path) -> None:
-    """Remove the files of the run in `directory`, and nothing else."""
+    """Remove the files of the run in `directory`, and nothing else.
+
+    After a kill in the middle, no checkpoint looks complete, and what is left can be removed again.
+    """
     for name in sorted(recorded_names(directory), key=[*OWN].index):
-        for path, is_own in list(_files(directory, name)):
-            if is_own:
-                (directory / path).unlink()
+        own = [path for path, is_own in _files(directory, name) if is_own]
+        for path in sorted(own, key=lambda path: (path.name == EXPORT, path.name != "state.json")):
+            (directory / path).unlink()
         if OWN[name] is not None:
             _remove_empty(directory / name)
     if begins_with(directory / _ABOUT, PAGE):
         (directory / _ABOUT).unlink()
+
+
+def keep_foreign(model: Path, new: Path) -> None:
+    """Move what a run did not write in the exported model, such as a README, to the one that replaces it."""
+    files = [path for path in model.rglob("*") if path.is_symlink() or not path.is_dir()]
+    own = {path for path in files if _is_file(path) and _is_of_model(model, path)}
+    for path in files:
+        target = new / path.relative_to(model)
+        if path not in own and not os.path.lexists(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
 
 
 def json_object(file: Path) -> dict[str, Any]:
@@ -156,10 +170,10 @@ def _files(directory: Path, name: str) -> Iterator[tuple[Path, bool]]:
     if pattern is None or top.is_symlink() or not top.is_dir():
         yield Path(name), pattern is None and _is_file(top)
         return
-    for place, inner, files in os.walk(top, onerror=_raise):
-        links = [each for each in inner if Path(place, each).is_symlink()]
+    for folder, inner, files in os.walk(top, onerror=_raise):
+        links = [each for each in inner if Path(folder, each).is_symlink()]
         for file in sorted([*files, *links]):
-            path = Path(place, file)
+            path = Path(folder, file)
             yield path.relative_to(directory), _is_file(path) and _is_written(top, pattern, path)
 
 
@@ -171,14 +185,18 @@ def _is_written(top: Path, pattern: str, path: Path) -> bool:
     model = top if top.name != "exports" else top / inside.parts[0]
     if model.suffix == ".partial":
         return re.fullmatch(pattern, inside.as_posix()) is not None
-    export = json_object(model / EXPORT)
-    if type(export.get("step")) is not int or not model.is_dir():
-        return False  # a run writes the whole model aside, with export.json, and then renames it
-    listed = export.get("files")
-    if not isinstance(listed, list):
-        return re.fullmatch(pattern, inside.as_posix()) is not None
-    is_named = top.name != "exports" or re.fullmatch(_STEP, model.name) is not None
-    return is_named and path.relative_to(model).as_posix() in {EXPORT, *map(str, listed)}
+    if top.name == "exports" and not (re.fullmatch(_STEP, model.name) and model.is_dir()):
+        return False
+    # A run writes the whole model aside, with export.json, and then renames it.
+    return type(json_object(model / EXPORT).get("step")) is int and _is_of_model(model, path)
+
+
+def _is_of_model(model: Path, path: Path) -> bool:
+    """True if the exported model lists the file, or has no list and a run gives such names to its files."""
+    inside, listed = path.relative_to(model).as_posix(), json_object(model / EXPORT).get("files")
+    if isinstance(listed, list):
+        return inside in {EXPORT, *map(str, listed)}
+    return re.fullmatch(_MODEL, inside) is not None
 
 
 def _is_file(path: Path) -> bool:
@@ -187,9 +205,9 @@ def _is_file(path: Path) -> bool:
 
 def _remove_empty(top: Path) -> None:
     """Remove the directories without files at and below `top`."""
-    for place, _, _ in os.walk(top, topdown=False):
+    for folder, _, _ in os.walk(top, topdown=False):
         with suppress(OSError):  # not empty
-            os.rmdir(place)
+            os.rmdir(folder)
 
 
 def _raise(error: OSError) -> None:

@@ -163,11 +163,11 @@ def _checked(texts: Any, groups: int, n: int) -> list[list[str | None]]:
 
     Raises ValueError unless there are `n` for each group.
     """
-    listed = [list(given) for given in texts]
-    if len(listed) != groups or any(len(given) != n for given in listed):
-        found = [len(given) for given in listed]
-        raise ValueError(f"expected {n} texts for each of {groups} groups, it returned {found}")
-    return [[None if text is None else str(text) for text in given] for given in listed]
+    listed = [list(answer) for answer in texts]
+    if len(listed) != groups or any(len(answer) != n for answer in listed):
+        counts = [len(answer) for answer in listed]
+        raise ValueError(f"expected {n} texts for each of {groups} groups, it returned {counts}")
+    return [[None if text is None else str(text) for text in answer] for answer in listed]
 
 
 # Batches of prompts in the data's order, sampled ahead of the trainer.
@@ -231,12 +231,12 @@ def shaped(shaper: Shaper, groups: list[Group], step: int) -> list[Group]:
 
     def ask() -> list[list[float]]:
         rewards = [group.rewards for group in shaper(groups, step)]
-        if wrong := [reward for mine in rewards for reward in mine if not math.isfinite(reward)]:
+        if wrong := [reward for own in rewards for reward in own if not math.isfinite(reward)]:
             raise ValueError(f"{len(wrong)} rewards are not finite, such as {wrong[0]}")
         return rewards
 
     rewards = call_on_rank0(f"step {step}: algorithm.shapers: {shaper.name}", ask)
-    return [rewarded(group, mine) for group, mine in zip(groups, rewards, strict=True)]
+    return [rewarded(group, own) for group, own in zip(groups, rewards, strict=True)]
 
 
 def run_shapers(
@@ -246,12 +246,12 @@ def run_shapers(
 
     Returns the groups that are left, and how many each shaper dropped, by its key and name.
     """
-    left, dropped = groups, dict[str, int]()
+    remaining, dropped = groups, dict[str, int]()
     for i, shaper in enumerate(shapers):
-        before, left = len(left), shaped(shaper, left, step)
-        if before > len(left):
-            dropped[f"algorithm.shapers.{i} ({shaper.name})"] = before - len(left)
-    return left, dropped
+        before, remaining = len(remaining), shaped(shaper, remaining, step)
+        if before > len(remaining):
+            dropped[f"algorithm.shapers.{i} ({shaper.name})"] = before - len(remaining)
+    return remaining, dropped
 
 
 # Calls a user's function on rank 0 and gives every rank its result.
@@ -263,14 +263,14 @@ def call_on_rank0(where: str, call: Callable[[], Any]) -> Any:
     Whatever the user's function raises, every rank raises as RolloutError, which begins with `where`: no rank
     waits for another, and the run writes a checkpoint.
     """
-    said, cause = None, None
+    outcome, cause = None, None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            said = {"value": call()}
+            outcome = {"value": call()}
         except Exception as error:
             text = str(error) if isinstance(error, UserFunctionError) else described(error)
-            said, cause = {"error": text}, error
-    said = broadcast_msgpack(said)
-    if "error" in said:
-        raise RolloutError(f"{where}: {said['error']}") from cause
-    return said["value"]
+            outcome, cause = {"error": text}, error
+    outcome = broadcast_msgpack(outcome)
+    if "error" in outcome:
+        raise RolloutError(f"{where}: {outcome['error']}") from cause
+    return outcome["value"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,7 @@ from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.data.image_files import ImageError
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
-from megatron_gvpo.huggingface.architectures import experts
-from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.sampling.local_model import LocalModel
 from megatron_gvpo.servers.request import Request, pack, requests_for, unpack
@@ -48,7 +47,7 @@ class EmbeddedEngine:
     shares_gpus = False  # it fits beside the trainer
 
     def __init__(self, config: Config, task: Task, policy: Scorer) -> None:
-        check_embedded_engine(config, read_model_config(config.model.path))
+        check_embedded_engine(config, ModelCard.read(config.model.path))
         self._policy = policy
         self._model = LocalModel(
             config.model.path,
@@ -155,17 +154,14 @@ def generate_groups(ticket: Ticket, generate: Generate) -> list[Group]:
 _WHOLE_EXPERTS = ("GptOssForCausalLM",)
 
 
-def check_embedded_engine(config: Config, model: dict[str, Any]) -> None:
-    """Raises ConfigError if the run would stop at its first push or at its first prompt.
-
-    `model`: its config.json, as `read_model_config` returns it.
-    """
+def check_embedded_engine(config: Config, card: ModelCard) -> None:
+    """Raises ConfigError if the run would stop at its first push or at its first prompt."""
     if not config.samples_responses or config.rollout.uses_servers:
         return
     reason = None
-    if experts(model) and not any(name in _WHOLE_EXPERTS for name in model.get("architectures") or ()):
+    if card.experts and not any(name in _WHOLE_EXPERTS for name in card.architectures):
         reason = "experts, which its file has one by one"
-    elif "linear_attention" in (model.get("layer_types") or ()) or "linear_num_value_heads" in model:
+    elif "linear_attention" in (card.get("layer_types") or ()) or "linear_num_value_heads" in card:
         reason = "layers with a gated delta net"
     if reason is not None:
         raise ConfigError(

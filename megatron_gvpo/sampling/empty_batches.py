@@ -44,24 +44,24 @@ class EmptyBatches:
         """Returns warnings about the batch that a step trains on. Raises RolloutError at the limit."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         sampled = [rollout for rollout in rollouts if rollout.source == "policy"]
-        found = self._failed(sampled)
+        problems = self._failed(sampled)
         if not self._taught and not any(self._loss.has_signal(rows) for rows in mini_batches):
-            found["signal"] = lambda: self._no_signal(rollouts, mini_batches)
-        said = self._count(step, found, self._in_a_row.keys() - {SHAPED})
+            problems["signal"] = lambda: self._no_signal(rollouts, mini_batches)
+        warnings = self._count(step, problems, self._in_a_row.keys() - {SHAPED})
         cut = bool(sampled) and all(rollout.finish_reason == "length" for rollout in sampled)
         if cut and self._first("cut"):
             limit = f"rollout.max_tokens={self._max_tokens}"
-            said.append(
+            warnings.append(
                 f"step {step}: every conversation ended at a limit, {limit} or one of rollout.conversation "
                 "(turns, turn_tokens, rollout_timeout): raise it, or see that conversations can end before"
                 if any(rollout.turns for rollout in sampled)
                 else f"step {step}: every response was cut off at {limit}: raise it, or see that the model "
                 "knows its end token"
             )
-        return said
+        return warnings
 
     def check_shaped(
-        self, step: int, groups: Sequence[Group], left: Sequence[Group], dropped: Mapping[str, int]
+        self, step: int, groups: Sequence[Group], remaining: Sequence[Group], dropped: Mapping[str, int]
     ) -> list[str]:
         """Returns warnings about groups that went through the shapers. Raises RolloutError at the limit.
 
@@ -77,21 +77,21 @@ class EmptyBatches:
                 "loosen these shapers, take other prompts or a larger rollout.n"
             )
 
-        return self._count(step, {} if left else {SHAPED: sentence}, {SHAPED})
+        return self._count(step, {} if remaining else {SHAPED: sentence}, {SHAPED})
 
-    def _count(self, step: int, found: Mapping[str, Callable[[], str]], looked_for: Set[str]) -> list[str]:
+    def _count(self, step: int, problems: Mapping[str, Callable[[], str]], looked_for: Set[str]) -> list[str]:
         """Count what was found in a batch, and forget what was looked for and not found."""
-        for kind in looked_for - found.keys():
+        for kind in looked_for - problems.keys():
             self._in_a_row.pop(kind, None)
-        self._in_a_row.update(found.keys())
-        for kind, text in found.items():
+        self._in_a_row.update(problems.keys())
+        for kind, text in problems.items():
             if (count := self._in_a_row[kind]) >= self._limit:
                 raise RolloutError(
                     f"step {step}: {text()}. It has been so for {count} batches in a row, of which nothing "
                     "can be learned; train.max_empty_batches sets how many there may be"
                 )
         limit = f"the run ends after {self._limit} such batches in a row (train.max_empty_batches)"
-        return [f"step {step}: {text()}; {limit}" for kind, text in found.items() if self._first(kind)]
+        return [f"step {step}: {text()}; {limit}" for kind, text in problems.items() if self._first(kind)]
 
     def _first(self, kind: str) -> bool:
         """True when the run meets this kind for the first time."""

@@ -189,11 +189,11 @@ class LocalModel:
         cache = KeyValueCache(self.model.config.get_text_config(), width + steps)
         positions = (column[:width] - start[:, None]).clamp(min=0)
         further = torch.zeros_like(start)  # a token's position less its place, after a prompt with images
-        given: dict[str, Tensor] = {}
+        vision: dict[str, Tensor] = {}
         if self._vision is not None:
-            given = self._vision.inputs([request.images for request in requests], device)
-            positions, further = self._vision.positions(ids, mask[:, :width], given)
-        logits = self._forward(ids, positions, mask[:, :width], cache, **given)
+            vision = self._vision.inputs([request.images for request in requests], device)
+            positions, further = self._vision.positions(ids, mask[:, :width], vision)
+        logits = self._forward(ids, positions, mask[:, :width], cache, **vision)
 
         # From prompts to sequences; `live` holds the sequence number of every row still in the batch.
         rows = torch.tensor(prompt_of, device=device)
@@ -344,14 +344,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     return torch.bmm(shares, _with_room(value).flatten(0, 1)).view(batch, heads, rows, -1)
 
 
-def _with_room(held: Tensor) -> Tensor:
+def _with_room(view: Tensor) -> Tensor:
     """`held` [rows, heads, columns, dim] with the columns of its memory behind these: see `kv_cache.py`."""
-    rows, heads, columns, dim = held.shape
-    room = held.stride(1) // dim
+    rows, heads, columns, dim = view.shape
+    room = view.stride(1) // dim
     contiguous = (heads * room * dim, room * dim, dim, 1)
-    if room <= columns or held.storage_offset() or held.stride() != contiguous:
-        return held
-    return held.as_strided((rows, heads, room, dim), contiguous)
+    if room <= columns or view.storage_offset() or view.stride() != contiguous:
+        return view
+    return view.as_strided((rows, heads, room, dim), contiguous)
 
 
 AttentionInterface.register(GROUPED_SDPA, grouped_sdpa)
@@ -384,13 +384,13 @@ class KeyValueCache(DynamicCache):
 
         Returns the former places of the rows that are left, int64, in their new order.
         """
-        left = int(stays.sum())
-        free = (~stays[:left]).nonzero().squeeze(1)
-        moved = left + stays[left:].nonzero().squeeze(1)
-        rows = torch.arange(left, device=stays.device).index_copy_(0, free, moved)
+        remaining = int(stays.sum())
+        free = (~stays[:remaining]).nonzero().squeeze(1)
+        moved = remaining + stays[remaining:].nonzero().squeeze(1)
+        rows = torch.arange(remaining, device=stays.device).index_copy_(0, free, moved)
         for layer in self.layers:
             if isinstance(layer, _InPlace):
-                layer.move(moved, free, left)
+                layer.move(moved, free, remaining)
             else:
                 layer.batch_select_indices(rows)
         return rows
@@ -414,10 +414,10 @@ class _InPlace(DynamicLayer):
         if self.is_initialized:
             self.keys, self.values = (memory.select(indices) for memory in self._memories)
 
-    def move(self, moved: Tensor, free: Tensor, left: int) -> None:
+    def move(self, moved: Tensor, free: Tensor, remaining: int) -> None:
         """Copy the rows `moved` to the places `free`, and keep the first `left` rows."""
         if self.is_initialized:
-            self.keys, self.values = (memory.move(moved, free, left) for memory in self._memories)
+            self.keys, self.values = (memory.move(moved, free, remaining) for memory in self._memories)
 
 
 class _Memory:
@@ -446,10 +446,10 @@ class _Memory:
         self._data, self._rows = self._held()[rows], len(rows)
         return self._data
 
-    def move(self, moved: Tensor, free: Tensor, left: int) -> Tensor:
-        held = self._held()
-        held[free] = held[moved]
-        self._rows = left
+    def move(self, moved: Tensor, free: Tensor, remaining: int) -> Tensor:
+        memory = self._held()
+        memory[free] = memory[moved]
+        self._rows = remaining
         return self._held()
 
     def _held(self) -> Tensor:
@@ -476,13 +476,13 @@ class PromptVision:
         grid = torch.tensor([image.grid for image in flat], device=device)
         return {"pixel_values": pixels.to(device), "image_grid_thw": grid}
 
-    def positions(self, ids: Tensor, mask: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def positions(self, ids: Tensor, mask: Tensor, vision: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Positions of padded prompts [rows, columns] in three axes, [3, rows, columns], and what follows.
 
         The second value, [rows], is the next token's position less its place: an image has more tokens than
         positions.
         """
         kinds = ((ids == self._placeholder) & mask.bool()).int()
-        grid = given.get("image_grid_thw")
+        grid = vision.get("image_grid_thw")
         positions, further = self._model.get_rope_index(ids, kinds, grid, attention_mask=mask)
         return positions, further.squeeze(1)

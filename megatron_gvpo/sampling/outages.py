@@ -44,27 +44,27 @@ class Outages:
 
     def taken_out(self, groups: Sequence[Group]) -> list[Group]:
         """The groups without the responses that were lost. Every rank has the same."""
-        asked = sum(len(group.rollouts) for group in groups)
+        wanted = sum(len(group.rollouts) for group in groups)
         causes = Counter(r.text for group in groups for r in group.rollouts if r.finish_reason == LOST)
-        left = [
+        smaller = [
             replace(group, rollouts=[r for r in group.rollouts if r.finish_reason != LOST])
             for group in groups
         ]
-        pairs = zip(groups, left, strict=True)
-        kept = [small for group, small in pairs if len(small.rollouts) >= min(2, len(group.rollouts))]
-        lost = causes.total() / asked
+        pairs = zip(groups, smaller, strict=True)
+        remaining = [small for group, small in pairs if len(small.rollouts) >= min(2, len(group.rollouts))]
+        lost = causes.total() / wanted
         name = self._kind.metrics
-        self.metrics = {f"{name}/lost": lost, f"{name}/dropped_groups": float(len(groups) - len(kept))}
+        self.metrics = {f"{name}/lost": lost, f"{name}/dropped_groups": float(len(groups) - len(remaining))}
         if not causes:
-            return kept
+            return remaining
         [(cause, count)] = causes.most_common(1)
-        said = (
-            f"{causes.total()} of {asked} {self._kind.what} were lost to {self._kind.cause}, {count} of them "
-            f"to: {cause}"
+        message = (
+            f"{causes.total()} of {wanted} {self._kind.what} were lost to {self._kind.cause}, "
+            f"{count} of them to: {cause}"
         )
-        if lost > self._most or not kept:
-            raise RolloutError(hide(f"{said} ({self._kind.key}={self._most:g})"))
+        if lost > self._most or not remaining:
+            raise RolloutError(hide(f"{message} ({self._kind.key}={self._most:g})"))
         if lost >= 2 * self._told:
             self._told = lost
-            log.warning(hide(said))
-        return kept
+            log.warning(hide(message))
+        return remaining

@@ -17,7 +17,7 @@ from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
-from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.sampling.server_checks import check_server
 from megatron_gvpo.servers import leader
 from megatron_gvpo.servers.handle import ServerHandle
@@ -52,7 +52,7 @@ class ServedEngine:
 
     def __init__(self, config: Config, task: Task, policy: Scorer) -> None:
         self._config, self._task = config, task
-        self._model = read_model_config(config.model.path)
+        self._model = ModelCard.read(config.model.path)
         self._weights = WeightSync(config, policy, task.prompts)
         self._memory = policy.memory if config.rollout.servers.colocated else None
         talks = config.rollout.conversation

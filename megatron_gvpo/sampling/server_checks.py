@@ -11,7 +11,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.data.image_files import ImageError
 from megatron_gvpo.data.image_processor import ImageProcessor
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_of
-from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.end_tokens import ids_in_files
 from megatron_gvpo.huggingface.image_families import takes_images, text_values
 from megatron_gvpo.huggingface.vocabulary import vocabulary
@@ -39,7 +39,7 @@ SHAPE = (
 
 
 async def check_server(
-    server: Server, config: Config, model: dict[str, Any], end_token_ids: Sequence[int]
+    server: Server, config: Config, model: ModelCard, end_token_ids: Sequence[int]
 ) -> None:
     """Compare the server's release, model and tokenizer with the run's. Raises ConfigError if they differ.
 
@@ -83,11 +83,11 @@ async def check_server(
     served = Path(info.model_path)
     if not (served / "config.json").is_file():  # on another machine; the first push compares log-probs
         return
-    theirs = text_values(json.loads((served / "config.json").read_text()))
+    other_config = text_values(json.loads((served / "config.json").read_text()))
     for key in SHAPE:
-        if theirs.get(key) != model.get(key):
+        if other_config.get(key) != model.get(key):
             raise ConfigError(
-                f"{where} serves {info.model_path} with {key}={theirs.get(key)!r}, but "
+                f"{where} serves {info.model_path} with {key}={other_config.get(key)!r}, but "
                 f"model.path={config.model.path} has {key}={model.get(key)!r}: start it with the "
                 "trainer's model"
             )
@@ -97,11 +97,11 @@ async def check_server(
             f"has {further[0]}, at which responses of model.path={config.model.path} do not end: make the "
             "files alike, or name the token in rollout.stop_token_ids"
         )
-    expected = read_model_config(config.served_path).get("quantization_config")
-    if theirs.get("quantization_config") != expected:
+    expected = ModelCard.read(config.served_path).get("quantization_config")
+    if other_config.get("quantization_config") != expected:
         raise ConfigError(
             f"{where} serves {info.model_path} with quantization_config="
-            f"{theirs.get('quantization_config')}, but {config.served_path} has {expected}: set "
+            f"{other_config.get('quantization_config')}, but {config.served_path} has {expected}: set "
             "rollout.servers.model_path to the model that the server serves"
         )
     if takes_images(model):
@@ -118,11 +118,11 @@ async def check_server(
 async def _check_speculation(server: Server, config: Config) -> None:
     wanted = config.rollout.speculation is not None
     try:
-        found = await server.speculates(TIMEOUT)
+        speculates = await server.speculates(TIMEOUT)
     except ServerRefused as error:
         raise ConfigError(f"rollout server {server.url} does not tell if it speculates: {error}") from None
-    if found != wanted:
-        has = "speculates" if found else "does not speculate"
+    if speculates != wanted:
+        has = "speculates" if speculates else "does not speculate"
         set_to = "set" if wanted else "not set"
         raise ConfigError(
             f"rollout server {server.url} {has}, and rollout.speculation is {set_to}: start it with "
@@ -130,7 +130,7 @@ async def _check_speculation(server: Server, config: Config) -> None:
         )
 
 
-async def _check_routing(server: Server, config: Config, model: dict[str, Any]) -> None:
+async def _check_routing(server: Server, config: Config, model: ModelCard) -> None:
     """Sample one token, and check that the server returns the experts it was routed to."""
     try:
         sample = await server.sample([0], 1, 0, config.rollout, (), TIMEOUT)
@@ -143,7 +143,7 @@ async def _check_routing(server: Server, config: Config, model: dict[str, Any]) 
         ) from None
 
 
-async def _check_image(server: Server, config: Config, model: dict[str, Any]) -> None:
+async def _check_image(server: Server, config: Config, model: ModelCard) -> None:
     """Sample one token for a prompt with an image, which the server must cut into the trainer's tokens."""
     sender = ImageSender(config.model.path, model)
     images = sender.sent([sender.picture()])
@@ -157,14 +157,14 @@ async def _check_image(server: Server, config: Config, model: dict[str, Any]) ->
 
 def _check_processor(where: str, served: Path, path: str) -> None:
     try:
-        theirs = ImageProcessor(str(served)).settings
+        server_settings = ImageProcessor(str(served)).settings
     except ImageError as error:
         raise ConfigError(f"{where}: {error}") from None
-    for key, ours in ImageProcessor(path).settings.items():
-        if theirs[key] != ours:
+    for key, value in ImageProcessor(path).settings.items():
+        if server_settings[key] != value:
             raise ConfigError(
-                f"{where} serves {served} with {key}={theirs[key]} in preprocessor_config.json, but "
-                f"model.path={path} has {ours}: start it with the trainer's model"
+                f"{where} serves {served} with {key}={server_settings[key]} in preprocessor_config.json, but "
+                f"model.path={path} has {value}: start it with the trainer's model"
             )
 
 

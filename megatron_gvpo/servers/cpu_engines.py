@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.architectures import check_family, experts
-from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.architectures import check_family
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.settings.adapter import OF_MLPS, possible_targets
 from megatron_gvpo.settings.config import Config
 
@@ -49,10 +49,10 @@ def check_rollout_model(config: Config) -> None:
     if config.rollout.engine not in NOT_ON_CPU or servers.urls:
         return
     where = f"{'rollout.servers.model_path' if servers.model_path else 'model.path'}={config.served_path}"
-    model = read_model_config(config.served_path, where.partition("=")[0])
+    model = ModelCard.read(config.served_path, where.partition("=")[0])
     check_family(model, where)
     check_on_cpu(model, config.rollout.engine, config.model.dtype, "rollout.engine", where)
-    if config.rollout.weights.traits.sends_adapter and experts(model):
+    if config.rollout.weights.traits.sends_adapter and model.experts:
         _check_adapters(config, model)
 
 

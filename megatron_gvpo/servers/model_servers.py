@@ -15,15 +15,14 @@ from megatron_gvpo.core.environment import ON_LOOPBACK
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.secrets import remember
-from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.servers import sglang, vllm
 from megatron_gvpo.servers.cpu_engines import check_on_cpu
 from megatron_gvpo.servers.launch.start import free_ports_of, given_key, visible
 from megatron_gvpo.servers.launch.supervise import ServerProcess, Supervisor
 from megatron_gvpo.servers.server import PLUGINS, Launch
 from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.gpus_of_servers import sections
-from megatron_gvpo.settings.reward_servers import MODEL, RewardServers
+from megatron_gvpo.settings.reward_servers import MODEL, RewardServers, model_servers
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def open_servers(
     remember(api_key)
     on_gpu = torch.cuda.is_available()
     where = f"{section.rpartition('.')[0]}.path"
-    model = read_model_config(checkpoint.path, where)
+    model = ModelCard.read(checkpoint.path, where)
     if not on_gpu:
         named = f"{where}={checkpoint.path}"
         check_on_cpu(model, servers.engine, checkpoint.dtype, f"{section}.engine", named)
@@ -136,7 +135,7 @@ def _gpus(config: Config, section: str) -> Iterator[int]:
         rollout_gpus = rollout.servers.count * rollout.servers.tp
         taken = max(taken, rollout_gpus) if rollout.servers.colocated else taken + rollout_gpus
     wanted = 0
-    for name, servers in sections(config):
+    for name, servers in model_servers(config):
         wanted = servers.count * servers.tp
         if name == section:
             break

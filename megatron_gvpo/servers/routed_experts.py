@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from megatron_gvpo.groups import Routing
-from megatron_gvpo.huggingface.architectures import dense_layers, experts
+from megatron_gvpo.huggingface.card import ModelCard
 
 
 @dataclass(frozen=True)
@@ -21,11 +20,11 @@ class Routers:
     experts: int
 
     @staticmethod
-    def of(model: dict[str, Any]) -> Routers:
-        layers, step = model["num_hidden_layers"], model.get("decoder_sparse_step") or 1
-        dense = {*range(dense_layers(model)), *(model.get("mlp_only_layers") or [])}
+    def of(card: ModelCard) -> Routers:
+        layers, step = card["num_hidden_layers"], card.get("decoder_sparse_step") or 1
+        dense = {*range(card.dense_layers), *(card.get("mlp_only_layers") or [])}
         sparse = tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0)
-        return Routers(layers, sparse, model["num_experts_per_tok"], experts(model))
+        return Routers(layers, sparse, card["num_experts_per_tok"], card.experts)
 
     def pack(self, recorded: np.ndarray, tokens: int) -> Routing:
         """Pack the experts of a sequence of `tokens` tokens.

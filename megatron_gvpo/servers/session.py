@@ -7,9 +7,9 @@ import math
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 from megatron_gvpo.core.errors import ConfigError, RolloutError
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.image_families import takes_images
 from megatron_gvpo.servers import leader
 from megatron_gvpo.servers.http import Http, ServerGone, open_session
@@ -37,7 +37,7 @@ class ServerSession:
     def __init__(
         self,
         config: Config,
-        model: dict[str, Any],
+        model: ModelCard,
         end_token_ids: Sequence[int],
         check: Callable[[Server], Awaitable[None]],
     ) -> None:

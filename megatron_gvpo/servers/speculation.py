@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.complete_weights import check_files, has_heads
-from megatron_gvpo.huggingface.config_json import read_model_config
 from megatron_gvpo.huggingface.image_families import text_values
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
 from megatron_gvpo.servers.server import Drafts
@@ -47,7 +47,7 @@ def check_draft(config: Config) -> None:
     chosen = config.rollout.speculation
     if chosen is None:
         return
-    policy = read_model_config(config.served_path)
+    policy = ModelCard.read(config.served_path)
     if chosen.method == "mtp" and not has_heads(Path(config.served_path), policy):
         raise ConfigError(
             f"rollout.speculation.method=mtp: {config.served_path} has no weights of heads for further "
@@ -56,7 +56,7 @@ def check_draft(config: Config) -> None:
     if chosen.model is None:
         return
     key = "rollout.speculation.model"
-    draft = read_model_config(chosen.model, key)
+    draft = ModelCard.read(chosen.model, key)
     check_files(Path(chosen.model), key)
     draft_size, policy_size = (text_values(each).get("vocab_size") for each in (draft, policy))
     if chosen.method == "draft" and draft_size != policy_size:
@@ -69,6 +69,6 @@ def check_draft(config: Config) -> None:
 def eagle_kind(chosen: SpeculationConfig) -> str:
     """The engines' name of the head, eagle3 or eagle, by its config.json."""
     assert chosen.model is not None, "checked with the configuration"
-    head = read_model_config(chosen.model, "rollout.speculation.model")
+    head = ModelCard.read(chosen.model, "rollout.speculation.model")
     names: Sequence[str] = head.get("architectures") or ()
     return "eagle3" if any("eagle3" in name.lower() for name in names) else "eagle"

@@ -16,8 +16,7 @@ import numpy as np
 
 from megatron_gvpo.core.versions import REFERENCE
 from megatron_gvpo.huggingface.adapter_layers import served_rank
-from megatron_gvpo.huggingface.architectures import experts
-from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.image_families import takes_images
 from megatron_gvpo.servers.cpu_engines import DELTA_NETS
 from megatron_gvpo.servers.http import Http, ServerRefused
@@ -127,13 +126,13 @@ class VLLM:
             # vLLM's default share, 0.92, is refused where less is free: trainer processes keep some GiB.
             command += ["--enable-sleep-mode", "--gpu-memory-utilization", "0.85"]
         traits = config.rollout.weights.traits
-        if on_gpu and traits.sends_changes and experts(read_model_config(config.model.path)):
+        if on_gpu and traits.sends_changes and ModelCard.read(config.model.path).experts:
             # Others rearrange the experts' weights after loading, and patches name elements as they load.
             command += ["--moe-backend", "triton"]
         if traits.sends_adapter:
             command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(served_rank(config))]
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        model = read_model_config(config.served_path)
+        model = ModelCard.read(config.served_path)
         if takes_images(model):
             command += ["--enable-scale-out"]  # has the path GENERATE
         if config.rollout.router_replay:

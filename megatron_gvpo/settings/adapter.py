@@ -13,7 +13,8 @@ from pydantic import BeforeValidator, Field, model_validator
 from megatron_gvpo.core.section import LocalPath, Section
 
 ALL = "all"
-_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # one linear layer each, in Megatron
+# Each of these groups is one linear layer in Megatron.
+_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # megatron-core's names of the linear layers that Hugging Face has under these names.
 MEGATRON_NAMES = {
     "q_proj": "linear_q",
@@ -69,7 +70,7 @@ class AdapterConfig(Section):
     # of attention and MLP whose adapter can be exported.
     targets: Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)] = (ALL,)
     # A directory with adapter_model.safetensors (Hugging Face PEFT) to start from; default: new adapters,
-    # with which the model is the base.
+    # with which the model computes as without them.
     path: LocalPath | None = None
 
     @model_validator(mode="after")

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 
 def check_installed() -> None:
-    """Raises ValueError, with a remedy, where the package is missing."""
+    """Raises ValueError, with a remedy, if the package reasoning-gym is missing."""
     if find_spec("reasoning_gym") is None:
         raise ValueError(
             "the package reasoning-gym is not installed: pip install 'megatron-gvpo[reasoning-gym]'"
         )
 
 
-COUNT = "megatron_gvpo.rewards.conversation_rewards:count"  # reads one of a conversation's counts
+COUNT = "megatron_gvpo.rewards.conversation_rewards:count"  # the reward is one of a conversation's counts
 
 
 class BuiltIn(NamedTuple):
@@ -23,7 +23,7 @@ class BuiltIn(NamedTuple):
 
     function: str
     needs_answer: bool = False  # it compares with `prompt.answer`
-    pays_turns: bool = False  # it sums what the environment of a conversation gave for its turns
+    pays_turns: bool = False  # it sums the rewards that an environment gave for the turns
     check: Callable[[], None] = lambda: None  # raises ValueError, with a remedy, for a missing package
 
 

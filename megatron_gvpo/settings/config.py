@@ -1,8 +1,7 @@
 """The whole configuration: typed sections, YAML files merged in order, dotted overrides on top.
 
 `load_config(["train.yaml", "cpu.yaml"], ["optimizer.lr=1e-5"])` returns a validated `Config` or raises
-`ConfigError`, which names the key, the value and what would be right. Torch is loaded only for
-`rollout.servers.colocated`, whose check asks the transport's class.
+`ConfigError`, which names the key, the value and what would be right. Nothing here loads torch.
 """
 
 from __future__ import annotations
@@ -42,7 +41,8 @@ class Config(Section):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = RolloutConfig()
     rewards: RewardsConfig = RewardsConfig()
-    teacher: TeacherConfig | None = None  # A model whose log-probs of the responses the policy learns from.
+    # The teacher: the policy is trained on its log-probs of the policy's own responses.
+    teacher: TeacherConfig | None = None
     train: TrainConfig
     optimizer: OptimizerConfig
     parallel: ParallelConfig = ParallelConfig()
@@ -69,16 +69,16 @@ class Config(Section):
     @classmethod
     def _evaluate_as_sampled(cls, values: Any) -> Any:
         """Give `eval.sampling` the keys of `rollout` that it does not have."""
-        rollout = _given(values, "rollout")
-        own, evaluation = _given(values, "eval", "sampling"), _given(values, "eval")
+        rollout = _keys_of(values, "rollout")
+        own, evaluation = _keys_of(values, "eval", "sampling"), _keys_of(values, "eval")
         if not isinstance(values, Mapping) or rollout is None or own is None or evaluation is None:
-            return values  # which the sections refuse, in their own words
+            return values  # the sections refuse them, in their own words
         keys = (rollout.keys() & SamplingConfig.model_fields) - own.keys()
         inherited = {key: rollout[key] for key in keys}
         try:
             SamplingConfig.model_validate(inherited)
         except ValidationError:
-            return values  # an error once, where it is
+            return values  # the error is reported once, for `rollout`
         return {**values, "eval": {**evaluation, "sampling": {**own, **inherited}}}
 
     @model_validator(mode="after")
@@ -87,8 +87,8 @@ class Config(Section):
         return self
 
 
-def _given(values: Any, *path: str) -> dict[str, Any] | None:
-    """The keys that are given in a section, be it a mapping or made in Python; None if it is neither."""
+def _keys_of(values: Any, *path: str) -> dict[str, Any] | None:
+    """The keys that are set in a section, which is a mapping or a Section; None if it is neither."""
     for name in (*path, ""):
         if isinstance(values, BaseModel):
             values = {key: getattr(values, key) for key in values.model_fields_set}

@@ -10,7 +10,7 @@ from megatron_gvpo.core.secrets import from_variable, is_secret_name
 from megatron_gvpo.core.section import LocalPath, Processes, Seconds, Section
 
 PYTHON = "python"  # the built-in tool that runs programs
-PARSERS = ("hermes", "json", "xml")  # of tool calls; data/tool_calls.py has a function for each
+PARSERS = ("hermes", "json", "xml")  # formats of tool calls; data/tool_calls.py has a function for each
 
 
 class SandboxConfig(Section):
@@ -60,8 +60,17 @@ class ConversationConfig(Section):
     """
 
     fixed_keys = (
-        *("environment", "program", "options", "tools", "mcp", "parser", "earlier_key", "history"),
-        *("turns", "turn_tokens", "observation_tokens"),
+        "environment",
+        "program",
+        "options",
+        "tools",
+        "mcp",
+        "parser",
+        "earlier_key",
+        "history",
+        "turns",
+        "turn_tokens",
+        "observation_tokens",
     )
     free_keys = ("step_timeout", "rollout_timeout", "workers", "max_lost")
 
@@ -76,8 +85,8 @@ class ConversationConfig(Section):
     # environment. The chat template gets their signatures and docstrings. `python` runs programs in a
     # sandbox.
     tools: tuple[str, ...] = ()
-    sandbox: SandboxConfig = SandboxConfig()  # of the tool `python`
-    # MCP servers whose tools the policy may call, too; needs the package `mcp`.
+    sandbox: SandboxConfig = SandboxConfig()  # The sandbox of the tool `python`.
+    # MCP servers, whose tools the policy may call, too. They need the package `mcp`.
     mcp: tuple[McpConfig, ...] = ()
     # How the policy writes tool calls: hermes, json, xml, or your own function in the same form, which takes
     # the text of a turn and returns the calls as a list of (name, arguments).
@@ -89,7 +98,7 @@ class ConversationConfig(Section):
     # template writes the whole conversation again for every turn, and may leave out earlier thinking.
     history: Literal["append", "template"] = "append"
     turns: PositiveInt = 8  # The largest number of the policy's turns.
-    turn_tokens: PositiveInt | None = None  # The longest turn, in tokens; null: what is left of max_tokens.
+    turn_tokens: PositiveInt | None = None  # The longest turn, in tokens; null: as long as max_tokens allows.
     # The longest answer of the environment, in tokens; a note replaces a longer one.
     observation_tokens: PositiveInt = 1024
     # Seconds for one answer of the environment, or of a program between two answers of the policy.
@@ -125,14 +134,17 @@ class ConversationConfig(Section):
 
     @property
     def counts(self) -> tuple[str, ...]:
-        """The names of what is counted in every conversation; an environment or a program may add its own."""
-        return (
-            *("turns", "environment_reward", "observation_tokens"),
-            *(("tool_calls", "tool_errors") if self.has_tools else ()),
-            *(("observations_dropped",) if self.program is None else ("overridden_calls", "retried_calls")),
-        )
+        """The names of the counts of every conversation; an environment or a program may add its own."""
+        names = ["turns", "environment_reward", "observation_tokens"]
+        if self.has_tools:
+            names += ["tool_calls", "tool_errors"]
+        if self.program is None:
+            names += ["observations_dropped"]
+        else:
+            names += ["overridden_calls", "retried_calls"]
+        return tuple(names)
 
     @property
     def has_tools(self) -> bool:
-        """True if the policy calls tools, of functions or of MCP servers."""
+        """True if the policy calls tools: functions, or those of MCP servers."""
         return bool(self.tools or self.mcp)

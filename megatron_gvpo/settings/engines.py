@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_gvpo.core.by_name import known
 
-SERVED = "megatron_gvpo.sampling.served:ServedEngine"  # asks servers for responses
+SERVED = "megatron_gvpo.sampling.served:ServedEngine"  # the engine that asks servers for responses
 ENGINES: dict[str, str] = {  # "module:class" for each value of `rollout.engine`
     "local": "megatron_gvpo.sampling.embedded:EmbeddedEngine",
     "sglang": SERVED,

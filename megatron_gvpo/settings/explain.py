@@ -16,7 +16,7 @@ from megatron_gvpo.core.redaction import hide
 
 MOST, LONGEST = 20, 400  # errors shown, and characters of each
 _NUMBER = re.compile(r"[-+]?(0|[1-9]\d{0,20})?(\.\d{0,20})?([eE][-+]?\d{1,3})?")
-_ALTERNATIVES = ("str", "int", "constrained-int")  # pydantic's names for them in `str | int`
+_ALTERNATIVES = ("str", "int", "constrained-int")  # parts of a union in the locations of pydantic's errors
 
 
 class _Brief(reprlib.Repr):
@@ -40,7 +40,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
     for item in error.errors():
         key, siblings, owners = _locate(item["loc"], root)
         key = cut(key)
-        context, given = item.get("ctx", {}), item["input"]
+        context, value = item.get("ctx", {}), item["input"]
         match item["type"]:
             case "extra_forbidden" if owners:
                 lines.append(f"{key}: no such key; it goes with name={' or '.join(owners)}")
@@ -54,15 +54,15 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
             case "union_tag_not_found":
                 lines.append(f"{key}.name: missing; it says which one is meant")
             case "model_type" | "model_attributes_type" | "dict_type":
-                lines.append(f"{key}: expected settings as `key: value`, found {_shown(given)}")
+                lines.append(f"{key}: expected settings as `key: value`, found {_shown(value)}")
             case "tuple_type" | "list_type":
-                lines.append(f"{key}: expected a list, as [a, b], found {_shown(given)}")
-            case "int_type" | "float_type" if isinstance(given, str) and _NUMBER.fullmatch(given):
-                lines.append(f"{key}: expected a number, found text: write it without quotes ({given!r})")
+                lines.append(f"{key}: expected a list, as [a, b], found {_shown(value)}")
+            case "int_type" | "float_type" if isinstance(value, str) and _NUMBER.fullmatch(value):
+                lines.append(f"{key}: expected a number, found text: write it without quotes ({value!r})")
             case _:
                 message = item["msg"].removeprefix("Value error, ")
-                simple = key and not isinstance(given, dict | BaseModel)
-                shown = f" (given: {_shown(given)})" if simple else ""
+                simple = key and not isinstance(value, dict | BaseModel)
+                shown = f" (given: {_shown(value)})" if simple else ""
                 if key and lines and lines[-1].startswith(f"{key}: "):  # the next alternative of a union
                     message = f"{lines.pop().removeprefix(f'{key}: ').removesuffix(shown)}, or {message}"
                 lines.append(f"{key}: {message}{shown}" if key else message)
@@ -95,19 +95,19 @@ def _locate(loc: Sequence[int | str], root: type[BaseModel]) -> tuple[str, list[
     choice: list[type[BaseModel]] = []
     owners: list[type[BaseModel]] = []
     for part in loc:
-        found = [section.model_fields[str(part)] for section in sections if part in section.model_fields]
+        fields = [section.model_fields[str(part)] for section in sections if part in section.model_fields]
         tagged = [s for s in sections if "name" in s.model_fields and s.model_fields["name"].default == part]
-        if tagged and not found:
+        if tagged and not fields:
             choice = sections
             sections = tagged  # pydantic adds a union's tag to the path; the file has no level for it
             continue
         if not sections and part in _ALTERNATIVES:
-            continue  # of a union, which the file has no level for either
+            continue  # an alternative of a union: the file has no level for it either
         key.append(str(part))
         owners = [section for section in choice if part in section.model_fields]
         beside, choice = sections, []
         if not isinstance(part, int):
-            sections = [section for field in found for section in _sections_in(field.annotation)]
+            sections = [section for field in fields for section in _sections_in(field.annotation)]
     known = sorted({name for section in beside for name in section.model_fields})
     return ".".join(key), known, sorted(section.model_fields["name"].default for section in owners)
 

@@ -1,6 +1,6 @@
-"""Keys that were given and that nothing in the run reads: they are refused, or told.
+"""Refuses keys, or warns about them, that are set although nothing in the run reads them.
 
-Options of a block that its own other options switch off are the block's matter (`Block.idle_options`).
+A block itself checks its options that others of its options switch off.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def check_idle_keys(config: Config) -> None:
-    """Raises ValueError, which names the key, for one with a value of its own and without effect."""
+    """Raises ValueError, which names the key, for a key that is set and has no effect."""
     for key, why in _idle(config):
-        if _given(config, key):
+        if _is_set(config, key):
             raise ValueError(f"{key} has no effect: {why}; leave it out")
     _check_weights(config)
 
@@ -33,10 +33,10 @@ def keys_of_sampling(config: Config) -> str | None:
     keys = ["rollout.n", "rollout.async_steps"]
     if config.data.eval is None:
         keys += ["rollout.temperature", "rollout.top_p", "rollout.stop_token_ids", "rewards.components"]
-    if not (given := [key for key in keys if _given(config, key)]):
+    if not (idle := [key for key in keys if _is_set(config, key)]):
         return None
     return (
-        f"{', '.join(given)}: no effect with algorithm.sampler={algorithm.sampler}, where the data have the "
+        f"{', '.join(idle)}: no effect with algorithm.sampler={algorithm.sampler}, where the data have the "
         "responses" + (" and their rewards" if algorithm.has_rewards else "")
     )
 
@@ -77,8 +77,8 @@ def _idle(config: Config) -> Iterator[tuple[str, str]]:
             yield f"{here}.sandbox", f"it is of the tool {PYTHON}"
 
 
-def _given(config: Config, key: str) -> bool:
-    """True if the key was given, and not its default."""
+def _is_set(config: Config, key: str) -> bool:
+    """True if the key was set to another value than its default."""
     section: Any = config
     *path, name = key.split(".")
     for part in path:

@@ -7,7 +7,7 @@ from typing import Any
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.settings.config import Config
 
-WITHOUT_LIMIT = 1024  # tokens of a prompt where neither the configuration nor config.json has a limit
+WITHOUT_LIMIT = 1024  # the longest prompt, in tokens, if neither configuration nor config.json limits it
 
 
 def longest_prompt(config: Config, model: dict[str, Any]) -> int:
@@ -64,6 +64,6 @@ def _room(config: Config, model: dict[str, Any]) -> tuple[str, int | None]:
 
 
 def _default_of(config: Config, name: str) -> str:
-    """Says that a length is a default, which the user may not have seen."""
+    """The end of a message: says that a length is a default, which the user may not have seen."""
     section = config.rollout if name.startswith("rollout") else config.eval.sampling
     return "" if "max_tokens" in section.model_fields_set else " (it is a default)"

@@ -39,11 +39,11 @@ def load_config(files: Sequence[str | Path], overrides: Iterable[str] = ()) -> C
 
 def build_config(values: Mapping[str, Any]) -> Config:
     """Validate a nested mapping. Raises ConfigError."""
-    load_function.cache_clear()  # a notebook's next run takes the user's file as it is now
+    load_function.cache_clear()  # a notebook's next run reads the user's file again
     try:
         config = Config.model_validate(values)
-        check_plain(values)  # after the sections, which refuse more in their own words
-        literal_secrets(config.model_dump())  # hides them
+        check_plain(values)  # comes second: the sections say more precisely what is wrong
+        literal_secrets(config.model_dump())  # from here on they are hidden
     except ValidationError as error:
         raise ConfigError(explain(error, Config)) from None
     except ValueError as error:
@@ -51,16 +51,16 @@ def build_config(values: Mapping[str, Any]) -> Config:
     return config
 
 
-def as_config(given: Config | Mapping[str, Any]) -> Config:
-    """The configuration that a user of the Python API gives, also as a nested dict. Raises ConfigError."""
-    if isinstance(given, Config):
-        literal_secrets(given.model_dump())  # hides them
-        return given
-    if isinstance(given, Mapping):
-        return build_config(given)
+def as_config(config: Config | Mapping[str, Any]) -> Config:
+    """The configuration of a user of the Python API, who may give a nested dict. Raises ConfigError."""
+    if isinstance(config, Config):
+        literal_secrets(config.model_dump())  # from here on they are hidden
+        return config
+    if isinstance(config, Mapping):
+        return build_config(config)
     raise ConfigError(
-        f"a configuration is what load_config([file, ...]) returns, or a dict of its keys, and no "
-        f"{type(given).__name__}"
+        f"a configuration is what load_config([file, ...]) returns, or a dict of its keys, not "
+        f"{type(config).__name__}"
     )
 
 

@@ -1,14 +1,18 @@
-"""The keys `model` and `judge` of a reward component: who scores, and on which servers."""
+"""Models on servers that judge responses: the keys `model` and `judge` of a reward, and the `teacher`."""
 
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, Self
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
 from megatron_gvpo.core.section import LocalPath, Seconds, Section
 from megatron_gvpo.settings.servers import EngineServers
+
+if TYPE_CHECKING:
+    from megatron_gvpo.settings.config import Config
 
 SCORE, EXPLANATION = "score", "explanation"  # the fields of a verdict in JSON
 MODEL = "reward"  # the name of the model in requests to servers that the run starts
@@ -38,7 +42,7 @@ class RewardModelConfig(Section):
     """A Hugging Face sequence-classification model with one label, whose logit is the reward."""
 
     fixed_keys = ("too_long",)
-    free_keys = ("path", "dtype", "trust_remote_code", "batch_size")  # the content of `path` is compared
+    free_keys = ("path", "dtype", "trust_remote_code", "batch_size")  # of `path` the content is compared
 
     # The checkpoint's directory: config.json, weights, and the tokenizer with the chat template that the
     # conversations are written in. Servers in `urls` serve the same model.
@@ -53,13 +57,21 @@ class RewardModelConfig(Section):
 
 
 class JudgeConfig(Section):
-    """A language model that reads a response and writes a verdict, of which a number is the reward."""
+    """A language model that reads a response and writes a verdict; a number in the verdict is the reward."""
 
     fixed_keys = (
-        *("model", "template", "system_prompt", "json_schema", "regex", "scale", "tries"),
-        *("temperature", "max_tokens", "request"),
+        "model",
+        "template",
+        "system_prompt",
+        "json_schema",
+        "regex",
+        "scale",
+        "tries",
+        "temperature",
+        "max_tokens",
+        "request",
     )
-    free_keys = ("path", "dtype", "trust_remote_code")  # the content of `path` is compared
+    free_keys = ("path", "dtype", "trust_remote_code")  # a resumed run compares the content of `path`
 
     path: LocalPath | None = None  # The checkpoint's directory, for servers that the trainer starts.
     model: str | None = None  # The model's name in requests to servers in `urls`.
@@ -127,7 +139,7 @@ class JudgeConfig(Section):
             try:
                 groups = re.compile(self.regex).groups
             except re.error as error:
-                raise ValueError(f"regex: no regular expression: {error}") from None
+                raise ValueError(f"regex: not a regular expression: {error}") from None
             if not groups:
                 raise ValueError("regex: it has no group, as Score: ([0-9]+) has one for the score")
         return self
@@ -138,7 +150,7 @@ def key_of(i: int, served: RewardModelConfig | JudgeConfig) -> str:
     return f"rewards.components.{i}.{'judge' if isinstance(served, JudgeConfig) else 'model'}"
 
 
-# The section `teacher`: a model whose log-probs of the policy's responses the policy learns from.
+# --- the section `teacher` ---------------------------------------------------------------------------------
 
 
 class TeacherServers(RewardServers):
@@ -146,9 +158,9 @@ class TeacherServers(RewardServers):
 
 
 class TeacherConfig(Section):
-    """A language model with the policy's tokenizer, of any size."""
+    """A language model of any size with the policy's tokenizer, from whose log-probs the policy learns."""
 
-    free_keys = ("path", "trust_remote_code", "server")  # the content of `path` is compared
+    free_keys = ("path", "trust_remote_code", "server")  # of `path` the content is compared
 
     # A Hugging Face checkpoint directory: config.json, weights, and the same tokenizer as model.path has.
     # Servers in `server.urls` serve the same model. Its weights and activations have the type model.dtype.
@@ -156,3 +168,20 @@ class TeacherConfig(Section):
     trust_remote_code: bool = False  # Run Python files that come with the checkpoint.
     # The teacher computes on servers of SGLang or vLLM; null: in the trainer's own processes.
     server: TeacherServers | None = None
+
+
+# --- the GPUs of all these servers -------------------------------------------------------------------------
+
+
+def model_servers(config: Config) -> Iterator[tuple[str, EngineServers]]:
+    """Yield (key, servers) of the reward models, judges and the teacher, in the order of their GPUs."""
+    for i, component in enumerate(config.rewards.components):
+        if component.served is not None:
+            yield f"{key_of(i, component.served)}.servers", component.served.servers
+    if config.teacher is not None and config.teacher.server is not None:
+        yield "teacher.server", config.teacher.server
+
+
+def started_gpus(config: Config) -> dict[str, int]:
+    """The number of GPUs of the servers that the run starts itself, by the key of the servers."""
+    return {key: servers.count * servers.tp for key, servers in model_servers(config) if not servers.urls}

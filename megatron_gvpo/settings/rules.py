@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config
 
 
-MOST_RESPONSES = 10**7  # of a step: gigabytes on the host
+MOST_RESPONSES = 10**7  # in a step; more would take gigabytes on the host
 
 
 def cross_check(config: Config) -> None:
@@ -42,15 +42,18 @@ def cross_check(config: Config) -> None:
 
 
 def advice(config: Config) -> str | None:
-    """Warnings about a configuration that is legal but usually unintended, else None.
+    """Warnings about a configuration that is legal but usually unintended; None without any.
 
-    They are about a step with one update whose reference is the policy at step start: the reference is then
-    the policy that trains, and GVPO's d is 0. About responses of older weights in a loss that could correct
-    for that, and takes them for the present policy's. About an evaluation that does not count right answers,
-    which another component of the reward judges. And about keys of sampling in a run that samples nothing.
+    There is one for each of these:
+    - a step with one update whose reference is the policy at step start: the reference is then the policy
+      that trains, and GVPO's d is 0;
+    - responses of older weights, in a loss that could correct for that and takes them for the present
+      policy's;
+    - an evaluation that does not count right answers, although a component of the reward judges them;
+    - keys of sampling in a run that samples nothing.
     """
-    found = (_one_update(config), _older_weights(config), _counted(config), keys_of_sampling(config))
-    return "\n".join(text for text in found if text is not None) or None
+    warnings = (_one_update(config), _older_weights(config), _counted(config), keys_of_sampling(config))
+    return "\n".join(text for text in warnings if text is not None) or None
 
 
 def _one_update(config: Config) -> str | None:
@@ -103,9 +106,9 @@ def _batch(config: Config) -> None:
             f"train.prompts_per_step={train.prompts_per_step} x rollout.n={n}: more than {MOST_RESPONSES} "
             "responses a step, which every rank holds"
         )
-    for place in algorithm.sized(config.rollout.max_tokens).blocks_inside():
-        if (problem := place.block.problem()) is not None:
-            raise ValueError(f"algorithm.{place.key}.{problem}")
+    for block_at in algorithm.sized(config.rollout.max_tokens).blocks_inside():
+        if (problem := block_at.block.problem()) is not None:
+            raise ValueError(f"algorithm.{block_at.key}.{problem}")
     alone = algorithm.samples_from_policy and not algorithm.members
     if algorithm.needs_group and alone and n < 2:
         raise ValueError(
@@ -157,10 +160,10 @@ def _engine(config: Config) -> None:
     if (n := rollout.servers.nodes) > 1 and not rollout.weights.traits.nodes_ok:
         why = f"with rollout.servers.nodes={n}: a server's other machines do not see the memory; use sharded"
         raise ValueError(f"rollout.weights.transport={rollout.weights.transport} {why}")
-    for place in config.algorithm.blocks_inside():
-        if rollout.servers.colocated and place.block.needs_policy_logprobs:
+    for block_at in config.algorithm.blocks_inside():
+        if rollout.servers.colocated and block_at.block.needs_policy_logprobs:
             raise ValueError(
-                f"algorithm.{place.label} asks the policy for log-probs while responses come, "
+                f"algorithm.{block_at.label} asks the policy for log-probs while responses come, "
                 "when servers on the trainer's own GPUs (rollout.servers.colocated) have its memory"
             )
     if rollout.servers.colocated and not rollout.weights.traits.colocated_ok:
@@ -223,9 +226,7 @@ def _rewards(config: Config) -> None:
     if not algorithm.samples_from_policy or any(p.block.makes_rewards for p in algorithm.blocks_inside()):
         return
     readers = [f"algorithm.loss={algorithm.loss.name}"] if algorithm.loss.signal != "none" else []
-    readers += [
-        f"algorithm.{place.label}" for place in algorithm.blocks_inside() if place.block.needs_rewards
-    ]
+    readers += [f"algorithm.{part.label}" for part in algorithm.blocks_inside() if part.block.needs_rewards]
     if readers and not components:
         raise ValueError(
             f"rewards.components=[]: {readers[0]} learns from rewards, and all would be 0: name one, as "
@@ -239,7 +240,7 @@ def _rewards(config: Config) -> None:
 
 
 def _served_rewards(config: Config) -> None:
-    """Refuse what cannot go on with fewer responses than it asked for: a server may fail to score one."""
+    """Refuse blocks that need every response that they asked for: a server may fail to score one."""
     served = next((c.name for c in config.rewards.components if c.served is not None), None)
     algorithm, reason = config.algorithm, None
     if served is None:
@@ -258,8 +259,8 @@ def _components(config: Config) -> None:
     """Check that the reward has the components that blocks read by name."""
     algorithm, known = config.algorithm, [component.name for component in config.rewards.components]
     without = [member.name for member in algorithm.members if not member.gives_components]
-    for place in algorithm.blocks_on_components():
-        key = f"algorithm.{place.key}"
+    for block_at in algorithm.blocks_on_components():
+        key = f"algorithm.{block_at.key}"
         if not algorithm.samples_from_policy:
             raise ValueError(
                 f"{key} reads components of the reward, and sampler={algorithm.sampler} gives one reward a "
@@ -270,7 +271,7 @@ def _components(config: Config) -> None:
                 f"{key} reads components of the reward, and algorithm.members: {without[0]} joins with a "
                 "reward and no components: leave one of them out"
             )
-        for component in place.block.components_read:
+        for component in block_at.block.components_read:
             there = component < len(known) if isinstance(component, int) else component in known
             if not there:
                 raise ValueError(
@@ -363,7 +364,8 @@ def _checkpoints(config: Config) -> None:
             f"checkpoint.keep_best: {metric} with checkpoint.every=0, which writes only the last checkpoint: "
             "set checkpoint.every"
         )
-    if entry(metric) is None and not metric.startswith(("train/", "advantage/")):  # which users' code may log
+    # Users' code may log metrics of its own under train/ and advantage/.
+    if entry(metric) is None and not metric.startswith(("train/", "advantage/")):
         raise ValueError(f"checkpoint.keep_best.metric={metric}: no metric has this name")
     if metric.startswith("eval/") and config.data.eval is None:
         raise ValueError(f"checkpoint.keep_best.metric={metric} needs held-out prompts: set data.eval")
@@ -385,7 +387,7 @@ def _offload(config: Config) -> None:
 
 
 def _fp8_weights(config: Config) -> None:
-    """Refuse what copies weights as plain memory: Transformer Engine keeps FP8 weights in several tensors."""
+    """Refuse features that copy weights as plain memory: Transformer Engine has several tensors for one."""
     if config.model.fp8 is None or not config.model.fp8.weights:
         return
     reason = None
@@ -400,7 +402,7 @@ def _fp8_weights(config: Config) -> None:
         raise ValueError(f"model.fp8.weights=true is not possible with {reason}; use weights=false")
 
 
-# Checks that speculative rollouts are possible with the other settings.
+# --- rollout.speculation -----------------------------------------------------------------------------------
 
 
 def check_speculation(config: Config) -> None:
@@ -427,7 +429,7 @@ def check_speculation(config: Config) -> None:
         raise ValueError(f"rollout.speculation.method={chosen.method} is not possible with {reason}")
 
 
-# Checks of `rollout.conversation` against the other settings.
+# --- rollout.conversation ----------------------------------------------------------------------------------
 
 
 def check_conversation(config: Config) -> None:
@@ -442,7 +444,7 @@ def check_conversation(config: Config) -> None:
 def _no_reader(config: Config) -> None:
     """Refuse blocks that read turns if there are none."""
     algorithm = config.algorithm
-    reader = next((place for place in algorithm.blocks_inside() if place.block.needs_turns), None)
+    reader = next((block_at for block_at in algorithm.blocks_inside() if block_at.block.needs_turns), None)
     if reader is not None:
         raise ValueError(
             f"algorithm.{reader.label} reads the turns of conversations: set rollout.conversation, or "
@@ -451,7 +453,7 @@ def _no_reader(config: Config) -> None:
 
 
 def _possible(config: Config) -> None:
-    """Refuse what knows only one response to a prompt."""
+    """Refuse settings that are for a single response to a prompt."""
     algorithm, reason = config.algorithm, None
     if config.rollout.router_replay:
         reason = "rollout.router_replay=true: the experts of several turns are not recorded"
@@ -466,9 +468,9 @@ def _possible(config: Config) -> None:
 
 
 def _conversation_components(config: Config) -> None:
-    """Refuse reward components that would be 0 for every response: they read what no conversation counts.
+    """Refuse reward components that read something which no conversation has: they would always be 0.
 
-    The names that a user's environment counts are known when it has answered (`rewards.counted.NamedCounts`).
+    The counts of a user's environment are known only when it has answered; they are checked then.
     """
     talks = config.rollout.conversation
     for i, component in enumerate(config.rewards.components):

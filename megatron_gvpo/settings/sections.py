@@ -82,7 +82,7 @@ class DatasetConfig(Section):
         "responses_key",
         "limit",
     )
-    free_keys = ("path",)  # the files' content is compared
+    free_keys = ("path",)  # a resumed run compares the content of the files
 
     # A .jsonl or .parquet file, a directory of such files, the name of a hub data set, or
     # `reasoning_gym:NAME?key=value`, a generator of the package reasoning-gym with its options.
@@ -118,7 +118,7 @@ class DataConfig(Section):
     # The longest prompt, in tokens, chat template included. Default: what the longest response leaves of the
     # model's max_position_embeddings.
     max_prompt_tokens: PositiveInt | None = None
-    # A longer prompt stops the run with an error, or is dropped.
+    # error: a longer prompt ends the run; drop: it is left out.
     prompt_too_long: Literal["error", "drop"] = "error"
     # Draw the prompts of every epoch in a new random order; false keeps the order of the file.
     shuffle: bool = True
@@ -139,7 +139,7 @@ class SamplingConfig(Section):
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
 
     def stops(self, end_token_ids: Sequence[int]) -> tuple[int, ...]:
-        """All tokens that end a response, where the policy's are `end_token_ids`."""
+        """All tokens that end a response: the policy's `end_token_ids`, and those of the configuration."""
         return tuple(dict.fromkeys((*end_token_ids, *self.stop_token_ids)))
 
     @property
@@ -160,9 +160,9 @@ class RolloutConfig(SamplingConfig):
     async_steps: int = Field(0, ge=0, le=100)
     router_replay: bool = False  # Train every token through the experts that sampled it.
     conversation: ConversationConfig | None = None  # Several turns with an environment or tools.
-    servers: ServersConfig = ServersConfig()  # of the engines sglang and vllm
+    servers: ServersConfig = ServersConfig()  # The servers of the engines sglang and vllm.
     weights: WeightSyncConfig = WeightSyncConfig()
-    # Servers sample several tokens at a time: a draft proposes them, and the policy accepts or replaces them.
+    # Speculative decoding on servers: a draft proposes several tokens, the policy accepts or replaces them.
     speculation: SpeculationConfig | None = None
     # Warn above this KL between the policy that samples and the trained one, in nats a token. Default: 1e-6
     # in float32, 1e-3 in bfloat16.
@@ -181,7 +181,11 @@ class RolloutConfig(SamplingConfig):
 class TrainConfig(Section):
     fixed_keys = ("prompts_per_step", "mini_batches", "batch_epochs", "seed")
     free_keys = (
-        *("steps", "max_tokens_per_micro_batch", "max_empty_batches", "share_prompts", "head_stash_mb"),
+        "steps",
+        "max_tokens_per_micro_batch",
+        "max_empty_batches",
+        "share_prompts",
+        "head_stash_mb",
         "deterministic",
     )
 

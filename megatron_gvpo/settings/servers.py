@@ -1,4 +1,4 @@
-"""Settings of rollout servers, and of the transport of weights to them."""
+"""Settings of rollout servers, of the transport of weights to them, and of their speculative decoding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config
 
 
-# Ports of machine 0 behind the server's own, when it has several: of the guards, and of the engine's ranks.
+# A server on several machines has further ports on machine 0: its own port plus these numbers.
 AFTER_PORT = {"guards": 1, "ranks": 2}
 
 
@@ -111,12 +111,12 @@ class ServersConfig(EngineServers):
 
 
 def _check_address(url: str) -> None:
-    """Raise ValueError for a text that is not a server's address, or has more than the address in it."""
+    """Raise ValueError for a text that is not a server's address, or that has more in it."""
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"urls: {url!r} does not begin with http:// or https://")
     try:
         parts = urlsplit(url)
-        port = parts.port  # a ValueError for what is no port
+        port = parts.port  # raises ValueError if it is not a port
     except ValueError as error:
         raise ValueError(f"urls: {url!r}: {error}") from None
     if (
@@ -171,7 +171,7 @@ class WeightSyncConfig(Section):
         return self.bucket_mb * MIB
 
 
-# Settings of speculative decoding on rollout servers.
+# --- the section `rollout.speculation` ---------------------------------------------------------------------
 
 
 class SpeculationConfig(Section):

@@ -20,6 +20,7 @@ from megatron_gvpo.observe.monitor import DeviceMonitor, by_machine
 from megatron_gvpo.observe.rollouts.writer import RolloutWriter
 from megatron_gvpo.observe.samples import few_samples, worth_showing
 from megatron_gvpo.runs.existing_run import metrics_problems
+from megatron_gvpo.runs.written import RUN
 
 if TYPE_CHECKING:
     from megatron_gvpo.observe.rollouts.table import Responses
@@ -192,6 +193,10 @@ class Recorder(Callback):
 def _refused(trainer: Trainer, problem: OSError) -> str:
     directory = Path(trainer.config.output_dir)
     begin = f"cannot write the records in output_dir={directory}: {problem}"
-    if not directory.is_dir():
-        return f"{begin}; the directory is gone, with all checkpoints: start the run again, or put it back"
+    if not (directory / RUN).is_file():  # a checkpoint or a file of rollouts makes the directory again
+        return (
+            f"{begin}; the record of the run is gone, so the directory was removed, moved or emptied while "
+            "the run wrote to it, and its checkpoints with it: put them back and continue with --resume, or "
+            "start the run again in another output_dir"
+        )
     return f"{begin}; complete checkpoints there are untouched: make room and continue with --resume"

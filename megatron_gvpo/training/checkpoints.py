@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.core.errors import CheckpointError, DataError
-from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+from megatron_gvpo.megatron.checkpoint.load import load_newest, load_policy
+from megatron_gvpo.megatron.checkpoint.save import save_policy
 from megatron_gvpo.runs.existing_run import exported_step
 from megatron_gvpo.runs.record import Best
 from megatron_gvpo.training.conversion import write_hugging_face
@@ -50,10 +51,10 @@ class Checkpoints:
         """
 
         def load(directory: Path) -> dict[str, Any]:
-            return checkpoint.load(directory, self._components.policy)
+            return load_policy(directory, self._components.policy)
 
         directory = self._out / "checkpoints"
-        state = checkpoint.load_newest(directory, load, put_aside=True)
+        state = load_newest(directory, load, put_aside=True)
         if state is None:
             return None
         try:
@@ -81,7 +82,7 @@ class Checkpoints:
         state = self._resume_point | ({} if is_reported else {"unreported": metrics})
         state["best"] = self._best.state_dict()
         with self._components.timer.phase("checkpoint"):
-            self._pending = checkpoint.save(
+            self._pending = save_policy(
                 self._out / "checkpoints",
                 step,
                 self._components.policy,

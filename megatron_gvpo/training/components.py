@@ -58,8 +58,8 @@ class Components:
         self._markers = phase_markers(config.logging, config.output_dir, rank)
         self.timer = PhaseTimer(synchronize=torch.cuda.is_available(), markers=self._markers)
         task = load_task(config, configured_schemas(config))
-        if not rank and (said := other_end(config, task.end_token_ids)) is not None:
-            log.warning(said)
+        if not rank and (warning := other_end(config, task.end_token_ids)) is not None:
+            log.warning(warning)
         algorithm = config.algorithm.sized(config.rollout.max_tokens)
         self.prompts, self.tokenizer = task.prompts, task.tokenizer
         self.tracker = SuccessTracker(algorithm.tracker) if algorithm.needs_tracker else None
@@ -117,8 +117,8 @@ class Components:
     def shape(self, groups: list[Group], step: int) -> tuple[list[Group], list[str]]:
         """The groups that the method's shapers leave, and warnings. A collective. Raises RolloutError."""
         with self.timer.phase("reward"):  # they may ask a judge
-            left, dropped = run_shapers(self._shapers, groups, step)
-        return left, self.empty_batches.check_shaped(step, groups, left, dropped)
+            remaining, dropped = run_shapers(self._shapers, groups, step)
+        return remaining, self.empty_batches.check_shaped(step, groups, remaining, dropped)
 
     def sync(self, version: int) -> None:
         """Give the engine the policy's weights, unless it has this version. A collective."""

@@ -14,19 +14,18 @@ import torch
 
 from megatron_gvpo.checks.preflight_on_ranks import preflight_on_ranks
 from megatron_gvpo.core.errors import CheckpointError, ConfigError
-from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.huggingface.trainable_models import check_trainable
 from megatron_gvpo.megatron import parallel
-from megatron_gvpo.megatron.checkpoint import newest
-from megatron_gvpo.megatron.checkpoint.loading import load_shards, run_on_all_ranks, run_on_rank_0
-from megatron_gvpo.megatron.checkpoint.newest import read_record
-from megatron_gvpo.megatron.checkpoint.saving import Writer, save_shards
-from megatron_gvpo.megatron.checkpoint.sharded import check_adapters, load_weights, weights_state
+from megatron_gvpo.megatron.checkpoint.directory import read_record, run_on_all_ranks, run_on_rank_0
+from megatron_gvpo.megatron.checkpoint.load import check_adapters, load_newest, load_shards
+from megatron_gvpo.megatron.checkpoint.save import Writer, save_shards
+from megatron_gvpo.megatron.checkpoint.state import load_weights, weights_state
 from megatron_gvpo.megatron.model.build import build
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.runs.existing_run import check_empty
-from megatron_gvpo.runs.written import EXPORT
+from megatron_gvpo.runs.written import EXPORT, keep_foreign
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.parallel import ParallelConfig
 from megatron_gvpo.settings.sections import ModelConfig
@@ -100,10 +99,10 @@ def load_checkpoint(config: Config, model: Model, step: int | None = None) -> in
         _read(model, directory, f"cannot read {directory}")
         return int(directory.stem.removeprefix("step_"))
 
-    if (found := newest.load_newest(checkpoints, load, step=step)) is None:
+    if (loaded := load_newest(checkpoints, load, step=step)) is None:
         which = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
         raise CheckpointError(f"{checkpoints}: there is {which}")
-    return found
+    return loaded
 
 
 def write_hugging_face(model: Model, source: ModelConfig, target: Path, step: int) -> None:
@@ -126,6 +125,7 @@ def write_hugging_face(model: Model, source: ModelConfig, target: Path, step: in
                 shutil.copy(Path(source.path) / name, partial)
         files = sorted(path.relative_to(partial).as_posix() for path in partial.rglob("*") if path.is_file())
         (partial / EXPORT).write_text(json.dumps({"step": step, "files": files}) + "\n")
+        keep_foreign(target, partial)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
 
@@ -144,7 +144,7 @@ def _read(model: Model, source: Path, problem: str) -> None:
 
 
 def _build(directory: Path, key: str) -> Model:
-    config = read_model_config(str(directory), key)
+    config = ModelCard.read(str(directory), key)
     check_trainable(config, f"{key}={directory}")
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
     if stored not in ("float32", "bfloat16"):

@@ -376,9 +376,9 @@ class Trainer:
         if self._engine_reference and not (first and rows.sampled_by(self.step).all()):
             rows = rows.with_columns(ref_logp_r=self.components.mismatch.corrected(rows))
         again = self.config.train.batch_epochs > 1
-        kept = first and (again or rows.engine_logp_r is not None)
+        keep_logp = first and (again or rows.engine_logp_r is not None)
         result = self.components.policy.update(
-            rows, at_step_start=first, keep_logp=kept, keep_weights=keep_weights
+            rows, at_step_start=first, keep_logp=keep_logp, keep_weights=keep_weights
         )
         if (critic := self.components.policy.critic) is not None:
             result = replace(result, metrics=result.metrics | critic.update(rows))

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_gvpo.checks.layout import check_division
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.architectures import experts
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.settings.parallel import ParallelConfig
 
 MOST_RANKS = 4  # of a layout in which a model is compared
@@ -64,7 +64,7 @@ def layouts_for(model: dict[str, Any], cores: int) -> list[Layout]:
     Each way of dividing a model alone, on two ranks; with a core for each of MOST_RANKS also two of them
     together. Layouts that training would refuse are left out.
     """
-    mixture = experts(model) > 0
+    mixture = ModelCard(model).experts > 0
     found = [
         Layout(1),
         Layout(1, recompute="full"),

@@ -16,7 +16,8 @@ import torch
 import transformers
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.architectures import SAME_MODEL, add_model_types, experts
+from megatron_gvpo.huggingface.architectures import SAME_MODEL, add_model_types
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.image_families import takes_images
 
 VOCABULARY = 131  # prime: tensor parallelism must pad it
@@ -88,7 +89,7 @@ def _shrink_heads(config: dict[str, Any], tiny: dict[str, Any]) -> None:
 
 def _shrink_experts(config: dict[str, Any], tiny: dict[str, Any]) -> None:
     """Keep groups of experts, and how many experts a token takes of a group."""
-    count = experts(config)
+    count = ModelCard(config).experts
     if not count:
         return
     per_token = config.get("num_experts_per_tok") or config.get("experts_per_token") or 1

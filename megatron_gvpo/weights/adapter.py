@@ -11,6 +11,7 @@ import os
 import shutil
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
@@ -109,7 +110,10 @@ class Adapter(Transport):
                 shutil.rmtree(old, ignore_errors=True)
 
     async def close(self) -> None:
-        shutil.rmtree(self._root, ignore_errors=True)
+        for own in (*self._root.glob(f"{PREFIX}*"), self._root / "partial"):
+            shutil.rmtree(own, ignore_errors=True)
+        with suppress(OSError):  # not empty: it may be a folder of the user's, too
+            self._root.rmdir()
 
     def _write(self, name: str) -> Path:
         """Write the adapter, complete or not at all; returns its directory."""

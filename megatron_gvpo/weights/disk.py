@@ -33,7 +33,7 @@ class DiskReceiver(WeightReceiver, Protocol):
 class Disk(Transport):
     """Writes one directory of safetensors files per push, complete or absent, then removes the one before.
 
-    Everything in `directory` belongs to the transport.
+    In `directory`, `version_*` and `partial` belong to the transport.
     """
 
     host_buckets: ClassVar[bool] = True
@@ -74,7 +74,10 @@ class Disk(Transport):
                 shutil.rmtree(old, ignore_errors=True)
 
     async def close(self) -> None:
-        shutil.rmtree(self._root, ignore_errors=True)
+        for own in (*self._root.glob("version_*"), self._aside):
+            shutil.rmtree(own, ignore_errors=True)
+        with contextlib.suppress(OSError):  # not empty: it may be a folder of the user's, too
+            self._root.rmdir()
 
     @property
     def _aside(self) -> Path:

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_of, adapter_shapes
-from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.mtp_heads import head_pattern
 from megatron_gvpo.megatron.model.own_weights import OwnWeights
 from megatron_gvpo.servers import leader
@@ -75,7 +75,7 @@ class WeightSync:
     def __init__(self, config: Config, policy: Scorer, prompts: Sequence[Prompt]) -> None:
         self._config, self._policy = config, policy
         key = "rollout.servers.model_path" if config.rollout.servers.model_path else "model.path"
-        self._served = read_model_config(config.served_path, key)
+        self._served = ModelCard.read(config.served_path, key)
         self._stored = stored_tensors(Path(config.served_path))
         self._fp8 = fp8_layout(config.served_path, self._served, self._stored)
         if self._fp8 is not None and config.model.dtype != "bfloat16":

@@ -120,7 +120,7 @@ def test_rankings_are_judged_by_ndcg_alignment_and_format():
     assert alignment(prompt, said("[1]: 0.4 [2]: 0.5")) == pytest.approx(1 - (0.6 + 0.5 + 1) / 3)
     assert listed(prompt, said("[1]: 1 [2]: 0 [3]: 0.1")) == 1
     assert listed(prompt, said("[1]: 1 [1]: 0 [3]: 0.1")) == listed(prompt, said("none")) == 0
-    with pytest.raises(ValueError, match="'relevance' holds no list"):
+    with pytest.raises(ValueError, match="'relevance' is not a list"):
         ndcg(Prompt("q", (1,), "q"), said("[1]: 1"))
 
 

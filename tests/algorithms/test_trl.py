@@ -79,8 +79,10 @@ TRL: dict[str, dict[str, Any]] = {
 }
 
 
-def material() -> tuple[TrainBatch, torch.Tensor]:
-    rows = make_rows([[1, 0, 0, 1], [0.5, 0.2, 0.9], [0, 0, 0]])
+def material(name: str) -> tuple[TrainBatch, torch.Tensor]:
+    """Rows and log-probs. TRL's DPO takes one pair of a prompt, so no two of its rewards are the best."""
+    first = [0.8, 0.1, 0, 1] if name == "dpo" else [1, 0, 0, 1]
+    rows = make_rows([first, [0.5, 0.2, 0.9], [0, 0, 0]])
     return rows, make_logp(rows)
 
 
@@ -106,7 +108,7 @@ def given(name: str) -> tuple[TrainBatch, torch.Tensor]:
     For RLOO the policy is the one that sampled: TRL, unlike the paper, clips the ratios of whole sequences,
     and only there is their gradient that of REINFORCE.
     """
-    rows, logp_r = material()
+    rows, logp_r = material(name)
     estimator = OURS[name][1]
     rows = rows if estimator is None else rows.with_columns(advantage_n=estimator(rows)[0])
     return rows, rows.old_logp_r if name == "rloo" else logp_r

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_gvpo.core.errors import CheckpointError, DamagedCheckpointError
 from megatron_gvpo.huggingface.checksums import FILE as CHECKSUMS
-from megatron_gvpo.megatron.checkpoint.loading import open_checkpoint
+from megatron_gvpo.megatron.checkpoint.load import open_checkpoint
 from megatron_gvpo.megatron.checkpoint.storage import FilesWriter, SafeLoadPlanner
 
 SMALL, LARGE = torch.arange(12.0).view(3, 4), torch.arange(300_000.0)  # the second has more than 1 MiB

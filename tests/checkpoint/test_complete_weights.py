@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_gvpo.cli import main
 from megatron_gvpo.core.errors import CheckpointError, ConfigError
 from megatron_gvpo.huggingface.complete_weights import check_files
-from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+from megatron_gvpo.megatron.checkpoint.directory import complete_checkpoints
 from megatron_gvpo.settings.parallel import ParallelConfig
 from megatron_gvpo.settings.sections import ModelConfig
 from megatron_gvpo.training import conversion
@@ -296,4 +296,4 @@ def test_resume_and_export_with_another_tying(task, tied_task, tmp_path):
     assert not (tmp_path / "hf").exists()
     for name, place in moving.items():  # and what fits goes on
         fit(configure(place, tmp_path / name, *GVPO, *SHORT, "train.steps=2"), resume=True)
-        assert checkpoint.complete(tmp_path / name / "checkpoints")[-1].name == "step_00000002"
+        assert complete_checkpoints(tmp_path / name / "checkpoints")[-1].name == "step_00000002"

@@ -22,8 +22,8 @@ from helpers.references import gradient_reference as reference
 from helpers.workers.checkpoint_worker import MOVES, PARTS_OF_A_LOAD, PARTS_OF_A_SAVE, QUICK, Continuation
 from helpers.workers.gradient_worker import UPDATE, Case, Layout
 
-from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
-from megatron_gvpo.megatron.checkpoint.optimizer_checkpoint import boxes
+from megatron_gvpo.megatron.checkpoint.directory import complete_checkpoints
+from megatron_gvpo.megatron.checkpoint.state import boxes
 
 
 def case_of(model: str, directory: Path) -> Case:
@@ -108,7 +108,7 @@ def test_a_process_killed_while_saving_leaves_the_previous_checkpoint(place: Pat
     torch.save(case_of("untied", place), place / "case.pt")
     with pytest.raises(AssertionError, match="SIGXFSZ"):
         launch("helpers.workers.checkpoint_worker:killed_while_saving", [1], str(place))
-    assert [path.name for path in checkpoint.complete(place / "killed")] == ["step_00000001"]
+    assert [path.name for path in complete_checkpoints(place / "killed")] == ["step_00000001"]
     assert (place / "killed" / "step_00000002.partial").is_dir()
 
 
@@ -139,7 +139,7 @@ def test_a_rank_that_fails_alone_is_heard_of_by_all(place: Path) -> None:
         assert message == f"cannot {what}: OSError: [Errno 28] rank {rank} has no space left (on rank {rank})"
     assert re.search(r"Invalid sharding pattern validation(.|\n)*\(on rank 0\)$", invalid)
     assert re.search(r"not mounted/state\.json is missing \(on rank 1\)$", unread)
-    assert [path.name for path in checkpoint.complete(place / "alone")] == ["step_00000001"]
+    assert [path.name for path in complete_checkpoints(place / "alone")] == ["step_00000001"]
 
 
 def test_saving_in_the_background_holds_no_copy_of_the_optimizer(place: Path) -> None:

@@ -22,8 +22,7 @@ from helpers.tiny_run import (
 )
 
 from megatron_gvpo.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
-from megatron_gvpo.megatron.checkpoint.newest import read_record
+from megatron_gvpo.megatron.checkpoint.directory import complete_checkpoints, read_record
 from megatron_gvpo.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
@@ -101,7 +100,7 @@ def test_resume_while_groups_are_accumulated(task, tmp_path):
     step = next(i for i, needed in enumerate(rounds) if i and needed > 1)
     signal = reward_options(task, coarse=True, signal_in=step + 1)
     assert fit(configure(task, parts, *gpg, signal)).step == step, "stopped within the step after it"
-    (saved,) = checkpoint.complete(parts / "checkpoints")
+    (saved,) = complete_checkpoints(parts / "checkpoints")
     assert json.loads((saved / "state.json").read_text())["batch_policy"]["pending"]
     fit(configure(task, parts, *gpg, reward_options(task, coarse=True)), resume=True)
     assert_same_run(whole, parts)
@@ -137,7 +136,7 @@ def test_an_interrupt_before_the_first_step(task, tmp_path, finished, monkeypatc
     monkeypatch.setenv("SIGNAL_WHILE_LOADING", "1")
     stopped = fit(configure(task, tmp_path, *GVPO))
     assert stopped.step == 0
-    assert [path.name for path in checkpoint.complete(tmp_path / "checkpoints")] == ["step_00000000"]
+    assert [path.name for path in complete_checkpoints(tmp_path / "checkpoints")] == ["step_00000000"]
     monkeypatch.delenv("SIGNAL_WHILE_LOADING")
     fit(configure(task, tmp_path, *GVPO), resume=True)
     assert_same_run(tmp_path, finished)

@@ -135,7 +135,7 @@ WRONG = {
     ),
     "output in a file": (
         overrides("output_dir={task}/run.yaml/run"),
-        r"output_dir=.*/run\.yaml/run: .*/run\.yaml is no directory",
+        r"output_dir=.*/run\.yaml/run: .*/run\.yaml is not a directory",
     ),
     "output in the root": (overrides("output_dir=/"), r"output_dir=/ is the root of the file system"),
     "one response": (overrides("rollout.n=1"), r"rollout\.n=1: .* so it needs rollout\.n >= 2"),

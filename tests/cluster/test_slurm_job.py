@@ -110,7 +110,7 @@ def test_time_limits_are_read_as_sbatch_reads_them(limit: str, seconds: int | No
 def test_a_directory_that_cannot_be_written_is_said(task: Path, tmp_path: Path, capsys):
     (tmp_path / "slurm").touch()
     for output_dir, words in (
-        (tmp_path / "slurm" / "run", "slurm is no directory"),
+        (tmp_path / "slurm" / "run", "slurm is not a directory"),
         (tmp_path, "cannot write .*job.sbatch: (Not a directory|File exists)"),
     ):
         assert main(["slurm", str(task / "run.yaml"), f"output_dir={output_dir}", "--nodes", "1"]) == 2

@@ -75,7 +75,7 @@ def test_tools_answer_calls_and_tell_the_policy_of_its_mistakes(material: Task, 
     assert said[0] == "5"
     assert said[1].startswith("Error: add: missing a required argument: 'b'")
     assert said[2] == "Error: there is no tool 'sub'; there are: add, slow"
-    assert said[3].startswith("Error: TypeError") and said[4].startswith("Error: the call is no JSON")
+    assert said[3].startswith("Error: TypeError") and said[4].startswith("Error: the call is not JSON")
     assert said[5:] == [f"Error: it took longer than {SECONDS:g} seconds", "done"]
     assert rollout.finish_reason == "stop"
     assert (rollout.counts["tool_calls"], rollout.counts["tool_errors"]) == (7.0, 5.0)

@@ -177,13 +177,13 @@ ASK = {"prompt": "?", "answer": "x"}
             {"demonstration_key": "solution"},
             "(field 'solution') is neither a string nor a list of chat messages",
         ),
-        ([ASK | {"prompt": 7}], {}, "line 1: the prompt is no string but int 7"),
+        ([ASK | {"prompt": 7}], {}, "line 1: the prompt is not a string but int 7"),
         ([ASK | {"prompt": ""}], {}, "line 1: the prompt is empty: it has no tokens"),
         ([ASK | {"solution": ""}], {"demonstration_key": "solution"}, "line 1: the demonstration (field 'so"),
         ([ASK, '{"prompt": "1", "prompt": "2", "answer": "x"}'], {}, "line 2: field 'prompt' is given twice"),
         ([ASK | {"note": {}}, '{"prompt": "1", "n": {"a": 1, "a": 2}}'], {}, "line 2: field 'a' is given tw"),
-        ([ASK, '{"prompt": "1", "answer": NaN}'], {}, "line 2: not valid JSON: NaN is no number"),
-        ([ASK, '{"prompt": "1", "answer": 1e999}'], {}, "line 2: field 'answer' is inf, which is no answer"),
+        ([ASK, '{"prompt": "1", "answer": NaN}'], {}, "line 2: not valid JSON: NaN is not a number"),
+        ([ASK, '{"prompt": "1", "answer": 1e999}'], {}, "'answer' is inf, which is not an answer"),
         (['{"prompt": ' + "[" * 100_000], {}, "line 1: not valid JSON: nested too deeply"),
         (['{"prompt": ' + "9" * 5000 + "}"], {}, "line 1: Exceeds the limit (4300 digits)"),
         ([ASK, ASK | {"prompt": "\ud83d"}], {}, "a.jsonl, line 2: half of a surrogate pair"),
@@ -343,7 +343,7 @@ def test_bad_files(tmp_path: Path, tokenizer: Any) -> None:
 
 def test_hub_data_sets_need_datasets(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
-    with pytest.raises(DataError, match=r"'someone/sums' is no local file.*pip install datasets"):
+    with pytest.raises(DataError, match=r"'someone/sums' is not a local file.*pip install datasets"):
         load("someone/sums", tokenizer)
 
 

@@ -157,7 +157,7 @@ def test_a_prompts_length_counts_its_images(
     ("record", "said"),
     [
         ({"images": ["gone.png"]}, r"line 2: field 'images', image 1: .*gone.png: No such file"),
-        ({"images": ["data.jsonl"]}, r"image 1: .*data.jsonl: no image that Pillow knows"),
+        ({"images": ["data.jsonl"]}, r"image 1: .*data.jsonl: not an image that Pillow knows"),
         ({"images": [data_url(png(48, 48)[:75])]}, r"line 2: field 'images', image 1: image data:"),
         ({"images": ["data:image/png;base64,???"]}, r"image 1: .* not base64"),
         ({"images": ["data:image/png;base64,"]}, r"image 1: .*it is empty"),

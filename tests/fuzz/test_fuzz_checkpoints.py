@@ -18,8 +18,8 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from torch.distributed import checkpoint as torch_checkpoint
 
 from megatron_gvpo.core.errors import CheckpointError
-from megatron_gvpo.megatron.checkpoint.loading import open_checkpoint
-from megatron_gvpo.megatron.checkpoint.newest import read_record, record_text
+from megatron_gvpo.megatron.checkpoint.directory import read_record, record_text
+from megatron_gvpo.megatron.checkpoint.load import open_checkpoint
 from megatron_gvpo.megatron.checkpoint.storage import FilesWriter, SafeLoadPlanner
 
 FUZZ = settings(settings.get_profile("fuzz"))

@@ -1,1 +1,1 @@
-"""What several tests share: inputs, references, servers, workers of ranks, and plugins of pytest."""
+"""Shared by several tests: inputs, references, servers, workers of ranks, and plugins of pytest."""

@@ -32,7 +32,7 @@ from helpers.references.adapter_reference import Expected
 from helpers.workers.adapter_worker import Job
 from helpers.workers.gradient_worker import TEMPERATURE, UPDATE, Case, Layout
 
-from megatron_gvpo.megatron.checkpoint.loading import open_checkpoint
+from megatron_gvpo.megatron.checkpoint.load import open_checkpoint
 from megatron_gvpo.verify.shrink import save_tiny
 
 RANK, ALPHA = 4, 8

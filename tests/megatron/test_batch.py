@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_gvpo.megatron.batch import PackedBatch
-from megatron_gvpo.megatron.microbatch import Plan, plan
+from megatron_gvpo.megatron.microbatch import MicroBatchPlan, plan
 from megatron_gvpo.settings.padding import Padding
 from megatron_gvpo.types import TrainBatch
 
@@ -34,7 +34,7 @@ def sizes(rows: TrainBatch) -> list[int]:
     return [len(p) + len(r) for p, r in zip(rows.prompt_ids, rows.response_ids, strict=True)]
 
 
-def packs(of: Plan) -> list[list[int]]:
+def packs(of: MicroBatchPlan) -> list[list[int]]:
     return [pack for rank in of.micro_batches for pack in rank]
 
 
@@ -102,7 +102,7 @@ def test_sequences_beyond_the_budget_get_a_micro_batch_each_and_no_empty_ones() 
 
 
 def test_plan_of_no_rows_has_one_empty_micro_batch_on_every_rank() -> None:
-    assert plan(make_rows([]), 3, 100, HIDDEN) == Plan([[[]], [[]], [[]]], split_groups=False)
+    assert plan(make_rows([]), 3, 100, HIDDEN) == MicroBatchPlan([[[]], [[]], [[]]], split_groups=False)
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 3])

@@ -28,7 +28,7 @@ from test_methods_invariance import ALGORITHMS as SINGLE
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.megatron.batch import PackedBatch
-from megatron_gvpo.megatron.microbatch import Pieces
+from megatron_gvpo.megatron.microbatch import RowSegments
 from megatron_gvpo.turns import Turn, ends_of, segments
 from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
@@ -327,10 +327,10 @@ def test_environment_tokens_in_the_sums_would_be_seen(
 def test_the_small_budgets_divide_conversations_by_segment(plain: Plain) -> None:
     for form in ("held", "segment a turn"):
         for budget in (ONE_BY_ONE, SPLIT):
-            pieces = Pieces.divide(plain.rows[form], budget)
-            assert pieces is not None and len(pieces.row_n) > len(TALKS)
-            assert sorted(pieces.token_r.tolist()) == list(range(len(plain.logp_r))), "every token once"
-        assert Pieces.divide(plain.rows[form], ALL) is None
+            parts = RowSegments.divide(plain.rows[form], budget)
+            assert parts is not None and len(parts.row_n) > len(TALKS)
+            assert sorted(parts.token_r.tolist()) == list(range(len(plain.logp_r))), "every token once"
+        assert RowSegments.divide(plain.rows[form], ALL) is None
     assert len({len(segments(*talk)) for talk in TALKS}) > 1
 
 

@@ -22,7 +22,7 @@ from test_conversations import contexts, with_turns
 from megatron_gvpo.algorithms.advantages.gae import GAE, Critic
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.recipe import read_recipe
-from megatron_gvpo.megatron.microbatch import Pieces
+from megatron_gvpo.megatron.microbatch import RowSegments
 from megatron_gvpo.turns import Turn
 from megatron_gvpo.types import BatchTotals, TrainBatch
 
@@ -227,7 +227,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         for layout, model in ALL
         if (layout, model) in wanted
     ]
-    assert Pieces.divide(step_rows(), SPLIT) is not None, "a conversation is divided by segment"
+    assert RowSegments.divide(step_rows(), SPLIT) is not None, "a conversation is divided by segment"
     torch.save((work, HEAD, BIAS), path / "work.pt")
     launch("helpers.workers.critic_worker:run", [layout.ranks for layout, _ in work], str(path))
     return path

@@ -17,7 +17,8 @@ from test_precision import bf16_policy, states
 from torch import Tensor
 
 import megatron_gvpo.megatron.parallel  # noqa: F401 - before megatron.core
-from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+from megatron_gvpo.megatron.checkpoint.load import load_policy
+from megatron_gvpo.megatron.checkpoint.save import save_policy
 from megatron_gvpo.megatron.memory_profile import GIB
 from megatron_gvpo.megatron.policy import Policy
 
@@ -73,13 +74,13 @@ def test_a_run_that_goes_on_repeats_the_one_that_was_saved(fused: type, tmp_path
     with bf16_policy(case, tmp_path, 0.0) as policy:
         for _ in range(saved_at):
             policy.update(rows, at_step_start=False)
-        checkpoint.save(tmp_path, saved_at, policy, {}, keep=1)
+        save_policy(tmp_path, saved_at, policy, {}, keep=1)
         assert policy.optimizer.steps == saved_at
         wanted = [policy.update(rows, at_step_start=False) for _ in updates]
         trained = states(policy)
     with bf16_policy(case, tmp_path, 0.0) as policy:
         places = addresses(policy)
-        checkpoint.load(tmp_path / f"step_0000000{saved_at}", policy)
+        load_policy(tmp_path / f"step_0000000{saved_at}", policy)
         assert addresses(policy) == places, "loaded in place"
         found = [policy.update(rows, at_step_start=False) for _ in updates]
         assert [(r.metrics, r.update) for r in found] == [(r.metrics, r.update) for r in wanted]

@@ -15,7 +15,8 @@ from helpers.references import gradient_reference as reference
 from helpers.workers.gradient_worker import UPDATE, Case, Layout, config_of
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+from megatron_gvpo.megatron.checkpoint.load import load_policy
+from megatron_gvpo.megatron.checkpoint.save import save_policy
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import build_config
 from megatron_gvpo.settings.padding import Padding
@@ -192,7 +193,7 @@ def test_optimizer_states_in_host_memory_train_the_same(directory: Path, tmp_pat
     for offload in (0.0, 0.5, 1.0):
         with bf16_policy(case, directory, offload) as policy:
             results = [policy.update(rows, at_step_start=False) for _ in range(2)]
-            checkpoint.save(tmp_path / f"{offload}", 2, policy, {}, keep=1)
+            save_policy(tmp_path / f"{offload}", 2, policy, {}, keep=1)
             results.append(policy.update(rows, at_step_start=False))
             device, host = (
                 sum(t.numel() for t in ts) for ts in (held(policy), policy.optimizer.host_tensors())
@@ -212,7 +213,7 @@ def test_optimizer_states_in_host_memory_train_the_same(directory: Path, tmp_pat
             torch.testing.assert_close(tensors[key], wanted, rtol=1e-2, atol=1e-5, msg=f"{offload}: {key}")
     for source, offload in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.0)):
         with bf16_policy(case, directory, offload) as policy:
-            checkpoint.load(tmp_path / f"{source}" / "step_00000002", policy)
+            load_policy(tmp_path / f"{source}" / "step_00000002", policy)
             again = policy.update(rows, at_step_start=False)
             wanted = found[source][0][2]
             assert again.metrics == wanted.metrics and again.update == wanted.update

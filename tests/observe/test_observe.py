@@ -8,6 +8,7 @@ import math
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -82,6 +83,15 @@ def test_resumed_file_equals_an_uninterrupted_one(tmp_path, torn):
     log_steps(resumed, 5, 9)
     resumed.close()
     assert file.read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+
+
+def test_metrics_that_were_removed_meanwhile_are_not_written_to_nowhere(tmp_path):
+    logger = MetricLogger(QUIET, tmp_path / "run", resume_step=None)
+    logger.log(0, {})
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl"):
+        logger.log(1, {})
+    logger.close()
 
 
 def test_lines_are_on_disk_at_once_and_hold_no_nan(tmp_path, monkeypatch):

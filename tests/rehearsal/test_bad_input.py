@@ -9,8 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import on_null_cuda
 import pytest
+from helpers import on_null_cuda
 from helpers.paths import ROOT
 
 from megatron_gvpo.cli import main

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import on_null_cuda
 import pytest
 import yaml
-from doc_blocks import blocks
+from helpers import on_null_cuda
+from helpers.doc_blocks import blocks
 
 pytestmark = [
     pytest.mark.proof,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import on_null_cuda
 import pytest
+from helpers import on_null_cuda
 from helpers.distributed import launch
 from helpers.on_null_cuda import MIXTURE, QWEN
 
@@ -42,6 +42,7 @@ def test_they_are_what_the_other_ranks_send(name: str, tmp_path: Path) -> None:
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world)]
     assert all(real == made_up for found in ranks for real, made_up in found.values())
     compared = {what for found in ranks for what, (real, _) in found.items() if real}
+    assert "parts" in compared
     if "ep" in name:
         assert {"input_splits", "output_splits", "experts", "by_rank"} <= compared
     if "pp" in name:

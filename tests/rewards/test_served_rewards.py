@@ -291,7 +291,7 @@ def test_a_server_without_the_judge_is_refused(good: Path):
         ({"judge": {"servers": {"urls": ["http://a:1"]}}}, r"model is missing"),
         ({"judge": {"path": "m", "template": "Grade it."}}, r"\{response\} is missing"),
         ({"judge": {"path": "m", "scale": [3, 3]}}, r"want the lowest score and a higher one"),
-        ({"judge": {"path": "m", "regex": "["}}, r"no regular expression"),
+        ({"judge": {"path": "m", "regex": "["}}, r"not a regular expression"),
         ({"judge": {"path": "m", "regex": "Score"}}, r"it has no group"),
         ({"judge": {"path": "m", "json_schema": {"type": "object"}}}, r"it has no property 'score'"),
         ({"judge": {"path": "m", "servers": {"engine": "openai"}}}, r"engine=openai needs servers\.urls"),

@@ -6,6 +6,7 @@ import errno
 import json
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ from megatron_gvpo.runs.existing_run import (
     remove_earlier_run,
 )
 from megatron_gvpo.runs.record import write_record
-from megatron_gvpo.runs.written import HEADER
+from megatron_gvpo.runs.written import HEADER, keep_foreign
 from megatron_gvpo.settings.load import load_config
 from megatron_gvpo.training.callbacks import _refused
 
@@ -175,6 +176,41 @@ def test_the_files_of_an_exported_model_are_those_that_it_lists(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_newer_export_keeps_the_files_that_the_user_put_beside_the_model(tmp_path):
+    make(tmp_path, "hf/config.json", "hf/mine/notes.txt", "new/config.json")
+    (tmp_path / "hf/export.json").write_text(json.dumps({"step": 4, "files": ["config.json"]}))
+    (tmp_path / "hf/link").symlink_to("/nowhere")
+    keep_foreign(tmp_path / "hf", tmp_path / "new")
+    assert {path.name for path in (tmp_path / "new").rglob("*")} == {
+        "config.json",
+        "mine",
+        "notes.txt",
+        "link",
+    }
+    assert {path.name for path in (tmp_path / "hf").iterdir()} >= {"config.json", "export.json"}
+
+
+def test_a_removal_that_was_killed_can_be_repeated(finished, tmp_path, monkeypatch):
+    """After every file: the rest is still known as the run's, and has no complete checkpoint."""
+    out, unlink, left = tmp_path / "out", Path.unlink, [0]
+    shutil.copytree(finished, out)
+
+    def killed(path: Path) -> None:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        unlink(path)
+
+    monkeypatch.setattr(Path, "unlink", killed)
+    while out.exists() and any(out.iterdir()):
+        left[0] = 1
+        with suppress(KeyboardInterrupt):
+            remove_earlier_run(str(out))
+        for checkpoint in (out / "checkpoints").glob("step_*"):
+            has_state, has_tensors = (bool(list(checkpoint.glob(p))) for p in ("state.json", "*.distcp"))
+            assert has_tensors or not has_state
+
+
 def test_links_of_the_user_s_stay(tmp_path):
     make(tmp_path, *RUN, "elsewhere/x")
     for name in ("checkpoints", "rollouts/step_000001.parquet"):
@@ -322,8 +358,10 @@ def test_steps_without_a_record_or_with_several_are_named(tmp_path, steps, words
 
 
 def test_a_directory_that_is_gone_is_not_said_to_hold_checkpoints(tmp_path):
-    trainer = SimpleNamespace(config=SimpleNamespace(output_dir=str(tmp_path / "run")))
+    trainer = SimpleNamespace(config=SimpleNamespace(output_dir=str(tmp_path)))
     full = OSError(errno.ENOSPC, "No space left on device")
-    assert "the directory is gone, with all checkpoints" in _refused(trainer, full)
-    (tmp_path / "run").mkdir()
+    make(tmp_path, "checkpoints/step_00000002.partial/state.json")  # a save has made the directory again
+    for phrase in ("the record of the run is gone", "with --resume, or start"):
+        assert phrase in _refused(trainer, full) and "untouched" not in _refused(trainer, full)
+    make(tmp_path, "run.json")
     assert "complete checkpoints there are untouched: make room" in _refused(trainer, full)

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.megatron import parallel
-from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+from megatron_gvpo.megatron.checkpoint.directory import complete_checkpoints
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.sampling.samplers import EngineSampler
 from megatron_gvpo.training.callbacks import Callback
@@ -165,7 +165,7 @@ def test_a_run_whose_batches_stay_empty_ends_and_can_go_on(task, tmp_path):
         RolloutError, match=r"step 2: nothing is left .*algorithm.shapers.0 \(keep\).* 2 batches in a row"
     ):
         fit(config)
-    assert [path.name for path in checkpoint.complete(tmp_path / "out/checkpoints")] == ["step_00000001"]
+    assert [path.name for path in complete_checkpoints(tmp_path / "out/checkpoints")] == ["step_00000001"]
     without = configure(task, tmp_path / "out", *GVPO, *SHORT, rewards, "algorithm.shapers=[]")
     fit(without, resume=True, allow_change=("algorithm.shapers",))
     assert [line["step"] for line in records(tmp_path / "out")] == [0, 1, 2, 3, 4]

@@ -91,7 +91,7 @@ def test_end_tokens_are_the_tokenizers_and_those_of_both_files(
 def test_what_is_no_token_is_refused_with_its_file(tmp_path: Path, file: str, value: Any) -> None:
     content = {"eos_token_id": value}
     path = model_with(tmp_path / "model", *((content,) if file != "config.json" else (None, content)))
-    with pytest.raises(ConfigError, match=rf"model/{file}: eos_token_id=.* is no token of the model") as said:
+    with pytest.raises(ConfigError, match=rf"model/{file}: eos_token_id=.* is not a token") as said:
         end_token_ids(path, OF)
     assert f"vocab_size={USER + 1}" in str(said.value)
 

@@ -11,7 +11,7 @@ from helpers.tiny_run import GVPO, configure, fit, records, weights
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.groups import Group, Rollout
-from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+from megatron_gvpo.megatron.checkpoint.directory import complete_checkpoints
 from megatron_gvpo.settings.engines import ENGINES
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
@@ -92,7 +92,7 @@ def test_a_signal_ends_its_waits(task: Path, tmp_path: Path, engines: list[Table
     monkeypatch.setattr(TableEngine, "killed_in", 2)
     trainer = fit(configure(task, tmp_path, *GVPO, "rollout.engine=table", "data.eval=null"))
     assert trainer.step == 1 and engines[0].calls[-2:] == ["sync 1", "closed"]
-    assert [path.name for path in checkpoint.complete(tmp_path / "checkpoints")] == ["step_00000001"]
+    assert [path.name for path in complete_checkpoints(tmp_path / "checkpoints")] == ["step_00000001"]
 
 
 def test_a_name_without_an_engine_is_refused(task: Path, tmp_path: Path):

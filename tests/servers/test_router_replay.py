@@ -22,6 +22,7 @@ from helpers.tiny_run import configure, fit, records
 from megatron_gvpo.algorithms.curriculum.batch_policy import Accumulator
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.groups import Group, Prompt, Rollout, Routing
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.observe.mismatch import MismatchWatch
 from megatron_gvpo.servers.request import Request
@@ -120,9 +121,9 @@ def test_a_trainer_that_replays_agrees_with_the_server(
 
 def test_routers_are_those_of_config_json():
     qwen = {"num_hidden_layers": 6, "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [3]}
-    assert Routers.of(qwen | {"decoder_sparse_step": 2}) == Routers(6, (1, 5), 2, 8)
+    assert Routers.of(ModelCard(qwen | {"decoder_sparse_step": 2})) == Routers(6, (1, 5), 2, 8)
     deepseek = {"num_hidden_layers": 4, "n_routed_experts": 300, "num_experts_per_tok": 2}
-    assert Routers.of(deepseek | {"first_k_dense_replace": 1}) == Routers(4, (1, 2, 3), 2, 300)
+    assert Routers.of(ModelCard(deepseek | {"first_k_dense_replace": 1})) == Routers(4, (1, 2, 3), 2, 300)
 
 
 def test_what_no_router_of_the_model_chose_is_refused():

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.groups import Rollout
-from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.end_tokens import end_token_ids
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.observe import read_metrics
@@ -68,7 +68,7 @@ def speculating(
     with running("vllm", task, directory, *options) as supervisor:
         client = Client("vllm", supervisor.processes[0].url)
         config = served_config("vllm", task, directory, *options)
-        client.loop.run(check_server(client.server, config, read_model_config(config.model.path), ENDS))
+        client.loop.run(check_server(client.server, config, ModelCard.read(config.model.path), ENDS))
         yield Speculating(client, models)
         client.close()
 
@@ -161,7 +161,7 @@ def test_pushes_of_the_trunk_keep_its_own_head_in_step(task: Path, tmp_path: Pat
     """
     glm = mtp_task.make(task, tmp_path / "task")
     models = [mtp_task.agreeing(glm / "model", tmp_path / "model0")]
-    size = read_model_config(str(models[0]))["vocab_size"]
+    size = ModelCard.read(str(models[0]))["vocab_size"]
     orders = [torch.arange(size)]
     for push in (1, 2):
         order = torch.arange(size)
@@ -266,6 +266,6 @@ def test_a_server_that_does_not_speculate_is_told_from_one_that_does(
     speculating: Speculating, task: Path, tmp_path: Path
 ):
     config = served_config("vllm", task, tmp_path, f"model.path={speculating.models[0]}")
-    model = read_model_config(config.model.path)
+    model = ModelCard.read(config.model.path)
     with pytest.raises(ConfigError, match=r"speculates, and rollout\.speculation is not set"):
         speculating.client.loop.run(check_server(speculating.client.server, config, model, ENDS))

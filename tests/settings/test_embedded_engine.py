@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.sampling.embedded import check_embedded_engine
 
 
@@ -29,9 +30,9 @@ DELTA_NET = {"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["linear_at
 )
 def test_they_are_named_with_what_would_be_right(model: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        check_embedded_engine(config(), model)
-    check_embedded_engine(config(servers=True), model)
-    check_embedded_engine(config(samples=False), model)
+        check_embedded_engine(config(), ModelCard(model))
+    check_embedded_engine(config(servers=True), ModelCard(model))
+    check_embedded_engine(config(samples=False), ModelCard(model))
 
 
 def test_others_pass() -> None:
@@ -39,4 +40,4 @@ def test_others_pass() -> None:
         {"architectures": ["Qwen3ForCausalLM"]},
         {**QWEN3_MOE, "architectures": ["GptOssForCausalLM"]},
     ):
-        check_embedded_engine(config(), model)
+        check_embedded_engine(config(), ModelCard(model))

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.config_json import read_model_config
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.lengths import longest_prompt
 from megatron_gvpo.settings.load import load_config
@@ -134,7 +134,7 @@ def test_layouts_that_do_not_fit(good, overrides, world_size, said):
 )
 def test_the_longest_prompt_is_what_the_longest_response_leaves(good, overrides, tokens):
     config = with_model(good, *overrides)
-    assert longest_prompt(config, read_model_config(config.model.path)) == tokens
+    assert longest_prompt(config, ModelCard.read(config.model.path)) == tokens
 
 
 MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "moe_intermediate_size": 32}

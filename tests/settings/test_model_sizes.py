@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.architectures import check_family, dense_layers
+from megatron_gvpo.huggingface.architectures import check_family
+from megatron_gvpo.huggingface.card import ModelCard
 
 GOOD: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -53,12 +56,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_theta": "1e6"}, "rope_theta='1e6' in config.json: expected a positive number"),
     ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' in config.json: expected true or false"),
     ({"tie_word_embeddings": 0}, "tie_word_embeddings=0 in config.json: expected true or false"),
-    ({"architectures": "Qwen2ForCausalLM"}, "architectures in config.json is no list of names"),
-    ({"architectures": [{}]}, "architectures in config.json is no list of names"),
+    ({"architectures": "Qwen2ForCausalLM"}, "architectures in config.json is not a list of names"),
+    ({"architectures": [{}]}, "architectures in config.json is not a list of names"),
     ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok=5 of 4 experts in config.json"),
     ({"rope_parameters": {"rope_theta": 0}}, "rope_theta=0 in config.json: expected a positive number"),
     ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x' in config.json: expected a positive number"),
-    ({"rope_scaling": [1]}, "rope parameters in config.json are no object"),
+    ({"rope_scaling": [1]}, "rope parameters in config.json are not an object"),
 ]
 
 
@@ -105,7 +108,7 @@ def test_layers_without_experts_are_those_of_transformers() -> None:
     check_family(GOOD | HY3 | sparse, "m")
     check_family(GOOD | K_EXAONE | {"sliding_window_pattern": "LLLG"}, "m")
     models = (K_EXAONE, GOOD, GOOD | {"first_k_dense_replace": 3})
-    assert [dense_layers(model) for model in models] == [1, 0, 3]
+    assert [ModelCard(model).dense_layers for model in models] == [1, 0, 3]
 
 
 def test_what_models_say_is_accepted() -> None:
@@ -116,6 +119,19 @@ def test_what_models_say_is_accepted() -> None:
     check_family(GOOD | exaone | {"sliding_window_pattern": None}, "m")
     check_family(GOOD | {"head_dim": 32, "num_attention_heads": 5, "num_key_value_heads": 1}, "m")
     check_family(GOOD | {"sliding_window": None, "num_key_value_heads": None, "max_window_layers": 0}, "m")
+    check_family(GOOD | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": None}, "m")
+
+
+def test_a_card_says_what_follows_from_config_json(tmp_path: Path) -> None:
+    language = GOOD | {"sliding_window": 8, "num_local_experts": 4, "kv_lora_rank": 16}
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {}, "text_config": language}))
+    card = ModelCard.read(tmp_path)
+    assert (card["hidden_size"], card.experts, card.is_mla, card.window) == (64, 4, True, 8)
+    assert ModelCard(card | {"use_sliding_window": False}).window is None
+    assert ModelCard(GOOD).window is None and not ModelCard(GOOD).is_mla and ModelCard({}).architectures == []
+    card.check_values("m")
+    with pytest.raises(ConfigError, match=r"^teacher\.path=.*none: no config\.json there"):
+        ModelCard.read(tmp_path / "none", "teacher.path")
 
 
 def test_the_package_gives_its_names_in_a_fresh_process() -> None:

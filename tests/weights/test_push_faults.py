@@ -118,6 +118,16 @@ def test_a_run_removes_nothing_of_others_from_a_directory_that_they_share(good: 
     assert [file.read_text() for file in shared.rglob("*") if file.is_file()] == ["years of work"]
 
 
+def test_a_folder_of_the_user_s_in_the_output_directory_stays(good: Path, tmp_path: Path):
+    folder = run_directory(config_of(good, tmp_path, None))
+    folder.mkdir()
+    (folder / "resnet.pt").write_text("years of work")
+    run = Disk(itself, folder, 5.0)
+    asyncio.run(run.begin([], 0))
+    asyncio.run(run.close())
+    assert [path.name for path in folder.iterdir()] == ["resnet.pt"]
+
+
 def test_the_weights_of_a_run_that_goes_on_are_where_they_were(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -160,7 +160,7 @@ def _cell(text: str) -> str:
 
 _HEAD = """# Configuration
 
-Every section and key, generated from `megatron_gvpo/config/` and `megatron_gvpo/algorithms/config.py`.
+Every section and key, generated from `megatron_gvpo/settings/` and `megatron_gvpo/algorithms/config.py`.
 
 A configuration is one or more YAML files. Later files win, key by key; `key.sub=value` arguments on the
 command line win over all files. A key that does not exist is an error that names the nearest one. `required`

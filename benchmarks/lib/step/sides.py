@@ -226,7 +226,7 @@ def take_apart(seconds: dict[str, float]) -> None:
 
         setattr(owner, name, wrapped)
 
-    timed(samplers.EngineSampler, "collect", "sampling and rewards")
+    timed(samplers.EngineSampler, "finish", "sampling and rewards")
     timed(embedded.EmbeddedEngine, "sync", "weights to the engine")
     timed(microbatch, "plan", "planning and packing")
     timed(policy.TrainBatch, "select", "planning and packing")

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.json_files import read_json_object
 from megatron_gvpo.huggingface.checked_weights import HEADER
 from megatron_gvpo.huggingface.checksums import checksum
 from megatron_gvpo.huggingface.complete_weights import shown_names
-from megatron_gvpo.huggingface.config_json import read_json_object
 from megatron_gvpo.huggingface.safetensors_writer import sort_metadata
 from megatron_gvpo.settings.adapter import AdapterConfig
 
@@ -69,26 +69,26 @@ def read_adapter(directory: Path, options: AdapterConfig, selected: tuple[str, .
     file = directory / CONFIG
     if not file.is_file():
         raise ConfigError(f"{where}: no {CONFIG} there (a directory that Hugging Face PEFT saved)")
-    found = read_json_object(file)
-    if found.get("peft_type") != "LORA":
-        raise ConfigError(f"{where}: peft_type={found.get('peft_type')!r} in {CONFIG}; supported: LORA")
-    for name, value in found.items():
+    config = read_json_object(file)
+    if config.get("peft_type") != "LORA":
+        raise ConfigError(f"{where}: peft_type={config.get('peft_type')!r} in {CONFIG}; supported: LORA")
+    for name, value in config.items():
         if value and name not in _HARMLESS and (name, value) != ("bias", "none"):
             raise ConfigError(
                 f"{where}: {name}={value!r} in {CONFIG} changes the adapter, and is not supported"
             )
-    if (init := found.get("init_lora_weights")) not in _FIRST_VALUES:
+    if (init := config.get("init_lora_weights")) not in _FIRST_VALUES:
         raise ConfigError(
             f"{where}: init_lora_weights={init!r} in {CONFIG}: Hugging Face PEFT changes the base model for "
             "such an adapter, and this run's is as it was: convert it (save_pretrained with "
             "path_initial_model_for_weight_conversion)"
         )
     for name, key, wanted in (("r", "rank", options.rank), ("lora_alpha", "alpha", options.alpha)):
-        if found.get(name) != wanted:
+        if config.get(name) != wanted:
             raise ConfigError(
-                f"{where}: {name}={found.get(name)!r} in {CONFIG}, and model.adapter.{key}={wanted}"
+                f"{where}: {name}={config.get(name)!r} in {CONFIG}, and model.adapter.{key}={wanted}"
             )
-    named = found.get("target_modules")
+    named = config.get("target_modules")
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise ConfigError(f"{where}: target_modules={named!r} in {CONFIG}: expected a list of layers' names")
     layers = {name.rpartition(".")[2] for name in named}
@@ -121,9 +121,9 @@ def _read_tensors(file: Path, where: str) -> dict[str, Tensor]:
 
 def compare_names(wanted: set[str], stored: set[str], where: str) -> str | None:
     """Return the problem with the names of a directory's tensors, or None."""
-    said = []
+    problems = []
     if missing := wanted - stored:
-        said.append(f"it lacks {shown_names(missing)}")
+        problems.append(f"it lacks {shown_names(missing)}")
     if extra := stored - wanted:
-        said.append(f"it has {shown_names(extra)} that the model does not take")
-    return f"{where}: {', and '.join(said)}" if said else None
+        problems.append(f"it has {shown_names(extra)} that the model does not take")
+    return f"{where}: {', and '.join(problems)}" if problems else None

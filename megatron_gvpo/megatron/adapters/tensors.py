@@ -1,8 +1,8 @@
 """Adapters' tensors under Hugging Face names: out of a sharded model, and into one.
 
 Megatron-Bridge (0.6.2) exports adapters and imports none. So that no code here repeats its rules, importing
-uses the export: each rank puts numbers of its own in the adapters' places, and what comes out says where each
-of its elements belongs.
+uses the export: each rank exports numbers of its own in place of the adapters' values, and where a number
+comes out says where its element belongs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-MARK = ".adapter."  # in the names of all adapters' parameters, and of no others
+MARK = ".adapter."  # is part of the names of all adapters' parameters, and of no others
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -34,7 +34,7 @@ def layer_of(name: str) -> str:
 def export_tensors(bridge: Any, chunks: list[Any], on_host: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face's name of the layer + `.lora_A.weight` or `.lora_B.weight`, full tensor).
 
-    In a fixed order. A collective: every rank must iterate to the end, and gets every tensor.
+    The order is fixed. A collective: every rank must iterate to the end, and gets every tensor.
     """
     group = parallel_state.get_expert_model_parallel_group()
     config = chunks[0].module.config if hasattr(chunks[0], "module") else chunks[0].config
@@ -81,22 +81,22 @@ def place_tensors(
             parameter.data = numbers.view(weight.shape)
             at += weight.numel()
         for name, numbers in export_tensors(bridge, chunks, on_host=True):
-            given = value(name, tuple(numbers.shape))
-            if given is None:
+            tensor = value(name, tuple(numbers.shape))
+            if tensor is None:
                 continue
-            if given.shape != numbers.shape:
+            if tensor.shape != numbers.shape:
                 problem = problem or (
-                    f"{name} has shape {list(given.shape)}, and the model's is {list(numbers.shape)}"
+                    f"{name} has shape {list(tensor.shape)}, and the model's is {list(numbers.shape)}"
                 )
                 continue
-            mine = (numbers >= first) & (numbers < first + len(new))
-            places, values = (numbers[mine] - first).long(), given[mine].float()
-            if not torch.equal(new[places][done[places]], values[done[places]]):
+            is_local = (numbers >= first) & (numbers < first + len(new))
+            index, values = (numbers[is_local] - first).long(), tensor[is_local].float()
+            if not torch.equal(new[index][done[index]], values[done[index]]):
                 problem = problem or (
                     f"{name} differs from that of a layer with which it shares one under type=lora: use "
                     "type=canonical_lora"
                 )
-            new[places], done[places] = values, True
+            new[index], done[index] = values, True
     finally:
         for parameter, weight in zip(adapters, weights, strict=True):
             parameter.data = weight
@@ -111,18 +111,17 @@ def place_tensors(
     return problem
 
 
-# Measures what is left of adapters when they are merged into weights of fewer digits.
-#
-# The base's weights lie on bf16's grid. A merged weight is rounded to it, too, so that a change smaller than
-# half a step vanishes, while the trainer computes with it.
-
 LEAST = 0.9  # share of the change below which a warning is due
 
 log = logging.getLogger(__name__)
 
 
 class MergeRounding:
-    """Sums over the merged weights of an export: the adapters' change, and the part of it that arrives."""
+    """Measures the part of the adapters' change that rounding leaves when they are merged into bf16 weights.
+
+    A merged weight is rounded to bf16, so that a change smaller than half a step vanishes, while the trainer
+    computes with it. The sums go over all merged weights of an export.
+    """
 
     def __init__(self) -> None:
         self._sums = torch.zeros(3, dtype=torch.float64)  # |D|^2, <D, D'>, |D' - D|^2 for D' after rounding
@@ -135,18 +134,18 @@ class MergeRounding:
 
     @property
     def share(self) -> float:
-        """How much of the change arrives, as its projection on the change; 1 without a change."""
+        """Return the share of the change that is left, by its projection; 1 without a change."""
         change, arrived, _ = self._sums.tolist()
         return arrived / change if change else 1.0
 
     @property
     def error(self) -> float:
-        """The relative error of what arrives; 0 without a change."""
+        """Return the relative error of the rounded change; 0 without a change."""
         change, _, lost = self._sums.tolist()
         return float((lost / change) ** 0.5) if change else 0.0
 
     def warn(self) -> bool:
-        """Log a warning if little of the change arrives; returns True if it did."""
+        """Log a warning if little of the change is left; returns True if it did."""
         if self.share >= LEAST:
             return False
         log.warning(

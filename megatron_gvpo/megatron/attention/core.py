@@ -1,11 +1,11 @@
-"""This package's core attention in Megatron's layers: what it takes of a pack, and how layers get it.
+"""This package's core attention in Megatron's layers: its inputs, and how the layers get it.
 
 Transformer Engine's attention over packs can neither attend to two sequences at once nor return softmax
 statistics. With shared prompts, GPU runs therefore have `SharedPromptAttention` in its place. CPU runs always
 have a core attention of their own (`megatron/cpu/packed_attention.py`).
 
-megatron-core rotates queries and keys by their place in a sequence, and a response's places begin after its
-prompt's. So the core attention rotates them, by the positions of the pack; `defer_rotary` removes the
+megatron-core rotates queries and keys by their position in a sequence, and a response's positions begin after
+its prompt's. So the core attention rotates them, by the positions of the pack; `defer_rotary` removes the
 rotation from the model's own path.
 """
 
@@ -111,37 +111,37 @@ def attend_to_shared_prompts(spec_of: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
-# Corrects the norms inside latent attention (DeepSeek's MLA).
-
-# transformers (5.19) gives these norms its default in DeepSeek-V2, DeepSeek-V3 and GLM-4.7-Flash, whatever
-# rms_norm_eps of config.json is.
+# transformers (5.19) gives the norms inside latent attention this epsilon, its default, in DeepSeek-V2,
+# DeepSeek-V3 and GLM-4.7-Flash, whatever rms_norm_eps of config.json is.
 _EPSILON = 1e-6
 # With Transformer Engine the norm is part of the linear layer behind it.
-_PLACES = ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj")
+_NORMS = ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj")
 
 
 def correct_latent_norms(chunks: Iterable[Any]) -> None:
-    """Give these norms the epsilon of transformers; megatron-core (0.19.2) gives them rms_norm_eps."""
+    """Give the norms inside latent attention (DeepSeek's MLA) the epsilon of transformers.
+
+    megatron-core (0.19.2) gives them rms_norm_eps.
+    """
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, MultiLatentAttention):
-                for part in (getattr(module, place, None) for place in _PLACES):
+                for part in (getattr(module, name, None) for name in _NORMS):
                     if part is not None and hasattr(part, "eps"):
                         part.eps = _EPSILON
 
-
-# FlashAttention-2 as a partial attention, by the kernels that PyTorch brings for GPUs.
-#
-# PyTorch's own context parallelism passes merged outputs and statistics to the same backward kernel. So
-# this needs no package beside PyTorch. The kernels take bf16 and fp16 and head dimensions that are
-# multiples of 8 up to 256. `torch.use_deterministic_algorithms` makes the backward kernel deterministic.
 
 _forward = torch.ops.aten._flash_attention_forward
 _backward = torch.ops.aten._flash_attention_backward
 
 
 class FlashAttention:
-    """See `PartialAttention`."""
+    """FlashAttention-2 as a `PartialAttention`, by the kernels that PyTorch brings for GPUs.
+
+    PyTorch's own context parallelism also passes merged outputs and statistics to this backward kernel. The
+    kernels take bf16 and fp16, and head dimensions that are multiples of 8 up to 256. The backward kernel is
+    deterministic under `torch.use_deterministic_algorithms`.
+    """
 
     def forward(
         self,
@@ -171,7 +171,7 @@ class FlashAttention:
         scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         spans = (rows.ends, columns.ends, rows.longest, columns.longest)
-        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of the dropout that there is not
+        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # for dropout, which is 0
         # The kernel reads `lse` without its strides.
         results = (grad, query, key, value, out, lse.contiguous())
         dq, dk, dv = _backward(*results, *spans, 0.0, causal, seed, seed, scale=scale)

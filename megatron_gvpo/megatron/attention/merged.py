@@ -28,7 +28,7 @@ from megatron_gvpo.types import on_device
 class Spans:
     """Stretches of tokens that lie one after the other, the first at the beginning of a tensor."""
 
-    lengths: tuple[int, ...]  # in tokens; none is 0
+    lengths: tuple[int, ...]  # tokens of every span, at least 1
     ends: Tensor  # int32 [spans + 1] on the tokens' device: 0, then the end of every span
 
     @staticmethod
@@ -51,18 +51,18 @@ class Sequences:
 
     all: Spans
     prompts: Spans | None = None  # the shared prompts; None if there are none
-    responses: Spans | None = None  # for every shared prompt, the tokens of all responses to it
+    responses: Spans | None = None  # a span for every shared prompt: all responses to it
 
     @staticmethod
     def of(lengths: Sequence[int], followers: Sequence[int], device: torch.device) -> Sequences:
         """`lengths`: tokens of each sequence. `followers`: see `PackedBatch`."""
-        whole = Spans.of(lengths, device)
+        sequences = Spans.of(lengths, device)
         if not followers:
-            return Sequences(whole)
+            return Sequences(sequences)
         behind = iter(lengths[len(followers) :])
         responses = [sum(islice(behind, count)) for count in followers]
         prompts = Spans.of(lengths[: len(followers)], device)
-        return Sequences(whole, prompts, Spans.of(responses, device))
+        return Sequences(sequences, prompts, Spans.of(responses, device))
 
 
 class PartialAttention(Protocol):
@@ -80,8 +80,8 @@ class PartialAttention(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """query [t, n, d], key and value [s, n_kv, d] -> output [t, n, d], logsumexp of scores [n, t].
 
-        The logsumexp is in fp32, of fp64 queries in fp64. `causal`: rows and columns are equal, and no query
-        attends to later keys. `scale` of the scores: None for 1 / sqrt(d).
+        The logsumexp is in fp32, or in fp64 if the queries are. `causal`: rows and columns are equal, and no
+        query attends to later keys. `scale` multiplies the scores; None: 1 / sqrt(d).
         """
         ...
 
@@ -132,12 +132,12 @@ class _Merged(torch.autograd.Function):
         spans = sequences.all
         out, lse = kernel.forward(query, key, value, spans, spans, True, scale)
         if (prompts := sequences.prompts) is not None and (responses := sequences.responses) is not None:
-            front, behind = _places(prompts, responses)
+            front, behind = _slices(prompts, responses)
             other, other_lse = kernel.forward(
                 query[behind], key[front], value[front], responses, prompts, False, scale
             )
             own, own_lse = out[behind], lse[:, behind]
-            share_n = torch.sigmoid(other_lse - own_lse).t()[..., None]  # of the prompt in the softmax
+            share_n = torch.sigmoid(other_lse - own_lse).t()[..., None]  # the prompt's share of the softmax
             own.copy_(torch.lerp(own.to(lse.dtype), other.to(lse.dtype), share_n))
             own_lse.copy_(torch.logaddexp(own_lse, other_lse))
         ctx.save_for_backward(query, key, value, out, lse)
@@ -152,16 +152,16 @@ class _Merged(torch.autograd.Function):
         spans = sequences.all
         total = kernel.backward(grad, query, key, value, out, lse, spans, spans, True, scale)
         if sequences.prompts is not None:
-            front, behind = _places(sequences.prompts, sequences.responses)
+            front, behind = _slices(sequences.prompts, sequences.responses)
             shares = kernel.backward(
                 *(grad[behind], query[behind], key[front], value[front], out[behind], lse[:, behind]),
                 *(sequences.responses, sequences.prompts, False, scale),
             )
-            for whole, place, share in zip(total, (behind, front, front), shares, strict=True):
-                whole[place] += share
+            for gradient, tokens, share in zip(total, (behind, front, front), shares, strict=True):
+                gradient[tokens] += share
         return *total, None, None, None
 
 
-def _places(prompts: Spans, responses: Spans) -> tuple[slice, slice]:
-    """Return where the shared prompts are in the pack, and where all responses to them are."""
+def _slices(prompts: Spans, responses: Spans) -> tuple[slice, slice]:
+    """Return the pack's slices of the shared prompts and of all responses to them."""
     return slice(0, prompts.tokens), slice(prompts.tokens, prompts.tokens + responses.tokens)

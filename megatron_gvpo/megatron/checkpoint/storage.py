@@ -53,7 +53,7 @@ _NAMED = re.compile(r"(?:GLOBAL|class|function) '?([\w.]+\.[\w]+)")
 
 @dataclass(frozen=True)
 class _Written(WriteResult):
-    """An entry that a rank has written, as it tells rank 0."""
+    """An entry that a rank has written, as rank 0 gets to know it."""
 
     checksum: str
 
@@ -72,9 +72,9 @@ class FilesWriter(FileSystemWriter):
             with (Path(self.path) / name).open("wb") as file:
                 for item in plan.items:
                     offset, data = file.tell(), planner.resolve_data(item)
-                    told = _write(file, data)
+                    checksum = _write(file, data)
                     length = file.tell() - offset
-                    written.append(_Written(item.index, length, _StorageInfo(name, offset, length), told))
+                    written.append(_Written(item.index, length, _StorageInfo(name, offset, length), checksum))
                 file.flush()
                 os.fsync(file.fileno())
         done: Future[list[WriteResult]] = Future()
@@ -82,15 +82,15 @@ class FilesWriter(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the list of all entries, and their checksums. Only rank 0 is asked to."""
+        """Write the list of all entries, and their checksums. PyTorch calls this on rank 0."""
         super().finish(metadata, results)
         directory = Path(self.path)
-        found: checksums.Checksums = defaultdict(dict)
+        sums: checksums.Checksums = defaultdict(dict)
         for entry in (entry for of_rank in results for entry in of_rank):
             assert isinstance(entry, _Written)
-            found[entry.storage_data.relative_path][str(entry.storage_data.offset)] = entry.checksum
-        found[METADATA]["0"] = checksums.checksum((directory / METADATA).read_bytes())
-        checksums.write(directory, found)
+            sums[entry.storage_data.relative_path][str(entry.storage_data.offset)] = entry.checksum
+        sums[METADATA]["0"] = checksums.checksum((directory / METADATA).read_bytes())
+        checksums.write(directory, sums)
 
 
 def _write(file: BinaryIO, data: Tensor | io.BytesIO) -> str:
@@ -146,50 +146,50 @@ class FilesReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[str, list[tuple[_StorageInfo, ReadItem]]] = defaultdict(list)
         for item in plan.items:
-            place = self._place(item.storage_index)
-            by_file[place.relative_path].append((place, item))
+            info = self._info(item.storage_index)
+            by_file[info.relative_path].append((info, item))
         for name, items in by_file.items():
             path = self.directory / name
             with _opened(path) as file:
-                for place, item in sorted(items, key=lambda each: each[0].offset):
-                    self._read(path, file, place, item, planner)
+                for info, item in sorted(items, key=lambda each: each[0].offset):
+                    self._read(path, file, info, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def read_bytes(self, name: str) -> bytes:
         """Read an entry that is not a tensor."""
-        place = self._place(MetadataIndex(name))
-        path = self.directory / place.relative_path
+        info = self._info(MetadataIndex(name))
+        path = self.directory / info.relative_path
         with _opened(path) as file:
-            _check_within(path, file, place, name)
-            return self._bytes(path, file, place, name)
+            _check_within(path, file, info, name)
+            return self._bytes(path, file, info, name)
 
-    def _place(self, index: MetadataIndex) -> _StorageInfo:
-        place: _StorageInfo | None = self.metadata.storage_data.get(index)
-        if place is None:
+    def _info(self, index: MetadataIndex) -> _StorageInfo:
+        info: _StorageInfo | None = self.metadata.storage_data.get(index)
+        if info is None:
             raise DamagedCheckpointError(f"{self.directory / METADATA} is damaged: no file has {index.fqn}")
-        return place
+        return info
 
     def _read(
-        self, path: Path, file: BinaryIO, place: _StorageInfo, item: ReadItem, planner: LoadPlanner
+        self, path: Path, file: BinaryIO, info: _StorageInfo, item: ReadItem, planner: LoadPlanner
     ) -> None:
         name = item.storage_index.fqn
-        _check_within(path, file, place, name)
+        _check_within(path, file, info, name)
         if item.type == LoadItemType.BYTE_IO:
-            planner.load_bytes(item, io.BytesIO(self._bytes(path, file, place, name)))
+            planner.load_bytes(item, io.BytesIO(self._bytes(path, file, info, name)))
             return
         dtype, shape = self._stored_as(item.storage_index)
         target = planner.resolve_tensor(item).detach()
-        if checksums.of_elements(self.checksums, path, place.offset):
+        if checksums.of_elements(self.checksums, path, info.offset):
             same = (
                 target.shape == shape and target.dtype == dtype and target.is_cpu and target.is_contiguous()
             )
             stored = target if same else torch.empty(shape, dtype=dtype)
-            _read_elements(path, file, place, name, stored)
-            checksums.compare(path, place.offset, stored, self.checksums, name)
+            _read_elements(path, file, info, name, stored)
+            checksums.compare(path, info.offset, stored, self.checksums, name)
         else:
-            stored = self._tensor(path, file, place, name)
+            stored = self._tensor(path, file, info, name)
             if stored.shape != shape or stored.dtype != dtype:
                 raise DamagedCheckpointError(
                     f"{path} is damaged: {name} is {stored.dtype} {list(stored.shape)} and not {dtype} "
@@ -206,35 +206,35 @@ class FilesReader(StorageReader):
         assert isinstance(entry, TensorStorageMetadata) and number is not None
         return entry.properties.dtype, entry.chunks[number].sizes
 
-    def _bytes(self, path: Path, file: BinaryIO, place: _StorageInfo, name: str) -> bytes:
-        file.seek(place.offset)
-        data = file.read(place.length)
-        checksums.compare(path, place.offset, data, self.checksums, name)
+    def _bytes(self, path: Path, file: BinaryIO, info: _StorageInfo, name: str) -> bytes:
+        file.seek(info.offset)
+        data = file.read(info.length)
+        checksums.compare(path, info.offset, data, self.checksums, name)
         return data
 
-    def _tensor(self, path: Path, file: BinaryIO, place: _StorageInfo, name: str) -> Tensor:
+    def _tensor(self, path: Path, file: BinaryIO, info: _StorageInfo, name: str) -> Tensor:
         """Read an entry whose checksum is that of all its bytes, or that has none."""
-        large = self.checksums is None and place.length > _LARGE
-        stream: Any = _Part(file, place) if large else io.BytesIO(self._bytes(path, file, place, name))
+        large = self.checksums is None and info.length > _LARGE
+        stream: Any = _Entry(file, info) if large else io.BytesIO(self._bytes(path, file, info, name))
         try:
             stored = torch.load(stream, map_location="cpu", weights_only=True)
         except OSError:
             raise
-        except Exception as error:  # of many types, as the bytes may be any
+        except Exception as error:  # its type depends on the damage
             if (named := _named(error)) is not None:
                 raise CheckpointError(f"{path}: {name} {_refused(named)}") from None
             raise _unreadable(path, name, error) from None
         if not isinstance(stored, Tensor):
-            raise DamagedCheckpointError(f"{path} is damaged: {name} is no tensor")
+            raise DamagedCheckpointError(f"{path} is damaged: {name} is not a tensor")
         return stored
 
 
-def _read_elements(path: Path, file: BinaryIO, place: _StorageInfo, name: str, into: Tensor) -> None:
+def _read_elements(path: Path, file: BinaryIO, info: _StorageInfo, name: str, into: Tensor) -> None:
     """Read the elements of a large tensor into a contiguous tensor on the CPU, without a copy.
 
     torch.save writes a zip file, in which the elements are one record that is not compressed.
     """
-    part = _Part(file, place)
+    part = _Entry(file, info)
     try:
         with zipfile.ZipFile(part) as archive:
             [record] = [record for record in archive.infolist() if record.filename.endswith("/data/0")]
@@ -242,7 +242,7 @@ def _read_elements(path: Path, file: BinaryIO, place: _StorageInfo, name: str, i
         lengths = struct.unpack("<HH", part.read(4))
     except OSError:
         raise
-    except Exception as error:  # of many types, as the bytes may be any
+    except Exception as error:  # its type depends on the damage
         raise _unreadable(path, name, error) from None
     if record.file_size != into.nbytes or record.compress_type != zipfile.ZIP_STORED:
         raise DamagedCheckpointError(f"{path} is damaged: {name} has {record.file_size} bytes of elements")
@@ -276,7 +276,7 @@ def plain_values(data: bytes, name: str) -> Any:
         return [None]
     except (OSError, CheckpointError):
         raise
-    except Exception as error:  # of many types, as the bytes may be any
+    except Exception as error:  # its type depends on the damage
         if (named := _named(error)) is not None:
             raise CheckpointError(f"{name} {_refused(named)}") from None
         first = str(error).partition("\n")[0]
@@ -298,16 +298,16 @@ def _opened(path: Path) -> BinaryIO:
         raise DamagedCheckpointError(f"{path} is missing") from None
 
 
-def _check_within(path: Path, file: BinaryIO, place: _StorageInfo, name: str) -> None:
+def _check_within(path: Path, file: BinaryIO, info: _StorageInfo, name: str) -> None:
     size = os.fstat(file.fileno()).st_size
-    if place.offset + place.length > size:
+    if info.offset + info.length > size:
         raise DamagedCheckpointError(f"{path} is damaged: it ends at byte {size}, before the end of {name}")
 
 
 def _named(error: Exception) -> str | None:
     """Return the function or class that a pickle names and its reader refuses; None for other errors."""
-    found = _NAMED.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
-    return None if found is None else found[1]
+    match = _NAMED.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
+    return None if match is None else match[1]
 
 
 def _refused(named: str) -> str:
@@ -317,11 +317,11 @@ def _refused(named: str) -> str:
     )
 
 
-class _Part(io.RawIOBase):
+class _Entry(io.RawIOBase):
     """The bytes of one entry of an open file, as a file for torch.load."""
 
-    def __init__(self, file: BinaryIO, place: _StorageInfo) -> None:
-        self._file, self._begin, self._length, self._at = file, place.offset, place.length, 0
+    def __init__(self, file: BinaryIO, info: _StorageInfo) -> None:
+        self._file, self._begin, self._length, self._at = file, info.offset, info.length, 0
 
     def seekable(self) -> bool:
         return True
@@ -344,10 +344,10 @@ class _Part(io.RawIOBase):
         return int(count)
 
 
-# Reads a checkpoint's `.metadata`, which is a pickle, without running anything that the file names.
+# A checkpoint's `.metadata` is a pickle. It is read here without running anything that the file names.
 #
 # torch.distributed.checkpoint lists a checkpoint's tensors in this file: their shapes, and the file and
-# place of every part. It reads the file with `pickle.load`, which calls any function that the file names.
+# offset of every part. It reads the file with `pickle.load`, which calls any function that the file names.
 # Here, names stand for empty classes that only keep values, and any name that such a list does not need is
 # refused. The values are checked and become the metadata.
 
@@ -408,7 +408,7 @@ class _Unpickler(pickle.Unpickler):
 def read_metadata(directory: Path) -> Metadata:
     """Read the list of a checkpoint's tensors.
 
-    Raises DamagedCheckpointError if the file is missing or is no such list, CheckpointError if it names
+    Raises DamagedCheckpointError if the file is missing or is not such a list, CheckpointError if it names
     anything that could run code, OSError.
     """
     file = directory / METADATA
@@ -421,56 +421,59 @@ def read_metadata(directory: Path) -> Metadata:
         raise CheckpointError(f"{file}: {error}") from None
     except OSError:
         raise
-    except Exception as error:  # of many types, as the bytes may be any
+    except Exception as error:  # its type depends on the damage
         first = str(error).partition("\n")[0]
         raise DamagedCheckpointError(f"{file} is damaged: {type(error).__name__}: {first}") from None
 
 
-def _checked(found: Any) -> Metadata:
+def _checked(unpickled: Any) -> Metadata:
     """Return the metadata of these values. Raises ValueError, TypeError, KeyError for any other shape."""
-    values = _of(found, "Metadata")
+    values = _of(unpickled, "Metadata")
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for name, entry in values["state_dict_metadata"].items():
         if type(entry).__name__ == "BytesStorageMetadata":
             tensors[_text(name)] = BytesStorageMetadata()
         else:
             tensors[_text(name)] = _tensor(_of(entry, "TensorStorageMetadata"))
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    for index, place in values["storage_data"].items():
-        where, at = _of(index, "MetadataIndex"), _of(place, "_StorageInfo")
-        offset = where.get("offset")
-        if at.get("transform_descriptors"):
-            raise ValueError(f"{at['relative_path']} is compressed or encrypted, which is not supported")
+    stored: dict[MetadataIndex, _StorageInfo] = {}
+    for index_values, info_values in values["storage_data"].items():
+        index, info = _of(index_values, "MetadataIndex"), _of(info_values, "_StorageInfo")
+        offset = index.get("offset")
+        if info.get("transform_descriptors"):
+            raise ValueError(f"{info['relative_path']} is compressed or encrypted, which is not supported")
         key = MetadataIndex(
-            _text(where["fqn"]), None if offset is None else _size(offset), where.get("index")
+            _text(index["fqn"]), None if offset is None else _size(offset), index.get("index")
         )
-        places[key] = _StorageInfo(_file(at["relative_path"]), *_size((at["offset"], at["length"])))
-    return Metadata(tensors, storage_data=places)
+        stored[key] = _StorageInfo(_file(info["relative_path"]), *_size((info["offset"], info["length"])))
+    return Metadata(tensors, storage_data=stored)
 
 
 def _tensor(values: dict[str, Any]) -> TensorStorageMetadata:
     dtype = values["properties"].values[0]
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{dtype!r} is no dtype")
+        raise TypeError(f"{dtype!r} is not a dtype")
     size, chunks = _size(values["size"]), list[ChunkStorageMetadata]()
     for described in values["chunks"]:
         chunk = _of(described, "ChunkStorageMetadata")
         begin, extent = _size(chunk["offsets"]), _size(chunk["sizes"])
-        if any(first + count > whole for first, count, whole in zip(begin, extent, size, strict=True)):
+        if any(first + count > total for first, count, total in zip(begin, extent, size, strict=True)):
             raise ValueError("a part of a tensor lies outside of it")
         chunks.append(ChunkStorageMetadata(begin, extent))
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
-def _of(found: Any, kind: str) -> dict[str, Any]:
-    if not isinstance(found, _Values) or type(found).__name__ != kind or not isinstance(found.values, dict):
+def _of(described: Any, kind: str) -> dict[str, Any]:
+    """Return the attributes of an object that the file describes. Raises TypeError for another `kind`."""
+    is_kind = isinstance(described, _Values) and type(described).__name__ == kind
+    if not is_kind or not isinstance(described.values, dict):
         raise TypeError(f"{kind} expected")
-    return found.values
+    values: dict[str, Any] = described.values
+    return values
 
 
 def _size(values: Any) -> torch.Size:
     if not isinstance(values, tuple) or any(type(n) is not int or n < 0 for n in values):
-        raise TypeError("sizes and places must be numbers, and none negative")
+        raise TypeError("sizes and offsets must be numbers, and not negative")
     return torch.Size(values)
 
 
@@ -483,5 +486,5 @@ def _text(value: Any) -> str:
 def _file(value: Any) -> str:
     """Return the name of a file in the checkpoint's own directory."""
     if Path(_text(value)).name != value or not value.endswith(".distcp"):
-        raise ValueError(f"{value!r} is no file of tensors in this directory")
+        raise ValueError(f"{value!r} is not the name of a file of tensors in this directory")
     return value

@@ -88,16 +88,16 @@ def cuda_means_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def attention_flags_kept() -> Iterator[None]:
-    """Leave Transformer Engine's variables of the environment as they are, which nothing reads on a CPU.
+    """Leave Transformer Engine's environment variables, which nothing reads on a CPU, as they are.
 
     megatron-core sets them for a model's attention backend, and refuses values that the model before, or the
     parent process, left there for another backend.
     """
-    kept = {name: os.environ.pop(name, None) for name in _ATTENTION_FLAGS}
+    saved = {name: os.environ.pop(name, None) for name in _ATTENTION_FLAGS}
     try:
         yield
     finally:
-        for name, value in kept.items():
+        for name, value in saved.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
@@ -165,11 +165,6 @@ def _nothing() -> Callable[..., None]:
     return lambda *args, **kwargs: None
 
 
-# Keeps memory that PyTorch frees on the CPU in the process for reuse, like PyTorch's CUDA allocator.
-#
-# By default glibc returns a micro-batch's activations to the system. For the next micro-batch the system
-# maps and zeroes every page again, tens of thousands a step: a tenth of the time of a small model's step.
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
 _KEPT_BYTES = 2**30  # free bytes to keep at the heap's end; glibc returns the rest at once
 _MAPPED_BYTES = 2**25  # a block of this size or more is a mapping of its own; glibc allows no more
@@ -179,7 +174,11 @@ _is_glibc = hasattr(_libc, "mallopt") and hasattr(_libc, "malloc_trim")  # other
 
 
 def keep_freed() -> None:
-    """Let glibc keep freed memory in this process."""
+    """Let glibc keep freed memory in the process for reuse, like PyTorch's CUDA allocator.
+
+    By default glibc returns a micro-batch's activations to the system. For the next micro-batch the system
+    maps and zeroes every page again, tens of thousands a step: a tenth of the time of a small model's step.
+    """
     if _is_glibc:
         _libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
         _libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
@@ -191,16 +190,6 @@ def trim() -> None:
         _libc.malloc_trim(0)
 
 
-# Gloo process groups that leave the cores to the threads that compute.
-#
-# megatron-core creates some two dozen groups a process. Each would have a gloo device of its own, whose
-# thread wakes a hundred times a second: together 3% of a core for nothing. Here all groups share one
-# device.
-#
-# A group's worker thread copies gathered data with PyTorch, which would start an OpenMP team for it. If a
-# process has more OpenMP threads than cores, libgomp puts every idle thread to sleep at once, the computing
-# ones included, thousands of times a step. So the worker threads copy without a team.
-
 _PARALLEL = 2**15  # elements from which on PyTorch shares an operation between threads
 
 _devices: list[Any] = []  # the devices of a first group, which gloo chose by the environment
@@ -208,7 +197,16 @@ os.register_at_fork(after_in_child=_devices.clear)  # a forked child does not ha
 
 
 class OneDeviceGroup(ProcessGroupGloo):
-    """A gloo group with one worker thread, on the devices that all groups of the process share."""
+    """A gloo group that leaves the cores to the threads that compute.
+
+    megatron-core creates some two dozen groups a process. Each would have a gloo device of its own, whose
+    thread wakes a hundred times a second: together 3% of a core for nothing. Here all groups share one
+    device.
+
+    A group's worker thread copies gathered data with PyTorch, which would start an OpenMP team for it. If a
+    process has more OpenMP threads than cores, libgomp puts every idle thread to sleep at once, the computing
+    ones included, thousands of times a step. So a group has one worker thread, which copies without a team.
+    """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         gloo: Any = ProcessGroupGloo
@@ -227,18 +225,15 @@ class OneDeviceGroup(ProcessGroupGloo):
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            mine = torch.zeros(_PARALLEL)
+            local = torch.zeros(_PARALLEL)
             group: Any = self
-            group.allgather([[torch.empty_like(mine) for _ in range(self.size())]], [mine]).wait()
+            group.allgather([[torch.empty_like(local) for _ in range(self.size())]], [local]).wait()
         finally:
             torch.set_num_threads(threads)
 
 
-# Collectives of pieces of unequal size for gloo, which lacks them; tensor-parallel experts need them.
-
-
 def all_gather(pieces: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """Like dist.all_gather, but `pieces` may differ in size."""
+    """Like dist.all_gather, but `pieces` may differ in size, as with tensor-parallel experts."""
     if len({piece.shape for piece in pieces}) == 1:
         return dist.all_gather(pieces, tensor, group, async_op)
     ranks = dist.get_process_group_ranks(group)

@@ -53,17 +53,17 @@ def gated_delta_rule(
     lengths = cu_seqlens.diff()
     longest = int(lengths.max())
     sequence_t = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    place_t = sequence_t * longest + _positions(cu_seqlens, q.shape[1])
+    index_t = sequence_t * longest + _positions(cu_seqlens, q.shape[1])
 
     def padded(x: Tensor) -> Tensor:
         empty = x.new_zeros(len(lengths) * longest, *x.shape[2:])
-        return empty.index_copy(0, place_t, x[0]).unflatten(0, (len(lengths), longest))
+        return empty.index_copy(0, index_t, x[0]).unflatten(0, (len(lengths), longest))
 
     chunk = min(_CHUNK, longest)
     out, _ = common.torch_chunk_gated_delta_rule(
         padded(q), padded(k), padded(v), g=padded(g), beta=padded(beta), chunk_size=chunk
     )
-    return out.flatten(0, 1).index_select(0, place_t)[None], None
+    return out.flatten(0, 1).index_select(0, index_t)[None], None
 
 
 def _positions(cu_seqlens: Tensor, tokens: int) -> Tensor:

@@ -99,20 +99,20 @@ class LocalAttention(MegatronModule):
     def _across_ranks(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """Attend from this rank's queries [t / cp, n, d] to the keys of the whole pack up to each query."""
         parts, part = self.cp_group.size(), self.cp_group.rank()
-        held = torch.cat([context_parallel_indices(list(lengths), parts, i) for i in range(parts)])
-        order = torch.argsort(held)
+        gathered = torch.cat([context_parallel_indices(list(lengths), parts, i) for i in range(parts)])
+        order = torch.argsort(gathered)
         key, value = (
             gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group)[order]
             for x in (key, value)  # backward: reduce-scatter
         )
-        out, mine, begin = [], 0, 0
+        out, first, begin = [], 0, 0
         for length in lengths:
             size = length // (2 * parts)
             for chunk in (part, 2 * parts - 1 - part):
                 end = begin + (chunk + 1) * size
-                q, k, v = query[mine : mine + size], key[begin:end], value[begin:end]
+                q, k, v = query[first : first + size], key[begin:end], value[begin:end]
                 out.append(self._masked(q, k, v, chunk * size))
-                mine += size
+                first += size
             begin += length
         return torch.cat(out)
 
@@ -128,7 +128,7 @@ class LocalAttention(MegatronModule):
         return out[0].transpose(0, 1)
 
     def _with_sinks(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
-        """As `_masked`, with each head's sink beside the keys that `seen` [q, k] lets a query see."""
+        """Like `_masked`, but each query also attends to its head's sink. `seen` [q, k] is the mask."""
         assert self.softmax_offset is not None
         shared = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))

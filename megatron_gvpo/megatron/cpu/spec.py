@@ -144,11 +144,8 @@ _CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# Row-parallel linear layers that megatron-core has only with Transformer Engine.
-
-
 class LocalRowParallelLinear(RowParallelLinear):
-    """Returns a tensor of its own, because megatron-core's experts add their bias to it in place."""
+    """Row-parallel layer that returns a new tensor: megatron-core's experts add a bias to it in place."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         out, bias = super().forward(x)
@@ -156,7 +153,7 @@ class LocalRowParallelLinear(RowParallelLinear):
 
 
 class LocalRowParallelLinearLayerNorm(RowParallelLinear):
-    """Has a norm behind it, as Megatron-Bridge's TERowParallelLinearLayerNorm."""
+    """Row-parallel layer with a norm behind it, like Megatron-Bridge's TERowParallelLinearLayerNorm."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **named: Any) -> None:
         super().__init__(input_size, output_size, config=config, **named)
@@ -165,9 +162,6 @@ class LocalRowParallelLinearLayerNorm(RowParallelLinear):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         out, _ = super().forward(x)
         return self.post_layernorm(out), None
-
-
-# RMSNorm for layer specs without Transformer Engine, with sequence parallelism.
 
 
 class LocalRMSNorm(torch.nn.Module):
@@ -211,16 +205,16 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, product.flatten(0, -2).sum(0), None
 
 
-# Lets Megatron's host-and-device optimizer (HybridDeviceOptimizer) run where both are the same memory.
-#
-# The optimizer asks every weight if it is on the GPU, and copies the weights that it updates on the host by
-# `Tensor.cpu()`. Here every tensor claims to be on the GPU, except those copies and tensors made from them.
-
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 
 
 class HostCopies(TorchFunctionMode):
-    """Enter this context to build the optimizer, inside `cuda_means_cpu`."""
+    """Lets Megatron's HybridDeviceOptimizer run where host and device are the same memory.
+
+    The optimizer asks every weight if it is on the GPU, and copies the weights that it updates on the host by
+    `Tensor.cpu()`. Here every tensor claims to be on the GPU, except those copies and tensors made from them.
+    Enter this context to build the optimizer, inside `cuda_means_cpu`.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -88,13 +88,13 @@ def qwen3_vl_with_local_layers(config: Any) -> Iterator[None]:
         (model, "TEColumnParallelLinear"): ColumnParallelLinear,
         (model, "TERowParallelLinear"): RowParallelLinear,
     }
-    kept = {place: getattr(*place) for place in replaced}
+    originals = {(module, name): getattr(module, name) for module, name in replaced}
     for (module, name), value in replaced.items():
         setattr(module, name, value)
     try:
         yield
     finally:
-        for (module, name), value in kept.items():
+        for (module, name), value in originals.items():
             setattr(module, name, value)
 
 
@@ -115,13 +115,13 @@ def map_local_norms(model_bridge: type[Any]) -> None:
         f"{layer}.pre_mlp_layernorm.weight": f"{hf_layer}.post_attention_layernorm.weight",
     }
     if qwen3:
-        for ours, theirs in (("input_layernorm", "norm1"), ("pre_mlp_layernorm", "norm2")):
+        for local, stored in (("input_layernorm", "norm1"), ("pre_mlp_layernorm", "norm2")):
             for part in ("weight", "bias"):
                 block = "vision_model.decoder.layers.*"
-                names[f"{block}.{ours}.{part}"] = f"model.visual.blocks.*.{theirs}.{part}"
+                names[f"{block}.{local}.{part}"] = f"model.visual.blocks.*.{stored}.{part}"
 
     def mapping_registry(self: Any) -> Any:
-        added = [AutoMapping(megatron_param=ours, hf_param=theirs) for ours, theirs in names.items()]
+        added = [AutoMapping(megatron_param=local, hf_param=stored) for local, stored in names.items()]
         return MegatronMappingRegistry(*plain(self).mappings, *added)
 
     mapping_registry.has_local_norms = True  # type: ignore[attr-defined]

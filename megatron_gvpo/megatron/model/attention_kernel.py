@@ -17,14 +17,14 @@ from megatron_gvpo.settings.parallel import ParallelConfig
 from megatron_gvpo.settings.sections import ModelConfig
 
 Kernel = Literal["cuDNN", "FlashAttention", "unfused", "none"]
-Capability = tuple[int, int]  # of a GPU: (8, 0) A100, (9, 0) H100, (10, 0) B200
+Capability = tuple[int, int]  # a GPU's compute capability: (8, 0) A100, (9, 0) H100, (10, 0) B200
 
 
 @dataclass(frozen=True)
 class Attention:
     """The properties of an attention layer that the choice of its kernel depends on."""
 
-    dtype: str  # of queries, keys and values; FP8 runs have bfloat16 here
+    dtype: str  # dtype of queries, keys and values; FP8 runs have bfloat16 here
     deterministic: bool
     cp: int  # context-parallel ranks
     head_dim_qk: int
@@ -34,7 +34,7 @@ class Attention:
     def of(
         model: ModelConfig, parallel: ParallelConfig, deterministic: bool, shape: dict[str, Any]
     ) -> Attention:
-        """Returns the attention of a model; `shape`: its config.json."""
+        """Return the attention of a model; `shape`: its config.json."""
         if shape.get("kv_lora_rank"):
             qk, v = shape["qk_nope_head_dim"] + shape["qk_rope_head_dim"], shape["v_head_dim"]
         else:
@@ -43,7 +43,7 @@ class Attention:
 
 
 def kernel(attention: Attention, capability: Capability, flash_attention: bool) -> Kernel:
-    """Returns the kernel of a training pass over long packs; `flash_attention`: flash-attn is installed.
+    """Return the kernel of a training pass over long packs; `flash_attention`: flash-attn is installed.
 
     "unfused" computes all scores of a pack's sequences, padded to the longest, in memory. "none": Transformer
     Engine raises an error. Where cuDNN serves short packs only, the answer is that of long ones.
@@ -72,20 +72,20 @@ def _mla(qk: int, v: int) -> bool:
 
 
 def check_attention(attention: Attention, capability: Capability, flash_attention: bool) -> None:
-    """Raises ConfigError if packs would have no attention kernel, or one whose memory is quadratic.
+    """Raise ConfigError if packs would have no attention kernel, or one whose memory is quadratic.
 
-    float32 on one context-parallel rank has only the latter, and is let through: it is for small checks.
+    float32 on one context-parallel rank has only the latter, and is not refused: it is for small checks.
     """
-    found = kernel(attention, capability, flash_attention)
-    if found not in ("unfused", "none") or (found == "unfused" and attention.dtype == "float32"):
+    chosen = kernel(attention, capability, flash_attention)
+    if chosen not in ("unfused", "none") or (chosen == "unfused" and attention.dtype == "float32"):
         return
     named = f"compute capability {capability[0]}.{capability[1]}"
-    asked = [f"model.dtype={attention.dtype}"] if attention.dtype == "float32" else []
-    asked += [f"parallel.cp={attention.cp}"] if attention.cp > 1 else []
+    causes = [f"model.dtype={attention.dtype}"] if attention.dtype == "float32" else []
+    causes += [f"parallel.cp={attention.cp}"] if attention.cp > 1 else []
     if attention.deterministic and (9, 0) <= capability < (10, 0):
-        asked.append("train.deterministic=true")
+        causes.append("train.deterministic=true")
     if attention.head_dim_qk > 128:
-        asked += [f"head dimensions {attention.head_dim_qk} and {attention.head_dim_v}"]
+        causes += [f"head dimensions {attention.head_dim_qk} and {attention.head_dim_v}"]
     if attention.dtype == "float32":
         remedy = "use model.dtype=bfloat16, or parallel.cp=1"
     elif kernel(attention, capability, flash_attention=True) == "FlashAttention":
@@ -93,13 +93,13 @@ def check_attention(attention: Attention, capability: Capability, flash_attentio
         remedy = f"install flash-attn, which the trainer's image has ({install})"
     else:
         remedy = "no release of flash-attn has one either: use another model"
-    without = "has no attention kernel for packs" if found == "none" else "would keep all scores of a pack"
-    settings = ", ".join(asked) or "model.dtype=bfloat16"
+    without = "has no attention kernel for packs" if chosen == "none" else "would keep all scores of a pack"
+    settings = ", ".join(causes) or "model.dtype=bfloat16"
     raise ConfigError(f"{settings} on a GPU of {named}: Transformer Engine {without} here; {remedy}")
 
 
 def check_shared_prompts(attention: Attention, capability: Capability) -> None:
-    """Raises ConfigError if the kernels of `megatron/attention/core.py` cannot compute shared prompts."""
+    """Raise ConfigError if the kernels of `megatron/attention/core.py` cannot compute shared prompts."""
     qk, v = attention.head_dim_qk, attention.head_dim_v
     if attention.dtype != "bfloat16":
         reason = f"it takes bfloat16, and this is model.dtype={attention.dtype}"
@@ -115,7 +115,7 @@ def check_shared_prompts(attention: Attention, capability: Capability) -> None:
 
 
 def has_flash_attention() -> bool:
-    """Returns True if this environment has flash-attn."""
+    """Return True if this environment has flash-attn."""
     try:
         version("flash-attn")
     except PackageNotFoundError:

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from megatron_gvpo.data.image_files import ImageError
 from megatron_gvpo.data.image_processor import ImageProcessor
 from megatron_gvpo.huggingface.checked_weights import CheckedWeights
 from megatron_gvpo.huggingface.complete_weights import check_weights
-from megatron_gvpo.megatron.adapters.adapters import make_adapters
+from megatron_gvpo.megatron.adapters.lora import make_adapters
 from megatron_gvpo.megatron.attention.core import (
     attend_to_shared_prompts,
     attends_to_all_before,
@@ -74,113 +75,158 @@ def build(
     Megatron-Bridge does not know, for settings that Megatron refuses, and for settings that this machine
     cannot run.
     """
+    on_cpu = not torch.cuda.is_available()
     # Megatron prints every size, and Megatron-Bridge draws progress bars of its own.
     with megatron_device(), redirect_stdout(io.StringIO()):
         bridge = open_bridge(model, key)
-        try:
-            provider = bridge.to_megatron_provider(load_weights=False)
-        except ValueError as error:  # such as an activation that it does not know
-            raise ConfigError(f"{key}={model.path}: Megatron-Bridge refuses config.json: {error}") from None
-        on_cpu = not torch.cuda.is_available()
+        provider = _provider(bridge, model, key)
         hf_config = bridge.hf_pretrained.config
-        text_config, images = hf_config.get_text_config(), has_vision(hf_config)
-        tied = provider.share_embeddings_and_output_weights
-        heads = check_weights(Path(model.path), key, hf_config, tied)
+        is_tied = provider.share_embeddings_and_output_weights
+        heads = check_weights(Path(model.path), key, hf_config, is_tied)
         if heads and trained and dist.get_rank() == 0:
             log.warning("%s=%s", key, heads)
-        pictures = _image_processor(model.path) if images else None
-        settings = {} if on_cpu else fusions(provider)
-        settings |= model_settings(model, parallel, on_cpu, deterministic) | routing_settings(text_config)
-        settings |= vision_settings(hf_config) if images else {}
-        for name, value in settings.items():
-            setattr(provider, name, value)
-        if replays:  # the fused router has no hook
-            provider.moe_router_fusion = False
-        if on_cpu:
-            from megatron_gvpo.megatron.cpu.spec import local_spec
-
-            provider.transformer_layer_spec = local_spec(provider.transformer_layer_spec)
-        elif share_prompts:
-            provider.transformer_layer_spec = attend_to_shared_prompts(provider.transformer_layer_spec)
-        provider.transformer_layer_spec = limit_groups(text_config, provider.transformer_layer_spec)
-        try:
-            provider.finalize()
-        except (ValueError, AssertionError) as error:
-            raise ConfigError(f"Megatron refuses the configuration of model and parallel: {error}") from None
+        image_processor = _image_processor(model.path) if has_vision(hf_config) else None
+        _configure(provider, hf_config, model, parallel, deterministic, replays, bool(share_prompts))
         if on_cpu:
             _refuse_on_cpu(model, parallel)
         else:
             _refuse_on_gpu(parallel)
-        own_attention, rotary = on_cpu or bool(share_prompts), list[Any]()
         adapters = make_adapters(model, hf_config, seed, bridge)
         if adapters is not None:
             assert before_wrapping is None, "adapters on a model that is changed otherwise"
             before_wrapping = partial(adapters.apply, trained=trained)
-        vision: list[VisionInputs] = []
-
-        def load_weights(chunks: list[Any]) -> None:
-            checked = CheckedWeights(bridge.hf_pretrained.state.source, Path(model.path), key)
-            bridge.load_hf_weights(chunks)
-            checked.finish()
-
-        def prepare(chunks: list[Any]) -> list[Any]:
-            correct_marks(chunks)
-            correct_latent_norms(chunks)
-            if pictures is not None:  # the model rotates by the pack's positions itself
-                vision.extend(VisionInputs(c, hf_config, pictures, model.train_vision) for c in chunks)
-            elif own_attention and all(has_plain_rotary(chunk) for chunk in chunks):
-                rotary.extend(defer_rotary(chunk) for chunk in chunks)
-            if before_wrapping is None:
-                return chunks
-            load_weights(chunks)
-            return before_wrapping(chunks)
-
-        with ExitStack() as stand_ins:
-            if on_cpu:
-                from megatron_gvpo.megatron.cpu.device import attention_flags_kept
-
-                stand_ins.enter_context(attention_flags_kept())
-            if images and on_cpu:
-                stand_ins.enter_context(local_vision(type(bridge._model_bridge), provider))
-            chunks = provider.provide_distributed_model(
-                ddp_config=ddp_settings(model, parallel),
-                wrap_with_ddp=trained,
-                bf16=model.dtype == "bfloat16",
-                fp16=False,
-                use_cpu_initialization=on_cpu,
-                pre_wrap_hook=prepare,
-            )
-        if before_wrapping is None:
-            load_weights(chunks)
-        if trained:
-            fuse_weight_gradients(chunks)
-            no_sync = [chunk.no_sync for chunk in chunks]
-            provider.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-            chunks[0].config.finalize_model_grads_func = finalize_model_grads
-    can_share = bool(rotary) and attends_to_all_before(chunks[0].config)
+        own_attention = on_cpu or bool(share_prompts)
+        preparation = _Preparation(bridge, model, key, own_attention, image_processor, before_wrapping)
+        chunks = _make_chunks(provider, model, parallel, trained, preparation)
+    can_share = bool(preparation.rotary) and attends_to_all_before(chunks[0].config)
     if share_prompts is None:
         share_prompts = on_cpu and can_share and not replays and parallel.cp == 1
     elif share_prompts and not can_share:
         raise ConfigError(
-            f"train.share_prompts=true is not possible here: the attention of {key}={model.path} is no plain "
-            "softmax over all tokens before, or its positions are no plain rotary ones; leave it out"
+            f"train.share_prompts=true is not possible here: the attention of {key}={model.path} is not a "
+            "plain softmax over all tokens before, or its positions are not plain rotary ones; leave it out"
         )
     return Model(
         chunks=chunks,
         config=chunks[0].config,
         bridge=bridge,
-        vocab_size=int(text_config.vocab_size),
+        vocab_size=int(hf_config.get_text_config().vocab_size),
         padding=Padding.of(model, parallel),
         local=on_cpu,
         overlaps_param_gather=trained and parallel.overlap_param_gather,
         own_attention=own_attention,
-        rotary=rotary,
+        rotary=preparation.rotary,
         share_prompts=share_prompts,
         replay=Replay(chunks) if replays else None,
         adapters=adapters,
-        vision=vision[0] if vision else None,
+        vision=preparation.vision[0] if preparation.vision else None,
         heads=heads,
     )
+
+
+def _provider(bridge: Any, model: ModelConfig, key: str) -> Any:
+    """Return Megatron-Bridge's provider, a TransformerConfig that can build the model."""
+    try:
+        return bridge.to_megatron_provider(load_weights=False)
+    except ValueError as error:  # such as an activation that it does not know
+        raise ConfigError(f"{key}={model.path}: Megatron-Bridge refuses config.json: {error}") from None
+
+
+def _configure(
+    provider: Any,
+    hf_config: Any,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    deterministic: bool,
+    replays: bool,
+    share_prompts: bool,
+) -> None:
+    """Set the fields that the checkpoint does not decide, and the layers that this machine computes."""
+    on_cpu = not torch.cuda.is_available()
+    text_config = hf_config.get_text_config()
+    settings = {} if on_cpu else fusions(provider)
+    settings |= model_settings(model, parallel, on_cpu, deterministic) | routing_settings(text_config)
+    settings |= vision_settings(hf_config) if has_vision(hf_config) else {}
+    for name, value in settings.items():
+        setattr(provider, name, value)
+    if replays:  # the fused router has no hook
+        provider.moe_router_fusion = False
+    if on_cpu:
+        from megatron_gvpo.megatron.cpu.spec import local_spec
+
+        provider.transformer_layer_spec = local_spec(provider.transformer_layer_spec)
+    elif share_prompts:
+        provider.transformer_layer_spec = attend_to_shared_prompts(provider.transformer_layer_spec)
+    provider.transformer_layer_spec = limit_groups(text_config, provider.transformer_layer_spec)
+    try:
+        provider.finalize()
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(f"Megatron refuses the configuration of model and parallel: {error}") from None
+
+
+@dataclass
+class _Preparation:
+    """Changes the chunks between their creation and Megatron's wrapping."""
+
+    bridge: Any
+    settings: ModelConfig
+    key: str  # the user's key for the model's directory
+    own_attention: bool  # the layers have this package's core attention
+    image_processor: ImageProcessor | None  # None: the model takes no images
+    before_wrapping: Callable[[list[Any]], list[Any]] | None
+    rotary: list[Any] = field(default_factory=list)  # taken out of the chunks; see `Model.rotary`
+    vision: list[VisionInputs] = field(default_factory=list)  # one a chunk
+
+    def __call__(self, chunks: list[Any]) -> list[Any]:
+        correct_marks(chunks)
+        correct_latent_norms(chunks)
+        if self.image_processor is not None:  # the model rotates by the pack's positions itself
+            hf_config = self.bridge.hf_pretrained.config
+            for chunk in chunks:
+                inputs = VisionInputs(chunk, hf_config, self.image_processor, self.settings.train_vision)
+                self.vision.append(inputs)
+        elif self.own_attention and all(has_plain_rotary(chunk) for chunk in chunks):
+            self.rotary.extend(defer_rotary(chunk) for chunk in chunks)
+        if self.before_wrapping is None:
+            return chunks
+        self.load_weights(chunks)
+        return self.before_wrapping(chunks)
+
+    def load_weights(self, chunks: list[Any]) -> None:
+        """Load the checkpoint's weights, and compare them with their checksums. Raises ConfigError."""
+        checked = CheckedWeights(self.bridge.hf_pretrained.state.source, Path(self.settings.path), self.key)
+        self.bridge.load_hf_weights(chunks)
+        checked.finish()
+
+
+def _make_chunks(
+    provider: Any, model: ModelConfig, parallel: ParallelConfig, trained: bool, preparation: _Preparation
+) -> list[Any]:
+    """Return the chunks with the checkpoint's weights, wrapped for data parallelism if they are trained."""
+    on_cpu = not torch.cuda.is_available()
+    with ExitStack() as stand_ins:
+        if on_cpu:
+            from megatron_gvpo.megatron.cpu.device import attention_flags_kept
+
+            stand_ins.enter_context(attention_flags_kept())
+        if on_cpu and preparation.image_processor is not None:
+            stand_ins.enter_context(local_vision(type(preparation.bridge._model_bridge), provider))
+        chunks: list[Any] = provider.provide_distributed_model(
+            ddp_config=ddp_settings(model, parallel),
+            wrap_with_ddp=trained,
+            bf16=model.dtype == "bfloat16",
+            fp16=False,
+            use_cpu_initialization=on_cpu,
+            pre_wrap_hook=preparation,
+        )
+    if preparation.before_wrapping is None:
+        preparation.load_weights(chunks)
+    if trained:
+        fuse_weight_gradients(chunks)
+        no_sync = [chunk.no_sync for chunk in chunks]
+        provider.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+        chunks[0].config.finalize_model_grads_func = finalize_model_grads
+    return chunks
 
 
 def _image_processor(path: str) -> ImageProcessor:
@@ -209,9 +255,9 @@ def _refuse_on_cpu(model: ModelConfig, parallel: ParallelConfig) -> None:
             "none here; Megatron accepts the configuration"
         )
     for name in ("offload_layers", "offload_modules"):
-        if given := parallel.model_dump(mode="json")[name]:
+        if value := parallel.model_dump(mode="json")[name]:
             raise ConfigError(
-                f"parallel.{name}={given}: Transformer Engine moves activations from a GPU to the host, and "
+                f"parallel.{name}={value}: Transformer Engine moves activations from a GPU to the host, and "
                 "there is no GPU here; Megatron accepts the configuration"
             )
     if refused := sorted(_NEED_TRANSFORMER_ENGINE & set(parallel.recompute_modules)):

@@ -35,10 +35,10 @@ class GroupLimit:
         """scores [tokens, experts] -> (scores, indices) of the chosen experts, both [tokens, topk]."""
         if self._replay is None:
             return self._choose(scores, topk, num_groups, group_topk)
-        found: tuple[Tensor, Tensor] = self._replay.get_replay_topk(
+        chosen: tuple[Tensor, Tensor] = self._replay.get_replay_topk(
             scores, topk, num_groups, group_topk, self._choose
         )
-        return found
+        return chosen
 
     def _choose(self, scores: Tensor, topk: int, num_groups: int, group_topk: int) -> tuple[Tensor, Tensor]:
         grouped = scores.unflatten(1, (num_groups, -1))

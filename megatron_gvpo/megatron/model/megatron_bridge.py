@@ -40,7 +40,7 @@ def _keep_root_logger() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lock_of_its_own() -> Iterator[None]:
-    """Give Megatron-Bridge a lock that no other process waits for, unless the user has named a place for it.
+    """Give Megatron-Bridge a lock that no other process waits for, unless the user has named a directory.
 
     Megatron-Bridge (0.6.2) reads config.json under a lock in the home directory; it gives up after 60 s.
     That directory may be read-only, or shared by all ranks of a large job.
@@ -88,5 +88,5 @@ def open_bridge(model: ModelConfig, key: str = "model.path") -> Any:
                 model.path, dtype=DTYPES[model.dtype], trust_remote_code=False
             )
     except Exception as error:  # values of config.json that contradict each other cause errors of any type
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-        raise ConfigError(f"{key}={model.path}: Megatron-Bridge cannot build this model: {said}") from None
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        raise ConfigError(f"{key}={model.path}: Megatron-Bridge cannot build this model: {problem}") from None

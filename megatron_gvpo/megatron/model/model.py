@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_gvpo.huggingface.mtp_heads import FurtherHeads
 from megatron_gvpo.huggingface.safetensors_writer import SafetensorsWriter
-from megatron_gvpo.megatron.adapters.adapters import Adapters
+from megatron_gvpo.megatron.adapters.lora import Adapters
 from megatron_gvpo.megatron.model.own_weights import OwnWeights, find_own_weights
 from megatron_gvpo.megatron.model.router_replay import Replay
 from megatron_gvpo.megatron.parallel import megatron_device
@@ -31,7 +31,7 @@ class Model:
     config: Any  # megatron-core's TransformerConfig
     bridge: Any  # Megatron-Bridge's AutoBridge
     vocab_size: int  # without the padding for tensor parallelism
-    padding: Padding  # of every pack
+    padding: Padding  # how every pack is padded
     local: bool  # on CPU, with the local layers
     overlaps_param_gather: bool  # after an update, other ranks' shards of the weights are still the old ones
     own_attention: bool  # the layers have this package's core attention
@@ -39,8 +39,8 @@ class Model:
     share_prompts: bool = False  # compute a group's prompt once, where its responses are single ones
     replay: Replay | None = None  # the hooks for router replay
     adapters: Adapters | None = None  # what trains in place of the weights
-    vision: VisionInputs | None = None  # of a model that takes images
-    heads: FurtherHeads | None = None  # of the checkpoint, for further tokens: exported, never computed with
+    vision: VisionInputs | None = None  # None: the model takes no images
+    heads: FurtherHeads | None = None  # the checkpoint's MTP heads: exported, never computed with
     _own: OwnWeights | None = None
     _background_work: list[Callable[[], None]] = field(default_factory=list)
 
@@ -121,7 +121,7 @@ class Model:
             self.adapters.save(directory)
 
     def own_weights(self) -> OwnWeights:
-        """This rank's own weights, complete until they next change. A collective: every rank calls it."""
+        """Return this rank's own weights, complete until they next change. A collective."""
         self.finish_param_gather()
         if self._own is None:
             with megatron_device(), torch.no_grad():
@@ -156,7 +156,7 @@ class Model:
     def save_hf(self, directory: Path, shard_bytes: int = 5 << 30) -> None:
         """Write a Hugging Face checkpoint of the present weights: config.json and safetensors.
 
-        It has the heads for further tokens of the checkpoint that the model came from, as they were.
+        MTP heads are those of the checkpoint that the model came from, unchanged.
 
         A collective. Rank 0 writes, and holds at most `shard_bytes` and one tensor more. If it cannot write,
         it alone raises, after the last tensor: until then it takes part in the gathers of all ranks.

@@ -1,4 +1,4 @@
-"""The weights that this rank itself holds, and their places in the Hugging Face tensors.
+"""The weights that this rank itself holds, and their positions in the Hugging Face tensors.
 
 Megatron-Bridge converts between both. So that no code here repeats its rules, tensors that hold their own
 positions in place of weights are converted once: what comes out says where each of this rank's elements goes.
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_ROWS = 4096  # rows of a tensor that are looked at together
+_ROWS = 4096  # rows of a tensor that are compared at once
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class OwnWeights:
             yield str(number), tensor.detach()
 
     def read(self, part: OwnPart) -> Tensor:
-        """The present weights of a part, [rows, columns]: a view, unless something is added to them."""
+        """Return a part's present weights, [rows, columns]: a view, unless something is added to them."""
         size = (part.bottom - part.top, part.right - part.left)
         tensor = self.tensors[part.source].detach()  # Megatron keeps many in one buffer
         view = tensor.as_strided(size, (part.stride, 1), tensor.storage_offset() + part.offset)
@@ -65,7 +65,7 @@ def find_own_weights(bridge: Any, chunks: list[Any], vocab_size: int) -> OwnWeig
     `vocab_size`: rows of the embedding and the head, without Megatron's padding. Raises ValueError for a
     tensor whose elements do not lie in rows.
     """
-    found = OwnWeights([], [])
+    own = OwnWeights([], [])
     # The groups over which a conversion would bring tensors from other stages and other experts' ranks.
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True, backend="gloo")
     for task in bridge.get_conversion_tasks(chunks):
@@ -73,7 +73,7 @@ def find_own_weights(bridge: Any, chunks: list[Any], vocab_size: int) -> OwnWeig
             continue
         weight, mapping = task.param_weight, task.mapping
         mapping.set_process_groups_from_pg_collection(SimpleNamespace(pp=alone, ep=alone))
-        size, number = weight.numel(), len(found.tensors)
+        size, number = weight.numel(), len(own.tensors)
         first = mapping.tp_rank * size
         kind = torch.int32 if mapping.tp_size * size < 2**31 else torch.int64
         positions = torch.arange(first, first + size, dtype=kind, device=weight.device).view(weight.shape)
@@ -81,39 +81,39 @@ def find_own_weights(bridge: Any, chunks: list[Any], vocab_size: int) -> OwnWeig
             raise ValueError(f"{task.global_param_name}: not contiguous, so its parts cannot be sent")
         width = 1 if weight.dim() < 2 else weight.shape[-1]
         added = _added(mapping, weight, task)
-        for name, places in mapping.megatron_to_hf(positions, task.megatron_module).items():
-            places = places - int(added)
+        for name, converted in mapping.megatron_to_hf(positions, task.megatron_module).items():
+            converted = converted - int(added)
             if name.endswith(("embed_tokens.weight", "lm_head.weight")):
-                places = places[:vocab_size]
-            table = places.reshape(len(places), -1) if places.dim() else places.reshape(1, 1)
+                converted = converted[:vocab_size]
+            table = converted.reshape(len(converted), -1) if converted.dim() else converted.reshape(1, 1)
             parts = _parts(name, table, first, size, width, number)
-            found.parts.extend(replace(part, added=added) for part in parts)
-        found.tensors.append(weight)
-    return found
+            own.parts.extend(replace(part, added=added) for part in parts)
+        own.tensors.append(weight)
+    return own
 
 
 def _added(mapping: Any, weight: Tensor, task: Any) -> float:
-    """The number that the conversion adds to a vector's elements: 1 for the norms of Qwen3.5's delta nets.
+    """Return the number that the conversion adds to a vector: 1 for the norms of Qwen3.5's delta nets.
 
     Collective over tensor parallelism, as each conversion is. Raises ValueError for different ones.
     """
     if weight.dim() > 1:
         return 0.0
     of_zeros = mapping.megatron_to_hf(torch.zeros_like(weight, dtype=torch.float32), task.megatron_module)
-    found = (
+    numbers = (
         torch.cat([values.flatten() for values in of_zeros.values()] or [torch.zeros(1)]).unique().tolist()
     )
-    if len(found) > 1 or found[0] != int(found[0]):
+    if len(numbers) > 1 or numbers[0] != int(numbers[0]):
         raise ValueError(
-            f"{task.global_param_name}: its conversion adds {found}, so its parts cannot be sent"
+            f"{task.global_param_name}: its conversion adds {numbers}, so its parts cannot be sent"
         )
-    return float(found[0])
+    return float(numbers[0])
 
 
-def _parts(name: str, places: Tensor, first: int, size: int, width: int, source: int) -> Iterator[OwnPart]:
-    """Yield the parts of a tensor at whose `places` [rows, columns] are our `first` to `first + size`."""
+def _parts(name: str, positions: Tensor, first: int, size: int, width: int, source: int) -> Iterator[OwnPart]:
+    """Yield the parts of a tensor whose `positions` [rows, columns] are `first` to `first + size`."""
     left, right, begin = (
-        torch.cat(found).tolist() for found in zip(*_rows(name, places, first, size), strict=True)
+        torch.cat(rows).tolist() for rows in zip(*_rows(name, positions, first, size), strict=True)
     )
     top = 0
     for row in range(1, len(left) + 1):
@@ -128,18 +128,18 @@ def _parts(name: str, places: Tensor, first: int, size: int, width: int, source:
             top = row
 
 
-def _rows(name: str, places: Tensor, first: int, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield, for some rows at a time: the first column that is ours, the next that is not, and the place."""
-    for rows in places.split(_ROWS):
+def _rows(name: str, positions: Tensor, first: int, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield, for some rows at a time: first own column, the column after the last one, local position."""
+    for rows in positions.split(_ROWS):
         local = rows.long() - first
-        mine = (local >= 0) & (local < size)
-        count = mine.sum(1)
-        left = mine.int().argmax(1)
+        is_own = (local >= 0) & (local < size)
+        count = is_own.sum(1)
+        left = is_own.int().argmax(1)
         begin = local.gather(1, left[:, None]).squeeze(1)
         column = torch.arange(rows.shape[1], device=rows.device)
         expected = begin[:, None] + column - left[:, None]
         inside = (column >= left[:, None]) & (column < (left + count)[:, None])
-        if not torch.equal(inside, mine) or not torch.equal(local[mine], expected[mine]):
+        if not torch.equal(inside, is_own) or not torch.equal(local[is_own], expected[is_own]):
             raise ValueError(f"{name}: this rank's elements do not lie in rows, so they cannot be sent")
-        begin = torch.where(count > 0, begin, -1)  # rows of other ranks are no part
+        begin = torch.where(count > 0, begin, -1)  # -1 for rows that are other ranks' alone
         yield left, left + count, begin

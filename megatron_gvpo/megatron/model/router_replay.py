@@ -17,14 +17,14 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
-Choose = Callable[..., tuple[Tensor, Tensor]]  # a router's own choice: scores -> (values, experts)
+Choose = Callable[..., tuple[Tensor, Tensor]]  # how a router chooses: scores -> (values, experts)
 
 
 class TokenReplay(RouterReplay):
-    """Megatron's hook into one router, for packs in which only some tokens have given experts.
+    """Megatron's hook into one router, for packs in which only some tokens' experts are set.
 
     Megatron's own class replays all tokens of a pass, and its caller must say which micro-batch a backward
-    recomputes. This class finds that itself: a router that runs without gradient in a training pass will be
+    recomputes. This class needs no such word: a router that runs without gradient in a training pass will be
     recomputed with gradient, and in all of Megatron's schedules the micro-batches of a chunk go backward in
     the order in which they went forward.
     """
@@ -34,14 +34,14 @@ class TokenReplay(RouterReplay):
         self.begin(training=False)
 
     def begin(self, *, training: bool) -> None:
-        """Start a new pass over micro-batches, and drop the state of an interrupted one."""
+        """Start a new pass over micro-batches, and drop the state of an interrupted pass."""
         self._training = training
-        self._given: Tensor | None = None
+        self._experts_tk: Tensor | None = None
         self._to_recompute: deque[Tensor | None] = deque()
 
     def set_experts(self, experts_tk: Tensor | None) -> None:
         """Set the next micro-batch's experts: int16 [t, experts a token], -1 for the router's own choice."""
-        self._given = experts_tk
+        self._experts_tk = experts_tk
 
     def get_replay_topk(
         self,
@@ -53,15 +53,15 @@ class TokenReplay(RouterReplay):
     ) -> tuple[Tensor, Tensor]:
         """Return (values, experts) [t, topk] of `scores` [t, all experts]. Megatron's router calls this."""
         assert default_compute_topk is not None, "megatron-core's router passes its own choice"
-        given = self._given
+        experts_tk = self._experts_tk
         if self._training and not torch.is_grad_enabled():
-            self._to_recompute.append(given)
+            self._to_recompute.append(experts_tk)
         elif self._to_recompute:
-            given = self._to_recompute.popleft()
+            experts_tk = self._to_recompute.popleft()
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
-        if given is None:
+        if experts_tk is None:
             return values, own
-        chosen = torch.where(given >= 0, given.to(own.dtype), own)
+        chosen = torch.where(experts_tk >= 0, experts_tk.to(own.dtype), own)
         return scores.gather(1, chosen), chosen
 
 

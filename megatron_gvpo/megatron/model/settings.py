@@ -25,28 +25,15 @@ def model_settings(
     model: ModelConfig, parallel: ParallelConfig, on_cpu: bool, deterministic: bool
 ) -> dict[str, Any]:
     """Return the TransformerConfig's fields that the checkpoint's architecture does not decide."""
-    dtype = DTYPES[model.dtype]
     settings: dict[str, Any] = {
-        "tensor_model_parallel_size": parallel.tp,
-        "pipeline_model_parallel_size": parallel.pp,
-        "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
-        "context_parallel_size": parallel.cp,
-        "cp_comm_type": parallel.cp_exchange,
-        "expert_model_parallel_size": parallel.ep,
-        "expert_tensor_parallel_size": parallel.etp,
-        "sequence_parallel": parallel.sequence_parallel,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
         "bf16": model.dtype == "bfloat16",
         "fp16": False,
+        "params_dtype": DTYPES[model.dtype],
         "attention_dropout": 0.0,  # scoring and training must run the same model
         "hidden_dropout": 0.0,
         "should_pad_vocab": True,
         "make_vocab_size_divisible_by": 1,
         "variable_seq_lengths": True,  # packs differ in length between micro-batches
-        # As Megatron-LM's own scripts do: a stage keeps no output that it has sent. gloo reads what it sends
-        # with virtual stages later, when the memory could be another tensor's.
-        "deallocate_pipeline_outputs": not (on_cpu and parallel.vpp > 1),
         "gradient_accumulation_fusion": False,
         "cross_entropy_loss_fusion": False,
         "deterministic_mode": deterministic,
@@ -58,12 +45,52 @@ def model_settings(
         "moe_z_loss_coeff": None,
         "moe_router_bias_update_rate": 0.0,
     }
+    settings |= _parallel_settings(parallel, DTYPES[model.dtype], on_cpu) | _memory_settings(parallel)
     if model.fp8 is not None:
         settings |= _fp8_settings(model.fp8)
+    return settings | _CPU_SETTINGS if on_cpu else settings
+
+
+_CPU_SETTINGS = {
+    "use_cpu_initialization": True,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "persist_layer_norm": False,
+    "apply_rope_fusion": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "moe_shared_expert_overlap": False,
+}
+
+
+def _parallel_settings(parallel: ParallelConfig, dtype: torch.dtype, on_cpu: bool) -> dict[str, Any]:
+    """Return the sizes of the parallel groups, and how pipeline stages communicate."""
+    settings: dict[str, Any] = {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
+        "context_parallel_size": parallel.cp,
+        "cp_comm_type": parallel.cp_exchange,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
+        "sequence_parallel": parallel.sequence_parallel,
+        "pipeline_dtype": dtype,
+        # As Megatron-LM's own scripts do: a stage keeps no output that it has sent. gloo reads what it sends
+        # with virtual stages later, when the memory could be another tensor's.
+        "deallocate_pipeline_outputs": not (on_cpu and parallel.vpp > 1),
+    }
     if parallel.vpp > 1:  # with gloo, batched communication gave wrong gradients without an error
         settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if parallel.stage_layers is not None:
         settings["pipeline_model_parallel_layout"] = stages(parallel.stage_layers)
+    return settings
+
+
+def _memory_settings(parallel: ParallelConfig) -> dict[str, Any]:
+    """Return which activations are computed again, and which are moved to the host until the backward."""
+    settings: dict[str, Any] = {}
     if parallel.recompute == "full":
         settings |= {
             "recompute_granularity": "full",
@@ -85,19 +112,6 @@ def model_settings(
         settings |= {
             "fine_grained_activation_offloading": True,
             "offload_modules": list(parallel.offload_modules),
-        }
-    if on_cpu:
-        settings |= {
-            "use_cpu_initialization": True,
-            "masked_softmax_fusion": False,
-            "bias_activation_fusion": False,
-            "bias_dropout_fusion": False,
-            "persist_layer_norm": False,
-            "apply_rope_fusion": False,
-            "moe_grouped_gemm": False,
-            "moe_permute_fusion": False,
-            "moe_router_fusion": False,
-            "moe_shared_expert_overlap": False,
         }
     return settings
 
@@ -137,11 +151,11 @@ def ddp_settings(model: ModelConfig, parallel: ParallelConfig) -> DistributedDat
     )
 
 
-# Turns on fused GPU kernels that Megatron-Bridge leaves off for most model families.
-
-
 def fusions(architecture: Any) -> dict[str, Any]:
-    """Return fields to set on the TransformerConfig; `architecture` is Megatron-Bridge's provider."""
+    """Return the fields that turn on fused GPU kernels, which Megatron-Bridge leaves off for most families.
+
+    `architecture` is Megatron-Bridge's provider.
+    """
     settings: dict[str, Any] = {}
     # Without it megatron-core (0.19.2) rotates a pack sequence by sequence, and waits for the GPU to return
     # the lengths twice in every layer, for queries and for keys. Latent attention has its own rotation.
@@ -168,11 +182,10 @@ def fuse_weight_gradients(chunks: Iterable[Any]) -> None:
                 module.fuse_wgrad_accumulation = True
 
 
-# Corrects marks on parameters by which Megatron sums their gradients over ranks (GPT-OSS has both kinds).
-
-
 def correct_marks(chunks: Iterable[Any]) -> None:
-    """Correct the marks of megatron-core (0.19.2) before it wraps the chunks.
+    """Correct marks of megatron-core (0.19.2) on parameters before it wraps the chunks.
+
+    It sums gradients over ranks by these marks. GPT-OSS has both kinds of wrong ones.
 
     Attention sinks are those of a tensor-parallel rank's heads, and are not marked so: the norm that clips
     the gradient would count the first rank's sinks only (Megatron-LM issue 7452, finding 8).
@@ -191,12 +204,11 @@ def correct_marks(chunks: Iterable[Any]) -> None:
                 parameter.sequence_parallel = False
 
 
-# Offloads the activations of chosen modules to host memory until the backward pass.
-
-
 @contextlib.contextmanager
 def offloaded_activations(chunks: list[Any], forward_only: bool) -> Iterator[None]:
-    """Context for one pass through the schedule; does nothing if `parallel.offload_modules` is empty.
+    """Context for one pass in which chosen modules' activations are in host memory until the backward.
+
+    It does nothing if `parallel.offload_modules` is empty.
 
     Megatron (0.19.2) makes a plan in the first pass, for its number of micro-batches and the order of their
     backward passes, and keeps a pinned buffer for every shape. Here, micro-batches differ from update to

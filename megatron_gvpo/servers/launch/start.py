@@ -19,8 +19,8 @@ from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.secrets import read_variable, remember
 from megatron_gvpo.core.store import shared_memory
 from megatron_gvpo.huggingface.architectures import check_family
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.complete_weights import check_files
-from megatron_gvpo.huggingface.config_json import read_model_config
 from megatron_gvpo.servers.cpu_engines import check_rollout_model
 from megatron_gvpo.servers.launch.server_guard import PART
 from megatron_gvpo.servers.launch.supervise import (
@@ -73,7 +73,7 @@ def start_servers(config: Config, key: str | None, report: Callable[[str], None]
 def _check_served_model(config: Config) -> None:
     """Raise ConfigError for a model, a draft or an NCCL with which no server of this machine can start."""
     key = "rollout.servers.model_path" if config.rollout.servers.model_path else "model.path"
-    model = read_model_config(config.served_path, key)
+    model = ModelCard.read(config.served_path, key)
     check_family(model, f"{key}={config.served_path}")
     check_files(Path(config.served_path), key)
     check_draft(config)

@@ -56,7 +56,8 @@ def run(directory: str) -> None:
 
 
 def _results(job: Job, case: Case, place: Path) -> dict[str, Any]:
-    from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+    from megatron_gvpo.megatron.checkpoint.load import load_policy
+    from megatron_gvpo.megatron.checkpoint.save import save_policy
     from megatron_gvpo.megatron.policy import Policy
 
     path = None if job.load else str(place / job.adapter)
@@ -64,7 +65,7 @@ def _results(job: Job, case: Case, place: Path) -> dict[str, Any]:
     policy, rows = Policy(config), case.rows
     model = policy.model
     if job.load is not None:
-        checkpoint.load(place / f"{job.load}-checkpoint" / "step_00000001", policy)
+        load_policy(place / f"{job.load}-checkpoint" / "step_00000001", policy)
     frozen = [p.detach().clone() for p in model.weights() if not p.requires_grad]
     result: dict[str, Any] = {
         "trained": sum(p.numel() for p in model.trained_weights()),
@@ -97,7 +98,7 @@ def _results(job: Job, case: Case, place: Path) -> dict[str, Any]:
     now = [p for p in model.weights() if not p.requires_grad]
     result["base_kept"] = all(torch.equal(a, b) for a, b in zip(frozen, now, strict=True))
     if job.load is None:
-        checkpoint.save(place / f"{job.file}-checkpoint", 1, policy, {}, keep=1)
+        save_policy(place / f"{job.file}-checkpoint", 1, policy, {}, keep=1)
         policy.update(rows, at_step_start=case.at_step_start)
         result["updated_twice"] = _copy(policy.adapter_weights())
     return result

@@ -43,7 +43,9 @@ def run(directory: str) -> None:
 
     Rank 0 writes {layout}-of-{layout that saves}-{model}.pt.
     """
-    from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+    from megatron_gvpo.megatron.checkpoint.directory import complete_checkpoints
+    from megatron_gvpo.megatron.checkpoint.load import load_policy
+    from megatron_gvpo.megatron.checkpoint.save import save_policy
     from megatron_gvpo.megatron.policy import Policy
 
     place = Path(directory)
@@ -53,9 +55,9 @@ def run(directory: str) -> None:
             policy = Policy(config_of(case, layout, place))
             if layout == source:
                 policy.update(case.rows, at_step_start=False)
-                checkpoint.save(place / name, 1, policy, {"mine": 7}, keep=1)
+                save_policy(place / name, 1, policy, {"mine": 7}, keep=1)
             else:
-                assert checkpoint.load(checkpoint.complete(place / name)[-1], policy)["mine"] == 7
+                assert load_policy(complete_checkpoints(place / name)[-1], policy)["mine"] == 7
             found = _continued(policy, case)
         if dist.get_rank() == 0:
             torch.save(found, place / f"{layout}-of-{name}.pt")
@@ -107,19 +109,20 @@ def _moments(policy: Any, name: str) -> dict[str, Tensor]:
 
 def killed_while_saving(directory: str) -> None:
     """The kernel ends the process in the middle of a save in the background."""
-    from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+    from megatron_gvpo.megatron.checkpoint.directory import complete_checkpoints
+    from megatron_gvpo.megatron.checkpoint.save import save_policy
     from megatron_gvpo.megatron.policy import Policy
 
     place = Path(directory)
     case = torch.load(place / "case.pt", weights_only=False)
     policy = Policy(config_of(case, Layout(1), place))
     policy.update(case.rows, at_step_start=False)
-    checkpoint.save(place / "killed", 1, policy, {}, keep=1, asynchronous=True)
+    save_policy(place / "killed", 1, policy, {}, keep=1, asynchronous=True)
     policy.update(case.rows, at_step_start=False)
-    assert [path.name for path in checkpoint.complete(place / "killed")] == ["step_00000001"]
+    assert [path.name for path in complete_checkpoints(place / "killed")] == ["step_00000001"]
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
-    checkpoint.save(place / "killed", 2, policy, {}, keep=1, asynchronous=True)
+    save_policy(place / "killed", 2, policy, {}, keep=1, asynchronous=True)
     policy.model.finish_background_work()
     raise AssertionError("a file grew beyond its limit")
 
@@ -128,7 +131,8 @@ def saved_again(directory: str) -> None:
     """Save a step a second time. Before every change on disk, copy what a kill would leave; record what can
     be loaded from the copy, and whether saving continues from there.
     """
-    from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+    from megatron_gvpo.megatron.checkpoint.load import find_newest, load_policy
+    from megatron_gvpo.megatron.checkpoint.save import save_policy
     from megatron_gvpo.megatron.policy import Policy
 
     place = Path(directory)
@@ -153,17 +157,17 @@ def saved_again(directory: str) -> None:
     for number in (1, 2):
         policy.update(case.rows, at_step_start=False)
         weights.append(_copy(policy))
-        checkpoint.save(root, 1, policy, {"mine": number}, keep=1)
+        save_policy(root, 1, policy, {"mine": number}, keep=1)
     weights.append({})  # enough has been seen
     found = []
     for instant in [*sorted(instants.iterdir()), root]:
-        newest = checkpoint.newest(instant)
-        loaded = 0 if newest is None else checkpoint.load(newest, policy)["mine"]
+        newest = find_newest(instant)
+        loaded = 0 if newest is None else load_policy(newest, policy)["mine"]
         expected = weights[loaded - 1] if loaded else {}
         same = all(torch.equal(tensor, expected[name]) for name, tensor in policy.weights() if loaded)
         names = []
         for step in (1, 2):
-            checkpoint.save(instant, step, policy, {"mine": 3}, keep=1)
+            save_policy(instant, step, policy, {"mine": 3}, keep=1)
             names += sorted(path.name for path in instant.iterdir())
         found.append((loaded, same, names))
     torch.save(found, place / "again.pt")
@@ -175,41 +179,45 @@ def fails_on_one_rank(directory: str) -> None:
     """
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 
-    from megatron_gvpo.megatron.checkpoint import loading, saving
-    from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+    from megatron_gvpo.core.errors import CheckpointError
+    from megatron_gvpo.megatron.checkpoint import load, save, state
+    from megatron_gvpo.megatron.checkpoint.load import find_newest, load_policy
+    from megatron_gvpo.megatron.checkpoint.save import save_policy
     from megatron_gvpo.megatron.policy import Policy
 
     place, rank = Path(directory), dist.get_rank()
     case = torch.load(place / "case.pt", weights_only=False)
     policy = Policy(config_of(case, Layout(2), place))
-    checkpoint.save(place / "alone", 1, policy, {"mine": 7}, keep=1)
-    newest = checkpoint.newest(place / ("alone", "not mounted")[rank])
+    save_policy(place / "alone", 1, policy, {"mine": 7}, keep=1)
+    newest = find_newest(place / ("alone", "not mounted")[rank])
     assert newest is not None and newest.name == "step_00000001", "what rank 0 sees"
     heard = []
 
     def hear(action: Callable[..., Any], *arguments: Any) -> None:
         try:
             action(*arguments)
-        except checkpoint.CheckpointError as error:
+        except CheckpointError as error:
             heard.append(str(error))
 
     model = policy.model.chunks[0].module
-    owners = {"sharded_state_dict": model, "load_state_dict": model, "save": saving.Writer}
+    owners = {"sharded_state_dict": model, "load_state_dict": model, "save": save.Writer}
     for part, failing in PARTS_OF_A_SAVE:
-        with _failing(owners.get(part, saving), part) if rank == failing else contextlib.nullcontext():
-            hear(checkpoint.save, place / "alone", 2, policy, {}, 1)
+        with _failing(owners.get(part, save), part) if rank == failing else contextlib.nullcontext():
+            hear(save_policy, place / "alone", 2, policy, {}, 1)
     for part, call, failing in PARTS_OF_A_LOAD:
-        with _failing(owners.get(part, loading), part, call) if rank == failing else contextlib.nullcontext():
-            hear(checkpoint.load, place / "alone" / "step_00000001", policy)
-    own = checkpoint.weights_state
+        with _failing(owners.get(part, load), part, call) if rank == failing else contextlib.nullcontext():
+            hear(load_policy, place / "alone" / "step_00000001", policy)
+    own = state.weights_state
 
     def claimed(model: Any) -> Any:
         return dict_list_map_outplace(lambda base: replace(base, replica_id=0), own(model))
 
-    with unittest.mock.patch.object(checkpoint, "weights_state", claimed if rank == 1 else own):
-        hear(checkpoint.load, place / "alone" / "step_00000001", policy)
-    hear(checkpoint.load, place / ("alone/step_00000001", "not mounted")[rank], policy)
-    assert checkpoint.load(place / "alone" / "step_00000001", policy)["mine"] == 7
+    with contextlib.ExitStack() as patches:
+        for module in (state, load) if rank == 1 else ():
+            patches.enter_context(unittest.mock.patch.object(module, "weights_state", claimed))
+        hear(load_policy, place / "alone" / "step_00000001", policy)
+    hear(load_policy, place / ("alone/step_00000001", "not mounted")[rank], policy)
+    assert load_policy(place / "alone" / "step_00000001", policy)["mine"] == 7
     torch.save(heard, place / f"heard-{rank}.pt")
 
 
@@ -252,17 +260,17 @@ PARTS_OF_A_LOAD = [
 
 def peak_of_a_save(directory: str) -> None:
     """Measure by how many bytes saving in the background raises the process's peak; rank 0 writes peak.pt."""
-    from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+    from megatron_gvpo.megatron.checkpoint.save import save_policy
     from megatron_gvpo.megatron.policy import Policy
 
     place = Path(directory)
     case = torch.load(place / "case.pt", weights_only=False)
     policy = Policy(config_of(case, Layout(1), place))
     policy.update(case.rows, at_step_start=False)
-    checkpoint.save(place / "peak", 1, policy, {}, keep=1)  # what a first save loads and caches
+    save_policy(place / "peak", 1, policy, {}, keep=1)  # what a first save loads and caches
     Path("/proc/self/clear_refs").write_text("5")  # from here on, the peak is what comes
     before = _status("VmRSS")
-    checkpoint.save(place / "peak", 2, policy, {}, keep=1, asynchronous=True)
+    save_policy(place / "peak", 2, policy, {}, keep=1, asynchronous=True)
     policy.model.finish_background_work()
     optimizer = sum(t.nbytes for t in policy.optimizer.tensors())
     torch.save({"rise": _status("VmHWM") - before, "optimizer": optimizer}, place / "peak.pt")

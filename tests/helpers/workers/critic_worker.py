@@ -35,7 +35,9 @@ class Found:
 
 def run(directory: str) -> None:
     """Run layout number `run_number()` of work.pt; rank 0 writes {layout}-{model}.pt."""
-    from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+    from megatron_gvpo.megatron.checkpoint.directory import complete_checkpoints
+    from megatron_gvpo.megatron.checkpoint.load import load_policy
+    from megatron_gvpo.megatron.checkpoint.save import save_policy
     from megatron_gvpo.megatron.policy import Policy
 
     place, number = Path(directory), run_number()
@@ -65,10 +67,10 @@ def run(directory: str) -> None:
 
         critic.update(case.rows)
         root = place / f"checkpoint-{number}"
-        checkpoint.save(root, 1, policy, {}, keep=1)
+        save_policy(root, 1, policy, {}, keep=1)
         next_metrics = [critic.update(case.rows) for _ in range(2)]
         weights = _named(critic)
-        checkpoint.load(checkpoint.complete(root)[-1], policy)
+        load_policy(complete_checkpoints(root)[-1], policy)
         resumed = [critic.update(case.rows) for _ in range(2)]
         result = Found(
             at_first_r, value_r, metrics, gradients, next_metrics, resumed, weights, _named(critic)
@@ -79,17 +81,17 @@ def run(directory: str) -> None:
 
 def _heads(critic: Any) -> list[Any]:
     """The value head, which only the ranks of the last pipeline stage have."""
-    from megatron_gvpo.megatron.checkpoint.sharded import _bare
+    from megatron_gvpo.megatron.checkpoint.state import bare_chunks
 
-    return [chunk.output_layer for chunk in _bare(critic.model).values() if chunk.post_process]
+    return [chunk.output_layer for chunk in bare_chunks(critic.model).values() if chunk.post_process]
 
 
 def _backbone(critic: Any) -> Iterator[tuple[str, Tensor]]:
     """All weights but the head's, for which Megatron-Bridge has no name."""
-    from megatron_gvpo.megatron.checkpoint.sharded import _bare
+    from megatron_gvpo.megatron.checkpoint.state import bare_chunks
 
     critic.model.finish_param_gather()
-    chunks = [chunk for chunk in _bare(critic.model).values() if chunk.post_process]
+    chunks = [chunk for chunk in bare_chunks(critic.model).values() if chunk.post_process]
     heads = [chunk.output_layer for chunk in chunks]
     for chunk in chunks:
         chunk.output_layer = torch.nn.Module()

@@ -35,7 +35,9 @@ def run(directory: str) -> None:
 
 def _updates(config: Any, rows: TrainBatch, root: Path) -> dict[str, Any]:
     """Do updates, and between them everything that reads weights; returns {step: result}."""
-    from megatron_gvpo.megatron.checkpoint import sharded as checkpoint
+    from megatron_gvpo.megatron.checkpoint.directory import complete_checkpoints
+    from megatron_gvpo.megatron.checkpoint.load import load_policy
+    from megatron_gvpo.megatron.checkpoint.save import save_policy
     from megatron_gvpo.megatron.policy import Policy
 
     policy = Policy(config)
@@ -75,9 +77,9 @@ def _updates(config: Any, rows: TrainBatch, root: Path) -> dict[str, Any]:
     score("after memory was released")
     if config.parallel.pp > 1:  # in one case: it takes as long as all the rest
         update("before a save")
-        checkpoint.save(root, 1, policy, {}, keep=1)
+        save_policy(root, 1, policy, {}, keep=1)
         update("after a save")
-        checkpoint.load(checkpoint.complete(root)[-1], policy)
+        load_policy(complete_checkpoints(root)[-1], policy)
         export("loaded")
         update("after a load")
     score("in the end")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def run(file: str, out: str, *overrides: str) -> None:
         found |= _experts(policy)
     if config.parallel.pp > 1:
         found["shapes"] = _shapes(policy, config)
+    found["parts"] = _parts(policy)
     Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
@@ -59,6 +61,15 @@ def _sent(dispatcher: Any, routing_map: torch.Tensor) -> dict[str, Any]:
     return {
         name: value.tolist() for name, value in {**splits, "experts": received, "by_rank": by_rank}.items()
     }
+
+
+def _parts(policy: Policy) -> list[Any]:
+    """This rank's parts of the Hugging Face tensors, as the conversion over all ranks finds them."""
+    real = policy.own_weights().parts
+    policy.model._own = None
+    with stand_ins.positions_of_all_ranks():
+        made_up = policy.own_weights().parts
+    return [[asdict(part) for part in parts] for parts in (real, made_up)]
 
 
 def _shapes(policy: Policy, config: Any) -> list[Any]:

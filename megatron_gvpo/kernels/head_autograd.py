@@ -1,15 +1,19 @@
-"""The head for token weights that are known only after the forward: it stashes exponentials or recomputes.
+"""The head's autograd functions: token weights known before the forward, or after it; and the weight's sum.
 
-With D = softmax - onehot and g_i = dL/dlogp_i, dX_i = -g_i D_i W / T_i and dW = -D^T diag(g / T) X. D does
-not contain the weights g: they scale rows after the first product and before the second. So the forward
-stashes E = e^(z - k), k the row's largest logit on this rank, in bf16 if the operands are bf16. Then
+`WeightsFirst` is for token weights that are known before the forward: both gradients in one pass, 6 r h v
+flops. It keeps nothing but the gradients. It needs whole softmax rows, so a tile is some tokens by all
+columns.
+
+`WeightsLast` is for token weights that are known only after the forward: it stashes exponentials or
+recomputes. With D = softmax - onehot and g_i = dL/dlogp_i, dX_i = -g_i D_i W / T_i and dW = -D^T diag(g / T)
+X. D does not contain the weights g: they scale rows after the first product and before the second. So the
+forward stashes E = e^(z - k), k the row's largest logit on this rank, in bf16 if the operands are bf16. Then
 
     D_ij = u_i E_ij,  u_i = e^(k_i - m_i) / S_i   (m and S: maximum and sum over the whole vocabulary)
 
 except in the label's column, where D is 1 less. The stash holds expm1(logp_i) / u_i there, computed in fp32,
-so that nothing cancels near p = 1. Both products run over the stash as it is: 6 r h v flops in all.
-
-Rows beyond the stash keep only their statistics, and their logits are computed again (8 r h v).
+so that nothing cancels near p = 1. Both products run over the stash as it is: 6 r h v flops in all. Rows
+beyond the stash keep only their statistics, and their logits are computed again (8 r h v).
 """
 
 from __future__ import annotations
@@ -20,10 +24,73 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_gvpo.kernels import softmax
 from megatron_gvpo.kernels.head import Buffer, Head, length, longest
-from megatron_gvpo.kernels.products import accumulator, addmm_, operand, operand_dtype
-from megatron_gvpo.kernels.weight_gradient import WeightGradient
+from megatron_gvpo.kernels.mathematics import (
+    accumulator,
+    addmm_,
+    empty_statistics,
+    entropy_of,
+    label_columns,
+    logp_of,
+    operand,
+    operand_dtype,
+)
+
+
+class WeightsFirst(torch.autograd.Function):
+    """Computes the gradients of sum(weight_r * logp_r) in the forward; the backward only scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_rh: Tensor, weight_vh: Tensor, labels_r: Tensor, weight_r: Tensor, head: Head
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        dtype = accumulator(hidden_rh.dtype)
+        factors = operand_dtype(weight_vh.dtype, weight_vh.device)
+        x_rh, w_vh = operand(hidden_rh), operand(weight_vh[: head.columns])
+        # Count the padding too: all ranks need the same number of slices, because each has an exchange.
+        slices = head.slices(len(hidden_rh), len(weight_vh), dtype.itemsize)
+        buffer = Buffer(hidden_rh, longest(slices) * head.columns)
+        dx_rh = torch.zeros_like(hidden_rh, dtype=dtype) if ctx.needs_input_grad[0] else None
+        dw_vh = torch.zeros_like(weight_vh, dtype=dtype) if ctx.needs_input_grad[1] else None
+        stats_sr = empty_statistics(labels_r, dtype, head.entropy)
+        for rows in slices:
+            z_rv = head.logits(buffer.tile(length(rows), head.columns), x_rh[rows], w_vh, rows)
+            piece_sr = head.tiles.statistics_(z_rv, labels_r[rows], head.entropy)
+            stats_sr[:, rows] = merged_sr = head.merge_over_tp(piece_sr)
+            g_r = weight_r[rows].to(dtype) / head.temperature_of(rows)
+            d_rv = head.tiles.weights_first_gradient_(z_rv, piece_sr, merged_sr, labels_r[rows], g_r, factors)
+            if dx_rh is not None:
+                addmm_(dx_rh[rows], d_rv, w_vh, beta=0)
+            if dw_vh is not None:
+                addmm_(dw_vh[: head.columns], d_rv.T, x_rh[rows])
+        ctx.gradients, ctx.dtype, ctx.weight_vh = (dx_rh, dw_vh), hidden_rh.dtype, weight_vh
+        logp_r = logp_of(stats_sr)
+        entropy_r = entropy_of(stats_sr) if head.entropy else None
+        ctx.mark_non_differentiable(*[logp_r, entropy_r][: 1 + head.entropy])
+        return logp_r, entropy_r, (weight_r * logp_r).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _logp: None, _entropy: None, g: Tensor) -> tuple[Tensor | None, ...]:
+        return *scaled_gradients(ctx, g, "linear_logprob"), None, None, None
+
+
+def scaled_gradients(ctx: Any, g: Tensor, name: str) -> tuple[Tensor | None, Tensor | None]:
+    """Return g times the gradients (dX, dW) that the forward of `name` left in ctx, which gives them up."""
+    if ctx.gradients is None:
+        raise RuntimeError(f"the surrogate of {name} backpropagates once: its gradients are spent")
+    dx_rh, dw_vh = ctx.gradients
+    ctx.gradients = None
+    dx_rh = None if dx_rh is None else dx_rh.mul_(g).to(ctx.dtype)
+    if dw_vh is None:
+        return dx_rh, None
+    main_vh = main_grad(ctx.weight_vh)
+    if main_vh is None:
+        return dx_rh, dw_vh.mul_(g).to(ctx.dtype)
+    main_vh.addcmul_(dw_vh, g.to(main_vh.dtype))
+    del dw_vh
+    return dx_rh, added(ctx.weight_vh)
+
 
 # The least u_i. Below it, this rank's shard has practically no probability in the row. Its stashed p_ij are
 # then too large, but at most this, and the label's entry still fits into the stash's dtype.
@@ -42,13 +109,13 @@ class WeightsLast(torch.autograd.Function):
         stash_rv, stashed_sr = _stash(head, x_rh[stashed], weight_vh, labels_r[stashed])
         rest_sr = head.tiles.scan(head, x_rh[rest], weight_vh, labels_r[rest], rest)
         stats_sr = head.merge_over_tp(torch.cat((stashed_sr, rest_sr), 1))
-        logp_r = softmax.logp(stats_sr)
+        logp_r = logp_of(stats_sr)
         u_r = _stash_scale(stashed_sr[0], stats_sr[:, stashed])
         _put_at_labels_(stash_rv, labels_r[stashed], logp_r[stashed].expm1() / u_r)
         ctx.save_for_backward(hidden_rh, weight_vh, labels_r, stats_sr, stash_rv, u_r)
         ctx.head = head
         ctx.set_materialize_grads(False)
-        return logp_r, softmax.entropy(stats_sr) if head.entropy else None
+        return logp_r, entropy_of(stats_sr) if head.entropy else None
 
     @staticmethod
     @once_differentiable
@@ -59,7 +126,7 @@ class WeightsLast(torch.autograd.Function):
         if g_r is None:
             g_r = torch.zeros_like(stats_sr[0])
         g_r = g_r / head.temperature_of(slice(None))
-        kept = _StashedRows(head, stash_rv, operand(hidden_rh[stashed]), -g_r[stashed] * u_r)
+        stashed_rows = _StashedRows(head, stash_rv, operand(hidden_rh[stashed]), -g_r[stashed] * u_r)
         x_rh = operand(hidden_rh[rest])
         recomputed = _RecomputedRows(head, x_rh, labels_r[rest], stats_sr[:, rest], g_r[rest], e_r, rest)
 
@@ -67,11 +134,11 @@ class WeightsLast(torch.autograd.Function):
         rest_rh = None if dx_rh is None else dx_rh[rest].to(stats_sr.dtype).zero_()  # summed in fp32
         dw = WeightGradient(weight_vh) if ctx.needs_input_grad[1] else None
         if dx_rh is not None:
-            kept.write_dx(dx_rh[stashed], weight_vh)
+            stashed_rows.write_dx(dx_rh[stashed], weight_vh)
         for columns in _column_slices(head, hidden_rh, weight_vh, dw):
             dw_vh = None if dw is None else dw.begin(columns)
             if dw_vh is not None:
-                kept.add_dw(columns, dw_vh)
+                stashed_rows.add_dw(columns, dw_vh)
             if len(x_rh):
                 recomputed.add_products(columns, operand(weight_vh[columns]), rest_rh, dw_vh)
             if dw is not None and dw_vh is not None:
@@ -85,7 +152,7 @@ def _stash(head: Head, x_rh: Tensor, weight_vh: Tensor, labels_r: Tensor) -> tup
     """Return (E [rows, columns], the rows' statistics on this rank)."""
     dtype = accumulator(weight_vh.dtype)
     stash_rv = x_rh.new_empty(len(x_rh), head.columns, dtype=head.stash_dtype)
-    stats_sr = softmax.no_columns(labels_r, dtype, head.entropy)
+    stats_sr = empty_statistics(labels_r, dtype, head.entropy)
     if not stash_rv.numel():
         return stash_rv, stats_sr
     in_place = head.stash_dtype == dtype
@@ -106,7 +173,7 @@ def _stash_scale(max_r: Tensor, stats_sr: Tensor) -> Tensor:
 
 def _put_at_labels_(stash_rv: Tensor, labels_r: Tensor, value_r: Tensor) -> None:
     if stash_rv.numel():
-        index_r, owned_r = softmax.locate(stash_rv.shape[1], labels_r)
+        index_r, owned_r = label_columns(stash_rv.shape[1], labels_r)
         present_r = stash_rv.gather(1, index_r[:, None])[:, 0]
         value_r = torch.where(owned_r, value_r.to(stash_rv.dtype), present_r)
         stash_rv.scatter_(1, index_r[:, None], value_r[:, None])
@@ -155,7 +222,7 @@ class _RecomputedRows:
         self.offset_r, self.slope_r = -g_r / sum_r, None
         if e_r is not None:
             self.slope_r = -e_r[rows] / head.temperature_of(rows) / sum_r
-            self.offset_r = self.offset_r + self.slope_r * (softmax.entropy(stats_sr) - sum_r.log())
+            self.offset_r = self.offset_r + self.slope_r * (entropy_of(stats_sr) - sum_r.log())
 
     def add_products(self, columns: slice, w_vh: Tensor, dx_rh: Tensor | None, dw_vh: Tensor | None) -> None:
         if self.buffer is None:  # the first slice is the longest
@@ -182,3 +249,57 @@ def _column_slices(
     if dw is not None and not dw.in_place:
         numbers.append(hidden_rh.shape[1])
     return head.slices(head.columns, max(numbers), itemsize)
+
+
+# The output layer's dW is added to Megatron's fp32 gradient buffer, if the weight has one.
+#
+# Megatron's data parallelism gives every parameter `main_grad`, a view of the buffer that it reduces, and a
+# hook that adds `.grad` to it. A layer that adds to `main_grad` itself sets `grad_added_to_main_grad`. It
+# must still return a tensor, because the hook runs only then. It returns zeros if `zero_out_wgrad` is set:
+# the weight then has a second use (tied embeddings), and autograd adds that gradient to the returned tensor.
+
+
+def main_grad(weight_vh: Tensor) -> Tensor | None:
+    """Return Megatron's buffer of this weight's gradient, in the accumulator's dtype, or None."""
+    main_vh = getattr(weight_vh, "main_grad", None)  # Megatron sets these attributes; a plain weight has none
+    if not isinstance(main_vh, Tensor) or not hasattr(weight_vh, "grad_added_to_main_grad"):
+        return None
+    return main_vh if main_vh.dtype == accumulator(weight_vh.dtype) else None
+
+
+def added(weight_vh: Tensor) -> Tensor:
+    """Return the autograd function's result for a weight whose gradient is already in `main_grad`."""
+    weight_vh.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    if getattr(weight_vh, "zero_out_wgrad", False):
+        return torch.zeros_like(weight_vh)
+    return torch.empty_like(weight_vh)
+
+
+class WeightGradient:
+    """Sums dW of one backward, a slice of W's rows (the logits' columns) at a time, each slice once."""
+
+    def __init__(self, weight_vh: Tensor) -> None:
+        self._weight_vh = weight_vh
+        self._main_vh = main_grad(weight_vh)
+        self._own_vh = torch.zeros_like(weight_vh) if self._main_vh is None else None
+        self._scratch_ch: Tensor | None = None
+        self.in_place = self._main_vh is not None  # sums need no memory of their own
+
+    def begin(self, columns: slice) -> Tensor:
+        """Return [c, h] in the accumulator's dtype: the caller adds the products of these rows to it."""
+        if self._main_vh is not None:
+            return self._main_vh[columns]
+        rows, width = columns.stop - columns.start, self._weight_vh.shape[1]
+        if self._scratch_ch is None or len(self._scratch_ch) < rows:
+            dtype = accumulator(self._weight_vh.dtype)
+            self._scratch_ch = self._weight_vh.new_empty(rows, width, dtype=dtype)
+        return self._scratch_ch[:rows].zero_()
+
+    def end(self, columns: slice, dw_ch: Tensor) -> None:
+        """Finish the rows of `begin`. Without Megatron's buffer, their sum is rounded here, once."""
+        if self._own_vh is not None:
+            self._own_vh[columns] = dw_ch
+
+    def result(self) -> Tensor:
+        """Return the autograd function's result for the weight."""
+        return added(self._weight_vh) if self._own_vh is None else self._own_vh

@@ -38,7 +38,7 @@ from megatron_gvpo.megatron.adapters.tensors import (
 from megatron_gvpo.settings.adapter import FUSED_NAMES, MEGATRON_NAMES, TARGETS, AdapterConfig
 from megatron_gvpo.settings.sections import ModelConfig
 
-_PREFIX = "base_model.model."  # of names in the files of Hugging Face PEFT
+_PREFIX = "base_model.model."  # how names in the files of Hugging Face PEFT begin
 
 
 class Adapters:
@@ -129,10 +129,10 @@ class Adapters:
                 continue
             b = adapters[f"{stem}.lora_B.weight"]
             change = scale * (b.to(weight.device).float() @ a.to(weight.device).float())
-            whole = (weight.float() + change).to(weight.dtype)
+            merged = (weight.float() + change).to(weight.dtype)
             if self._rounds:
-                rounding.add(weight, whole, change)
-            yield name, whole
+                rounding.add(weight, merged, change)
+            yield name, merged
         if not self._warned and dist.get_rank() == 0:
             self._warned = rounding.warn()
 

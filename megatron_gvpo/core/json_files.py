@@ -1,36 +1,19 @@
-"""Reads config.json and other JSON objects of a model's directory."""
+"""Reads JSON files that hold one object, and refuses a key that comes twice."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.core.plain_values import each_once
-from megatron_gvpo.huggingface.image_families import text_values
-
-
-def read_model_config(path: str, key: str = "model.path") -> dict[str, Any]:
-    """Read the model's Hugging Face config.json.
-
-    That of a model with images has its language model's keys at the top (`text_values`).
-    Raises ConfigError, which names `key`, if there is none.
-    """
-    file = Path(path) / "config.json"
-    try:
-        is_there = file.is_file()
-    except OSError as error:  # no permission, or a name that is too long
-        raise ConfigError(f"{file}: {error.strerror}") from None
-    if not is_there:
-        raise ConfigError(f"{key}={path}: no config.json there (a Hugging Face checkpoint directory)")
-    return text_values(read_json_object(file))
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
     """Read a file with one JSON object. Raises ConfigError, which names the file, for any other content."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=each_once)
+        values = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{file}, line {error.lineno}: not valid JSON ({error.msg})") from None
     except RecursionError:
@@ -42,3 +25,15 @@ def read_json_object(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: expected an object of names and values, found {type(values).__name__}")
     return values
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object from its pairs: the `object_pairs_hook` of json.loads.
+
+    Raises ValueError for a key that comes twice, of which json.loads alone would take the last.
+    """
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"field {next(key for key in counts if counts[key] > 1)!r} is given twice")
+    return fields

@@ -1,0 +1,213 @@
+"""The card of a model: its config.json, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.json_files import read_json_object
+from megatron_gvpo.core.real_number import finite_number
+from megatron_gvpo.huggingface.image_families import text_values
+
+# Architectures whose first layers are dense: one layer if config.json does not say how many.
+DENSE_FIRST = ("ExaoneMoeForCausalLM", "Glm4MoeLiteForCausalLM", "HYV3ForCausalLM")
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")  # the names of one number
+
+
+class ModelCard(dict[str, Any]):
+    """The keys and values of a model's config.json.
+
+    The card of a model with images has the keys of its language model at the top, as text models have them.
+    Nothing but the form of the file is checked when it is read, since servers run models that the trainer
+    does not know; `check_values` checks the values, and `architectures.check_family` the model.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(text_values(values))
+
+    @classmethod
+    def read(cls, directory: str | Path, key: str = "model.path") -> ModelCard:
+        """Read the config.json of a Hugging Face checkpoint directory.
+
+        Raises ConfigError, which names the configuration key, if there is none or it is not a JSON object.
+        """
+        file = Path(directory) / "config.json"
+        try:
+            exists = file.is_file()
+        except OSError as error:  # no permission, or a name that is too long
+            raise ConfigError(f"{file}: {error.strerror}") from None
+        if not exists:
+            raise ConfigError(
+                f"{key}={directory}: no config.json there (a Hugging Face checkpoint directory)"
+            )
+        return cls(read_json_object(file))
+
+    @property
+    def architectures(self) -> list[str]:
+        """The names of the model's classes in transformers; empty if config.json has none."""
+        return self.get("architectures") or []
+
+    @property
+    def experts(self) -> int:
+        """The number of routed experts; 0 for a dense model."""
+        return int(next((self[name] for name in _EXPERTS if self.get(name)), 0))
+
+    @property
+    def dense_layers(self) -> int:
+        """The number of first layers without experts in a mixture of experts."""
+        layers = self.get("first_k_dense_replace")
+        if layers is None:
+            return int(any(name in DENSE_FIRST for name in self.architectures))
+        return int(layers)
+
+    @property
+    def is_mla(self) -> bool:
+        """True if the attention has a latent for keys and values (multi-head latent attention)."""
+        return bool(self.get("kv_lora_rank"))
+
+    @property
+    def window(self) -> int | None:
+        """The tokens of the sliding window; None if every token attends to all before it."""
+        return (self.get("sliding_window") or None) if self.get("use_sliding_window", True) else None
+
+    def check_values(self, where: str) -> None:
+        """Raises ConfigError, which begins with `where`, if a value of config.json cannot be right.
+
+        transformers takes its own default for a key that is missing, and a layer of another size for a wrong
+        one. If no shape of a weight shows it, such as the number of heads, the result is silently another
+        model.
+        """
+        required = [name for name, field in _Values.model_fields.items() if field.is_required()]
+        absent = [name for name in required if self.get(name) is None]
+        if self.get("intermediate_size") is None and not self.get("moe_intermediate_size"):
+            absent.append("intermediate_size")
+        if absent:
+            raise ConfigError(f"{where}: no {', '.join(absent)} in config.json")
+        try:
+            values = _Values.model_validate({key: value for key, value in self.items() if value is not None})
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            key = str(problem["loc"][0])
+            raise ConfigError(
+                f"{where}: {key}={shown(self[key])} in config.json: {_expectation(problem)}"
+            ) from None
+        if self.experts and self.get("moe_intermediate_size", 1) is None:
+            raise ConfigError(f"{where}: moe_intermediate_size=null in config.json: the model has experts")
+        if not self.is_mla:  # the sizes of latent attention's heads have keys of their own
+            _check_heads(values, where)
+
+
+# The largest sizes are far beyond any model.
+_Layers = Annotated[int, Field(ge=1, le=10_000)]
+_LayersOrNone = Annotated[int, Field(ge=0, le=10_000)]
+_Width = Annotated[int, Field(ge=1, le=1 << 20)]
+_FeedForward = Annotated[int, Field(ge=1, le=1 << 24)]
+_Heads = Annotated[int, Field(ge=1, le=1 << 16)]
+_HeadWidth = Annotated[int, Field(ge=1, le=1 << 16)]
+_Experts = Annotated[int, Field(ge=1, le=1 << 20)]
+_ExpertsOrNone = Annotated[int, Field(ge=0, le=1 << 20)]
+_Tokens = Annotated[int, Field(ge=1, le=1 << 31)]
+
+
+def is_positive(value: Any) -> bool:
+    """True for a finite number above 0, such as the base of the rotary frequencies."""
+    return (number := finite_number(value)) is not None and number > 0
+
+
+def _positive(value: Any) -> Any:
+    if not is_positive(value):
+        raise ValueError("expected a positive number")
+    return value
+
+
+_Positive = Annotated[Any, AfterValidator(_positive)]
+
+
+class _Values(BaseModel):
+    """The values of config.json that have a type and bounds. A null counts as a key that is missing."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    hidden_size: _Width
+    num_hidden_layers: _Layers
+    num_attention_heads: _Heads
+    vocab_size: _FeedForward
+    num_key_value_heads: _Heads | None = None
+    intermediate_size: _FeedForward | None = None
+    head_dim: _HeadWidth | None = None
+    max_position_embeddings: _Tokens | None = None
+    sliding_window: _Tokens | None = None
+    max_window_layers: _LayersOrNone | None = None
+    # a mixture of experts
+    moe_intermediate_size: _FeedForward | None = None
+    shared_expert_intermediate_size: _FeedForward | None = None
+    num_experts: _Experts | None = None
+    n_routed_experts: _Experts | None = None
+    num_local_experts: _Experts | None = None
+    num_experts_per_tok: _Experts | None = None
+    n_shared_experts: _ExpertsOrNone | None = None
+    num_shared_experts: _ExpertsOrNone | None = None
+    n_group: _Experts | None = None
+    topk_group: _Experts | None = None
+    first_k_dense_replace: _LayersOrNone | None = None
+    num_nextn_predict_layers: _LayersOrNone | None = None
+    # latent attention
+    q_lora_rank: _Width | None = None
+    kv_lora_rank: _Width | None = None
+    qk_rope_head_dim: _HeadWidth | None = None
+    qk_nope_head_dim: _HeadWidth | None = None
+    v_head_dim: _HeadWidth | None = None
+    # gated delta nets
+    linear_num_key_heads: _Heads | None = None
+    linear_num_value_heads: _Heads | None = None
+    linear_key_head_dim: _HeadWidth | None = None
+    linear_value_head_dim: _HeadWidth | None = None
+    linear_conv_kernel_dim: Annotated[int, Field(ge=1, le=64)] | None = None
+    rms_norm_eps: _Positive = None
+    rope_theta: _Positive = None
+    initializer_range: _Positive = None
+    routed_scaling_factor: _Positive = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    use_sliding_window: bool | None = None
+    norm_topk_prob: bool | None = None
+
+
+def _expectation(problem: ErrorDetails) -> str:
+    """The end of an error message, such as "must be at least 1"."""
+    bounds = problem.get("ctx", {})
+    return {
+        "int_type": "expected a whole number",
+        "bool_type": "expected true or false",
+        "greater_than_equal": f"must be at least {bounds.get('ge')}",
+        "less_than_equal": f"must be at most {bounds.get('le')}",
+        "value_error": f"{bounds.get('error')}",
+    }.get(problem["type"], problem["msg"])
+
+
+def _check_heads(values: _Values, where: str) -> None:
+    """Raises ConfigError if the heads do not divide the width, or their own number, or RoPE's halves."""
+    heads, hidden, groups = values.num_attention_heads, values.hidden_size, values.num_key_value_heads
+    if values.head_dim is None and hidden % heads:
+        raise ConfigError(
+            f"{where}: num_attention_heads={heads} in config.json does not divide hidden_size={hidden}"
+        )
+    if groups and heads % groups:
+        raise ConfigError(
+            f"{where}: num_key_value_heads={groups} in config.json does not divide "
+            f"num_attention_heads={heads}"
+        )
+    if (width := values.head_dim or hidden // heads) % 2:
+        raise ConfigError(f"{where}: heads of {width} elements in config.json, which RoPE cannot halve")
+
+
+def shown(value: Any) -> str:
+    """The value, or its beginning, for a message."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."

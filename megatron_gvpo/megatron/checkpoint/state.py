@@ -1,0 +1,233 @@
+"""The sharded state of a checkpoint: what it holds of every trained model, in a form that any layout loads.
+
+The distributed optimizer's state is stored as shards of whole, named tensors. A data-parallel rank updates
+one contiguous run of every parameter's flattened elements. A run is cut into boxes of the parameter. Each box
+is stored as a view of the optimizer's own memory: saving gathers and copies nothing, and loading writes into
+the optimizer's memory.
+
+megatron-core's own formats depend on the layout, or gather. Its `fully_reshardable` (0.19.2) also shifts the
+elements after a padded bucket, because it slices a buffer without padding at offsets with padding. A tied
+embedding has a bucket of its own on the last stage of a pipeline, and overlapped gradients have many buckets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import Tensor
+
+from megatron_gvpo.megatron.adapters.tensors import is_adapter
+from megatron_gvpo.megatron.model.model import Model
+from megatron_gvpo.megatron.optimizer import Optimizer
+from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.megatron.reference_weights import ReferenceWeights
+
+# A part of a tensor: (first index of every axis, size of every axis)
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """One trained model of a checkpoint: the policy, or the critic, which has a directory inside."""
+
+    directory: Path
+    model: Model
+    optimizer: Optimizer
+    reference: ReferenceWeights | None = None
+
+
+def trained_models(policy: Policy, directory: Path) -> list[TrainedModel]:
+    """Return the policy and its critic, if it has one, each with its directory in the checkpoint."""
+    models = [TrainedModel(directory, policy.model, policy.optimizer, policy.reference)]
+    if (critic := policy.critic) is not None:
+        models.append(TrainedModel(directory / "critic", critic.model, critic.optimizer))
+    return models
+
+
+def sharded_state(trained: TrainedModel, randomness: bool) -> dict[str, Any]:
+    """Return views of weights, optimizer and schedule for dist_checkpointing, to save or to load into.
+
+    `randomness`: with the states of this rank's random generators.
+    """
+    weights = weights_state(trained.model)
+    state = {
+        **weights,
+        "optimizer": {"tensors": optimizer_shards(trained.optimizer.megatron, weights)},
+        "schedule": trained.optimizer.scheduler.state_dict(),
+    }
+    if randomness:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        state["random"] = ShardedObject("random", _random_state(), (world,), (rank,))
+    return state
+
+
+def weights_state(model: Model) -> dict[str, Any]:
+    """Return the model's weights, or its adapters alone, for dist_checkpointing, to save or to load."""
+    states = {name: chunk.sharded_state_dict() for name, chunk in bare_chunks(model).items()}
+    if model.adapters is None:
+        return states
+    return {
+        name: {key: value for key, value in state.items() if is_adapter(key)}
+        for name, state in states.items()
+    }
+
+
+def load_weights(model: Model, loaded: dict[str, Any]) -> None:
+    """Load into the model what dist_checkpointing loaded for `weights_state`."""
+    for name, chunk in bare_chunks(model).items():
+        # The wrappers of adapters write the base's weights under other names than they look for. The names of
+        # the adapters have been compared with the checkpoint's.
+        names = chunk.load_state_dict(loaded[name], strict=model.adapters is None)
+        wrong = [key for key in names.missing_keys if is_adapter(key)] + names.unexpected_keys
+        if wrong:
+            raise RuntimeError(f"adapters that cannot be loaded: {wrong[0]} and {len(wrong) - 1} more")
+
+
+def bare_chunks(model: Model) -> dict[str, Any]:
+    """Return the model's chunks by name, without the wrappers for data parallelism and mixed precision."""
+    chunks = {}
+    for i, chunk in enumerate(model.chunks):
+        while hasattr(chunk, "module"):  # Megatron's wrappers hold the wrapped module
+            chunk = chunk.module
+        chunks["model" if len(model.chunks) == 1 else f"model{i}"] = chunk
+    return chunks
+
+
+def layout_of(policy: Policy) -> dict[str, int]:
+    """Return the sizes on which the ranks' random states depend."""
+    model = policy.model.config
+    return {
+        "parallel.tp": model.tensor_model_parallel_size,
+        "parallel.pp": model.pipeline_model_parallel_size,
+        "parallel.vpp": model.virtual_pipeline_model_parallel_size or 1,
+        "parallel.cp": model.context_parallel_size,
+        "parallel.ep": model.expert_model_parallel_size,
+        "parallel.etp": model.expert_tensor_parallel_size,
+        "processes": dist.get_world_size(),
+    }
+
+
+def _random_state() -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "megatron": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Set this rank's random generators to a state that `sharded_state` has saved."""
+    get_cuda_rng_tracker().set_states(state["megatron"])
+    torch.cuda.set_rng_state(state["cuda"])
+    torch.set_rng_state(state["torch"])
+
+
+def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
+    """Yield, in order, the boxes that make up elements `begin` to `end` of a flattened tensor of `shape`.
+
+    Each box is contiguous in the flattened tensor.
+    """
+    if begin >= end:
+        return
+    if len(shape) == 1:
+        yield (begin,), (end - begin,)
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-begin // row), end // row  # whole rows
+    if first > last:  # all within one row
+        cuts = [(last, begin - last * row, end - last * row)]
+    else:
+        cuts = [(first - 1, begin - (first - 1) * row, row)] if begin < first * row else []
+        if first < last:
+            cuts.append((first, 0, (last - first) * row))
+        if last * row < end:
+            cuts.append((last, 0, end - last * row))
+    for index, low, high in cuts:
+        if low == 0 and high % row == 0:
+            yield (index, *(0 for _ in shape[1:])), (high // row, *shape[1:])
+        else:
+            for offset, size in boxes(shape[1:], low, high):
+                yield (index, *offset), (1, *size)
+
+
+def optimizer_shards(megatron: Any, weights: dict[str, Any]) -> dict[str, ShardedTensor]:
+    """Return this rank's shards of masters and moments, for dist_checkpointing to save or to load in place.
+
+    `megatron`: Megatron's (chained) optimizer; `weights`: the model's own sharded state.
+    """
+    # Megatron's ShardedObject, a value that is not a tensor, has no `data` that is a parameter.
+    of_parameter = {id(base.data): base for base in nested_values(weights) if hasattr(base, "data")}
+    shards: dict[str, ShardedTensor] = {}
+    for optimizer in megatron.chained_optimizers:
+        for parameter, begin, end in _runs(optimizer):
+            for stored, start in _parts(of_parameter[id(parameter)], parameter):
+                low, high = max(begin, start), min(end, start + stored.data.numel())
+                for name, run in _states(optimizer, parameter):
+                    at = low - begin
+                    for box in boxes(tuple(stored.data.shape), low - start, high - start):
+                        size = math.prod(box[1])
+                        shards[f"{len(shards)}"] = _shard(name, stored, box, run[at : at + size])
+                        at += size
+    return shards
+
+
+def _runs(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
+    """Yield (parameter, first element, last element + 1) of every run that this rank updates."""
+    for of_dtypes in getattr(optimizer, "gbuf_ranges", ()):  # Megatron omits it on a rank without parameters
+        for buckets in of_dtypes.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    yield parameter, ranges["param"].start, ranges["param"].end
+
+
+def _states(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, flat tensor) of the master and the moments of this rank's run of a parameter."""
+    tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+    if (
+        "master_param" in tensors
+    ):  # it is in host memory; "param" is only the fp32 weight that it is copied to
+        tensors["param"] = tensors.pop("master_param")
+    for name, tensor in tensors.items():
+        if name != "step":
+            yield name, tensor.detach().view(-1)
+
+
+def _parts(
+    base: ShardedTensor | ShardedTensorFactory, parameter: Tensor
+) -> Iterator[tuple[ShardedTensor, int]]:
+    """Yield (stored tensor, its first element in the parameter); a fused gate-and-up parameter has two."""
+    if isinstance(base, ShardedTensor):
+        yield base, 0
+        return
+    shape = torch.empty(parameter.shape, device="meta")  # only shows where the factory cuts
+    for part in nested_values(replace(base, data=shape).build()):
+        assert part.data.is_contiguous(), f"{part.key}: not a contiguous run of its parameter's elements"
+        yield part, part.data.storage_offset()
+
+
+def _shard(name: str, stored: ShardedTensor, box: Box, flat: Tensor) -> ShardedTensor:
+    """Return the shard for a box of one of the optimizer's tensors; `stored` is the model's stored tensor."""
+    (offset, size), ahead = box, stored.prepend_axis_num
+    # Megatron stacks the layers of a weight in one tensor. Here each layer has a name of its own.
+    layer = "".join(f"[{i}]" for i in stored.global_offset[:ahead])
+    return ShardedTensor(
+        key=f"optimizer.{name}.{stored.key}{layer}",
+        data=flat.view(size),
+        dtype=flat.dtype,
+        local_shape=size,
+        global_shape=tuple(stored.global_shape[ahead:]),
+        global_offset=tuple(a + b for a, b in zip(stored.global_offset[ahead:], offset, strict=True)),
+        axis_fragmentations=None,  # boxes have no regular grid
+        # The last number counts data-parallel copies of the weight; there is one copy of this run.
+        replica_id=(*stored.replica_id[:-1], 0),
+        allow_shape_mismatch=stored.allow_shape_mismatch,
+    )
