@@ -60,7 +60,7 @@ Weights = Iterator[tuple[str, Tensor]] | OwnWeights
 
 @dataclass(frozen=True)
 class ProbeOutcome:
-    """What a probe shows: the server has the weights that were sent, was lost since, or has others."""
+    """The result of a probe: the server has the weights that were sent, was lost since, or has others."""
 
     outcome: Literal["right", "lost", "wrong"]
     problem: str = ""  # the error, where the outcome is "wrong"
