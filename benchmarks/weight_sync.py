@@ -261,7 +261,6 @@ class Pushing:
 
     def close(self) -> None:
         self._publisher.close()
-        self._pool.handles[0].regroup = True
 
 
 class Timed:

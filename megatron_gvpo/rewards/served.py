@@ -99,11 +99,11 @@ class ServedRewards:
         scored = dict(rollout.rewards)
         for name, verdict in verdicts.items():
             if verdict.score is None:
-                rollout.finish_reason, rollout.text = LOST, f"reward {name}: {verdict.said}"
+                rollout.finish_reason, rollout.text = LOST, f"reward {name}: {verdict.explanation}"
                 return
             scored[name] = verdict.score
-            if verdict.said:
-                rollout.explanations[name] = verdict.said
+            if verdict.explanation:
+                rollout.explanations[name] = verdict.explanation
         rollout.rewards = {c.name: scored[c.name] for c in self._components}  # in the configuration's order
         rollout.reward = sum((c.weight * scored[c.name] for c in self._components), 0.0)
 

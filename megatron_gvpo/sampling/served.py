@@ -20,8 +20,9 @@ from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.sampling.server_checks import check_server
 from megatron_gvpo.servers import leader
+from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.leader import Command, Done, Failed, Push, Wait, lead
-from megatron_gvpo.servers.pool import Asked, ServerHandle, ServerPool
+from megatron_gvpo.servers.pool import PendingRequest, ServerPool
 from megatron_gvpo.servers.request import Request, check_request, pack, requests_for, unpack
 from megatron_gvpo.servers.session import ServerSession
 from megatron_gvpo.servers.speculation import DraftCounter
@@ -171,7 +172,7 @@ class ServedEngine:
     def _measure(self, servers: ServerSession) -> None:
         self._measured = servers.pool.prefix_cache.take()
         if self._drafts is not None:
-            asked = [handle.server for handle in servers.pool.handles if handle.state != "lost"]
+            asked = [handle.server for handle in servers.pool.handles if not handle.is_lost]
             self._measured |= servers.loop.run(self._drafts.take(asked)).metrics
 
     def _decode(self, rows: list[list[Rollout]]) -> None:
@@ -250,13 +251,13 @@ class Speakers:
 
     def __init__(self, pool: ServerPool, sampling: SamplingConfig) -> None:
         self._pool, self._sampling = pool, sampling
-        self._home: dict[int, ServerHandle | None] = {}
+        self._preferred: dict[int, ServerHandle | None] = {}
 
     async def respond(self, conversation: int, request: Request) -> Rollout:
-        asked = Asked(request, self._home.get(conversation))
-        rollout = await self._pool.respond(asked, 0, self._sampling)
-        self._home[conversation] = asked.home
+        pending = PendingRequest(request, self._preferred.get(conversation))
+        rollout = await self._pool.respond(pending, 0, self._sampling)
+        self._preferred[conversation] = pending.preferred
         return rollout
 
     def end(self, conversation: int) -> None:
-        self._home.pop(conversation, None)
+        self._preferred.pop(conversation, None)

@@ -1,4 +1,4 @@
-"""Decides if a server's answer is one that its engine gives: nothing else becomes part of a response."""
+"""Checks that an answer is one that the server's engine can give: nothing else becomes part of a response."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron_gvpo.servers.server import Sample
 RESERVED = 2  # tokens that SGLang leaves free in its context when it ends a response for its length
 
 
-class Lost(NamedTuple):
-    """A server gave no sample that can be used; the request goes to another one."""
+class Failure(NamedTuple):
+    """A server did not give a usable sample. The request goes to another server."""
 
     why: str
 
@@ -29,19 +29,19 @@ class Expected:
     placeholder: int | None  # the token of an image, where the prompt has images
 
 
-def trusted(url: str, sample: Sample, expected: Expected, *, is_serving: bool) -> Sample | Lost:
+def trusted(url: str, sample: Sample, expected: Expected, *, is_serving: bool) -> Sample | Failure:
     """The part of an answer that the response takes over, or why the server cannot be trusted.
 
     `is_serving`: the server has been given no reason to stop responses. Raises RolloutError for a response
     that ended at another token than the run's.
     """
-    # For example, it restarted between two health checks.
+    # A server that restarts between two health checks has other weights.
     if sample.version not in (None, str(expected.version)):
-        return Lost(f"{url} sampled from weights {sample.version}, not {expected.version}")
+        return Failure(f"{url} sampled from weights {sample.version}, not {expected.version}")
     if sample.finish_reason == "abort":
         sample = sample.up_to_stop(expected.stops)
     if (fault := _fault(sample, expected)) is not None:
-        return Lost(f"{url} {fault}")
+        return Failure(f"{url} {fault}")
     if (problem := sample.ended_elsewhere(expected.stops)) is not None:
         raise RolloutError(f"rollout server {url} {problem}")
     if sample.finish_reason == "abort" and expected.placeholder is not None:
@@ -50,7 +50,7 @@ def trusted(url: str, sample: Sample, expected: Expected, *, is_serving: bool) -
     # A push takes a server out before it stops its responses. One that stops them by itself, and gives
     # nothing, may do so for ever.
     if sample.finish_reason == "abort" and not sample.token_ids and is_serving:
-        return Lost(f'{url} answered with finish reason "abort" and no token, and nothing had stopped it')
+        return Failure(f'{url} answered with finish reason "abort" and no token, and nothing had stopped it')
     return sample
 
 

@@ -13,16 +13,16 @@ from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.settings.adapter import OF_MLPS, possible_targets
 from megatron_gvpo.settings.config import Config
 
-# Elements of a head with a compiled kernel in vLLM 0.32. A server with another one starts, and dies of the
-# first prompt. tests/servers/test_head_sizes.py asks the kernels.
+# The sizes of heads for which vLLM 0.32 has a compiled kernel. A server with another size starts, and ends at
+# the first prompt. tests/servers/test_head_sizes.py asks the kernels.
 CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-# The same of latent attention: kv_lora_rank, qk_rope_head_dim.
+# The sizes for latent attention: kv_lora_rank, qk_rope_head_dim.
 CPU_LATENT_SIZES = (512, 64)
 
 # vLLM 0.32 serves these on a CPU in bfloat16 only.
 DELTA_NETS = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 _LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
-# By engine and architecture, why it is not served on a CPU (SGLang 0.5.23).
+# Why an engine does not serve an architecture on a CPU (SGLang 0.5.23).
 NOT_ON_CPU: dict[str, dict[str, str]] = {
     "sglang": {
         **dict.fromkeys(
@@ -93,10 +93,10 @@ def check_on_cpu(model: dict[str, Any], engine: str, dtype: str, key: str, where
             f"only: use model.dtype=bfloat16 in place of {dtype}"
         )
     if model.get("kv_lora_rank"):
-        found = (model["kv_lora_rank"], model.get("qk_rope_head_dim"))
-        if found != CPU_LATENT_SIZES:
+        sizes = (model["kv_lora_rank"], model.get("qk_rope_head_dim"))
+        if sizes != CPU_LATENT_SIZES:
             raise ConfigError(
-                f"{refusal}has latent attention with (kv_lora_rank, qk_rope_head_dim)={found}, and vLLM's "
+                f"{refusal}has latent attention with (kv_lora_rank, qk_rope_head_dim)={sizes}, and vLLM's "
                 f"kernel for CPUs has {CPU_LATENT_SIZES} only: use such a model, or a GPU"
             )
         return

@@ -140,7 +140,7 @@ async def _cancel_others() -> None:
 
 
 def follow(begin: Callable[[], Command] | None, on_wait: OnWait = None) -> Any:
-    """Wait for rank 0's work; its result, on every rank. `begin` is None on the other ranks. A collective.
+    """Return the result of rank 0's work on every rank. `begin` is None on the other ranks. A collective.
 
     Raises ConfigError, RolloutError.
     """

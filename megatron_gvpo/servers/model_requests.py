@@ -29,7 +29,7 @@ class Refused(Unanswered):
     """A server has refused a request, as every other would."""
 
 
-class Server:
+class ModelServer:
     """One server and its requests in flight."""
 
     def __init__(self, http: Http, parallel: int) -> None:
@@ -55,7 +55,7 @@ class Servers:
         check: Callable[[Http], Awaitable[None]],
     ) -> None:
         https = [Http(session, url, place.api_key, place.listens.get(url)) for url in place.urls]
-        self._servers = [Server(http, settings.parallel) for http in https]
+        self._servers = [ModelServer(http, settings.parallel) for http in https]
         self._place, self._settings, self._check = place, settings, check
         self.requests = self.failures = 0
 
@@ -77,7 +77,7 @@ class Servers:
         their own. Raises Unanswered after that, and Refused at once for a request that a server refuses.
         """
 
-        async def checked(server: Server) -> T:
+        async def checked(server: ModelServer) -> T:
             if server.suspect:
                 await self._check_one(server)
             self.requests += 1
@@ -85,15 +85,17 @@ class Servers:
 
         return await self._repeat(checked, self._least_busy)
 
-    async def _check_one(self, server: Server) -> None:
+    async def _check_one(self, server: ModelServer) -> None:
         await self._check(server.http)
         server.suspect = False
 
-    def _least_busy(self) -> Server:
+    def _least_busy(self) -> ModelServer:
         now = time.monotonic()
         return min(self._servers, key=lambda s: (now - s.failed_at < AVOIDED, s.busy))
 
-    async def _repeat[T](self, call: Callable[[Server], Awaitable[T]], choose: Callable[[], Server]) -> T:
+    async def _repeat[T](
+        self, call: Callable[[ModelServer], Awaitable[T]], choose: Callable[[], ModelServer]
+    ) -> T:
         since: float | None = None
         limit, key = self._settings.start_timeout, f"{self._place.section}.start_timeout"
         while True:
@@ -120,11 +122,11 @@ class Servers:
             await asyncio.sleep(PAUSE)
 
 
-def _itself(server: Server) -> Server:
+def _itself(server: ModelServer) -> ModelServer:
     return server
 
 
-# Refuses a server that serves another model than the configuration names, as far as its files tell.
+# Refuses a server of another model than the configuration names, where its files show it.
 
 
 async def check_model(http: Http, engine: str, path: str, key: str, timeout: float) -> None:
@@ -141,7 +143,7 @@ async def check_model(http: Http, engine: str, path: str, key: str, timeout: flo
 
 
 async def _directory(http: Http, engine: str, timeout: float) -> str | None:
-    """The directory that the server was started with; None from one that does not tell."""
+    """The directory of the server's model; None if the server does not report it."""
     try:
         answer = await http.get("/v1/models" if engine == "vllm" else "/model_info", timeout=timeout)
         return str(answer["data"][0]["root"] if engine == "vllm" else answer["model_path"])
@@ -155,22 +157,22 @@ async def _directory(http: Http, engine: str, timeout: float) -> str | None:
 
 @cache
 def _has_weights_of(served: str, path: str) -> bool:
-    """True also where they cannot be compared."""
+    """True if the weights are the same, and also if they cannot be compared."""
     if not (Path(served) / "config.json").is_file() or os.path.realpath(served) == os.path.realpath(path):
         return True
-    theirs, ours = (fingerprint(Path(directory), ("*.safetensors",)) for directory in (served, path))
-    return theirs == ours
+    remote, local = (fingerprint(Path(directory), ("*.safetensors",)) for directory in (served, path))
+    return remote == local
 
 
 # Scores one response of a component on servers, or says why it has none.
 
 
 class Verdict(NamedTuple):
-    """The score of a response by one component; None if none can be had, which `said` explains."""
+    """The score of a response by one component; None if there is none, which `explanation` explains."""
 
     score: float | None
-    said: str = ""  # a judge's explanation
+    explanation: str = ""  # a judge's words, or why there is no score
 
 
 class Misfit(RuntimeError):  # noqa: N818
-    """A server, a model or a response with which the run cannot go on; the message names it."""
+    """The run cannot go on with a server, a model or a response, which the message names."""

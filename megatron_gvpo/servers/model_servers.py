@@ -77,8 +77,8 @@ def open_servers(
         launch = command(servers, checkpoint, model, section, port, api_key, on_gpu)
         launch.environment.update({n: os.environ.get(n, lo) for n, lo in ON_LOOPBACK.items()})
         if on_gpu:
-            mine = gpus[number * servers.tp : (number + 1) * servers.tp]
-            launch.environment["CUDA_VISIBLE_DEVICES"] = visible(mine)
+            own_gpus = gpus[number * servers.tp : (number + 1) * servers.tp]
+            launch.environment["CUDA_VISIBLE_DEVICES"] = visible(own_gpus)
         host = f"[{servers.host}]" if ":" in servers.host else servers.host
         log = Path(config.output_dir) / "servers" / f"{port}.log"
         processes.append(ServerProcess(launch, f"http://{host}:{port}", log))
@@ -128,12 +128,12 @@ def command(
 
 
 def _gpus(config: Config, section: str) -> Iterator[int]:
-    """The GPUs of a section's servers: after the trainer's, the rollout servers' and earlier sections'."""
+    """The GPUs of a section's servers. They follow those of trainer, rollout servers and earlier sections."""
     rollout = config.rollout
     taken = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if rollout.uses_servers and not rollout.servers.urls:
-        theirs = rollout.servers.count * rollout.servers.tp
-        taken = max(taken, theirs) if rollout.servers.colocated else taken + theirs
+        rollout_gpus = rollout.servers.count * rollout.servers.tp
+        taken = max(taken, rollout_gpus) if rollout.servers.colocated else taken + rollout_gpus
     wanted = 0
     for name, servers in model_servers(config):
         wanted = servers.count * servers.tp

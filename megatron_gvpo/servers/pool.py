@@ -1,9 +1,9 @@
 """The pool of a run's servers: it balances requests over them, and survives the loss of any of them.
 
-A server is `ready` (healthy, with the current weights), `pending` (healthy, without them) or `lost`. Only a
-ready server gets requests. A server that comes back after a failure is pending until the trainer has pushed
-the weights to it, even if it never restarted: no response is sampled from weights that the trainer does not
-know.
+A server is ready (healthy, with the current weights), pending (healthy, without them), receiving them, or
+lost (megatron_gvpo.servers.handle). Only a ready server gets requests. A server that comes back after a
+failure is pending until the trainer has pushed the weights to it, even if it never restarted: no response is
+sampled from weights that the trainer does not know.
 
 Everything here runs in one asyncio loop.
 """
@@ -15,12 +15,21 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, replace
 
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.groups import Rollout, Routing
-from megatron_gvpo.servers.answers import Expected, Lost, trusted
+from megatron_gvpo.servers.answers import Expected, Failure, trusted
+from megatron_gvpo.servers.handle import (
+    ALL_PARTS,
+    Asleep,
+    Lost,
+    Pending,
+    Ready,
+    Receiving,
+    ServerHandle,
+    State,
+)
 from megatron_gvpo.servers.http import ServerGone, ServerRefused, spare_connections
 from megatron_gvpo.servers.launch.supervise import Supervisor
 from megatron_gvpo.servers.request import Request, derived_seed, images_of, rollout_of
@@ -36,41 +45,11 @@ ATTEMPTS = 5  # a request that fails on so many servers is taken for the cause
 
 
 @dataclass
-class ServerHandle:
-    """One server and what the pool knows of it."""
-
-    server: Server
-    state: Literal["ready", "pending", "lost"] = "lost"
-    why: str = "not seen yet"
-    since: float = field(default_factory=time.monotonic)  # when the state began
-    version: int = -1  # of the weights it was last given
-    outstanding: int = 0  # tokens that it was asked for and has not given
-    calls: set[asyncio.Task[Sample]] = field(default_factory=set)
-    in_push: bool = False  # it is receiving weights, and may be slow to answer
-    regroup: bool = True  # it is in no process group with the trainer, for example after a restart
-    offloaded: tuple[MemoryPart, ...] = ()  # parts of its memory that a colocated trainer has
-    offloaded_at: str = ""  # its weight version then; after a restart the server has another
-
-    def has(self, version: int) -> bool:
-        """True if it serves the weights of this version."""
-        return self.state == "ready" and self.version == version
-
-    def joined(self) -> None:
-        """The server is in a process group with the trainer."""
-        self.regroup = False
-
-    def become(self, state: Literal["ready", "pending", "lost"], why: str = "") -> None:
-        if state != self.state:
-            self.state, self.since = state, time.monotonic()
-        self.why = why
-
-
-@dataclass
-class Asked:
-    """A request, and the server that holds its prompt in its cache."""
+class PendingRequest:
+    """A request, and the server that has its prompt in its cache."""
 
     request: Request
-    home: ServerHandle | None = None
+    preferred: ServerHandle | None = None
     images: tuple[SentImage, ...] = ()
 
 
@@ -102,7 +81,7 @@ class ServerPool:
         """Wait until all servers are healthy. Raises RolloutError after `start_timeout`."""
         self._monitors = [asyncio.create_task(self._watch(handle)) for handle in self.handles]
         deadline = time.monotonic() + self._settings.start_timeout
-        while lost := [h for h in self.handles if h.state == "lost"]:
+        while lost := [h for h in self.handles if h.is_lost]:
             if self._supervisor is not None and self._supervisor.failed:
                 raise RolloutError(self._supervisor.failed)
             if time.monotonic() > deadline:
@@ -121,7 +100,7 @@ class ServerPool:
     @property
     def wants_weights(self) -> bool:
         """True if a healthy server waits for the current weights."""
-        return any(h.state == "pending" for h in self.handles)
+        return any(isinstance(h.state, Pending) for h in self.handles)
 
     async def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Rollout]]:
         """`n` rollouts for each request, in request order, all complete.
@@ -133,63 +112,65 @@ class ServerPool:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    [group.create_task(self.respond(asked, i, sampling)) for i in range(asked.request.n)]
-                    for asked in map(Asked, requests)
+                    [group.create_task(self.respond(pending, i, sampling)) for i in range(pending.request.n)]
+                    for pending in map(PendingRequest, requests)
                 ]
         except* RolloutError as errors:
             raise errors.exceptions[0] from None
         return [[task.result() for task in row] for row in tasks]
 
     async def take_out(self, version: int, *, abort: bool) -> list[ServerHandle]:
-        """Free the healthy servers that lack the weights of `version` of requests, and return them.
+        """Take the healthy servers that lack the weights of `version` out of service, and return them.
 
         They get no requests until `admit`. With `abort` their responses stop, to continue elsewhere or later;
         otherwise they finish first. Servers that have the version go on serving.
         """
-        targets = [h for h in self.handles if h.state != "lost" and not h.has(version)]
+        targets = [h for h in self.handles if not h.is_lost and not h.has(version)]
         for handle in targets:
-            self.retire(handle, f"waits for weights {version}")
+            self._move(handle, Pending())
         async with asyncio.TaskGroup() as group:
             for handle in targets:
                 group.create_task(self._drain(handle, abort))
-        targets = [h for h in targets if h.state != "lost"]
+        targets = [h for h in targets if not h.is_lost]
         for handle in targets:
-            handle.in_push = True
+            self._move(handle, Receiving())
         return targets
 
     def push_ended(self, handles: Sequence[ServerHandle]) -> None:
-        """No weights are on their way to these servers any more."""
+        """The push to these servers has ended. Those that did not get all weights wait for another one."""
         for handle in handles:
-            handle.in_push = False
+            if isinstance(handle.state, Receiving):
+                self._move(handle, Pending())
 
     async def sleep(self) -> None:
         """All healthy servers give their memory to a colocated trainer, and lose their weights."""
         await self._hold()
         async with asyncio.TaskGroup() as group:
             for handle in self.handles:
-                if handle.state != "lost":
+                if not handle.is_lost:
                     group.create_task(self._offload(handle))
         await self._hold()  # this ends a server that did not give its memory, and so frees it
 
     async def _hold(self) -> None:
         """End the processes of lost servers, and start none until `wake`."""
         if self._supervisor is not None:
-            lost = [h.server.url for h in self.handles if h.state == "lost"]
+            lost = [h.server.url for h in self.handles if h.is_lost]
             await asyncio.to_thread(self._supervisor.hold, lost)
 
     async def _offload(self, handle: ServerHandle) -> None:
-        self.retire(handle, "sleeps while the trainer trains")
+        self._move(handle, Pending())
         await self._drain(handle, abort=True)
         server = handle.server
-        if len(handle.offloaded) == 1:  # the push that gave it back a part failed
+        # A push that failed has given it a part back.
+        if handle.asleep is not None and handle.asleep.parts != ALL_PARTS:
             self.replace(handle, "it has a part of its memory, which it cannot give again")
             return
         try:
-            if not handle.offloaded:
+            if handle.asleep is None:
                 await server.pause(CONTROL)
-                handle.offloaded_at = await server.weight_version(CONTROL)
+                version = await server.weight_version(CONTROL)
                 await server.offload_memory(CONTROL)
-                handle.offloaded = ("weights", "cache")
+                handle.asleep = Asleep(ALL_PARTS, version)
         except (ServerGone, ServerRefused) as error:
             self.replace(handle, str(error))
 
@@ -200,14 +181,17 @@ class ServerPool:
 
     async def onload(self, handle: ServerHandle, part: MemoryPart) -> None:
         """The server takes `part` of its memory back from the trainer. Raises ServerGone, ServerRefused."""
-        if len(handle.offloaded) == 2 and await handle.server.weight_version(CONTROL) != handle.offloaded_at:
-            handle.offloaded = ()  # it has restarted, with memory of its own
-        if part in handle.offloaded:
-            handle.offloaded = tuple(p for p in handle.offloaded if p != part)
-            await handle.server.onload_memory(part, CONTROL)
+        asleep, server = handle.asleep, handle.server
+        slept_at = asleep.version if asleep is not None and asleep.parts == ALL_PARTS else None
+        if slept_at is not None and await server.weight_version(CONTROL) != slept_at:
+            handle.asleep = None  # it has restarted, with memory of its own
+        if handle.asleep is not None and part in handle.asleep.parts:
+            parts = tuple(p for p in handle.asleep.parts if p != part)
+            handle.asleep = replace(handle.asleep, parts=parts) if parts else None
+            await server.onload_memory(part, CONTROL)
 
     async def _drain(self, handle: ServerHandle, abort: bool) -> None:
-        while handle.calls and handle.state != "lost":
+        while handle.calls and not handle.is_lost:
             if abort:  # again and again: a request may still be on its way to the server
                 try:
                     await handle.server.abort(CONTROL)
@@ -218,25 +202,17 @@ class ServerPool:
 
     def lose(self, handle: ServerHandle, why: str) -> None:
         """Count a server as lost: its requests go elsewhere, and it gets no more until it has new weights."""
-        if handle.state != "lost":
+        if not handle.is_lost:
             self._report(f"rollout server {handle.server.url} is lost: {why}")
-        handle.become("lost", why)
-        handle.regroup, handle.version, handle.in_push = True, -1, False
-        for call in handle.calls:
-            call.cancel()
-        self._changed.set()
+        self._move(handle, Lost(why))
 
     def admit(self, handle: ServerHandle, version: int) -> None:
         """Let a server serve: it has all weights of `version`. No effect if it was lost in the meantime."""
-        if handle.state == "lost":
-            return
-        handle.version, handle.in_push = version, False
-        handle.become("ready")
-        self._changed.set()
+        if isinstance(handle.state, Receiving):
+            self._move(handle, Ready(version))
 
-    def retire(self, handle: ServerHandle, why: str) -> None:
-        """Give a server no more requests: its weights are not current, or not complete."""
-        handle.become("pending", why)
+    def _move(self, handle: ServerHandle, state: State) -> None:
+        handle.to(state)
         self._changed.set()
 
     def replace(self, handle: ServerHandle, why: str) -> None:
@@ -248,7 +224,7 @@ class ServerPool:
     def hopeless(self) -> str | None:
         """The reason why no server will come back; None while one may."""
         limit = self._settings.start_timeout
-        gone = [h for h in self.handles if h.state == "lost" and time.monotonic() - h.since > limit]
+        gone = [h for h in self.handles if h.is_lost and time.monotonic() - h.since > limit]
         if self._supervisor is not None and self._supervisor.failed:
             return self._supervisor.failed
         if len(gone) == len(self.handles):
@@ -258,23 +234,23 @@ class ServerPool:
             )
         return None
 
-    async def respond(self, asked: Asked, index: int, sampling: SamplingConfig) -> Rollout:
+    async def respond(self, pending: PendingRequest, index: int, sampling: SamplingConfig) -> Rollout:
         """One response, from as many servers and weight versions as it takes."""
-        asked.images = await images_of(asked.request, self._images)  # first: weights may come meanwhile
+        pending.images = await images_of(pending.request, self._images)  # first: weights may come meanwhile
         token_ids, logprobs, failures = list[int](), list[float](), list[str]()
         spans: list[tuple[int, int, int]] = []
         begin: float | None = None
         while len(failures) < ATTEMPTS:
             async with self._connections:
-                handle = await self._choose(asked)
+                handle = await self._choose(pending)
                 begin = begin or time.monotonic()
                 version = handle.version
-                answer = await self._ask(handle, asked, index, token_ids, sampling)
-            if isinstance(answer, Lost):
+                answer = await self._ask(handle, pending, index, token_ids, sampling)
+            if isinstance(answer, Failure):
                 failures.append(answer.why)
                 self.lose(handle, answer.why)
                 continue
-            self.prefix_cache.count(len(asked.request.prompt_ids) + len(token_ids), answer.cached)
+            self.prefix_cache.count(len(pending.request.prompt_ids) + len(token_ids), answer.cached)
             if answer.token_ids:
                 start = spans.pop()[1] if spans and spans[-1][0] == version else len(token_ids)
                 token_ids += answer.token_ids
@@ -282,15 +258,15 @@ class ServerPool:
                 spans.append((version, start, len(token_ids)))
             aborted = answer.finish_reason == "abort"
             is_ended = bool(token_ids) and token_ids[-1] in sampling.stops(self._end_token_ids)
-            if not aborted or is_ended or len(token_ids) >= asked.request.longest(sampling):
+            if not aborted or is_ended or len(token_ids) >= pending.request.longest(sampling):
                 reason = answer.finish_reason if not aborted else "stop" if is_ended else "length"
                 rollout = rollout_of(token_ids, logprobs, reason, spans)
                 rollout.seconds, rollout.server = time.monotonic() - begin, handle.server.url
                 if sampling.wants_routing and not aborted:
-                    rollout.routing = self._routing(handle, asked.request, rollout, answer)
+                    rollout.routing = self._routing(handle, pending.request, rollout, answer)
                 return rollout
         raise RolloutError(
-            f"a prompt of {len(asked.request.prompt_ids)} tokens was lost with {ATTEMPTS} servers in turn; "
+            f"a prompt of {len(pending.request.prompt_ids)} tokens was lost with {ATTEMPTS} servers in turn; "
             f"at last: {failures[-1]}"
         )
 
@@ -306,16 +282,21 @@ class ServerPool:
             raise RolloutError(f"rollout server {handle.server.url} answered with {error}") from None
 
     async def _ask(
-        self, handle: ServerHandle, asked: Asked, index: int, given: list[int], sampling: SamplingConfig
-    ) -> Sample | Lost:
-        """The sample that continues the tokens `given`, or the failure. Raises RolloutError for a refusal."""
-        request, images = asked.request, asked.images
-        room, stops = request.longest(sampling) - len(given), sampling.stops(self._end_token_ids)
+        self,
+        handle: ServerHandle,
+        pending: PendingRequest,
+        index: int,
+        prefix: Sequence[int],
+        sampling: SamplingConfig,
+    ) -> Sample | Failure:
+        """Sample tokens that continue the response's `prefix`. Raises RolloutError for a refused request."""
+        request, images = pending.request, pending.images
+        room, stops = request.longest(sampling) - len(prefix), sampling.stops(self._end_token_ids)
         call = asyncio.create_task(
             handle.server.sample(
-                [*request.prompt_ids, *given],
+                [*request.prompt_ids, *prefix],
                 room,
-                derived_seed(request.seed, index, len(given)),
+                derived_seed(request.seed, index, len(prefix)),
                 sampling,
                 stops,
                 self._settings.request_timeout,
@@ -331,12 +312,12 @@ class ServerPool:
         except ServerRefused as error:
             if error.is_request:
                 raise RolloutError(f"a rollout request was refused: {error}") from None
-            return Lost(str(error))
+            return Failure(str(error))
         except ServerGone as error:
-            return Lost(str(error))
+            return Failure(str(error))
         except asyncio.CancelledError:
-            if call.cancelled():  # the server was lost
-                return Lost(handle.why)
+            if call.cancelled():  # the server was lost, and may be back by now
+                return Failure(handle.state.why if isinstance(handle.state, Lost) else "it was lost")
             call.cancel()  # the caller no longer wants this response
             raise
         finally:
@@ -346,14 +327,14 @@ class ServerPool:
         expected = Expected(version, room, stops, self._vocabulary, placeholder)
         return trusted(handle.server.url, sample, expected, is_serving=handle.has(version))
 
-    async def _choose(self, asked: Asked) -> ServerHandle:
+    async def _choose(self, pending: PendingRequest) -> ServerHandle:
         """A ready server; the same one for all samples of a request, while it stays ready."""
         while True:
-            ready = [h for h in self.handles if h.state == "ready"]
+            ready = [h for h in self.handles if h.is_ready]
             if ready:
-                if asked.home not in ready:
-                    asked.home = min(ready, key=lambda h: h.outstanding)
-                return asked.home
+                if pending.preferred not in ready:
+                    pending.preferred = min(ready, key=lambda h: h.outstanding)
+                return pending.preferred
             if problem := self.hopeless():
                 raise RolloutError(problem)
             await self._state_change(POLL)
@@ -364,7 +345,7 @@ class ServerPool:
         limit = self._settings.health_timeout
         while True:
             try:
-                if handle.offloaded:
+                if handle.asleep is not None:
                     # A health check would wait, or need the memory that the server lacks. Its model process
                     # answers this request, and SGLang's /health then knows that it lives, as `serve` asks.
                     await handle.server.info(limit)
@@ -374,16 +355,14 @@ class ServerPool:
                 silent = time.monotonic() - last_seen
                 stopped = isinstance(error, ServerGone) and error.refused
                 if stopped:
-                    handle.offloaded = ()  # the next process there has all of its memory
-                if handle.state == "lost":
-                    handle.why = str(error)
-                elif stopped or (silent > limit and not handle.in_push):
+                    handle.asleep = None  # the next process there has all of its memory
+                if handle.is_lost or stopped or (silent > limit and not isinstance(handle.state, Receiving)):
                     self.lose(handle, str(error))
             else:
                 last_seen = time.monotonic()
-                if handle.state == "lost":
+                if handle.is_lost:
                     self._report(f"rollout server {handle.server.url} is healthy")
-                    self.retire(handle, "back, without the current weights")
+                    self._move(handle, Pending())
             await asyncio.sleep(POLL)
 
     async def _state_change(self, timeout: float) -> None:
@@ -393,10 +372,10 @@ class ServerPool:
 
     @staticmethod
     def _describe(handles: Sequence[ServerHandle]) -> str:
-        return "; ".join(f"{h.server.url} ({h.why})" for h in handles)
+        return "; ".join(f"{h.server.url} ({h.state.why})" for h in handles if isinstance(h.state, Lost))
 
 
-# How much of the prompts the servers had in their prefix caches.
+# The share of prompt tokens that the servers found in their prefix caches.
 
 METRIC = "server/prefix_cache_hits"
 
@@ -408,13 +387,13 @@ class PrefixCache:
         self._counts = self._taken = (0, 0)  # tokens, and those of them that were cached
 
     def count(self, prompt: int, cached: int | None) -> None:
-        """Count a request; `cached` is None where the server does not say it, and then nothing is counted."""
+        """Count a request. `cached` is None where the server does not report it; then nothing is counted."""
         if cached is not None:
             tokens, hits = self._counts
             self._counts = tokens + prompt, hits + cached
 
     def take(self) -> dict[str, float]:
-        """The share of tokens since the last call, as a metric; empty without requests that were counted.
+        """The share of tokens since the last call, as a metric; empty if no request was counted.
 
         Another thread may count meanwhile.
         """

@@ -26,19 +26,19 @@ class Routers:
         sparse = tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0)
         return Routers(layers, sparse, card["num_experts_per_tok"], card.experts)
 
-    def pack(self, given: np.ndarray, tokens: int) -> Routing:
+    def pack(self, recorded: np.ndarray, tokens: int) -> Routing:
         """Pack the experts of a sequence of `tokens` tokens.
 
-        `given` holds integers [tokens - 1, layers, per_token], in any shape. Raises ValueError if their
+        `recorded` holds integers [tokens - 1, layers, per_token], in any shape. Raises ValueError if their
         number or one of them does not fit the model, and for a token without recorded experts.
         """
         shape = (tokens - 1, self.layers, self.per_token)
-        if given.size != np.prod(shape):
+        if recorded.size != np.prod(shape):
             raise ValueError(
-                f"{given.size} experts for {tokens} tokens: want {self.per_token} in each of {self.layers} "
-                "layers for every token but the last"
+                f"{recorded.size} experts for {tokens} tokens: want {self.per_token} in each of "
+                f"{self.layers} layers for every token but the last"
             )
-        chosen = given.reshape(shape)
+        chosen = recorded.reshape(shape)
         width, kind = (1, "<u1") if self.experts <= 256 else (2, "<i2")
         routed = chosen[:, self.sparse]
         if routed.size and not 0 <= routed.min() <= routed.max() < self.experts:
@@ -50,10 +50,10 @@ class Routers:
         return Routing(self.layers, self.per_token, width, chosen.astype(kind).tobytes())
 
 
-def routing_of(routers: Routers | None, given: np.ndarray | None, tokens: int) -> Routing:
+def routing_of(routers: Routers | None, recorded: np.ndarray | None, tokens: int) -> Routing:
     """Pack the experts that a server gave for a sequence of `tokens` tokens. Raises ValueError."""
-    if routers is None or given is None:
+    if routers is None or recorded is None:
         raise ValueError(
             "no experts: for rollout.router_replay servers are started with --enable-return-routed-experts"
         )
-    return routers.pack(given, tokens)
+    return routers.pack(recorded, tokens)

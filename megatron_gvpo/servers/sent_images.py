@@ -1,4 +1,4 @@
-"""Images as rollout servers get them: already resized, so that trainer and engine see the same pixels."""
+"""Resizes images before servers get them, so that trainer and engine see the same pixels."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ImageSender:
         return self._processor.image(data_url(file.getvalue()))
 
     def sent(self, images: Sequence[Image]) -> tuple[SentImage, ...]:
-        """The images of one request. Raises ImageError if a file is gone, or another one."""
+        """The images of one request. Raises ImageError if a file is missing or has changed."""
         return tuple(SentImage(self._url(i), i.digest, i.tokens, self.placeholder) for i in images)
 
     def _url(self, image: Image) -> str:
@@ -76,7 +76,7 @@ class CacheNames:
         self.renew()
 
     def renew(self) -> None:
-        """The server has new weights."""
+        """Use new names: the server has new weights."""
         self._weights = secrets.token_hex(8)
 
     def of(self, image: SentImage) -> str:
@@ -86,23 +86,23 @@ class CacheNames:
 
 def with_one_placeholder(token_ids: Sequence[int], images: Sequence[SentImage]) -> list[int]:
     """A prompt as engines take it, with one placeholder for each image in place of all its tokens."""
-    short, rest, place = list[int](), iter(images), 0
-    while place < len(token_ids):
-        token, following = token_ids[place], 1
+    short, rest, index = list[int](), iter(images), 0
+    while index < len(token_ids):
+        token, following = token_ids[index], 1
         if images and token == images[0].placeholder and (image := next(rest, None)) is not None:
             following = image.tokens
         short.append(token)
-        place += following
+        index += following
     return short
 
 
-def difference(ours: Sequence[int], theirs: Any, placeholder: int) -> str | None:
+def difference(sent: Sequence[int], used: Any, placeholder: int) -> str | None:
     """How a server's prompt differs from the trainer's; None if they are equal."""
-    if not isinstance(theirs, list):
+    if not isinstance(used, list):
         return "its answer does not say which prompt it used"
-    if theirs == list(ours):
+    if used == list(sent):
         return None
-    mine, its = list(ours).count(placeholder), theirs.count(placeholder)
-    if mine != its:
-        return f"its prompt has {its} tokens of images, and the trainer's {mine}"
-    return f"its prompt has other tokens than the trainer's ({len(theirs)} and {len(ours)})"
+    sent_count, used_count = list(sent).count(placeholder), used.count(placeholder)
+    if sent_count != used_count:
+        return f"its prompt has {used_count} tokens of images, and the trainer's {sent_count}"
+    return f"its prompt has other tokens than the trainer's ({len(used)} and {len(sent)})"

@@ -33,10 +33,10 @@ PLAIN = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-# Log-probs that are taken, in nats. Engines compute log-softmax in fp32, whose 24 bits leave an error of 1e-7
-# for usual logits, and of about 1e-3 for logits in the thousands; a likely token may get so much above 0. A
-# sampler draws no token below -104, the logarithm of the least number of fp32; vLLM writes -9999 for minus
-# infinity.
+# The range of log-probs, in nats, that are accepted. Engines compute log-softmax in fp32, whose 24 bits leave
+# an error of 1e-7 for usual logits, and of about 1e-3 for logits in the thousands; a likely token may get so
+# much above 0. A sampler draws no token below -104, the logarithm of the least number of fp32; vLLM writes
+# -9999 for minus infinity.
 HIGHEST_LOGPROB, LOWEST_LOGPROB = 1e-3, -1e4
 
 
@@ -52,7 +52,7 @@ class Sample:
     cached: int | None = None  # prompt tokens that its prefix cache had, if the server reports it
 
     def __post_init__(self) -> None:
-        """Raises ValueError, TypeError for values that no response has: they come from another program."""
+        """Raises ValueError, TypeError for values that a response cannot have: another program sent them."""
         for index, token in enumerate(self.token_ids):
             if type(token) is not int or not 0 <= token < 2**31:
                 raise ValueError(f"{shortened(token)} at index {index} of the response is not a token id")
@@ -60,7 +60,7 @@ class Sample:
         if len(self.logprobs) != len(self.token_ids):
             raise ValueError(f"{len(self.token_ids)} tokens with {len(self.logprobs)} log-probs")
         if self.cached is not None and not (type(self.cached) is int and self.cached >= 0):
-            raise ValueError("a count of cached tokens that is none")
+            raise ValueError("the count of cached tokens is not an integer from 0")
         if not self.token_ids and self.finish_reason != "abort":
             raise ValueError("a finished response without any token")
 
@@ -74,7 +74,7 @@ class Sample:
         return replace(self, token_ids=self.token_ids[:end], logprobs=self.logprobs[:end])
 
     def ended_elsewhere(self, stops: Sequence[int]) -> str | None:
-        """The fault of a server that ended the response at another token than these, else None."""
+        """The problem of a server that ended the response at another token than these, else None."""
         if self.finish_reason != "stop" or self.token_ids[-1] in stops:
             return None
         return (
@@ -98,17 +98,17 @@ class ServerInfo:
     model_path: str
     context_length: int
     processes: int  # ranks that receive weights
-    http_processes: int = 1  # that take requests
+    http_processes: int = 1  # processes that take requests
 
     def __post_init__(self) -> None:
-        """Raises ValueError for values that no server has."""
+        """Raises ValueError for values that a server cannot have."""
         for name in ("version", "model_path"):
             if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} is no text")
+                raise ValueError(f"{name} is not a string")
         for name, least in (("context_length", 0), ("processes", 1), ("http_processes", 1)):
             value = getattr(self, name)
             if type(value) is not int or not least <= value < 2**31:
-                raise ValueError(f"{name} is no such number")
+                raise ValueError(f"{name} is not an integer from {least}")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Launch:
     # YAML text that only this user may read. The supervisor writes it to a file and appends the file's path
     # to the command.
     secret: str = ""
-    key: str = ""  # the API key, which the server's log is not to keep
+    key: str = ""  # the API key, which is removed from the server's log
 
 
 def meeting_of_ranks(servers: ServersConfig) -> tuple[str, int]:
@@ -172,7 +172,7 @@ class Server(Protocol):
     def use_adapter(self, name: str) -> None:
         """From here on `sample` and `score` name this adapter, in place of the model itself.
 
-        They raise ServerGone if the server does not have it: another process has taken its place.
+        They raise ServerGone if the server does not have it: the server has restarted.
         """
 
     async def sample(
@@ -192,7 +192,7 @@ class Server(Protocol):
         """
 
     async def score(self, token_ids: Sequence[int], timeout: float, first: int = 1) -> list[float]:
-        """Log-probs at temperature 1 of the tokens from place `first` on, given the tokens before each."""
+        """Log-probs at temperature 1 of the tokens from index `first` on, each after the tokens before it."""
 
     async def speculates(self, timeout: float) -> bool:
         """True if it decodes speculatively.
@@ -227,21 +227,21 @@ class Server(Protocol):
 
 
 @contextmanager
-def answer_of(server: Server, asked: str) -> Iterator[None]:
+def answer_of(server: Server, path: str) -> Iterator[None]:
     """Turn errors in reading an answer into ServerRefused: the server is not the engine that it should be."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, EOFError, OverflowError, BadZipFile) as error:
         raise ServerRefused(
-            f"{server.url}{asked}: its answer lacks fields that the engine's has, or has others "
+            f"{server.url}{path}: its answer lacks fields that the engine's has, or has others "
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]})",
             502,
         ) from None
 
 
-def check_prompt(server: Server, ours: Sequence[int], theirs: Any, images: Sequence[SentImage]) -> None:
+def check_prompt(server: Server, sent: Sequence[int], used: Any, images: Sequence[SentImage]) -> None:
     """Raise ServerRefused if a prompt with images that a server used is not the trainer's."""
-    if problem := difference(ours, theirs, images[0].placeholder):
+    if problem := difference(sent, used, images[0].placeholder):
         raise ServerRefused(
             f"{server.url}: {problem}: start it with the trainer's model, whose preprocessor_config.json "
             "says how images are cut into patches",
@@ -261,7 +261,7 @@ def named_adapter(server: Server, name: str | None) -> Iterator[None]:
 
 
 def log_probs(values: Iterable[Any]) -> list[float]:
-    """The values, each the log-prob of a token. Raises ValueError, which names the first that is none."""
+    """The values, each the log-prob of a token. Raises ValueError, which names the first that is not one."""
     logprobs = list(values)
     for index, value in enumerate(logprobs):
         if type(value) not in (int, float) or not LOWEST_LOGPROB <= value <= HIGHEST_LOGPROB:
@@ -294,9 +294,9 @@ class Drafts:
     accepted: int = 0  # tokens of those that the policy accepted
 
     def __post_init__(self) -> None:
-        """Raises ValueError for values that no server has."""
+        """Raises ValueError for values that a server cannot have."""
         if not all(type(n) is int and 0 <= n < 2**63 for n in (self.rounds, self.drafted, self.accepted)):
-            raise ValueError("counts of drafted tokens that are none")
+            raise ValueError("counts of drafted tokens are not integers from 0")
 
     def __add__(self, other: Drafts) -> Drafts:
         rounds, drafted = self.rounds + other.rounds, self.drafted + other.drafted

@@ -1,4 +1,4 @@
-"""The servers of a run as rank 0 holds them, from their start to their end."""
+"""The servers of a run on rank 0, from their start to their end."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from megatron_gvpo.servers.routed_experts import Routers
 from megatron_gvpo.servers.sent_images import ImageSender
 from megatron_gvpo.servers.server import Server
 from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.sections import RolloutConfig
 
 MISSED = 3.0  # health checks without which a server gives up a push whose trainer is silent
 
@@ -52,10 +53,10 @@ class ServerSession:
             opened.callback(lambda: self.loop.run(session.close()))
             routers = Routers.of(model) if config.rollout.router_replay else None
             started = {p.url: p.listens for p in self.supervisor.processes} if self.supervisor else {}
-            chosen = config.rollout.speculation
-            kept = config.rollout.weights.traits.sends_adapter or (chosen is not None and chosen.own_weights)
             silence = MISSED * servers.health_timeout
-            clients = [dialect(Http(session, url, key, started.get(url), silence), kept) for url in urls]
+            https = [Http(session, url, key, started.get(url), silence) for url in urls]
+            keeps_weights = _keeps_weights(config.rollout)
+            clients = [dialect(http, keeps_weights) for http in https]
             images = ImageSender(config.model.path, model) if takes_images(model) else None
             self.pool = ServerPool(
                 clients,
@@ -92,6 +93,12 @@ class ServerSession:
         await self.pool.start()
         for handle in self.pool.handles:
             await self._check(handle.server)
+
+
+def _keeps_weights(rollout: RolloutConfig) -> bool:
+    """True if servers have weights that no push brings: a base below adapters, or a draft of their own."""
+    draft = rollout.speculation
+    return rollout.weights.traits.sends_adapter or (draft is not None and draft.own_weights)
 
 
 def _servers(config: Config) -> tuple[Supervisor | None, list[str], str | None]:

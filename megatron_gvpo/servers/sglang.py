@@ -203,12 +203,12 @@ class SGLang:
         }
         answer = await self._generate(body, timeout)
         with answer_of(self, "/generate"):
-            given = answer["meta_info"]["input_token_logprobs"][1:-1]
-            pairs = zip(given, token_ids[first:], strict=True)
+            entries = answer["meta_info"]["input_token_logprobs"][1:-1]
+            pairs = zip(entries, token_ids[first:], strict=True)
             # The vocabulary's last token is shown as 0.
             if any(entry[1] not in (token, 0) for entry, token in pairs):
                 raise ValueError("log-probs of other tokens")
-            return log_probs(entry[0] for entry in given)
+            return log_probs(entry[0] for entry in entries)
 
     async def speculates(self, timeout: float) -> bool:
         info = await self.http.get("/server_info", timeout=timeout)

@@ -58,11 +58,11 @@ def check_draft(config: Config) -> None:
     key = "rollout.speculation.model"
     draft = ModelCard.read(chosen.model, key)
     check_files(Path(chosen.model), key)
-    theirs, ours = (text_values(each).get("vocab_size") for each in (draft, policy))
-    if chosen.method == "draft" and theirs != ours:
+    draft_size, policy_size = (text_values(each).get("vocab_size") for each in (draft, policy))
+    if chosen.method == "draft" and draft_size != policy_size:
         raise ConfigError(
-            f"{key}={chosen.model} has vocab_size={theirs}, and the policy {ours}: a draft needs the "
-            "policy's tokenizer"
+            f"{key}={chosen.model} has vocab_size={draft_size}, and the policy {policy_size}: a draft needs "
+            "the policy's tokenizer"
         )
 
 

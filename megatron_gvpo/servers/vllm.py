@@ -250,26 +250,26 @@ class VLLM:
         body = {"prompt": list(token_ids), **how}
         answer = await self._complete(body, timeout)
         with answer_of(self, "/v1/completions"):
-            given = answer["choices"][0]["prompt_logprobs"][first:]
-            pairs = zip(given, token_ids[first:], strict=True)
+            entries = answer["choices"][0]["prompt_logprobs"][first:]
+            pairs = zip(entries, token_ids[first:], strict=True)
             return log_probs(entry[str(token)]["logprob"] for entry, token in pairs)
 
     async def speculates(self, timeout: float) -> bool:
         return bool(await self._counters(timeout))
 
     async def drafts(self, timeout: float) -> Drafts:
-        found = await self._counters(timeout)
+        counters = await self._counters(timeout)
         with answer_of(self, "/metrics"):
-            return Drafts(*(found.get(name, 0) for name in DRAFTS))
+            return Drafts(*(counters.get(name, 0) for name in DRAFTS))
 
     async def _counters(self, timeout: float) -> dict[str, int]:
         """Counters of speculative decoding, summed over the server's engines; empty without it."""
         text = await self.http.get("/metrics", timeout=timeout)
-        found = dict[str, int]()
+        counters = dict[str, int]()
         with answer_of(self, "/metrics"):
             for name, value in re.findall(r"^vllm:spec_decode_num_(\w+?)_total(?:{.*})? (\S+)$", text, re.M):
-                found[name] = found.get(name, 0) + int(float(value))
-        return found
+                counters[name] = counters.get(name, 0) + int(float(value))
+        return counters
 
     async def _complete(self, body: dict[str, Any], timeout: float) -> Any:
         with named_adapter(self, self._adapter):
@@ -300,9 +300,9 @@ class VLLM:
 
     async def _reset_prefix_cache(self, timeout: float) -> bool:
         """False while vLLM has not let go of requests that were aborted: it then keeps the whole cache."""
-        said = await self.http.post("/reset_prefix_cache", timeout=timeout)
+        answer = await self.http.post("/reset_prefix_cache", timeout=timeout)
         with answer_of(self, "/reset_prefix_cache"):
-            return bool(said["success"])
+            return bool(answer["success"])
 
     async def weight_version(self, timeout: float) -> str:
         info = await self.http.get("/weight_info", timeout=timeout)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_of, check_limits
-from megatron_gvpo.servers.pool import ServerHandle
+from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.server import Server
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.servers import run_directory
@@ -27,7 +27,7 @@ from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.disk import writing
 from megatron_gvpo.weights.transport import Transport, WeightReceiver, each
 
-OURS = "gvpo-"  # begins the names of all adapters that a run gives to servers
+PREFIX = "gvpo-"  # of the names of all adapters that a run gives to servers
 
 
 class AdapterReceiver(WeightReceiver, Protocol):
@@ -51,7 +51,7 @@ class AdapterReceiver(WeightReceiver, Protocol):
 
     @abstractmethod
     async def name_version(self, version: str, timeout: float) -> None:
-        """The server gives what it serves this version."""
+        """Set the version that the server reports for its weights."""
 
     @abstractmethod
     async def refusal(self, rank: int, layers: Sequence[str], timeout: float) -> str | None:
@@ -79,7 +79,7 @@ class Adapter(Transport):
         self._receiver, self._root, self._timeout = receiver, root, timeout
         self._description = description
         digest = hashlib.blake2b(os.path.realpath(root).encode(), digest_size=4).hexdigest()
-        self._run = f"{OURS}{digest}"
+        self._run = f"{PREFIX}{digest}"
         self._handles: list[ServerHandle] = []
         self._version, self._tensors = -1, dict[str, Tensor]()
 
@@ -105,12 +105,12 @@ class Adapter(Transport):
         name = f"{self._run}-v{self._version}"
         directory = self._write(name)
         await each(self._handles, lambda m: self._exchange(self._receiver(m.server), name, directory))
-        for old in self._root.glob(f"{OURS}*"):
+        for old in self._root.glob(f"{PREFIX}*"):
             if old != directory:
                 shutil.rmtree(old, ignore_errors=True)
 
     async def close(self) -> None:
-        for own in (*self._root.glob(f"{OURS}*"), self._root / "partial"):
+        for own in (*self._root.glob(f"{PREFIX}*"), self._root / "partial"):
             shutil.rmtree(own, ignore_errors=True)
         with suppress(OSError):  # not empty: it may be a folder of the user's, too
             self._root.rmdir()
@@ -121,8 +121,8 @@ class Adapter(Transport):
 
         directory, aside = self._root / name, self._root / "partial"
         with writing(directory):
-            for place in (aside, directory):
-                shutil.rmtree(place, ignore_errors=True)
+            for path in (aside, directory):
+                shutil.rmtree(path, ignore_errors=True)
             write_adapter(aside, self._description, self._tensors)
             aside.rename(directory)
         self._tensors = {}
@@ -133,12 +133,12 @@ class Adapter(Transport):
 
         The server is paused and has no requests of this run in flight, so none uses an earlier adapter.
         """
-        held = [old for old in await receiver.adapters(self._timeout) if old.startswith(OURS)]
-        if name in held:  # from a push that did not end
+        earlier = [old for old in await receiver.adapters(self._timeout) if old.startswith(PREFIX)]
+        if name in earlier:  # from a push that did not end
             await receiver.unload_adapter(name, self._timeout)
         await receiver.load_adapter(name, directory, self._timeout)
         receiver.use_adapter(name)
-        for old in held:
+        for old in earlier:
             if old != name:
                 await receiver.unload_adapter(old, self._timeout)
         await receiver.name_version(str(self._version), self._timeout)

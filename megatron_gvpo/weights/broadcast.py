@@ -12,15 +12,15 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
-from megatron_gvpo.servers.pool import ServerHandle
 from megatron_gvpo.servers.server import Server
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.group import Rendezvous, WeightGroup, group_address
 from megatron_gvpo.weights.transport import PushFailed, Transport, WeightReceiver, each, raise_failed
 
-POLL = 0.001  # seconds between looks at a broadcast
+POLL = 0.001  # seconds between two checks of a broadcast
 LEAVE = 5.0  # seconds that a server has to leave a group
 
 
@@ -70,6 +70,7 @@ class Broadcast(Transport):
         self._address, self._backend, self._timeout = address, backend, timeout
         self._group: WeightGroup | None = None
         self._handles: list[ServerHandle] = []
+        self._members: list[tuple[str, int]] = []  # the servers in the group, see _lives
         self._offsets: dict[str, int] = {}  # by url
         self._version = -1
         self._wire_s = 0.0
@@ -91,7 +92,7 @@ class Broadcast(Transport):
     async def begin(self, handles: Sequence[ServerHandle], version: int) -> None:
         self._version, self._wire_s = version, 0.0
         async with self._whole_or_discarded():
-            if self._group is None or list(handles) != self._handles or any(m.regroup for m in handles):
+            if self._group is None or self._members != _lives(handles):
                 await self._discard()
                 await self._meet(handles)
             await each(self._handles, lambda m: self._group_receiver(m).begin_update(self._timeout))
@@ -145,7 +146,7 @@ class Broadcast(Transport):
         return made
 
     async def _meet(self, handles: Sequence[ServerHandle]) -> None:
-        self._handles = list(handles)
+        self._handles, self._members = list(handles), _lives(handles)
         world = self._trainers
         self._offsets = {}
         for handle in handles:
@@ -172,8 +173,6 @@ class Broadcast(Transport):
             raise PushFailed(f"the process group for the weights did not form: {error}", handles) from None
         await asyncio.wait(joins)
         self._raise_failed(joins)
-        for handle in handles:
-            handle.joined()
 
     async def _connect(self, group: WeightGroup, prefixes: Sequence[str]) -> None:
         """Join the group with all of the trainer's ranks; returns when all others are there, too."""
@@ -212,3 +211,8 @@ class Broadcast(Transport):
         """Raise the errors of the posts that are done."""
         ended = [(handle, post.exception()) for post, handle in posts.items() if post.done()]
         raise_failed([(handle, error) for handle, error in ended if error is not None])
+
+
+def _lives(handles: Sequence[ServerHandle]) -> list[tuple[str, int]]:
+    """The URL of each server and how often it was lost: after a loss it needs another process group."""
+    return [(handle.server.url, handle.losses) for handle in handles]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_gvpo.servers.pool import ServerHandle
+from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.server import Server
 from megatron_gvpo.weights.broadcast import Broadcast, GroupReceiver
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from megatron_gvpo.servers.pool import ServerHandle
+from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.server import Server
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.servers import run_directory
@@ -86,8 +86,8 @@ class Disk(Transport):
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a full or unwritable disk into a failed push, which is tried again and says the path."""
+    """Turn a full or unwritable disk into a failed push, which is tried again and names the path."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise PushFailed(f"{path} cannot be written: {error}", []) from None  # no server's fault
+        raise PushFailed(f"{path} cannot be written: {error}", []) from None  # not the fault of a server

@@ -30,7 +30,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The place at which the trainer (rank 0) and the servers' ranks form a process group for the weights."""
+    """The address at which the trainer (rank 0) and the servers' ranks form a process group for weights."""
 
     address: str
     port: int
@@ -78,7 +78,7 @@ class Membership:
     """One rank in a group, which can send to others. The group needs the store as long as it is used."""
 
     store: dist.Store
-    group: Any  # in torch's stubs a backend is no process group
+    group: Any  # in torch's stubs a backend is not a process group
     rank: int
     backend: str  # "gloo" or "nccl"
 
@@ -102,7 +102,7 @@ def _form(
     # After this time torch's watchdog ends the whole process. The caller's patience ends earlier, and costs
     # only one push.
     options._timeout = datetime.timedelta(seconds=2 * patience + 60)
-    with _failures_are_ours():
+    with _failures_reach_the_caller():
         return dist.ProcessGroupNCCL(store, rank, rendezvous.world_size, options)
 
 
@@ -117,7 +117,7 @@ class WeightGroup:
         self._tcp = host_store(address, 0, world_size, self._timeout)
         name = f"weights-{os.getpid()}-{next(_numbers)}"
         self.rendezvous = Rendezvous(address, self._tcp.port, world_size, name, backend)
-        self._group: Any = None  # in torch's stubs a backend is no process group
+        self._group: Any = None  # in torch's stubs a backend is not a process group
 
     def connect(self, prefixes: Sequence[str]) -> None:
         """Block until all ranks are there. Raises torch's RuntimeError after the timeout.
@@ -146,7 +146,7 @@ class WeightGroup:
 
 
 @contextlib.contextmanager
-def _failures_are_ours() -> Iterator[None]:
+def _failures_reach_the_caller() -> Iterator[None]:
     """NCCL groups made in this context report a failed broadcast to the caller.
 
     Without it torch would end the whole process, which is the trainer, when a server dies in a broadcast.
@@ -171,10 +171,10 @@ def group_address(config: Config) -> str:
     servers = config.rollout.servers
     address = config.rollout.weights.address or os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
-        # MASTER_ADDR is known: the ranks have met there.
+        # MASTER_ADDR needs no check, because the ranks have met there.
         socket.getaddrinfo(config.rollout.weights.address or "127.0.0.1", None)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"rollout.weights.address={address}: no known host: {error}") from None
+        raise ConfigError(f"rollout.weights.address={address} is not a known host: {error}") from None
     for url in servers.urls if address in LOOPBACK else ():
         if not is_this_machine(urlsplit(url).hostname or ""):
             raise ConfigError(
@@ -188,10 +188,10 @@ def group_address(config: Config) -> str:
 def is_this_machine(host: str) -> bool:
     """True if `host` is one of this machine's addresses, or a name that cannot be resolved."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return True
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as own:
             own.bind((address[0], 0))  # only one of this machine's addresses can be bound
             return True

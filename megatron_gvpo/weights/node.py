@@ -50,8 +50,8 @@ class NodeMemory:
         self._lock: int | None = None
         if first:
             for other in root.glob(_NAMES):
-                _remove_if_left(other)
-            self._lock = _made(self.directory)
+                _remove_if_abandoned(other)
+            self._lock = _make_locked(self.directory)
         self._device, self.on_gpu = device, device.type == "cuda"
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -61,12 +61,12 @@ class NodeMemory:
         "gpu" is the UUID of the GPU that has the buckets, "" for buckets on the host. "told" has, on a node's
         first rank, the GPUs that each rank of a server sees, by the server's number.
         """
-        told: dict[str, list[list[str]]] = {}
+        gpus_seen: dict[str, list[list[str]]] = {}
         for file in self.directory.glob("*.told.*") if self._first else ():
             if not file.name.endswith(".tmp"):
-                told.setdefault(file.name.split(".")[0], []).append(json.loads(file.read_text()))
+                gpus_seen.setdefault(file.name.split(".")[0], []).append(json.loads(file.read_text()))
                 file.unlink()
-        return {"told": told, "gpu": gpu_uuid(self._device) if self.on_gpu else ""}
+        return {"told": gpus_seen, "gpu": gpu_uuid(self._device) if self.on_gpu else ""}
 
     def offer(self, flat: Tensor, handles: int, file: bool) -> dict[str, Any]:
         """Offer a bucket to servers.
@@ -74,8 +74,8 @@ class NodeMemory:
         Returns "handles", as many as asked for, each for one mapping of the GPU's memory, and "file", the
         path of a copy if one is wanted, else "". Raises PushFailed if there is no memory for the file.
         """
-        found: dict[str, Any] = {"handles": [shared_storage(flat) for _ in range(handles)]}
-        return found | {"file": str(self._write(flat)) if file else ""}
+        mappings = [shared_storage(flat) for _ in range(handles)]
+        return {"handles": mappings, "file": str(self._write(flat)) if file else ""}
 
     def close(self) -> None:
         if self._first and self._lock is not None:
@@ -92,7 +92,7 @@ class NodeMemory:
                     os.posix_fallocate(stream.fileno(), 0, len(flat))
             except OSError as error:
                 raise PushFailed(
-                    f"{file}: no {len(flat):,} bytes of shared memory ({error.strerror}): lower "
+                    f"{file}: {len(flat):,} bytes of shared memory are not free ({error.strerror}): lower "
                     "rollout.weights.bucket_mb, or give this machine or container more",
                     [],
                 ) from None
@@ -101,7 +101,7 @@ class NodeMemory:
         return file
 
 
-def _made(directory: Path) -> int:
+def _make_locked(directory: Path) -> int:
     """Make the directory and lock it while this process lives. Returns the descriptor that holds the lock."""
     while True:
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -113,7 +113,7 @@ def _made(directory: Path) -> int:
             os.close(lock)
 
 
-def _remove_if_left(directory: Path) -> None:
+def _remove_if_abandoned(directory: Path) -> None:
     """Remove the directory, unless a living process has locked it or it belongs to another user."""
     with contextlib.suppress(OSError):
         lock = os.open(directory, os.O_RDONLY)

@@ -1,4 +1,9 @@
-"""Pushes the policy's weights to all servers, with retries."""
+"""The policy's weights reach all servers of a run, and are proved to have arrived.
+
+`WeightSync` is on every rank. It opens the weight stream, a collective, and has rank 0's `Publisher` send it
+to the servers that lack the weights, again and again until every healthy server has them. After the first
+pushes it compares the servers' log-probs of a probe with the policy's.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +25,11 @@ from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.mtp_heads import head_pattern
 from megatron_gvpo.megatron.model.own_weights import OwnWeights
 from megatron_gvpo.servers import leader
+from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
 from megatron_gvpo.servers.launch.start import report
 from megatron_gvpo.servers.leader import BackgroundLoop, Command, Done, Failed, Push, Wait, lead
-from megatron_gvpo.servers.pool import ServerHandle, ServerPool
+from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.settings.servers import WeightSyncConfig
 from megatron_gvpo.types import TrainBatch
 from megatron_gvpo.weights.bucket import DoubleBuffer, buckets, stored_tensors
@@ -41,9 +47,214 @@ if TYPE_CHECKING:
 
 
 RETRY_AFTER = 2.0  # seconds; by then the pool has noticed a server that died
+PROBE_TOKENS = 48
+# Mean absolute difference, nats a token. "tf32" is float32 on a GPU: Transformer Engine's products of float32
+# matrices have TF32's 10 bits, 3 more than bfloat16's.
+TOLERANCE = {"float32": 1e-3, "tf32": 6e-3, "bfloat16": 0.05, "fp8": 0.2}
+# The first push of a run, and the first with changed weights: a push that does nothing passes the first.
+PROOFS = 2
 
 Stream = Iterable[tuple[str, Tensor]]
 Weights = Iterator[tuple[str, Tensor]] | OwnWeights
+
+
+@dataclass(frozen=True)
+class ProbeOutcome:
+    """The result of a probe: the server has the weights that were sent, was lost since, or has others."""
+
+    outcome: Literal["right", "lost", "wrong"]
+    problem: str = ""  # the error, where the outcome is "wrong"
+
+
+class WeightSync:
+    """Pushes the policy's weights to all servers. Every rank calls every method: they are collectives.
+
+    Raises ConfigError for servers that cannot take the weights of this run.
+    """
+
+    def __init__(self, config: Config, policy: Scorer, prompts: Sequence[Prompt]) -> None:
+        self._config, self._policy = config, policy
+        key = "rollout.servers.model_path" if config.rollout.servers.model_path else "model.path"
+        self._served = ModelCard.read(config.served_path, key)
+        self._stored = stored_tensors(Path(config.served_path))
+        self._fp8 = fp8_layout(config.served_path, self._served, self._stored)
+        if self._fp8 is not None and config.model.dtype != "bfloat16":
+            raise ConfigError(
+                f"model.dtype={config.model.dtype}: {key}={config.served_path} is in FP8, which the engines "
+                "compute with in bfloat16: set model.dtype=bfloat16"
+            )
+        name = config.rollout.weights.transport
+        self._transport_class, self._traits = transport_class(name), config.rollout.weights.traits
+        self._receiver = receiver_class(config.rollout.engine, name)
+        self._transport_class.check(config)
+        if self._fp8 is not None and not self._traits.fp8_ok:
+            raise ConfigError(
+                f"rollout.weights.transport={name} cannot change a model in FP8 "
+                f"({key}={config.served_path}): engines keep it in another arrangement than they load; use "
+                "broadcast"
+            )
+        precision = lowest_precision(config.model, self._fp8 is not None, torch.cuda.is_available())
+        self._tolerance = TOLERANCE[precision]
+        self._probe = _probe(prompts)
+        self._servers: ServerSession | None = None  # rank 0's, and so is the publisher
+        self._publisher: Publisher | None = None
+        # Another rank's part in a push, and its buffers; rank 0's are the publisher's.
+        self._follower: tuple[Follower, DoubleBuffer] | None = None
+        self._proved = 0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last push; empty but on rank 0."""
+        return self._publisher.metrics if self._publisher is not None else {}
+
+    def connect(self, servers: ServerSession | None) -> None:
+        """Prepare the first push to `servers`, which rank 0 has."""
+        self._servers = servers
+        if servers is not None:
+            self._publisher = self._publish(servers)
+        elif (follower := self._transport_class.follower(self._config, _device())) is not None:
+            limit = self._config.rollout.weights.bucket_bytes
+            self._follower = follower, DoubleBuffer(limit, _device())
+
+    def expected_probe(self) -> Tensor | None:
+        """Log-probs that a server with the present weights gives the probe, fp32 [tokens - 1].
+
+        None once enough pushes have been proved, or where the prompts give no probe.
+        """
+        if self._proved >= PROOFS or len(self._probe) < 2:
+            return None
+        return self._policy.score(_rows(self._probe), temperature=1.0)
+
+    def push(self, version: int) -> None:
+        """Give all healthy servers the present weights. Raises RolloutError."""
+
+        def weights() -> Weights:
+            policy, traits = self._policy, self._traits
+            if traits.sends_adapter:
+                return policy.adapter_weights(on_host=False)
+            return policy.own_weights() if traits.sends_own else policy.weights(on_host=False)
+
+        push_until_done(self._publisher, weights, version, None if self._follower is None else self._follow)
+
+    def open_servers(self) -> None:
+        """Colocated servers that got the weights take the rest of their memory, and serve."""
+        if self._publisher is not None:
+            self._publisher.open()
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+        if self._follower is not None:
+            self._follower[0].close()
+
+    def _follow(self, stream: Weights) -> None:
+        """The follower's part in a push: its own weights, or the stream in the same buckets as rank 0's."""
+        assert self._follower is not None
+        follower, halves = self._follower
+        if isinstance(stream, OwnWeights):
+            follower.follow_own(stream)
+            return
+        if self._fp8 is not None:
+            stream = self._fp8.quantised(stream)
+        try:
+            follower.follow(buckets(stream, halves, getattr(torch, self._config.model.dtype)))
+        finally:
+            halves.rest()
+            if torch.cuda.is_available():
+                torch.cuda.ipc_collect()
+
+    def prove(self, version: int, expected: Tensor) -> None:
+        """Compare the servers' log-probs of the probe with the policy's. Raises RolloutError."""
+        outcomes: list[ProbeOutcome] = []
+        if self._servers is not None:
+            handles = [m for m in self._servers.pool.handles if m.has(version)]
+            outcomes = [self._servers.loop.run(self._compare(m, version, expected)) for m in handles]
+        outcomes = [ProbeOutcome(*fields) for fields in broadcast_msgpack([astuple(v) for v in outcomes])]
+        for result in outcomes:
+            if result.outcome == "wrong":
+                raise RolloutError(result.problem)
+        self._proved += any(result.outcome == "right" for result in outcomes)
+
+    async def _compare(self, handle: ServerHandle, version: int, expected: Tensor) -> ProbeOutcome:
+        assert self._servers is not None
+        where, limit = f"rollout server {handle.server.url}", self._tolerance
+        try:
+            logprobs = await handle.server.score(self._probe, self._config.rollout.weights.timeout)
+        except (ServerGone, ServerRefused) as error:
+            if isinstance(error, ServerRefused) and error.is_request:
+                return ProbeOutcome("wrong", f"{where} refuses the probe that proves a push: {error}")
+            self._servers.pool.lose(handle, str(error))
+            return ProbeOutcome("lost")
+        gap = (torch.tensor(logprobs) - expected).abs()
+        if gap.mean() <= limit:
+            return ProbeOutcome("right")
+        return ProbeOutcome(
+            "wrong",
+            f"{where} does not have the weights that were sent: after push {version} its log-probs of "
+            f"{len(expected)} probe tokens differ from the trainer's by {gap.mean():.3g} on average "
+            f"(allowed: {limit:g}), {gap.max():.3g} at most. Does it serve the same model, in the same "
+            "dtype, at a tested version?",
+        )
+
+    def _publish(self, servers: ServerSession) -> Publisher:
+        config, device = self._config, _device()
+        transport = self._transport_class.create(config, self._receiver, device)
+        expected: dict[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in self._stored.items()}
+        optional = not_pushed(self._served, expected)
+        if self._traits.sends_adapter:
+            layers, rank = adapted_layers(config), adapter_of(config).rank
+            expected, optional = adapter_shapes(expected, layers, rank)
+        return Publisher(
+            servers.pool,
+            servers.loop,
+            transport,
+            config.rollout.weights,
+            dtype=getattr(torch, config.model.dtype),
+            device=torch.device("cpu") if transport.host_buckets else device,
+            expected=expected,
+            optional=optional,
+            fp8=self._fp8,
+            colocated=config.rollout.servers.colocated,
+            report=report,
+        )
+
+
+def push_until_done(
+    publisher: Publisher | None,
+    weights: Callable[[], Weights],
+    version: int,
+    follow: Callable[[Weights], None] | None = None,
+) -> None:
+    """Push until every healthy server has the weights, and at least one server is healthy. A collective.
+
+    `publisher` is rank 0's, None elsewhere; `follow` is another rank's part in a push, if it has one. Every
+    rank iterates every stream to its end, whatever happens to the servers. Raises RolloutError on every rank
+    when no server is available, or for a stream that does not fit the servers' model.
+    """
+    failures: list[Failed] = []  # rank 0's
+
+    def next_command(publisher: Publisher) -> Command:
+        return failures[0] if failures else publisher.next_command(version)
+
+    leading = None if publisher is None else partial(next_command, publisher)
+    while True:
+        match lead(leading):
+            case Done():
+                return
+            case Failed() as failed:
+                raise failed.error
+            case Push():
+                stream = weights()
+                if publisher is not None:
+                    try:
+                        publisher.attempt(stream, version)
+                    except (ValueError, RolloutError) as error:
+                        failures.append(Failed(str(error)))
+                elif follow is not None:
+                    follow(stream)
+                for _ in stream:  # gathering it is a collective: every rank takes part to its end
+                    pass
 
 
 class Publisher:
@@ -72,7 +283,7 @@ class Publisher:
         self._dtype, self._halves = dtype, DoubleBuffer(settings.bucket_bytes, device)
         self._expected, self._optional, self._fp8, self._report = expected, optional, fp8, report
         self._colocated = colocated
-        self._closed: list[ServerHandle] = []  # they have the weights and wait for `open`
+        self._unopened: list[ServerHandle] = []  # they have the weights and wait for `open`
         # The servers of the next attempt, once they have no requests in flight.
         self._targets: Future[list[ServerHandle]] | None = None
         self._failures: dict[str, int] = {}  # in a row, by url
@@ -84,10 +295,9 @@ class Publisher:
         deadline = time.monotonic() + leader.HEARTBEAT
         # By now every server has been replaced once: the failure is no server's fault.
         if self._in_a_row >= self._settings.attempts * (len(self._pool.handles) + 1):
-            said = f"{self._in_a_row} weight pushes in a row failed, at last: {self._problem}"
-            return Failed(said)
+            return Failed(f"{self._in_a_row} weight pushes in a row failed, at last: {self._problem}")
         while True:
-            healthy = [h for h in self._pool.handles if h.state != "lost"]
+            healthy = [h for h in self._pool.handles if not h.is_lost]
             if self._targets is None and any(not h.has(version) for h in healthy):
                 carry = self._settings.in_flight == "carry"
                 self._targets = self._loop.submit(self._pool.take_out(version, abort=carry))
@@ -144,7 +354,7 @@ class Publisher:
             sent = self._send_buckets(self._checked(stream, version))
         self._run(self._transport.end())
         if self._colocated:
-            self._closed += targets
+            self._unopened += targets
         else:
             self._run(each(targets, self._conclude))
         return sent
@@ -165,9 +375,9 @@ class Publisher:
 
     def _checked(self, stream: Stream, version: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the stream. Raises ValueError for names or shapes that differ from the servers' model."""
-        left = dict(self._expected)
+        remaining = dict(self._expected)
         for name, tensor in stream:
-            shape = left.pop(name, None)
+            shape = remaining.pop(name, None)
             if shape is None and name not in self._optional:
                 known = "came twice" if name in self._expected else "is not in the servers' model"
                 raise ValueError(f"weight push {version}: {name} {known}")
@@ -177,7 +387,7 @@ class Publisher:
                     f"the servers' model has {shape}"
                 )
             yield name, tensor
-        if missing := sorted(left.keys() - self._optional):
+        if missing := sorted(remaining.keys() - self._optional):
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             raise ValueError(f"weight push {version}: {len(missing)} tensor(s) did not come: {shown}")
 
@@ -201,9 +411,9 @@ class Publisher:
 
     def open(self) -> None:
         """Colocated servers take the rest of their memory and serve; the trainer has released its own."""
-        closed, self._closed = self._closed, []
+        closed, self._unopened = self._unopened, []
         try:
-            self._run(each([h for h in closed if h.state == "ready"], self._conclude))
+            self._run(each([h for h in closed if h.is_ready], self._conclude))
         except PushFailed as failure:
             self._report(f"rollout servers did not wake: {failure}")
             for handle in failure.handles:
@@ -220,7 +430,7 @@ class Publisher:
         await handle.server.resume(self._settings.timeout)
 
     def _in_loop(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Call it in the pool's loop, which alone may change the pool."""
+        """Run `call` on the pool's event loop, the only thread that may change the pool."""
 
         async def there() -> None:
             call(*arguments)
@@ -229,215 +439,6 @@ class Publisher:
 
     def _run[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._loop.run(coroutine)
-
-
-def push(
-    publisher: Publisher | None,
-    weights: Callable[[], Weights],
-    version: int,
-    follow: Callable[[Weights], None] | None = None,
-) -> None:
-    """Push until every healthy server has the weights, and at least one server is healthy. A collective.
-
-    `publisher` is rank 0's, None elsewhere; `follow` is another rank's part in a push, if it has one. Every
-    rank iterates every stream to its end, whatever happens to the servers. Raises RolloutError on every rank
-    when no server is available, or for a stream that does not fit the servers' model.
-    """
-    failed: list[Failed] = []  # rank 0's
-
-    def next_command(publisher: Publisher) -> Command:
-        return failed[0] if failed else publisher.next_command(version)
-
-    leading = None if publisher is None else partial(next_command, publisher)
-    while True:
-        match lead(leading):
-            case Done():
-                return
-            case Failed() as refused:
-                raise refused.error
-            case Push():
-                stream = weights()
-                if publisher is not None:
-                    try:
-                        publisher.attempt(stream, version)
-                    except (ValueError, RolloutError) as error:
-                        failed.append(Failed(str(error)))
-                elif follow is not None:
-                    follow(stream)
-                for _ in stream:  # gathering it is a collective: every rank takes part to its end
-                    pass
-
-
-# Syncs the servers of a run with the policy: connects, pushes, and proves that the weights arrived.
-
-PROBE_TOKENS = 48
-# Mean absolute difference, nats a token. "tf32" is float32 on a GPU: Transformer Engine's products of float32
-# matrices have TF32's 10 bits, 3 more than bfloat16's.
-TOLERANCE = {"float32": 1e-3, "tf32": 6e-3, "bfloat16": 0.05, "fp8": 0.2}
-# The first push of a run, and the first with changed weights: a push that does nothing passes the first.
-PROOFS = 2
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The outcome of a probe: the server has the weights that were sent, was lost since, or is wrong."""
-
-    outcome: Literal["right", "lost", "wrong"]
-    problem: str = ""  # the error, where the outcome is "wrong"
-
-
-class WeightSync:
-    """Pushes the policy's weights to all servers. Every rank calls every method: they are collectives.
-
-    Raises ConfigError for servers that cannot take the weights of this run.
-    """
-
-    def __init__(self, config: Config, policy: Scorer, prompts: Sequence[Prompt]) -> None:
-        self._config, self._policy = config, policy
-        key = "rollout.servers.model_path" if config.rollout.servers.model_path else "model.path"
-        self._served = ModelCard.read(config.served_path, key)
-        self._stored = stored_tensors(Path(config.served_path))
-        self._fp8 = fp8_layout(config.served_path, self._served, self._stored)
-        if self._fp8 is not None and config.model.dtype != "bfloat16":
-            raise ConfigError(
-                f"model.dtype={config.model.dtype}: {key}={config.served_path} is in FP8, which the engines "
-                "compute with in bfloat16: set model.dtype=bfloat16"
-            )
-        name = config.rollout.weights.transport
-        self._kind, self._traits = transport_class(name), config.rollout.weights.traits
-        self._receiver = receiver_class(config.rollout.engine, name)
-        self._kind.check(config)
-        if self._fp8 is not None and not self._traits.fp8_ok:
-            raise ConfigError(
-                f"rollout.weights.transport={name} cannot change a model in FP8 "
-                f"({key}={config.served_path}): engines keep it in another arrangement than they load; use "
-                "broadcast"
-            )
-        precision = lowest_precision(config.model, self._fp8 is not None, torch.cuda.is_available())
-        self._tolerance = TOLERANCE[precision]
-        self._probe = _probe(prompts)
-        self._servers: ServerSession | None = None  # rank 0's, and so is the publisher
-        self._publisher: Publisher | None = None
-        # Another rank's part in a push, and its buffers; rank 0's are the publisher's.
-        self._follower: tuple[Follower, DoubleBuffer] | None = None
-        self._proved = 0
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the last push; empty but on rank 0."""
-        return self._publisher.metrics if self._publisher is not None else {}
-
-    def connect(self, servers: ServerSession | None) -> None:
-        """Prepare the first push to `servers`, which rank 0 has."""
-        self._servers = servers
-        if servers is not None:
-            self._publisher = self._publish(servers)
-        elif (follower := self._kind.follower(self._config, _device())) is not None:
-            limit = self._config.rollout.weights.bucket_bytes
-            self._follower = follower, DoubleBuffer(limit, _device())
-
-    def expected_probe(self) -> Tensor | None:
-        """Log-probs that a server with the present weights gives the probe, fp32 [tokens - 1].
-
-        None once enough pushes have been proved, or where the prompts give no probe.
-        """
-        if self._proved >= PROOFS or len(self._probe) < 2:
-            return None
-        return self._policy.score(_rows(self._probe), temperature=1.0)
-
-    def push(self, version: int) -> None:
-        """Give all healthy servers the present weights. Raises RolloutError."""
-
-        def weights() -> Weights:
-            policy, traits = self._policy, self._traits
-            if traits.sends_adapter:
-                return policy.adapter_weights(on_host=False)
-            return policy.own_weights() if traits.sends_own else policy.weights(on_host=False)
-
-        push(self._publisher, weights, version, None if self._follower is None else self._follow)
-
-    def open_servers(self) -> None:
-        """Colocated servers that got the weights take the rest of their memory, and serve."""
-        if self._publisher is not None:
-            self._publisher.open()
-
-    def close(self) -> None:
-        if self._publisher is not None:
-            self._publisher.close()
-            self._publisher = None
-        if self._follower is not None:
-            self._follower[0].close()
-
-    def _follow(self, stream: Weights) -> None:
-        """The follower's part in a push: its own weights, or the stream in the same buckets as rank 0's."""
-        assert self._follower is not None
-        follower, halves = self._follower
-        if isinstance(stream, OwnWeights):
-            follower.follow_own(stream)
-            return
-        if self._fp8 is not None:
-            stream = self._fp8.quantised(stream)
-        try:
-            follower.follow(buckets(stream, halves, getattr(torch, self._config.model.dtype)))
-        finally:
-            halves.rest()
-            if torch.cuda.is_available():
-                torch.cuda.ipc_collect()
-
-    def prove(self, version: int, expected: Tensor) -> None:
-        """Compare the servers' log-probs of the probe with the policy's. Raises RolloutError."""
-        verdicts: list[Verdict] = []
-        if self._servers is not None:
-            handles = [m for m in self._servers.pool.handles if m.has(version)]
-            verdicts = [self._servers.loop.run(self._verdict(m, version, expected)) for m in handles]
-        verdicts = [Verdict(*fields) for fields in broadcast_msgpack([astuple(v) for v in verdicts])]
-        for verdict in verdicts:
-            if verdict.outcome == "wrong":
-                raise RolloutError(verdict.problem)
-        self._proved += any(verdict.outcome == "right" for verdict in verdicts)
-
-    async def _verdict(self, handle: ServerHandle, version: int, expected: Tensor) -> Verdict:
-        assert self._servers is not None
-        where, limit = f"rollout server {handle.server.url}", self._tolerance
-        try:
-            theirs = await handle.server.score(self._probe, self._config.rollout.weights.timeout)
-        except (ServerGone, ServerRefused) as error:
-            if isinstance(error, ServerRefused) and error.is_request:
-                return Verdict("wrong", f"{where} refuses the probe that proves a push: {error}")
-            self._servers.pool.lose(handle, str(error))
-            return Verdict("lost")
-        gap = (torch.tensor(theirs) - expected).abs()
-        if gap.mean() <= limit:
-            return Verdict("right")
-        return Verdict(
-            "wrong",
-            f"{where} does not have the weights that were sent: after push {version} its log-probs of "
-            f"{len(expected)} probe tokens differ from the trainer's by {gap.mean():.3g} on average "
-            f"(allowed: {limit:g}), {gap.max():.3g} at most. Does it serve the same model, in the same "
-            "dtype, at a tested version?",
-        )
-
-    def _publish(self, servers: ServerSession) -> Publisher:
-        config, device = self._config, _device()
-        transport = self._kind.create(config, self._receiver, device)
-        expected: dict[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in self._stored.items()}
-        optional = not_pushed(self._served, expected)
-        if self._traits.sends_adapter:
-            layers, rank = adapted_layers(config), adapter_of(config).rank
-            expected, optional = adapter_shapes(expected, layers, rank)
-        return Publisher(
-            servers.pool,
-            servers.loop,
-            transport,
-            config.rollout.weights,
-            dtype=getattr(torch, config.model.dtype),
-            device=torch.device("cpu") if transport.host_buckets else device,
-            expected=expected,
-            optional=optional,
-            fp8=self._fp8,
-            colocated=config.rollout.servers.colocated,
-            report=report,
-        )
 
 
 def not_pushed(served: Mapping[str, Any], stored: Iterable[str]) -> frozenset[str]:

@@ -25,17 +25,17 @@ PATIENCE = 10  # a relay waits for an order for this many times `rollout.weights
 
 
 @dataclass(frozen=True)
-class Look:
+class Discover:
     """Answer with the servers that were seen on the node, and the rank's GPU."""
 
 
 @dataclass(frozen=True)
-class Stream:
-    """Take part in the weight stream: rank 0 does from here on."""
+class JoinStream:
+    """Take part in the weight stream, as rank 0 does from here on."""
 
 
 @dataclass(frozen=True)
-class Offer:
+class ShareBucket:
     """Offer the stream's next bucket: for `handles` mappings of the GPU's memory, and as a file or not."""
 
     handles: int
@@ -43,11 +43,11 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Over:
+class EndPush:
     """The push has ended. Nobody answers."""
 
 
-ORDERS = Messages[Look | Stream | Offer | Over](Look, Stream, Offer, Over)
+ORDERS = Messages[Discover | JoinStream | ShareBucket | EndPush](Discover, JoinStream, ShareBucket, EndPush)
 ANSWERS = Messages[Done | Failed](Done, Failed)
 
 
@@ -73,9 +73,9 @@ class Relays[T]:
         """
         if not self._ranks:
             return []
-        asked = self._number
+        number = self._number
         self._send(orders)
-        keys = [f"answer.{asked}.{rank}" for rank in self._ranks]
+        keys = [f"answer.{number}.{rank}" for rank in self._ranks]
         try:
             self._store.wait(keys, timedelta(seconds=self._timeout))
         except RuntimeError:
@@ -84,19 +84,21 @@ class Relays[T]:
             ]
             listed = ", ".join(map(str, silent))
             raise PushFailed(f"rank(s) {listed} did not answer in {self._timeout:g} s: {doing}", []) from None
-        answers = [ANSWERS.decode(msgpack.unpackb(said)) for said in self._store.multi_get(keys)]
-        self._store.delete_key(f"order.{asked}")
-        found = []
+        answers = [ANSWERS.decode(msgpack.unpackb(packed)) for packed in self._store.multi_get(keys)]
+        self._store.delete_key(f"order.{number}")
+        payloads = []
         for rank, answer in zip(self._ranks, answers, strict=True):
             if isinstance(answer, Failed):
                 raise PushFailed(f"rank {rank}: {answer.problem}", [])
-            found.append(answer.payload)
-        return found
+            payloads.append(answer.payload)
+        return payloads
 
     def _send(self, orders: Sequence[T]) -> None:
         if self._ranks:
-            sent = {rank: self._orders.encode(order) for rank, order in zip(self._ranks, orders, strict=True)}
-            self._store.set(f"order.{self._number}", msgpack.packb(sent))
+            encoded = {
+                rank: self._orders.encode(order) for rank, order in zip(self._ranks, orders, strict=True)
+            }
+            self._store.set(f"order.{self._number}", msgpack.packb(encoded))
             self._number += 1
 
 
@@ -118,10 +120,10 @@ class Orders[T]:
             raise RuntimeError(
                 f"rank {self._rank}: in a weight push, rank 0 has said nothing for {limit:g} s ({error})"
             ) from None
-        sent = msgpack.unpackb(self._store.get(key), strict_map_key=False)
+        orders = msgpack.unpackb(self._store.get(key), strict_map_key=False)
         self._store.delete_key(self._answer_key())  # rank 0 has read it
         self._number += 1
-        return self._orders.decode(sent[self._rank])
+        return self._orders.decode(orders[self._rank])
 
     def answer(self, answer: Done | Failed) -> None:
         self._store.set(self._answer_key(), msgpack.packb(ANSWERS.encode(answer)))
@@ -139,31 +141,31 @@ class Relay(Follower):
     def follow(self, buckets: Iterator[Bucket]) -> None:
         """Carry out the orders of one push, to its end. Raises RuntimeError if rank 0 falls silent.
 
-        The caller must iterate what is then left of the stream.
+        The caller must iterate the rest of the stream.
         """
         while True:
             match self._orders.next():
-                case Look():
+                case Discover():
                     self._orders.answer(Done(self._memory.seen()))
-                case Stream():
+                case JoinStream():
                     for bucket in buckets:
-                        if not self._offered(bucket):
+                        if not self._share(bucket):
                             return
-                case Over():
+                case EndPush():
                     return
                 case order:
                     raise AssertionError(f"rank 0 has ordered {order} without a bucket")
 
-    def _offered(self, bucket: Bucket) -> bool:
-        """Offer the bucket as the next order says; False if the push is over instead."""
+    def _share(self, bucket: Bucket) -> bool:
+        """Offer the bucket as the next order says. Returns False if the push is over instead."""
         match self._orders.next():
-            case Offer(handles, file):
+            case ShareBucket(handles, file):
                 try:
                     self._orders.answer(Done(self._memory.offer(bucket.flat, handles, file)))
                 except PushFailed as failure:
                     self._orders.answer(Failed(str(failure)))
                 return True
-            case Over():
+            case EndPush():
                 return False
             case order:
                 raise AssertionError(f"rank 0 has ordered {order} amid the weight stream")

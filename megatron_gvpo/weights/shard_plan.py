@@ -109,7 +109,7 @@ def unpack_sends(packed: bytes, rank: int) -> list[list[Message]]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PushPlan:
     """Ranks 0 to `trainers` - 1 are the trainer's; the servers' follow."""
 
     tables: list[Table]
@@ -139,20 +139,20 @@ class Plan:
         for parcel in self.parcels:
             for source, target in parcel.links:
                 messages[parcel.round, source, target].append(parcel.cell)
-        found = {
+        parts = {
             rank: Part([[] for _ in range(self.rounds)], [[] for _ in range(self.rounds)])
             for rank in range(self.world)
         }
         for (number, source, target), cells in sorted(messages.items()):
             message = Message(source, target, cells)
-            found[source].sends[number].append(message)
-            found[target].receives[number].append(message)
-        return found
+            parts[source].sends[number].append(message)
+            parts[target].receives[number].append(message)
+        return parts
 
 
 def plan_push(
     tables: Sequence[Table], held: Sequence[Layout], needed: Sequence[Sequence[Layout]], limit: int
-) -> Plan:
+) -> PushPlan:
     """Plan a push of `tables` from trainer ranks that hold `held` to servers whose ranks need `needed`.
 
     `limit`: bytes that a trainer rank sends, and that a server rank gets from the trainer, in one round at
@@ -166,15 +166,15 @@ def plan_push(
     holders, takers = _by_box(held, 0), _by_box(ranks, trainers)
     loose: list[tuple[Cell, int, tuple[int, ...], tuple[int, ...]]] = []
     for number, table in enumerate(tables):
-        boxes, theirs = holders.get(number, {}), takers.get(number, {})
-        for box, by, to in _cells(table[1:], tuple(boxes), tuple(theirs), limit):
-            owners = _union([boxes[ours] for ours in by])
+        held_boxes, needed_boxes = holders.get(number, {}), takers.get(number, {})
+        for box, by, to in _cells(table[1:], tuple(held_boxes), tuple(needed_boxes), limit):
+            owners = _union([held_boxes[other] for other in by])
             if not owners:
                 raise ValueError(
                     f"{table.name}: servers need rows {box.top} to {box.bottom - 1}, columns {box.left} to "
                     f"{box.right - 1}, and no rank of the trainer holds them"
                 )
-            receivers = _union([theirs[other] for other in to])
+            receivers = _union([needed_boxes[other] for other in to])
             loose.append((Cell(number, box), box.elements * table.itemsize, owners, receivers))
     owner = _balanced([(size, owners) for _, size, owners, _ in loose], trainers)
     rounds = _rounds(
@@ -184,10 +184,10 @@ def plan_push(
         Parcel(cell, size, rank, receivers[0], _route(receivers, servers, trainers), number)
         for (cell, size, _, receivers), rank, number in zip(loose, owner, rounds, strict=True)
     ]
-    return Plan(list(tables), trainers, trainers + len(ranks), parcels, max(rounds, default=-1) + 1)
+    return PushPlan(list(tables), trainers, trainers + len(ranks), parcels, max(rounds, default=-1) + 1)
 
 
-def fair_shares(plan: Plan, held: Sequence[Layout]) -> list[float]:
+def fair_shares(plan: PushPlan, held: Sequence[Layout]) -> list[float]:
     """The bytes that each trainer rank must send at least, if all that hold the same parts share them evenly.
 
     Where the parts that ranks hold in common are nested, as with Megatron's parallelisms, no plan's busiest
@@ -225,13 +225,13 @@ def _by_box(layouts: Sequence[Layout], first: int) -> dict[int, dict[Box, tuple[
     alike: dict[int, list[int]] = defaultdict(list)  # ranks with the very same layout, such as many servers'
     for rank, layout in enumerate(layouts, first):
         alike[id(layout)].append(rank)
-    found: dict[int, dict[Box, tuple[int, ...]]] = defaultdict(dict)
+    by_tensor: dict[int, dict[Box, tuple[int, ...]]] = defaultdict(dict)
     for ranks in map(tuple, alike.values()):
         for number, boxes in layouts[ranks[0] - first].items():
-            by = found[number]
+            by = by_tensor[number]
             for box in boxes:
                 by[box] = _union([by[box], ranks]) if box in by else ranks
-    return found
+    return by_tensor
 
 
 def _rounds(cells: Sequence[tuple[int, int, int]], limit: int) -> list[int]:
@@ -241,7 +241,7 @@ def _rounds(cells: Sequence[tuple[int, int, int]], limit: int) -> list[int]:
     for rank, _, size in cells:
         before.append(total[rank])
         total[rank] += size
-    found = [0] * len(cells)
+    rounds = [0] * len(cells)
     now: dict[int, tuple[int, int]] = {}  # the round that a rank is in, and its bytes in it
     for index in sorted(range(len(cells)), key=lambda i: before[i] / total[cells[i][0]]):
         *both, size = cells[index]
@@ -251,8 +251,8 @@ def _rounds(cells: Sequence[tuple[int, int, int]], limit: int) -> list[int]:
             number, filled = number + 1, [0, 0]
         for rank, bytes_ in zip(both, filled, strict=True):
             now[rank] = (number, bytes_ + size)
-        found[index] = number
-    return found
+        rounds[index] = number
+    return rounds
 
 
 @lru_cache(maxsize=4096)
@@ -304,11 +304,11 @@ def _cells(
     cells = []
     for top, bottom in pairwise(rows):
         for left, right in pairwise(columns):
-            whole = Box(top, bottom, left, right)
-            to = tuple(box for box in needed if box.contains(whole))
+            cell = Box(top, bottom, left, right)
+            to = tuple(box for box in needed if box.contains(cell))
             if not to:
                 continue
-            by = tuple(box for box in held if box.contains(whole))
+            by = tuple(box for box in held if box.contains(cell))
             step = max(1, limit // ((right - left) * itemsize))
             for start in range(top, bottom, step):
                 cells.append((Box(start, min(bottom, start + step), left, right), by, to))

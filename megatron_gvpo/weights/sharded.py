@@ -1,7 +1,7 @@
 """Weights by shards: every trainer rank sends what it holds, and every server rank gets what it holds.
 
 No tensor is gathered. All ranks of the trainer and of the servers are in one process group. The first push
-over a group learns the servers' layouts, and rank 0 plans from them and from the trainer's
+over a group reads the servers' layouts, and rank 0 plans from them and from the trainer's
 (megatron_gvpo.weights.shard_plan). Then each rank carries out its part of the plan, push after push.
 """
 
@@ -30,8 +30,8 @@ from megatron_gvpo.weights.broadcast import LEAVE, Broadcast, GroupReceiver
 from megatron_gvpo.weights.bucket import Bucket, sent_as
 from megatron_gvpo.weights.group import Membership, Rendezvous, WeightGroup, group_address, join
 from megatron_gvpo.weights.node import new_name
-from megatron_gvpo.weights.relay import Orders, Over, Relays
-from megatron_gvpo.weights.shard_plan import Box, Layout, Plan, Table, plan_push, unpack_sends
+from megatron_gvpo.weights.relay import EndPush, Orders, Relays
+from megatron_gvpo.weights.shard_plan import Box, Layout, PushPlan, Table, plan_push, unpack_sends
 from megatron_gvpo.weights.transport import Follower, PushFailed
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ STOP = "stop"  # a key of the group's store: the push has failed
 
 
 @dataclass(frozen=True)
-class Tell:
+class SendLayout:
     """Write what the rank holds to the group's store."""
 
 
@@ -57,15 +57,15 @@ class Leave:
     """Leave the group. Nobody answers."""
 
 
-Order = Rendezvous | Tell | Send | Leave | Over  # a Rendezvous: join the group there
-ORDERS: Messages[Order] = Messages(Rendezvous, Tell, Send, Leave, Over)
+Order = Rendezvous | SendLayout | Send | Leave | EndPush  # a Rendezvous: join the group there
+ORDERS: Messages[Order] = Messages(Rendezvous, SendLayout, Send, Leave, EndPush)
 
 
 class ShardedReceiver(GroupReceiver, Protocol):
     """The calls to a server that a sharded push needs."""
 
     @abstractmethod
-    async def learn(self, rendezvous: Rendezvous, rank_offset: int, timeout: float) -> None:
+    async def read_layout(self, rendezvous: Rendezvous, rank_offset: int, timeout: float) -> None:
         """Every rank of the server writes its layout to the group's store."""
 
     @abstractmethod
@@ -94,8 +94,8 @@ class Sharded(Broadcast):
         super().__init__(receiver, address, backend, timeout, trainers=1 + len(relays))
         self._relays, self._dtype, self._limit = relays, dtype, limit
         self._sender: Sender | None = None
-        self.plan: Plan | None = None
-        self.held: list[Layout] = []  # what each of the trainer's ranks holds
+        self.plan: PushPlan | None = None
+        self.layouts: list[Layout] = []  # of the trainer's ranks
         self.counted: Counter[tuple[int, int]] = Counter()  # bytes over each link in the last push
 
     @classmethod
@@ -150,31 +150,31 @@ class Sharded(Broadcast):
         self.counted = self._counts(self._group.membership())
         if self.counted != self.plan.link_bytes():
             raise AssertionError("the bytes that were sent are not those of the plan")
-        whole = {parcel.cell: parcel.nbytes for parcel in self.plan.parcels}
-        return sum(whole.values())
+        sizes = {parcel.cell: parcel.nbytes for parcel in self.plan.parcels}  # several ranks may get a cell
+        return sum(sizes.values())
 
     def over(self) -> None:
-        self._relays.tell(Over())
+        self._relays.tell(EndPush())
 
     async def _connect(self, group: WeightGroup, prefixes: Sequence[str]) -> None:
         """Form the group: rank 0, the trainer's other ranks, and meanwhile the servers."""
         orders = [group.rendezvous] * len(self._relays)
-        theirs = asyncio.to_thread(self._relays.ask, orders, "to join the group")
-        await asyncio.gather(super()._connect(group, prefixes), theirs)
+        others = asyncio.to_thread(self._relays.ask, orders, "to join the group")
+        await asyncio.gather(super()._connect(group, prefixes), others)
         member = group.membership()
         self._sender = Sender(member, self._dtype, self._timeout, lambda: member.store.check([STOP]))
 
     async def _prepare(
         self, own: OwnWeights, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str]
     ) -> None:
-        """Learn the layouts, plan, and give each rank its part."""
+        """Read the layouts, plan, and give each rank its part."""
         assert self._group is not None and self._sender is not None
         store = self._group.membership().store
-        orders = [Tell()] * len(self._relays)
-        await asyncio.to_thread(self._relays.ask, orders, "to tell what they hold")
-        self._sender.tell(own)
-        told = [_read(store, f"held.{rank}") for rank in range(self._trainers)]
-        dtypes = {name: dtype for parts in told for name, dtype, *_ in parts}
+        orders = [SendLayout()] * len(self._relays)
+        await asyncio.to_thread(self._relays.ask, orders, "to send their layouts")
+        self._sender.send_layout(own)
+        trainer_parts = [_read(store, f"held.{rank}") for rank in range(self._trainers)]
+        dtypes = {name: dtype for parts in trainer_parts for name, dtype, *_ in parts}
         own_dtype = str(self._dtype).removeprefix("torch.")
         tables = [
             (name, dtypes.get(name, own_dtype), shape)
@@ -182,26 +182,34 @@ class Sharded(Broadcast):
             if name in dtypes or name not in optional
         ]
         store.set("tables", zlib.compress(json.dumps(tables).encode(), 1))  # type: ignore[arg-type]
-        learned = self._start(
-            lambda m: self._shard_receiver(m).learn(self._rendezvous, self._offset(m), self._timeout)
+        posts = self._start(
+            lambda m: self._shard_receiver(m).read_layout(self._rendezvous, self._offset(m), self._timeout)
         )
-        await asyncio.wait(learned)
-        self._raise_failed(learned)
+        await asyncio.wait(posts)
+        self._raise_failed(posts)
         numbers = {name: i for i, (name, _, _) in enumerate(tables)}
-        self.held = [_layout([(numbers[n], box) for n, _, *box in parts if n in numbers]) for parts in told]
-        said = [store.get(f"needs.{rank}") for rank in range(self._trainers, self._rendezvous.world_size)]
-        # Ranks with the same layout, such as many servers', tell it in the same bytes.
-        distinct = {needs: _needs(needs) for needs in set(said)}
-        firsts = [self._offset(m) - self._trainers for m in self._handles]
-        needed = [
-            [distinct[needs] for needs in said[first:last]] for first, last in pairwise([*firsts, len(said)])
+        self.layouts = [
+            _layout([(numbers[name], box) for name, _, *box in parts if name in numbers])
+            for parts in trainer_parts
         ]
+        needed = self._needs_of_servers(store)
         sized = [_table(name, dtype, shape) for name, dtype, shape in tables]
-        _check_sizes(sized, self.held)
-        plan = await asyncio.to_thread(plan_push, sized, self.held, needed, self._limit)
+        _check_sizes(sized, self.layouts)
+        plan = await asyncio.to_thread(plan_push, sized, self.layouts, needed, self._limit)
         for rank, part in plan.parts().items():
             store.set(f"plan.{rank}", part.packed())  # type: ignore[arg-type] # torch's stubs know no bytes
         self.plan = plan
+
+    def _needs_of_servers(self, store: dist.Store) -> list[list[Layout]]:
+        """The layouts of each server's ranks, as they have written them to the group's store."""
+        written = [store.get(f"needs.{rank}") for rank in range(self._trainers, self._rendezvous.world_size)]
+        # Ranks with the same layout, such as those of many servers, write the same bytes. Each is read once.
+        distinct = {needs: _needs(needs) for needs in set(written)}
+        firsts = [self._offset(m) - self._trainers for m in self._handles]
+        return [
+            [distinct[needs] for needs in written[first:last]]
+            for first, last in pairwise([*firsts, len(written)])
+        ]
 
     async def _all_at_once(self, own: OwnWeights) -> None:
         """Servers receive while the trainer's ranks send. Any failure stops all of them."""
@@ -284,7 +292,7 @@ class ShardFollower(Follower):
 
     def follow_own(self, own: OwnWeights) -> None:
         """Take part in one push, to its end. Raises RuntimeError if rank 0 falls silent."""
-        while (order := self._orders.next()) != Over():
+        while (order := self._orders.next()) != EndPush():
             if order == Leave():
                 self.close()
                 continue
@@ -309,8 +317,8 @@ class ShardFollower(Follower):
             return
         assert self._sender is not None, "not joined"
         match order:
-            case Tell():
-                self._sender.tell(own)
+            case SendLayout():
+                self._sender.send_layout(own)
             case Send():
                 self._sender.send(own)
             case _:
@@ -326,15 +334,15 @@ def _read(store: dist.Store, key: str) -> Any:
 
 
 def _layout(parts: Sequence[tuple[int, Sequence[int]]]) -> Layout:
-    found: dict[int, list[Box]] = {}
+    layout: dict[int, list[Box]] = {}
     for number, box in parts:
-        found.setdefault(number, []).append(Box(*box))
-    return found
+        layout.setdefault(number, []).append(Box(*box))
+    return layout
 
 
-def _check_sizes(tables: Sequence[Table], held: Sequence[Layout]) -> None:
-    """Raise ValueError for a tensor of which the trainer holds more than the servers' has."""
-    for number, box in ((n, box) for layout in held for n, boxes in layout.items() for box in boxes):
+def _check_sizes(tables: Sequence[Table], layouts: Sequence[Layout]) -> None:
+    """Raise ValueError for a tensor that is larger at the trainer than at the servers."""
+    for number, box in ((n, box) for layout in layouts for n, boxes in layout.items() for box in boxes):
         table = tables[number]
         if box.bottom > table.rows or box.right > table.columns:
             raise ValueError(
@@ -355,8 +363,8 @@ def _table(name: str, dtype: str, shape: Sequence[int]) -> Table:
 
 # A trainer rank's side of a sharded push: it reads the parts that it sends from its own weights.
 
-POLL = 0.001  # seconds between looks at a message
-STOP_POLL = 0.05  # seconds between questions whether the push has failed elsewhere
+POLL = 0.001  # seconds between two checks of a message
+STOP_POLL = 0.05  # seconds between two checks whether the push has failed elsewhere
 AHEAD = 2  # rounds that are sent at the same time
 
 
@@ -375,10 +383,10 @@ class Sender:
         self._parts: dict[int, list[OwnPart]] = {}  # by number of the tensor
         self._buffers: dict[tuple[int, int], Tensor] = {}
 
-    def tell(self, own: OwnWeights) -> None:
+    def send_layout(self, own: OwnWeights) -> None:
         """Tell rank 0 which parts of which tensors this rank holds, and their dtypes."""
-        held = [[p.name, self._wire(own, p), p.top, p.bottom, p.left, p.right] for p in own.parts]
-        packed: Any = zlib.compress(json.dumps(held).encode(), 1)  # torch's stubs want a str
+        parts = [[p.name, self._wire(own, p), p.top, p.bottom, p.left, p.right] for p in own.parts]
+        packed: Any = zlib.compress(json.dumps(parts).encode(), 1)  # torch's stubs want a str
         self._member.store.set(f"held.{self._member.rank}", packed)
 
     def send(self, own: OwnWeights) -> None:
@@ -422,12 +430,12 @@ class Sender:
         Gloo's end with an error when the other end's process ends or leaves the group, or after the group's
         timeout. NCCL's may never end, so there this rank asks whether the push has failed elsewhere.
         """
-        begin = asked = time.monotonic()
+        begin = last_check = time.monotonic()
         for work in works:
             while self._member.backend == "nccl" and not work.is_completed():
                 now = time.monotonic()
-                if now - asked > STOP_POLL:
-                    asked = now
+                if now - last_check > STOP_POLL:
+                    last_check = now
                     if self._stopped():
                         raise Stopped("the push failed elsewhere")
                 if now - begin > self._timeout:
@@ -444,12 +452,12 @@ class Sender:
         if key not in self._buffers or len(self._buffers[key]) < total:
             self._buffers[key] = torch.empty(total, dtype=torch.uint8, device=views[0].device)
         wire = self._buffers[key][:total]
-        places = wire.split(sizes)
-        for view, kind, place in zip(views, wire_types, places, strict=True):
-            if place.storage_offset() % kind.itemsize:  # an element would lie between two addresses
-                place.copy_(view.to(kind).contiguous().view(torch.uint8).view(-1))
+        slices = wire.split(sizes)
+        for view, kind, target in zip(views, wire_types, slices, strict=True):
+            if target.storage_offset() % kind.itemsize:  # an element would lie between two addresses
+                target.copy_(view.to(kind).contiguous().view(torch.uint8).view(-1))
             else:
-                place.view(kind).view(view.shape).copy_(view)
+                target.view(kind).view(view.shape).copy_(view)
         return wire
 
     def _view(self, own: OwnWeights, cell: Cell) -> Tensor:

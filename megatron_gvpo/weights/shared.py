@@ -21,17 +21,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_gvpo.core.collectives import all_gather_msgpack, broadcast_msgpack
-from megatron_gvpo.servers.pool import ServerHandle
+from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.server import Server
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.node import NodeMemory, new_name, seen_by_all
-from megatron_gvpo.weights.relay import ORDERS, Look, Offer, Over, Relay, Relays, Stream
+from megatron_gvpo.weights.relay import ORDERS, Discover, EndPush, JoinStream, Relay, Relays, ShareBucket
 from megatron_gvpo.weights.transport import Follower, PushFailed, Transport, WeightReceiver, each
 
 # Where the bytes of a bucket are: a file in shared memory; or the memory of GPUs, with a handle for each rank
 # of the server (megatron_gvpo.weights.node.shared_storage).
-SharedPlace = Path | list[dict[str, Any]]
+SharedLocation = Path | list[dict[str, Any]]
 
 
 class SharedReceiver(WeightReceiver, Protocol):
@@ -42,15 +42,17 @@ class SharedReceiver(WeightReceiver, Protocol):
         """Each rank of the server writes the UUIDs of the GPUs that it sees, as JSON, to `file`.SUFFIX."""
 
     @abstractmethod
-    async def receive_shared(self, specs: Sequence[TensorSpec], place: SharedPlace, timeout: float) -> None:
-        """Load one bucket of tensors, whose bytes are at `place` one after another."""
+    async def receive_shared(
+        self, specs: Sequence[TensorSpec], location: SharedLocation, timeout: float
+    ) -> None:
+        """Load one bucket of tensors, whose bytes are at `location` one after another."""
 
 
 class Home(NamedTuple):
-    """Whose memory a server maps, by number: 0 is rank 0, the others are the relays in order."""
+    """The owners of the memory that a server maps, by number: rank 0 is 0, then the relays in order."""
 
-    file: int  # who has the file of the server's node
-    gpus: tuple[int, ...]  # whose GPU each rank of the server maps; empty: they map the file
+    file: int  # the owner of the file on the server's node
+    gpus: tuple[int, ...]  # the owner of the GPU that each rank of the server maps; empty: they map the file
 
 
 class Shared(Transport):
@@ -92,30 +94,32 @@ class Shared(Transport):
         await each(self._handles, lambda m: self._receiver(m.server).begin_update(self._timeout))
         if unknown := [m for m in self._handles if m.server.url not in self._homes]:
             await self._find(unknown)
-        self._relays.tell(Stream())
+        self._relays.tell(JoinStream())
 
     async def send(self, bucket: Bucket) -> int:
         homes = [self._homes[m.server.url] for m in self._handles]
         mappings = Counter(number for home in homes for number in home.gpus)
         files = {home.file for home in homes if not home.gpus}
-        mine, *others = (Offer(mappings[number], number in files) for number in range(1 + len(self._relays)))
+        own_order, *orders = (
+            ShareBucket(mappings[number], number in files) for number in range(1 + len(self._relays))
+        )
         # The relays are told of the bucket even if rank 0 has no memory for it: only then do they take part
         # in the stream's next collective, where rank 0 may be waiting for them.
-        own, theirs = await asyncio.gather(
-            asyncio.to_thread(self._memory.offer, bucket.flat, mine.handles, mine.file),
-            asyncio.to_thread(self._relays.ask, others, "to offer a bucket"),
+        own_offer, relay_offers = await asyncio.gather(
+            asyncio.to_thread(self._memory.offer, bucket.flat, own_order.handles, own_order.file),
+            asyncio.to_thread(self._relays.ask, orders, "to offer a bucket"),
             return_exceptions=True,
         )
-        for found in (own, theirs):
-            if isinstance(found, BaseException):
-                raise found
-        offers: list[dict[str, Any]] = [own, *theirs]
+        for outcome in (own_offer, relay_offers):
+            if isinstance(outcome, BaseException):
+                raise outcome
+        offers: list[dict[str, Any]] = [own_offer, *relay_offers]
 
         async def post(handle: ServerHandle) -> None:
             home = self._homes[handle.server.url]
-            place: SharedPlace = [offers[number]["handles"].pop() for number in home.gpus]
+            location: SharedLocation = [offers[number]["handles"].pop() for number in home.gpus]
             await self._receiver(handle.server).receive_shared(
-                bucket.specs, place or Path(offers[home.file]["file"]), self._timeout
+                bucket.specs, location or Path(offers[home.file]["file"]), self._timeout
             )
 
         try:
@@ -134,7 +138,7 @@ class Shared(Transport):
             torch.cuda.ipc_collect()
 
     def over(self) -> None:
-        self._relays.tell(Over())
+        self._relays.tell(EndPush())
 
     async def close(self) -> None:
         self._memory.close()
@@ -150,22 +154,24 @@ class Shared(Transport):
             )
 
         await each(handles, ask)
-        look = [Look()] * len(self._relays)
-        found = [self._memory.seen(), *await asyncio.to_thread(self._relays.ask, look, "to look for servers")]
-        by_gpu = {seen["gpu"]: number for number, seen in enumerate(found) if seen["gpu"]}
+        orders = [Discover()] * len(self._relays)
+        answers = await asyncio.to_thread(self._relays.ask, orders, "to look for servers")
+        sightings = [self._memory.seen(), *answers]
+        by_gpu = {seen["gpu"]: number for number, seen in enumerate(sightings) if seen["gpu"]}
         for handle in handles:
-            told = [seen["told"].get(numbers[handle.server.url], []) for seen in found]
+            gpu_lists = [seen["told"].get(numbers[handle.server.url], []) for seen in sightings]
             processes = (await handle.server.info(self._timeout)).processes
-            file = next((number for number, ranks in enumerate(told) if len(ranks) == processes), None)
+            file = next((number for number, ranks in enumerate(gpu_lists) if len(ranks) == processes), None)
             if file is None:
+                seen_ranks = sum(map(len, gpu_lists))
                 raise PushFailed(
-                    f"rollout.weights.transport=shared: {sum(map(len, told))} of the {processes} rank(s) of "
+                    f"rollout.weights.transport=shared: {seen_ranks} of the {processes} rank(s) of "
                     f"{handle.server.url} see {directory} of a node of the trainer's; a server must be on "
                     "one of them, as this user, with the same /dev/shm. For others use broadcast or disk",
                     [handle],
                 )
-            ours = [by_gpu[uuid] for uuid in seen_by_all(told[file]) if uuid in by_gpu]
-            gpus = [ours[rank % len(ours)] for rank in range(processes)] if ours else []
+            common = [by_gpu[uuid] for uuid in seen_by_all(gpu_lists[file]) if uuid in by_gpu]
+            gpus = [common[rank % len(common)] for rank in range(processes)] if common else []
             self._homes[handle.server.url] = Home(file, tuple(gpus))
 
 

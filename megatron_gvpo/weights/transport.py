@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 import torch
 
 from megatron_gvpo.core.by_name import load_class
+from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
-from megatron_gvpo.servers.pool import ServerHandle
 from megatron_gvpo.servers.server import Server
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.transports import TRANSPORTS
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_gvpo.megatron.model.own_weights import OwnWeights
 
 
-class PushFailed(Exception):  # noqa: N818 - an outcome that the pusher deals with
+class PushFailed(Exception):  # noqa: N818 - an outcome that the publisher handles
     """The weights did not reach `handles` completely, so these servers need another push."""
 
     def __init__(self, message: str, handles: Sequence[ServerHandle]) -> None:
@@ -58,14 +58,14 @@ class WeightReceiver(Protocol):
         """Announce a push. One that was begun and never ended is abandoned."""
 
     async def end_update(self, version: str, timeout: float) -> None:
-        """The weights are complete: the server gives them this version."""
+        """The weights are complete. The server reports this version from here on."""
 
 
 class Follower(Protocol):
     """The part that another rank than 0 has in a push, besides the weight stream's collectives."""
 
     def follow(self, buckets: Iterator[Bucket]) -> None:
-        """Take part in one push. `buckets` are rank 0's; the caller iterates what is left of them."""
+        """Take part in one push. `buckets` are rank 0's; the caller iterates the rest of them."""
 
     def follow_own(self, own: OwnWeights) -> None:
         """Take part in one push in which every rank sends what it holds (`Traits.sends_own`)."""
@@ -142,5 +142,5 @@ class Transport(Protocol):
 
 def transport_class(name: str) -> type[Transport]:
     """The transport of this name, a key of TRANSPORTS. Imports its module, which loads torch."""
-    found: type[Transport] = load_class(TRANSPORTS[name].place)
-    return found
+    transport: type[Transport] = load_class(TRANSPORTS[name].place)
+    return transport

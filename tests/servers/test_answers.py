@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from helpers.servers.fake_servers import admit_at_once
 
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.servers.http import Http, open_session
@@ -79,8 +80,7 @@ def test_every_mutation_of_an_answer_is_a_response_or_costs_the_server(
         with answering(answer) as url:
             settings = ServersConfig(start_timeout=0.01)
             pool = ServerPool([DIALECTS[engine](Http(session, url))], settings, [1], lambda _: None)
-            pool.retire(pool.handles[0], "")
-            pool.admit(pool.handles[0], 0)
+            admit_at_once(pool, 0)
             request = Request([3, 4], 1, 0)
             try:
                 [[rollout]] = loop.run(pool.generate([request], SamplingConfig(max_tokens=4)))
@@ -106,8 +106,7 @@ def test_a_request_stops_at_the_tokens_of_its_own_sampling(engine: str, monkeypa
     loop = BackgroundLoop("test client")
     session = loop.run(open_session())
     pool = ServerPool([DIALECTS[engine](Http(session, "http://none"))], ServersConfig(), [1], lambda _: None)
-    pool.retire(pool.handles[0], "")
-    pool.admit(pool.handles[0], 0)
+    admit_at_once(pool, 0)
     sampling = SamplingConfig(max_tokens=4, stop_token_ids=(7, 8))
     loop.run(pool.generate([Request([3, 4], 1, 0)], sampling))
     [body] = sent

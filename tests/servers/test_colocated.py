@@ -95,7 +95,7 @@ class WhileTraining(Callback):
     def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
         [handle] = trainer.components.engine.servers.pool.handles
         [process] = trainer.components.engine.servers.supervisor.processes
-        assert handle.offloaded == ("weights", "cache")
+        assert handle.asleep.parts == ("weights", "cache")
         assert is_healthy(process.url, 60.0), "`serve`, which knows of no turns, would start it anew"
         self.while_training.append(bytes_held(trainer))
         if step == self.kill_in:

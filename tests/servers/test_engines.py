@@ -40,9 +40,10 @@ from megatron_gvpo import api_model
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.sampling.server_checks import check_server
+from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
 from megatron_gvpo.servers.launch.start import DIALECTS
-from megatron_gvpo.servers.pool import METRIC, ServerHandle
+from megatron_gvpo.servers.pool import METRIC
 from megatron_gvpo.servers.request import Request
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.sections import SamplingConfig
@@ -366,7 +367,7 @@ def test_what_changed_is_enough_for_a_server_that_is_in_another_group(
     served.client.loop.run(pushed(7))
     for tensor in tensors.values():
         tensor.view(-1)[::50] += 0.5
-    handle.regroup = True
+    handle.losses += 1
     served.client.loop.run(pushed(8))
     assert 0 < transport.metrics["sync/changed"] < 0.1
     arrived = checksum(served.client.loop, served.client.server)

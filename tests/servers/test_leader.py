@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.servers import leader
 from megatron_gvpo.servers.leader import Done, Failed, Push, Wait, lead
-from megatron_gvpo.weights.relay import Look
+from megatron_gvpo.weights.relay import Discover
 
 COMMANDS = [Wait(), Push(), Wait(), Done([[1, "text", None]]), Done()]
 FAILURES = [Failed.by(ConfigError("a key is wrong")), Failed.by(RolloutError("no server"))]
@@ -36,9 +36,9 @@ def test_an_error_is_raised_as_it_was():
     assert isinstance(FAILURES[1].error, RolloutError)
 
 
-@pytest.mark.parametrize("sent", [["wait"], ["Look"], ["Wait", 1], [], "Wait", {"do": "Wait"}])
+@pytest.mark.parametrize("sent", [["wait"], ["Discover"], ["Wait", 1], [], "Wait", {"do": "Wait"}])
 def test_a_message_of_another_kind_is_refused(sent: object):
     with pytest.raises((AssertionError, TypeError)):
         leader.COMMANDS.decode(sent)
-    with pytest.raises(AssertionError, match=r"Look\(\) is not one of Wait, Push, Done, Failed"):
-        leader.COMMANDS.encode(Look())
+    with pytest.raises(AssertionError, match=r"Discover\(\) is not one of Wait, Push, Done, Failed"):
+        leader.COMMANDS.encode(Discover())

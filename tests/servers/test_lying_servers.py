@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from helpers.servers.fake_servers import admit_at_once
 
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.groups import Rollout
@@ -60,11 +61,8 @@ def response(pool: ServerPool) -> Rollout:
     """A response from a server that comes back with the weights each time that it is lost."""
 
     async def run() -> Rollout:
-        [handle] = pool.handles
-
         def back(_: str = "") -> None:
-            pool.retire(handle, "")
-            pool.admit(handle, 0)
+            admit_at_once(pool, 0)
 
         pool._report = lambda _: asyncio.get_running_loop().call_soon(back)  # type: ignore[assignment]
         back()
@@ -138,8 +136,7 @@ def test_pushes_may_stop_a_response_as_often_as_they_come(kind: str) -> None:
     async def run() -> Rollout:
         pool = pool_of(kind, connection)
         [handle] = pool.handles
-        pool.retire(handle, "")
-        pool.admit(handle, 0)
+        admit_at_once(pool, 0)
         generated = asyncio.create_task(
             pool.generate([Request((3, 4), 1, 0)], SamplingConfig(max_tokens=MOST))
         )

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cases.vision_cases import END, IMAGE, PROCESSOR, START, make_rows
+from helpers.servers.fake_servers import admit_at_once
 from PIL import Image as Picture
 
 from megatron_gvpo.core.errors import ConfigError
@@ -178,8 +179,7 @@ def test_a_server_that_gets_weights_is_asked_for_no_response_to_an_image(directo
 
     async def run() -> None:
         pool = ServerPool([SGLang(http)], ServersConfig(), [8], print, images=sender)  # type: ignore[arg-type]
-        pool.retire(pool.handles[0], "")
-        pool.admit(pool.handles[0], 0)
+        admit_at_once(pool, 0)
         asked = asyncio.create_task(pool.generate([request], SamplingConfig()))
         await asyncio.sleep(0.1)
         assert await pool.take_out(1, abort=True) == pool.handles

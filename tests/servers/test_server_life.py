@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.servers.fake_servers import admit_at_once
 from helpers.tiny_run import configure
 
 from megatron_gvpo.core import launch
@@ -24,6 +25,7 @@ from megatron_gvpo.core.launch import _environment, free_ports
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.sampling.served import ServedEngine
 from megatron_gvpo.servers import http, leader
+from megatron_gvpo.servers.handle import Asleep
 from megatron_gvpo.servers.http import Http, ServerGone, open_session
 from megatron_gvpo.servers.launch import serve
 from megatron_gvpo.servers.launch.start import check_nccl, start_servers
@@ -196,8 +198,8 @@ def test_sglangs_key_is_not_on_its_command_line(good: Path):
         SGLang.launch(config_of(good, "rollout.servers.args=[--config, own.yaml]"), 1, "the key", False)
 
 
-@pytest.mark.parametrize("offloaded", [(), ("cache",)])
-def test_a_server_that_keeps_a_colocated_trainers_memory_is_ended(tmp_path: Path, offloaded: tuple):
+@pytest.mark.parametrize("asleep", [None, Asleep(("cache",), "0")])
+def test_a_server_that_keeps_a_colocated_trainers_memory_is_ended(tmp_path: Path, asleep: Asleep | None):
     """The server does not answer the order to release it, or reclaimed a part in a push that failed."""
     supervisor = supervised(tmp_path, ["sleep", "1000"])
     [process] = supervisor.processes
@@ -205,10 +207,10 @@ def test_a_server_that_keeps_a_colocated_trainers_memory_is_ended(tmp_path: Path
     assert process.pid is not None and Path(f"/proc/{process.pid}").exists()
     pid = process.pid
     with a_pool(process.url, supervisor) as (loop, pool):
-        pool.handles[0].become("ready")
-        pool.handles[0].offloaded = offloaded
+        admit_at_once(pool, 0)
+        pool.handles[0].asleep = asleep
         loop.run(pool.sleep())
-        assert pool.handles[0].state == "lost"
+        assert pool.handles[0].is_lost
     assert not Path(f"/proc/{pid}").exists()
     process.stop()
 
@@ -217,13 +219,13 @@ def test_a_server_that_ended_has_all_of_its_memory_when_it_is_back():
     [port] = free_ports(1, "127.0.0.1")
     with a_pool(f"http://127.0.0.1:{port}") as (loop, pool):
         [handle] = pool.handles
-        handle.offloaded = ("cache",)  # in the middle of a push
+        handle.asleep = Asleep(("cache",), "0")  # in the middle of a push
         watch = loop.submit(pool._watch(handle))
         deadline = time.monotonic() + SOON
-        while handle.offloaded and time.monotonic() < deadline:
+        while handle.asleep and time.monotonic() < deadline:
             time.sleep(0.05)
         watch.cancel()
-        assert handle.offloaded == ()
+        assert handle.asleep is None
 
 
 @contextmanager
@@ -364,7 +366,7 @@ def test_remote_servers_cannot_meet_the_trainer_on_loopback(good: Path, monkeypa
 
 
 def test_an_address_that_nobody_knows_is_refused_before_a_push(good: Path):
-    with pytest.raises(ConfigError, match=r"rollout\.weights\.address=no\.such\.invalid: no known host"):
+    with pytest.raises(ConfigError, match=r"rollout\.weights\.address=no\.such\.invalid is not a known host"):
         Broadcast.check(config_of(good, "rollout.weights.address=no.such.invalid"))
 
 

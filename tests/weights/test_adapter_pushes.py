@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.sampling.server_checks import check_server
+from megatron_gvpo.servers.handle import Pending
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
 from megatron_gvpo.servers.launch.supervise import Supervisor
 from megatron_gvpo.servers.pool import ServerPool
@@ -183,7 +184,7 @@ def test_adapters_of_an_earlier_run_and_of_a_push_that_broke_off_are_gone(servin
     for other in ("gvpo-00000000-v9", "theirs"):
         serving.client.receiver("adapter", "load_adapter", other, serving.adapters[2])
     [handle] = pool.handles
-    handle.become("pending", "as after a push that broke off when the adapter was loaded")
+    handle.to(Pending())  # as after a push that broke off when the adapter was loaded
     run.push(serving.adapters[1], 4)
     assert sorted(serving.names()) == sorted([name, "theirs"]) and serving.gap(serving.adapters[1]) < CLOSE
     serving.client.receiver("adapter", "unload_adapter", "theirs")
@@ -240,7 +241,7 @@ def test_a_killed_server_gets_the_current_adapter_on_the_base(serving: Serving, 
     os.killpg(pid, signal.SIGKILL)
 
     async def lost() -> None:
-        while pool.handles[0].state != "lost":
+        while not pool.handles[0].is_lost:
             await asyncio.sleep(0.05)
 
     loop.run(lost())

@@ -20,14 +20,14 @@ from torch import nn
 from torch.distributed import HashStore
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.http import ServerRefused
-from megatron_gvpo.servers.pool import ServerHandle
 from megatron_gvpo.servers.server import PLUGINS, ServerInfo
 from megatron_gvpo.weights import node
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.node import FIELDS, plain, seen_by_all, shared_storage
 from megatron_gvpo.weights.relay import ORDERS, Relays
-from megatron_gvpo.weights.shared import Shared, SharedPlace
+from megatron_gvpo.weights.shared import Shared, SharedLocation
 from megatron_gvpo.weights.transport import PushFailed
 
 sys.path.insert(0, str(PLUGINS))
@@ -79,7 +79,7 @@ class OnGpus:
 
     def __init__(self, name: str, *seen_by_ranks: list[str], maps: bool = True) -> None:
         self.url, self._seen, self._maps = f"http://{name}", seen_by_ranks, maps
-        self.places: list[SharedPlace] = []
+        self.places: list[SharedLocation] = []
 
     async def info(self, timeout: float) -> ServerInfo:
         return ServerInfo("0", "model", 256, len(self._seen))
@@ -91,10 +91,10 @@ class OnGpus:
         for rank, seen in enumerate(self._seen):
             Path(f"{file}.{rank}").write_text(json.dumps(seen))
 
-    async def receive_shared(self, specs: object, place: SharedPlace, timeout: float) -> None:
-        if not isinstance(place, Path) and not self._maps:
+    async def receive_shared(self, specs: object, location: SharedLocation, timeout: float) -> None:
+        if not isinstance(location, Path) and not self._maps:
             raise ServerRefused(f"{self.url}: cannot map it", 500)
-        self.places.append(place.read_bytes() if isinstance(place, Path) else place)
+        self.places.append(location.read_bytes() if isinstance(location, Path) else location)
 
 
 def test_each_server_of_a_push_maps_what_it_can_see(monkeypatch: pytest.MonkeyPatch):

@@ -14,8 +14,8 @@ from helpers.servers.real_servers import ENGINES, PROMPTS, SGLANG_FIRST, SharedS
 
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.launch.start import DIALECTS
-from megatron_gvpo.servers.pool import ServerHandle
 from megatron_gvpo.servers.server import Server
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import load_config

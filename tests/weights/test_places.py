@@ -17,10 +17,10 @@ from megatron_gvpo.weights.group import WeightGroup
 from megatron_gvpo.weights.node import new_name
 
 sys.path.append(str(PLUGINS))
-import megatron_gvpo_stores
-from megatron_gvpo_bucket import Layout
+import megatron_gvpo_store_address
+from megatron_gvpo_allowed_paths import in_memory, in_weights
+from megatron_gvpo_bucket import BucketLayout
 from megatron_gvpo_ipc import tell_gpus
-from megatron_gvpo_places import in_memory, in_weights
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_runs_own_files_are_mapped_and_written(run: Path):
     (run / "bucket").write_bytes(bytes(range(6)))
-    assert Layout(["w"], ["uint8"], [[4]]).mapped(str(run / "bucket")).tolist() == [0, 1, 2, 3]
+    assert BucketLayout(["w"], ["uint8"], [[4]]).mapped(str(run / "bucket")).tolist() == [0, 1, 2, 3]
     tell_gpus(str(run / "0.told"))
     assert len(list(run.glob("0.told.*"))) == 1
     tell_gpus(str(run.with_name(new_name()) / "0.told"))  # of another node
@@ -43,7 +43,7 @@ def test_a_runs_own_files_are_mapped_and_written(run: Path):
 def test_a_file_is_never_made_longer(run: Path):
     (run / "bucket").write_bytes(bytes(6))
     with pytest.raises(ValueError, match=r"bucket: 6 bytes, and the bucket has 7"):
-        Layout(["w"], ["uint8"], [[7]]).mapped(str(run / "bucket"))
+        BucketLayout(["w"], ["uint8"], [[7]]).mapped(str(run / "bucket"))
     assert (run / "bucket").stat().st_size == 6
 
 
@@ -64,7 +64,7 @@ def test_a_file_is_never_made_longer(run: Path):
 )
 def test_any_other_path_is_refused(path: str, run: Path):
     path = path.format(run=run, root=run.parent)
-    for use in (in_memory, tell_gpus, Layout([], [], []).mapped):
+    for use in (in_memory, tell_gpus, BucketLayout([], [], []).mapped):
         with pytest.raises(PermissionError):
             use(path)
     assert list(run.iterdir()) == []
@@ -120,7 +120,9 @@ def test_stores_listen_at_their_address_alone():
     soon = timedelta(seconds=10)
     kept = [host_store("127.0.0.1", 0, 1, soon), host_store("localhost", 0, 1, soon)]
     kept.append(WeightGroup("127.0.0.1", 2, "gloo", 10.0, 10.0))
-    kept.append(megatron_gvpo_stores.bound_store("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False))
+    kept.append(
+        megatron_gvpo_store_address.bound_store("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    )
     new = listening() - before
     assert len(new) >= 4 and {address for address, _ in new} <= {"127.0.0.1", "::1"}
     kept[0].set("a", "b")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.servers.fake_servers import itself
 
+from megatron_gvpo.servers.handle import Pending
 from megatron_gvpo.servers.http import ServerRefused
 from megatron_gvpo.servers.leader import BackgroundLoop, Failed, Push
 from megatron_gvpo.servers.pool import ServerPool
@@ -72,7 +73,7 @@ def test_a_server_that_was_started_anew_has_all_its_attempts_again(
     )
 
     async def back() -> None:
-        pool.retire(pool.handles[0], "back, without the current weights")
+        pool.handles[0].to(Pending())
 
     replaced = []
     while True:

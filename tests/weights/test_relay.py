@@ -15,20 +15,21 @@ from helpers.servers.fake_servers import itself
 from torch.distributed import HashStore
 
 from megatron_gvpo.core import store as shared_store
+from megatron_gvpo.servers.handle import Pending, ServerHandle
 from megatron_gvpo.servers.leader import BackgroundLoop, Push
-from megatron_gvpo.servers.pool import ServerHandle, ServerPool
+from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.servers.server import ServerInfo
 from megatron_gvpo.settings.servers import ServersConfig, WeightSyncConfig
 from megatron_gvpo.weights import node, sharded
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.node import NodeMemory
 from megatron_gvpo.weights.publisher import Publisher
-from megatron_gvpo.weights.relay import ORDERS, Look, Offer, Over, Relay, Relays, Stream
+from megatron_gvpo.weights.relay import ORDERS, Discover, EndPush, JoinStream, Relay, Relays, ShareBucket
 from megatron_gvpo.weights.sharded import Send
-from megatron_gvpo.weights.shared import Shared, SharedPlace
+from megatron_gvpo.weights.shared import Shared, SharedLocation
 from megatron_gvpo.weights.transport import PushFailed
 
-OFFER, NOTHING = Offer(handles=0, file=True), Offer(handles=0, file=False)
+OFFER, NOTHING = ShareBucket(handles=0, file=True), ShareBucket(handles=0, file=False)
 CPU = torch.device("cpu")
 PATIENCE = 60.0  # seconds for an answer of a thread; nothing here takes one
 
@@ -73,16 +74,16 @@ def test_two_pushes_to_two_other_nodes(tmp_path, monkeypatch):
         for push in range(2):
             with following(others, [stream(3), stream(3)]):
                 (tmp_path / "16" / "memory" / f"{push}.told.123").write_text('["gpu"]')
-                found = mine.ask([Look()] * 2, "to look")
+                found = mine.ask([Discover()] * 2, "to look")
                 assert found == [{"told": {}, "gpu": ""}, {"told": {str(push): [["gpu"]]}, "gpu": ""}]
-                mine.tell(Stream())
+                mine.tell(JoinStream())
                 for i in range(3):
                     nothing, offer = mine.ask([NOTHING, OFFER], "to offer")
                     assert nothing == {"handles": [], "file": ""}
                     file = Path(offer["file"])
                     assert file == tmp_path / "16" / "memory" / "bucket"
                     assert file.read_bytes()[: 4 + i] == bytes([i] * (4 + i))
-                mine.tell(Over())
+                mine.tell(EndPush())
 
 
 def test_a_push_that_ends_early_leaves_the_stream_to_the_caller(tmp_path, monkeypatch):
@@ -91,10 +92,10 @@ def test_a_push_that_ends_early_leaves_the_stream_to_the_caller(tmp_path, monkey
             left = stream(4)
             with following(others, [left]):
                 if before:
-                    mine.tell(Stream())
+                    mine.tell(JoinStream())
                 for _ in range(before - 1):
                     mine.ask([OFFER], "to offer")
-                mine.tell(Over())
+                mine.tell(EndPush())
             assert len(list(left)) == 4 - before
 
 
@@ -105,16 +106,14 @@ def test_a_node_without_memory_and_one_that_is_silent_are_named(tmp_path, monkey
     with relays(tmp_path, monkeypatch, [1]) as (mine, others):
         monkeypatch.setattr("os.posix_fallocate", no_memory)
         with following(others, [stream(2)]):
-            mine.tell(Stream())
-            wanted = (
-                r"rank 1: .*bucket: no 4 bytes of shared memory \(No space left on device\): lower rollout"
-            )
+            mine.tell(JoinStream())
+            wanted = r"rank 1: .*bucket: 4 bytes of shared memory are not free \(No space left on device\)"
             with pytest.raises(PushFailed, match=wanted):
                 mine.ask([OFFER], "to offer")
-            mine.tell(Over())
+            mine.tell(EndPush())
         mine._timeout = 0.05
         with pytest.raises(PushFailed, match=r"rank\(s\) 1 did not answer in 0\.05 s: to look"):
-            mine.ask([Look()], "to look")
+            mine.ask([Discover()], "to look")
 
 
 def test_a_rank_0_that_is_silent_is_a_named_wait(tmp_path, monkeypatch):
@@ -127,8 +126,11 @@ def test_a_rank_0_that_is_silent_is_a_named_wait(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("orders", "problem"),
     [
-        ([Offer(0, False)], r"rank 0 has ordered Offer\(handles=0, file=False\) without a bucket"),
-        ([Stream(), Look()], r"rank 0 has ordered Look\(\) amid the weight stream"),
+        (
+            [ShareBucket(0, False)],
+            r"rank 0 has ordered ShareBucket\(handles=0, file=False\) without a bucket",
+        ),
+        ([JoinStream(), Discover()], r"rank 0 has ordered Discover\(\) amid the weight stream"),
     ],
 )
 def test_an_order_out_of_place_is_an_error(tmp_path, monkeypatch, orders, problem):
@@ -143,11 +145,15 @@ def test_an_order_out_of_place_is_an_error(tmp_path, monkeypatch, orders, proble
 def test_an_order_of_another_transport_is_an_error(tmp_path, monkeypatch):
     """Rank 0 refuses to send it, and a rank that is sent it says so."""
     with relays(tmp_path, monkeypatch, [1]) as (mine, [other]):
-        with pytest.raises(AssertionError, match=r"Send\(\) is not one of Look, Stream, Offer, Over"):
+        with pytest.raises(
+            AssertionError, match=r"Send\(\) is not one of Discover, JoinStream, ShareBucket, EndPush"
+        ):
             mine.tell(Send())
         mine._orders = sharded.ORDERS
         mine.tell(Send())
-        with pytest.raises(AssertionError, match=r"sent \['Send'\], which is not one of Look, Stream"):
+        with pytest.raises(
+            AssertionError, match=r"sent \['Send'\], which is not one of Discover, JoinStream"
+        ):
             other.follow(stream(1))
 
 
@@ -165,8 +171,8 @@ class OnTwoGpus:
         for rank in range(2):
             Path(f"{file}.{rank}").write_text(json.dumps(["gpu 0", "gpu 1"]))
 
-    async def receive_shared(self, specs: object, place: SharedPlace, timeout: float) -> None:
-        self.place = place
+    async def receive_shared(self, specs: object, location: SharedLocation, timeout: float) -> None:
+        self.location = location
 
 
 def test_each_rank_of_a_server_maps_the_bucket_on_a_gpu_of_its_own(tmp_path, monkeypatch):
@@ -188,7 +194,7 @@ def test_each_rank_of_a_server_maps_the_bucket_on_a_gpu_of_its_own(tmp_path, mon
 
     with following([Relay(store, 1, theirs, PATIENCE)], [iter([ones])]):
         asyncio.run(push())
-    assert server.place == [{"of bytes": [0, 0]}, {"of bytes": [1, 1]}]
+    assert server.location == [{"of bytes": [0, 0]}, {"of bytes": [1, 1]}]
     assert mine.metrics == {"sync/ipc": 1.0}
     theirs.close()
     assert (tmp_path / "memory").exists(), "it is the first rank's"
@@ -235,7 +241,7 @@ def test_a_relay_goes_on_to_the_next_collective_where_rank_0_has_no_memory(tmp_p
 
     async def push() -> None:
         await mine.begin([ServerHandle(Without())], 1)
-        with pytest.raises(PushFailed, match="no 2 bytes of shared memory"):
+        with pytest.raises(PushFailed, match="2 bytes of shared memory are not free"):
             await mine.send(zeros)
 
     with following([Relay(store, 1, NodeMemory("memory", CPU, first=False), PATIENCE)], [stream_of_two()]):
@@ -253,7 +259,7 @@ def test_a_relay_hears_of_the_end_of_a_push_that_never_began(tmp_path, monkeypat
             raise RuntimeError("not an answer of a server")
 
     async def under_way(handle: ServerHandle) -> None:
-        handle.become("pending")
+        handle.to(Pending())
         handle.calls.add(asyncio.create_task(asyncio.sleep(60)))
 
     monkeypatch.setattr(shared_store, "SHARED_MEMORY", tmp_path)

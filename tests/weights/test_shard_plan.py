@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gvpo.weights.shard_plan import Box, Layout, Plan, Table, fair_shares, plan_push
+from megatron_gvpo.weights.shard_plan import Box, Layout, PushPlan, Table, fair_shares, plan_push
 
 
 def whole(table: Table) -> Box:
@@ -23,7 +23,7 @@ def split(table: Table, parts: int, part: int, by_rows: bool) -> Box:
     return Box(0, table.rows, table.columns * part // parts, table.columns * (part + 1) // parts)
 
 
-def check(plan: Plan, held: list[Layout], servers: list[list[Layout]], limit: int) -> None:
+def check(plan: PushPlan, held: list[Layout], servers: list[list[Layout]], limit: int) -> None:
     """Follow every byte: owners hold what they send, relays pass on what came, receivers get all once."""
     needed = [layout for server in servers for layout in server]
     got: dict[int, Counter[tuple[int, int, int]]] = defaultdict(Counter)

@@ -131,7 +131,7 @@ class Ranks:
         tables = [(name, "float32", list(tensor.shape)) for name, tensor in full.items()]
         self.store.set("tables", zlib.compress(json.dumps(tables).encode()))
         for shards, model in zip(self.shards, self.models, strict=True):
-            shards.learn(model.load_weights)
+            shards.read_layout(model.load_weights)
             model.calls.clear()
         sized = [Table(n, s[0], torch.Size(s).numel() // s[0], 4) for n, _, s in tables]
         numbers = {name: i for i, (name, _, _) in enumerate(tables)}

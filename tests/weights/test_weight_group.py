@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from helpers.servers.fake_servers import itself
 
+from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.http import ServerRefused
-from megatron_gvpo.servers.pool import ServerHandle
 from megatron_gvpo.servers.server import ServerInfo
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_gvpo.megatron.model.own_weights import OwnPart, OwnWeights
-from megatron_gvpo.servers.pool import ServerHandle
+from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.server import PLUGINS
 from megatron_gvpo.weights.bucket import Bucket, DoubleBuffer, TensorSpec, buckets
 from megatron_gvpo.weights.delta import Delta

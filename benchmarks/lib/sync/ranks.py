@@ -152,5 +152,5 @@ def _receiver(store: Any, group: Any, rank: int, number: int) -> Callable[[], No
             target.copy_(tensor[:, first : first + step])
 
     shards = Shards(group, store, rank, torch.device("cpu"))
-    shards.learn(load)
+    shards.read_layout(load)
     return lambda: shards.receive(load)

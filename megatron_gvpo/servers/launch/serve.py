@@ -53,8 +53,8 @@ def serve(config: Config) -> int:
                 break
             if waiting and not (waiting := [p for p in waiting if not p.is_healthy(5.0)]):
                 urls = ",".join(process.url for process in supervisor.processes)
-                said = f"started: {urls}" if settings.node else f"ready: rollout.servers.urls=[{urls}]"
-                print(said, flush=True)
+                message = f"started: {urls}" if settings.node else f"ready: rollout.servers.urls=[{urls}]"
+                print(message, flush=True)
             if waiting and time.monotonic() > deadline:
                 report(
                     f"{waiting[0].url} was not healthy after {settings.start_timeout:g} s; see "

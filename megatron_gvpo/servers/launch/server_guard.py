@@ -60,27 +60,27 @@ def gather(part: dict[str, Any], starter_ends: int) -> list[socket.socket]:
     family, kind, protocol, _, address = socket.getaddrinfo(
         part["host"], part["port"], type=socket.SOCK_STREAM
     )[0]
-    found: dict[int, socket.socket] = {}
-    with socket.socket(family, kind, protocol) as door:
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.bind(address)
-        door.listen()
-        while len(found) < part["nodes"] - 1:
-            ready = _first([starter_ends, door, *found.values()])
+    guards: dict[int, socket.socket] = {}
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()
+        while len(guards) < part["nodes"] - 1:
+            ready = _first([starter_ends, listener, *guards.values()])
             if starter_ends in ready:
                 sys.exit(1)
-            for ended in [node for node, other in found.items() if other in ready]:
-                found.pop(ended).close()  # before all were there: it has nothing to say
-            if door in ready:
-                other, _ = door.accept()
+            for ended in [node for node, other in guards.items() if other in ready]:
+                guards.pop(ended).close()  # before all were there: it has nothing to say
+            if listener in ready:
+                other, _ = listener.accept()
                 node = _who(other, part)
                 if node in range(1, part["nodes"]):
-                    found[node] = other
+                    guards[node] = other
                 else:
                     other.close()
-    for other in found.values():
+    for other in guards.values():
         other.sendall(GO)
-    return list(found.values())
+    return list(guards.values())
 
 
 def join(part: dict[str, Any], starter_ends: int) -> socket.socket:

@@ -44,7 +44,6 @@ DIALECTS: dict[str, type[Server]] = {"sglang": SGLang, "vllm": VLLM}
 def start_servers(config: Config, key: str | None, report: Callable[[str], None]) -> Supervisor:
     """Start `rollout.servers.count` servers on this machine, under a supervisor. Raises ConfigError."""
     servers = config.rollout.servers
-    dialect = DIALECTS[config.rollout.engine]
     if any(hide(word) != word for word in servers.args):
         raise ConfigError(
             "rollout.servers.args: one has a secret, and all users of a machine can read command lines: name "
@@ -53,56 +52,74 @@ def start_servers(config: Config, key: str | None, report: Callable[[str], None]
     if key is not None:
         remember(key)
     ports = free_ports_of(servers, "rollout.servers")
-    key_of_path = "rollout.servers.model_path" if servers.model_path else "model.path"
-    model = ModelCard.read(config.served_path, key_of_path)
-    check_family(model, f"{key_of_path}={config.served_path}")
-    check_files(Path(config.served_path), key_of_path)
-    check_draft(config)
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        check_nccl(config, ".".join(map(str, torch.cuda.nccl.version())))
-    else:
-        check_rollout_model(config)
+    _check_served_model(config)
     gpus = server_gpus(servers, torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
-    logs = Path(config.output_dir) / "servers"
-    # All that servers may map and read (megatron_gvpo_places). A user may name another directory of weights.
-    weights = os.environ.get("MEGATRON_GVPO_WEIGHTS", str(run_directory(config)))
-    places = {"MEGATRON_GVPO_MEMORY": str(shared_memory()), "MEGATRON_GVPO_WEIGHTS": weights}
-    processes: list[ServerProcess] = []
-    for i, port in enumerate(ports):
-        # Only the server's HTTP interface asks for the key.
-        launch = dialect.launch(config, port, None if servers.node else key, on_gpu)
-        launch.environment.update(places)
-        if servers.nodes > 1:
-            launch.environment[PART] = _part(servers, key)
-        if is_loopback(servers.host):
-            launch.environment.update({n: os.environ.get(n, lo) for n, lo in ON_LOOPBACK.items()})
-        if on_gpu:
-            launch.environment["CUDA_VISIBLE_DEVICES"] = visible(gpus[i])
-            # Newer releases of torch have a second NCCL backend, whose ranks meet in another way.
-            launch.environment["TORCH_DIST_USE_NCCL2"] = "0"
-            if servers.colocated:  # SGLang's memory saver refuses expandable segments, which help the trainer
-                names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-                launch.environment.update(dict.fromkeys(names, "expandable_segments:False"))
-        else:  # a server keeps the memory that it frees: fresh pages for large tensors cost more than a copy
-            large = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
-            launch.environment.update(large)
-        host = f"[{servers.host}]" if ":" in servers.host else servers.host
-        if servers.node:
-            its = f"http://{servers.leader}:{port}, machine {servers.node} of {servers.nodes}"
-            processes.append(RanksProcess(launch, its, logs / f"{port}_{servers.node}.log"))
-        else:
-            processes.append(ServerProcess(launch, f"http://{host}:{port}", logs / f"{port}.log"))
+    on_gpu = torch.cuda.is_available()
+    processes = [
+        _process(config, key, port, gpus[number] if on_gpu else None) for number, port in enumerate(ports)
+    ]
     supervisor = Supervisor(processes, servers, report)
     try:
         supervisor.start()
     except OSError as error:
         supervisor.close()
         raise ConfigError(
-            f"rollout servers cannot be started: {error}. Their logs go to {logs}; "
+            f"rollout servers cannot be started: {error}. Their logs go to {_logs(config)}; "
             f"rollout.servers.python={servers.python} is to be the interpreter of the engine's environment"
         ) from None
     return supervisor
+
+
+def _check_served_model(config: Config) -> None:
+    """Raise ConfigError for a model, a draft or an NCCL with which no server of this machine can start."""
+    key = "rollout.servers.model_path" if config.rollout.servers.model_path else "model.path"
+    model = ModelCard.read(config.served_path, key)
+    check_family(model, f"{key}={config.served_path}")
+    check_files(Path(config.served_path), key)
+    check_draft(config)
+    if torch.cuda.is_available():
+        check_nccl(config, ".".join(map(str, torch.cuda.nccl.version())))
+    else:
+        check_rollout_model(config)
+
+
+def _process(config: Config, key: str | None, port: int, gpus: range | None) -> ServerProcess:
+    """The process of the server at `port`, not started yet. `gpus`: None on a machine without."""
+    servers = config.rollout.servers
+    # Only the server's HTTP interface asks for the key.
+    server_key = None if servers.node else key
+    launch = DIALECTS[config.rollout.engine].launch(config, port, server_key, gpus is not None)
+    # Servers may map and read these directories alone (megatron_gvpo_allowed_paths). A user may name another
+    # directory of weights.
+    weights = os.environ.get("MEGATRON_GVPO_WEIGHTS", str(run_directory(config)))
+    launch.environment["MEGATRON_GVPO_MEMORY"] = str(shared_memory())
+    launch.environment["MEGATRON_GVPO_WEIGHTS"] = weights
+    if servers.nodes > 1:
+        launch.environment[PART] = _part(servers, key)
+    if is_loopback(servers.host):
+        launch.environment.update({n: os.environ.get(n, lo) for n, lo in ON_LOOPBACK.items()})
+    launch.environment.update(_memory_settings(servers, gpus))
+    if servers.node:
+        machine = f"http://{servers.leader}:{port}, machine {servers.node} of {servers.nodes}"
+        return RanksProcess(launch, machine, _logs(config) / f"{port}_{servers.node}.log")
+    host = f"[{servers.host}]" if ":" in servers.host else servers.host
+    return ServerProcess(launch, f"http://{host}:{port}", _logs(config) / f"{port}.log")
+
+
+def _memory_settings(servers: ServersConfig, gpus: range | None) -> dict[str, str]:
+    """Environment variables that choose a server's GPUs and how its memory is allocated."""
+    if gpus is None:  # a server keeps the memory that it frees: fresh pages cost more than a copy
+        return {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
+    # Newer releases of torch have a second NCCL backend, whose ranks meet in another way.
+    settings = {"CUDA_VISIBLE_DEVICES": visible(gpus), "TORCH_DIST_USE_NCCL2": "0"}
+    if servers.colocated:  # SGLang's memory saver refuses expandable segments, which help the trainer
+        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        settings |= dict.fromkeys(names, "expandable_segments:False")
+    return settings
+
+
+def _logs(config: Config) -> Path:
+    return Path(config.output_dir) / "servers"
 
 
 def _part(servers: ServersConfig, key: str | None) -> str:
@@ -117,8 +134,8 @@ def _part(servers: ServersConfig, key: str | None) -> str:
             f"rollout.servers.leader is missing: machine {servers.node} of a server needs the address of "
             "machine 0"
         )
-    place = {"host": servers.leader or servers.host, "port": servers.port + AFTER_PORT["guards"]}
-    return json.dumps({"node": servers.node, "nodes": servers.nodes, **place, "key": key or ""})
+    address = {"host": servers.leader or servers.host, "port": servers.port + AFTER_PORT["guards"]}
+    return json.dumps({"node": servers.node, "nodes": servers.nodes, **address, "key": key or ""})
 
 
 def given_key(servers: EngineServers, section: str = "rollout.servers") -> str | None:
@@ -168,8 +185,8 @@ def server_gpus(servers: ServersConfig, present: int, ranks: int) -> list[range]
 
 def visible(gpus: Sequence[int]) -> str:
     """CUDA_VISIBLE_DEVICES for these GPUs, numbered among those that this process may see."""
-    ours = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return ",".join(ours[i].strip() if ours != [""] else str(i) for i in gpus)
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return ",".join(devices[i].strip() if devices != [""] else str(i) for i in gpus)
 
 
 def report(message: str) -> None:
@@ -183,20 +200,20 @@ ASK = "import torch; print('.'.join(map(str, torch.cuda.nccl.version())))"
 TIMEOUT = 300.0  # seconds; the first import of torch may be from a network file system
 
 
-def check_nccl(config: Config, ours: str) -> None:
+def check_nccl(config: Config, own_version: str) -> None:
     """Ask the engine's interpreter for its NCCL, before servers start.
 
-    Raises ConfigError for another version than `ours`. If the interpreter does not answer, nothing is raised:
-    the start of the servers will show why.
+    Raises ConfigError for another version than `own_version`. If the interpreter does not answer, nothing is
+    raised: the start of the servers will show why.
     """
     python, transport = config.rollout.servers.python, config.rollout.weights.transport
     if not config.rollout.weights.traits.forms_group:
         return
-    their_environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
-        asked = subprocess.run(
+        answer = subprocess.run(
             [python, "-c", ASK],
-            env=their_environment,
+            env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -204,12 +221,13 @@ def check_nccl(config: Config, ours: str) -> None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return
-    theirs = asked.stdout.strip()
-    if asked.returncode == 0 and theirs and theirs != ours:
+    version = answer.stdout.strip()
+    if answer.returncode == 0 and version and version != own_version:
         others = [name for name, traits in TRANSPORTS.items() if not traits.forms_group]
         raise ConfigError(
-            f"rollout.servers.python={python} has a torch with NCCL {theirs}, the trainer's has {ours}, and "
-            f"NCCL refuses the process group of rollout.weights.transport={transport} between two versions: "
-            "install one in both environments (pip install --no-deps nvidia-nccl-cu13==...), or choose a "
+            f"rollout.servers.python={python} has a torch with NCCL {version}, the trainer's has "
+            f"{own_version}, and NCCL refuses the process group of rollout.weights.transport={transport} "
+            "between two versions: install one in both environments (pip install --no-deps "
+            "nvidia-nccl-cu13==...), or choose a "
             f"transport that needs no group: {' or '.join(others)}"
         )

@@ -124,8 +124,8 @@ class ServerProcess:
         with contextlib.suppress(OSError), self.log.open("r+b") as log:
             log.seek(self._log_begins)
             text = log.read()
-            for found in re.finditer(re.escape(key), text):
-                log.seek(self._log_begins + found.start())
+            for match in re.finditer(re.escape(key), text):
+                log.seek(self._log_begins + match.start())
                 log.write(b"*" * len(key))
 
     def tail(self) -> str:
@@ -292,7 +292,7 @@ def _group_lives(process: subprocess.Popen[bytes]) -> bool:
 
 def _servers_part(environment: os._Environ[str]) -> dict[str, str]:
     """The environment without variables of Megatron and torchrun, which make a process act as a rank."""
-    ours = (
+    rank_variables = (
         MEGATRONS,
         "RANK",
         "LOCAL_RANK",
@@ -305,7 +305,7 @@ def _servers_part(environment: os._Environ[str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name not in ours and not name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))
+        if name not in rank_variables and not name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))
     }
 
 
@@ -325,16 +325,16 @@ def is_loopback(host: str) -> bool:
 def listens_alone(leader: int, host: str, port: int) -> bool:
     """True if the process `leader` and its children listen where `host`:`port` leads, and nobody else."""
     with contextlib.suppress(OSError, psutil.Error):
-        found = _listeners(host, port)
-        return bool(found) and _family(leader).issuperset(found)
+        listeners = _listeners(host, port)
+        return bool(listeners) and _family(leader).issuperset(listeners)
     return False
 
 
 def stranger(host: str, port: int, leader: int | None = None) -> str | None:
     """A process outside `leader`'s family that listens there, for a message; None if there is none."""
     with contextlib.suppress(OSError, psutil.Error):
-        ours = set() if leader is None else _family(leader)
-        for pid in _listeners(host, port) - ours:
+        family = set() if leader is None else _family(leader)
+        for pid in _listeners(host, port) - family:
             return f"process {pid} ({psutil.Process(pid).name()})" if pid else "a process of another user"
     return None
 
@@ -355,8 +355,8 @@ def check_free(host: str, port: int) -> None:
 
 def _addresses(host: str) -> set[str]:
     """The IP addresses of a host. Raises OSError for a name that does not resolve."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return {str(address[0]).split("%")[0] for *_, address in found}
+    resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return {str(address[0]).split("%")[0] for *_, address in resolved}
 
 
 def _listeners(host: str, port: int) -> set[int | None]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from megatron_gvpo_places import in_memory
+from megatron_gvpo_allowed_paths import in_memory
 
 
-class Layout:
+class BucketLayout:
     """Names, dtypes and shapes of a bucket's tensors, in order."""
 
     def __init__(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:

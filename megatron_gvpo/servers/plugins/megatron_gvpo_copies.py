@@ -25,7 +25,7 @@ class LoadCopies(TorchFunctionMode):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
-        self._places = {
+        self._parameters = {
             id(parameter): (layer, name)
             for layer in model.modules()
             for name, parameter in layer._parameters.items()
@@ -36,15 +36,15 @@ class LoadCopies(TorchFunctionMode):
         # vLLM runs a loader once on the meta device, to count what it would copy.
         if isinstance(_get_current_dispatch_mode(), CopyCounter):
             return func(*args, **(kwargs or {}))
-        if func == torch.Tensor.data.__get__ and id(args[0]) in self._places:  # type: ignore[attr-defined]
+        if func == torch.Tensor.data.__get__ and id(args[0]) in self._parameters:  # type: ignore[attr-defined]
             return args[0]
         if func is not torch.Tensor.copy_ or not args[0].is_meta:
             return func(*args, **(kwargs or {}))
-        if id(args[0]) not in self._places:
+        if id(args[0]) not in self._parameters:
             raise RuntimeError(
                 "the model copies into a part of a weight while vLLM reloads: it would be lost"
             )
-        layer, name = self._places[id(args[0])]
+        layer, name = self._parameters[id(args[0])]
         args[0].weight_loader = default_weight_loader
         args[0].weight_loader = make_online_process_loader(layer, name)
         args[0].weight_loader(args[0], args[1])

@@ -28,5 +28,5 @@ class Guard:
         await send({"type": "http.response.body", "body": b'{"error": "Unauthorized: it takes the API key"}'})
 
     def _has_key(self, scope: Any) -> bool:
-        given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
+        keys = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        return len(keys) == 1 and hmac.compare_digest(keys[0], self._expected)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron_gvpo_places import in_memory
+from megatron_gvpo_allowed_paths import in_memory
 
 BYTES = ("allocation", "counter", "event")  # fields of a handle in base64
 NUMBERS = ("bytes", "offset", "counter_offset", "event_sync")
@@ -23,9 +23,9 @@ def tell_gpus(file: str) -> None:
     """
     if not in_memory(file).parent.is_dir():
         return
-    aside, place = Path(f"{file}.{os.getpid()}.tmp"), Path(f"{file}.{os.getpid()}")
+    aside, path = Path(f"{file}.{os.getpid()}.tmp"), Path(f"{file}.{os.getpid()}")
     aside.write_text(json.dumps(gpus()))
-    aside.rename(place)
+    aside.rename(path)
 
 
 def gpus() -> list[str]:
@@ -35,9 +35,9 @@ def gpus() -> list[str]:
 
 def arguments(handle: dict[str, Any]) -> list[Any]:
     """The arguments of torch.UntypedStorage._new_shared_cuda, after the device number."""
-    found = {name: base64.b64decode(handle[name]) for name in BYTES} | {n: handle[n] for n in NUMBERS}
+    values = {name: base64.b64decode(handle[name]) for name in BYTES} | {n: handle[n] for n in NUMBERS}
     order = ("allocation", "bytes", "offset", "counter", "counter_offset", "event", "event_sync")
-    return [found[name] for name in order]
+    return [values[name] for name in order]
 
 
 def opened(handle: dict[str, Any], size: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_gvpo_bucket import Layout
+from megatron_gvpo_bucket import BucketLayout
 from megatron_gvpo_ipc import opened, tell_gpus
 from megatron_gvpo_patches import apply_patches, check_patched
 from megatron_gvpo_shards import Shards
@@ -28,7 +28,7 @@ def receive(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]
     """Carry out an order.
 
     "join" joins a process group, "apply" applies the patches of its next broadcast, "check" checks them after
-    the last, "load" loads a bucket from shared memory, "tell" writes which GPUs this rank sees, "learn"
+    the last, "load" loads a bucket from shared memory, "tell" writes which GPUs this rank sees, "read_layout"
     learns this rank's layout, "shards" takes part in a sharded push, and "leave" leaves its group.
     """
     order = json.loads(bytes(named_tensors[0][1].cpu().numpy()))
@@ -42,8 +42,8 @@ def receive(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]
         if _broken:  # the trainer believes that they arrived: SGLang ends, and has the weights from its start
             raise RuntimeError(f"a broadcast of weight patches failed: {_broken[0]}")
         check_patched(model)
-    elif order["op"] == "learn":
-        _part_in(model, order).learn(model.load_weights)
+    elif order["op"] == "read_layout":
+        _part_in(model, order).read_layout(model.load_weights)
     elif order["op"] == "shards":
         _receive_shards(model)
     elif order["op"] == "leave":
@@ -101,7 +101,7 @@ def _leave_shards() -> None:
 
 def _load(model: Any, order: dict[str, Any]) -> None:
     """Load a bucket from a file in shared memory, or from a GPU's memory."""
-    layout = Layout(*zip(*order["tensors"], strict=True))
+    layout = BucketLayout(*zip(*order["tensors"], strict=True))
     mapped = opened(order["handle"], layout.nbytes) if "handle" in order else layout.mapped(order["file"])
     model.load_weights(layout.views(mapped.to(next(model.parameters()).device)))
     if mapped.is_cuda:  # after the answer the trainer overwrites it

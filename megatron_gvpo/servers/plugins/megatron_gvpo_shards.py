@@ -34,7 +34,7 @@ class Shards:
         self._sends: list[list[Message]] = []
         self._needed: dict[int, list[Box]] = {}
 
-    def learn(self, load: Load) -> None:
+    def read_layout(self, load: Load) -> None:
         """Run the engine's loader without weights, and tell the trainer what it would copy."""
         for name, dtype, shape in json.loads(zlib.decompress(self._store.get("tables"))):
             self._tables.append((name, getattr(torch, dtype), torch.Size(shape)))

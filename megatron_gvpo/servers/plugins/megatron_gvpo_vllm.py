@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_gvpo_bucket import Layout
+from megatron_gvpo_allowed_paths import in_weights
+from megatron_gvpo_bucket import BucketLayout
 from megatron_gvpo_copies import LoadCopies
 from megatron_gvpo_ipc import opened, tell_gpus
 from megatron_gvpo_model_types import add_model_types
 from megatron_gvpo_patches import apply_patches, check_patched, refuse_rearranged_experts, unpack
-from megatron_gvpo_places import in_weights
 from megatron_gvpo_shards import Shards
 from megatron_gvpo_speculation import mend_temperatures
-from megatron_gvpo_stores import bind_stores
+from megatron_gvpo_store_address import bind_stores
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -40,7 +40,7 @@ NAME = "megatron_gvpo"
 
 
 @dataclass
-class Rendezvous(WeightTransferInitInfo):
+class RendezvousInit(WeightTransferInitInfo):
     """Where the process group forms; `rank_offset` is the rank of this server's first process in it."""
 
     master_address: str
@@ -52,14 +52,14 @@ class Rendezvous(WeightTransferInitInfo):
 
 
 @dataclass
-class Bucket(WeightTransferUpdateInfo):
+class BucketUpdate(WeightTransferUpdateInfo):
     """The tensors of one update, their bytes one after another, and where they are.
 
     They come by broadcast, or are in `file` in shared memory, or in a GPU's memory (one of `handles` for each
     rank), or are all files of `directory`. With `counts` they are `size` bytes of patches, by broadcast (see
     megatron_gvpo_patches). With `tell` there are none: the ranks write which GPUs they see (see
-    megatron_gvpo_ipc). With `shards` there are none either: "learn" has the ranks learn their layouts, and
-    "receive" has them take part in a sharded push (see megatron_gvpo_shards).
+    megatron_gvpo_ipc). With `shards` there are none either: "read_layout" has the ranks read their
+    layouts, and "receive" has them take part in a sharded push (see megatron_gvpo_shards).
     """
 
     names: list[str]
@@ -77,8 +77,8 @@ class Bucket(WeightTransferUpdateInfo):
 class Receiver(WeightTransferEngine):
     """vLLM's weight transfer interface over a process group that the trainer's rank 0 leads."""
 
-    init_info_cls = Rendezvous
-    update_info_cls = Bucket
+    init_info_cls = RendezvousInit
+    update_info_cls = BucketUpdate
     supports_draft_weight_update = False
     _group: Any = None
     _reloading = False
@@ -94,7 +94,7 @@ class Receiver(WeightTransferEngine):
         super().__init__(*arguments, **named)
         self._copy = {}
 
-    def init_transfer_engine(self, init_info: Rendezvous) -> None:
+    def init_transfer_engine(self, init_info: RendezvousInit) -> None:
         self.shutdown()
         timeout = datetime.timedelta(seconds=init_info.timeout)
         self._store = dist.TCPStore(
@@ -135,12 +135,12 @@ class Receiver(WeightTransferEngine):
         if self.device.type == "cuda":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: Bucket) -> None:
+    def receive_weights(self, update_info: BucketUpdate) -> None:
         if update_info.tell is not None:
             tell_gpus(update_info.tell)
             return
         if update_info.shards is not None:
-            self._take_shards(learn=update_info.shards == "learn")
+            self._take_shards(is_layout=update_info.shards == "read_layout")
             return
         if update_info.counts is not None:
             self._receive_patches(update_info, update_info.counts)
@@ -149,7 +149,7 @@ class Receiver(WeightTransferEngine):
         if update_info.directory is not None:
             self._load(_tensors_in(update_info.directory))
             return
-        layout = Layout(update_info.names, update_info.dtypes, update_info.shapes)
+        layout = BucketLayout(update_info.names, update_info.dtypes, update_info.shapes)
         # vLLM keeps the tensors of a layer until the whole layer has come. So they are views of a new buffer,
         # never of shared memory, which the next bucket overwrites.
         if update_info.handles is not None:
@@ -161,11 +161,11 @@ class Receiver(WeightTransferEngine):
             flat = self._broadcast(layout.nbytes)
         self._load(layout.views(flat))
 
-    def _take_shards(self, learn: bool) -> None:
+    def _take_shards(self, is_layout: bool) -> None:
         self._reload()
-        if learn:
+        if is_layout:
             self._shards = Shards(self._group, self._store, self._group_rank, self.device)
-            self._shards.learn(self._load_all)  # without weights, which come before the server serves
+            self._shards.read_layout(self._load_all)  # without weights, which come before the server serves
             return
         assert self._shards is not None, "its layout was not learned"
         try:
@@ -179,7 +179,7 @@ class Receiver(WeightTransferEngine):
         self._load(weights)
         self.finish_weight_update()
 
-    def _receive_patches(self, bucket: Bucket, counts: list[int]) -> None:
+    def _receive_patches(self, bucket: BucketUpdate, counts: list[int]) -> None:
         wire = self._broadcast(bucket.size)
         parts = zip(bucket.names, bucket.dtypes, bucket.shapes, counts, strict=True)
         patches = [list(part) for part in parts]
@@ -191,10 +191,10 @@ class Receiver(WeightTransferEngine):
         # On a CPU vLLM repacks its parameters, which then have no loader: it is given whole tensors, patched
         # in a copy.
         for name, tensor in unpack(wire, patches):
-            old, kept = self._copy.get(name), tensor.isnan()
-            if old is None and kept.any():
+            old, is_unchanged = self._copy.get(name), tensor.isnan()
+            if old is None and is_unchanged.any():
                 raise RuntimeError(f"a patch of {name} came before the whole tensor")
-            self._copy[name] = tensor.clone() if old is None else tensor.where(~kept, old)
+            self._copy[name] = tensor.clone() if old is None else tensor.where(~is_unchanged, old)
         self._reload()
         self._load([(name, self._copy[name].clone()) for name in bucket.names])
 

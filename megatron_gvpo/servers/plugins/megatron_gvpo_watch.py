@@ -61,7 +61,7 @@ LATE = (
 )
 
 
-class Push:
+class WatchedPush:
     """One push, from the request that pauses the server to the one that resumes it."""
 
     def __init__(self, pause: dict[str, Any], limit: float) -> None:
@@ -84,7 +84,7 @@ class Watch:
 
     def __init__(self, app: Any) -> None:
         self._app = app
-        self._push: Push | None = None
+        self._push: WatchedPush | None = None
         self._watching: asyncio.Task[None] | None = None
         self._turns = asyncio.Lock()  # the engine is paused or resumed, one at a time
 
@@ -123,13 +123,13 @@ class Watch:
     async def _pause(self, scope: dict[str, Any], limit: float, receive: Any, send: Any) -> None:
         before = self._push
         if before is None:
-            self._push = Push(dict(scope), limit)
+            self._push = WatchedPush(dict(scope), limit)
             self._watching = asyncio.create_task(self._watch(self._push))
         async with self._turns:
             if not await self._forward(scope, receive, send):
                 self._push = before
 
-    async def _watch(self, push: Push) -> None:
+    async def _watch(self, push: WatchedPush) -> None:
         """Resume the server if the push's trainer falls silent before anything is loaded."""
         while self._push is push and not push.given_up:
             await asyncio.sleep(POLL)
@@ -144,7 +144,7 @@ class Watch:
             if self._push is None and not await self._resume(push):
                 _say("the server cannot be resumed; it stays paused until the next push")
 
-    async def _resume(self, push: Push) -> bool:
+    async def _resume(self, push: WatchedPush) -> bool:
         """Send the engine the request that the trainer did not; it has the headers of the trainer's pause."""
         path = RESUME_OF[push.pause["path"]]
         headers = [(name, value) for name, value in push.pause["headers"] if name != b"content-length"]
@@ -154,10 +154,10 @@ class Watch:
             "query_string": b"",
             "headers": headers,
         }
-        asked = iter([{"type": "http.request", "body": b"{}", "more_body": False}])
+        messages = iter([{"type": "http.request", "body": b"{}", "more_body": False}])
 
         async def receive() -> Any:
-            return next(asked, {"type": "http.disconnect"})
+            return next(messages, {"type": "http.disconnect"})
 
         async def send(message: Any) -> None: ...
 

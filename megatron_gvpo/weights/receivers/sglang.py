@@ -23,7 +23,7 @@ from megatron_gvpo.weights.delta import DeltaReceiver, Patch
 from megatron_gvpo.weights.disk import DiskReceiver
 from megatron_gvpo.weights.group import Rendezvous
 from megatron_gvpo.weights.sharded import ShardedReceiver
-from megatron_gvpo.weights.shared import SharedPlace, SharedReceiver
+from megatron_gvpo.weights.shared import SharedLocation, SharedReceiver
 from megatron_gvpo.weights.transport import WeightReceiver
 
 if TYPE_CHECKING:
@@ -196,9 +196,9 @@ class SGLangDelta(PluginGroupReceiver, DeltaReceiver):
 class SGLangSharded(PluginGroupReceiver, ShardedReceiver):
     """Shards, through a process group of the plugin's."""
 
-    async def learn(self, rendezvous: Rendezvous, rank_offset: int, timeout: float) -> None:
+    async def read_layout(self, rendezvous: Rendezvous, rank_offset: int, timeout: float) -> None:
         processes = (await self._server.info(timeout)).processes
-        order = {"op": "learn", "name": rendezvous.name}
+        order = {"op": "read_layout", "name": rendezvous.name}
         await self.order([order | {"rank": rank_offset + i} for i in range(processes)], timeout)
 
     async def receive_shards(self, timeout: float) -> None:
@@ -214,13 +214,15 @@ class SGLangShared(PluginReceiver, SharedReceiver):
     async def tell_gpus(self, file: Path, timeout: float) -> None:
         await self.order_all({"op": "tell", "file": str(file)}, timeout)
 
-    async def receive_shared(self, specs: Sequence[TensorSpec], place: SharedPlace, timeout: float) -> None:
+    async def receive_shared(
+        self, specs: Sequence[TensorSpec], location: SharedLocation, timeout: float
+    ) -> None:
         listed = [[spec.name, spec.dtype, spec.shape] for spec in specs]
         order = {"op": "load", "tensors": listed}
-        if isinstance(place, Path):
-            await self.order_all(order | {"file": str(place)}, timeout)
+        if isinstance(location, Path):
+            await self.order_all(order | {"file": str(location)}, timeout)
         else:
-            await self.order([order | {"handle": handle} for handle in place], timeout)
+            await self.order([order | {"handle": handle} for handle in location], timeout)
 
 
 class SGLangDisk(SGLangReceiver, DiskReceiver):

@@ -16,7 +16,7 @@ from megatron_gvpo.weights.disk import DiskReceiver
 from megatron_gvpo.weights.group import Rendezvous
 from megatron_gvpo.weights.receivers.sglang import HttpAdapterReceiver, HttpReceiver
 from megatron_gvpo.weights.sharded import ShardedReceiver
-from megatron_gvpo.weights.shared import SharedPlace, SharedReceiver
+from megatron_gvpo.weights.shared import SharedLocation, SharedReceiver
 from megatron_gvpo.weights.transport import WeightReceiver
 
 
@@ -31,7 +31,7 @@ class VLLMReceiver(HttpReceiver):
         await self._http.post(self.end_path, {"weight_version": version}, timeout=timeout)
 
     async def update(self, specs: Sequence[TensorSpec], timeout: float, **more: Any) -> None:
-        """Send the plugin the tensors' names, dtypes and shapes, and more fields of its `Bucket`."""
+        """Send the plugin the tensors' names, dtypes and shapes, and more fields of its `BucketUpdate`."""
         info = {
             "names": [spec.name for spec in specs],
             "dtypes": [spec.dtype for spec in specs],
@@ -84,8 +84,8 @@ class VLLMDelta(VLLMBroadcast, DeltaReceiver):
 class VLLMSharded(VLLMGroupReceiver, ShardedReceiver):
     """Shards, through the same process group."""
 
-    async def learn(self, rendezvous: Rendezvous, rank_offset: int, timeout: float) -> None:
-        await self.update([], timeout, shards="learn")
+    async def read_layout(self, rendezvous: Rendezvous, rank_offset: int, timeout: float) -> None:
+        await self.update([], timeout, shards="read_layout")
 
     async def receive_shards(self, timeout: float) -> None:
         await self.update([], timeout, shards="receive")
@@ -97,9 +97,11 @@ class VLLMShared(VLLMReceiver, SharedReceiver):
     async def tell_gpus(self, file: Path, timeout: float) -> None:
         await self.update([], timeout, tell=str(file))
 
-    async def receive_shared(self, specs: Sequence[TensorSpec], place: SharedPlace, timeout: float) -> None:
-        where = {"file": str(place)} if isinstance(place, Path) else {"handles": place}
-        await self.update(specs, timeout, **where)
+    async def receive_shared(
+        self, specs: Sequence[TensorSpec], location: SharedLocation, timeout: float
+    ) -> None:
+        memory = {"file": str(location)} if isinstance(location, Path) else {"handles": location}
+        await self.update(specs, timeout, **memory)
 
 
 class VLLMDisk(VLLMReceiver, DiskReceiver):

@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import load_file
 
 from helpers.servers.real_servers import receiver
+from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.http import Http, open_session
 from megatron_gvpo.servers.launch.start import DIALECTS
-from megatron_gvpo.servers.pool import ServerHandle
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import DoubleBuffer, buckets
 from megatron_gvpo.weights.delta import Delta

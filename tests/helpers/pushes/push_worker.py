@@ -21,7 +21,7 @@ from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.sampling.served import ServedEngine
 from megatron_gvpo.servers import leader
-from megatron_gvpo.servers.pool import ServerHandle
+from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.session import ServerSession
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.sections import SamplingConfig
@@ -204,7 +204,7 @@ def ended(engine: str, url: str, task: str, out: str, pid: str) -> None:
         rollouts._push = push_and_end
         rollouts.sync(0)
         handles = rollouts.servers.pool.handles
-        assert [m.state for m in handles] == ["lost"] and rollouts._weights._proved == 0
+        assert [m.is_lost for m in handles] == [True] and rollouts._weights._proved == 0
         rollouts._push = push
         rollouts.sync(1)
         assert [m.has(1) for m in handles] == [True] and rollouts._weights._proved == 1

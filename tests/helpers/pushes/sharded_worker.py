@@ -80,8 +80,8 @@ def killed(engine: str, urls: str, task: str, out: str, layout: str, pid: str) -
         policy.update(make_rows([[1.0, 0.0, 0.5], [0.0, 1.0, 0.5]]), at_step_start=True)
         rollouts.sync(1)
         if rollouts.servers is not None:
-            states = [(handle.state, handle.has(1)) for handle in rollouts.servers.pool.handles]
-            assert sorted(states) == [("lost", False), ("ready", True)], states
+            states = [(handle.is_lost, handle.has(1)) for handle in rollouts.servers.pool.handles]
+            assert sorted(states) == [(False, True), (True, False)], states
             rollouts.servers.loop.run(_all_back(rollouts))
         dist.barrier()
         rollouts.sync(1)
@@ -135,7 +135,7 @@ def _check_bytes(transport: Sharded, metrics: dict[str, float]) -> None:
     plan = transport.plan
     assert plan is not None and transport.counted == plan.link_bytes()
     sent = plan.sent_bytes()
-    shares, bucket = fair_shares(plan, transport.held), 2**19
+    shares, bucket = fair_shares(plan, transport.layouts), 2**19
     for rank in range(plan.trainers):
         assert sent[rank] <= shares[rank] + bucket, (rank, sent[rank], shares[rank])
     trainer = sum(sent[rank] for rank in range(plan.trainers))
@@ -164,7 +164,7 @@ async def _all_back(rollouts: ServedEngine) -> None:
     import asyncio
 
     for _ in range(600):
-        if all(handle.state != "lost" for handle in rollouts.servers.pool.handles):
+        if not any(handle.is_lost for handle in rollouts.servers.pool.handles):
             return
         await asyncio.sleep(0.5)
     raise AssertionError("a killed server did not come back in 300 s")

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from helpers.servers.real_servers import served_config
 from helpers.tiny_run import fit
 from megatron_gvpo.groups import Group
+from megatron_gvpo.servers.handle import Receiving
 from megatron_gvpo.servers.launch.supervise import ServerProcess
 from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.training.callbacks import Callback
@@ -72,7 +73,7 @@ class Saboteur(Callback):
 
     def _moment(self) -> Moment:
         pool: ServerPool = self._trainer.components.engine.servers.pool
-        if any(handle.in_push for handle in pool.handles):
+        if any(isinstance(handle.state, Receiving) for handle in pool.handles):
             return "pushing"
         return "generating" if any(handle.calls for handle in pool.handles) else "between"
 
@@ -130,7 +131,7 @@ class Slowdown(Callback):
     def _stop_again_and_again(self) -> None:
         [handle] = [handle for handle in self._pool.handles if handle.server.url == self._url]
         while not self._over.wait(0.03):
-            if handle.calls and not handle.in_push:
+            if handle.calls and not isinstance(handle.state, Receiving):
                 os.killpg(self._pid, signal.SIGSTOP)
                 self._over.wait(0.3)
                 os.killpg(self._pid, signal.SIGCONT)

@@ -22,6 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from helpers.paths import HELPERS, ROOT
+from helpers.servers.fake_servers import admit_at_once
 from helpers.suite.real_parts import used
 from helpers.tiny_run import configure
 from megatron_gvpo.servers.http import Http, open_session
@@ -163,7 +164,7 @@ async def admit(pool: ServerPool, version: int) -> None:
     weights = receiver(handle.server, "broadcast")
     await weights.begin_update(30)
     await weights.end_update(str(version), 30)
-    pool.admit(handle, version)
+    admit_at_once(pool, version)
 
 
 def receiver(server: Server, transport: str) -> Any:

@@ -1,7 +1,7 @@
-"""The places of the file system that an order may name, for the plugins in both engines.
+"""The paths of the file system that an order may name, for the plugins in both engines.
 
-Who has a server's key can order weights from anywhere, and says so with a path. The server was started with
-two places, as environment variables, and refuses every other path, symbolic links included:
+A client with a server's key orders weights by a path. The server was started with two directories, in
+environment variables, and refuses every path outside them, symbolic links included:
 MEGATRON_GVPO_MEMORY, where trainers have directories of shared memory, and MEGATRON_GVPO_WEIGHTS, the
 directory of the run's weight files.
 """
@@ -26,13 +26,13 @@ def in_memory(file: str) -> Path:
     directory = path.parent
     if directory.parent != root or not _OF_A_RUN.fullmatch(directory.name) or not _FILE.fullmatch(path.name):
         raise PermissionError(f"{file}: this server takes weights from runs' directories in {root} alone")
-    for place, kind, mode in ((directory, stat.S_ISDIR, 0o077), (path, stat.S_ISREG, 0o022)):
+    for part, kind, mode in ((directory, stat.S_ISDIR, 0o077), (path, stat.S_ISREG, 0o022)):
         try:
-            found = place.lstat()
+            status = part.lstat()
         except FileNotFoundError:
             break
-        if not kind(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & mode:
-            raise PermissionError(f"{place}: not this user's own, or a link, or others can write it")
+        if not kind(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & mode:
+            raise PermissionError(f"{part}: not this user's own, or a link, or others can write it")
     return path
 
 
@@ -45,10 +45,10 @@ def in_weights(directory: str) -> list[Path]:
             "read weights from"
         )
     files = sorted(Path(directory).glob("*.safetensors"))
-    for place in (Path(directory), *files):
-        if not place.resolve().is_relative_to(Path(root).resolve()):
+    for path in (Path(directory), *files):
+        if not path.resolve().is_relative_to(Path(root).resolve()):
             raise PermissionError(
-                f"{place}: this server reads weights in {root} alone, as its own configuration has it "
+                f"{path}: this server reads weights in {root} alone, as its own configuration has it "
                 "(output_dir, rollout.weights.directory)"
             )
     return files

@@ -1,0 +1,106 @@
+"""One server as the pool sees it: the state that it is in, and the changes of state that there are.
+
+```
+        healthy again         a push begins           it has all weights
+Lost ----------------> Pending -------------> Receiving ---------------> Ready
+  ^                     ^  ^                      |                        |
+  |                     |  +------ it failed -----+                        |
+  |                     +------------ newer weights, or sleep -------------+
+  +---- from every state: it does not answer, or cannot be used
+```
+
+Only a ready server gets requests. A server on the trainer's GPUs may also be asleep, in any of these states.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from megatron_gvpo.servers.server import MemoryPart, Sample, Server
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The server does not answer, or cannot be used."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The server is healthy, without the current weights."""
+
+
+@dataclass(frozen=True)
+class Receiving:
+    """A push is under way to the server, which may be slow to answer meanwhile."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The server is healthy and has the weights of `version`."""
+
+    version: int
+
+
+State = Lost | Pending | Receiving | Ready
+TRANSITIONS: dict[type[State], set[type[State]]] = {
+    Lost: {Lost, Pending},
+    Pending: {Lost, Pending, Receiving},
+    Receiving: {Lost, Pending, Ready},
+    Ready: {Lost, Pending},
+}
+
+
+ALL_PARTS: tuple[MemoryPart, ...] = ("weights", "cache")
+
+
+@dataclass(frozen=True)
+class Asleep:
+    """A trainer on the same GPUs has these parts of the server's memory."""
+
+    parts: tuple[MemoryPart, ...]
+    version: str  # the server's own weight version when it fell asleep; after a restart it has another
+
+
+@dataclass
+class ServerHandle:
+    """One server and what the pool knows of it. `to` alone changes the first four values after `server`."""
+
+    server: Server
+    state: State = Lost("not seen yet")
+    since: float = field(default_factory=time.monotonic)  # when a state of this kind began
+    version: int = -1  # of the weights that it got last; -1 since it was lost
+    losses: int = 0  # a process group with the server lasts until its next loss
+    asleep: Asleep | None = None
+    outstanding: int = 0  # tokens that requests in flight may still give
+    calls: set[asyncio.Task[Sample]] = field(default_factory=set)  # requests in flight
+
+    def to(self, state: State) -> None:
+        """Change the state. Losing a server cancels its requests and ends its group with the trainer."""
+        if type(state) not in TRANSITIONS[type(self.state)]:
+            raise AssertionError(f"{self.server.url}: no server goes from {self.state} to {state}")
+        if type(state) is not type(self.state):
+            self.since = time.monotonic()
+        self.state = state
+        match state:
+            case Lost():
+                self.version, self.losses = -1, self.losses + 1
+                for call in self.calls:
+                    call.cancel()
+            case Ready(version):
+                self.version = version
+
+    @property
+    def is_lost(self) -> bool:
+        return isinstance(self.state, Lost)
+
+    @property
+    def is_ready(self) -> bool:
+        return isinstance(self.state, Ready)
+
+    def has(self, version: int) -> bool:
+        """True if it serves the weights of this version."""
+        return self.state == Ready(version)
