@@ -59,8 +59,8 @@ def _rehearse(options: argparse.Namespace, folder: Path) -> int:
     reserves = _reserves(config, options.world)
     usable = total - sum(reserves.values())
     if usable < GIB:
-        left = f"{usable / GIB:.2g} GiB are left beside {', '.join(reserves)}"
-        raise ConfigError(f"--memory {options.memory}: {left}")
+        remaining = f"{usable / GIB:.2g} GiB are left beside {', '.join(reserves)}"
+        raise ConfigError(f"--memory {options.memory}: {remaining}")
     variables = environment_of_ranks(device, min(options.world, NODE), usable)
     results = [run_rank(replace(job, rank=rank), variables, folder) for rank in ranks]
     result: dict[str, Any] = {
