@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_gvpo.cli import (
+    check,
     convert,
     doctor,
     export,
@@ -34,6 +35,7 @@ from megatron_gvpo.core.versions import own_version
 
 COMMANDS = (
     train,
+    check,
     evaluate,
     export,
     runs,

@@ -10,13 +10,13 @@ from typing import Any
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.planner import push_time
 from megatron_gvpo.planner.architecture import Architecture, Gpu
+from megatron_gvpo.planner.fit import USABLE
 from megatron_gvpo.planner.memory_model import Memory, host_state, memory, shard
 from megatron_gvpo.planner.step_time import NODE, Seconds, model_flops, rollout_seconds, seconds
 from megatron_gvpo.planner.teacher import Teacher
 from megatron_gvpo.planner.workload import Layout, Workload
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-USABLE = 0.94  # fraction of a GPU's memory that a layout may fill
 SHOWN = 4  # alternative values shown for each size of the best layout
 MICRO_TOKENS = (65536, 32768, 16384, 8192, 4096, 2048)
 

@@ -15,9 +15,10 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.planner.packs import size_of
 from megatron_gvpo.rehearsal import stand_ins
 from megatron_gvpo.rehearsal.rank import hidden_shape
-from megatron_gvpo.rehearsal.rows import make_rows, size_of
+from megatron_gvpo.rehearsal.rows import make_rows
 from megatron_gvpo.settings.load import load_config
 
 
