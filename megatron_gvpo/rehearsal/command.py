@@ -19,7 +19,7 @@ from megatron_gvpo.rehearsal import advice, made_model, report, transformer_engi
 from megatron_gvpo.rehearsal.nullcuda import build
 from megatron_gvpo.rehearsal.nullcuda.build import NullCudaError
 from megatron_gvpo.rehearsal.nullcuda.devices import CONTEXT_BYTES, DEVICES, GIB, Device
-from megatron_gvpo.rehearsal.process import environment_of_ranks, run_rank
+from megatron_gvpo.rehearsal.process import environment_of_ranks, run_jobs
 from megatron_gvpo.rehearsal.rank import Job
 from megatron_gvpo.rehearsal.ranks import chosen
 from megatron_gvpo.settings.config import Config
@@ -62,7 +62,7 @@ def _rehearse(options: argparse.Namespace, folder: Path) -> int:
         remaining = f"{usable / GIB:.2g} GiB are left beside {', '.join(reserves)}"
         raise ConfigError(f"--memory {options.memory}: {remaining}")
     variables = environment_of_ranks(device, min(options.world, NODE), usable)
-    results = [run_rank(replace(job, rank=rank), variables, folder) for rank in ranks]
+    results = list(run_jobs([replace(job, rank=rank) for rank in ranks], variables, folder))
     result: dict[str, Any] = {
         "gpu": device.name,
         "world": options.world,
