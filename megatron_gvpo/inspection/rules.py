@@ -51,16 +51,16 @@ def inspect_engine(config: Config) -> Verdict:
         return failure("engine", f"rollout.servers.python={servers.python}: no such program", "name its path")
     command = [python, "-c", _ASK, engine]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE)
     except (OSError, subprocess.TimeoutExpired) as error:
         return failure("engine", f"{python} does not answer: {error}", "name an interpreter that has it")
-    if asked.returncode:
+    if answer.returncode:
         return failure(
             "engine",
             f"{python} has no package {engine}",
             "name the interpreter of its environment as rollout.servers.python",
         )
-    return ok("engine", f"{engine} {json.loads(asked.stdout)} of {python}")
+    return ok("engine", f"{engine} {json.loads(answer.stdout)} of {python}")
 
 
 def inspect_memory(config: Config, world: int, gpu_gib: float) -> Verdict:
