@@ -56,6 +56,7 @@ EXTRA = {
     "grpo_care": ["algorithm.estimator={marker_ids: [1, 2, 3], accuracy: right}"],
     "opd": [TAUGHT],
     "opd_rewards": [TAUGHT],
+    "gvpo_plus_plus": [TAUGHT],
     "gvpo_teacher_logprobs": [TAUGHT],
     "opd_full": ["teacher={path: PLACE/teacher}"],
     "igrpo": ['algorithm.members.0.template="{hint}"'],
