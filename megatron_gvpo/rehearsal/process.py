@@ -17,7 +17,7 @@ from megatron_gvpo.rehearsal import transformer_engine
 from megatron_gvpo.rehearsal.nullcuda import build
 from megatron_gvpo.rehearsal.nullcuda.build import NullCudaError
 from megatron_gvpo.rehearsal.nullcuda.devices import GIB, Device, environment
-from megatron_gvpo.rehearsal.rank import Job
+from megatron_gvpo.rehearsal.rank import RankJob
 
 
 def environment_of_ranks(device: Device, count: int, usable: int) -> dict[str, str]:
@@ -64,7 +64,7 @@ def _check_reservation(size: int) -> None:
         ) from None
 
 
-def run_rank(job: Job, variables: dict[str, str], folder: Path) -> dict[str, Any]:
+def run_rank(job: RankJob, variables: dict[str, str], folder: Path) -> dict[str, Any]:
     """Run one rank in a process. Raises ConfigError for what it refuses, RankFailedError for other ends."""
     files = [folder / f"{name}-{job.rank}" for name in ("job.json", "result.json", "log")]
     files[0].write_text(json.dumps(asdict(job)))

@@ -23,7 +23,7 @@ from megatron_gvpo.rehearsal.nullcuda import counters
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """A rank to rehearse. `micro_batches`: of an update; None: as many as its peak of memory needs."""
 
     files: list[str]  # of the configuration
@@ -37,7 +37,7 @@ class Job:
 def main(job_file: str, result_file: str) -> int:
     """Run the job. The result has the phases, or `error`, a problem that the user can mend."""
     os.environ.pop("LD_PRELOAD", None)  # this process has it; the compilers that Triton starts do not need it
-    job = Job(**json.loads(Path(job_file).read_text()))
+    job = RankJob(**json.loads(Path(job_file).read_text()))
     try:
         result = rehearse(job)
     except ConfigError as error:
@@ -51,14 +51,14 @@ def main(job_file: str, result_file: str) -> int:
     return 0
 
 
-def rehearse(job: Job) -> dict[str, Any]:
+def rehearse(job: RankJob) -> dict[str, Any]:
     """Run the phases of one rank. Raises ConfigError for a configuration that the run would refuse, too."""
     begin = time.perf_counter()
     from megatron_gvpo.rehearsal.world import FakeWorld
 
     world = FakeWorld(job.rank, job.world)  # before megatron-core is imported
     from megatron_gvpo.rehearsal import made_model, stand_ins
-    from megatron_gvpo.rehearsal.recorder import Recorder, host_gib
+    from megatron_gvpo.rehearsal.recorder import PhaseRecorder, host_gib
     from megatron_gvpo.settings.load import load_config
     from megatron_gvpo.training.environment import prepare
 
@@ -71,7 +71,7 @@ def rehearse(job: Job) -> dict[str, Any]:
             made_model.fill(Path(directory))
     stand_ins.install(made_weights=bool(job.made))
     imports = time.perf_counter() - begin
-    recorder = Recorder(world)
+    recorder = PhaseRecorder(world)
     run = RankRun(config, job.micro_batches)
     for name, phase in run.phases():
         with recorder.phase(name) as results:
