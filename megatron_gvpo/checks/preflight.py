@@ -16,7 +16,7 @@ from megatron_gvpo.checks.teacher import check_teacher
 from megatron_gvpo.checks.user_source import check_source
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.gpu_packages import check_gpu_packages, check_no_null_cuda
-from megatron_gvpo.core.gpus import Gpu, list_gpus
+from megatron_gvpo.core.gpus import LocalGpu, list_gpus
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.megatron.model.attention_kernel import (
     Attention,
@@ -94,7 +94,7 @@ def preflight(
             check_rollout_model(config)
 
 
-def torch_gpus() -> list[Gpu]:
+def torch_gpus() -> list[LocalGpu]:
     """This machine's GPUs, if torch will use them."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or version("torch").endswith("+cpu"):
         return []

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron_gvpo_slices import Box, Slice, Whole
+from megatron_gvpo_slices import Box, FullTensor, Slice
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], Any]
 Message = tuple[int, list[list[int]]]  # the other rank, and cells: tensor, rows from, to, columns from, to
@@ -38,9 +38,9 @@ class Shards:
         """Run the engine's loader without weights, and tell the trainer what it would copy."""
         for name, dtype, shape in json.loads(zlib.decompress(self._store.get("tables"))):
             self._tables.append((name, getattr(torch, dtype), torch.Size(shape)))
-        wholes = [Whole(*table[:2], table[2]) for table in self._tables]
-        load([(tensor.name, Slice.of(tensor)) for tensor in wholes])
-        self._needed = {i: tensor.needed() for i, tensor in enumerate(wholes) if tensor.copied}
+        tensors = [FullTensor(*table[:2], table[2]) for table in self._tables]
+        load([(tensor.name, Slice.of(tensor)) for tensor in tensors])
+        self._needed = {i: tensor.needed() for i, tensor in enumerate(tensors) if tensor.copied}
         told = json.dumps(sorted(self._needed.items()))
         self._store.set(f"needs.{self._rank}", zlib.compress(told.encode()))
 
@@ -48,7 +48,7 @@ class Shards:
         """Take part in one push. Raises RuntimeError if another rank of the group fails."""
         if not self._receives:
             self._connect()
-        wholes = {i: self._whole(i) for i in self._needed}
+        tensors = {i: self._full(i) for i in self._needed}
         remaining = Counter(cell[0] for messages in self._receives for _, cells in messages for cell in cells)
         units = _units(self._tables, remaining)
         counted: Counter[str] = Counter()
@@ -62,7 +62,7 @@ class Shards:
                 counted[f"{source}-{self._rank}"] += len(wire)
                 for cell, part in zip(cells, wire.split([self._size(c) for c in cells]), strict=True):
                     received[tuple(cell)] = part
-                    _place(wholes[cell[0]], cell, part)
+                    _place(tensors[cell[0]], cell, part)
             passing.append([])
             for target, cells in self._sends[number]:
                 wire = torch.cat([received[tuple(cell)] for cell in cells])
@@ -72,7 +72,7 @@ class Shards:
                 remaining[tensor] -= 1
                 unit = units[tensor]
                 if remaining[tensor] == 0 and not any(remaining[other] for other in unit):
-                    load([(wholes[other].name, _loadable(wholes.pop(other))) for other in unit])
+                    load([(tensors[other].name, _loadable(tensors.pop(other))) for other in unit])
             while len(passing) > 2:
                 for work, _ in passing.pop(0):
                     work.wait()
@@ -113,9 +113,9 @@ class Shards:
             requests.append((self._group.recv([wire], source, 0), wire))
         return requests
 
-    def _whole(self, number: int) -> Whole:
+    def _full(self, number: int) -> FullTensor:
         """A tensor with memory for the parts that this rank needs of it."""
-        tensor = Whole(*self._tables[number])
+        tensor = FullTensor(*self._tables[number])
         tensor.parts = {
             box: torch.empty((box[1] - box[0], box[3] - box[2]), dtype=tensor.dtype, device=self._device)
             for box in map(tuple, self._needed[number])
@@ -127,7 +127,7 @@ class Shards:
         return (bottom - top) * (right - left) * self._tables[tensor][1].itemsize
 
 
-def _place(tensor: Whole, cell: Sequence[int], part: torch.Tensor) -> None:
+def _place(tensor: FullTensor, cell: Sequence[int], part: torch.Tensor) -> None:
     """Write a cell, uint8 [bytes], into every part that has it."""
     _, top, bottom, left, right = cell
     assert tensor.parts is not None
@@ -138,7 +138,7 @@ def _place(tensor: Whole, cell: Sequence[int], part: torch.Tensor) -> None:
             target[:, (left - box[2]) * size : (right - box[2]) * size] = part.view(bottom - top, -1)
 
 
-def _loadable(tensor: Whole) -> torch.Tensor:
+def _loadable(tensor: FullTensor) -> torch.Tensor:
     """The tensor for the engine's loader: a slice, or the tensor itself if the rank has all of it."""
     assert tensor.parts is not None
     if tensor.everything in tensor.parts:
