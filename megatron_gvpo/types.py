@@ -273,8 +273,8 @@ def _routing(rollouts: Sequence[tuple[Prompt, Rollout]]) -> list[Routing | None]
     """The experts of each response's tokens; None if no response has any."""
     if all(rollout.routing is None for _, rollout in rollouts):
         return None
-    found = [None if r.routing is None else Routing(*r.routing) for _, r in rollouts]
-    for i, ((prompt, rollout), routing) in enumerate(zip(rollouts, found, strict=True)):
+    routings = [None if r.routing is None else Routing(*r.routing) for _, r in rollouts]
+    for i, ((prompt, rollout), routing) in enumerate(zip(rollouts, routings, strict=True)):
         if routing is None:
             continue
         if rollout.turns:
@@ -286,7 +286,7 @@ def _routing(rollouts: Sequence[tuple[Prompt, Rollout]]) -> list[Routing | None]
                 f"response {i} of the batch has {tokens} tokens before its last, and the rollout engine gave "
                 f"{len(routing.ids)} bytes of experts: want {size}"
             )
-    return found
+    return routings
 
 
 def _engine_logp(rollouts: Sequence[Rollout]) -> Tensor | None:

@@ -139,11 +139,11 @@ class Placed(NamedTuple):
         return f"{self.label}: {name}" if ": " in self.label else f"{self.key}.{name}"
 
 
-def _label(place: str, block: Block, listed: bool) -> str:
+def _label(key: str, block: Block, listed: bool) -> str:
     name = getattr(block, "name", None)
     if name is None:
-        return place
-    return f"{place}: {name}" if listed else f"{place}={name}"
+        return key
+    return f"{key}: {name}" if listed else f"{key}={name}"
 
 
 class Reference(Block):
@@ -365,8 +365,8 @@ class Loss(Block):
         if self.signal == "none" or not len(rows):
             return self.signal == "none" and len(rows) > 0
         if self.signal == "advantage":
-            given = (rows.advantage_n, rows.advantage_r)
-            return any(bool((column != 0).any()) for column in given if column is not None)
+            columns = (rows.advantage_n, rows.advantage_r)
+            return any(bool((column != 0).any()) for column in columns if column is not None)
         if not self.couples_groups:
             return bool((rows.reward_n != 0).any())
         first: dict[int, int] = {}  # the first row of each group

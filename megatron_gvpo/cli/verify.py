@@ -127,11 +127,11 @@ def row(result: Result) -> str:
     """A layout's line: its differences, and what is wrong."""
     if result.difference is None:
         return f"{result.layout!s:<24}{'refused' if result.refused else 'FAILS'}: {result.failure}"
-    found: Difference = result.difference
+    difference: Difference = result.difference
     line = _line(
         str(result.layout),
-        [found.logp, found.gradient, found.norm, found.update],
-        "equal" if found.exported is None else "DIFFERS",
+        [difference.logp, difference.gradient, difference.norm, difference.update],
+        "equal" if difference.exported is None else "DIFFERS",
     )
     return line if result.problem is None else f"{line}\n  FAILS: {result.problem}"
 

@@ -131,14 +131,14 @@ def _torch_on_disk() -> Torch:
 
 def examine(component: Component, on_gpu: bool) -> Package:
     """Look for one component. `on_gpu`: torch can use a GPU, so components for GPUs are needed."""
-    found = find_version(component.name)
+    installed = find_version(component.name)
     if component.name == "apex" and not _holds("apex", "optimizers"):
-        found = None
+        installed = None
     needed = component.need == "needed" or (component.need == "on GPUs" and on_gpu)
-    if found is None:
+    if installed is None:
         return Package(component, None, "missing" if needed else "absent")
-    within = SpecifierSet(component.tested).contains(found, prereleases=True)
-    return Package(component, found, "ok" if within else "untested")
+    within = SpecifierSet(component.tested).contains(installed, prereleases=True)
+    return Package(component, installed, "ok" if within else "untested")
 
 
 def find_version(name: str) -> str | None:
@@ -207,13 +207,13 @@ def _missing_dependencies(listed: set[str]) -> list[str]:
 
 def _holds(package: str, submodule: str) -> bool:
     spec = util.find_spec(package)
-    places = spec.submodule_search_locations if spec else None
-    return any((Path(place) / submodule).is_dir() for place in places or ())
+    folders = spec.submodule_search_locations if spec else None
+    return any((Path(folder) / submodule).is_dir() for folder in folders or ())
 
 
 def planned_use(packages: list[Package], torch: Torch) -> dict[str, str]:
     """Return the device, backend, kernels and dtype that the main job will use here, for the report."""
-    found = {package.component.name: package.found for package in packages}
+    versions = {package.component.name: package.found for package in packages}
     if not torch.cuda_available:
         return {
             "device": "cpu",
@@ -221,7 +221,7 @@ def planned_use(packages: list[Package], torch: Torch) -> dict[str, str]:
             "attention and norm": "local stand-ins for CPU",
             "dtype": "model.dtype=float32 (CPUs gain little from bfloat16, and lose exactness)",
         }
-    engine = found["transformer-engine"]
+    engine = versions["transformer-engine"]
     bfloat16 = torch.capability is not None and torch.capability >= (8, 0)
     return {
         "device": "cuda",

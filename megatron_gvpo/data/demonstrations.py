@@ -67,7 +67,7 @@ class DemonstrationReader:
                 ids = ended(tokens, (self._template.end_before(solution[i + 1]["role"]), *self._ends))
             if not ids:
                 raise DataError(f"has an empty message {i}")
-            context = self._template.given(own[-1], between) if turns else ()
+            context = self._template.tokens_between(own[-1], between) if turns else ()
             turns.append(Turn(len(own), len(turns) - 1, None, context))
             own += ids
             between = []

@@ -57,7 +57,7 @@ def sharded(model: Architecture, gpu: Gpu, layout: Layout) -> Push:
     expert_copies = layout.gpus // (layout.pp * layout.ep)
     stages = [shard(model, layout, stage) for stage in range(layout.pp)]
     # Ranks of a stage hold the same dense weights tp by tp, so each sends as much of them.
-    share = max(held.dense / copies + held.experts / expert_copies for held in stages) * ELEMENT
+    share = max(stage.dense / copies + stage.experts / expert_copies for stage in stages) * ELEMENT
     one_server = Layout(layout.rollout_tp, tp=layout.rollout_tp, ep=layout.rollout_tp)
     part = shard(model, one_server, 0).total * ELEMENT
     pace = max(share, part) / (gpu.network_gb_per_s * PUSH_FRACTION * 1e9)

@@ -26,7 +26,7 @@ class Teacher:
     tp: int = 1  # GPUs of one server
 
     @property
-    def held(self) -> bool:
+    def is_on_trainer(self) -> bool:
         return not self.gpus
 
     def misfit(self, policy: Architecture, tp: int, pp: int, vpp: int, cp: int, ep: int) -> str | None:

@@ -103,15 +103,15 @@ def parse_speculation(text: str) -> Speculation:
     try:
         named = dict(other.split("=") for other in others)
         draft = {"head": False, "text": True}[named.pop("draft", "head")]
-        found = Speculation(int(first), float(named.pop("acceptance")), draft)
+        speculation = Speculation(int(first), float(named.pop("acceptance")), draft)
     except (ValueError, KeyError):
         named = {"": ""}
-    if named or not 1 <= found.tokens <= 64 or not 0 <= found.acceptance <= 1:
+    if named or not 1 <= speculation.tokens <= 64 or not 0 <= speculation.acceptance <= 1:
         raise ConfigError(
             f"--speculate {text}: expected TOKENS,acceptance=SHARE[,draft=text], with 1 to 64 tokens and a "
             "share from 0 to 1"
         )
-    return found
+    return speculation
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.megatron.model.attention_kernel import Attention, check_attention, has_flash_attention
 from megatron_gvpo.planner import workload
+from megatron_gvpo.planner.fit import SERVER_GIB
+from megatron_gvpo.planner.prediction import predict
 from megatron_gvpo.rehearsal import advice, made_model, report, transformer_engine
 from megatron_gvpo.rehearsal.nullcuda import build
 from megatron_gvpo.rehearsal.nullcuda.build import NullCudaError
 from megatron_gvpo.rehearsal.nullcuda.devices import CONTEXT_BYTES, DEVICES, GIB, Device
-from megatron_gvpo.rehearsal.prediction import predict
-from megatron_gvpo.rehearsal.process import environment_of_ranks, run_rank
+from megatron_gvpo.rehearsal.process import environment_of_ranks, run_jobs
 from megatron_gvpo.rehearsal.rank import Job
 from megatron_gvpo.rehearsal.ranks import chosen
 from megatron_gvpo.settings.config import Config
@@ -26,7 +27,6 @@ from megatron_gvpo.settings.load import load_config
 
 # A GPU's memory that is not PyTorch's. Nothing measures it here.
 NCCL_BYTES = GIB  # communicators' buffers, more with more groups
-SERVER_BYTES = 4 * GIB  # a colocated server that sleeps: its context and its CUDA graphs
 LARGEST_WORLD = 65536
 LARGEST_GIB = 4096
 NODE = 8  # GPUs of a node
@@ -59,10 +59,10 @@ def _rehearse(options: argparse.Namespace, folder: Path) -> int:
     reserves = _reserves(config, options.world)
     usable = total - sum(reserves.values())
     if usable < GIB:
-        left = f"{usable / GIB:.2g} GiB are left beside {', '.join(reserves)}"
-        raise ConfigError(f"--memory {options.memory}: {left}")
+        remaining = f"{usable / GIB:.2g} GiB are left beside {', '.join(reserves)}"
+        raise ConfigError(f"--memory {options.memory}: {remaining}")
     variables = environment_of_ranks(device, min(options.world, NODE), usable)
-    results = [run_rank(replace(job, rank=rank), variables, folder) for rank in ranks]
+    results = list(run_jobs([replace(job, rank=rank) for rank in ranks], variables, folder))
     result: dict[str, Any] = {
         "gpu": device.name,
         "world": options.world,
@@ -122,7 +122,7 @@ def _reserves(config: Config, world: int) -> dict[str, int]:
     if world > 1:
         reserves["NCCL"] = NCCL_BYTES
     if config.rollout.servers.colocated:
-        reserves["a sleeping server"] = SERVER_BYTES
+        reserves["a sleeping server"] = round(SERVER_GIB * GIB)
     return reserves
 
 

@@ -172,8 +172,8 @@ class ServedEngine:
     def _measure(self, servers: ServerSession) -> None:
         self._measured = servers.pool.prefix_cache.take()
         if self._drafts is not None:
-            asked = [handle.server for handle in servers.pool.handles if not handle.is_lost]
-            self._measured |= servers.loop.run(self._drafts.take(asked)).metrics
+            running = [handle.server for handle in servers.pool.handles if not handle.is_lost]
+            self._measured |= servers.loop.run(self._drafts.take(running)).metrics
 
     def _decode(self, rows: list[list[Rollout]]) -> None:
         flat = [rollout for row in rows for rollout in row if rollout.finish_reason != LOST]

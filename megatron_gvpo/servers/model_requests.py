@@ -49,14 +49,14 @@ class Servers:
 
     def __init__(
         self,
-        place: Place,
+        addresses: Place,
         settings: RewardServers,
         session: aiohttp.ClientSession,
         check: Callable[[Http], Awaitable[None]],
     ) -> None:
-        https = [Http(session, url, place.api_key, place.listens.get(url)) for url in place.urls]
+        https = [Http(session, url, addresses.api_key, addresses.listens.get(url)) for url in addresses.urls]
         self._servers = [ModelServer(http, settings.parallel) for http in https]
-        self._place, self._settings, self._check = place, settings, check
+        self._place, self._settings, self._check = addresses, settings, check
         self.requests = self.failures = 0
 
     @property

@@ -53,6 +53,6 @@ def _table() -> dict[str, str]:
     """The answer for each name of foreign_keys.yaml."""
     text = resources.files(__package__).joinpath("foreign_keys.yaml").read_text(encoding="utf-8")
     groups = yaml.safe_load(text)
-    table = {name: f"here it is {ours}" for ours, names in groups["ours"].items() for name in names}
+    table = {name: f"here it is {key_here}" for key_here, names in groups["ours"].items() for name in names}
     refusals = groups["not_supported"].items()
     return table | {name: f"not supported: {why}" for why, names in refusals for name in names}

@@ -54,8 +54,8 @@ class Layout:
     def settings(self) -> dict[str, Any]:
         """The section `parallel` of a configuration."""
         others = ("ranks", "overlap", "offload", "small")
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
-        return given | {"overlap_grad_reduce": self.overlap, "overlap_param_gather": self.overlap}
+        sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
+        return sizes | {"overlap_grad_reduce": self.overlap, "overlap_param_gather": self.overlap}
 
 
 def layouts_for(model: dict[str, Any], cores: int) -> list[Layout]:
@@ -65,7 +65,7 @@ def layouts_for(model: dict[str, Any], cores: int) -> list[Layout]:
     together. Layouts that training would refuse are left out.
     """
     mixture = ModelCard(model).experts > 0
-    found = [
+    layouts = [
         Layout(1),
         Layout(1, recompute="full"),
         Layout(2),
@@ -75,11 +75,11 @@ def layouts_for(model: dict[str, Any], cores: int) -> list[Layout]:
         Layout(2, cp=2),
     ]
     if mixture:
-        found += [Layout(2, ep=2), Layout(2, tp=2, sequence_parallel=True, ep=2)]
+        layouts += [Layout(2, ep=2), Layout(2, tp=2, sequence_parallel=True, ep=2)]
     if cores >= MOST_RANKS:
         ep = 2 if mixture else 1
-        found += [Layout(4, tp=2, sequence_parallel=True, pp=2, ep=ep), Layout(4, pp=2, ep=ep)]
-    return [layout for layout in found if _is_possible(layout, model)]
+        layouts += [Layout(4, tp=2, sequence_parallel=True, pp=2, ep=ep), Layout(4, pp=2, ep=ep)]
+    return [layout for layout in layouts if _is_possible(layout, model)]
 
 
 def _is_possible(layout: Layout, model: dict[str, Any]) -> bool:

@@ -60,8 +60,8 @@ class Tools:
     def reset(self, prompt: Prompt, seed: int) -> None:
         """Do nothing: functions do not remember a conversation."""
 
-    async def step(self, said: str) -> Reply:
-        calls = self._parse(said)
+    async def step(self, response: str) -> Reply:
+        calls = self._parse(response)
         if not calls:
             return Reply(None)
         messages, failed = [], 0

@@ -71,13 +71,13 @@ def test_hostile_responses_are_text(page: Page, report: str):
     assert any("‹202e›" in card and "‹00›" in card for card in shown)
     assert "owned" not in page.look("document.title")
     assert page.look("document.querySelectorAll('img, iframe, a[href]').length") == 0
-    assert page.said == []
+    assert page.console == []
 
 
 def test_the_page_reaches_no_network(page: Page, report: str):
     page.open(report)
     show_samples(page)
-    assert page.asked == []
+    assert page.requests == []
     tries = (
         "fetch('http://127.0.0.1:9/').then(() => 'sent', () => 'refused')",
         "new Promise(end => { const image = new Image(); image.onload = () => end('sent');"
@@ -85,8 +85,8 @@ def test_the_page_reaches_no_network(page: Page, report: str):
     )
     for script in tries:
         assert page.look(script) == "refused"
-    refused = [line for line in page.said if "Content Security Policy" in line]
-    assert len(refused) >= len(tries), page.said
+    refused = [line for line in page.console if "Content Security Policy" in line]
+    assert len(refused) >= len(tries), page.console
     # A script that got into the page would not run.
     made = "Object.assign(document.createElement('script'), {text: 'window.ran = 1'})"
     page.look(f"void document.body.append({made})")
@@ -197,7 +197,7 @@ def test_a_real_run_without_saved_responses(page: Page, finished: Path, tmp_path
     assert main(["report", str(finished), "--out", str(file), "--responses", "0"]) == 0
     page.open(f"file://{file}")
     assert page.look("document.querySelectorAll('.chart').length") > 8
-    assert page.said == []
+    assert page.console == []
 
 
 # --- the numbers ---

@@ -153,8 +153,8 @@ def measure(config: Config, steps: int, gpu: str | None) -> dict[str, Any]:
     named: dict[Any, str] = dict(parallel.group_names())
     ranks_of = {name: dist.distributed_c10d._resolve_process_group(g).size() for g, name in named.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
-    mine = (watch.seconds, watch.messages, watch.updates_equal, peak)
-    dist.all_gather_object(everyone, mine)
+    local = (watch.seconds, watch.messages, watch.updates_equal, peak)
+    dist.all_gather_object(everyone, local)
     world, seconds = dist.get_world_size(), {}
     for name in sorted({key for rank in everyone for step in rank[0] for key in step}):
         of_ranks = [median(step.get(name, 0.0) for step in rank[0]) for rank in everyone]
@@ -225,9 +225,9 @@ def main() -> None:
     # Job scripts pass them; a point is always measured again.
     for how in ("--resume", "--resume=auto", "--overwrite"):
         parser.add_argument(how, action="store_true", help=argparse.SUPPRESS)
-    args, given = parser.parse_known_args()
-    files = [word for word in given if "=" not in word]
-    overrides = [word for word in given if "=" in word]
+    args, words = parser.parse_known_args()
+    files = [word for word in words if "=" not in word]
+    overrides = [word for word in words if "=" in word]
     # No warm-up of the learning rate, which may be longer than these few steps, and nothing between the
     # steps.
     quiet = ["optimizer.warmup_steps=0", "checkpoint.every=0", "checkpoint.export_hf=false", "eval.every=0"]

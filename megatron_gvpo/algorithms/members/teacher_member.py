@@ -59,14 +59,14 @@ class Teacher(Member):
                 groups[g].prompt,
                 [
                     Rollout(context.encode_response(t), [], t, "stop", -1, source="demonstration")
-                    for t in given
+                    for t in demonstrations
                     if t is not None
                 ],
             )
-            for g, given in zip(chosen, texts, strict=True)
+            for g, demonstrations in zip(chosen, texts, strict=True)
         ]
         context.score(taught)
         joined = list(groups)
-        for g, given in zip(chosen, taught, strict=True):
-            joined[g] = replace(groups[g], rollouts=[*groups[g].rollouts, *given.rollouts])
+        for g, demonstrations in zip(chosen, taught, strict=True):
+            joined[g] = replace(groups[g], rollouts=[*groups[g].rollouts, *demonstrations.rollouts])
         return joined

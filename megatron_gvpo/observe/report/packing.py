@@ -102,11 +102,11 @@ def _blocks(table: Any, pieces: Pieces | None) -> tuple[dict[str, Any], dict[str
 
 def _turn(turn: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
     """A turn for the page; `units` is the length of its text where the tokens' texts are not known."""
-    given = turn["given"] or ""
+    observation = turn["given"] or ""
     if pieces is not None and turn["given_ids"] is not None:
-        given = "".join(pieces.split(turn["given_ids"]))
+        observation = "".join(pieces.split(turn["given_ids"]))
     shown = {name: turn[name] for name in ("agent", "tokens", "reward", "after", "tools")}
-    return {**shown, "given": given, "units": _units(_said(turn))}
+    return {**shown, "given": observation, "units": _units(_said(turn))}
 
 
 def _said(turn: dict[str, Any]) -> str:
@@ -169,10 +169,10 @@ def _shares(
 ) -> tuple[float, list[list[int] | None]]:
     """The largest absolute value, and thousandths of it: one for each token, or one for a whole response."""
     both = zip(rows, numbers, strict=True)
-    given = [row if row is not None else None if x is None else np.array([x]) for row, x in both]
-    largest = max((float(np.nanmax(np.abs(row))) for row in given if row is not None), default=0.0)
+    filled = [row if row is not None else None if x is None else np.array([x]) for row, x in both]
+    largest = max((float(np.nanmax(np.abs(row))) for row in filled if row is not None), default=0.0)
     return _rounded(largest) or 0.0, [
-        None if row is None else _integers(row / (largest or 1.0), THOUSANDTHS) for row in given
+        None if row is None else _integers(row / (largest or 1.0), THOUSANDTHS) for row in filled
     ]
 
 

@@ -334,9 +334,9 @@ def expected(name: str, directory: Path) -> tuple[float, dict[str, Tensor]]:
     """The reference's loss and gradients."""
     rows, logp, parameters = sampled_for(STEPS[name], directory)
     loss = STEPS[name].loss(reference.sample_of(rows, logp))
-    gradients = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, allow_unused=True)
-    found = {
+    values = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, allow_unused=True)
+    gradients = {
         name: torch.zeros_like(parameter) if gradient is None else gradient
-        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
+        for (name, parameter), gradient in zip(parameters.items(), values, strict=True)
     }
-    return loss.item(), found
+    return loss.item(), gradients

@@ -80,11 +80,11 @@ class _Reduced(torch.autograd.Function):
 
 
 def run(directory: str) -> None:
-    place = Path(directory)
-    cases: list[dict[str, Any]] = json.loads((place / "cases.json").read_text())
+    folder = Path(directory)
+    cases: list[dict[str, Any]] = json.loads((folder / "cases.json").read_text())
     case = cases[run_number()]
     if run_number() == 1:  # the first on two ranks
-        assert (found := operations()) == OPERATIONS, found
+        assert (operators := operations()) == OPERATIONS, operators
     config = build_config(
         {
             "output_dir": "unused",
@@ -110,4 +110,4 @@ def run(directory: str) -> None:
         "sent": {" ".join(key): volume.bytes for key, volume in traffic.volumes.items()},
         "calls": {" ".join(key): volume.calls for key, volume in traffic.volumes.items()},
     }
-    (place / f"{run_number()}_{dist.get_rank()}.json").write_text(json.dumps(result))
+    (folder / f"{run_number()}_{dist.get_rank()}.json").write_text(json.dumps(result))
