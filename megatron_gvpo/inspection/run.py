@@ -18,7 +18,7 @@ from megatron_gvpo.inspection.responses import inspect_responses
 from megatron_gvpo.inspection.rewards import inspect_rewards
 from megatron_gvpo.inspection.rules import inspect_engine, inspect_learning_rate, inspect_memory
 from megatron_gvpo.inspection.tiny_step import TinyStep
-from megatron_gvpo.inspection.verdict import Verdict, failure, not_tried, ok
+from megatron_gvpo.inspection.verdict import RunVerdict, failure, not_tried, ok
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.workers.tools import configured_schemas
 
@@ -27,7 +27,7 @@ SHOWN_RESPONSES = 2
 
 @dataclass
 class Inspection:
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[RunVerdict] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)  # as the model sees them
     responses: list[str] = field(default_factory=list)
 
@@ -45,14 +45,14 @@ class Inspection:
         }
 
 
-def inspect(config: Config, world: int, gpu_gib: float, tell: Callable[[Verdict], None]) -> Inspection:
+def inspect(config: Config, world: int, gpu_gib: float, tell: Callable[[RunVerdict], None]) -> Inspection:
     """All verdicts. `tell` gets each as it comes. Raises nothing for a run that could not work.
 
     `world`: ranks of the run; `gpu_gib`: memory of one of its GPUs.
     """
     inspection = Inspection()
 
-    def add(*verdicts: Verdict) -> None:
+    def add(*verdicts: RunVerdict) -> None:
         for verdict in verdicts:
             inspection.verdicts.append(verdict)
             tell(verdict)
@@ -81,7 +81,7 @@ def inspect(config: Config, world: int, gpu_gib: float, tell: Callable[[Verdict]
     return inspection
 
 
-def _layout(config: Config, world: int) -> Verdict:
+def _layout(config: Config, world: int) -> RunVerdict:
     """Ask what `train` refuses before it loads anything; for GPUs that are not here, what `slurm` refuses."""
     try:
         preflight(config, "train" if list_gpus() else "slurm", world)
@@ -90,7 +90,7 @@ def _layout(config: Config, world: int) -> Verdict:
     return ok("configuration", f"complete, and its layout is possible on {world} ranks")
 
 
-def _task(config: Config, add: Callable[[Verdict], None]) -> Task | None:
+def _task(config: Config, add: Callable[[RunVerdict], None]) -> Task | None:
     try:
         return load_task(config, configured_schemas(config))
     except (ConfigError, DataError) as error:
@@ -98,13 +98,13 @@ def _task(config: Config, add: Callable[[Verdict], None]) -> Task | None:
         return None
 
 
-def _responses(config: Config, task: Task, groups: list[Group]) -> list[Verdict]:
+def _responses(config: Config, task: Task, groups: list[Group]) -> list[RunVerdict]:
     verdicts, sampled = inspect_responses(config, task)
     groups += sampled
     return verdicts
 
 
-def _tried(topic: str, look: Callable[[], list[Verdict]]) -> list[Verdict]:
+def _tried(topic: str, look: Callable[[], list[RunVerdict]]) -> list[RunVerdict]:
     """Verdicts of a look that may fail for a reason of the user's, such as a reward that cannot be loaded."""
     try:
         return look()

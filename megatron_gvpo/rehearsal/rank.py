@@ -106,7 +106,7 @@ def rehearse(job: RankJob, world: FakeWorld) -> dict[str, Any]:
         if not made_model.has_weights(Path(directory)):
             made_model.fill(Path(directory))
     stand_ins.install(made_weights=bool(job.made))
-    recorder = Recorder(world)
+    recorder = PhaseRecorder(world)
     run = RankRun(config, job.micro_batches)
     for name, phase in run.phases():
         with recorder.phase(name) as results:

@@ -20,7 +20,7 @@ from megatron_gvpo.inspection.prompts import inspect_prompts
 from megatron_gvpo.inspection.responses import inspect_responses
 from megatron_gvpo.inspection.rewards import inspect_rewards
 from megatron_gvpo.inspection.rules import inspect_engine, inspect_learning_rate, inspect_memory
-from megatron_gvpo.inspection.verdict import Verdict
+from megatron_gvpo.inspection.verdict import RunVerdict
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import build_config
 
@@ -76,11 +76,11 @@ def values(task: Path, reward: str = "right", **sections: dict[str, Any]) -> dic
     return base
 
 
-def verdict(verdicts: list[Verdict], topic: str) -> Verdict:
+def verdict(verdicts: list[RunVerdict], topic: str) -> RunVerdict:
     return next(each for each in verdicts if each.topic == topic)
 
 
-def prompts_of(task: Path, template: str | None = CHATML, **sections: dict[str, Any]) -> list[Verdict]:
+def prompts_of(task: Path, template: str | None = CHATML, **sections: dict[str, Any]) -> list[RunVerdict]:
     made = tokenizer(template)
     made.save_pretrained(task / "model")
     try:
