@@ -18,7 +18,7 @@ from megatron_gvpo.observe.mismatch import MismatchWatch
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import build_config
 from megatron_gvpo.types import TrainBatch
-from megatron_gvpo.verify.layout import ParallelLayout
+from megatron_gvpo.verify.layout import ParallelLayout as Layout  # short, for tables of them
 from megatron_gvpo.verify.measures import UPDATE
 
 
@@ -68,7 +68,7 @@ class Probe:
 TEMPERATURE = 0.8
 
 
-def config_of(case: Case, layout: ParallelLayout, directory: Path) -> Config:
+def config_of(case: Case, layout: Layout, directory: Path) -> Config:
     replays = case.model in ("qwen3_moe", "deepseek_v3")  # where rows say which experts; some do
     named = [{"name": name, "function": "not:called"} for name in case.rows.component_n]
     components = named or [{"name": "math"}]  # a method that learns from rewards needs one
@@ -89,7 +89,7 @@ def config_of(case: Case, layout: ParallelLayout, directory: Path) -> Config:
 
 
 @contextlib.contextmanager
-def sizes_of(layout: ParallelLayout) -> Iterator[None]:
+def sizes_of(layout: Layout) -> Iterator[None]:
     """Context in which a layout runs."""
     with contextlib.ExitStack() as stack:
         if layout.small:
