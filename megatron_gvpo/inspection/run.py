@@ -13,6 +13,7 @@ from megatron_gvpo.core.errors import ConfigError, DataError, RolloutError
 from megatron_gvpo.core.gpus import list_gpus
 from megatron_gvpo.data.task import Task, load_task
 from megatron_gvpo.groups import Group
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.inspection.prompts import inspect_prompts, shown_prompts
 from megatron_gvpo.inspection.responses import inspect_responses
 from megatron_gvpo.inspection.rewards import inspect_rewards
@@ -92,7 +93,7 @@ def _layout(config: Config, world: int) -> RunVerdict:
 
 def _task(config: Config, add: Callable[[RunVerdict], None]) -> Task | None:
     try:
-        return load_task(config, configured_schemas(config))
+        return load_task(config, ModelCards(config).policy, configured_schemas(config))
     except (ConfigError, DataError) as error:
         add(failure("data", str(error)))
         return None

@@ -17,7 +17,7 @@ from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
-from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.sampling.server_checks import check_server
 from megatron_gvpo.servers import leader
 from megatron_gvpo.servers.handle import ServerHandle
@@ -50,10 +50,9 @@ class ServedEngine:
     awake, the "training" part of the trainer's memory is theirs, and after the push the "weights" part too.
     """
 
-    def __init__(self, config: Config, task: Task, policy: Scorer) -> None:
-        self._config, self._task = config, task
-        self._model = ModelCard.read(config.model.path)
-        self._weights = WeightSync(config, policy, task.prompts)
+    def __init__(self, config: Config, cards: ModelCards, task: Task, policy: Scorer) -> None:
+        self._config, self._cards, self._task = config, cards, task
+        self._weights = WeightSync(config, cards, policy, task.prompts)
         self._memory = policy.memory if config.rollout.servers.colocated else None
         talks = config.rollout.conversation
         self._conversations = None if talks is None else conversations_of(talks, task)
@@ -111,9 +110,10 @@ class ServedEngine:
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int
     ) -> PendingResponses:
         requests = requests_for(prompts, n, seed)
-        room = self._model.get("max_position_embeddings")
+        model = self._cards.policy
+        room = model.get("max_position_embeddings")
         for prompt, request in zip(prompts, requests, strict=True):
-            if problem := check_request(request, sampling, self._model["vocab_size"], room):
+            if problem := check_request(request, sampling, model["vocab_size"], room):
                 raise ValueError(f"prompt {prompt.id}: {problem}")
         if self.servers is None:
             return PendingResponses(prompts, None)
@@ -220,12 +220,12 @@ class ServedEngine:
                 self._opened.enter_context(self._conversations)
             self.servers = ServerSession(
                 self._config,
-                self._model,
+                self._cards,
                 self._task.end_token_ids,
                 partial(
                     check_server,
                     config=self._config,
-                    model=self._model,
+                    cards=self._cards,
                     end_token_ids=self._task.end_token_ids,
                 ),
             )

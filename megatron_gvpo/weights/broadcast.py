@@ -9,16 +9,21 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Protocol, Self
 
-import torch
 from torch import Tensor
 
 from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
 from megatron_gvpo.servers.server import Server
-from megatron_gvpo.settings.config import Config
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.group import Rendezvous, WeightGroup, group_address
-from megatron_gvpo.weights.transport import PushFailed, Transport, WeightReceiver, each, raise_failed
+from megatron_gvpo.weights.transport import (
+    PushFailed,
+    PushSettings,
+    Transport,
+    WeightReceiver,
+    each,
+    raise_failed,
+)
 
 POLL = 0.001  # seconds between two checks of a broadcast
 LEAVE = 5.0  # seconds that a server has to leave a group
@@ -76,13 +81,14 @@ class Broadcast(Transport):
         self._wire_s = 0.0
 
     @classmethod
-    def check(cls, config: Config) -> None:
-        group_address(config)
+    def check(cls, settings: PushSettings) -> None:
+        group_address(settings.rollout)
 
     @classmethod
-    def create(cls, config: Config, receiver: Callable[[Server], Any], device: torch.device) -> Self:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        return cls(receiver, group_address(config), backend, config.rollout.weights.timeout)
+    def create(cls, settings: PushSettings, receiver: Callable[[Server], Any]) -> Self:
+        backend = "nccl" if settings.device.type == "cuda" else "gloo"
+        rollout = settings.rollout
+        return cls(receiver, group_address(rollout), backend, rollout.weights.timeout)
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -25,14 +25,13 @@ from torch import Tensor
 from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.servers.leader import Done, Failed, Messages
 from megatron_gvpo.servers.server import Server
-from megatron_gvpo.settings.config import Config
 from megatron_gvpo.weights.broadcast import LEAVE, Broadcast, GroupReceiver
 from megatron_gvpo.weights.bucket import Bucket, sent_as
 from megatron_gvpo.weights.group import Membership, Rendezvous, WeightGroup, group_address, join
 from megatron_gvpo.weights.node import new_name
 from megatron_gvpo.weights.relay import EndPush, Orders, Relays
 from megatron_gvpo.weights.shard_plan import Box, Layout, PushPlan, Table, plan_push, unpack_sends
-from megatron_gvpo.weights.transport import Follower, PushFailed
+from megatron_gvpo.weights.transport import Follower, PushFailed, PushSettings
 
 if TYPE_CHECKING:
     from megatron_gvpo.megatron.model.own_weights import OwnPart, OwnWeights
@@ -99,25 +98,26 @@ class Sharded(Broadcast):
         self.counted: Counter[tuple[int, int]] = Counter()  # bytes over each link in the last push
 
     @classmethod
-    def create(cls, config: Config, receiver: Callable[[Server], Any], device: torch.device) -> Self:
+    def create(cls, settings: PushSettings, receiver: Callable[[Server], Any]) -> Self:
         name = broadcast_msgpack(new_name())
-        timeout, others = config.rollout.weights.timeout, range(1, dist.get_world_size())
+        weights = settings.rollout.weights
+        timeout, others = weights.timeout, range(1, dist.get_world_size())
         return cls(
             receiver,
-            group_address(config),
-            "nccl" if device.type == "cuda" else "gloo",
+            group_address(settings.rollout),
+            "nccl" if settings.device.type == "cuda" else "gloo",
             timeout,
             Relays(_store(name), list(others), timeout, ORDERS),
-            getattr(torch, config.model.dtype),
-            config.rollout.weights.bucket_mb * 2**19,  # a half, as for other transports
+            getattr(torch, settings.model.dtype),
+            weights.bucket_mb * 2**19,  # a half, as for other transports
         )
 
     @classmethod
-    def follower(cls, config: Config, device: torch.device) -> Follower | None:
+    def follower(cls, settings: PushSettings) -> Follower | None:
         name = broadcast_msgpack(None)
-        timeout = config.rollout.weights.timeout
+        timeout = settings.rollout.weights.timeout
         orders = Orders(_store(name), dist.get_rank(), timeout, ORDERS)
-        return ShardFollower(orders, getattr(torch, config.model.dtype), timeout)
+        return ShardFollower(orders, getattr(torch, settings.model.dtype), timeout)
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -13,6 +13,7 @@ import threading
 import time
 
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.launch.start import given_key, report, start_servers
 from megatron_gvpo.servers.launch.supervise import is_loopback
 from megatron_gvpo.settings.config import Config
@@ -44,7 +45,7 @@ def serve(config: Config) -> int:
         )
     told = threading.Event()
     previous = {n: signal.signal(n, lambda *_: told.set()) for n in (signal.SIGTERM, signal.SIGINT)}
-    supervisor = start_servers(config, key, report)
+    supervisor = start_servers(config, ModelCards(config), key, report)
     try:
         waiting = list(supervisor.processes)
         deadline = time.monotonic() + settings.start_timeout
