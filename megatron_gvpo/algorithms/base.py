@@ -247,7 +247,7 @@ class Advantage(Block):
     per_token: ClassVar[bool] = False
     # It numbers the items of responses (`rows.item_r`).
     finds_items: ClassVar[bool] = False
-    # It reads components of the reward, and the reward, which shapers change, nowhere.
+    # It reads components of the reward, and never the total reward, which shapers change.
     by_components: ClassVar[bool] = False
 
     @property

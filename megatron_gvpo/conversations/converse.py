@@ -87,7 +87,7 @@ class _Conversation:
         self._rollout = Rollout([], [], "", "stop")
         self._context = prompt
         self._remaining = limits.max_tokens  # the number of tokens that the conversation may still have
-        self._shared = SharedPrefix(-1, None, len(prompt))  # what the context shares with earlier turns
+        self._shared = SharedPrefix(-1, None, len(prompt))  # context in common with earlier turns
         self._ends = TurnEnds(prompt)
         self._counts = {"environment_reward": 0.0, "observation_tokens": 0.0}
 
@@ -294,7 +294,7 @@ def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
 
 
 class Responder(Protocol):
-    """The policy in the conversations of a batch, which have numbers."""
+    """The policy as it answers in the numbered conversations of a batch."""
 
     async def respond(self, conversation: int, request: Request) -> Rollout:
         """The policy's next turn in the conversation: one response to the request. Raises RolloutError."""

@@ -21,7 +21,7 @@ from megatron_gvpo.workers.process import AsyncWorkerProcess, CallFailed
 from megatron_gvpo.workers.tools import tool_message
 
 ATTEMPTS = 2  # a step that fails this often is not tried again
-AT_ONCE = 64  # at most so many steps run at once in a process, if they overlap
+AT_ONCE = 64  # limit for overlapping steps in one process
 _GRACE = 2.0  # seconds beyond a step's limit in which the worker itself may report that it is late
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_gvpo.conversations.converse import Responder
     from megatron_gvpo.data.task import Task
 
-_TEMPLATES = 200  # at most so many templates, for different tools, are kept
+_TEMPLATES = 200  # limit for cached templates, one for each set of tools
 _BEGIN = 0.25  # seconds after which the next program may start, if one has not asked the policy by then
 
 

@@ -17,7 +17,7 @@ from urllib.parse import quote, quote_plus, unquote, unquote_plus
 
 REDACTED = "<redacted>"
 SHORTEST = 6  # a secret of fewer characters is not searched for: it would be a part of many words
-CUT = 12  # from so many characters on, a secret is also recognised by its first third where a text is cut off
+CUT = 12  # a secret of this length or more is also recognised by its first third at the end of a cut text
 
 _USER_IN_URL = re.compile(r'://([^/?#\s"]+)@')
 _QUERY_OF_URL = re.compile(r"([?&][\w-]*(?:key|token|secret|password|signature)=)([^&#\s]+)", re.I)

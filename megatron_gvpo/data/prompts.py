@@ -450,7 +450,7 @@ class UnknownCharacters:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._first: dict[str, tuple[str, str]] = {}  # where a character first came up, and in which text
+        self._first: dict[str, tuple[str, str]] = {}  # by character: the first record and text
 
     def see(self, where: str, texts: Iterable[str]) -> None:
         """Collect the characters of texts; `where`: the record that has them."""

@@ -145,7 +145,7 @@ def _read_parquet(file: Path) -> Iterator[Record]:
         OSError,
         ValueError,
         OverflowError,
-    ) as error:  # of damaged files
+    ) as error:  # damaged files raise these
         message = " ".join(str(error).split())[:300]
         raise DataError(f"{file}: not a readable Parquet file after row {row}: {message}") from None
 

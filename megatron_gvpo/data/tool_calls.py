@@ -1,4 +1,4 @@
-r"""How a policy writes tool calls in a turn, by the name of the format.
+r"""Formats in which a policy writes tool calls in a turn, by name.
 
     hermes  <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>, as often as wanted
     json    the whole turn, or one ```json block in it: {"name": ..., "arguments": {...}}, or a list of these

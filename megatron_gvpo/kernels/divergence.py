@@ -28,7 +28,7 @@ from megatron_gvpo.kernels.head import Head
 
 Kind = Literal["forward", "reverse", "js"]
 
-_BLOCKS = 16  # how many blocks a tile is worked on in
+_BLOCKS = 16  # blocks into which a tile is cut
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class TeacherLogits(NamedTuple):
 
     hidden_rh: Tensor  # [r, h] of the same tokens as the student's
     weight_vh: Tensor  # [v, h], rows of the same tokens as the student's shard, or fewer
-    vocab_size: int  # of the whole vocabulary
+    vocab_size: int  # entries of the whole vocabulary, not of this rank's shard
 
 
 class LinearDivergence(NamedTuple):

@@ -47,7 +47,7 @@ class Memory:
     critic: float  # parameters, gradients and optimizer state of the critic
     activations: float
     head: float
-    teacher: float  # that the trainer holds: weights and a layer in its pass, or its part in the head
+    teacher: float  # a teacher on the trainer: weights and a layer's activations, or its head
     runtime: float
 
     @property

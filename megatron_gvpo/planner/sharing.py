@@ -15,9 +15,9 @@ class Cost:
     """The mean cost of a group's responses in one micro-batch."""
 
     tokens: float
-    pairs: float  # of tokens that attend to each other
-    flops: float  # of forward and backward pass, without recomputation
-    activation_gib: float  # what all layers keep for the backward pass, without recomputation, on one GPU
+    pairs: float  # number of pairs of tokens that attend to each other
+    flops: float  # forward and backward pass, without recomputation
+    activation_gib: float  # activations of all layers for the backward pass on one GPU, without recomputation
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def seconds(model: Architecture, gpu: Gpu, layout: Layout, work: Workload, micro
     if (teacher := work.teacher) is not None:
         if teacher.is_on_trainer:
             taught = _trainer_teacher(teacher, model, gpu, layout, work, micro_batches)
-        else:  # it answers while the trainer scores
+        else:  # a served teacher answers while the trainer scores
             taught = max(0.0, served_seconds(teacher, gpu, work) - scoring)
     overlapped = layout.rollout_gpus > 0 and layout.async_steps > 0
     if overlapped:

@@ -87,7 +87,7 @@ def run_jobs(jobs: Sequence[RankJob], variables: dict[str, str], folder: Path) -
 
 
 class RankFailedError(Exception):
-    """A rank's process ended with an error that is not one of the configuration."""
+    """A rank's process ended with an error that the configuration did not cause."""
 
     def __init__(self, rank: int, code: int, log: str) -> None:
         lines = [line for line in log.splitlines() if line.strip()]

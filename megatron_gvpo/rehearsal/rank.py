@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankJob:
-    """A rank to rehearse. `micro_batches`: of an update; None: as many as its peak of memory needs."""
+    """A rank to rehearse. `micro_batches`: in an update; None: enough to reach its peak of memory."""
 
-    files: list[str]  # of the configuration
+    files: list[str]  # configuration files
     overrides: list[str]
     rank: int
     world: int

@@ -125,7 +125,7 @@ def know_shapes(shape: list[int]) -> None:
 
 @contextlib.contextmanager
 def positions_of_all_ranks() -> Iterator[None]:
-    """Inside, `own_weights` numbers weights on the host, and other ranks' numbers follow this rank's.
+    """Context in which `own_weights` numbers weights on the host, and derives other ranks' numbers.
 
     A device would not compute the numbers, and the other ranks do not send theirs.
     """

@@ -39,7 +39,7 @@ _LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python", "c10_cuda", "torch_cu
 @dataclass(frozen=True)
 class TransformerEngine:
     package: Path  # the folder transformer_engine
-    path: Path | None  # what Python's path needs for it; None: it is installed
+    path: Path | None  # directory to add to Python's path; None: it is installed
 
 
 def find() -> TransformerEngine | None:

@@ -37,7 +37,7 @@ class FakeWorld:
 
     def __init__(self) -> None:
         self.traffic: dict[tuple[str, str], Traffic] = {}  # by (group's name, collective)
-        self._backends: dict[int, str | None] = {}  # by id of the group: what was asked for
+        self._backends: dict[int, str | None] = {}  # requested backend, by id of the group
         self._names: dict[int, str] = {}
         self._answer_as_fake()
         for name in _COUNTED:

@@ -38,7 +38,7 @@ class NamedCounts:
     def check(self, groups: Sequence[Group]) -> None:
         """Check the first batch in which a conversation came to its end.
 
-        Raises ConfigError for a count that none of the batch's conversations has.
+        Raises ConfigError for a count that no conversation of the batch reports.
         """
         conversations = [rollout for group in groups for rollout in group.rollouts if rollout.turns]
         if not self._unseen or not any(c.finish_reason == "stop" for c in conversations):

@@ -191,7 +191,7 @@ class RewardPool:
                     chunk = todo.popleft()
                     try:
                         worker.give(chunk)
-                    except OSError as error:  # it died while idle, so no job is to blame
+                    except OSError as error:  # the worker died while idle, so no job is to blame
                         todo.appendleft(chunk)
                         self._note_death(f"a worker cannot be given its jobs: {error}")
                         self._replace(i)
@@ -240,7 +240,7 @@ class _RewardWorker:
         self.pending: deque[_Job] = deque()
         self.failure: _Failure | None = None  # why the first of `pending` gets no answer, and no later one
         self._timeout = timeout
-        self._deadline = math.inf  # for the first of `pending`
+        self._deadline = math.inf  # deadline of the first job in `pending`
         self._latest_deadline = math.inf  # the same, however long its function imports modules
 
     @property
@@ -284,7 +284,7 @@ class _RewardWorker:
             for reply in self.process.replies():
                 if not self.pending or reply.call != self.pending[0].number:
                     if isinstance(reply, Importing):
-                        continue  # it crossed the call's result
+                        continue  # the message crossed the call's result
                     raise WireError("not an answer to the job")
                 match reply:
                     case Importing():

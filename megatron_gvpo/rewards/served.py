@@ -196,7 +196,7 @@ class ServedRewards:
 
 
 def _hash(path: str | None) -> dict[str, float]:
-    """The metric that shows when a model has been replaced; empty for a model without files here."""
+    """The metric that shows when a model has been replaced; empty if its files are not on this machine."""
     hashes = None if path is None else fingerprint(Path(path))
     return {} if hashes is None else {"model_hash": float(int(hashes["sha256"][:8], 16))}
 

@@ -244,7 +244,7 @@ def _has_lost_checkpoints(config: Config, there: list[str]) -> bool:
         return False
     with metrics.open(
         "rb"
-    ) as lines:  # one line for step 0, of an evaluation or empty, and one for every step
+    ) as lines:  # one line for step 0 (an evaluation, or empty), and one for every later step
         return sum(1 for _ in lines) > every + 1
 
 

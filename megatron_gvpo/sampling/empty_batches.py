@@ -26,7 +26,7 @@ class EmptyBatches:
 
     def __init__(self, config: Config) -> None:
         self._loss, self._limit = config.algorithm.loss, config.train.max_empty_batches
-        self._taught = config.algorithm.needs_teacher  # who teaches where rewards do not, too
+        self._taught = config.algorithm.needs_teacher  # a signal even if all rewards are equal
         self._weights = {c.name: c.weight for c in config.rewards.components}
         self._max_tokens = config.rollout.max_tokens
         self._in_a_row = Counter[str]()  # batches, by what is wrong with them

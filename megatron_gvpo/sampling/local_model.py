@@ -58,7 +58,7 @@ class LocalModel:
         end_token_ids: Sequence[int],
         trust_remote_code: bool = False,
     ) -> None:
-        self.version = -1  # of the weights
+        self.version = -1  # version of the weights
         self.device = torch.device(device)
         self.batch_size = batch_size
         self._tokenizer = tokenizer
@@ -322,7 +322,7 @@ def grouped_sdpa(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """As scaled_dot_product_attention; in fp32 on a CPU by two products over all rows and heads at once.
+    """Compute scaled_dot_product_attention; in fp32 on a CPU by two products over all rows and heads at once.
 
     PyTorch's CPU kernel multiplies for each row and head on its own, and takes twice the time. The products
     read the room behind the columns, too: of keys with gaps between the heads they would make a copy.

@@ -20,7 +20,7 @@ class LostTo(NamedTuple):
 
     what: str  # is lost
     cause: str
-    key: str  # of the largest share, in the configuration
+    key: str  # configuration key of the largest share
     metrics: str  # the prefix of their names
 
 
@@ -39,7 +39,7 @@ class Outages:
 
     def __init__(self, most: float, kind: LostTo = ENVIRONMENTS) -> None:
         self._most, self._kind = most, kind
-        self.metrics: dict[str, float] = {}  # of the last batch that was sampled
+        self.metrics: dict[str, float] = {}  # metrics of the last sampled batch
         self._told = 0.0  # the largest share that was told
 
     def taken_out(self, groups: Sequence[Group]) -> list[Group]:

@@ -22,7 +22,7 @@ class SampleFailure(NamedTuple):
 class Expected:
     """The limits of an answer."""
 
-    version: int  # of the weights that are to sample it
+    version: int  # weight version that should sample the response
     max_tokens: int
     stops: Sequence[int]  # the tokens that end a response
     vocabulary: float  # the model's token ids are below it

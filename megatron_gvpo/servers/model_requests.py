@@ -37,7 +37,7 @@ class ModelServer:
         self.slots = asyncio.Semaphore(parallel)
         self.busy = 0  # requests in flight, and those that wait for a slot
         self.failed_at = float("-inf")
-        self.suspect = True  # it is not known to serve the right model
+        self.suspect = True  # the server has not proven that it serves the right model
 
 
 class Servers:
@@ -68,7 +68,7 @@ class Servers:
         """Wait until every server is up, and check it. Raises Unanswered, or what `check` raises."""
         checks = (self._repeat(self._check_one, partial(_itself, server)) for server in self._servers)
         await asyncio.gather(*checks)
-        self.failures = 0  # of servers that were still starting
+        self.failures = 0  # failed requests to servers that were still starting
 
     async def ask[T](self, call: Callable[[Http], Awaitable[T]]) -> T:
         """The answer to `call(http)`, of the least busy server.

@@ -28,7 +28,7 @@ from megatron_gvpo.settings.reward_servers import MODEL, RewardServers, model_se
 class ServerAddresses:
     """The servers of one model: their addresses and key, and their supervisor if the run started them."""
 
-    section: str  # of the configuration: rewards.components.0.model.servers
+    section: str  # key of its section, such as rewards.components.0.model.servers
     urls: list[str]
     api_key: str | None = None
     supervisor: Supervisor | None = None

@@ -74,7 +74,7 @@ class ServerPool:
         self._vocabulary = vocabulary
         self.prefix_cache = PrefixCache()
         self._changed = asyncio.Event()  # set when a server's state changes
-        self._connections = asyncio.Semaphore(spare_connections())  # of requests
+        self._connections = asyncio.Semaphore(spare_connections())  # limits open requests
         self._monitors: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -184,7 +184,7 @@ class ServerPool:
         asleep, server = handle.asleep, handle.server
         slept_at = asleep.version if asleep is not None and asleep.parts == ALL_PARTS else None
         if slept_at is not None and await server.weight_version(CONTROL) != slept_at:
-            handle.asleep = None  # it has restarted, with memory of its own
+            handle.asleep = None  # the server has restarted, with memory of its own
         if handle.asleep is not None and part in handle.asleep.parts:
             parts = tuple(p for p in handle.asleep.parts if p != part)
             handle.asleep = replace(handle.asleep, parts=parts) if parts else None

@@ -125,7 +125,7 @@ class Launch:
 
 
 def meeting_of_ranks(servers: ServersConfig) -> tuple[str, int]:
-    """Where the ranks of a server on several machines meet: the address of machine 0, and a port there."""
+    """The meeting point of a server's ranks on several machines: machine 0's address, and a port there."""
     return servers.leader or servers.host, servers.port + AFTER_PORT["ranks"]
 
 
@@ -262,7 +262,7 @@ def named_adapter(server: Server, name: str | None) -> Iterator[None]:
 
 
 def log_probs(values: Iterable[Any]) -> list[float]:
-    """The values, each the log-prob of a token. Raises ValueError, which names the first that is not one."""
+    """The values, each the log-prob of a token. Raises ValueError, which names the first wrong one."""
     logprobs = list(values)
     for index, value in enumerate(logprobs):
         if type(value) not in (int, float) or not LOWEST_LOGPROB <= value <= HIGHEST_LOGPROB:

@@ -90,7 +90,7 @@ class SGLang:
     def __init__(self, http: Http, keeps_weights: bool = False) -> None:
         self.http = http  # a server that keeps its weights is started so: see `launch`
         self._adapter: str | None = None
-        self._drafts = Drafts()  # of the responses so far: SGLang tells them with each
+        self._drafts = Drafts()  # summed over responses, because SGLang reports them with each response
 
     @property
     def url(self) -> str:
@@ -184,7 +184,7 @@ class SGLang:
                 if entry[1] != token:
                     other = shortened(entry[1])
                     raise ValueError(f"at index {index} the log-prob of token {other}, not of {token}")
-            experts = meta.get("routed_experts")  # of all tokens but the last, in all layers
+            experts = meta.get("routed_experts")  # experts of all tokens but the last, in all layers
             return Completion(
                 token_ids=answer["output_ids"],
                 logprobs=[entry[0] for entry in entries],

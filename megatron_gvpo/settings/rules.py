@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config
 
 
-MOST_RESPONSES = 10**7  # in a step; more would take gigabytes on the host
+MOST_RESPONSES = 10**7  # limit for a step; more would take gigabytes on the host
 
 
 def cross_check(config: Config) -> None:

@@ -125,7 +125,7 @@ class DataConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How responses are sampled. `eval.sampling` takes the keys that it does not set from `rollout`."""
+    """Settings of sampling. `eval.sampling` takes the keys that it does not set from `rollout`."""
 
     fixed_keys: ClassVar[tuple[str, ...]] = ("temperature", "top_p", "max_tokens", "stop_token_ids")
 

@@ -136,7 +136,7 @@ def _check_address(url: str) -> None:
 
 
 class WeightSyncConfig(Section):
-    """How new weights reach the servers after every step."""
+    """Settings of the push of new weights to the servers after every step."""
 
     fixed_keys = ("in_flight",)
     free_keys = ("transport", "bucket_mb", "address", "directory", "attempts", "timeout")

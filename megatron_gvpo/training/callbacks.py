@@ -76,7 +76,7 @@ class Recorder(Callback):
     def __init__(self) -> None:
         self._opened = ExitStack()
         self._monitor: DeviceMonitor | None = None
-        self._responses: list[Responses] = []  # of the present step
+        self._responses: list[Responses] = []  # responses of the present step
 
     def on_start(self, trainer: Trainer) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -139,7 +139,7 @@ class Recorder(Callback):
         components = [component.name for component in config.rewards.components]
         self._rollouts = RolloutWriter(self._directory, config.logging.rollouts, components, resume_step)
         self._opened.callback(self._rollouts.close)
-        self._opened.callback(self._write_responses)  # of a step that the run has not come to report
+        self._opened.callback(self._write_responses)  # of an unreported step, too
         self._progress = Progress(
             config.logging.progress,
             config.train.steps,

@@ -183,7 +183,7 @@ class Trainer:
         if not self._is_reported:
             self._report()
             if self.resumed:
-                self.save()  # with the evaluation, by which it may be the best
+                self.save()  # after the evaluation, which may make it the best
 
     def _report(self) -> None:
         """Evaluate, if it is time to, and tell the callbacks of the step. A resumed run makes up for it."""

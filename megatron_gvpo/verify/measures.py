@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_gvpo.types import TrainBatch
 
-TEMPERATURE = 1.0  # of supervised fine-tuning, whose loss both sides differentiate
+TEMPERATURE = 1.0  # both sides differentiate the loss of supervised fine-tuning
 MICRO_BATCH = 32  # tokens: the rows are several packs of several rows
 # Adam's first step is g / (|g| + eps): with the usual 1e-8 it is the sign of g, so that a rounding error in a
 # gradient of 1e-9 flips the update. This eps is comparable to the gradients, and the update continuous.
@@ -30,9 +30,9 @@ _LENGTHS = [(3, 4), (3, 1), (1, 20), (7, 5), (5, 8), (2, 12), (4, 3)]
 class Computed:
     """Results of one side; tensors have the names of the checkpoint's files."""
 
-    logp_r: Tensor  # of all response tokens
+    logp_r: Tensor  # log-probs of all response tokens
     gradients: dict[str, Tensor]
-    norm: float  # of all gradients, by which the optimizer clips
+    norm: float  # norm over all gradients, which the optimizer clips by
     updated: dict[str, Tensor]  # weights after one update
     exported: dict[str, Tensor]  # weights before it
 
@@ -42,7 +42,7 @@ class Limits:
     """The largest differences that rounding explains."""
 
     logp: float = 1e-5  # nats
-    gradient: float = 2e-5  # of the largest entry of the same tensor's gradient
+    gradient: float = 2e-5  # relative to the largest entry of the same tensor's gradient
     norm: float = 1e-5  # relative
 
     @property
@@ -59,7 +59,7 @@ class Limits:
         """`own`: between transformers in float32 and in float64, which has the same rounding to live with."""
 
         def limit(least: float, rounding: float) -> float:
-            return min(max(least, 4 * rounding), 1e-3)  # what is computed wrongly differs by more
+            return min(max(least, 4 * rounding), 1e-3)  # errors in the computation differ by more
 
         least = Limits()
         return Limits(
@@ -69,7 +69,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one side is from the other, and the tensors that are the farthest."""
+    """The largest differences between the two sides, and the tensors that have them."""
 
     logp: float
     gradient: float

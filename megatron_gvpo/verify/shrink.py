@@ -76,7 +76,7 @@ def _shrink_heads(config: dict[str, Any], tiny: dict[str, Any]) -> None:
     if config.get("rotary_dim") and config.get("head_dim"):
         tiny["rotary_dim"] = tiny["head_dim"] * config["rotary_dim"] // config["head_dim"]
     if config.get("head_dim") and config.get("head_dim") == config.get("qk_rope_head_dim"):
-        tiny["head_dim"] = tiny["qk_rope_head_dim"]  # as transformers writes it for latent attention
+        tiny["head_dim"] = tiny["qk_rope_head_dim"]  # transformers' convention for latent attention
     if config.get("qk_head_dim"):
         tiny["qk_head_dim"] = tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"]
     if groups is not None:

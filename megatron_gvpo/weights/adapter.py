@@ -24,7 +24,7 @@ from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.disk import writing
 from megatron_gvpo.weights.transport import PushSettings, Transport, WeightReceiver, each
 
-PREFIX = "gvpo-"  # of the names of all adapters that a run gives to servers
+PREFIX = "gvpo-"  # begins the names of all adapters that a run gives to servers
 
 
 class AdapterReceiver(WeightReceiver, Protocol):
@@ -132,7 +132,7 @@ class Adapter(Transport):
         The server is paused and has no requests of this run in flight, so none uses an earlier adapter.
         """
         earlier = [old for old in await receiver.adapters(self._timeout) if old.startswith(PREFIX)]
-        if name in earlier:  # from a push that did not end
+        if name in earlier:  # left by a push that did not end
             await receiver.unload_adapter(name, self._timeout)
         await receiver.load_adapter(name, directory, self._timeout)
         receiver.use_adapter(name)

@@ -130,7 +130,7 @@ class Broadcast(Transport):
                 work.wait()
                 self._wire_s += time.monotonic() - begin
                 await asyncio.wait(posts)
-            except RuntimeError as error:  # from torch, when a rank dies in the middle
+            except RuntimeError as error:  # torch raises it when a rank dies during the broadcast
                 await asyncio.wait(posts, timeout=5.0)
                 self._raise_failed(posts)
                 raise PushFailed(f"the broadcast failed: {error}", self._handles) from None
@@ -159,7 +159,7 @@ class Broadcast(Transport):
             self._offsets[handle.server.url] = world
             try:
                 world += (await handle.server.info(self._timeout)).processes
-            except (ServerGone, ServerRefused) as error:  # it died after its last health check
+            except (ServerGone, ServerRefused) as error:  # the server died after its last health check
                 raise PushFailed(str(error), [handle]) from None
         self._group = group = WeightGroup(
             self._address, world, self._backend, min(60.0, self._timeout), self._timeout

@@ -141,7 +141,7 @@ def shared_storage(flat: Tensor) -> dict[str, Any]:
             f"CUDA IPC shares memory of a GPU, and this bucket is on the {flat.device.type}: "
             "processes without a GPU share host memory instead"
         )
-    torch.cuda.synchronize(flat.device)  # until its bytes are written
+    torch.cuda.synchronize(flat.device)  # wait until its bytes are written
     _, *values = flat.untyped_storage()._share_cuda_()
     return plain(gpu_uuid(flat.device), values)
 

@@ -285,7 +285,7 @@ class Publisher:
         self._unopened: list[ServerHandle] = []  # they have the weights and wait for `open`
         # The servers of the next attempt, once they have no requests in flight.
         self._targets: Future[list[ServerHandle]] | None = None
-        self._failures: dict[str, int] = {}  # in a row, by url
+        self._failures: dict[str, int] = {}  # consecutive failures, by url
         self._problem, self._in_a_row = "", 0
         self.metrics: dict[str, float] = {}
 

@@ -94,7 +94,7 @@ class Sharded(Broadcast):
         self._relays, self._dtype, self._limit = relays, dtype, limit
         self._sender: Sender | None = None
         self.plan: PushPlan | None = None
-        self.layouts: list[Layout] = []  # of the trainer's ranks
+        self.layouts: list[Layout] = []  # one for each trainer rank
         self.counted: Counter[tuple[int, int]] = Counter()  # bytes over each link in the last push
 
     @classmethod

@@ -33,8 +33,8 @@ class PushSettings:
     rollout: RolloutConfig
     model: ModelConfig
     card: ModelCard  # the policy's
-    directory: Path  # for files of this run alone, which servers may read
-    device: torch.device  # where the buckets are
+    directory: Path  # holds files of this run alone; servers may read it
+    device: torch.device  # device that holds the buckets
 
     @classmethod
     def of(cls, config: Config, card: ModelCard, device: torch.device) -> PushSettings:
@@ -103,7 +103,7 @@ class Transport(Protocol):
     `follow_own` that of `follow`.
     """
 
-    host_buckets: ClassVar[bool] = False  # it reads its buckets on the host, so they are filled there
+    host_buckets: ClassVar[bool] = False  # the transport reads buckets on the host, so they are filled there
 
     @classmethod
     def check(cls, settings: PushSettings) -> None:

@@ -44,7 +44,7 @@ class _Message(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=
 
 
 class Endpoint(NamedTuple):
-    """Where a program asks the policy: arguments of an OpenAI client. The key is good for one rollout.
+    """Arguments of the OpenAI client with which a program asks the policy. The key is valid for one rollout.
 
     The members of a group have the same `seed`, for whatever else the program draws at random.
     """

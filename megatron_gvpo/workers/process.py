@@ -76,7 +76,7 @@ class WorkerProcess:
             channel_of_worker.close()
             os.close(end)
             os.close(output_of_worker)
-        self.is_ready = False  # its functions are loaded
+        self.is_ready = False  # the worker has loaded its functions
         self.overlaps = False  # several calls may run at once
         self._section, self._functions = section, functions
         self._start_ends = time.monotonic() + START
@@ -84,7 +84,7 @@ class WorkerProcess:
             path = [entry for entry in sys.path if isinstance(entry, str)]  # as Python itself reads it
             send_order(self.channel, Load(path, dict(files), list(functions), notice))
         except ConnectionError:
-            pass  # it is gone, which `replies` tells
+            pass  # the worker is gone; `replies` reports it
         except (OSError, WireError) as error:
             self.stop()
             raise ConfigError(f"{section}: a worker cannot be told its functions: {error}") from None
@@ -198,7 +198,7 @@ class AsyncWorkerProcess(WorkerProcess):
     ) -> None:
         super().__init__(handler, "rollout.conversation", [function], files, printout)
         self._numbers = count()
-        self._results: dict[int, asyncio.Future[CallResult]] = {}  # of the calls that wait, by number
+        self._results: dict[int, asyncio.Future[CallResult]] = {}  # calls that wait for a result, by number
         self._watched = set[int]()  # descriptors that the event loop watches
         self._ending: asyncio.Task[None] | None = None
 
@@ -225,7 +225,7 @@ class AsyncWorkerProcess(WorkerProcess):
         finally:
             del self._results[number]
             if result.done() and not result.cancelled():
-                result.exception()  # it is retrieved, even if nobody has waited for it
+                result.exception()  # mark it retrieved, even if nobody has waited for it
             if not self._results:
                 self._unwatch(loop)
 

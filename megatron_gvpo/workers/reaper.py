@@ -51,7 +51,7 @@ def main() -> NoReturn:
 
 
 def _be_first_to_die() -> None:
-    """Where memory runs out, the kernel kills the worker before the trainer; a crash writes no core file."""
+    """Have the kernel kill the worker before the trainer if memory runs out; a crash writes no core file."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

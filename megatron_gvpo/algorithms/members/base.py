@@ -14,7 +14,7 @@ class MemberContext(Protocol):
     """The run, as a member sees it. Every rank calls with the same arguments and gets the same groups."""
 
     step: int
-    seed: int  # of this batch
+    seed: int  # changes with every batch
 
     @property
     def longest_prompt(self) -> int:

@@ -15,7 +15,7 @@ from megatron_gvpo.groups import Group, Prompt
 
 
 class Exemplars(Member):
-    """Where every response fails, `n` more join, to the prompt with `count` solved problems in front of it.
+    """If every response fails, sample `n` more to the prompt with `count` solved problems in front of it.
 
     These are the problems most like it (shared words over all words of the two) of which the run has seen a
     right response; the newest `keep` of them are held, with one response each, and go into checkpoints. Fewer

@@ -95,7 +95,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, the model is the base: the adapters have no effect."""
+        """Context in which the adapters have no effect: the model is the base model."""
         self._peft.disable_adapter_layers(self._chunks)
         try:
             yield

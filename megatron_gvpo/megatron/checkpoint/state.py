@@ -190,11 +190,11 @@ def _runs(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
 
 
 def _states(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, flat tensor) of the master and the moments of this rank's run of a parameter."""
+    """Yield (name, flat tensor) of the master and the moments, for this rank's range of a parameter."""
     tensors = optimizer._get_main_param_and_optimizer_states(parameter)
     if (
         "master_param" in tensors
-    ):  # it is in host memory; "param" is only the fp32 weight that it is copied to
+    ):  # the master is in host memory; "param" is only the fp32 weight that it is copied to
         tensors["param"] = tensors.pop("master_param")
     for name, tensor in tensors.items():
         if name != "step":

@@ -46,7 +46,7 @@ from megatron_gvpo.core.errors import CheckpointError, DamagedCheckpointError
 from megatron_gvpo.huggingface import checksums
 
 _LARGE = 1 << 20  # bytes of a tensor that is written, and read, without a copy of its whole entry
-_ZIP_LENGTHS = 26  # where a record's header has the lengths of its name and of its extra field
+_ZIP_LENGTHS = 26  # offset in a record's header of the lengths of its name and extra field
 # The words with which torch.load and megatron-core's unpickler refuse a name.
 _NAMED = re.compile(r"(?:GLOBAL|class|function) '?([\w.]+\.[\w]+)")
 

@@ -28,7 +28,7 @@ class Finder:
 
     def __init__(self, rules: Sequence[Rule] = RULES) -> None:
         self._rules = rules
-        self._values: defaultdict[str, list[float]] = defaultdict(list)  # of each metric
+        self._values: defaultdict[str, list[float]] = defaultdict(list)  # recent values by metric
         self._held: dict[tuple[str, str], int] = {}  # rule and metric -> calls since it held
         self._given = set[str]()  # rules that gave an alert
         self._patterns = {c.metric: _pattern(c.metric) for rule in rules for c in rule.conditions}

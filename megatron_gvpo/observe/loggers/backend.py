@@ -22,7 +22,7 @@ class RunInfo(NamedTuple):
     """A run, as its backends see it when they open."""
 
     output_dir: Path
-    name: str  # what the service calls the run, if nothing else names it
+    name: str  # the run's name at the service, unless the settings give one
     resumed: bool
     config: Mapping[str, Any]  # as written, without secrets
 

@@ -20,7 +20,7 @@ from megatron_gvpo.observe.rollouts.reader import DIRECTORY, saved_steps
 from megatron_gvpo.observe.rollouts.schema import Kind, file_name
 
 KINDS: tuple[Kind, ...] = ("eval", "train")
-MOST_TOKENS = 10_000_000  # of all responses in a report: the page has about 6 bytes for each
+MOST_TOKENS = 10_000_000  # limit for all responses of a report: the page takes about 6 bytes a token
 
 _File = tuple[Kind, int]  # a kind and a step
 
@@ -74,14 +74,14 @@ class Packer:
         return samples
 
     def _count(self, file: _File, when: int, right_at: float) -> list[tuple[int, int]]:
-        """Correct and all samples of each prompt of an evaluation; of every one, for its interval."""
+        """For each prompt of an evaluation: how many samples are correct, and how many there are."""
         if (file, when) not in self._correct:
             wanted = ["group", "reward", "rewards"]
             self._correct[file, when] = correct_samples(read(self._directory, *file, wanted), right_at)
         return self._correct[file, when]
 
     def _written(self) -> dict[_File, int]:
-        """When each file was written, in nanoseconds; by step."""
+        """The time when each file was written, in nanoseconds, by step."""
         stamps: dict[_File, int] = {}
         for kind in KINDS:
             for step in saved_steps(self._directory, kind):
@@ -159,7 +159,7 @@ def pass_intervals(
 
 # Confidence intervals of pass@k, from the saved responses of an evaluation.
 
-Z = 1.96  # of a normal distribution's central 95 %
+Z = 1.96  # standard errors on either side that hold 95 % of a normal distribution
 
 
 def interval(value_p: Sequence[float]) -> tuple[float, float]:

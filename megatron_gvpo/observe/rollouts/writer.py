@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SECONDS = 300.0  # that a file may take; a step's responses are megabytes
+SECONDS = 300.0  # longest wait for one file; a step's responses are megabytes
 
 
 class RolloutWriter:

@@ -34,7 +34,7 @@ def main() -> int:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the server would inherit
     starter_ends = os.pidfd_open(starter)
     if os.getppid() != starter:
-        return 1  # it was gone, and another process has its number
+        return 1  # the process was gone, and another one has its number
     others: list[socket.socket] = []
     if part is not None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -94,7 +94,7 @@ def join(part: dict[str, Any], starter_ends: int) -> socket.socket:
                 sys.exit(1)
             if _read(other, len(GO)) == GO:
                 return other
-        except OSError:  # it is not there yet, or has ended before all had met
+        except OSError:  # the store is not there yet, or has ended before all had met
             pass
         if select.select([starter_ends], [], [], 1.0)[0]:
             sys.exit(1)

@@ -126,7 +126,7 @@ def _logs(config: Config) -> Path:
 
 
 def _part(servers: ServersConfig, key: str | None) -> str:
-    """How this machine's guard meets those of the server's other machines."""
+    """The options by which this machine's guard meets the guards of the server's other machines."""
     if not servers.port:
         raise ConfigError(
             f"rollout.servers.port=0 with rollout.servers.nodes={servers.nodes}: give all its machines one "

@@ -84,7 +84,7 @@ class ServerProcess:
         if process is None or process.poll() is not None:
             return False
         if not self._listens and listens_alone(process.pid, *self._place()):
-            self._listens = True  # until it ends, since nobody else can listen there beside it
+            self._listens = True  # true until the process ends: no other can listen on its port
             self._forget_key()
         return self._listens
 
@@ -343,7 +343,9 @@ def check_free(host: str, port: int) -> None:
     """Raise OSError, which says who listens there, if no server can listen at `host`:`port`."""
     for address in _addresses(host):
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, after one that ended
+            probe.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # servers set it, to follow one that ended
             try:
                 probe.bind((address, port))
                 probe.listen(1)

@@ -52,7 +52,7 @@ class Shards:
         remaining = Counter(cell[0] for messages in self._receives for _, cells in messages for cell in cells)
         units = _units(self._tables, remaining)
         counted: Counter[str] = Counter()
-        passing: list[list[tuple[Any, torch.Tensor]]] = []  # by round, with the buffers, which they need
+        passing: list[list[tuple[Any, torch.Tensor]]] = []  # by round: requests in flight, and their buffers
         coming = self._begin(0)
         for number, messages in enumerate(self._receives):
             came, coming = coming, self._begin(number + 1)
@@ -149,7 +149,7 @@ def _loadable(tensor: FullTensor) -> torch.Tensor:
 def _units(
     tables: list[tuple[str, torch.dtype, torch.Size]], remaining: Counter[int]
 ) -> dict[int, list[int]]:
-    """The tensors that are loaded in one call, for each tensor that comes."""
+    """By tensor number: the numbers of all tensors that must be loaded in the same call."""
     units: dict[str, list[int]] = {}
     for number in sorted(remaining):
         name = tables[number][0]
