@@ -20,7 +20,7 @@ class Turn(NamedTuple):
 
     begin: int  # the index, among the rollout's own tokens, of the turn's first
     after: int = -1  # the earlier turn whose end it continues; -1: the prompt
-    keep: int | None = None  # how many tokens of that context stay; None: all
+    keep: int | None = None  # tokens of that context to keep; None: all
     given: tuple[int, ...] = ()  # tokens from outside, before the turn's own: never trained
     agent: str = ""  # the speaker, if several agents share the policy
     reward: float | None = None  # reward from the environment for this turn; None: it did not answer
@@ -30,7 +30,7 @@ class Segment(NamedTuple):
     """A sequence of tokens, and where in it the rollout's own tokens are."""
 
     ids: list[int]
-    own: list[tuple[int, int, int]]  # (place in `ids`, index among the rollout's own tokens, how many)
+    own: list[tuple[int, int, int]]  # (index in `ids`, index among the rollout's own tokens, count)
 
 
 def turn_of(values: Sequence[Any]) -> Turn:

@@ -76,7 +76,7 @@ class TrainBatch:
     value_r: Tensor | None = None  # the critic's value before the token and before the step's updates
     return_r: Tensor | None = None  # the critic's targets
     place_n: Tensor | None = None  # int64: the row's number among all responses of the step
-    item_r: Tensor | None = None  # int64: which item of its response the token belongs to
+    item_r: Tensor | None = None  # int64: number of the item of its response that the token belongs to
     # The part of `reward_n` that was paid for a turn, at the turn's last token; else 0.
     turn_reward_r: Tensor | None = None
     weight_r: Tensor | None = None  # dL/dlogp, if known before the forward
@@ -194,7 +194,8 @@ class TrainBatch:
         }
         moved["component_n"] = {key: on_device(value, device) for key, value in self.component_n.items()}
         rows = TrainBatch(**moved)
-        if self.group_n.device != device:  # computed here: on the GPU the host would wait for their sizes
+        # Group sizes are computed on the CPU; on a GPU the host would wait for them.
+        if self.group_n.device != device:
             derived: dict[str, Any] = {
                 "offsets": self.offsets,
                 "groups": tuple(on_device(t, device) for t in self.groups),

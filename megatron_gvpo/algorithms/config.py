@@ -152,7 +152,7 @@ class AlgorithmConfig(Block):
         if estimator is None or self.batch_policy.needs_rewards or not (estimator.by_components or distils):
             return None
         last = self.shapers[-1] if self.shapers else None
-        if last is None or not last.changes_rewards:  # one that keeps or drops responses may read them
+        if last is None or not last.changes_rewards:  # a shaper that keeps or drops responses may read them
             return None
         reads = "components of the reward" if estimator.by_components else "no reward"
         return (

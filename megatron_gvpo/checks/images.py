@@ -103,7 +103,7 @@ def _check_model(card: ModelCard, where: str) -> None:
 def _check_patches(directory: Path, vision: dict[str, Any], where: str) -> None:
     """The image processor must cut an image into the patches that the vision tower takes."""
     file = directory / "preprocessor_config.json"
-    if not file.is_file():  # reading the data says so, where a prompt has an image
+    if not file.is_file():  # the data reader reports it if a prompt has an image
         return
     processor = read_json_object(file)
     for key, key_of_tower in _PATCHES.items():

@@ -65,7 +65,7 @@ def preflight(
     trains = command in ("train", "slurm")
     check_no_null_cuda()
     cards = check_layout(config, world_size)
-    if command != "slurm" and torch_gpus():  # a job's nodes have others
+    if command != "slurm" and torch_gpus():  # a job's nodes have other GPUs
         check_gpu_packages()
     if command in ("train", "eval"):
         _check_attention(config, cards.policy)

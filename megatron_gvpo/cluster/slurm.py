@@ -50,7 +50,8 @@ def render(config: Config, arguments: Sequence[str], job: Job, program: str = "t
     served = config.rollout.uses_servers
     rollout_image = job.rollout_container or job.container
     return environment.get_template("job.sbatch.j2").render(
-        command=shlex.join(["megatron-gvpo", *sys.argv[1:]]).replace("\n", " "),  # a comment
+        # The script shows the command in a comment.
+        command=shlex.join(["megatron-gvpo", *sys.argv[1:]]).replace("\n", " "),
         job=job,
         options=[_directive(option) for option in job.sbatch],
         name=shlex.quote(Path(os.path.realpath(config.output_dir)).name),

@@ -230,8 +230,8 @@ class SharedPrefix(NamedTuple):
     """The tokens that a context shares with what the turn `after` ended with (-1: with the prompt)."""
 
     after: int
-    keep: int | None  # the number of tokens; None: all of that end
-    length: int  # the number of tokens, also where `keep` is None
+    keep: int | None  # tokens to keep; None: all up to that end
+    length: int  # tokens kept, known even if `keep` is None
 
 
 class _End(NamedTuple):
@@ -253,7 +253,7 @@ class TurnEnds:
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self._ends = [_End(-1, 0, tuple(prompt))]  # the prompt's, and then the turns'
+        self._ends = [_End(-1, 0, tuple(prompt))]  # ends of the prompt and of each turn
 
     def shared_prefix(self, context: tuple[int, ...]) -> SharedPrefix:
         """The longest shared prefix; of several equally long ones, a complete end, then the latest."""

@@ -32,7 +32,7 @@ class Dialogue:
     ) -> None:
         self.failed: asyncio.Future[None] = (
             asyncio.get_running_loop().create_future()
-        )  # with the engine's error
+        )  # raised with the engine's error
         self.first_call = asyncio.Event()
         self.counts: Counter[str] = Counter()
         self.limited = False  # a call was refused because no turns, tokens or time were left

@@ -206,8 +206,8 @@ class Episode:
         self._turns = turns
         self.seconds = 0.0  # time of its answers, without failures, repetitions, and waiting for a process
         self._worker: _EnvironmentWorker | None = None
-        self._workers = set[_EnvironmentWorker]()  # all that have been asked: any may run tools
-        self._process: EnvironmentProcess | None = None  # the one that knows this conversation
+        self._workers = set[_EnvironmentWorker]()  # processes that were asked; any of them may run tools
+        self._process: EnvironmentProcess | None = None  # the process that holds this conversation's state
 
     async def step(self, text: str) -> Answer:
         """The environment's answer to the policy's turn. Raises EnvironmentLost with the reason.

@@ -12,7 +12,7 @@ from megatron_gvpo.inspection.verdict import RunVerdict, failure, ok, warning
 from megatron_gvpo.settings.config import Config
 
 SHOWN = 3  # prompts
-_CROWDED = 0.9  # the share of the limit at which a prompt's length is worth a word
+_CROWDED = 0.9  # share of the limit from which a prompt's length is mentioned
 _EXAMPLE = [{"role": "user", "content": "What is 1 + 1?"}]
 
 

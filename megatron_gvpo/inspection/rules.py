@@ -15,8 +15,8 @@ from megatron_gvpo.settings.config import Config
 # The highest learning rates that published RL runs use: 1e-6 to 1e-5 for whole models of 0.5B and more, ten
 # times as much for adapters; smaller models bear more.
 _USUAL = ((5e8, 1e-5), (5e7, 1e-4), (0, 3e-3))
-_FAR = 5.0  # times the usual rate that is worth a warning
-_HOPELESS = 100.0  # times the usual rate with which runs diverge
+_FAR = 5.0  # multiples of the usual rate that cause a warning
+_HOPELESS = 100.0  # multiples of the usual rate at which runs diverge
 _ASK = "import importlib.metadata as m, json, sys; print(json.dumps(m.version(sys.argv[1])))"
 _PATIENCE = 60.0  # seconds for an interpreter on a slow disk
 

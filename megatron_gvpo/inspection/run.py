@@ -29,7 +29,7 @@ SHOWN_RESPONSES = 2
 @dataclass
 class Inspection:
     verdicts: list[RunVerdict] = field(default_factory=list)
-    prompts: list[str] = field(default_factory=list)  # as the model sees them
+    prompts: list[str] = field(default_factory=list)  # rendered as the model sees them
     responses: list[str] = field(default_factory=list)
 
     @property

@@ -41,7 +41,7 @@ class Divergence:
     """
 
     kind: Kind
-    beta: float = 0.5  # only `js` has it
+    beta: float = 0.5  # only `js` reads it
     top_k: int | None = None
 
     def statistics(self, logp_rv: Tensor, teacher_rv: Tensor) -> Tensor:

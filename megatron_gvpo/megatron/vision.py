@@ -36,7 +36,7 @@ def vision_settings(hf_config: Any) -> dict[str, Any]:
     """Return the provider's fields that must differ from Megatron-Bridge's values."""
     rope = hf_config.get_text_config().rope_parameters
     return {
-        "mrope_section": list(rope["mrope_section"]),  # Qwen2.5-VL's bridge assumes that of its 7B model
+        "mrope_section": list(rope["mrope_section"]),  # Qwen2.5-VL's bridge assumes the value of its 7B model
         "apply_rope_fusion": False,  # the fused kernel knows one axis
     }
 
@@ -100,7 +100,7 @@ class VisionInputs:
         try:
             return chunk(
                 input_ids=self._without_sampled_placeholders(batch)[None],
-                position_ids=None,  # the model's own, in three axes
+                position_ids=None,  # None: the model makes its own, in three axes
                 attention_mask=None,
                 packed_seq_params=packed,
                 pixel_values=pixels,

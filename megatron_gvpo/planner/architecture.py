@@ -39,7 +39,7 @@ class DeltaNet:
     value_heads: int
     key_dim: int
     value_dim: int
-    kernel: int  # tokens of the convolution
+    kernel: int  # tokens that the convolution spans
 
     @property
     def _widths(self) -> tuple[int, int]:
@@ -76,7 +76,7 @@ class VisionTower:
     merger_parameters: int  # parameters that multiply each merged token
     width: int  # summed over the layers whose attention spans a whole image
     deep: int  # features for the first layers of the language model
-    merge: int  # patches of a token
+    merge: int  # patches merged into one token
 
     def flops(self, tokens: float, patches_of_an_image: float) -> float:
         """Operations of the forward pass for images of so many tokens together."""

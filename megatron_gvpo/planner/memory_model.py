@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 HEAD_BYTES = 800e6  # working memory of the fused head's tiles (kernels/linear_logprob.py)
 STASH_BYTES = 1024 * 2**20  # default of train.head_stash_mb
-TILE_BYTES = 512 * 2**20  # a tile of logits; a divergence has one of the teacher's beside the policy's
+TILE_BYTES = 512 * 2**20  # a tile of logits; a divergence also needs a tile of the teacher's
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ class Size:
     """An update's rows: `micro_batches` packs on every data-parallel rank, of `rows_of_a_pack` rows each."""
 
     rows_of_a_pack: int
-    prompt: int  # tokens
+    prompt: int  # in tokens
     response: int
     micro_batches: int
     micro_batches_of_run: int  # an update of the run has this many; its peak is the same

@@ -26,7 +26,7 @@ class Candidate:
     """A layout that can run. All numbers are predicted."""
 
     layout: Layout
-    micro_tokens: int  # train.max_tokens_per_micro_batch: of one rank
+    micro_tokens: int  # train.max_tokens_per_micro_batch, for one rank
     memory: Memory
     seconds: Seconds
     mfu: float  # model operations over the bf16 peak of the trainer's GPUs, while they train

@@ -85,7 +85,7 @@ def parse_lengths(text: str) -> Lengths:
 class Speculation:
     """Speculative decoding of the rollouts (`rollout.speculation`)."""
 
-    tokens: int  # proposed at a time
+    tokens: int  # tokens proposed at a time
     acceptance: float  # share of the proposed tokens that the policy accepts
     from_text: bool = (
         False  # the text proposes, at no cost; else a layer with the model's sizes, and its head

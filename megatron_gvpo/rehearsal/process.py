@@ -26,7 +26,7 @@ def environment_of_ranks(device: Device, count: int, usable: int) -> dict[str, s
     try:
         engine = transformer_engine.find()
         if engine is None:
-            build.pytorch_libraries()  # the first thing to mend
+            build.pytorch_libraries()  # fails first if PyTorch's libraries are missing
             raise ConfigError(
                 "Transformer Engine with its compiled extension is missing: `megatron-gvpo rehearse --build` "
                 f"compiles it once, in about ten minutes, and keeps it in {build.cache()}"

@@ -34,7 +34,8 @@ class RankJob:
     rank: int
     world: int
     micro_batches: int | None = None
-    made: list[str] = dataclasses.field(default_factory=list)  # directories without weights: `fill` adds them
+    # Directories without weights, which `fill` adds.
+    made: list[str] = dataclasses.field(default_factory=list)
     until: str | None = None  # the last phase; None: all
 
 

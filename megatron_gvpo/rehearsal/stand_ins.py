@@ -68,7 +68,7 @@ def _balance_experts() -> None:
             self.input_splits.copy_(torch.tensor(sent))
             self.output_splits.copy_(torch.full((self.ep_size,), sum(own)))
             self.output_splits_tp.copy_(torch.full((self.tp_size,), self.ep_size * sum(own)))
-        if local > 1:  # made anew: it may share memory with `tokens_e`
+        if local > 1:  # made anew, because it may share memory with `tokens_e`
             by_rank = torch.tensor(own, device=routing_map.device).repeat(ranks, 1)
             self.num_global_tokens_per_local_expert = by_rank
         return torch.tensor([n * ranks for n in own], device=tokens_e.device)
@@ -136,7 +136,7 @@ def positions_of_all_ranks() -> Iterator[None]:
     host = _OnHost()
 
     def gather(self: Any, tensor: torch.Tensor) -> list[torch.Tensor]:
-        if tensor.is_floating_point():  # the zeros that show what a conversion adds
+        if tensor.is_floating_point():  # zeros, which show what a conversion adds
             return [tensor] * self.tp_size
         return [tensor + (rank - self.tp_rank) * host.size for rank in range(self.tp_size)]
 

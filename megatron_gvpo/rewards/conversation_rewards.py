@@ -42,7 +42,7 @@ class NamedCounts:
         """
         conversations = [rollout for group in groups for rollout in group.rollouts if rollout.turns]
         if not self._unseen or not any(c.finish_reason == "stop" for c in conversations):
-            return  # cut off before an environment could count
+            return  # cut off before the environment could count
         counted = {name for conversation in conversations for name in conversation.counts}
         for name, i in self._unseen.items():
             if name not in counted:

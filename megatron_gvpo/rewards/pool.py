@@ -238,10 +238,11 @@ class _RewardWorker:
         notice = min(NOTICE, timeout / 4)
         self.process = WorkerProcess("rewards", "rewards", functions, files, printout, notice)
         self.pending: deque[_Job] = deque()
-        self.failure: _Failure | None = None  # why the first of `pending` gets no answer, and no later one
+        # Why the first job in `pending` gets no answer, and no later one.
+        self.failure: _Failure | None = None
         self._timeout = timeout
         self._deadline = math.inf  # deadline of the first job in `pending`
-        self._latest_deadline = math.inf  # the same, however long its function imports modules
+        self._latest_deadline = math.inf  # deadline of that job, however long its function imports modules
 
     @property
     def is_free(self) -> bool:

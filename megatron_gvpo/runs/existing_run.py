@@ -197,7 +197,7 @@ def finished(config: Config) -> str | None:
     if newest is None or newest < steps:
         return None
     if config.checkpoint.export_hf and exported_step(directory / "hf") != newest:
-        return None  # none, or one of fewer steps: the run was ended before it
+        return None  # no file, or one of fewer steps: the run ended before that step
     if _is_unreported(directory, newest):
         return None
     return (

@@ -33,7 +33,7 @@ class RunSummary:
     state: State
     step: int | None
     checkpoint: int | None
-    reward: float | None  # mean of the last step
+    reward: float | None  # mean reward of the last step
     best: float | None
     best_step: int | None
 

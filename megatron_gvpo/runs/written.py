@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # The first line of config.yaml, which distinguishes it from a user's own file.
 HEADER = "# The configuration of the run in this directory, as merged. Written by megatron-gvpo.\n"
 CONFIG, RUN = "config.yaml", "run.json"
-EXPORT = "export.json"  # in an exported model, with the step of its weights and the list of its files
+EXPORT = "export.json"  # file of an exported model, with the step of its weights and a list of its files
 
 _STEP = r"step_\d{8,}"
 _SHARDS = r"(critic/)?(\.metadata(\.tmp)?|metadata\.json|checksums\.json|__\d+_\d+\.distcp)"

@@ -202,9 +202,8 @@ class BatchQueue[Pending]:
         self, order: Order, prompts: Sequence[Prompt], sampler: BatchSampler[Pending], size: int
     ) -> None:
         self._order, self._prompts, self._sampler, self._size = order, prompts, sampler, size
-        self._pending: deque[tuple[dict[str, Any], Pending]] = (
-            deque()
-        )  # each with the order's state before it
+        # Each with the order's state before it.
+        self._pending: deque[tuple[dict[str, Any], Pending]] = deque()
 
     def request(self, count: int) -> None:
         """Keep `count` batches in progress or ready."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config
     from megatron_gvpo.types import TrainBatch
 
-SHAPED = "shaped"  # the kind of batches of which shapers leave nothing
+SHAPED = "shaped"  # batches whose groups are all removed by shapers
 
 
 class EmptyBatches:
@@ -29,7 +29,7 @@ class EmptyBatches:
         self._taught = config.algorithm.needs_teacher  # a signal even if all rewards are equal
         self._weights = {c.name: c.weight for c in config.rewards.components}
         self._max_tokens = config.rollout.max_tokens
-        self._in_a_row = Counter[str]()  # batches, by what is wrong with them
+        self._in_a_row = Counter[str]()  # empty batches in a row, by kind
         self._said: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:

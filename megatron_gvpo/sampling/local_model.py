@@ -188,7 +188,7 @@ class LocalModel:
         mask = (column >= start[:, None]).long()
         cache = KeyValueCache(self.model.config.get_text_config(), width + steps)
         positions = (column[:width] - start[:, None]).clamp(min=0)
-        further = torch.zeros_like(start)  # a token's position less its place, after a prompt with images
+        further = torch.zeros_like(start)  # positions minus indices, for tokens after a prompt with images
         vision: dict[str, Tensor] = {}
         if self._vision is not None:
             vision = self._vision.inputs([request.images for request in requests], device)
@@ -217,7 +217,7 @@ class LocalModel:
                 break
             end = width + step + 1
             positions = (end - 1 - start + further)[:, None]
-            if self._vision is not None:  # the same in all three axes
+            if self._vision is not None:  # all three axes have the same positions
                 positions = positions.expand(3, -1, -1)
             logits = self._forward(token[:, None], positions, mask[:, :end], cache)
 
@@ -433,7 +433,7 @@ class _Memory:
         begin, end = self._columns, self._columns + columns
         if self._data is None or end > self._data.shape[2]:
             room = min(end + max(_LEAST_GROWTH, end // 8), max(end, self._most))
-            data = new.new_zeros(rows, heads, room, dim)  # attention reads the room, too
+            data = new.new_zeros(rows, heads, room, dim)  # zeros, because attention reads unused columns, too
             if self._data is not None:
                 data[:, :, :begin] = self._data[:rows, :, :begin]
             self._data, self._rows = data, rows

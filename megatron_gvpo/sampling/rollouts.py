@@ -119,7 +119,7 @@ class Rollouts:
         return groups, metrics
 
     def __enter__(self) -> Self:
-        with ExitStack() as opened:  # closes what is open where the next part cannot be opened
+        with ExitStack() as opened:  # closes earlier parts if a later one fails to open
             if self._samples:
                 with all_ranks_agree(ConfigError):  # a file may be missing on one node alone
                     opened.enter_context(self._rewards)

@@ -112,7 +112,8 @@ def command(
         words += ["--served-model-name", MODEL, "--tp-size", str(servers.tp), "--skip-server-warmup", *trust]
         if not checkpoint.generates:
             words += ["--is-embedding"]
-            environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "megatron_gvpo_reward_models"  # one of PLUGINS
+            # A package in PLUGINS.
+            environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "megatron_gvpo_reward_models"
         if servers.context_length:
             words += ["--context-length", str(servers.context_length)]
         return sglang.finished_launch(words, environment, servers, api_key, on_gpu, section)

@@ -41,7 +41,7 @@ from megatron_gvpo.settings.servers import ServersConfig
 
 CONTROL = 30.0  # seconds for a control request, such as to abort
 POLL = 1.0  # seconds between two checks of a server's health
-ATTEMPTS = 5  # a request that fails on so many servers is taken for the cause
+ATTEMPTS = 5  # a request that fails on this many servers is blamed itself
 
 
 @dataclass
@@ -192,7 +192,7 @@ class ServerPool:
 
     async def _drain(self, handle: ServerHandle, abort: bool) -> None:
         while handle.calls and not handle.is_lost:
-            if abort:  # again and again: a request may still be on its way to the server
+            if abort:  # repeated, because a request may still be on its way to the server
                 try:
                     await handle.server.abort(CONTROL)
                 except (ServerGone, ServerRefused) as error:
@@ -236,7 +236,8 @@ class ServerPool:
 
     async def respond(self, pending: PendingRequest, index: int, sampling: SamplingConfig) -> Rollout:
         """One response, from as many servers and weight versions as it takes."""
-        pending.images = await images_of(pending.request, self._images)  # first: weights may come meanwhile
+        # Fetch images first: weights may change meanwhile.
+        pending.images = await images_of(pending.request, self._images)
         token_ids, logprobs, failures = list[int](), list[float](), list[str]()
         spans: list[tuple[int, int, int]] = []
         begin: float | None = None
@@ -384,7 +385,7 @@ class PrefixCache:
     """Counts the prompt tokens of the requests that servers have answered, and those that were cached."""
 
     def __init__(self) -> None:
-        self._counts = self._taken = (0, 0)  # tokens, and those of them that were cached
+        self._counts = self._taken = (0, 0)  # (prompt tokens, cached prompt tokens)
 
     def count(self, prompt: int, cached: int | None) -> None:
         """Count a request. `cached` is None where the server does not report it; then nothing is counted."""

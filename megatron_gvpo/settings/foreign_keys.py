@@ -33,7 +33,7 @@ def foreign(key: str) -> str | None:
     endings = [".".join(parts[start:]) for start in range(len(parts))]
     sections = [
         ".".join(parts[start:end]) for end in range(len(parts), 0, -1) for start in range(end)
-    ]  # the innermost first
+    ]  # innermost keys first
     names = [*endings[:-1], *(name + _ALL for name in sections), endings[-1]]
     names += [name + _OTHERS for name in sections]
     table = _table()

@@ -34,8 +34,8 @@ class Checkpoints:
         self._state = RunState(components)
         self._best = Best(self._options.keep_best)
         self._pending: Path | None = None  # a checkpoint that may not be complete yet
-        self.last: Path | None = None  # the last complete one that this process wrote
-        self.last_step = 0  # the step of the last one, which may be one that was resumed from
+        self.last: Path | None = None  # the last complete checkpoint that this process wrote
+        self.last_step = 0  # the step of the last checkpoint, written or resumed from
         # A step's end, from which a run goes on: a step that fails half-way is trained again from here.
         self._resume_point: dict[str, Any] = {}
         self.mark()
@@ -130,6 +130,6 @@ class Checkpoints:
 
     def _export_all(self, directories: Sequence[Path], step: int) -> None:
         if directories:
-            self._wait()  # first: no export is of a step whose checkpoint is lost
+            self._wait()  # first, so that every exported step has its checkpoint
         for directory in directories:
             self.export(directory, step)

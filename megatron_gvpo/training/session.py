@@ -16,7 +16,7 @@ from megatron_gvpo.data.image_files import ImageError
 if TYPE_CHECKING:
     from megatron_gvpo.training.trainer import Trainer
 
-FAILING = 10.0  # seconds between the first and the last rank that a user's function fails on
+FAILING = 10.0  # seconds from the first to the last rank's failure of a user's function
 
 
 @contextmanager

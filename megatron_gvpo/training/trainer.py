@@ -111,7 +111,7 @@ class Trainer:
                         self.save()
                     self.interrupt.check()
                 self._finish()
-            if self.is_main:  # the other ranks do not wait: it may take long
+            if self.is_main:  # other ranks do not wait, because it may take long
                 upload_export(self.config.checkpoint, Path(self.config.output_dir), self.step)
             return self._metrics
 
@@ -222,7 +222,7 @@ class Trainer:
             values = {f"train/{name}": value for name, value in result.metrics.items()} | result.head
             for name, value in values.items():
                 metrics[name] = metrics.get(name, 0.0) + value / len(results)
-        if results:  # unless every response was masked
+        if results:  # empty if every response was masked
             metrics["train/grad_norm"] = sum(r.update.grad_norm for r in results) / len(results)
             metrics["train/lr"] = results[-1].update.lr
             metrics |= results[0].memory
@@ -326,7 +326,8 @@ class Trainer:
         be REINFORCE. The first mini-batch needs no scoring by that policy: it is still the one that trains.
         """
         references, policy = self.config.algorithm.loss.reference_policies, self.components.policy
-        columns: dict[str, Tensor | None] = {"old_logp_r": None, "ref_logp_r": None}  # not the estimator's
+        # The loss's own columns, not the estimator's.
+        columns: dict[str, Tensor | None] = {"old_logp_r": None, "ref_logp_r": None}
         now_r = None
         if not (first or self._engine_reference) and STEP_START in references.values():
             now_r = policy.score(rows) if rows.old_logp_r is None else rows.old_logp_r

@@ -31,7 +31,7 @@ class ParallelLayout:
     recompute_layers: int | None = None
     recompute_modules: tuple[str, ...] = ("core_attn",)
     offload: float = 0.0  # share of the optimizer's states in host memory
-    small: bool = False  # a test's layout, with sizes of libraries cut down
+    small: bool = False  # for tests: sizes inside libraries are cut down
 
     @property
     def dp(self) -> int:

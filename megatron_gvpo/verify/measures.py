@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_gvpo.types import TrainBatch
 
 TEMPERATURE = 1.0  # both sides differentiate the loss of supervised fine-tuning
-MICRO_BATCH = 32  # tokens: the rows are several packs of several rows
+MICRO_BATCH = 32  # in tokens: the rows fill several packs of several rows
 # Adam's first step is g / (|g| + eps): with the usual 1e-8 it is the sign of g, so that a rounding error in a
 # gradient of 1e-9 flips the update. This eps is comparable to the gradients, and the update continuous.
 UPDATE: dict[str, Any] = {
@@ -34,14 +34,14 @@ class Computed:
     gradients: dict[str, Tensor]
     norm: float  # norm over all gradients, which the optimizer clips by
     updated: dict[str, Tensor]  # weights after one update
-    exported: dict[str, Tensor]  # weights before it
+    exported: dict[str, Tensor]  # weights before the update
 
 
 @dataclass(frozen=True)
 class Limits:
     """The largest differences that rounding explains."""
 
-    logp: float = 1e-5  # nats
+    logp: float = 1e-5  # in nats
     gradient: float = 2e-5  # relative to the largest entry of the same tensor's gradient
     norm: float = 1e-5  # relative
 
@@ -77,7 +77,7 @@ class Difference:
     norm: float
     update: float
     update_name: str
-    exported: str | None  # the first tensor that an export changes; None: no bit differs
+    exported: str | None  # first tensor that the export changes; None: every bit is equal
 
     def problem(self, limits: Limits) -> str | None:
         """The message that says what is wrong, and how far; None if all is within the limits."""

@@ -159,7 +159,7 @@ def save_tiny(config: dict[str, Any], directory: Path, where: str) -> None:
         ) from None
     scatter(model)
     model.save_pretrained(directory)
-    if (named := config.get("model_type")) in SAME_MODEL:  # transformers writes its own
+    if (named := config.get("model_type")) in SAME_MODEL:  # transformers writes its own model_type
         file = directory / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": named}))
 
@@ -170,9 +170,9 @@ def scatter(model: torch.nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "inv_freq" in name or not tensor.is_floating_point():
             continue
-        if name.endswith("A_log"):  # decays under which a state lasts for several tokens
+        if name.endswith("A_log"):  # decay rates that keep a state for several tokens
             tensor.uniform_(-3.0, 0.0)
-        elif name.endswith(".sinks"):  # a good part of the attention, so that the gradient's norm shows them
+        elif name.endswith(".sinks"):  # sinks take much attention, so that the gradient's norm shows them
             tensor.uniform_(1.0, 4.0)
         elif "norm" in name or "bias" in name or tensor.dim() == 1:
             tensor += 0.1 * torch.randn_like(tensor)

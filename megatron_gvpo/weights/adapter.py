@@ -86,7 +86,8 @@ class Adapter(Transport):
 
     @classmethod
     def create(cls, settings: PushSettings, receiver: Callable[[Server], Any]) -> Self:
-        from megatron_gvpo.megatron.adapters.directory import adapter_config  # the trainer alone has xxhash
+        # Late: only the trainer has xxhash.
+        from megatron_gvpo.megatron.adapters.directory import adapter_config
 
         model, layers = settings.model, adapted_layers(settings.model, settings.card)
         description = adapter_config(adapter_of(model), layers, model.path)

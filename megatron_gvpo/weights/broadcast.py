@@ -75,8 +75,8 @@ class Broadcast(Transport):
         self._address, self._backend, self._timeout = address, backend, timeout
         self._group: WeightGroup | None = None
         self._handles: list[ServerHandle] = []
-        self._members: list[tuple[str, int]] = []  # the servers in the group, see _lives
-        self._offsets: dict[str, int] = {}  # by url
+        self._members: list[tuple[str, int]] = []  # (url, life) of the servers in the group, see _lives
+        self._offsets: dict[str, int] = {}  # first rank in the group, by url
         self._version = -1
         self._wire_s = 0.0
 

@@ -21,7 +21,7 @@ from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.group import Rendezvous
 from megatron_gvpo.weights.transport import each
 
-_MOST = 2**31  # elements of a tensor whose positions int32 holds; a larger one is sent whole
+_MOST = 2**31  # elements whose positions fit into int32; a larger tensor is sent in full
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -52,7 +52,7 @@ class Delta(Broadcast):
 
     def __init__(self, receiver: Callable[[Server], Any], address: str, backend: str, timeout: float) -> None:
         super().__init__(receiver, address, backend, timeout)
-        self._sent: dict[str, Tensor] = {}  # on the host
+        self._sent: dict[str, Tensor] = {}  # last sent weights, on the host
         self._sent_version = -1  # -1: some server may lack `_sent`
         self._changed = self._elements = 0
         self._sparse = False

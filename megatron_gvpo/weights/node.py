@@ -88,7 +88,8 @@ class NodeMemory:
         file = self.directory / "bucket"
         if len(self._buffer) < len(flat):
             try:
-                with file.open("ab") as stream:  # reserves memory: a write without would kill the process
+                # Reserves memory, without which a write would kill the process.
+                with file.open("ab") as stream:
                     os.posix_fallocate(stream.fileno(), 0, len(flat))
             except OSError as error:
                 raise PushFailed(

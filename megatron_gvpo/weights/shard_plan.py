@@ -21,8 +21,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-ROUNDS = 8  # rounds for each link of the longest way: it fills in an eighth of the push's time
-LEAST = 2**20  # bytes of a round that are worth a message
+ROUNDS = 8  # rounds for each link of the longest path, which then fills in 1/8 of the push
+LEAST = 2**20  # smallest worthwhile size of a round, in bytes
 
 
 class Box(NamedTuple):
@@ -224,7 +224,8 @@ def _balanced(cells: Sequence[tuple[int, tuple[int, ...]]], ranks: int) -> list[
 
 def _by_box(layouts: Sequence[Layout], first: int) -> dict[int, dict[Box, tuple[int, ...]]]:
     """The ranks, counted from `first`, that hold each box of each tensor."""
-    alike: dict[int, list[int]] = defaultdict(list)  # ranks with the very same layout, such as many servers'
+    # Ranks that share a layout, such as those of many servers.
+    alike: dict[int, list[int]] = defaultdict(list)
     for rank, layout in enumerate(layouts, first):
         alike[id(layout)].append(rank)
     by_tensor: dict[int, dict[Box, tuple[int, ...]]] = defaultdict(dict)
@@ -292,7 +293,7 @@ def _longest(needed: Sequence[Sequence[Layout]]) -> int:
     return max(map(len, needed), default=1)
 
 
-@lru_cache(maxsize=4096)  # most tensors of a model are cut like others
+@lru_cache(maxsize=4096)  # many tensors of a model are cut alike
 def _cells(
     size: tuple[int, int, int], sources: tuple[Box, ...], needed: tuple[Box, ...], limit: int
 ) -> list[tuple[Box, tuple[Box, ...], tuple[Box, ...]]]:

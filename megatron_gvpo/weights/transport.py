@@ -32,7 +32,7 @@ class PushSettings:
 
     rollout: RolloutConfig
     model: ModelConfig
-    card: ModelCard  # the policy's
+    card: ModelCard  # card of the policy
     directory: Path  # holds files of this run alone; servers may read it
     device: torch.device  # device that holds the buckets
 

@@ -105,7 +105,7 @@ class Step(_Message):
     conversation: int
     begin: Begin | None
     text: str
-    seconds: float  # limit of the answer
+    seconds: float  # time limit for the answer
 
 
 class RunProgram(_Message):
@@ -279,7 +279,7 @@ def _encode(value: Any) -> Any:
         return [type(value).__name__, *msgspec.structs.astuple(value)]
     if isinstance(value, msgspec.Struct):
         return msgspec.structs.astuple(value)
-    if isinstance(value, int):  # one of more than 64 bits
+    if isinstance(value, int):  # an integer of more than 64 bits
         return msgpack.ExtType(_INTEGER, hex(value).encode())
     if isinstance(value, Decimal):
         return msgpack.ExtType(_DECIMAL, str(value).encode())

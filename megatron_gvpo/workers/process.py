@@ -37,7 +37,7 @@ from megatron_gvpo.workers.reaper import PATIENCE
 
 START = 600.0  # seconds that a process has to import its functions
 NOTICE = 0.5  # seconds between two notices that a function imports a module
-_AGAIN = 0.05  # seconds until an order is sent again for which there was no room
+_AGAIN = 0.05  # seconds until an order that found no room is sent again
 
 
 class WorkerProcess:
@@ -81,7 +81,8 @@ class WorkerProcess:
         self._section, self._functions = section, functions
         self._start_ends = time.monotonic() + START
         try:
-            path = [entry for entry in sys.path if isinstance(entry, str)]  # as Python itself reads it
+            # Python ignores other entries, too.
+            path = [entry for entry in sys.path if isinstance(entry, str)]
             send_order(self.channel, Load(path, dict(files), list(functions), notice))
         except ConnectionError:
             pass  # the worker is gone; `replies` reports it
@@ -242,7 +243,7 @@ class AsyncWorkerProcess(WorkerProcess):
         await self._ending
         result = self._results[order.call]
         if result.done():
-            result.result()  # raises how the process ended
+            result.result()  # raises the error with which the process ended
         raise CallFailed("its process had ended before", is_gone=True)
 
     def cancel(self, numbers: list[int]) -> None:
@@ -296,7 +297,7 @@ class AsyncWorkerProcess(WorkerProcess):
             self.end(wrong_message(error))
         except (EOFError, OSError):
             self.end(None)
-        for descriptor in self._watched - set(self.descriptors()):  # an output that was closed
+        for descriptor in self._watched - set(self.descriptors()):  # its output was closed
             loop.remove_reader(descriptor)
             self._watched.discard(descriptor)
 

@@ -26,7 +26,7 @@ _ENVIRONMENT = {
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
     "LD_LIBRARY_PATH": "/python/lib",
-    "PYTHONHASHSEED": "0",  # the same program prints the same
+    "PYTHONHASHSEED": "0",  # makes a program's output reproducible
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }

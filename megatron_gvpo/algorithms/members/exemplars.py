@@ -91,7 +91,7 @@ class Corpus:
         others = [solved for name, solved in self._solved.items() if name != prompt.id]
         like = nlargest(self._options.count, others, key=lambda solved: alike(problem, solved.problem))
         for count in range(len(like), 0, -1):
-            shown = reversed(like[:count])  # the likest comes last
+            shown = reversed(like[:count])  # the most similar one comes last
             text = "".join(filled(self._options.template, solved._asdict()) for solved in shown)
             if (seeded := context.extended(prompt, text, before=True)) is not None:
                 return seeded

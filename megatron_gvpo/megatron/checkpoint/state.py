@@ -143,7 +143,7 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
         return
     row = math.prod(shape[1:])
     first, last = -(-begin // row), end // row  # whole rows
-    if first > last:  # all within one row
+    if first > last:  # the range lies within one row
         cuts = [(last, begin - last * row, end - last * row)]
     else:
         cuts = [(first - 1, begin - (first - 1) * row, row)] if begin < first * row else []
@@ -208,7 +208,7 @@ def _parts(
     if isinstance(base, ShardedTensor):
         yield base, 0
         return
-    shape = torch.empty(parameter.shape, device="meta")  # only shows where the factory cuts
+    shape = torch.empty(parameter.shape, device="meta")  # a stand-in that shows where the factory cuts
     for part in nested_values(replace(base, data=shape).build()):
         assert part.data.is_contiguous(), f"{part.key}: not a contiguous run of its parameter's elements"
         yield part, part.data.storage_offset()

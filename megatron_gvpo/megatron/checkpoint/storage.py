@@ -45,7 +45,7 @@ from torch.futures import Future
 from megatron_gvpo.core.errors import CheckpointError, DamagedCheckpointError
 from megatron_gvpo.huggingface import checksums
 
-_LARGE = 1 << 20  # bytes of a tensor that is written, and read, without a copy of its whole entry
+_LARGE = 1 << 20  # bytes from which a tensor is written and read without a copy of its entry
 _ZIP_LENGTHS = 26  # offset in a record's header of the lengths of its name and extra field
 # The words with which torch.load and megatron-core's unpickler refuse a name.
 _NAMED = re.compile(r"(?:GLOBAL|class|function) '?([\w.]+\.[\w]+)")
@@ -98,7 +98,7 @@ def _write(file: BinaryIO, data: Tensor | io.BytesIO) -> str:
     if isinstance(data, Tensor):
         tensor = data.detach().cpu().contiguous()
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()  # torch.save would write all that it is a view of
+            tensor = tensor.clone()  # torch.save would write all of a view's base tensor
         if tensor.nbytes > _LARGE:
             torch.save(tensor, file)
             return checksums.checksum(tensor)

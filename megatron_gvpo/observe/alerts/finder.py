@@ -29,8 +29,8 @@ class Finder:
     def __init__(self, rules: Sequence[Rule] = RULES) -> None:
         self._rules = rules
         self._values: defaultdict[str, list[float]] = defaultdict(list)  # recent values by metric
-        self._held: dict[tuple[str, str], int] = {}  # rule and metric -> calls since it held
-        self._given = set[str]()  # rules that gave an alert
+        self._held: dict[tuple[str, str], int] = {}  # (rule, metric) -> calls since the rule became true
+        self._given = set[str]()  # rules that have raised an alert
         self._patterns = {c.metric: _pattern(c.metric) for rule in rules for c in rule.conditions}
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> list[Alert]:

@@ -75,7 +75,7 @@ class RolloutWriter:
             try:
                 self._write(responses)
                 self._drop_oldest(responses.step)
-            except Exception as error:  # raised where somebody sees it
+            except Exception as error:  # raised later, in the trainer's thread
                 self._failed = error
 
     def _write(self, responses: Responses) -> None:

@@ -50,7 +50,7 @@ def main() -> int:
             print("the server's part on another machine has ended, and so does this one", flush=True)
         os.killpg(0, signal.SIGTERM)
         select.select([server_ends], [], [], GRACE if starter_ends in ended else 1.0)
-        os.killpg(0, signal.SIGKILL)  # the guard, too
+        os.killpg(0, signal.SIGKILL)  # this also kills the guard
     code = server.wait()
     return code if code >= 0 else 128 - code
 
@@ -70,7 +70,7 @@ def gather(part: dict[str, Any], starter_ends: int) -> list[socket.socket]:
             if starter_ends in ready:
                 sys.exit(1)
             for ended in [node for node, other in guards.items() if other in ready]:
-                guards.pop(ended).close()  # before all were there: it has nothing to say
+                guards.pop(ended).close()  # it ended before all guards had met, and sent nothing
             if listener in ready:
                 other, _ = listener.accept()
                 node = _who(other, part)

@@ -53,7 +53,7 @@ class FullTensor:
 class Slice(torch.Tensor):
     """Stands for a whole tensor, or a view of one. It is on the meta device."""
 
-    _full: FullTensor | None  # None: what became of a slice by other operations than views, in a first run
+    _full: FullTensor | None  # None: the result of an operation other than a view, in the first run
 
     @staticmethod
     def of(tensor: FullTensor) -> Slice:
@@ -82,7 +82,7 @@ def _copy(target: torch.Tensor, source: Slice) -> torch.Tensor:
         tensor = source._full
         if target.device.type == "meta":  # vLLM counts the elements that will come
             return target.copy_(torch.empty(source.shape, dtype=source.dtype, device="meta"))
-        if tensor is None or not source.numel():  # a rank may have none but padding
+        if tensor is None or not source.numel():  # a rank may hold nothing but padding
             return target
         if tensor.parts is None:
             tensor.copied.add(_box(source, tensor))

@@ -9,7 +9,7 @@ import importlib
 import socket
 from typing import Any
 
-rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function of torch has the name, too
+rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function of torch has the same name
 _TCPStore = rendezvous.TCPStore
 
 
@@ -27,7 +27,7 @@ def bound_store(host_name: str, port: int, *arguments: Any, **named: Any) -> Any
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(address)
-    except OSError:  # an address that is translated to this machine's: the store listens on all, as ever
+    except OSError:  # a translated address: the store listens on all addresses, as torch does
         listening.close()
     else:
         listening.listen(1024)

@@ -165,7 +165,8 @@ class Receiver(WeightTransferEngine):
         self._reload()
         if is_layout:
             self._shards = Shards(self._group, self._store, self._group_rank, self.device)
-            self._shards.read_layout(self._load_all)  # without weights, which come before the server serves
+            # Reads the layout alone; weights come before the server serves.
+            self._shards.read_layout(self._load_all)
             return
         assert self._shards is not None, "its layout was not learned"
         try:
