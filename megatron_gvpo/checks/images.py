@@ -11,7 +11,7 @@ from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.image_families import TOKENS, takes_images
 from megatron_gvpo.settings.config import Config
 
-# Keys of preprocessor_config.json and the keys of vision_config that say the same.
+# Keys of preprocessor_config.json, and the keys of vision_config with the same meaning.
 _PATCHES = {
     "patch_size": "patch_size",
     "temporal_patch_size": "temporal_patch_size",

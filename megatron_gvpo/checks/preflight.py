@@ -170,7 +170,7 @@ def _check_rewards(config: Config) -> None:
 
 
 def _check_source(key: str, spec: str, check: Callable[[Any], None] | None = None) -> None:
-    """Raises ConfigError if the user's file lacks what `spec` names, or `check` refuses that."""
+    """Raises ConfigError if the user's file lacks what `spec` names, or `check` refuses it."""
     try:
         stub = check_source(spec)
         if stub is not None and check is not None:

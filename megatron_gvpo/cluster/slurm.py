@@ -96,7 +96,7 @@ def unseen(config: Config, arguments: Sequence[str], job: Job) -> list[str]:
 
 
 def _inside(image: str | None, job: Job) -> str:
-    """Returns the text between `srun` and a command that runs the command in an image."""
+    """Returns the srun options that run a command inside the container image."""
     if image is None:
         return ""
     mounts = [str(Path.cwd()), *(os.path.abspath(mount) for mount in job.mounts)]

@@ -283,7 +283,7 @@ class TurnEnds:
 
 
 def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    """The number of tokens with which both sequences begin."""
+    """The number of tokens in the common beginning of both sequences."""
     low, high = 0, min(len(first), len(second))
     if first[:high] == second[:high]:
         return high

@@ -26,7 +26,7 @@ _GRACE = 2.0  # seconds beyond a step's limit in which the worker itself may rep
 
 
 class EnvironmentLost(Exception):  # noqa: N818 - it is not a fault of this program
-    """An environment failed, which is not the policy's doing: the conversation leaves its group."""
+    """An environment failed, which is not the policy's fault: the conversation leaves its group."""
 
 
 class Answer(NamedTuple):
@@ -70,7 +70,7 @@ class _EnvironmentWorker:
 
     @asynccontextmanager
     async def admit(self, alone: bool) -> AsyncIterator[None]:
-        """Wait until a step may run, inside: alone, or beside others if the process can do that."""
+        """Context of one step, which waits until it may run: alone, or beside others if the process can."""
         self.steps += 1
         self._alone += alone
         try:
@@ -188,7 +188,7 @@ class Environments:
             raise
 
     def end_step(self) -> None:
-        """The next step's lines of what environments print are counted from 0."""
+        """Begin the next step: its limit on lines that environments print counts from 0."""
         self._printout.end_step()
 
 

@@ -162,7 +162,7 @@ class Starter:
         self._printout.end_step()
 
     def end_step(self) -> None:
-        """The next step's lines of what programs print are counted from 0."""
+        """Begin the next step: its limit on lines that programs print counts from 0."""
         self._printout.end_step()
 
     async def run(self, prompt: bytes, endpoint: Endpoint, dialogue: Dialogue) -> CallResult:

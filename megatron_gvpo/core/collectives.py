@@ -120,7 +120,7 @@ def _unpack(data: Tensor) -> Any:
 
 
 def _long(value: Any) -> msgpack.ExtType:
-    """An integer of more than 64 bits: the policy may write one in a call of a tool."""
+    """Encode an integer of more than 64 bits, which the policy may write in a tool call."""
     if not isinstance(value, int):
         raise TypeError(f"ranks cannot exchange a {type(value).__name__}")
     return msgpack.ExtType(0, hex(value).encode())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_gvpo.core.errors import ConfigError
 
-# A page of `report` begins so.
+# The first bytes of a page that `report` writes.
 PAGE = "<!doctype html>\n<!-- Written by: megatron-gvpo report -->\n"
 
 

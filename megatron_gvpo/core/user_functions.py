@@ -26,7 +26,7 @@ MOVED = {
 
 
 MESSAGE = 500  # an error's text is cut after so many characters
-# The paths of modules that are not the user's begin so: those of Python, of packages and of this one.
+# Begins the paths of modules that are not the user's: Python's, other packages' and this package's.
 _INSTALLED = (
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
     str(Path(__file__).parents[1]) + os.sep,

@@ -98,7 +98,7 @@ def _read_jsonl(file: Path) -> Iterator[Record]:
             if not line:
                 return
             if len(line) > LONGEST_LINE:
-                raise DataError(f"{where}: longer than {LONGEST_LINE >> 20} MiB, which no record is")
+                raise DataError(f"{where}: longer than {LONGEST_LINE >> 20} MiB, the limit for a record")
             if not line.strip():
                 continue
             try:

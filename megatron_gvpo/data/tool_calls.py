@@ -94,7 +94,7 @@ def parser_of(spec: str) -> Parser:
 
 
 def _own(spec: str, text: str) -> list[ToolCall]:
-    """The calls that the user's function finds; what it raises is said of the policy's text.
+    """The calls that the user's parser finds. Its errors are reported as errors in the policy's text.
 
     Raises UserFunctionError for anything but a list of calls.
     """

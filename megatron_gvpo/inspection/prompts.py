@@ -41,7 +41,7 @@ def _lengths(config: Config, task: Task) -> RunVerdict:
 
 
 def _template(task: Task) -> list[RunVerdict]:
-    """A template that opens no turn for the model leaves the model to write the user's text."""
+    """A verdict on the template: without an opened turn, the model would write the user's text."""
     if not task.chat:
         return [ok("template", "prompts are texts that the model continues: no chat template is used")]
     plain = rendered(task.tokenizer, _EXAMPLE)

@@ -106,7 +106,7 @@ def _responses(config: Config, task: Task, groups: list[Group]) -> list[RunVerdi
 
 
 def _tried(topic: str, look: Callable[[], list[RunVerdict]]) -> list[RunVerdict]:
-    """Verdicts of a look that may fail for a reason of the user's, such as a reward that cannot be loaded."""
+    """Verdicts of a check that the user's input may break, such as a reward that cannot be loaded."""
     try:
         return look()
     except (ConfigError, DataError, RolloutError) as error:

@@ -90,7 +90,7 @@ class TinyStep:
 
 
 def _sizes(config: Config, folder: Path) -> dict[str, dict[str, Any]]:
-    """The sections of a step that takes seconds; what the method does stays."""
+    """The sections that make a step take seconds; the method stays as it is."""
     prompts = config.train.mini_batches * (2 if config.train.mini_batches < 8 else 1)
     changes: dict[str, dict[str, Any]] = {
         "model": {"path": str(folder / "model")},

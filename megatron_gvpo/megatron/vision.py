@@ -55,7 +55,7 @@ class VisionInputs:
     """Runs the micro-batches of one model chunk, with the images of their rows."""
 
     def __init__(self, chunk: Any, hf_config: Any, processor: ImageProcessor, trained: bool) -> None:
-        """`chunk`: Megatron-Bridge's model, not yet wrapped; changed here. `trained`: its vision tower is."""
+        """Change `chunk`, Megatron-Bridge's model before wrapping. `trained`: its vision tower trains."""
         self._first: bool = chunk.pre_process
         self._processor = processor
         self._placeholders = torch.tensor([getattr(hf_config, key) for key in TOKENS])
@@ -77,7 +77,7 @@ class VisionInputs:
             language.forward = lambda *args, **kwargs: plain(*args, **kwargs, **self._head)
 
     def check(self, micro_batches: Sequence[TrainBatch]) -> None:
-        """Raise ImageError on all ranks if an image of any rank's micro-batches is gone, or another one.
+        """Raise ImageError on all ranks if an image of any rank's micro-batches is gone or has changed.
 
         A collective, before the pass: a rank that found it there would leave the others in the schedule.
         """

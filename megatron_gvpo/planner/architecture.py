@@ -68,7 +68,7 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class VisionTower:
-    """The vision tower of Qwen2.5-VL or Qwen3-VL. It is not trained, as `model.train_vision` has it."""
+    """The vision tower of Qwen2.5-VL or Qwen3-VL. By default (`model.train_vision`) it is not trained."""
 
     parameters: int
     split: bool  # tensor parallelism splits it

@@ -159,7 +159,7 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
 
 
 def teacher_pass(teacher: PlannedTeacher, layout: Layout, stage: int, tokens: float) -> float:
-    """Returns the bytes of a held teacher in its pass over a micro-batch, which keeps no activations.
+    """Returns the bytes of a trainer's teacher in its pass over a micro-batch, which keeps no activations.
 
     They are its weights, the layer that is being computed, and on the last stage the head's tile or a copy
     of the output weight.

@@ -26,7 +26,7 @@ class Size:
 
 
 def size_of(config: Config, data_parallel: int, micro_batches: int | None = None) -> Size:
-    """Sizes of the rows of an update on `data_parallel` ranks; `micro_batches`: default what peaks need.
+    """Sizes of the rows of an update on `data_parallel` ranks; `micro_batches`: default enough for the peak.
 
     Packs are filled to train.max_tokens_per_micro_batch with rows of one length, at most the longest. Where
     whole groups fit into a pack and stay together, a pack has whole groups.

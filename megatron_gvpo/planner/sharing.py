@@ -28,7 +28,7 @@ class Sharing:
     shared: Cost
 
     def ratio(self, name: str) -> float:
-        """Returns what is left of a cost when the prompt is shared: 1 if nothing is saved."""
+        """Returns the cost with a shared prompt over the cost without: 1 if nothing is saved."""
         ratio: float = getattr(self.shared, name) / getattr(self.unshared, name)
         return ratio
 

@@ -1,4 +1,4 @@
-"""Starts the process of rehearsed ranks: its environment, with the null CUDA, and what it hands back."""
+"""Starts the process of rehearsed ranks: its environment, with the null CUDA, and its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records each phase of a rehearsal: memory, seconds of the host, and what was asked of the device."""
+"""Records each phase of a rehearsal: memory, seconds of the host, and calls to the device."""
 
 from __future__ import annotations
 

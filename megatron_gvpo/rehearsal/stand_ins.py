@@ -40,7 +40,7 @@ def balanced(total: int, experts: int) -> list[int]:
 
 
 def _take_first_configuration() -> None:
-    """Triton's autotuner would compile every configuration and time it."""
+    """Have Triton's autotuner take its first configuration, instead of compiling and timing all."""
     from triton.runtime.autotuner import Autotuner
 
     run = Autotuner.run
@@ -53,7 +53,7 @@ def _take_first_configuration() -> None:
 
 
 def _balance_experts() -> None:
-    """The counts of tokens that routers' kernels and a gather over ranks would give (mcore 0.19.2)."""
+    """Give the counts of tokens that routers' kernels and a gather over ranks would give (mcore 0.19.2)."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
 
     preprocess = Dispatcher.preprocess
@@ -108,7 +108,7 @@ def _leave_adapters() -> None:
 
 
 def know_shapes(shape: list[int]) -> None:
-    """Pipeline stages send each other the shapes of hidden states; here all of them are `shape` [t, 1, h]."""
+    """Let all hidden states have `shape` [t, 1, h]: pipeline stages would send each other the shapes."""
     from megatron.core.pipeline_parallel import p2p_communication as p2p
 
     communicate = p2p.P2PCommunicator._communicate_shapes

@@ -26,7 +26,7 @@ def count(prompt: Prompt, rollout: Rollout, *, of: str) -> float:
 
 
 class NamedCounts:
-    """The counts that components name, until a conversation has had them: a misspelt one would always be 0.
+    """Checks the counts that components name when conversations first report counts, for misspelt names.
 
     `components` are given by their indices in rewards.components. Counts in `known` need no check.
     """

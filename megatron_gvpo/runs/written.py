@@ -108,7 +108,7 @@ def present(directory: Path) -> list[str]:
 
 
 def foreign_files(directory: Path, among: Collection[str] = (*OWN,)) -> str:
-    """The first files, as a text, at the names `among` that the run in `directory` has not written; or "".
+    """The first files named in `among` that the run in `directory` has not written, as text; or "".
 
     A link is none of a run's, and where there is no record of a run, no file is. Directories without files
     are not counted. Raises OSError for a directory that cannot be read.
@@ -160,7 +160,7 @@ def json_object(file: Path) -> dict[str, Any]:
 
 
 def _files(directory: Path, name: str) -> Iterator[tuple[Path, bool]]:
-    """Every file at and below `directory`/`name`, as a path from `directory`: and True if a run wrote it.
+    """Every file at and below `directory`/`name`: (path from `directory`, True if a run wrote it).
 
     The names of the files decide, not the record of the run.
     """

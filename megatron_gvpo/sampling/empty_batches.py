@@ -17,7 +17,7 @@ SHAPED = "shaped"  # batches whose groups are all removed by shapers
 
 
 class EmptyBatches:
-    """Warns of the first batch of each kind that teaches nothing; train.max_empty_batches end the run.
+    """Warns of the first batch of each kind that teaches nothing; too many in a row end the run.
 
     A batch teaches nothing where shapers leave none of its groups, where the loss has no signal in any group,
     or where a component of the reward failed for every response. Every rank has the same groups, so all come
@@ -80,7 +80,7 @@ class EmptyBatches:
         return self._count(step, {} if remaining else {SHAPED: sentence}, {SHAPED})
 
     def _count(self, step: int, problems: Mapping[str, Callable[[], str]], looked_for: Set[str]) -> list[str]:
-        """Count what was found in a batch, and forget what was looked for and not found."""
+        """Count the kinds found in a batch, and reset those that were checked and not found."""
         for kind in looked_for - problems.keys():
             self._in_a_row.pop(kind, None)
         self._in_a_row.update(problems.keys())
@@ -94,7 +94,7 @@ class EmptyBatches:
         return [f"step {step}: {text()}; {limit}" for kind, text in problems.items() if self._first(kind)]
 
     def _first(self, kind: str) -> bool:
-        """True when the run meets this kind for the first time."""
+        """True the first time that the run meets this kind."""
         new = kind not in self._said
         self._said.add(kind)
         return new

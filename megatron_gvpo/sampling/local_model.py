@@ -309,7 +309,7 @@ def grouped_sdpa(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Output [batch, tokens, query heads, dim]; for anything but one plain query token, transformers' own."""
+    """Output [batch, tokens, query heads, dim]; transformers' own for anything but one plain query token."""
     batch, heads, tokens, dim = query.shape
     if tokens > 1 or kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None:
         output: Tensor = sdpa_attention_forward(
@@ -345,7 +345,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
 
 
 def _with_room(view: Tensor) -> Tensor:
-    """`held` [rows, heads, columns, dim] with the columns of its memory behind these: see `kv_cache.py`."""
+    """`stored` [rows, heads, columns, dim] extended to all columns of its memory, used or not."""
     rows, heads, columns, dim = view.shape
     room = view.stride(1) // dim
     contiguous = (heads * room * dim, room * dim, dim, 1)
@@ -428,7 +428,7 @@ class _Memory:
         self._data: Tensor | None = None  # [rows or more, heads, columns or more, dim]
 
     def append(self, new: Tensor) -> Tensor:
-        """Write the columns `new` behind those that are held; returns all."""
+        """Write the columns `new` behind the stored ones; returns all."""
         rows, heads, columns, dim = new.shape
         begin, end = self._columns, self._columns + columns
         if self._data is None or end > self._data.shape[2]:
@@ -442,7 +442,7 @@ class _Memory:
         return self._held()
 
     def select(self, rows: Tensor) -> Tensor:
-        """Copy the rows at `rows`, without room: the next column makes it."""
+        """Copy the rows at `rows` without spare columns, which the next column allocates."""
         self._data, self._rows = self._held()[rows], len(rows)
         return self._data
 

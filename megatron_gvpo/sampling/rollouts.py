@@ -84,7 +84,7 @@ class Rollouts:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the engine's last sync, of reward models, and of what the last batch lost to outages."""
+        """Metrics of the engine's last sync, of reward models, and of the last batch's losses to outages."""
         parts = (self._served, self._outages, self._unscored)
         metrics = dict(self.engine.metrics)
         for part in parts:

@@ -87,7 +87,7 @@ class EngineSampler[Ticket]:
         return PendingGroups(prompts, tickets)
 
     def finish(self, pending: PendingGroups[Ticket]) -> list[Group]:
-        """The groups that outages left, scored."""
+        """The scored groups, without responses that outages took."""
         groups = self._generate(pending)
         if self._outages is not None:
             groups = self._outages.taken_out(groups)

@@ -32,7 +32,7 @@ class Expected:
 def trusted(
     url: str, sample: Completion, expected: Expected, *, is_serving: bool
 ) -> Completion | SampleFailure:
-    """The part of an answer that the response takes over, or why the server cannot be trusted.
+    """The part of an answer that joins the response, or the reason to distrust the server.
 
     `is_serving`: the server has been given no reason to stop responses. Raises RolloutError for a response
     that ended at another token than the run's.

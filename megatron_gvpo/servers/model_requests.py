@@ -168,11 +168,11 @@ def _has_weights_of(served: str, path: str) -> bool:
 
 
 class Verdict(NamedTuple):
-    """The score of a response by one component; None if there is none, which `explanation` explains."""
+    """The score of a response by one component; None without one, for the reason in `explanation`."""
 
     score: float | None
     explanation: str = ""  # a judge's words, or why there is no score
 
 
 class Misfit(RuntimeError):  # noqa: N818
-    """The run cannot go on with a server, a model or a response, which the message names."""
+    """A server, a model or a response, named in the message, with which the run cannot go on."""

@@ -137,7 +137,7 @@ class ServerPool:
         return targets
 
     def push_ended(self, handles: Sequence[ServerHandle]) -> None:
-        """The push to these servers has ended. Those that did not get all weights wait for another one."""
+        """Note the end of a push to these servers. Those without all of the weights wait for another one."""
         for handle in handles:
             if isinstance(handle.state, Receiving):
                 self._move(handle, Pending())
@@ -329,7 +329,7 @@ class ServerPool:
         return trusted(handle.server.url, sample, expected, is_serving=handle.has(version))
 
     async def _choose(self, pending: PendingRequest) -> ServerHandle:
-        """A ready server; the same one for all samples of a request, while it stays ready."""
+        """A serving server; the same one for all samples of a request, while it serves."""
         while True:
             ready = [h for h in self.handles if h.is_ready]
             if ready:

@@ -75,7 +75,7 @@ class Completion:
         return replace(self, token_ids=self.token_ids[:end], logprobs=self.logprobs[:end])
 
     def ended_elsewhere(self, stops: Sequence[int]) -> str | None:
-        """The problem of a server that ended the response at another token than these, else None."""
+        """The problem if the server ended the response at another token than these; otherwise None."""
         if self.finish_reason != "stop" or self.token_ids[-1] in stops:
             return None
         return (
@@ -86,7 +86,7 @@ class Completion:
         )
 
     def before(self, token: int) -> Completion:
-        """An aborted sample up to the first such token."""
+        """An aborted sample up to the first of these tokens."""
         end = self.token_ids.index(token) if token in self.token_ids else len(self.token_ids)
         return replace(self, token_ids=self.token_ids[:end], logprobs=self.logprobs[:end])
 

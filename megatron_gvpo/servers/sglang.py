@@ -57,7 +57,7 @@ def finished_launch(
     on_gpu: bool,
     key: str,
 ) -> Launch:
-    """The launch with what every SGLang server gets; `key` is the configuration's, of `servers`."""
+    """The launch with the options of every SGLang server; `key` is the configuration's, of `servers`."""
     if not on_gpu:
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
         if servers.tp > 1:  # otherwise SGLang wants a NUMA node for each rank

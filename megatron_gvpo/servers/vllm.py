@@ -57,7 +57,7 @@ def finished_launch(
     on_gpu: bool,
     model: ModelCard,
 ) -> Launch:
-    """The launch with what every vLLM server gets. `model`: its card."""
+    """The launch with the options of every vLLM server. `model`: its card."""
     if api_key:
         environment["VLLM_API_KEY"] = api_key
         # vLLM itself asks for the key under /v1 and the like, and not on the paths that load weights.
@@ -300,7 +300,7 @@ class VLLM:
             await asyncio.sleep(RETRY)
 
     async def _reset_prefix_cache(self, timeout: float) -> bool:
-        """False while vLLM has not let go of requests that were aborted: it then keeps the whole cache."""
+        """False while vLLM still holds aborted requests, and therefore the whole cache."""
         answer = await self.http.post("/reset_prefix_cache", timeout=timeout)
         with answer_of(self, "/reset_prefix_cache"):
             return bool(answer["success"])
@@ -320,7 +320,7 @@ class VLLM:
 
 
 def _cached(answer: Any) -> int | None:
-    """Prompt tokens that the prefix cache had; None from a server that was started without telling them."""
+    """Prompt tokens that the prefix cache had; None if the server was not started to report them."""
     details = (answer.get("usage") or {}).get("prompt_tokens_details")
     return None if details is None else details["cached_tokens"]
 

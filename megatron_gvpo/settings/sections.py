@@ -288,7 +288,7 @@ class CheckpointConfig(Section):
     push_to_hub: HubConfig | None = None
 
     def exports(self, step: int) -> bool:
-        """True if the checkpoint of this step is exported on the way."""
+        """True if the checkpoint of this step is exported during the run."""
         return self.export_every > 0 and step % (self.every * self.export_every) == 0
 
 

@@ -111,7 +111,7 @@ class ServersConfig(EngineServers):
 
 
 def _check_address(url: str) -> None:
-    """Raise ValueError for a text that is not a server's address, or that has more in it."""
+    """Raise ValueError for a text that is not a server's address alone."""
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"urls: {url!r} does not begin with http:// or https://")
     try:

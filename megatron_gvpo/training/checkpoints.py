@@ -1,4 +1,4 @@
-"""The checkpoints and exports of a run: when one is written, which is the best, and where a run goes on."""
+"""The checkpoints and exports of a run: writes them when due, tracks the best, and resumes from them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Checkpoints:
         self.mark()
 
     def mark(self) -> None:
-        """Take the present state of the samplers and blocks as the one that the next checkpoint keeps."""
+        """Record the present state of samplers and blocks for the next checkpoint."""
         self._resume_point = self._state.state_dict()
 
     def resume(self) -> tuple[int, Metrics | None] | None:
@@ -109,7 +109,7 @@ class Checkpoints:
                 model.finish_background_work()
 
     def complete_exports(self, step: int) -> None:
-        """Write the exports of the resumed checkpoint of `step` that its run did not come to write."""
+        """Write the exports of the resumed checkpoint of `step` that its run did not get to write."""
         exports = self._directories(step, self._best.step == step)
         missing = broadcast_msgpack([i for i, path in enumerate(exports) if exported_step(path) != step])
         self._export_all([exports[i] for i in missing], step)

@@ -150,7 +150,7 @@ class Trainer:
         return metrics
 
     def notify(self, event: str, *args: Any) -> None:
-        """Call this method of every callback."""
+        """Call the method of this name of every callback."""
         for callback in self.callbacks:
             getattr(callback, event)(self, *args)
 
@@ -160,7 +160,7 @@ class Trainer:
         parallel.release()
 
     def begin(self) -> None:
-        """Take the output directory, and write what an earlier run left undone; the input is right by now."""
+        """Claim the output directory, and finish the exports of an earlier run. The input is checked."""
         settings = self.config.checkpoint.push_to_hub
         with all_ranks_agree(ConfigError):
             if settings is not None and self.is_main:
@@ -178,7 +178,7 @@ class Trainer:
         return message is not None
 
     def _report_start(self) -> None:
-        """Report the policy before the first step, or the step that a resumed run could not report."""
+        """Report the policy before the first step, or the step that the resumed run could not report."""
         self._warn(advice(self.config))
         if not self._is_reported:
             self._report()
@@ -186,7 +186,7 @@ class Trainer:
                 self.save()  # after the evaluation, which may make it the best
 
     def _report(self) -> None:
-        """Evaluate, if it is time to, and tell the callbacks of the step. A resumed run makes up for it."""
+        """Evaluate if due, and tell the callbacks of the step. A resumed run makes up for a missed report."""
         every = self.config.eval.every
         if self.step in (0, self.config.train.steps) or (every and self.step % every == 0):
             self.interrupt.check()
@@ -205,7 +205,7 @@ class Trainer:
         self.components.profiler.step(step)
 
     def _complete_step(self, step: int, metrics: Metrics) -> None:
-        """The step's weights are those of the policy from here on, whatever fails later, as a push may."""
+        """Count the step as trained from here on, even if a later push fails."""
         self.step, self.is_mid_update = step, False
         self._metrics, self._is_reported = metrics, False
         self.checkpoints.mark()
@@ -388,7 +388,7 @@ class Trainer:
         return result
 
     def _warn(self, *warnings: str | None) -> None:
-        """Write those of the warnings that are there, on one rank."""
+        """Write the warnings that are not None, on one rank."""
         for warning in warnings:
             if warning is not None and self.is_main:
                 log.warning(hide(warning))

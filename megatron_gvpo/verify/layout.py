@@ -1,4 +1,4 @@
-"""Parallel layouts by name, such as `tp2-sp`, and those in which a model is compared."""
+"""Parallel layouts by name, such as `tp2-sp`, and the layouts in which a model is compared."""
 
 from __future__ import annotations
 

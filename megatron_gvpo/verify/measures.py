@@ -56,7 +56,7 @@ class Limits:
 
     @staticmethod
     def for_rounding(own: Difference) -> Limits:
-        """`own`: between transformers in float32 and in float64, which has the same rounding to live with."""
+        """`own`: the difference between transformers in float32 and float64, which rounds alike."""
 
         def limit(least: float, rounding: float) -> float:
             return min(max(least, 4 * rounding), 1e-3)  # errors in the computation differ by more
@@ -142,7 +142,7 @@ def _worst(computed: Mapping[str, Tensor], wanted: Mapping[str, Tensor], measure
 
 
 def _of_largest(difference: float, wanted: Tensor, floor: float) -> float:
-    """A gradient is a sum of terms that may cancel; an expert may get no token, and none at all."""
+    """The difference relative to the largest entry: terms may cancel, and an expert's gradient may be 0."""
     return max(0.0, difference - floor) / max(float(wanted.abs().max()), floor)
 
 

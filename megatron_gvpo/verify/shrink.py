@@ -70,7 +70,7 @@ def shrink(config: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _shrink_heads(config: dict[str, Any], tiny: dict[str, Any]) -> None:
-    """Keep multi-head, multi-query or grouped attention, with a head size that is set apart or not."""
+    """Keep multi-head, multi-query or grouped attention, with or without a head size of its own."""
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     tiny["num_attention_heads"] = 4
     if config.get("rotary_dim") and config.get("head_dim"):
@@ -88,7 +88,7 @@ def _shrink_heads(config: dict[str, Any], tiny: dict[str, Any]) -> None:
 
 
 def _shrink_experts(config: dict[str, Any], tiny: dict[str, Any]) -> None:
-    """Keep groups of experts, and how many experts a token takes of a group."""
+    """Keep groups of experts, and the number of experts that a token takes from a group."""
     count = ModelCard(config).experts
     if not count:
         return

@@ -1,4 +1,4 @@
-"""Adapters by files that every server can read: the engine's own way to serve one, named by its version.
+"""Adapters as files that every server can read; the engine serves each under a name with its version.
 
 The servers keep the weights that they started with, and each push is an adapter of a new name. A request
 names the adapter that it wants, so a server that has restarted refuses it rather than sample from the base.

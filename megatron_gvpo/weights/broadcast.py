@@ -92,7 +92,7 @@ class Broadcast(Transport):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`sync/wire_s`: seconds until the servers had the bytes of all buckets, before they load them."""
+        """`sync/wire_s`: seconds to bring the bytes of all buckets to the servers, without loading."""
         return {"sync/wire_s": self._wire_s}
 
     async def begin(self, handles: Sequence[ServerHandle], version: int) -> None:

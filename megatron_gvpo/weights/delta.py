@@ -1,4 +1,4 @@
-"""Weights by their changes: positions and values of the elements that differ in a bit from the last push.
+"""Weights as changes: positions and values of the elements that differ in any bit from the last push.
 
 At the learning rates of post-training most bf16 weights do not change in a step, because the update is below
 half a unit in their last place. Rank 0 keeps a copy of the weights that it sent, on the host.
@@ -44,7 +44,7 @@ class DeltaReceiver(GroupReceiver, Protocol):
 
     @abstractmethod
     async def check_patches(self, timeout: float) -> None:
-        """After all patches of a push: refuse them if they changed more than the elements they name."""
+        """Refuse a push, after all patches, if they changed other elements than those they name."""
 
 
 class Delta(Broadcast):

@@ -31,7 +31,7 @@ class Fp8Layout:
     power_of_two: bool  # scales are rounded up to powers of two (scale_fmt ue8m0)
 
     def quantised(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Quantise a stream: each FP8 weight is followed by its scales. Holds one tensor at a time."""
+        """Quantise a stream: each FP8 weight is followed by its scales. One tensor is in memory at a time."""
         for name, tensor in stream:
             if name not in self.weights:
                 yield name, tensor

@@ -56,7 +56,7 @@ class NodeMemory:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def seen(self) -> dict[str, Any]:
-        """The servers that were seen here, and this rank's GPU.
+        """The servers whose ranks see this node's files, and this rank's GPU.
 
         "gpu" is the UUID of the GPU that has the buckets, "" for buckets on the host. "told" has, on a node's
         first rank, the GPUs that each rank of a server sees, by the server's number.
@@ -131,7 +131,7 @@ FIELDS = ("allocation", "bytes", "offset", "counter", "counter_offset", "event",
 
 
 def shared_storage(flat: Tensor) -> dict[str, Any]:
-    """A handle, in JSON values, with which `megatron_gvpo_ipc.opened` maps the storage that `flat` begins.
+    """A handle, in JSON values, with which `megatron_gvpo_ipc.opened` maps the storage of `flat`.
 
     It is good for one mapping. The storage must not change until the other process has released it. If that
     process never maps it, its memory is held until this process ends. Raises ValueError for a tensor on the

@@ -60,7 +60,7 @@ Weights = Iterator[tuple[str, Tensor]] | OwnWeights
 
 @dataclass(frozen=True)
 class ProbeOutcome:
-    """The result of a probe: the server has the weights that were sent, was lost since, or has others."""
+    """The result of a probe: the server has the pushed weights, was lost since, or has other weights."""
 
     outcome: Literal["right", "lost", "wrong"]
     problem: str = ""  # the error, where the outcome is "wrong"
@@ -103,7 +103,7 @@ class WeightSync:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last push; empty but on rank 0."""
+        """Metrics of the last push, on rank 0; empty on other ranks."""
         return self._publisher.metrics if self._publisher is not None else {}
 
     def connect(self, servers: ServerSession | None) -> None:
@@ -441,7 +441,7 @@ class Publisher:
 
 
 def not_pushed(served: Mapping[str, Any], stored: Iterable[str]) -> frozenset[str]:
-    """The tensors of the servers' checkpoint that a push need not have; `served`: its config.json.
+    """The tensors of the servers' checkpoint that a push may omit; `served`: its config.json.
 
     These are an output layer beside tied embeddings, and heads for further tokens, which never change.
     """

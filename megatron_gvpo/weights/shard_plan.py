@@ -78,7 +78,7 @@ class Parcel(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """All that goes from one rank to another in a round, in this order."""
+    """The cells that go from one rank to another in a round, in this order."""
 
     source: int
     target: int
@@ -279,7 +279,7 @@ def _route(
 
 
 def _most(tables: Sequence[Table], sources: Sequence[Layout], ranks: Sequence[Layout]) -> int:
-    """About the bytes of the rank that sends or gets most."""
+    """An estimate of the bytes of the rank that sends or gets most."""
     different = {id(layout): layout for layout in ranks}.values()
     gets = (
         sum(box.elements * tables[number].itemsize for number, boxes in layout.items() for box in boxes)

@@ -260,7 +260,7 @@ class Sharded(Broadcast):
         await super()._discard()
 
     def _counts(self, member: Membership) -> Counter[tuple[int, int]]:
-        """The bytes over each link, as both its ends have counted them. Raises ValueError if they differ."""
+        """The bytes over each link, counted at both ends. Raises ValueError if the counts differ."""
         ends: dict[str, set[int]] = {}
         for rank in range(self._rendezvous.world_size):
             for link, size in json.loads(member.store.get(f"counted.{rank}")).items():

@@ -55,7 +55,7 @@ class SharedReceiver(WeightReceiver, Protocol):
 
 
 class Home(NamedTuple):
-    """The owners of the memory that a server maps, by number: rank 0 is 0, then the relays in order."""
+    """The owners of the memory that a server maps: 0 is rank 0, and relays follow in order."""
 
     file: int  # trainer rank that owns the file on the server's node
     gpus: tuple[int, ...]  # trainer rank whose GPU each server rank maps; empty: they map the file

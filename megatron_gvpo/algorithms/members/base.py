@@ -50,7 +50,7 @@ class MemberContext(Protocol):
 Sampling = MemberContext  # its former name, for one more release
 
 
-# A member at work in a run: groups in, groups with what joins them out.
+# A member at work in a run: it takes groups, and returns them with the responses that join them.
 JoinGroups = Callable[[Sequence[Group], MemberContext], list[Group]]
 
 

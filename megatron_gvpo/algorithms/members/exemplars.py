@@ -86,7 +86,7 @@ class Corpus:
             del self._solved[next(iter(self._solved))]
 
     def _seeded(self, prompt: Prompt, context: MemberContext) -> Prompt | None:
-        """The prompt with as many exemplars as fit; None: not one."""
+        """The prompt with as many exemplars as fit; None if not one fits."""
         problem = self._problem(prompt)
         others = [solved for name, solved in self._solved.items() if name != prompt.id]
         like = nlargest(self._options.count, others, key=lambda solved: alike(problem, solved.problem))

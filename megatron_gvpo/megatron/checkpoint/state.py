@@ -181,7 +181,7 @@ def optimizer_shards(megatron: Any, weights: dict[str, Any]) -> dict[str, Sharde
 
 
 def _runs(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield (parameter, first element, last element + 1) of every run that this rank updates."""
+    """Yield (parameter, first element, last element + 1) of every range that this rank updates."""
     for of_dtypes in getattr(optimizer, "gbuf_ranges", ()):  # Megatron omits it on a rank without parameters
         for buckets in of_dtypes.values():
             for bucket in buckets:

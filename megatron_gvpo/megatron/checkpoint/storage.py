@@ -53,7 +53,7 @@ _NAMED = re.compile(r"(?:GLOBAL|class|function) '?([\w.]+\.[\w]+)")
 
 @dataclass(frozen=True)
 class _Written(WriteResult):
-    """An entry that a rank has written, as rank 0 gets to know it."""
+    """An entry that a rank has written, as the rank reports it to rank 0."""
 
     checksum: str
 

@@ -57,7 +57,7 @@ class Finder:
         return since is None or since > rule.steps
 
     def _follows(self, rule: Rule) -> bool:
-        """True if an alert was given whose consequence this one would be."""
+        """True if this alert would only follow from one that was raised before."""
         return rule.not_after in self._given
 
     def _holds(self, rule: Rule, name: str) -> bool:

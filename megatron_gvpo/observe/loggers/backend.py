@@ -1,4 +1,4 @@
-"""The protocol of a place that gets a run's metrics and samples, and what it is given."""
+"""The interface of a metrics backend (TensorBoard, W&B, ...), and the records passed to it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RunInfo(NamedTuple):
 
 
 class Backend(Protocol):
-    """A place that gets metrics and samples, on rank 0. Steps come in order."""
+    """A backend for metrics and samples, on rank 0. Steps come in order."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the metrics of a step; values may be NaN or infinite."""

@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def gather(part: dict[str, Any], starter_ends: int) -> list[socket.socket]:
-    """Machine 0 waits for the guards of all others, and has them start; returns the connections to them."""
+    """On machine 0: wait for the guards of all others and start them; returns the connections to them."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         part["host"], part["port"], type=socket.SOCK_STREAM
     )[0]
@@ -84,7 +84,7 @@ def gather(part: dict[str, Any], starter_ends: int) -> list[socket.socket]:
 
 
 def join(part: dict[str, Any], starter_ends: int) -> socket.socket:
-    """Another machine waits for machine 0, and for its word to start; returns the connection to it."""
+    """On another machine: wait for machine 0 and its order to start; returns the connection to it."""
     while True:
         try:
             other = _watched(socket.create_connection((part["host"], part["port"]), ANSWER))
@@ -134,7 +134,7 @@ def _read(other: socket.socket, count: int) -> bytes:
 
 
 def _watched(other: socket.socket) -> socket.socket:
-    """The connection, which ends within half a minute of the machine at its other end."""
+    """The connection, set to end within half a minute after the machine at its other end dies."""
     other.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
         other.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -138,7 +138,7 @@ class ServerProcess:
 
 
 class RanksProcess(ServerProcess):
-    """Ranks of a server whose HTTP interface is on another machine: its health shows there."""
+    """Ranks of a server whose HTTP interface, and health check, is on another machine."""
 
     def is_healthy(self, timeout: float) -> bool:
         return self._process is not None and self._process.poll() is None

@@ -91,7 +91,7 @@ def _copy(target: torch.Tensor, source: Slice) -> torch.Tensor:
 
 
 def _wrap(result: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
-    """A view of a slice is a slice. Tensors of which anything else was made are needed as a whole."""
+    """A view of a slice is a slice. Any other operation needs the slice's tensor in full."""
     slices = [a for a in _leaves((args, kwargs)) if isinstance(a, Slice)]
     for part in slices:
         if result.untyped_storage()._cdata == part.untyped_storage()._cdata and result.dtype == part.dtype:
@@ -123,7 +123,7 @@ def _as_slice(tensor: torch.Tensor, full: FullTensor | None) -> Slice:
 
 
 def _box(view: torch.Tensor, full: FullTensor) -> Box:
-    """The smallest box of whole rows or within all of them that has all elements of a view."""
+    """The smallest box, of full rows or within them, that holds all elements of a view."""
     top, left = divmod(int(view.storage_offset()), max(1, full.columns))
     extent = [(size - 1, stride) for size, stride in zip(view.shape, view.stride(), strict=True)]
     down = sum(steps * _rows(stride, full) for steps, stride in extent)
@@ -134,7 +134,7 @@ def _box(view: torch.Tensor, full: FullTensor) -> Box:
 
 
 def _rows(stride: int, full: FullTensor) -> int:
-    """The rows that a stride spans; 0 if it is one between columns."""
+    """The rows that a stride spans; 0 for a stride between columns."""
     return 0 if stride % max(1, full.columns) else stride // max(1, full.columns)
 
 

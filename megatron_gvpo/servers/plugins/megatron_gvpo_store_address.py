@@ -19,7 +19,7 @@ def bind_stores() -> None:
 
 
 def bound_store(host_name: str, port: int, *arguments: Any, **named: Any) -> Any:
-    """A TCPStore; where this process is to host it, on a socket that is bound to `host_name` alone."""
+    """A TCPStore; if this process hosts it, on a socket bound to `host_name` alone."""
     if not named.get("is_master"):
         return _TCPStore(host_name, port, *arguments, **named)
     family, _, _, _, address = socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[0]

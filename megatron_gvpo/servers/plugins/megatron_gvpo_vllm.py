@@ -261,7 +261,7 @@ def pack_heads_again(model: torch.nn.Module) -> None:
 
 
 def derive_again(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Compute again what attention layers keep of weights in another form.
+    """Recompute the forms of weights that attention layers derive and keep.
 
     Latent attention decodes with two products of `kv_b_proj`, and some kernels with sinks in float32. vLLM
     0.32.0 derives these after it loads a whole model. After patches it would decode with those of the weights
