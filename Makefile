@@ -13,8 +13,9 @@ PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reor
 
 .PHONY: quickstart smoke test proof chaos engines extension docs lint format venv clean
 
+# Without OMP_NUM_THREADS `train` starts a rank of one thread for each core (docs/explanation/cpu_speed.md).
 quickstart: venv  ## GVPO on a small model, from nothing to a better policy, in minutes
-	OMP_NUM_THREADS=2 $(PYTHON) examples/quickstart/run.py
+	env -u OMP_NUM_THREADS $(PYTHON) examples/quickstart/run.py
 
 smoke: venv  ## within two minutes: the configuration, the losses, sampling, the rules of the house
 	$(PYTEST) tests/settings tests/algorithms/test_losses.py tests/sampling/test_rollout.py tests/shipping/test_house.py $(OPTIONS)
