@@ -193,7 +193,7 @@ class Recorder(Callback):
 
 
 def _prompt_sharing(trainer: Trainer) -> str:
-    """Whether a prompt is computed once for its responses, or why not."""
+    """Say if a prompt is computed once for its responses, or why not."""
     model, rollout = trainer.components.policy.model, trainer.config.rollout
     if rollout.conversation is not None:
         return "off: every turn of a conversation has a context of its own"
