@@ -12,7 +12,7 @@ _CPU = torch.device("cpu")
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor with the storage, offset, shape, strides and dtype of `tensor`: both see each other's writes.
+    """A CPU tensor with the memory, offset, shape, strides and dtype of `tensor`; both see what is written.
 
     It has no part in autograd, and cannot be resized. It does not keep the memory: use it while `tensor`
     lives. A tensor that is on the CPU already is returned without its part in autograd.
@@ -36,7 +36,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def aliases(tree: Any) -> Any:
-    """The tree of lists, tuples and dictionaries, with `alias` for each `cuda` tensor and "cpu" for its device."""
+    """The tree of lists, tuples and dictionaries, with each `cuda` tensor's `alias`, and "cpu" for "cuda"."""
     return tree_map(_on_host, tree)
 
 
