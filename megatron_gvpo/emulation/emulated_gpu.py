@@ -6,6 +6,7 @@ import torch
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.emulation import collectives, mode
+from megatron_gvpo.rehearsal import stand_ins
 from megatron_gvpo.rehearsal.nullcuda import counters
 
 
@@ -23,6 +24,7 @@ def install() -> None:
     collectives.install()
     mode.install()
     install_transformer_engine()
+    stand_ins.take_first_configuration()
     # A fork shares no device: its memory is its own. PyTorch does not ask further where CUDA is initialised.
     torch.cuda.init()
     torch.cuda._is_in_bad_fork = lambda: False

@@ -56,7 +56,7 @@ _AS_ON_CUDA = {
 _FROM_HOST = re.compile(
     r"nonzero|masked_select|_?unique\w*|repeat_interleave|bincount|histc|embedding_dense_backward|_embedding_bag\w*"
     r"|multinomial|equal|mode|median|nanmedian|_?linalg_\w+|_cholesky\w*|cholesky\w*|triangular_solve|_fft_\w+"
-    r"|convolution\w*|_convolution\w*|_is_any_true|_is_all_true|_assert_async|isin|masked_scatter|_?segment_reduce\w*"
+    r"|convolution\w*|_convolution\w*|_is_any_true|_is_all_true|_assert_async|isin|masked_scatter\w*|_?segment_reduce\w*"
     r"|log_sigmoid_forward|_?native_batch_norm\w*|_batch_norm\w*|cudnn_\w+|grid_sampler\w*|geqrf|ormqr"
     r"|_to_sparse\w*|_coalesce"
 )

@@ -10,19 +10,21 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron_gvpo.emulation.mode import launches
 from megatron_gvpo.emulation.transformer_engine import (
     activations,
     attention,
     gemm,
     multi_tensor,
     norms,
+    packs,
     quantization,
     rotary,
 )
 from megatron_gvpo.emulation.transformer_engine.references import TABLE, Reference
 
 # Importing them fills the table.
-_MODULES = (activations, attention, gemm, multi_tensor, norms, quantization, rotary)
+_MODULES = (activations, attention, gemm, multi_tensor, norms, packs, quantization, rotary)
 # Functions that answer from the host, or allocate memory without writing it.
 QUESTIONS = {
     *("get_cublasLt_version", "get_cudnn_version", "get_num_cublas_streams", "get_stream_priority_range"),
@@ -69,7 +71,8 @@ def _may_import_it(name: str) -> bool:
 def _computed(function: Callable[..., Any], reference: Reference) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **options: Any) -> Any:
-        result = function(*args, **options)
+        with launches():
+            result = function(*args, **options)
         with _disable_current_modes(), torch.no_grad():
             reference(result, *args, **options)
         return result
