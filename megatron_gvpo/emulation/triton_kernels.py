@@ -28,7 +28,7 @@ def install() -> None:
         return frozenset(id(v) for v in function.__globals__.values() if v is language or v is language.core)
 
     def patch_once(function: Any) -> Any:
-        """The interpreter replaces triton.language's functions again in every function that a kernel calls."""
+        """The interpreter would replace triton.language's functions in every function that a kernel calls."""
         return interpreter._LangPatchScope() if modules(function) in replaced else patch(function)
 
     @functools.wraps(call)
