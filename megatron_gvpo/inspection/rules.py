@@ -28,7 +28,7 @@ def inspect_learning_rate(config: Config) -> RunVerdict:
     try:
         weights = architecture.load(config.model.path, "model.path").parameters
     except ConfigError:
-        return not_tried("learning rate", "the planner does not know this architecture, so its size is not known")
+        return not_tried("learning rate", "the planner does not know this architecture and its size")
     usual = next(rate for size, rate in _USUAL if weights >= size)
     usual *= 10 if config.model.adapter is not None else 1
     times = lr / usual
