@@ -246,7 +246,7 @@ def _check_experts(parallel: ParallelConfig, card: ModelCard) -> None:
 
 
 def _check_shared_prompts(config: Config, card: ModelCard) -> None:
-    if not config.train.share_prompts:
+    if not config.train.requires_shared_prompts:
         return
     reason = None
     if config.parallel.cp > 1:

@@ -108,7 +108,7 @@ def _check_attention(config: Config, card: ModelCard) -> None:
             continue
         attention = Attention.of(config.model, config.parallel, config.train.deterministic, card)
         check_attention(attention, capability, has_flash_attention())
-        if config.train.share_prompts:
+        if config.train.requires_shared_prompts:
             check_shared_prompts(attention, capability)
 
 

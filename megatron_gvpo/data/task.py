@@ -90,7 +90,7 @@ def _check_turns(config: Config, prompts: list[Prompt]) -> None:
     """Raises DataError if settings cannot go with demonstrations of several turns."""
     talks = config.rollout.conversation
     reason = None
-    if config.train.share_prompts:
+    if config.train.requires_shared_prompts:
         reason = "train.share_prompts=true is for single responses: leave it out"
     elif talks is not None and talks.history == "template":
         reason = (

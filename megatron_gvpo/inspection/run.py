@@ -59,9 +59,10 @@ def inspect(config: Config, world: int, gpu_gib: float, tell: Callable[[RunVerdi
             tell(verdict)
 
     layout = _layout(config, world)
-    add(layout, inspect_learning_rate(config), inspect_engine(config), inspect_memory(config, world, gpu_gib))
-    if layout.level == "failure":
+    add(layout, inspect_engine(config))
+    if layout.level == "failure":  # without its model nothing else can be said
         return inspection
+    add(inspect_learning_rate(config), inspect_memory(config, world, gpu_gib))
     with tempfile.TemporaryDirectory(prefix="check-") as folder:
         step = TinyStep(config, Path(folder))
         try:

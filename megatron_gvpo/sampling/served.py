@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 import torch.distributed as dist
 
 from megatron_gvpo.conversations.conversations import conversations_of
-from megatron_gvpo.core.collectives import broadcast_msgpack
+from megatron_gvpo.core.collectives import all_gather_msgpack, broadcast_msgpack
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
@@ -21,6 +21,7 @@ from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.sampling.server_checks import check_server
 from megatron_gvpo.servers import leader
 from megatron_gvpo.servers.handle import ServerHandle
+from megatron_gvpo.servers.launch.first_turn import give_turn
 from megatron_gvpo.servers.leader import Command, Done, Failed, Push, Wait, lead
 from megatron_gvpo.servers.pool import PendingRequest, ServerPool
 from megatron_gvpo.servers.request import Request, check_request, pack, requests_for, unpack
@@ -80,7 +81,9 @@ class ServedEngine:
         """Start or find the servers. Raises ConfigError for one that does not fit, RolloutError for none."""
         if self._memory is not None:
             self._memory.release("training")
-            self._memory.release("weights")
+            self._give_weights()
+            if dist.get_rank() == 0:
+                give_turn()
         try:
             next_command = self._start() if dist.get_rank() == 0 else None
             while isinstance(command := lead(next_command), Wait):
@@ -195,12 +198,17 @@ class ServedEngine:
             if self.servers is not None:
                 self.servers.pool.wake()
             self._weights.push(version)
-            self._memory.release("weights")
-            broadcast_msgpack(None)  # every rank has released its memory: servers may take the rest of theirs
+            self._give_weights()
             self._weights.open_servers()
         except BaseException:
             self._sleep()
             raise
+
+    def _give_weights(self) -> None:
+        """Returns when every rank has given the memory of its weights away, so that servers may take it."""
+        assert self._memory is not None
+        self._memory.release("weights")
+        all_gather_msgpack(None)  # a barrier; a broadcast would end on rank 0 before the others have released
 
     def _sleep(self) -> None:
         """Colocated servers give their memory back, and the trainer takes its own. A collective."""

@@ -7,7 +7,7 @@ import contextlib
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from torch import Tensor
 
@@ -61,6 +61,8 @@ class Broadcast(Transport):
     A group in which anything failed is never used again: a small broadcast that a server refused completes
     at the sender all the same, and the server would take it for the next one's data.
     """
+
+    max_ctas: ClassVar[int | None] = None  # see Rendezvous
 
     def __init__(
         self,
@@ -162,7 +164,7 @@ class Broadcast(Transport):
             except (ServerGone, ServerRefused) as error:  # the server died after its last health check
                 raise PushFailed(str(error), [handle]) from None
         self._group = group = WeightGroup(
-            self._address, world, self._backend, min(60.0, self._timeout), self._timeout
+            self._address, world, self._backend, min(60.0, self._timeout), self._timeout, self.max_ctas
         )
 
         async def join(handle: ServerHandle) -> None:

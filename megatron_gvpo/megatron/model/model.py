@@ -37,6 +37,7 @@ class Model:
     own_attention: bool  # the layers have this package's core attention
     rotary: list[Any]  # one module a chunk if this package's core attention applies RoPE, else empty
     share_prompts: bool = False  # compute a group's prompt once, where its responses are single ones
+    obstacle_to_sharing: str = ""  # why train.share_prompts=auto does not share prompts
     replay: RouterHooks | None = None  # the hooks for router replay
     adapters: Adapters | None = None  # trained in place of the weights
     vision: VisionInputs | None = None  # None: the model takes no images

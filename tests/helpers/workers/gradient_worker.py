@@ -18,8 +18,10 @@ from megatron_gvpo.observe.mismatch import MismatchWatch
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import build_config
 from megatron_gvpo.types import TrainBatch
-from megatron_gvpo.verify.layout import ParallelLayout as Layout  # short, for tables of them
+from megatron_gvpo.verify.layout import ParallelLayout
 from megatron_gvpo.verify.measures import UPDATE
+
+Layout = ParallelLayout  # the tests' word for it
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Case:
     model: str = "untied"
     first: TrainBatch | None = None
     teacher: str | None = None  # a model's name; its log-probs are results, too
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def config_of(case: Case, layout: Layout, directory: Path) -> Config:
     return build_config(
         {
             "output_dir": "unused",
-            "model": {"path": str(directory / case.model), "dtype": "float32"},
+            "model": {"path": str(directory / case.model), "dtype": case.dtype},
             "data": {"train": {"path": "unused", "demonstration_key": "unused"}},
             "algorithm": case.algorithm,
             "rollout": {"temperature": TEMPERATURE, "engine": "sglang", "router_replay": replays},
