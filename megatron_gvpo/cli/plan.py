@@ -7,6 +7,8 @@ from typing import Any
 
 from megatron_gvpo.cli.terminal import loading
 
+_NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
+
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
@@ -14,21 +16,33 @@ def add_parser(commands: Any) -> None:
         help="predict memory and step time of every parallel layout",
         description="All results are predictions; docs/explanation/planner.md reports their accuracy.",
     )
-    number = {"type": int, "metavar": "N"}
+    _add_cluster(parser)
+    _add_step(parser)
+    _add_method(parser)
+    parser.add_argument("--top", default=5, help="number of layouts to show (default: 5)", **_NUMBER)
+    parser.add_argument("--write", metavar="FILE.yaml", help="write the best layout as a configuration file")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.set_defaults(run=run)
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", required=True, metavar="NAME|DIR|config.json", help="a known model, or one's config.json"
     )
-    parser.add_argument("--gpus", required=True, help="number of GPUs, with those of all servers", **number)
+    parser.add_argument("--gpus", required=True, help="number of GPUs, with those of all servers", **_NUMBER)
     parser.add_argument(
         "--reward-gpus",
         default=0,
         help="how many of --gpus serve reward models and judges: the sum of their count x tp (default: 0); "
         "on several nodes they take whole nodes, together with those of --teacher-gpus",
-        **number,
+        **_NUMBER,
     )
     parser.add_argument("--gpu", required=True, metavar="NAME", help="h800, h100, h200, a800 or b200")
-    parser.add_argument("--prompts", required=True, help="prompts per step", **number)
-    parser.add_argument("--k", required=True, help="responses per prompt", **number)
+
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", required=True, help="prompts per step", **_NUMBER)
+    parser.add_argument("--k", required=True, help="responses per prompt", **_NUMBER)
     parser.add_argument(
         "--response-length",
         required=True,
@@ -36,14 +50,17 @@ def add_parser(commands: Any) -> None:
         help="tokens of a response",
     )
     parser.add_argument(
-        "--prompt-tokens", default=256, help="mean tokens of a prompt (default: 256)", **number
+        "--prompt-tokens", default=256, help="mean tokens of a prompt (default: 256)", **_NUMBER
     )
     parser.add_argument(
         "--image-tokens",
         default=0,
         help="how many of --prompt-tokens stand for images (default: 0)",
-        **number,
+        **_NUMBER,
     )
+
+
+def _add_method(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipe",
         default="gvpo",
@@ -54,17 +71,19 @@ def add_parser(commands: Any) -> None:
         "--mini-batches",
         default=1,
         help="optimizer updates per pass over a step's batch (default: 1)",
-        **number,
+        **_NUMBER,
     )
-    parser.add_argument("--batch-epochs", default=1, help="passes over a step's batch (default: 1)", **number)
     parser.add_argument(
-        "--async-steps", default=1, help="largest number of batches sampled ahead (default: 1)", **number
+        "--batch-epochs", default=1, help="passes over a step's batch (default: 1)", **_NUMBER
+    )
+    parser.add_argument(
+        "--async-steps", default=1, help="largest number of batches sampled ahead (default: 1)", **_NUMBER
     )
     parser.add_argument(
         "--adapter-rank",
         default=0,
         help="train adapters of this rank on all linear layers (default: 0, train all weights)",
-        **number,
+        **_NUMBER,
     )
     parser.add_argument("--fp8", action="store_true", help="train the layers in FP8")
     parser.add_argument(
@@ -93,12 +112,8 @@ def add_parser(commands: Any) -> None:
         "--teacher-gpus",
         default=0,
         help="how many of --gpus serve the teacher instead (default: 0, the trainer holds it)",
-        **number,
+        **_NUMBER,
     )
-    parser.add_argument("--top", default=5, help="number of layouts to show (default: 5)", **number)
-    parser.add_argument("--write", metavar="FILE.yaml", help="write the best layout as a configuration file")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which keys a query sees, counted from the diagonal; -1 is without a limit."""
+    """The keys that a query sees, counted from the diagonal; -1 is without a limit."""
 
     is_causal: bool
     window: tuple[int, int]  # keys before and after the diagonal
