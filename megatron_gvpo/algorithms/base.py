@@ -110,7 +110,7 @@ class Block(Section):
         """The reason why a sized block cannot work, beginning with its option; None if it can."""
         return None
 
-    def blocks_inside(self, above: str = "") -> Iterator[Placed]:
+    def blocks_inside(self, above: str = "") -> Iterator[BlockAt]:
         """The blocks among the options of this one, and inside these, in the order of the options."""
         for field in type(self).model_fields:
             value = getattr(self, field)
@@ -118,7 +118,7 @@ class Block(Section):
             for i, block in enumerate(value if listed else (value,)):
                 if isinstance(block, Block):
                     key = f"{above}{field}.{i}" if listed else f"{above}{field}"
-                    yield Placed(key, _label(f"{above}{field}", block, listed), block)
+                    yield BlockAt(key, _label(f"{above}{field}", block, listed), block)
                     yield from block.blocks_inside(f"{key}.")
 
 
@@ -127,7 +127,7 @@ def unless(**options: tuple[bool, str]) -> dict[str, str]:
     return {option: needed for option, (effective, needed) in options.items() if not effective}
 
 
-class Placed(NamedTuple):
+class BlockAt(NamedTuple):
     """A block inside another: its key there (`shapers.0`) and how errors call it (`shapers: overlong`)."""
 
     key: str

@@ -98,7 +98,7 @@ def _places() -> dict[str, Any]:
         "shapers": blocks.AnyShaper,
         "batch_policy": blocks.AnyBatchPolicy,
         "estimator": blocks.AnyEstimator,
-        "critic": blocks.Critic,
+        "critic": blocks.CriticOptions,
         "loss": blocks.AnyLoss,
         "loss.importance": AnyImportance,
     }

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import model_validator
 
 from megatron_gvpo.algorithms import advantages, custom, distillation, losses, members, shapers
-from megatron_gvpo.algorithms.advantages.gae import Critic
-from megatron_gvpo.algorithms.base import STEP_START, TEACHER, Advantage, Block, Loss, Placed, Reference
+from megatron_gvpo.algorithms.advantages.gae import CriticOptions
+from megatron_gvpo.algorithms.base import STEP_START, TEACHER, Advantage, Block, BlockAt, Loss, Reference
 from megatron_gvpo.algorithms.curriculum import allocation, batch_policy, prior, prompts
 from megatron_gvpo.algorithms.curriculum.tracker import Tracker
 from megatron_gvpo.algorithms.losses.gvpo import GVPO
@@ -67,7 +67,7 @@ class AlgorithmConfig(Block):
     batch_policy: AnyBatchPolicy = batch_policy.KeepAll()
     # How rewards become advantages, for losses that are weighted by advantages.
     estimator: AnyEstimator | None = None
-    critic: Critic | None = None  # The value model of the estimator `gae`.
+    critic: CriticOptions | None = None  # The value model of the estimator `gae`.
     loss: AnyLoss = GVPO()  # The loss.
     # Who computes the log-probs of the policy at step start that the loss compares with. `engine` takes those
     # that came with the responses, corrected by their mean gap a token, and saves the scoring pass.
@@ -271,7 +271,7 @@ class AlgorithmConfig(Block):
         blocks = (entry.block for entry in self.blocks_inside())
         return TEACHER in self.reference_policies or any(block.needs_teacher for block in blocks)
 
-    def blocks_on_components(self) -> Iterator[Placed]:
+    def blocks_on_components(self) -> Iterator[BlockAt]:
         """The blocks that read components of the reward."""
         return (entry for entry in self.blocks_inside() if entry.block.components_read)
 

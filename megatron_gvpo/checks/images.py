@@ -61,7 +61,7 @@ def _check_unsupported(config: Config, where: str) -> None:
         f"parallel.vpp={parallel.vpp}": parallel.vpp > 1,
         "model.fp8": config.model.fp8 is not None,
         "model.adapter": config.model.adapter is not None,
-        "train.share_prompts=true": config.train.share_prompts,
+        "train.share_prompts=true": config.train.requires_shared_prompts,
         "rollout.conversation": config.rollout.conversation is not None,
         "rollout.speculation": config.rollout.speculation is not None,
         "teacher": config.teacher is not None,

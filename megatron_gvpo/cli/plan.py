@@ -219,7 +219,7 @@ def _search(options: argparse.Namespace, config: Config, name: str, world: int) 
     options.recipe = config.algorithm.recipe
     options.async_steps = rollout.async_steps
     options.adapter_rank = 0 if config.model.adapter is None else config.model.adapter.rank
-    options.fp8, options.share_prompts = config.model.fp8 is not None, bool(train.share_prompts)
+    options.fp8, options.share_prompts = config.model.fp8 is not None, train.share_prompts is True
     options.offload = config.optimizer.offload_fraction
     options.named = name
     if options.response_length is None:

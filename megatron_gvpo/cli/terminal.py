@@ -89,7 +89,7 @@ class PrintError(OSError):
     """Standard output is a file that cannot be written."""
 
 
-class _Outliving:
+class _ForgivingStream:
     """A text stream that hides secrets, and drops what can no longer be printed.
 
     `must_be_complete`: it drops text only where a pipe's reader has gone; else it raises PrintError.
@@ -131,8 +131,8 @@ def outliving_terminal(must_be_complete: bool = False) -> Iterator[None]:
     raises PrintError.
     """
     before = sys.stdout, sys.stderr
-    sys.stdout = cast(TextIO, _Outliving(before[0], must_be_complete))
-    sys.stderr = cast(TextIO, _Outliving(before[1]))
+    sys.stdout = cast(TextIO, _ForgivingStream(before[0], must_be_complete))
+    sys.stderr = cast(TextIO, _ForgivingStream(before[1]))
     try:
         yield
     finally:

@@ -23,7 +23,7 @@ from packaging.specifiers import SpecifierSet
 
 from megatron_gvpo import __version__
 from megatron_gvpo.core.gpu_packages import cuda_of_torch, transformer_engine_is_partial
-from megatron_gvpo.core.gpus import GIB, Gpu, driver_version, list_gpus
+from megatron_gvpo.core.gpus import GIB, LocalGpu, driver_version, list_gpus
 from megatron_gvpo.core.versions import COMPONENTS, PYTHON_TESTED, REFERENCE, Component, own_version
 from megatron_gvpo.workers.sandbox import Sandbox
 
@@ -55,11 +55,11 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Diagnosis:
     """Everything that doctor found. The main job can run if there are no problems."""
 
     machine: dict[str, str]
-    gpus: list[Gpu]
+    gpus: list[LocalGpu]
     packages: list[Package]
     uses: dict[str, str]
     problems: list[Problem] = field(default_factory=list)
@@ -84,12 +84,12 @@ def main(as_json: bool = False) -> int:
     return 0 if result.ready else 1
 
 
-def report() -> Report:
+def report() -> Diagnosis:
     gpus = list_gpus()
     torch = probe_torch(bool(gpus) or any(Path("/dev").glob("nvidia[0-9]*")))
     packages = [examine(component, torch.cuda_available) for component in COMPONENTS]
     problems, warnings = list(_problems(packages, torch, gpus)), list(_warnings(packages, torch, gpus))
-    return Report(_machine(torch), gpus, packages, planned_use(packages, torch), problems, warnings)
+    return Diagnosis(_machine(torch), gpus, packages, planned_use(packages, torch), problems, warnings)
 
 
 def probe_torch(gpus: bool) -> Torch:
@@ -149,7 +149,7 @@ def find_version(name: str) -> str | None:
         return None
 
 
-def _problems(packages: list[Package], torch: Torch, gpus: list[Gpu]) -> Iterator[Problem]:
+def _problems(packages: list[Package], torch: Torch, gpus: list[LocalGpu]) -> Iterator[Problem]:
     python = platform.python_version()
     if not SpecifierSet(PYTHON_TESTED).contains(python):
         yield Problem(f"Python {python} is outside {PYTHON_TESTED}", "make quickstart (it sets up 3.12)")
@@ -179,7 +179,7 @@ def _problems(packages: list[Package], torch: Torch, gpus: list[Gpu]) -> Iterato
         )
 
 
-def _warnings(packages: list[Package], torch: Torch, gpus: list[Gpu]) -> Iterator[Problem]:
+def _warnings(packages: list[Package], torch: Torch, gpus: list[LocalGpu]) -> Iterator[Problem]:
     for package in packages:
         component = package.component
         if package.status == "untested":
@@ -258,7 +258,7 @@ def _sandbox() -> str:
     return "bubblewrap"
 
 
-def _print(result: Report) -> None:
+def _print(result: Diagnosis) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -317,7 +317,7 @@ def _print(result: Report) -> None:
     console.print(Text(f"\n{verdict}", "bold green" if result.ready else "bold red"))
 
 
-def _gpu_line(gpu: Gpu) -> str:
+def _gpu_line(gpu: LocalGpu) -> str:
     capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else "unknown"
     links = f", {gpu.nvlinks} NVLinks" if gpu.nvlinks else ""
     return f"{gpu.name}, {gpu.memory_gib:.0f} GiB, compute capability {capability}{links}"

@@ -26,14 +26,14 @@ _TORCHRUN = "] failed (exitcode: "  # part of the first line that torchrun logs 
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     rank: int
     time: float  # seconds since the epoch
     node: str
     problem: str
 
 
-def failures(logs: Path) -> list[Failure]:
+def failures(logs: Path) -> list[RankFailure]:
     """Return all failures, earliest first, without the ranks that a signal told to end."""
     by_rank = {failure.rank: failure for failure in _unrecorded(logs)}
     for file in logs.glob("rank_*.failed.json"):
@@ -43,11 +43,11 @@ def failures(logs: Path) -> list[Failure]:
         except ValueError:  # the file is incomplete: the disk was full, or the rank was killed
             node, problem = _node_of(logs, rank), "it could not write down why"
             record = {"time": file.stat().st_mtime, "node": node, "problem": problem}
-        by_rank[rank] = Failure(rank, record["time"], record["node"], record["problem"])
+        by_rank[rank] = RankFailure(rank, record["time"], record["node"], record["problem"])
     return sorted(by_rank.values(), key=lambda failure: failure.time)
 
 
-def _unrecorded(logs: Path) -> Iterator[Failure]:
+def _unrecorded(logs: Path) -> Iterator[RankFailure]:
     """Yield the failures that torchrun reports in the nodes' logs, whether or not the rank recorded one."""
     for log in logs.glob("node_*.log"):
         text = log.read_text(errors="replace")
@@ -66,7 +66,7 @@ def _unrecorded(logs: Path) -> Iterator[Failure]:
                 problem = f"{problem}, before it began its log; {log} says\n{_last(output)}"
             # torchrun notices a dead rank late. Other ranks may have failed by then for the lost connection.
             moment = datetime.fromisoformat(page["time"].replace("_", "T")).timestamp() - 1.0
-            yield Failure(rank, moment, node, problem)
+            yield RankFailure(rank, moment, node, problem)
 
 
 def _node_of(logs: Path, rank: int) -> str:

@@ -8,7 +8,7 @@ from statistics import median
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Prompt
 from megatron_gvpo.huggingface.tokenizer import rendered
-from megatron_gvpo.inspection.verdict import Verdict, failure, ok, warning
+from megatron_gvpo.inspection.verdict import RunVerdict, failure, ok, warning
 from megatron_gvpo.settings.config import Config
 
 SHOWN = 3  # prompts
@@ -21,11 +21,11 @@ def shown_prompts(task: Task) -> list[str]:
     return [str(task.tokenizer.decode(prompt.token_ids)) for prompt in task.prompts[:SHOWN]]
 
 
-def inspect_prompts(config: Config, task: Task) -> list[Verdict]:
+def inspect_prompts(config: Config, task: Task) -> list[RunVerdict]:
     return [_lengths(config, task), *_template(task), *_end(task), *_enough(config, task)]
 
 
-def _lengths(config: Config, task: Task) -> Verdict:
+def _lengths(config: Config, task: Task) -> RunVerdict:
     lengths = sorted(len(prompt.token_ids) for prompt in (*task.prompts, *task.eval_prompts))
     sizes = f"{len(lengths)} prompts of {lengths[0]} to {lengths[-1]} tokens, median {median(lengths):.0f}"
     limit = task.longest_prompt
@@ -40,7 +40,7 @@ def _lengths(config: Config, task: Task) -> Verdict:
     return ok("lengths", f"{sizes}; the limit is {limit}, and {config.rollout.max_tokens} for a response")
 
 
-def _template(task: Task) -> list[Verdict]:
+def _template(task: Task) -> list[RunVerdict]:
     """A template that opens no turn for the model leaves the model to write the user's text."""
     if not task.chat:
         return [ok("template", "prompts are texts that the model continues: no chat template is used")]
@@ -75,7 +75,7 @@ def _marks_in_pieces(task: Task, text: str) -> list[str]:
     return [mark for mark in marks if mark not in known and mark not in vocabulary]
 
 
-def _end(task: Task) -> list[Verdict]:
+def _end(task: Task) -> list[RunVerdict]:
     ends = [repr(task.tokenizer.decode([token])) for token in task.end_token_ids]
     if not task.chat:
         return [ok("end", f"a response ends with {' or '.join(ends)}")]
@@ -93,7 +93,7 @@ def _end(task: Task) -> list[Verdict]:
     return [ok("end", f"a response ends with {' or '.join(ends)}, as the chat template ends a turn")]
 
 
-def _enough(config: Config, task: Task) -> list[Verdict]:
+def _enough(config: Config, task: Task) -> list[RunVerdict]:
     wanted, there = config.train.prompts_per_step, len(task.prompts)
     if wanted > there:
         return [

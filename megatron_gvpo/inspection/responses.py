@@ -9,8 +9,9 @@ from statistics import fmean
 
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Group
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.inspection.on_laptop import laptop_config
-from megatron_gvpo.inspection.verdict import Verdict, failure, not_tried, ok, warning
+from megatron_gvpo.inspection.verdict import RunVerdict, failure, not_tried, ok, warning
 from megatron_gvpo.settings.config import Config
 
 PROMPTS, RESPONSES = 8, 4
@@ -22,7 +23,7 @@ def weight_bytes(path: str) -> int:
     return sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
 
 
-def inspect_responses(config: Config, task: Task) -> tuple[list[Verdict], list[Group]]:
+def inspect_responses(config: Config, task: Task) -> tuple[list[RunVerdict], list[Group]]:
     """Verdicts on the start model's responses to the first prompts, and the responses. Loads the model."""
     if not config.algorithm.samples_from_policy:
         return [not_tried("start model", "the method samples no responses from the policy")], []
@@ -49,13 +50,13 @@ def _sample(config: Config, task: Task) -> list[Group]:
     most = min(config.rollout.max_tokens, LONGEST)
     local = laptop_config(config, rollout={"max_tokens": most})
     prepare(local)
-    with Rollouts(local, task, Scorer(local), PhaseTimer()) as rollouts:
+    with Rollouts(local, ModelCards(local), task, Scorer(local), PhaseTimer()) as rollouts:
         rollouts.sync(0)
         sampler = rollouts.sampler(min(config.rollout.n, RESPONSES))
         return sampler.finish(sampler.begin(task.prompts[:PROMPTS], config.train.seed))
 
 
-def _judged(config: Config, groups: Sequence[Group], seconds: float) -> list[Verdict]:
+def _judged(config: Config, groups: Sequence[Group], seconds: float) -> list[RunVerdict]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     verdicts = [
@@ -71,7 +72,7 @@ def _judged(config: Config, groups: Sequence[Group], seconds: float) -> list[Ver
     return verdicts
 
 
-def _ends(config: Config, reasons: Sequence[str]) -> Verdict:
+def _ends(config: Config, reasons: Sequence[str]) -> RunVerdict:
     ended = sum(reason == "stop" for reason in reasons)
     most = min(config.rollout.max_tokens, LONGEST)
     summary = f"{ended} of {len(reasons)} responses end within {most} tokens"
@@ -88,7 +89,7 @@ def _ends(config: Config, reasons: Sequence[str]) -> Verdict:
     return ok("ends", summary)
 
 
-def _signal(config: Config, groups: Sequence[Group]) -> Verdict:
+def _signal(config: Config, groups: Sequence[Group]) -> RunVerdict:
     """The share of groups whose rewards differ: the others teach most methods nothing."""
     rewards = [reward for group in groups for reward in group.rewards]
     differ = sum(len(set(group.rewards)) > 1 for group in groups)

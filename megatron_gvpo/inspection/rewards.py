@@ -8,7 +8,7 @@ from statistics import fmean
 
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.inspection.verdict import Verdict, failure, not_tried, ok, warning
+from megatron_gvpo.inspection.verdict import RunVerdict, failure, not_tried, ok, warning
 from megatron_gvpo.rewards.pool import RewardPool
 from megatron_gvpo.settings.config import Config
 
@@ -25,7 +25,7 @@ _FORMS: tuple[Callable[[str], str], ...] = (
 )
 
 
-def inspect_rewards(config: Config, task: Task) -> list[Verdict]:
+def inspect_rewards(config: Config, task: Task) -> list[RunVerdict]:
     """Score made-up responses to the first records that have an answer or a demonstration."""
     if not config.samples_responses or not config.rewards.components:
         return [not_tried("reward", "the run samples no responses, or asks no reward")]
@@ -88,7 +88,7 @@ def _response(text: str, task: Task, index: int) -> Rollout:
     return Rollout([*token_ids, task.end_token_ids[0]], [], text, "stop")
 
 
-def _own_is_best(scores: Sequence[tuple[Prompt, dict[str, float], dict[str, str]]]) -> Verdict:
+def _own_is_best(scores: Sequence[tuple[Prompt, dict[str, float], dict[str, str]]]) -> RunVerdict:
     for prompt, _, errors in scores:
         for name, text in errors.items():
             return failure("reward", f"{name} failed for a response to {prompt.id}: {text}")
@@ -119,7 +119,7 @@ def _own_is_best(scores: Sequence[tuple[Prompt, dict[str, float], dict[str, str]
     return ok("reward", f"the record's own answer is best of {len(scores)} records' responses ({means})")
 
 
-def _time(seconds: float) -> Verdict:
+def _time(seconds: float) -> RunVerdict:
     if seconds > SLOW:
         return warning(
             "reward's time",

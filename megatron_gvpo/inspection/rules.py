@@ -7,7 +7,7 @@ import shutil
 import subprocess
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.inspection.verdict import Verdict, failure, not_tried, ok, warning
+from megatron_gvpo.inspection.verdict import RunVerdict, failure, not_tried, ok, warning
 from megatron_gvpo.planner import architecture
 from megatron_gvpo.planner.fit import excess
 from megatron_gvpo.settings.config import Config
@@ -21,7 +21,7 @@ _ASK = "import importlib.metadata as m, json, sys; print(json.dumps(m.version(sy
 _PATIENCE = 60.0  # seconds for an interpreter on a slow disk
 
 
-def inspect_learning_rate(config: Config) -> Verdict:
+def inspect_learning_rate(config: Config) -> RunVerdict:
     """`optimizer.lr` against what models of this size are trained with."""
     lr = config.optimizer.lr
     try:
@@ -39,7 +39,7 @@ def inspect_learning_rate(config: Config) -> Verdict:
     return ok("learning rate", summary)
 
 
-def inspect_engine(config: Config) -> Verdict:
+def inspect_engine(config: Config) -> RunVerdict:
     """The rollout engine and its version, asked of the interpreter that would start it."""
     engine, servers = config.rollout.engine, config.rollout.servers
     if not config.rollout.uses_servers:
@@ -63,7 +63,7 @@ def inspect_engine(config: Config) -> Verdict:
     return ok("engine", f"{engine} {json.loads(answer.stdout)} of {python}")
 
 
-def inspect_memory(config: Config, world: int, gpu_gib: float) -> Verdict:
+def inspect_memory(config: Config, world: int, gpu_gib: float) -> RunVerdict:
     """The planner's memory of the fullest GPU; it knows nothing of a CPU."""
     if config.model.dtype == "float32":
         return not_tried("memory", "model.dtype=float32 is for CPUs, and the planner predicts GPUs")

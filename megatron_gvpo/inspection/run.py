@@ -13,12 +13,13 @@ from megatron_gvpo.core.errors import ConfigError, DataError, RolloutError
 from megatron_gvpo.core.gpus import list_gpus
 from megatron_gvpo.data.task import Task, load_task
 from megatron_gvpo.groups import Group
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.inspection.prompts import inspect_prompts, shown_prompts
 from megatron_gvpo.inspection.responses import inspect_responses
 from megatron_gvpo.inspection.rewards import inspect_rewards
 from megatron_gvpo.inspection.rules import inspect_engine, inspect_learning_rate, inspect_memory
 from megatron_gvpo.inspection.tiny_step import TinyStep
-from megatron_gvpo.inspection.verdict import Verdict, failure, not_tried, ok
+from megatron_gvpo.inspection.verdict import RunVerdict, failure, not_tried, ok
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.workers.tools import configured_schemas
 
@@ -27,7 +28,7 @@ SHOWN_RESPONSES = 2
 
 @dataclass
 class Inspection:
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[RunVerdict] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)  # as the model sees them
     responses: list[str] = field(default_factory=list)
 
@@ -45,14 +46,14 @@ class Inspection:
         }
 
 
-def inspect(config: Config, world: int, gpu_gib: float, tell: Callable[[Verdict], None]) -> Inspection:
+def inspect(config: Config, world: int, gpu_gib: float, tell: Callable[[RunVerdict], None]) -> Inspection:
     """All verdicts. `tell` gets each as it comes. Raises nothing for a run that could not work.
 
     `world`: ranks of the run; `gpu_gib`: memory of one of its GPUs.
     """
     inspection = Inspection()
 
-    def add(*verdicts: Verdict) -> None:
+    def add(*verdicts: RunVerdict) -> None:
         for verdict in verdicts:
             inspection.verdicts.append(verdict)
             tell(verdict)
@@ -81,7 +82,7 @@ def inspect(config: Config, world: int, gpu_gib: float, tell: Callable[[Verdict]
     return inspection
 
 
-def _layout(config: Config, world: int) -> Verdict:
+def _layout(config: Config, world: int) -> RunVerdict:
     """Ask what `train` refuses before it loads anything; for GPUs that are not here, what `slurm` refuses."""
     try:
         preflight(config, "train" if list_gpus() else "slurm", world)
@@ -90,21 +91,21 @@ def _layout(config: Config, world: int) -> Verdict:
     return ok("configuration", f"complete, and its layout is possible on {world} ranks")
 
 
-def _task(config: Config, add: Callable[[Verdict], None]) -> Task | None:
+def _task(config: Config, add: Callable[[RunVerdict], None]) -> Task | None:
     try:
-        return load_task(config, configured_schemas(config))
+        return load_task(config, ModelCards(config).policy, configured_schemas(config))
     except (ConfigError, DataError) as error:
         add(failure("data", str(error)))
         return None
 
 
-def _responses(config: Config, task: Task, groups: list[Group]) -> list[Verdict]:
+def _responses(config: Config, task: Task, groups: list[Group]) -> list[RunVerdict]:
     verdicts, sampled = inspect_responses(config, task)
     groups += sampled
     return verdicts
 
 
-def _tried(topic: str, look: Callable[[], list[Verdict]]) -> list[Verdict]:
+def _tried(topic: str, look: Callable[[], list[RunVerdict]]) -> list[RunVerdict]:
     """Verdicts of a look that may fail for a reason of the user's, such as a reward that cannot be loaded."""
     try:
         return look()

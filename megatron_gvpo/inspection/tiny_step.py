@@ -15,7 +15,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.image_families import takes_images
 from megatron_gvpo.inspection.on_laptop import laptop_values
-from megatron_gvpo.inspection.verdict import Verdict, failure, not_tried, ok
+from megatron_gvpo.inspection.verdict import RunVerdict, failure, not_tried, ok
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.verify.shrink import save_tiny, shrink
 
@@ -67,7 +67,7 @@ class TinyStep:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> RunVerdict:
         """Wait for the step. It is a failure only where the step itself ends with an error."""
         if self._process is None:
             return not_tried("tiny step", str(self._reason))

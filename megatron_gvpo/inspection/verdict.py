@@ -9,7 +9,7 @@ Level = Literal["ok", "warning", "failure", "not tried"]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunVerdict:
     """`failure`: the run could not work. `warning`: it could, and probably not as intended."""
 
     topic: str
@@ -24,17 +24,17 @@ class Verdict:
         return f"{mark:>9}  {self.topic}: {self.sentence}{remedy}"
 
 
-def ok(topic: str, sentence: str) -> Verdict:
-    return Verdict(topic, "ok", sentence)
+def ok(topic: str, sentence: str) -> RunVerdict:
+    return RunVerdict(topic, "ok", sentence)
 
 
-def warning(topic: str, sentence: str, remedy: str) -> Verdict:
-    return Verdict(topic, "warning", sentence, remedy)
+def warning(topic: str, sentence: str, remedy: str) -> RunVerdict:
+    return RunVerdict(topic, "warning", sentence, remedy)
 
 
-def failure(topic: str, sentence: str, remedy: str = "") -> Verdict:
-    return Verdict(topic, "failure", sentence, remedy)
+def failure(topic: str, sentence: str, remedy: str = "") -> RunVerdict:
+    return RunVerdict(topic, "failure", sentence, remedy)
 
 
-def not_tried(topic: str, reason: str) -> Verdict:
-    return Verdict(topic, "not tried", reason)
+def not_tried(topic: str, reason: str) -> RunVerdict:
+    return RunVerdict(topic, "not tried", reason)

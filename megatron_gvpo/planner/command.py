@@ -318,7 +318,7 @@ def _print(
 
 
 def _of_teacher(
-    taught: teacher.Teacher, best: Candidate, options: argparse.Namespace, work: workload.Workload
+    taught: teacher.PlannedTeacher, best: Candidate, options: argparse.Namespace, work: workload.Workload
 ) -> str:
     """Returns the line that says where the teacher is, and what it takes there."""
     name = f"teacher {options.teacher}, {taught.model.parameters:,} parameters: "

@@ -17,7 +17,7 @@ from megatron_gvpo.planner.architecture import GIB, RUNTIME_BYTES, Architecture
 from megatron_gvpo.planner.workload import Layout
 
 if TYPE_CHECKING:
-    from megatron_gvpo.planner.teacher import Teacher
+    from megatron_gvpo.planner.teacher import PlannedTeacher
 
 
 HEAD_BYTES = 800e6  # working memory of the fused head's tiles (kernels/linear_logprob.py)
@@ -158,7 +158,7 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
     return waiting
 
 
-def teacher_pass(teacher: Teacher, layout: Layout, stage: int, tokens: float) -> float:
+def teacher_pass(teacher: PlannedTeacher, layout: Layout, stage: int, tokens: float) -> float:
     """Returns the bytes of a held teacher in its pass over a micro-batch, which keeps no activations.
 
     They are its weights, the layer that is being computed, and on the last stage the head's tile or a copy
@@ -174,7 +174,7 @@ def teacher_pass(teacher: Teacher, layout: Layout, stage: int, tokens: float) ->
     )
 
 
-def teacher_in_head(teacher: Teacher, layout: Layout, tokens: float) -> float:
+def teacher_in_head(teacher: PlannedTeacher, layout: Layout, tokens: float) -> float:
     """Returns the bytes of a divergence on the last stage, beside the head's own, in the policy's update.
 
     They are the teacher's output weight, its hidden states of a micro-batch and a tile of its logits.
@@ -189,7 +189,7 @@ def memory(
     tokens: float,
     micro_batches: int,
     critic: bool = False,
-    teacher: Teacher | None = None,
+    teacher: PlannedTeacher | None = None,
 ) -> Memory:
     """Predicts the memory of a GPU of the fullest pipeline stage, with `tokens` tokens per micro-batch.
 

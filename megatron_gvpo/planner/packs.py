@@ -36,7 +36,7 @@ def size_of(config: Config, data_parallel: int, micro_batches: int | None = None
     prompt = min(PROMPT, config.data.max_prompt_tokens or PROMPT)
     longest = prompt + rollout.max_tokens
     rows = math.ceil(train.prompts_per_step * rollout.n / train.mini_batches / data_parallel)
-    together = config.algorithm.loss.couples_groups or bool(train.share_prompts)
+    together = config.algorithm.loss.couples_groups or train.requires_shared_prompts
     unit = rollout.n if together and rollout.n * longest <= budget else 1
     fitting = max(1, math.ceil(budget / (unit * longest))) * unit if longest <= budget else 1
     of_a_pack = min(fitting, rows)

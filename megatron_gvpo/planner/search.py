@@ -13,7 +13,7 @@ from megatron_gvpo.planner.architecture import Architecture, Gpu
 from megatron_gvpo.planner.fit import USABLE
 from megatron_gvpo.planner.memory_model import Memory, host_state, memory, shard
 from megatron_gvpo.planner.step_time import NODE, Seconds, model_flops, rollout_seconds, seconds
-from megatron_gvpo.planner.teacher import Teacher
+from megatron_gvpo.planner.teacher import PlannedTeacher
 from megatron_gvpo.planner.workload import Layout, Workload
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -166,7 +166,7 @@ def _layouts(
     fp8: bool,
     reasons: Counter[str],
     share_prompts: bool = False,
-    teacher: Teacher | None = None,
+    teacher: PlannedTeacher | None = None,
 ) -> Iterator[Layout]:
     """Yields every division of the trainer's GPUs that Megatron supports for this model, and its teacher."""
     trainer_teacher = teacher if teacher is not None and teacher.is_on_trainer else None
@@ -244,7 +244,7 @@ def _host_gib(model: Architecture, layout: Layout, critic: bool) -> float:
     )
 
 
-def _teacher_host_gib(teacher: Teacher | None, layout: Layout) -> float:
+def _teacher_host_gib(teacher: PlannedTeacher | None, layout: Layout) -> float:
     """Returns the GiB of host memory for the weights of a teacher that the trainer holds, on a node."""
     if teacher is None or not teacher.is_on_trainer:
         return 0.0

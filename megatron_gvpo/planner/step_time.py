@@ -22,7 +22,7 @@ from megatron_gvpo.planner.traffic import layer_backward, layer_forward, on_the_
 from megatron_gvpo.planner.workload import Layout, Speculation, Workload
 
 if TYPE_CHECKING:
-    from megatron_gvpo.planner.teacher import Teacher
+    from megatron_gvpo.planner.teacher import PlannedTeacher
 
 NODE = 8  # GPUs that NVLink connects
 DECODE_OVERHEAD = 3e-3  # seconds per decoding step for scheduling and sampling
@@ -102,7 +102,12 @@ def seconds(model: Architecture, gpu: Gpu, layout: Layout, work: Workload, micro
 
 
 def _trainer_teacher(
-    teacher: Teacher, policy: Architecture, gpu: Gpu, layout: Layout, work: Workload, micro_batches: float
+    teacher: PlannedTeacher,
+    policy: Architecture,
+    gpu: Gpu,
+    layout: Layout,
+    work: Workload,
+    micro_batches: float,
 ) -> float:
     """Returns the seconds of a teacher that the trainer holds.
 
@@ -124,7 +129,7 @@ def _trainer_teacher(
     return took + moves * 2 * 2 * parameters / (gpu.pcie_gb_per_s * gpu.network_fraction * 1e9)
 
 
-def served_seconds(teacher: Teacher, gpu: Gpu, work: Workload) -> float:
+def served_seconds(teacher: PlannedTeacher, gpu: Gpu, work: Workload) -> float:
     """Returns the seconds until a teacher's servers have scored a step's responses, each with its prompt.
 
     Nothing decodes: every token passes the layers and the head once.

@@ -14,7 +14,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.planner.architecture import Gpu
 
 if TYPE_CHECKING:
-    from megatron_gvpo.planner.teacher import Teacher
+    from megatron_gvpo.planner.teacher import PlannedTeacher
 
 
 def gpu(name: str) -> Gpu:
@@ -129,7 +129,7 @@ class Workload:
     share_prompts: bool = False  # a group's prompt is computed once (train.share_prompts)
     speculation: Speculation | None = None
     image_tokens: int = 0  # of `prompt_tokens`, those that stand for the prompt's images
-    teacher: Teacher | None = None
+    teacher: PlannedTeacher | None = None
 
     @property
     def updates(self) -> int:

@@ -20,7 +20,7 @@ from megatron_gvpo.rehearsal.nullcuda import build
 from megatron_gvpo.rehearsal.nullcuda.build import NullCudaError
 from megatron_gvpo.rehearsal.nullcuda.devices import CONTEXT_BYTES, DEVICES, GIB, Device
 from megatron_gvpo.rehearsal.process import environment_of_ranks, run_jobs
-from megatron_gvpo.rehearsal.rank import Job
+from megatron_gvpo.rehearsal.rank import RankJob
 from megatron_gvpo.rehearsal.ranks import chosen
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import load_config
@@ -77,7 +77,7 @@ def _rehearse(options: argparse.Namespace, folder: Path) -> int:
     return 0 if result["fits"] else 1
 
 
-def _checked(options: argparse.Namespace, device: Device, folder: Path) -> tuple[Config, Job]:
+def _checked(options: argparse.Namespace, device: Device, folder: Path) -> tuple[Config, RankJob]:
     """The configuration, with models that exist, and what its ranks have in common. Raises ConfigError."""
     files = [word for word in options.config if "=" not in word]
     overrides = [word for word in options.config if "=" in word]
@@ -90,11 +90,11 @@ def _checked(options: argparse.Namespace, device: Device, folder: Path) -> tuple
     if options.memory is not None and not 0 < options.memory < LARGEST_GIB:
         raise ConfigError(f"--memory {options.memory}: must be above 0 and below {LARGEST_GIB} GiB")
     config, added, made = _with_models(files, overrides, folder)
-    card = check_layout(config, options.world)
+    card = check_layout(config, options.world).policy
     attention = Attention.of(config.model, config.parallel, config.train.deterministic, card)
     major, minor = divmod(device.capability, 10)
     check_attention(attention, (major, minor), has_flash_attention())
-    return config, Job(files, [*overrides, *added], 0, options.world, options.micro_batches, made)
+    return config, RankJob(files, [*overrides, *added], 0, options.world, options.micro_batches, made)
 
 
 def _device(name: str) -> Device:

@@ -18,7 +18,7 @@ from megatron_gvpo.rehearsal import transformer_engine
 from megatron_gvpo.rehearsal.nullcuda import build
 from megatron_gvpo.rehearsal.nullcuda.build import NullCudaError
 from megatron_gvpo.rehearsal.nullcuda.devices import GIB, Device, environment
-from megatron_gvpo.rehearsal.rank import Job
+from megatron_gvpo.rehearsal.rank import RankJob
 
 
 def environment_of_ranks(device: Device, count: int, usable: int) -> dict[str, str]:
@@ -65,7 +65,7 @@ def _check_reservation(size: int) -> None:
         ) from None
 
 
-def run_jobs(jobs: Sequence[Job], variables: dict[str, str], folder: Path) -> Iterator[dict[str, Any]]:
+def run_jobs(jobs: Sequence[RankJob], variables: dict[str, str], folder: Path) -> Iterator[dict[str, Any]]:
     """Run the jobs in one process, and yield their results in order.
 
     Raises ConfigError for what a rank refuses, RankFailedError for other ends.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """A rank to rehearse. `micro_batches`: of an update; None: as many as its peak of memory needs."""
 
     files: list[str]  # of the configuration
@@ -45,7 +45,7 @@ def main(jobs_file: str) -> int:
     user can mend, or `failed`, the exit code of a process that ended otherwise.
     """
     os.environ.pop("LD_PRELOAD", None)  # this process has it; the compilers that Triton starts do not need it
-    jobs = [Job(**job) for job in json.loads(Path(jobs_file).read_text())]
+    jobs = [RankJob(**job) for job in json.loads(Path(jobs_file).read_text())]
     begin = time.perf_counter()
     from megatron_gvpo.rehearsal.world import FakeWorld
     from megatron_gvpo.settings.load import load_config
@@ -71,7 +71,7 @@ def main(jobs_file: str) -> int:
     return 0
 
 
-def _run(job: Job, world: FakeWorld, import_seconds: float, log: Path, result_file: Path) -> int:
+def _run(job: RankJob, world: FakeWorld, import_seconds: float, log: Path, result_file: Path) -> int:
     """Rehearse in this process, whose output goes to `log`; returns its exit code."""
     with log.open("w") as opened:
         os.dup2(opened.fileno(), 1)
@@ -91,10 +91,10 @@ def _run(job: Job, world: FakeWorld, import_seconds: float, log: Path, result_fi
     return 0
 
 
-def rehearse(job: Job, world: FakeWorld) -> dict[str, Any]:
+def rehearse(job: RankJob, world: FakeWorld) -> dict[str, Any]:
     """Run the phases of one rank. Raises ConfigError for a configuration that the run would refuse, too."""
     from megatron_gvpo.rehearsal import made_model, stand_ins
-    from megatron_gvpo.rehearsal.recorder import Recorder, host_gib
+    from megatron_gvpo.rehearsal.recorder import PhaseRecorder, host_gib
     from megatron_gvpo.settings.load import load_config
     from megatron_gvpo.training.environment import prepare
 
@@ -106,7 +106,7 @@ def rehearse(job: Job, world: FakeWorld) -> dict[str, Any]:
         if not made_model.has_weights(Path(directory)):
             made_model.fill(Path(directory))
     stand_ins.install(made_weights=bool(job.made))
-    recorder = Recorder(world)
+    recorder = PhaseRecorder(world)
     run = RankRun(config, job.micro_batches)
     for name, phase in run.phases():
         with recorder.phase(name) as results:

@@ -43,7 +43,7 @@ def changes(root: type[BaseModel], old: Mapping[str, Any], new: Mapping[str, Any
     recipe = next((change for change in method if change.key == "algorithm.recipe"), None)
     if recipe is None:
         return every
-    # Another recipe changes many blocks: its name says it. The same blocks by another name are no change.
+    # Another recipe changes many blocks: its name says it. The same blocks by another name are not a change.
     rest = [change for change in every if change not in method]
     return [*rest, Change("algorithm.recipe", recipe.old, recipe.new, fixed=len(method) > 1)]
 

@@ -14,7 +14,7 @@ import aiohttp
 
 from megatron_gvpo.huggingface.fingerprint import fingerprint
 from megatron_gvpo.servers.http import Http, ServerGone, ServerRefused
-from megatron_gvpo.servers.model_servers import Place
+from megatron_gvpo.servers.model_servers import ServerAddresses
 from megatron_gvpo.settings.reward_servers import RewardServers
 
 PAUSE = 1.0  # seconds before a request is repeated
@@ -49,7 +49,7 @@ class Servers:
 
     def __init__(
         self,
-        addresses: Place,
+        addresses: ServerAddresses,
         settings: RewardServers,
         session: aiohttp.ClientSession,
         check: Callable[[Http], Awaitable[None]],

@@ -16,6 +16,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.http import Http, ServerGone, ServerRefused
 from megatron_gvpo.servers.sent_images import SentImage, difference
 from megatron_gvpo.settings.config import Config
@@ -41,7 +42,7 @@ HIGHEST_LOGPROB, LOWEST_LOGPROB = 1e-3, -1e4
 
 
 @dataclass(frozen=True)
-class Sample:
+class Completion:
     """One response as the server gave it. "abort" means that a client stopped it: it is incomplete."""
 
     token_ids: list[int]
@@ -64,7 +65,7 @@ class Sample:
         if not self.token_ids and self.finish_reason != "abort":
             raise ValueError("a finished response without any token")
 
-    def up_to_stop(self, stops: Sequence[int]) -> Sample:
+    def up_to_stop(self, stops: Sequence[int]) -> Completion:
         """The sample up to its first stop token.
 
         An engine that stops a response for its client looks at no token of that step, in which the response
@@ -84,7 +85,7 @@ class Sample:
             "rollout.stop_token_ids"
         )
 
-    def before(self, token: int) -> Sample:
+    def before(self, token: int) -> Completion:
         """An aborted sample up to the first such token."""
         end = self.token_ids.index(token) if token in self.token_ids else len(self.token_ids)
         return replace(self, token_ids=self.token_ids[:end], logprobs=self.logprobs[:end])
@@ -161,7 +162,7 @@ class Server(Protocol):
     def url(self) -> str: ...
 
     @staticmethod
-    def launch(config: Config, port: int, api_key: str | None, on_gpu: bool) -> Launch:
+    def launch(config: Config, cards: ModelCards, port: int, api_key: str | None, on_gpu: bool) -> Launch:
         """The command that starts such a server on `rollout.servers.host`:`port`."""
 
     async def check_health(self, timeout: float) -> None:
@@ -184,7 +185,7 @@ class Server(Protocol):
         stop_ids: Sequence[int],
         timeout: float,
         images: Sequence[SentImage] = (),
-    ) -> Sample:
+    ) -> Completion:
         """Sample one response of at most `max_tokens` tokens. A stop token ends it and is its last token.
 
         With `sampling.wants_routing` the sample has its experts, unless it was aborted. `token_ids` have all

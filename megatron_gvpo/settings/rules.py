@@ -182,7 +182,7 @@ def _router_replay(config: Config) -> None:
         reason = f"algorithm.sampler={config.algorithm.sampler} has no engine that could tell experts"
     elif not config.rollout.uses_servers:
         reason = f"rollout.engine={config.rollout.engine} does not tell experts: choose sglang or vllm"
-    elif config.train.share_prompts:
+    elif config.train.requires_shared_prompts:
         reason = (
             "train.share_prompts computes a prompt once, and the engine may have routed it differently for "
             "each of its responses: use one of the two"
@@ -454,7 +454,7 @@ def _possible(config: Config) -> None:
     algorithm, reason = config.algorithm, None
     if config.rollout.router_replay:
         reason = "rollout.router_replay=true: the experts of several turns are not recorded"
-    elif config.train.share_prompts:
+    elif config.train.requires_shared_prompts:
         reason = "train.share_prompts=true: every turn has a context of its own"
     elif single := [member.name for member in algorithm.members if not member.takes_conversations]:
         reason = f"algorithm.members: {single[0]} adds or changes single responses"

@@ -225,13 +225,19 @@ class TrainConfig(Section):
     # End the run after this many batches in a row that teach nothing: algorithm.shapers drop every group, no
     # group has a signal for the loss (all its rewards are equal), or a reward fails for every response.
     max_empty_batches: PositiveInt = 20
-    # Compute a prompt once for all responses to it in a micro-batch. Default: true on a CPU where possible.
-    share_prompts: bool | None = None
+    # Compute a prompt once for all responses to it in a micro-batch. `auto`: on a CPU, where model and layout
+    # allow it; the run says so, or why not.
+    share_prompts: bool | Literal["auto"] = "auto"
     # MiB that a rank may keep between a micro-batch's forward and backward for the output layer's gradient; 0
     # keeps nothing and recomputes (docs/explanation/head.md).
     head_stash_mb: NonNegativeInt = 1024
     seed: Seed = 0  # Seed of sampling, order and initialisation.
     deterministic: bool = False  # Repeat the metrics bit for bit under the same layout; slower on a GPU.
+
+    @property
+    def requires_shared_prompts(self) -> bool:
+        """True if the run must not start where prompts cannot be shared."""
+        return self.share_prompts is True
 
     @property
     def head_stash_bytes(self) -> int:

@@ -148,6 +148,8 @@ class Recorder(Callback):
             phase=trainer.components.timer.current,
         )
         self._opened.callback(self._progress.close)
+        if config.train.share_prompts == "auto" and config.samples_responses and config.rollout.n > 1:
+            self._progress.note(f"train.share_prompts=auto: {_prompt_sharing(trainer)}")
         self._alerts = Finder()
         if resume_step is not None:
             for record in read_metrics(self._directory / "metrics.jsonl"):
@@ -189,6 +191,16 @@ class Recorder(Callback):
         plot_curve(self._directory / "metrics.jsonl", self._directory / "curve.png")
         self._progress.note(time_report(totals, wall))
         self._progress.close()
+
+
+def _prompt_sharing(trainer: Trainer) -> str:
+    """Say if a prompt is computed once for its responses, or why not."""
+    model, rollout = trainer.components.policy.model, trainer.config.rollout
+    if rollout.conversation is not None:
+        return "off: every turn of a conversation has a context of its own"
+    if model.share_prompts:
+        return f"on, a prompt is computed once for its {rollout.n} responses"
+    return f"off: {model.obstacle_to_sharing}"
 
 
 def _refused(trainer: Trainer, problem: OSError) -> str:

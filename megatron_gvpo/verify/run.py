@@ -26,7 +26,7 @@ from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.settings.load import build_config
 from megatron_gvpo.verify import reference
-from megatron_gvpo.verify.layout import Layout
+from megatron_gvpo.verify.layout import ParallelLayout
 from megatron_gvpo.verify.measures import (
     MICRO_BATCH,
     TEMPERATURE,
@@ -50,7 +50,7 @@ _COLLECTIVE = timedelta(seconds=120)
 
 def verify(
     config: dict[str, Any],
-    layouts: Sequence[Layout],
+    layouts: Sequence[ParallelLayout],
     where: str,
     report: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
@@ -141,7 +141,7 @@ def _rank(rank: int, ranks: int, folder: Path, work: Callable[..., None], argume
 class Result:
     """One layout's difference from transformers; or why there is none."""
 
-    layout: Layout
+    layout: ParallelLayout
     limits: Limits
     difference: Difference | None
     failure: str | None = None  # an error while the model was built or ran
@@ -181,7 +181,7 @@ def _by_transformers(model: Any, directory: Path, rows: TrainBatch) -> Computed:
     )
 
 
-def candidate_side(layout: Layout, directory: Path) -> None:
+def candidate_side(layout: ParallelLayout, directory: Path) -> None:
     """Write what this package's build computes of the checkpoint under `layout`. A collective."""
 
     computed = compute(directory / "model", layout, make_rows(VOCABULARY))
@@ -189,7 +189,7 @@ def candidate_side(layout: Layout, directory: Path) -> None:
         torch.save(computed, directory / f"{layout}.pt")
 
 
-def read_result(layout: Layout, directory: Path) -> Result:
+def read_result(layout: ParallelLayout, directory: Path) -> Result:
     """Compare what both sides have written."""
     wanted, rounding = torch.load(directory / "wanted.pt", weights_only=False)
     computed = torch.load(directory / f"{layout}.pt", weights_only=False)
@@ -199,7 +199,7 @@ def read_result(layout: Layout, directory: Path) -> Result:
 # The side of this package: a model built by Megatron-Bridge in one layout, and what it computes.
 
 
-def compute(directory: Path, layout: Layout, rows: TrainBatch) -> Computed:
+def compute(directory: Path, layout: ParallelLayout, rows: TrainBatch) -> Computed:
     """Build the checkpoint in `directory` under `layout`, and compute on `rows`. A collective."""
     policy = Policy(config_of(directory, layout))
     exported = _copied(policy.weights())
@@ -224,7 +224,7 @@ def compute(directory: Path, layout: Layout, rows: TrainBatch) -> Computed:
     )
 
 
-def config_of(directory: Path, layout: Layout) -> Config:
+def config_of(directory: Path, layout: ParallelLayout) -> Config:
     """The configuration of a comparison under `layout`."""
     return build_config(
         {

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.user_functions import described, load_function
-from megatron_gvpo.data.tool_calls import Call, parser_of
+from megatron_gvpo.data.tool_calls import ToolCall, parser_of
 from megatron_gvpo.groups import Prompt
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.conversation import PYTHON
@@ -71,7 +71,7 @@ class Tools:
             messages.append(tool_message(call.name, text, call.id or i))
         return Reply(messages, counts={"tool_calls": len(calls), "tool_errors": failed})
 
-    async def _answer(self, call: Call) -> tuple[str, bool]:
+    async def _answer(self, call: ToolCall) -> tuple[str, bool]:
         """(the tool's answer, True if it ran)."""
         if call.problem is not None:
             return f"Error: {call.problem}", False

@@ -17,7 +17,7 @@ from scipy.stats import binomtest
 from megatron_gvpo.cli import main
 from megatron_gvpo.observe.report import Reporter
 from megatron_gvpo.observe.report.samples import chosen, interval, pass_intervals
-from megatron_gvpo.observe.report.token_texts import Pieces
+from megatron_gvpo.observe.report.token_texts import TokenTexts
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +220,7 @@ def test_no_run_is_refused_in_a_line(tmp_path: Path, runs: list[Path], capsys: p
 @pytest.mark.parametrize("unknown", ["", "12 → 😀", "e\u0301 ∑ 漢字 \ud7ff", "\x00\n\t", "𝕏" * 5])
 def test_pieces_are_the_text(tmp_path: Path, unknown: str):
     tokenizer = make_tokenizer(tmp_path)
-    pieces = Pieces(tokenizer)
+    pieces = TokenTexts(tokenizer)
     ids = [*tokenizer.encode(unknown).ids, 0]
     found = pieces.split(ids)
     assert len(found) == len(ids) and "".join(found) == unknown + "<|end|>"
@@ -229,7 +229,7 @@ def test_pieces_are_the_text(tmp_path: Path, unknown: str):
 def test_a_cut_character_stays_in_the_last_piece(tmp_path: Path):
     tokenizer = make_tokenizer(tmp_path)
     ids = tokenizer.encode("ab 😀").ids[:-1]
-    assert "".join(Pieces(tokenizer).split(ids)).startswith("ab ")
+    assert "".join(TokenTexts(tokenizer).split(ids)).startswith("ab ")
 
 
 def test_steps_are_chosen_evenly_within_the_number():

@@ -210,6 +210,29 @@ def test_names_are_nouns_of_the_field():
     assert vague == PUBLIC
 
 
+def test_no_two_classes_have_the_same_name():
+    """A reader who searches for a class finds one thing, plugins of the engines included."""
+    names = Counter(
+        node.name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_a_thing_is_not_another_rather_than_no_other():
+    """Messages and comments say "is not a directory"; "there is no directory" is plain, and may stay."""
+    odd = re.compile(r"(?<!there )(?<!There )\b(is|are|was|were) no (?!longer|more)")
+    lines = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in PACKAGE.rglob("*.py")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if odd.search(line)
+    ]
+    assert lines == []
+
+
 def docstrings(path: Path) -> Iterator[str]:
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

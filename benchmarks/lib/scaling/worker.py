@@ -26,7 +26,7 @@ from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.microbatch import my_share
 from megatron_gvpo.observe.timer import PhaseTimer
-from megatron_gvpo.observe.traffic_counter import Traffic
+from megatron_gvpo.observe.traffic_counter import TrafficCounter
 from megatron_gvpo.planner import architecture, workload
 from megatron_gvpo.planner.traffic import Pack, on_the_wire, update_bytes
 from megatron_gvpo.planner.workload import Layout
@@ -57,7 +57,7 @@ class Watch(Callback):
     def __init__(self, steps: int, model: architecture.Architecture) -> None:
         self._steps, self._model = steps, model
         self._flops = self._optimizer = 0.0
-        self._traffic: Traffic | None = None
+        self._traffic: TrafficCounter | None = None
         self._expected: dict[tuple[str, str], int] | None = {}  # None: there is no formula for this layout
         self._counted: dict[tuple[str, str], int] = {}
         self.seconds: list[dict[str, float]] = []
@@ -83,7 +83,7 @@ class Watch(Callback):
             )
             if self._traffic is None:
                 return update(rows, **how)
-            with Traffic(parallel.group_names()) as traffic:
+            with TrafficCounter(parallel.group_names()) as traffic:
                 result = update(rows, **how)
             for key, volume in traffic.volumes.items():
                 if key[1] not in BOOKKEEPING:
@@ -107,7 +107,7 @@ class Watch(Callback):
             self.flops.append(self._flops)
         self._flops = self._optimizer = 0.0
         if step == 1 + self._steps:
-            self._traffic = Traffic(parallel.group_names())
+            self._traffic = TrafficCounter(parallel.group_names())
             self._traffic.__enter__()
         elif step == 2 + self._steps and self._traffic is not None:
             self._traffic.__exit__(None, None, None)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Call(NamedTuple):
+class SubAgentCall(NamedTuple):
     """One call of a sub-agent: its role, and the spans (first, end) of own tokens that it wrote."""
 
     role: str
@@ -96,7 +96,7 @@ class RoleEstimator(Advantage):
                             sub_r[span] = True
         return advantage_r.float(), {"sub_agent_tokens": sub_r.double().mean()}
 
-    def _values(self, rows: TrainBatch, calls: Sequence[Sequence[Call]]) -> list[list[float]]:
+    def _values(self, rows: TrainBatch, calls: Sequence[Sequence[SubAgentCall]]) -> list[list[float]]:
         """v of every call of every row."""
         reward = rows.reward_n.double().tolist()
         if self.local is not None:
@@ -125,14 +125,16 @@ class RoleEstimator(Advantage):
         std = (squares / max(count - self.ddof, 1)) ** 0.5
         return [[(v - mean) / (std + self.eps) for v in values] for values in judged]
 
-    def calls(self, rows: TrainBatch, row: int) -> list[Call]:
+    def calls(self, rows: TrainBatch, row: int) -> list[SubAgentCall]:
         """The calls of sub-agents in a row, in the order in which they began."""
         ids = rows.response_ids[row]
         if self.open_ids:
             return self._between_marks(ids)
         turns = rows.turns[row] if rows.turns else ()
-        begun: list[Call] = []
-        call_of: dict[int, tuple[Call, int]] = {}  # of a turn, and the place of the call's first own token
+        begun: list[SubAgentCall] = []
+        call_of: dict[
+            int, tuple[SubAgentCall, int]
+        ] = {}  # of a turn, and the place of the call's first own token
         lengths: list[int] = []  # of the context and the own tokens of every turn
         for number, (turn, end) in enumerate(zip(turns, ends_of(turns, len(ids)), strict=False)):
             full = lengths[turn.after] if turn.after >= 0 else len(rows.prompt_ids[row])
@@ -142,19 +144,19 @@ class RoleEstimator(Advantage):
                 continue
             call, first_own = call_of.get(turn.after, (None, context))
             if call is None or call.role != turn.agent or context <= first_own:
-                call, first_own = Call(turn.agent, []), context + len(turn.given)
+                call, first_own = SubAgentCall(turn.agent, []), context + len(turn.given)
                 begun.append(call)
             call_of[number] = call, first_own
             call.spans.append((turn.begin, end))
         return begun
 
-    def _between_marks(self, ids: Sequence[int]) -> list[Call]:
-        calls: list[Call] = []
+    def _between_marks(self, ids: Sequence[int]) -> list[SubAgentCall]:
+        calls: list[SubAgentCall] = []
         first: int | None = None
         for index, token in enumerate(ids):
             if first is None and token in self.open_ids:
                 first = index
             if first is not None and (token in self.close_ids or index == len(ids) - 1):
-                calls.append(Call("", [(first, index + 1)]))
+                calls.append(SubAgentCall("", [(first, index + 1)]))
                 first = None
         return calls

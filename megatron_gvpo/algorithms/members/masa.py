@@ -27,9 +27,9 @@ class Foresight(Member):
         notions    the share of the notions, but those that the prompt's text has, that more right responses'
                    texts have than wrong ones'
 
-    and 0 where it is no such object. Where the prompt is too long with the template, there is no prediction.
-    The paper's later phase, which drops prompts and cuts responses by the predictions, is not in its public
-    code, and not here.
+    and 0 where it is not such an object. A prompt that is too long with the template gets no prediction. The
+    paper's later phase, which drops prompts and cuts responses by the predictions, is not in its public code,
+    and not here.
     """
 
     adds_groups: ClassVar[bool] = True
@@ -85,7 +85,7 @@ def foreseen(text: str, group: Group, right: float = 0.0) -> float:
 
 
 def pass_rate_reward(claim: Any, rate: float) -> float:
-    """0.01^|said - rate|; 0 if `claim` is no number."""
+    """0.01^|claim - rate|; 0 if `claim` is not a number."""
     number = finite_number(claim)
     return 0.0 if number is None else float(0.01 ** abs(number - rate))
 

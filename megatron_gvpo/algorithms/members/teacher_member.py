@@ -15,7 +15,7 @@ from megatron_gvpo.core.user_functions import check_call, load_function
 from megatron_gvpo.groups import Group, Rollout
 
 
-class Teacher(Member):
+class TeacherMember(Member):
     """Responses of another model, or of any function that gives texts, scored by the run's rewards.
 
     `function(groups, n, **options)` -> n texts for each group, a list of lists, where None is for a text that

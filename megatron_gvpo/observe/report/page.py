@@ -26,7 +26,7 @@ from megatron_gvpo.core.real_number import finite_number
 from megatron_gvpo.observe.alerts import alerts_of
 from megatron_gvpo.observe.report.run import Run, columns, read_run, short_names
 from megatron_gvpo.observe.report.samples import Packer, pass_intervals
-from megatron_gvpo.observe.report.token_texts import Pieces
+from megatron_gvpo.observe.report.token_texts import TokenTexts
 
 ASSETS = resources.files("megatron_gvpo.observe.report") / "assets"
 STYLES = ("uplot/uPlot.min.css", "style.css")
@@ -79,7 +79,7 @@ class Reporter:
     def _of_run(self, number: int, run: Run) -> tuple[dict[str, Any], dict[str, bytes]]:
         table = columns(run.records)
         began_in = run.starts[0].get("directory") if run.starts else None
-        pieces = Pieces.of_run(run.directory, run.config.get("model.path"), began_in)
+        pieces = TokenTexts.of_run(run.directory, run.config.get("model.path"), began_in)
         stated = finite_number(run.config.get("eval.right_at"))
         right_at = 1.0 if stated is None else stated
         samples = self._packers[number].pack(pieces, self._share, f"{number}/", right_at)

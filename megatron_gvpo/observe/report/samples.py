@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_gvpo.observe.report.packing import Packed, correct_samples, pack, read
-from megatron_gvpo.observe.report.token_texts import Pieces
+from megatron_gvpo.observe.report.token_texts import TokenTexts
 from megatron_gvpo.observe.rollouts.reader import DIRECTORY, saved_steps
 from megatron_gvpo.observe.rollouts.schema import Kind, file_name
 
@@ -48,7 +48,7 @@ class Packer:
         self._packed: dict[tuple[_File, int], Packed] = {}
         self._correct: dict[tuple[_File, int], list[tuple[int, int]]] = {}
 
-    def pack(self, pieces: Pieces | None, most: int, prefix: str, right_at: float = 1.0) -> Samples:
+    def pack(self, pieces: TokenTexts | None, most: int, prefix: str, right_at: float = 1.0) -> Samples:
         """Pack the responses of about `most` (`chosen`). `prefix`: of the blocks' names.
         `right_at`: the run's eval.right_at.
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 UNFINISHED = "\ufffd"  # decoders give it for a character of which a token has only a part
 
 
-class Pieces:
+class TokenTexts:
     """The texts of tokens, by the tokenizer of the run's model."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -23,7 +23,7 @@ class Pieces:
         self._text_before = self._decode([self._before])
 
     @classmethod
-    def of_run(cls, directory: Path, model: str | None, began_in: str | None) -> Pieces | None:
+    def of_run(cls, directory: Path, model: str | None, began_in: str | None) -> TokenTexts | None:
         """The tokenizer in `directory`/hf, or in the run's model.path; None if neither has one.
 
         `began_in`: the directory in which the run was started, which a relative model.path refers to.

@@ -64,7 +64,7 @@ class Responses:
         return replace(self, groups=groups, spoken=spoken)
 
 
-class _Place(NamedTuple):
+class _Member(NamedTuple):
     """A response and where it stands."""
 
     row: int  # among all responses of the step
@@ -74,7 +74,7 @@ class _Place(NamedTuple):
     rollout: Rollout
 
 
-_MESSAGES = ("reward_errors", "explanations")  # columns of texts that are no part of the data
+_MESSAGES = ("reward_errors", "explanations")  # columns of texts that the data do not include
 _DIALOGUE = ("prompt", "response", "turns", "messages")  # columns of the texts that the token ids stand for
 
 
@@ -174,7 +174,7 @@ def _trained(updates: Sequence[TrainedRows]) -> dict[int, _Numbers]:
     return numbers
 
 
-def _places(groups: Sequence[Group], limit: int | None) -> Iterator[_Place]:
+def _places(groups: Sequence[Group], limit: int | None) -> Iterator[_Member]:
     """The responses of at most `limit` groups, which are evenly spread over all."""
     count = len(groups) if limit is None else min(limit, len(groups))
     chosen = {i * len(groups) // count for i in range(count)}
@@ -182,7 +182,7 @@ def _places(groups: Sequence[Group], limit: int | None) -> Iterator[_Place]:
     for g, group in enumerate(groups):
         for member, rollout in enumerate(group.rollouts):
             if g in chosen:
-                yield _Place(row, g, member, group.prompt, rollout)
+                yield _Member(row, g, member, group.prompt, rollout)
             row += 1
 
 

@@ -16,7 +16,7 @@ import torch
 Box = tuple[int, int, int, int]  # rows from, to (without), columns from, to
 
 
-class Whole:
+class FullTensor:
     """A whole tensor, as a table: its first dimension is the rows, all others are the columns."""
 
     def __init__(self, name: str, dtype: torch.dtype, shape: Iterable[int]) -> None:
@@ -53,10 +53,10 @@ class Whole:
 class Slice(torch.Tensor):
     """Stands for a whole tensor, or a view of one. It is on the meta device."""
 
-    _whole: Whole | None  # None: what became of a slice by other operations than views, in a first run
+    _full: FullTensor | None  # None: what became of a slice by other operations than views, in a first run
 
     @staticmethod
-    def of(tensor: Whole) -> Slice:
+    def of(tensor: FullTensor) -> Slice:
         return _as_slice(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), tensor)
 
     @classmethod
@@ -79,7 +79,7 @@ class Slice(torch.Tensor):
 
 def _copy(target: torch.Tensor, source: Slice) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass():
-        tensor = source._whole
+        tensor = source._full
         if target.device.type == "meta":  # vLLM counts the elements that will come
             return target.copy_(torch.empty(source.shape, dtype=source.dtype, device="meta"))
         if tensor is None or not source.numel():  # a rank may have none but padding
@@ -95,8 +95,8 @@ def _wrap(result: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
     slices = [a for a in _leaves((args, kwargs)) if isinstance(a, Slice)]
     for part in slices:
         if result.untyped_storage()._cdata == part.untyped_storage()._cdata and result.dtype == part.dtype:
-            return _as_slice(result, part._whole)
-    for tensor in {part._whole for part in slices} - {None}:
+            return _as_slice(result, part._full)
+    for tensor in {part._full for part in slices} - {None}:
         assert tensor is not None
         if tensor.parts is not None:
             raise RuntimeError(
@@ -116,13 +116,13 @@ def _leaves(value: Any) -> Iterable[Any]:
         yield value
 
 
-def _as_slice(tensor: torch.Tensor, full: Whole | None) -> Slice:
+def _as_slice(tensor: torch.Tensor, full: FullTensor | None) -> Slice:
     made = tensor.as_subclass(Slice)
-    made._whole = full
+    made._full = full
     return made
 
 
-def _box(view: torch.Tensor, full: Whole) -> Box:
+def _box(view: torch.Tensor, full: FullTensor) -> Box:
     """The smallest box of whole rows or within all of them that has all elements of a view."""
     top, left = divmod(int(view.storage_offset()), max(1, full.columns))
     extent = [(size - 1, stride) for size, stride in zip(view.shape, view.stride(), strict=True)]
@@ -133,7 +133,7 @@ def _box(view: torch.Tensor, full: Whole) -> Box:
     return full.everything
 
 
-def _rows(stride: int, full: Whole) -> int:
+def _rows(stride: int, full: FullTensor) -> int:
     """The rows that a stride spans; 0 if it is one between columns."""
     return 0 if stride % max(1, full.columns) else stride // max(1, full.columns)
 

@@ -237,6 +237,20 @@ def gvpo(beta: float, var: bool = True, cov: bool = True, surrogate: bool = Fals
     return loss
 
 
+def gvpo_plus_plus(alpha: float) -> ReferenceLoss:
+    """arXiv 2609.21432: half the variance within groups of |y|^(-alpha) (log pi(y) - log pi_teacher(y))."""
+
+    def loss(sample: Sample) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        lengths = sample.sums([torch.ones_like(logp) for logp in sample.logp])
+        z = lengths**-alpha * (sample.sums(sample.logp) - sample.sums(sample.ref))
+        for group in (g for g in sample.groups if len(g) > 1):
+            total += z[group].var() / 2
+        return total / len(sample.groups)
+
+    return loss
+
+
 def token_truncate(log_ratio: Tensor) -> Tensor:
     """Truncated importance sampling: min(pi_old / pi_engine, 1.2) of every token."""
     return log_ratio.exp().minimum(torch.tensor(1.2))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from helpers.distributed import forget_layout, run_number
 from helpers.small_constants import late_gathers, small_constants
-from megatron_gvpo.verify.layout import Layout
+from megatron_gvpo.verify.layout import ParallelLayout
 
 
 def run(directory: str) -> None:
@@ -21,7 +21,7 @@ def run(directory: str) -> None:
     if layout is None:
         reference_side(json.loads((folder / "config.json").read_text()), folder, family)
         return
-    assert isinstance(layout, Layout)
+    assert isinstance(layout, ParallelLayout)
     if not layout.small:
         candidate_side(layout, folder)
     else:
@@ -32,7 +32,7 @@ def run(directory: str) -> None:
     forget_layout()
 
 
-def _score_around_an_export(layout: Layout, folder: Path, late: set[int]) -> None:
+def _score_around_an_export(layout: ParallelLayout, folder: Path, late: set[int]) -> None:
     """Write log-probs before an update, after it, and after an export behind that.
 
     An export waits for all weights of the update. A score does not, and must read none that have not arrived.
