@@ -1,4 +1,4 @@
-"""Collectives of `cuda` tensors: gloo, which is on every group in place of NCCL, over the tensors' own memory.
+"""Collectives of `cuda` tensors: gloo, on every group in place of NCCL, over the tensors' own memory.
 
 A collective begins when it is called and ends when somebody waits for it, as with NCCL; how ranks meet,
 in which order, and with which sizes is real. gloo's sums round differently from NCCL's.

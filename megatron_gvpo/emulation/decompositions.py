@@ -44,6 +44,22 @@ def _addmm(
     return aten.addmm(c.to(out_dtype), a.to(out_dtype), b.to(out_dtype), beta=beta, alpha=alpha)
 
 
+def _mm_out(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, *, out: torch.Tensor) -> torch.Tensor:
+    return out.copy_(_mm(a, b, dtype))
+
+
+def _addmm_out(
+    c: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    out: torch.Tensor,
+    **factors: Any,
+) -> torch.Tensor:
+    return out.copy_(_addmm(c, a, b, dtype, **factors))
+
+
 TABLE: dict[Any, Callable[..., Any]] = {
     aten._softmax.default: _softmax,
     aten._log_softmax.default: _log_softmax,
@@ -53,4 +69,8 @@ TABLE: dict[Any, Callable[..., Any]] = {
     aten.bmm.dtype: _mm,
     aten.addmm.dtype: _addmm,
     aten.baddbmm.dtype: _addmm,
+    aten.mm.dtype_out: _mm_out,
+    aten.bmm.dtype_out: _mm_out,
+    aten.addmm.dtype_out: _addmm_out,
+    aten.baddbmm.dtype_out: _addmm_out,
 }

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
+from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
@@ -55,7 +56,7 @@ _AS_ON_CUDA = {
 _FROM_HOST = re.compile(
     r"nonzero|masked_select|_?unique\w*|repeat_interleave|bincount|histc|embedding_dense_backward|_embedding_bag\w*"
     r"|multinomial|equal|mode|median|nanmedian|_?linalg_\w+|_cholesky\w*|cholesky\w*|triangular_solve|_fft_\w+"
-    r"|convolution\w*|_convolution\w*|_is_any_true|_is_all_true|_assert_async|isin|masked_scatter|_?segment_reduce\w*"
+    r"|convolution\w*|_convolution\w*|_is_any_true|_is_all_true|_assert_async|isin|masked_scatter\w*|_?segment_reduce\w*"
     r"|log_sigmoid_forward|_?native_batch_norm\w*|_batch_norm\w*|cudnn_\w+|grid_sampler\w*|geqrf|ormqr"
     r"|_to_sparse\w*|_coalesce"
 )
@@ -86,8 +87,14 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.namespace == "c10d":
         return collectives.run(func, args, kwargs)
+    if (custom := OPDEFS.get(func._schema.name)) is not None:
+        with Values():  # it is made of other operations
+            return custom._init_fn(*args, **kwargs)
     if func.namespace not in ("aten", "prims"):
         raise EmulationError(f"the emulated GPU cannot compute {func}")
+    if _is_composed(func):  # within a custom operation it has not become its parts yet
+        with Values():
+            return func.decompose(*args, **kwargs)
     name = func._schema.name.split("::")[1]
     if func.is_view or name in _AS_ON_CUDA or torch.Tag.inplace_view in func.tags:
         return func(*args, **kwargs)
@@ -104,6 +111,11 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             made = func(*args, **kwargs)
         computed = compute(func, args, kwargs)
     return _fill(func, made, computed)
+
+
+@functools.cache
+def _is_composed(func: Any) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

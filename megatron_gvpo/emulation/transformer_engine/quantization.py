@@ -230,9 +230,7 @@ def fp8_transpose(result: Tensor, input: Tensor, dtype: Any, *, out: Tensor | No
 @reference
 def swap_first_dims(result: Tensor, tensor: Tensor, *, out: Tensor | None = None) -> None:
     first, second, *rest = tensor.shape
-    alias(result).view(tensor.shape[1], tensor.shape[0], *tensor.shape[2:]).copy_(
-        alias(tensor).transpose(0, 1)
-    )
+    alias(result).view(second, first, *rest).copy_(alias(tensor).transpose(0, 1))
 
 
 @reference
