@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.emulation import collectives, mode
-from megatron_gvpo.rehearsal import stand_ins
+from megatron_gvpo.emulation import collectives, mode, triton_kernels
 from megatron_gvpo.rehearsal.nullcuda import counters
 
 
@@ -24,7 +23,7 @@ def install() -> None:
     collectives.install()
     mode.install()
     install_transformer_engine()
-    stand_ins.take_first_configuration()
+    triton_kernels.install()
     # A fork shares no device: its memory is its own. PyTorch does not ask further where CUDA is initialised.
     torch.cuda.init()
     torch.cuda._is_in_bad_fork = lambda: False
