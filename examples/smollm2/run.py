@@ -28,6 +28,9 @@ REWARDS = ("strict", "lenient")
 
 
 def main() -> int:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return 0
     arguments = sys.argv[1:]
     stopped: list[int] = []
     signal.signal(

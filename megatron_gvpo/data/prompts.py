@@ -19,6 +19,7 @@ from megatron_gvpo.core.image import Image
 from megatron_gvpo.core.real_number import LARGEST, finite_number
 from megatron_gvpo.core.slow_work import slow_work
 from megatron_gvpo.data.demonstrations import DemonstrationReader
+from megatron_gvpo.data.known_forms import as_dataset, recogniser
 from megatron_gvpo.data.prompt_images import PromptImages, as_parts, images_in, is_part, short_names
 from megatron_gvpo.data.roles import check_roles
 from megatron_gvpo.data.sources import Record, converted, read_records
@@ -47,8 +48,11 @@ def load_prompts(
     positions: int | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
     images: PromptImages | None = None,
+    sampler: str = "engine",
 ) -> list[Prompt]:
     """All prompts of a data set, in the order of its records.
+
+    `sampler`: `algorithm.sampler`; records of a known form get what it trains on without a key for it.
 
     With `data.chat_template` and a tokenizer that has one, a plain string becomes a user message, and
     `data.system_prompt` comes first unless the record has a system message of its own. A prompt has at most
@@ -58,11 +62,13 @@ def load_prompts(
     `tools`: JSON schemas for the chat template. `images`: of a model that takes images. A prompt's tokens
     include those that stand for its images. Raises DataError.
     """
+    recognise = recogniser(dataset, sampler)
+    dataset = as_dataset(dataset, sampler)
     render = _Renderer(data, tokenizer, tools, images)
     reader = _PromptReader(dataset, data, tokenizer, render, longest, end_token_ids, positions, tools)
     prompts = []
     records = pictured = 0
-    for record, text, ids, pictures in _encoded(dataset, render, tokenizer):
+    for record, text, ids, pictures in _encoded(dataset, recognise, render, tokenizer):
         records += 1
         pictured += bool(pictures)
         if (prompt := reader.read(record, text, ids, pictures)) is not None:
@@ -181,12 +187,15 @@ class _PromptReader:
 
 
 def _encoded(
-    dataset: DatasetConfig, render: _Renderer, tokenizer: PreTrainedTokenizerBase
+    dataset: DatasetConfig,
+    recognise: Callable[[Record], Record],
+    render: _Renderer,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[tuple[Record, str, list[int], tuple[Image, ...]]]:
     """The records of a data set, each with its prompt as text and as tokens, and its images."""
     done = 0
     pictures_of = _reader(dataset, render)
-    records = _records(dataset)
+    records = _records(dataset, recognise)
     with slow_work(f"reading {dataset.path}") as now, ThreadPoolExecutor() as pool:
         for some in batched(records, _AT_ONCE):
             now(f"{done} records so far, tokenising {len(some)} more")
@@ -217,11 +226,11 @@ def _reader(dataset: DatasetConfig, render: _Renderer) -> Callable[[Record], tup
     return partial(images.of, key=key, directory=directory)
 
 
-def _records(dataset: DatasetConfig) -> Iterator[Record]:
-    """The records of a data set, converted."""
+def _records(dataset: DatasetConfig, recognise: Callable[[Record], Record]) -> Iterator[Record]:
+    """The records of a data set, converted by the user's function, or recognised."""
     for record in read_records(dataset.path, dataset.split, dataset.subset, dataset.limit):
         if dataset.convert is None:
-            yield record
+            yield recognise(record)
         elif (changed := converted(record, dataset.convert)) is not None:
             yield changed
 
@@ -397,7 +406,10 @@ def _field(record: Record, key: str) -> Any:
     value = record.fields.get(key)
     if value is None:
         problem = "is null" if key in record.fields else "is missing"
-        raise DataError(f"{record.where}: field {key!r} {problem}; fields there: {', '.join(record.fields)}")
+        raise DataError(
+            f"{record.where}: field {key!r} {problem}; fields there: {', '.join(record.fields)}. A key of "
+            "data.train names another field, and data.train.convert a function that makes it"
+        )
     return value
 
 

@@ -64,9 +64,10 @@ def inspect(config: Config, world: int, gpu_gib: float, tell: Callable[[RunVerdi
         return inspection
     add(inspect_learning_rate(config), inspect_memory(config, world, gpu_gib))
     with tempfile.TemporaryDirectory(prefix="check-") as folder:
-        step = TinyStep(config, Path(folder))
+        cards = ModelCards(config)
+        step = TinyStep(config, cards.policy, Path(folder))
         try:
-            task = _task(config, add)
+            task = _task(config, cards, add)
             if task is None:
                 return inspection
             inspection.prompts = shown_prompts(task)
@@ -74,7 +75,7 @@ def inspect(config: Config, world: int, gpu_gib: float, tell: Callable[[RunVerdi
             step.start()
             add(*_tried("reward", lambda: inspect_rewards(config, task)))
             groups: list[Group] = []
-            verdicts = _tried("start model", lambda: _responses(config, task, groups))
+            verdicts = _tried("start model", lambda: _responses(config, cards, task, groups))
             inspection.responses = [group.rollouts[0].text for group in groups[:SHOWN_RESPONSES]]
             add(*verdicts)
             add(step.verdict())
@@ -92,16 +93,16 @@ def _layout(config: Config, world: int) -> RunVerdict:
     return ok("configuration", f"complete, and its layout is possible on {world} ranks")
 
 
-def _task(config: Config, add: Callable[[RunVerdict], None]) -> Task | None:
+def _task(config: Config, cards: ModelCards, add: Callable[[RunVerdict], None]) -> Task | None:
     try:
-        return load_task(config, ModelCards(config).policy, configured_schemas(config))
+        return load_task(config, cards.policy, configured_schemas(config))
     except (ConfigError, DataError) as error:
         add(failure("data", str(error)))
         return None
 
 
-def _responses(config: Config, task: Task, groups: list[Group]) -> list[RunVerdict]:
-    verdicts, sampled = inspect_responses(config, task)
+def _responses(config: Config, cards: ModelCards, task: Task, groups: list[Group]) -> list[RunVerdict]:
+    verdicts, sampled = inspect_responses(config, cards, task)
     groups += sampled
     return verdicts
 

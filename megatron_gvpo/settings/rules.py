@@ -192,19 +192,16 @@ def _router_replay(config: Config) -> None:
 
 
 def _data(config: Config) -> None:
-    """Check that the data set names the fields that the sampler, the members and the rewards read."""
+    """Check that the data set names the fields that the members and the rewards read.
+
+    The samplers `dataset` and `file` know some forms of records without a key (data/known_forms.py).
+    """
     algorithm, fields = config.algorithm, config.data.train
     readers = [f"algorithm.{p.label}" for p in algorithm.blocks_inside() if p.block.needs_demonstrations]
-    readers += ["algorithm.sampler=dataset"] if algorithm.trains_on_demonstrations else []
     if readers and fields.demonstration_key is None:
         raise ValueError(
             f"data.train.demonstration_key is missing: {readers[0]} trains on worked "
-            "solutions, so name the field that holds them"
-        )
-    if algorithm.trains_on_scored_responses and fields.responses_key is None:
-        raise ValueError(
-            "data.train.responses_key is missing: algorithm.sampler=file trains on scored responses, so "
-            "name the field that holds them"
+            "solutions, so name the field that holds them (or a function that makes it, data.train.convert)"
         )
     compares = [component.name for component in config.rewards.components if component.needs_answer]
     judged = {"train": fields if algorithm.samples_from_policy else None, "eval": config.data.eval}

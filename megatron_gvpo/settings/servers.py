@@ -31,7 +31,8 @@ class EngineServers(Section):
     free_keys = EVERY_KEY
 
     urls: tuple[str, ...] = ()  # Addresses of running servers; empty: the trainer starts its own.
-    count: Processes = 1  # Servers to start.
+    # Servers to start on a machine: beside the trainer's first rank, or on every node of `slurm` and `serve`.
+    count: Processes = 1
     tp: PositiveInt = 1  # Tensor-parallel GPUs of one server.
     host: str = "127.0.0.1"  # The address on which started servers listen.
     # Port of the first started server; the others follow. 0 finds free ports.

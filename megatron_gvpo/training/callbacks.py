@@ -34,6 +34,7 @@ class Callback:
     """Base class of callbacks: override the methods that you need.
 
     The trainer calls them on every rank; `trainer.is_main` is True on the one rank that should print.
+    `trainer.stop(reason)` ends the run after the present step, with a checkpoint and an export.
     """
 
     def on_start(self, trainer: Trainer) -> None:

@@ -62,6 +62,11 @@ class Components:
         task = load_task(config, cards.policy, configured_schemas(config))
         if not rank and (warning := other_end(config, cards, task.end_token_ids)) is not None:
             log.warning(warning)
+        if not rank and (count := len(task.prompts)) < config.train.prompts_per_step:
+            log.warning(
+                "train.prompts_per_step=%d, and %s has %d prompts: a step trains a prompt several times",
+                *(config.train.prompts_per_step, config.data.train.path, count),
+            )
         algorithm = config.algorithm.sized(config.rollout.max_tokens)
         self.prompts, self.tokenizer = task.prompts, task.tokenizer
         self.tracker = SuccessTracker(algorithm.tracker) if algorithm.needs_tracker else None

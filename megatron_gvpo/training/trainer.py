@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_gvpo.algorithms.base import STEP_START, TEACHER, Reference
 from megatron_gvpo.checks.preflight_on_ranks import preflight_on_ranks
-from megatron_gvpo.core.collectives import all_ranks_agree, broadcast_msgpack
+from megatron_gvpo.core.collectives import all_gather_msgpack, all_ranks_agree, broadcast_msgpack
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.signals import Interrupt
@@ -86,9 +86,10 @@ class Trainer:
         self._metrics: Metrics = unreported or {}
         self._is_reported = self.resumed and unreported is None  # else on_step is due
         self.is_mid_update = False  # the weights are no longer those of `step`
+        self._stop_reason: str | None = None  # of this rank
 
     def fit(self) -> Metrics:
-        """Train to the last step; returns that step's metrics, or none if the run was finished before.
+        """Train to the last step, or to a `stop`; returns its metrics, or none if the run had ended before.
 
         Raises Interrupted after SIGTERM, SIGUSR1, SIGINT or SIGHUP, and RolloutError when no server answers
         any more, a teacher or judge of the user's fails, or train.max_empty_batches batches in a row teach
@@ -98,6 +99,7 @@ class Trainer:
         HubError, on rank 0, where the finished run's export cannot be pushed.
         """
         steps, every = self.config.train.steps, self.config.checkpoint.every
+        self._begun = time.monotonic()
         with self._single.fit(lambda: self.step, steps):
             if self._was_finished_before():
                 return {}
@@ -107,9 +109,13 @@ class Trainer:
                     with naming_the_step(self, step):
                         self._train_step(step)
                     self._report()
-                    if step == steps or (every and step % every == 0):
+                    reason = None if step == steps else self._reason_to_stop()
+                    if step == steps or reason is not None or (every and step % every == 0):
                         self.save()
                     self.interrupt.check()
+                    if reason is not None:
+                        self._warn(f"stopped after step {step} of {steps}: {reason}; --resume goes on")
+                        break
                 self._finish()
             if self.is_main:  # other ranks do not wait, because it may take long
                 upload_export(self.config.checkpoint, Path(self.config.output_dir), self.step)
@@ -131,6 +137,21 @@ class Trainer:
         self._complete_step(step, metrics)
         self._push(step)
         metrics |= self._step_metrics(groups, time.perf_counter() - begin)
+
+    def stop(self, reason: str) -> None:
+        """End the run after the present step with a checkpoint and an export, as after the last one.
+
+        A callback calls it, on one rank or on all. `fit` returns as usual; the run can be resumed.
+        """
+        self._stop_reason = reason
+
+    def _reason_to_stop(self) -> str | None:
+        """Why the run ends before its last step; None if it goes on. A collective: the ranks must agree."""
+        reason, hours = self._stop_reason, self.config.train.max_hours
+        if reason is None and hours is not None and time.monotonic() - self._begun >= 3600 * hours:
+            reason = f"train.max_hours={hours:g} have passed"
+        reasons = all_gather_msgpack(reason)
+        return next((text for text in reasons if text is not None), None)
 
     def close(self) -> None:
         """Free the model's memory and its process groups, as the construction of another Trainer does."""

@@ -29,6 +29,7 @@ from megatron_gvpo.megatron.attention.core import (
     defer_rotary,
     has_plain_rotary,
 )
+from megatron_gvpo.megatron.model.frozen import freeze
 from megatron_gvpo.megatron.model.group_limited_router import limit_groups, routing_settings
 from megatron_gvpo.megatron.model.megatron_bridge import open_bridge
 from megatron_gvpo.megatron.model.model import Model
@@ -96,7 +97,10 @@ def build(
             assert before_wrapping is None, "adapters on a model that is changed otherwise"
             before_wrapping = partial(adapters.apply, trained=trained)
         own_attention = on_cpu or share_prompts is True
-        preparation = _Preparation(bridge, model, key, own_attention, image_processor, before_wrapping)
+        frozen = model.freeze if trained and before_wrapping is None else ()  # a critic trains whole
+        preparation = _Preparation(
+            bridge, model, key, own_attention, image_processor, before_wrapping, frozen
+        )
         chunks = _make_chunks(provider, model, parallel, trained, preparation)
     can_share = bool(preparation.rotary) and attends_to_all_before(chunks[0].config)
     obstacle = ""
@@ -188,6 +192,7 @@ class _Preparation:
     own_attention: bool  # the layers have this package's core attention
     image_processor: ImageProcessor | None  # None: the model takes no images
     before_wrapping: Callable[[list[Any]], list[Any]] | None
+    frozen: tuple[str, ...]  # patterns of names of weights that do not train
     rotary: list[Any] = field(default_factory=list)  # taken out of the chunks; see `Model.rotary`
     vision: list[VisionInputs] = field(default_factory=list)  # one a chunk
 
@@ -201,6 +206,8 @@ class _Preparation:
                 self.vision.append(inputs)
         elif self.own_attention and all(has_plain_rotary(chunk) for chunk in chunks):
             self.rotary.extend(defer_rotary(chunk) for chunk in chunks)
+        if self.frozen:
+            freeze(chunks, self.frozen)
         if self.before_wrapping is None:
             return chunks
         self.load_weights(chunks)
