@@ -204,7 +204,7 @@ def test_names_are_nouns_of_the_field():
     vague = set()
     for room in ("megatron_gvpo", "examples", "tools", "benchmarks", "tests/helpers"):
         for path in (ROOT / room).rglob("*.py"):
-            names = names_bound(path)
+            names = {name.strip("_") for name in names_bound(path)}
             sides = {"left"} if "right" in names else set()  # of a box, or operands
             vague |= {f"{path.relative_to(ROOT)}: {name}" for name in names & VAGUE - sides}
     assert vague == PUBLIC

@@ -33,21 +33,21 @@ class History:
 
     def __init__(self, count: int, keep: int) -> None:
         self._count, self._keep = count, keep
-        self._held: dict[str, tuple[dict[str, Any], ...]] = {}
+        self._stored: dict[str, tuple[dict[str, Any], ...]] = {}
 
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         joined = []
         for group in groups:
-            stored = self._held.get(group.prompt.id, ())
+            stored = self._stored.get(group.prompt.id, ())
             own = [r for r in group.rollouts if r.source == "policy"]
             new = tuple(asdict(replace(r, source="replay", routing=None)) for r in own)
-            self._held[group.prompt.id] = (*stored, *new)[-self._keep :]
+            self._stored[group.prompt.id] = (*stored, *new)[-self._keep :]
             earlier = [rollout_of(fields) for fields in stored[-self._count :]]
             joined.append(replace(group, rollouts=[*group.rollouts, *earlier]))
         return joined
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self._held)
+        return dict(self._stored)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._held = {prompt: tuple(stored) for prompt, stored in state.items()}
+        self._stored = {prompt: tuple(stored) for prompt, stored in state.items()}

@@ -83,7 +83,7 @@ class ServerProcess:
         process = self._process
         if process is None or process.poll() is not None:
             return False
-        if not self._listens and listens_alone(process.pid, *self._place()):
+        if not self._listens and listens_alone(process.pid, *self._address()):
             self._listens = True  # true until the process ends: no other can listen on its port
             self._forget_key()
         return self._listens
@@ -94,7 +94,7 @@ class ServerProcess:
 
     def stranger(self) -> str | None:
         """The other process that listens at the server's address, if there is one."""
-        return stranger(*self._place(), leader=self.pid)
+        return stranger(*self._address(), leader=self.pid)
 
     def stop(self, grace: float = GRACE) -> None:
         """Send SIGTERM to the process group; after `grace` seconds, SIGKILL."""
@@ -109,7 +109,7 @@ class ServerProcess:
                 time.sleep(0.05)
         self._process = None
 
-    def _place(self) -> tuple[str, int]:
+    def _address(self) -> tuple[str, int]:
         parts = urlsplit(self.url)
         return parts.hostname or "", parts.port or 0
 
@@ -167,7 +167,7 @@ class Supervisor:
         self.failed: str | None = None
         self._settings, self._report, self._key, self._kind = settings, report, key, kind
         self._unusable: set[str] = set()  # URLs of servers to start again
-        self._held, self._starting = False, threading.Lock()
+        self._is_on_hold, self._starting = False, threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch_all, name="server supervisor", daemon=True)
 
@@ -187,14 +187,14 @@ class Supervisor:
         The processes of the `unhealthy` servers, which may still be starting, are ended until then.
         """
         with self._starting:
-            self._held = True
+            self._is_on_hold = True
             for process in self.processes:
                 if process.url in unhealthy:
                     process.stop(grace=1.0)
                     self._unusable.add(process.url)
 
     def go_on(self) -> None:
-        self._held = False
+        self._is_on_hold = False
 
     def close(self) -> None:
         self._closing.set()
@@ -211,7 +211,7 @@ class Supervisor:
         restarts = dict.fromkeys((p.url for p in self.processes), 0)
         while not self._closing.wait(POLL):
             for process in self.processes:
-                if self._held:
+                if self._is_on_hold:
                     waits.clear()  # a server that rests may be silent
                     continue
                 why = self._trouble(process, waits)
@@ -230,7 +230,7 @@ class Supervisor:
                 with self._starting:
                     process.stop(grace=1.0)
                     waits.pop(process.url, None)
-                    if self._held:
+                    if self._is_on_hold:
                         self._unusable.add(process.url)
                     else:
                         self._start_again(process)
