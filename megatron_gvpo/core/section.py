@@ -10,7 +10,7 @@ from pydantic_core import CoreSchema
 
 EVERY_KEY = ("*",)  # `fixed_keys = EVERY_KEY`: all keys, also ones added later, are fixed
 
-# The bounds of a field without its own: a 32-bit counter, and a number whose square float32 can hold.
+# Bounds of fields that set none: a 32-bit counter, and a number whose square float32 can hold.
 LARGEST_COUNT = 2**31 - 1
 LARGEST_NUMBER = 1e12
 MIB = 2**20  # bytes

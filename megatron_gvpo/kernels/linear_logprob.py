@@ -47,8 +47,8 @@ class LinearLogprob(NamedTuple):
     mode: Mode = "forward"  # how the gradient is computed; "forward": no gradient
     stash_bytes: int = 0  # bytes that this rank keeps until the backward
     stash_share: float = 0.0  # share of the rows whose exponentials are kept
-    # linear_divergence.py's, where the trainer adds one: each token's, in nats, detached, and a scalar that
-    # carries the gradients of its part of the loss.
+    # Set if the trainer adds a divergence (linear_divergence.py): each token's, in nats, detached; and a
+    # scalar that carries the gradients of the divergence's part of the loss.
     divergence_r: Tensor | None = None
     divergence: Tensor | None = None
 

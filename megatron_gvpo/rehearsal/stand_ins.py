@@ -16,7 +16,7 @@ import torch
 
 
 def install(made_weights: bool) -> None:
-    """Replace the functions; `made_weights`: the model's files are made ones, without values."""
+    """Replace the functions; `made_weights`: the model's files were made up, and hold no values."""
     take_first_configuration()
     _balance_experts()
     _know_lengths()

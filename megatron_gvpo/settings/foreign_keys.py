@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-# These end a name that stands for all keys of a section: for those without an entry of their own, or for all.
+# Suffixes of names that stand for keys of a section: those without an entry of their own, or all.
 _OTHERS, _ALL = ".*", ".**"
 
 

@@ -53,7 +53,7 @@ def write(out: Any, values: Tensor, quantizer: Any = None, rounding: Rounding | 
 
 
 def _write_tensorwise(out: Any, values: Tensor, rounded: Tensor, quantizer: Any) -> None:
-    """With a scale from earlier steps (delayed scaling), or from these values (current scaling)."""
+    """Write with one scale: from earlier steps (delayed scaling), or from these values (current scaling)."""
     dtype = fp8.dtype_of(out._fp8_dtype)
     amax = values.abs().amax()
     if hasattr(quantizer, "scale"):

@@ -21,7 +21,7 @@ from megatron_gvpo.settings.adapter import AdapterConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Options of Hugging Face PEFT (0.21.2) that say nothing about the function that an adapter computes. Any
-# other changes it, unless it is empty: a sqrt(rank) in the scale, magnitudes, tokens before which it is off.
+# other option changes it, unless empty: rank-stabilised scale, magnitudes, tokens that switch it on.
 _HARMLESS = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "init_lora_weights"),

@@ -223,10 +223,10 @@ def _megatron_targets(kind: str, selected: tuple[str, ...]) -> list[str]:
 
 
 def _store_gate_and_up_apart(chunk: Any) -> None:
-    """Let a checkpoint hold the adapters of gate and of up as what they are, plain matrices.
+    """Let a checkpoint hold the adapters of gate and of up as plain matrices.
 
-    Megatron-Bridge (0.6.2) takes each for one of both, by its layer's name, and cuts it in halves. Under
-    another size of tensor parallelism its rows would come back in another order.
+    Megatron-Bridge (0.6.2) takes each for a fused gate-and-up matrix, by its layer's name, and cuts it in
+    halves. Under another size of tensor parallelism its rows would come back in another order.
     """
     for name, module in chunk.named_modules():
         if name.endswith((".adapter_gate", ".adapter_up")):

@@ -272,7 +272,7 @@ def plain_values(data: bytes, name: str) -> Any:
                 SafeUnpickler(io.BytesIO(state.numpy().tobytes())).load()
             elif state is not None and not isinstance(state, Tensor):
                 raise CheckpointError(f"{name} {_refused(type(state).__name__)}")
-    except ModuleNotFoundError:  # Transformer Engine is not here, nor a layer that would read its state
+    except ModuleNotFoundError:  # without Transformer Engine, no layer would read its state
         return [None]
     except (OSError, CheckpointError):
         raise

@@ -101,7 +101,7 @@ def join(part: dict[str, Any], starter_ends: int) -> socket.socket:
 
 
 def _first(waited: Sequence[int | socket.socket]) -> list[int | socket.socket]:
-    """Wait; returns those of them that have ended, or have something to read."""
+    """Wait until some have ended or have data to read, and return these."""
     return select.select(waited, [], [])[0]
 
 

@@ -343,7 +343,7 @@ def check_free(host: str, port: int) -> None:
     """Raise OSError, which says who listens there, if no server can listen at `host`:`port`."""
     for address in _addresses(host):
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-            # Servers set it, to follow one that ended.
+            # Servers set this option, too, so that a new one can follow one that ended.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((address, port))
