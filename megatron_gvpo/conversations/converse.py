@@ -18,7 +18,7 @@ from megatron_gvpo.turns import Turn
 from megatron_gvpo.workers.environments import too_long
 
 Respond = Callable[[Request], Awaitable[Rollout]]  # the policy's next turn, as the response to a context
-# Up to so many messages of an answer that is too long are replaced by a note each; beyond that, one note
+# In an answer that is too long, up to this many messages are replaced by a note each; beyond that, one note
 # replaces the answer.
 _NOTES = 8
 

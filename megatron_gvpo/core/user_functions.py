@@ -25,7 +25,7 @@ MOVED = {
 }
 
 
-MESSAGE = 500  # an error's text is cut after so many characters
+MESSAGE = 500  # characters of an error's text; the rest is cut off
 # Begins the paths of modules that are not the user's: Python's, other packages' and this package's.
 _INSTALLED = (
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
@@ -104,7 +104,7 @@ def spec_parts(spec: str) -> tuple[str, str]:
 
 
 def check_call(function: Callable[..., Any], shown: str, arguments: int, options: dict[str, Any]) -> None:
-    """Raises ValueError if `function` cannot be called with so many arguments and these options."""
+    """Raises ValueError if `function` cannot be called with this many arguments and these options."""
     try:
         inspect.signature(function).bind(*range(arguments), **options)
     except TypeError as error:

@@ -338,7 +338,7 @@ class _Renderer:
         return ids if self.images is None else self.images.expanded(ids, pictures, where)
 
     def __call__(self, record: Record, prompt: Any, pictures: int = 0) -> str:
-        """The text of a record's prompt, with placeholders for so many `pictures`. Raises DataError."""
+        """The text of a record's prompt, with placeholders for `pictures` images. Raises DataError."""
         try:
             return self._rendered(record, prompt, pictures)
         except DataError:

@@ -33,8 +33,8 @@ def read_records(
     """The records of a file, of a directory's files in the order of their names, or of a hub data set.
 
     `split` is for hub data sets and generators, `subset` for hub data sets. A file has neither: it would be
-    read completely. `limit`: read the first so many records only. Raises DataError, also if a package is
-    missing.
+    read completely. `limit`: read only the first records, this many. Raises DataError, also if a package
+    is missing.
     """
     generated, of_hub = path.startswith(PREFIX), not (path.startswith(PREFIX) or _is_local(path))
     if subset is not None and not of_hub:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Files up to so many bytes are hashed completely; of longer ones, 256 pieces of 1 MiB are.
+# Files up to this many bytes are hashed completely; of longer ones, 256 pieces of 1 MiB are.
 _LARGEST_COMPLETE = 256 << 20
 
 

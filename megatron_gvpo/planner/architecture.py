@@ -79,7 +79,7 @@ class VisionTower:
     merge: int  # patches merged into one token
 
     def flops(self, tokens: float, patches_of_an_image: float) -> float:
-        """Operations of the forward pass for images of so many tokens together."""
+        """Operations of the forward pass for images of `tokens` tokens together."""
         patches = tokens * self.merge
         attention = 4 * self.width * patches_of_an_image
         return patches * (2 * self.block_parameters + attention) + 2 * tokens * self.merger_parameters

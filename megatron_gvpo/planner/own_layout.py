@@ -35,7 +35,7 @@ class LayoutAnswer:
     gpu: str
     parts_gib: dict[str, float]  # without activations where the planner does not know them
     needed_gib: float
-    is_lower_bound: bool  # at least so many GiB: the activations that are kept are more
+    is_lower_bound: bool  # the GiB are a minimum: stored activations take more
     usable_gib: float
     server: str | None  # why no rollout server fits; None where one does, or there is none
     changes: tuple[LayoutChange, ...]  # the cheapest that is enough first; empty where it fits

@@ -162,7 +162,7 @@ def forward_flops(model: Architecture, work: Workload, critic: bool = False) -> 
 
 
 def image_flops(model: Architecture, work: Workload, prompts: float) -> float:
-    """Counts the operations of encoding the images of so many prompts, each with one of its image tokens."""
+    """Counts the operations of encoding the images of prompts, at the workload's image tokens each."""
     if model.vision is None:
         return 0.0
     patches = work.image_tokens * model.vision.merge

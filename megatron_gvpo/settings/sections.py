@@ -214,7 +214,7 @@ class TrainConfig(Section):
     )
 
     steps: PositiveInt  # Steps of the run. A step samples one batch of prompts and trains on it.
-    # End the run after the step in which so many hours of wall time have passed since its start, with a
+    # End the run after the step in which this many hours of wall time have passed since its start, with a
     # checkpoint and an export; --resume goes on, for as many hours again. Default: no limit.
     max_hours: float | None = Field(None, gt=0, le=10**5)
     prompts_per_step: int = Field(gt=0, le=10**6)  # Prompts of a step, over all ranks.
@@ -272,7 +272,7 @@ class OptimizerConfig(Section):
 class EvalConfig(Section):
     free_keys = EVERY_KEY
 
-    # Evaluate after every so many steps, and always before the first and after the last; 0: only then.
+    # Steps between evaluations, which always come before the first step and after the last; 0: only then.
     every: int = Field(0, ge=0)
     n: int = Field(4, gt=0, le=10**5)  # Samples of each held-out prompt.
     # A sample is right if its score, that of the first reward component, is at least this: pass@k, all@k and
@@ -308,12 +308,12 @@ class HubConfig(Section):
 class CheckpointConfig(Section):
     free_keys = EVERY_KEY
 
-    # Write a checkpoint after every so many steps, and always after the last; 0: only then.
+    # Steps between checkpoints, of which one always follows the last step; 0: only that one.
     every: int = Field(0, ge=0)
     keep: PositiveInt = 2  # How many of the newest complete checkpoints stay on disk.
     asynchronous: bool = False  # Write while the next step generates and scores.
     export_hf: bool = True  # Write a Hugging Face checkpoint, OUTPUT_DIR/hf, after the last step.
-    # Also write one in so many checkpoints as a Hugging Face checkpoint to OUTPUT_DIR/exports; 0: none.
+    # Also write every N-th checkpoint as a Hugging Face checkpoint to OUTPUT_DIR/exports; 0: none.
     export_every: NonNegativeInt = 0
     # Also keep the checkpoint with the best value of a metric, and write it to OUTPUT_DIR/hf_best.
     keep_best: BestConfig | None = None
@@ -330,7 +330,7 @@ class RolloutFilesConfig(Section):
 
     free_keys = EVERY_KEY
 
-    # Save the responses of one in so many steps, and of evaluations; 0: none.
+    # Save the responses of every N-th step, and of evaluations; 0: none.
     every: NonNegativeInt = 1
     groups: PositiveInt | None = None  # Save at most this many groups of a step, evenly spread. Default: all.
     # Gigabytes (10^9 bytes) for all files together; above it the oldest are removed.

@@ -59,7 +59,7 @@ class ParallelLayout:
 
 
 def layouts_for(model: dict[str, Any], cores: int) -> list[ParallelLayout]:
-    """Return the layouts in which a model's config.json is compared on a machine with so many cores.
+    """Return the layouts in which a model's config.json is compared on a machine with `cores` cores.
 
     Each way of dividing a model alone, on two ranks; with a core for each of MOST_RANKS also two of them
     together. Layouts that training would refuse are left out.

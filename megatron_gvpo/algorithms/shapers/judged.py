@@ -19,8 +19,8 @@ class WinRate(Shaper):
     """r_i = mean over opponents j of [i beats j]: Pref-GRPO's pairwise reward.
 
     `function(prompt, a, b, **options)` -> 1 where response a is better than b, 0 where worse, 0.5 for a tie;
-    it is asked once a pair, with i before j. `opponents`: the next so many of the group, cyclically; null:
-    all others. A response alone has 0.5.
+    it is called once for each pair, with i before j. `opponents`: number of the next responses of the group,
+    cyclically, that each is compared with; null: all others. A response alone has 0.5.
     """
 
     outside: ClassVar[bool] = True
