@@ -104,8 +104,8 @@ def _check_fp8(config: Config, card: ModelCard) -> None:
         if card.get(name) and card[name] // ranks % block:
             of_a_rank = f" with parallel.{by}={ranks}" if ranks > 1 else ""
             raise ConfigError(
-                f"model.fp8.recipe={fp8.recipe} takes multiples of {block} on a rank, and the model's "
-                f"{name}={card[name]}{of_a_rank} is {card[name] // ranks}"
+                f"model.fp8.recipe={fp8.recipe} needs sizes that are multiples of {block} on each rank, and "
+                f"the model's {name}={card[name]}{of_a_rank} is {card[name] // ranks}"
             )
 
 
@@ -258,7 +258,7 @@ def _check_experts(parallel: ParallelConfig, card: ModelCard) -> None:
 
 
 def _check_shared_prompts(config: Config, card: ModelCard) -> None:
-    if not config.train.share_prompts:
+    if not config.train.requires_shared_prompts:
         return
     reason = None
     if config.parallel.cp > 1:

@@ -29,7 +29,7 @@ SHOWN_RESPONSES = 2
 @dataclass
 class Inspection:
     verdicts: list[RunVerdict] = field(default_factory=list)
-    prompts: list[str] = field(default_factory=list)  # as the model sees them
+    prompts: list[str] = field(default_factory=list)  # rendered as the model sees them
     responses: list[str] = field(default_factory=list)
 
     @property
@@ -59,9 +59,10 @@ def inspect(config: Config, world: int, gpu_gib: float, tell: Callable[[RunVerdi
             tell(verdict)
 
     layout = _layout(config, world)
-    add(layout, inspect_learning_rate(config), inspect_engine(config), inspect_memory(config, world, gpu_gib))
-    if layout.level == "failure":
+    add(layout, inspect_engine(config))
+    if layout.level == "failure":  # without its model nothing else can be said
         return inspection
+    add(inspect_learning_rate(config), inspect_memory(config, world, gpu_gib))
     with tempfile.TemporaryDirectory(prefix="check-") as folder:
         cards = ModelCards(config)
         step = TinyStep(config, cards.policy, Path(folder))
@@ -107,7 +108,7 @@ def _responses(config: Config, cards: ModelCards, task: Task, groups: list[Group
 
 
 def _tried(topic: str, look: Callable[[], list[RunVerdict]]) -> list[RunVerdict]:
-    """Verdicts of a look that may fail for a reason of the user's, such as a reward that cannot be loaded."""
+    """Verdicts of a check that the user's input may break, such as a reward that cannot be loaded."""
     try:
         return look()
     except (ConfigError, DataError, RolloutError) as error:

@@ -20,7 +20,7 @@ from megatron_gvpo.settings.config import Config
 from megatron_gvpo.verify.shrink import save_tiny, shrink
 
 PATIENCE = 300.0  # seconds
-_TOKENS = 8  # of a response
+_TOKENS = 8  # tokens in a response
 _MOST = 4  # responses to a prompt
 _ROOM = 64  # tokens of a micro-batch beside prompt and response
 _VOCABULARY = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -89,7 +89,7 @@ class TinyStep:
 
 
 def _sizes(config: Config, folder: Path) -> dict[str, dict[str, Any]]:
-    """The sections of a step that takes seconds; what the method does stays."""
+    """The sections that make a step take seconds; the method stays as it is."""
     prompts = config.train.mini_batches * (2 if config.train.mini_batches < 8 else 1)
     changes: dict[str, dict[str, Any]] = {
         "model": {"path": str(folder / "model")},

@@ -22,7 +22,7 @@ from megatron_gvpo.planner.workload import Layout
 
 PREDICTED = "# Predicted, not measured:"  # every config file written by --write begins with this
 
-LARGEST = 10**7  # of any count on the command line
+LARGEST = 10**7  # limit for any count on the command line
 
 
 def run(options: argparse.Namespace) -> int:
@@ -84,7 +84,16 @@ def run(options: argparse.Namespace) -> int:
     if options.share_prompts and saved is None:
         what = "latent attention" if model.latent else "a sliding window"
         raise ConfigError(f"--share-prompts: a model with {what} cannot share prompts; leave it out")
-    plan = search(model, gpu, gpus, work, ahead=options.async_steps, fp8=options.fp8, offload=options.offload)
+    plan = search(
+        model,
+        gpu,
+        gpus,
+        work,
+        ahead=options.async_steps,
+        fp8=options.fp8,
+        offload=options.offload,
+        colocated=options.colocated,
+    )
     if options.write:
         write_named_file(*target, overlay(plan.best[0], model.layers, work, options))
     if options.json:
@@ -141,21 +150,22 @@ def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: ar
     """Returns the layout as the YAML text of a config file. `layers`: layers of the model."""
     layout = chosen.layout
     own = layout.rollout_gpus or layout.gpus
-    rollout: dict[str, Any] = {"engine": "sglang", "n": work.k, "max_tokens": work.lengths.maximum}
+    rollout: dict[str, Any] = {
+        "engine": options.engine or "sglang",
+        "n": work.k,
+        "max_tokens": work.lengths.maximum,
+    }
     rollout["servers"] = {"tp": layout.rollout_tp, "count": max(1, min(NODE, own) // layout.rollout_tp)}
     if layout.rollout_tp > NODE:
         rollout["servers"]["nodes"] = layout.rollout_tp // NODE
-    # Colocated servers take turns with the trainer, so they cannot share a process group with it.
-    if not layout.rollout_gpus:
-        rollout["servers"]["colocated"] = True
-        rollout["weights"] = {"transport": "shared"}
-    elif layout.transport != Layout.transport:
-        rollout["weights"] = {"transport": layout.transport}
+    # All is written, to replace what the files before this one say. Colocated servers take turns with the
+    # trainer, so they cannot share a process group with it.
+    rollout["servers"]["colocated"] = not layout.rollout_gpus
+    rollout["weights"] = {"transport": layout.transport if layout.rollout_gpus else "shared"}
     if work.speculation is not None:
         method = "ngram" if work.speculation.from_text else "mtp"
         rollout["speculation"] = {"method": method, "tokens": work.speculation.tokens}
-    if layout.async_steps:
-        rollout["async_steps"] = layout.async_steps
+    rollout["async_steps"] = layout.async_steps
     train = {"prompts_per_step": work.prompts, "mini_batches": work.mini_batches}
     train |= {"batch_epochs": work.batch_epochs} if work.batch_epochs > 1 else {}
     train |= {"share_prompts": True} if work.share_prompts else {}
@@ -185,7 +195,7 @@ def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: ar
         command = f"train CONFIG.yaml THIS.yaml --nproc {layout.gpus}"
     return (
         f"{PREDICTED} {chosen.seconds.step:.0f} s a step on {options.gpus} x {options.gpu} "
-        f"for {options.model}.\n# megatron-gvpo {command}\n{text}"
+        f"for {options.named or options.model}.\n# megatron-gvpo {command}\n{text}"
     )
 
 
@@ -231,7 +241,7 @@ def _print(
 
     console = Console(highlight=False, markup=False, width=None if Console().is_terminal else 180)
     console.print(
-        f"{options.model}: {model.parameters:,} parameters. {options.gpus} x {options.gpu}, "
+        f"{options.named or options.model}: {model.parameters:,} parameters. {options.gpus} x {options.gpu}, "
         f"{work.responses} responses a step of {work.lengths.mean:g} tokens "
         f"(95 % under {work.lengths.p95:g}, at most {work.lengths.maximum}), {work.updates} update(s) a step."
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 import torch.distributed as dist
 
 from megatron_gvpo.conversations.conversations import conversations_of
-from megatron_gvpo.core.collectives import broadcast_msgpack
+from megatron_gvpo.core.collectives import all_gather_msgpack, broadcast_msgpack
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
@@ -22,6 +22,7 @@ from megatron_gvpo.megatron import parallel
 from megatron_gvpo.sampling.server_checks import check_server
 from megatron_gvpo.servers import leader
 from megatron_gvpo.servers.handle import ServerHandle
+from megatron_gvpo.servers.launch.first_turn import give_turn
 from megatron_gvpo.servers.leader import Command, Done, Failed, Push, Wait, lead
 from megatron_gvpo.servers.pool import PendingRequest, ServerPool
 from megatron_gvpo.servers.request import Request, check_request, pack, requests_for, unpack
@@ -58,8 +59,8 @@ class ServedEngine:
         self._memory = policy.memory if config.rollout.servers.colocated else None
         talks = config.rollout.conversation
         self._conversations = None if talks is None else conversations_of(talks, task)
-        self._opened = ExitStack()  # rank 0's conversations
-        self.servers: ServerSession | None = None  # rank 0's, while they run
+        self._opened = ExitStack()  # conversations, on rank 0
+        self.servers: ServerSession | None = None  # set on rank 0 while the servers run
         self.asleep = False
         self._version = -1
         self._drafts = DraftCounter() if config.rollout.speculation is not None else None
@@ -82,7 +83,9 @@ class ServedEngine:
         """Start or find the servers. Raises ConfigError for one that does not fit, RolloutError for none."""
         if self._memory is not None:
             self._memory.release("training")
-            self._memory.release("weights")
+            self._give_weights()
+            if dist.get_rank() == 0:
+                give_turn()
         try:
             next_command = self._start() if dist.get_rank() == 0 else None
             while isinstance(command := lead(next_command), Wait):
@@ -102,7 +105,7 @@ class ServedEngine:
         """Push the weights to all healthy servers, and prove the first pushes by a probe's log-probs."""
         if self._version < 0:
             self._weights.connect(self.servers)
-        expected = self._weights.expected_probe()  # now: the push may take the weights' memory
+        expected = self._weights.expected_probe()  # asked now, because the push may take the weights' memory
         self._push(version)
         self._version = version
         if expected is not None:
@@ -197,12 +200,17 @@ class ServedEngine:
             if self.servers is not None:
                 self.servers.pool.wake()
             self._weights.push(version)
-            self._memory.release("weights")
-            broadcast_msgpack(None)  # every rank has released its memory: servers may take the rest of theirs
+            self._give_weights()
             self._weights.open_servers()
         except BaseException:
             self._sleep()
             raise
+
+    def _give_weights(self) -> None:
+        """Returns when every rank has given the memory of its weights away, so that servers may take it."""
+        assert self._memory is not None
+        self._memory.release("weights")
+        all_gather_msgpack(None)  # a barrier; a broadcast would end on rank 0 before the others have released
 
     def _sleep(self) -> None:
         """Colocated servers give their memory back, and the trainer takes its own. A collective."""

@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PushSettings:
-    """The part of a run that pushes and their transports know."""
+    """The settings of a run that pushes and their transports need."""
 
     rollout: RolloutConfig
     model: ModelConfig
     cards: ModelCards
-    served_path: str  # the model that servers start with
-    served_key: str  # the configuration's key of it
-    directory: Path  # for files of this run alone, which servers may read
-    device: torch.device  # of the buckets, unless the transport has them on the host
+    served_path: str  # directory of the model that servers start with
+    served_key: str  # key of the configuration that names it
+    directory: Path  # holds files of this run alone; servers may read it
+    device: torch.device  # device that holds the buckets, unless the transport has them on the host
 
     @classmethod
     def of(cls, config: Config, cards: ModelCards, device: torch.device) -> PushSettings:
@@ -86,7 +86,7 @@ class WeightReceiver(Protocol):
     def __init__(self, server: Server) -> None: ...
 
     async def begin_update(self, timeout: float) -> None:
-        """Announce a push. One that was begun and never ended is abandoned."""
+        """Announce a push. An earlier one that never ended is abandoned."""
 
     async def end_update(self, version: str, timeout: float) -> None:
         """The weights are complete. The server reports this version from here on."""
@@ -113,11 +113,11 @@ class Transport(Protocol):
     `follow_own` that of `follow`.
     """
 
-    host_buckets: ClassVar[bool] = False  # it reads its buckets on the host, so they are filled there
+    host_buckets: ClassVar[bool] = False  # the transport reads buckets on the host, so they are filled there
 
     @classmethod
     def check(cls, settings: PushSettings) -> None:
-        """Every rank calls it at the start of a run. Raises ConfigError for settings that cannot work."""
+        """Check the settings at the start of a run, on every rank. Raises ConfigError."""
         return None
 
     @classmethod
@@ -163,11 +163,11 @@ class Transport(Protocol):
         """Return when all servers have all weights, under the version given to `begin`."""
 
     def over(self) -> None:
-        """The push has ended, successful or not, and also if it failed before `begin`."""
+        """Note that the push has ended, in success or failure; called even if it failed before `begin`."""
         return None
 
     async def close(self) -> None:
-        """The run ends: release everything."""
+        """Release everything at the end of the run."""
         return None
 
 

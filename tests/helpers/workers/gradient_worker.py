@@ -21,6 +21,8 @@ from megatron_gvpo.types import TrainBatch
 from megatron_gvpo.verify.layout import ParallelLayout
 from megatron_gvpo.verify.measures import UPDATE
 
+Layout = ParallelLayout  # the tests' word for it
+
 
 @dataclass(frozen=True)
 class Case:
@@ -39,6 +41,7 @@ class Case:
     model: str = "untied"
     first: TrainBatch | None = None
     teacher: str | None = None  # a model's name; its log-probs are results, too
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -68,14 +71,14 @@ class Probe:
 TEMPERATURE = 0.8
 
 
-def config_of(case: Case, layout: ParallelLayout, directory: Path) -> Config:
+def config_of(case: Case, layout: Layout, directory: Path) -> Config:
     replays = case.model in ("qwen3_moe", "deepseek_v3")  # where rows say which experts; some do
     named = [{"name": name, "function": "not:called"} for name in case.rows.component_n]
     components = named or [{"name": "math"}]  # a method that learns from rewards needs one
     return build_config(
         {
             "output_dir": "unused",
-            "model": {"path": str(directory / case.model), "dtype": "float32"},
+            "model": {"path": str(directory / case.model), "dtype": case.dtype},
             "data": {"train": {"path": "unused", "demonstration_key": "unused"}},
             "algorithm": case.algorithm,
             "rollout": {"temperature": TEMPERATURE, "engine": "sglang", "router_replay": replays},
@@ -89,7 +92,7 @@ def config_of(case: Case, layout: ParallelLayout, directory: Path) -> Config:
 
 
 @contextlib.contextmanager
-def sizes_of(layout: ParallelLayout) -> Iterator[None]:
+def sizes_of(layout: Layout) -> Iterator[None]:
     """Context in which a layout runs."""
     with contextlib.ExitStack() as stack:
         if layout.small:
