@@ -14,6 +14,7 @@ from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.checks.output_dir import check_output_dir
 from megatron_gvpo.checks.teacher import check_teacher
 from megatron_gvpo.checks.user_source import check_source
+from megatron_gvpo.core.environment import check_rank_variables
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.gpu_packages import check_gpu_packages, check_no_null_cuda
 from megatron_gvpo.core.gpus import LocalGpu, list_gpus
@@ -92,6 +93,24 @@ def preflight(
         _check_tools(config)
         if not torch_gpus():
             check_rollout_model(config, cards)
+
+
+def preflight_on_ranks(
+    config: Config, command: Command, *, earlier: Earlier | None = None, allowed: Sequence[str] = ()
+) -> None:
+    """Raise ConfigError on every rank for what `preflight` refuses on any: one node may lack a file.
+
+    For a Python program, in which every rank calls an entry point with the same configuration. Without a
+    process group each rank raises its own. Loads torch.
+    """
+    import torch.distributed as dist
+
+    from megatron_gvpo.core.collectives import all_ranks_agree
+
+    with all_ranks_agree(ConfigError):
+        if not dist.is_initialized():
+            check_rank_variables()
+        preflight(config, command, int(os.environ.get("WORLD_SIZE", "1")), earlier=earlier, allowed=allowed)
 
 
 def torch_gpus() -> list[LocalGpu]:

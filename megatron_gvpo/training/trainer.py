@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megatron_gvpo.algorithms.base import STEP_START, TEACHER, Reference
-from megatron_gvpo.checks.preflight_on_ranks import preflight_on_ranks
+from megatron_gvpo.checks.preflight import preflight_on_ranks
 from megatron_gvpo.core.collectives import all_gather_msgpack, all_ranks_agree, broadcast_msgpack
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.redaction import hide

@@ -12,7 +12,7 @@ from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.curriculum.batch_policy import Accumulate
 from megatron_gvpo.algorithms.losses.gvpo import GVPO
-from megatron_gvpo.algorithms.losses.nll import NLL
+from megatron_gvpo.algorithms.losses.supervised import NLL
 from megatron_gvpo.algorithms.recipe import About, read_recipe, recipe_names
 from megatron_gvpo.algorithms.shapers.filters import Keep
 from megatron_gvpo.algorithms.shapers.length import Overlong

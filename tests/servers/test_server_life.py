@@ -24,7 +24,7 @@ from megatron_gvpo.core import launch
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.launch import _environment, free_ports
 from megatron_gvpo.data.task import Task
-from megatron_gvpo.huggingface.card import ModelCard, ModelCards
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.sampling.served import ServedEngine
 from megatron_gvpo.servers import http, leader
 from megatron_gvpo.servers.handle import Asleep
@@ -359,7 +359,7 @@ def test_an_engine_with_another_nccl_is_refused_before_it_starts(good: Path, tmp
 
 
 def pushed(config: Config) -> PushSettings:
-    return PushSettings.of(config, ModelCard({}), torch.device("cpu"))
+    return PushSettings.of(config, ModelCards(config), torch.device("cpu"))
 
 
 def test_remote_servers_cannot_meet_the_trainer_on_loopback(good: Path, monkeypatch: pytest.MonkeyPatch):

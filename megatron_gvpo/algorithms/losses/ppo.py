@@ -10,7 +10,7 @@ from pydantic import Field
 from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References, unless
 from megatron_gvpo.algorithms.importance.base import effective_share
 from megatron_gvpo.algorithms.losses.aggregation import Aggregation
-from megatron_gvpo.algorithms.losses.correction import AnyImportance
+from megatron_gvpo.algorithms.losses.pg import AnyImportance
 from megatron_gvpo.core.lazy_torch import torch
 from megatron_gvpo.types import LossInputs, TrainBatch
 
