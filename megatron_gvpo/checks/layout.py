@@ -39,6 +39,11 @@ def check_layout(config: Config, world_size: int) -> ModelCard:
     _check_stop_tokens(config, card)
     _check_top_k(config, card)
     _check_shared_prompts(config, card)
+    if card.has_delta_nets and config.train.deterministic:
+        raise ConfigError(
+            f"train.deterministic=true: model.path={config.model.path} has gated delta nets, which "
+            "megatron-core computes over packs without that promise only; leave it out"
+        )
     if (critic := config.algorithm.critic) is not None and critic.path is not None:
         of_critic = ModelCard.read(critic.path, "algorithm.critic.path")
         check_trainable(of_critic, f"algorithm.critic.path={critic.path}")
