@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob, linear_logprob
-from megatron_gvpo.megatron.attention.core import OwnPackedSeqParams
+from megatron_gvpo.megatron.attention.core import OwnPackedSeqParams, frequencies
 from megatron_gvpo.megatron.attention.merged import Sequences
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.memory_profile import MemoryProfile
@@ -230,11 +230,14 @@ def _packed_params(model: Model, batch: PackedBatch) -> PackedSeqParams:
         common |= {"cu_seqlens_q_padded": ends, "cu_seqlens_kv_padded": ends}
     if not model.own_attention:
         return PackedSeqParams(**common)
-    freqs_t = angles_t = None
-    if model.rotary:
-        freqs_t = model.rotary[0](batch.positions, packed_seq=True)[batch.position_t]
-        if model.local:
-            from megatron_gvpo.megatron.cpu.rotary import angles
+    if not model.rotary:
+        return OwnPackedSeqParams(**common, sequences=sequences)
+    freqs_t, scale = frequencies(model.rotary[0], batch.positions, batch.position_t)
+    angles_t = None
+    if model.local:
+        from megatron_gvpo.megatron.cpu.rotary import angles
 
-            angles_t = angles(freqs_t, model.config.rotary_interleaved)
-    return OwnPackedSeqParams(**common, sequences=sequences, freqs_t=freqs_t, angles_t=angles_t)
+        angles_t = angles(freqs_t, model.config.rotary_interleaved, scale)
+    return OwnPackedSeqParams(
+        **common, sequences=sequences, freqs_t=freqs_t, rotary_scale=scale, angles_t=angles_t
+    )
