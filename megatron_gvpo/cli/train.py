@@ -50,12 +50,17 @@ def run(options: argparse.Namespace) -> int:
         from megatron_gvpo.checks.preflight import preflight
         from megatron_gvpo.runs.existing_run import earlier_of, finished
         from megatron_gvpo.training.environment import prepare
+        from megatron_gvpo.training.ranks import choose_ranks
 
         if options.quiet:
             options.config.append("logging.progress=off")
         if options.verbose:
             options.config.append("logging.progress=all")
         config = configured.load(options)
+        if not options.nproc and "WORLD_SIZE" not in os.environ:
+            options.nproc, reason = choose_ranks(config)
+            if reason and not options.quiet:
+                say(reason)
         earlier = earlier_of(options.resume, options.overwrite)
         allowed = options.allow_change
         preflight(config, "train", configured.world_size(options), earlier=earlier, allowed=allowed)
@@ -65,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         if configured.is_launcher(options):
             from megatron_gvpo.core.launch import launch
 
-            return launch(options.nproc, options.given)
+            return launch(options.nproc, options.command_line)
         _warn_of_memory(config, configured.world_size(options))
         prepare(config)
 

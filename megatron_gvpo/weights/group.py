@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_gvpo.core.environment import LOOPBACK
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.store import host_store
-from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.sections import RolloutConfig
 
 _numbers = itertools.count()
 
@@ -199,23 +199,23 @@ def _failures_reach_the_caller() -> Iterator[None]:
             os.environ[name] = before
 
 
-def group_address(config: Config) -> str:
+def group_address(rollout: RolloutConfig) -> str:
     """The address where servers meet rank 0: from the configuration, or from torchrun.
 
     Raises ConfigError if a server on another machine cannot reach it, and for a name that nobody knows.
     """
-    servers = config.rollout.servers
-    address = config.rollout.weights.address or os.environ.get("MASTER_ADDR", "127.0.0.1")
+    servers, weights = rollout.servers, rollout.weights
+    address = weights.address or os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
         # MASTER_ADDR needs no check, because the ranks have met there.
-        socket.getaddrinfo(config.rollout.weights.address or "127.0.0.1", None)
+        socket.getaddrinfo(weights.address or "127.0.0.1", None)
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"rollout.weights.address={address} is not a known host: {error}") from None
     for url in servers.urls if address in LOOPBACK else ():
         if not is_this_machine(urlsplit(url).hostname or ""):
             raise ConfigError(
                 f"rollout.weights.address: rollout server {url} cannot meet the trainer at {address}"
-                f"{'' if config.rollout.weights.address else ' (the default here)'}: give an address of the "
+                f"{'' if weights.address else ' (the default here)'}: give an address of the "
                 "trainer's first node that the server's node reaches"
             )
     return address

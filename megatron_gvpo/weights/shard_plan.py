@@ -26,9 +26,9 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-ROUNDS = 8  # rounds for each link of the longest way: it fills in an eighth of the push's time
-LEAST = 2**20  # bytes of a round that are worth a message
-# A trainer rank may send so much more than its share, as a fraction of the mean, where that saves a link;
+ROUNDS = 8  # rounds for each link of the longest path, which then fills in 1/8 of the push
+LEAST = 2**20  # smallest worthwhile size of a round, in bytes
+# A trainer rank may send this much more than its share, as a fraction of the mean, if that saves a link;
 # or as much as the largest cell.
 SLACK = 0.02
 
@@ -91,7 +91,7 @@ class Parcel(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """All that goes from one rank to another in a round, in this order."""
+    """The cells that go from one rank to another in a round, in this order."""
 
     source: int
     target: int
@@ -164,19 +164,21 @@ class PushPlan:
 
 
 def plan_push(
-    tables: Sequence[Table], held: Sequence[Layout], needed: Sequence[Sequence[Layout]], limit: int
+    tables: Sequence[Table], sources: Sequence[Layout], needed: Sequence[Sequence[Layout]], limit: int
 ) -> PushPlan:
-    """Plan a push of `tables` from trainer ranks that hold `held` to servers whose ranks need `needed`.
+    """Plan a push of `tables` from trainer ranks that hold `sources` to servers whose ranks need `needed`.
 
     `limit`: bytes that a trainer rank sends, and that a server rank gets from the trainer, in one round at
     most. The ranks that hold the same cells share them evenly. Raises ValueError for a part that a server
     needs and no trainer rank holds.
     """
-    trainers = len(held)
+    trainers = len(sources)
     ranks = [layout for server in needed for layout in server]
     servers = tuple(number for number, server in enumerate(needed) for _ in server)
-    limit = min(limit, max(LEAST, _most(tables, held, ranks) // (ROUNDS * (len(needed) + _longest(needed)))))
-    holders, takers = _by_box(held, 0), _by_box(ranks, trainers)
+    limit = min(
+        limit, max(LEAST, _most(tables, sources, ranks) // (ROUNDS * (len(needed) + _longest(needed))))
+    )
+    holders, takers = _by_box(sources, 0), _by_box(ranks, trainers)
     loose: list[tuple[Cell, int, tuple[int, ...], tuple[int, ...]]] = []
     for number, table in enumerate(tables):
         held_boxes, needed_boxes = holders.get(number, {}), takers.get(number, {})
@@ -201,20 +203,20 @@ def plan_push(
     return PushPlan(list(tables), trainers, trainers + len(ranks), parcels, last + 1)
 
 
-def fair_shares(plan: PushPlan, held: Sequence[Layout]) -> list[float]:
+def fair_shares(plan: PushPlan, sources: Sequence[Layout]) -> list[float]:
     """The bytes that each trainer rank must send at least, if all that hold the same parts share them evenly.
 
     Where the parts that ranks hold in common are nested, as with Megatron's parallelisms, no plan's busiest
     rank among them sends less than the largest of their shares.
     """
     groups: Counter[tuple[int, ...]] = Counter()
-    holders = _by_box(held, 0)
+    holders = _by_box(sources, 0)
     for parcel in plan.parcels:
         boxes = holders[parcel.cell.tensor]
         groups[_union([ranks for box, ranks in boxes.items() if box.contains(parcel.cell.box)])] += (
             parcel.nbytes
         )
-    shares = [0.0] * len(held)
+    shares = [0.0] * len(sources)
     for owners in groups:
         inside = set(owners)
         size = sum(size for others, size in groups.items() if inside.issuperset(others))
@@ -283,15 +285,15 @@ def _shares(
         return rank not in linked, is_full, -room[rank] if is_full or rank in linked else room[rank]
 
     shares: dict[int, float] = {}
-    left = float(size)
+    remaining = float(size)
     for rank in sorted(owners, key=order):
         most = room[rank] + slack
-        if left > 0 and (most if rank in linked else room[rank]) > 0:
-            shares[rank] = left if left <= most else max(room[rank], 0.0) or min(most, left)
-            left -= shares[rank]
-    if left > 0:  # a rest by rounding
+        if remaining > 0 and (most if rank in linked else room[rank]) > 0:
+            shares[rank] = remaining if remaining <= most else max(room[rank], 0.0) or min(most, remaining)
+            remaining -= shares[rank]
+    if remaining > 0:  # a rest by rounding
         rank = next(iter(shares), min(owners, key=lambda rank: load[rank]))
-        shares[rank] = shares.get(rank, 0.0) + left
+        shares[rank] = shares.get(rank, 0.0) + remaining
     return shares
 
 
@@ -315,7 +317,8 @@ def _interleaved(sizes: Sequence[int], shares: Mapping[int, float]) -> Iterator[
 
 def _by_box(layouts: Sequence[Layout], first: int) -> dict[int, dict[Box, tuple[int, ...]]]:
     """The ranks, counted from `first`, that hold each box of each tensor."""
-    alike: dict[int, list[int]] = defaultdict(list)  # ranks with the very same layout, such as many servers'
+    # Ranks that share a layout, such as those of many servers.
+    alike: dict[int, list[int]] = defaultdict(list)
     for rank, layout in enumerate(layouts, first):
         alike[id(layout)].append(rank)
     by_tensor: dict[int, dict[Box, tuple[int, ...]]] = defaultdict(dict)
@@ -377,32 +380,32 @@ def _route(
     return tuple(links)
 
 
-def _most(tables: Sequence[Table], held: Sequence[Layout], ranks: Sequence[Layout]) -> int:
-    """About the bytes of the rank that sends or gets most."""
+def _most(tables: Sequence[Table], sources: Sequence[Layout], ranks: Sequence[Layout]) -> int:
+    """An estimate of the bytes of the rank that sends or gets most."""
     different = {id(layout): layout for layout in ranks}.values()
     gets = (
         sum(box.elements * tables[number].itemsize for number, boxes in layout.items() for box in boxes)
         for layout in different
     )
     total = sum(table.rows * table.columns * table.itemsize for table in tables)
-    return max([total // len(held), *gets])
+    return max([total // len(sources), *gets])
 
 
 def _longest(needed: Sequence[Sequence[Layout]]) -> int:
     return max(map(len, needed), default=1)
 
 
-@lru_cache(maxsize=4096)  # most tensors of a model are cut like others
+@lru_cache(maxsize=4096)  # many tensors of a model are cut alike
 def _cells(
-    size: tuple[int, int, int], held: tuple[Box, ...], needed: tuple[Box, ...], limit: int
+    size: tuple[int, int, int], sources: tuple[Box, ...], needed: tuple[Box, ...], limit: int
 ) -> list[tuple[Box, tuple[Box, ...], tuple[Box, ...]]]:
-    """(cell, the boxes in `held` around it, those in `needed`) for every part of a tensor that is needed.
+    """(cell, the boxes in `sources` around it, those in `needed`) for every part of a tensor that is needed.
 
     `size`: rows, columns, bytes of an element. A cell has at most `limit` bytes, or one row.
     """
     _, _, itemsize = size
-    rows = sorted({edge for box in (*held, *needed) for edge in (box.top, box.bottom)})
-    columns = sorted({edge for box in (*held, *needed) for edge in (box.left, box.right)})
+    rows = sorted({edge for box in (*sources, *needed) for edge in (box.top, box.bottom)})
+    columns = sorted({edge for box in (*sources, *needed) for edge in (box.left, box.right)})
     cells = []
     for top, bottom in pairwise(rows):
         for left, right in pairwise(columns):
@@ -410,7 +413,7 @@ def _cells(
             to = tuple(box for box in needed if box.contains(cell))
             if not to:
                 continue
-            by = tuple(box for box in held if box.contains(cell))
+            by = tuple(box for box in sources if box.contains(cell))
             step = max(1, limit // ((right - left) * itemsize))
             for start in range(top, bottom, step):
                 cells.append((Box(start, min(bottom, start + step), left, right), by, to))

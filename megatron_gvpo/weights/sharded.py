@@ -26,7 +26,6 @@ from torch import Tensor
 from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.servers.leader import Done, Failed, Messages
 from megatron_gvpo.servers.server import Server
-from megatron_gvpo.settings.config import Config
 from megatron_gvpo.weights.broadcast import LEAVE, Broadcast, GroupReceiver
 from megatron_gvpo.weights.bucket import Bucket, sent_as
 from megatron_gvpo.weights.group import (
@@ -41,7 +40,7 @@ from megatron_gvpo.weights.group import (
 from megatron_gvpo.weights.node import new_name
 from megatron_gvpo.weights.relay import EndPush, Orders, Relays
 from megatron_gvpo.weights.shard_plan import Box, Layout, PushPlan, Table, plan_push, unpack_sends
-from megatron_gvpo.weights.transport import Follower, PushFailed
+from megatron_gvpo.weights.transport import Follower, PushFailed, PushSettings
 
 if TYPE_CHECKING:
     from megatron_gvpo.megatron.model.own_weights import OwnPart, OwnWeights
@@ -107,29 +106,30 @@ class Sharded(Broadcast):
         self._relays, self._dtype, self._limit = relays, dtype, limit
         self._sender: Sender | None = None
         self.plan: PushPlan | None = None
-        self.layouts: list[Layout] = []  # of the trainer's ranks
+        self.layouts: list[Layout] = []  # one for each trainer rank
         self.counted: Counter[tuple[int, int]] = Counter()  # bytes over each link in the last push
 
     @classmethod
-    def create(cls, config: Config, receiver: Callable[[Server], Any], device: torch.device) -> Self:
+    def create(cls, settings: PushSettings, receiver: Callable[[Server], Any]) -> Self:
         name = broadcast_msgpack(new_name())
-        timeout, others = config.rollout.weights.timeout, range(1, dist.get_world_size())
+        weights = settings.rollout.weights
+        timeout, others = weights.timeout, range(1, dist.get_world_size())
         return cls(
             receiver,
-            group_address(config),
-            "nccl" if device.type == "cuda" else "gloo",
+            group_address(settings.rollout),
+            "nccl" if settings.device.type == "cuda" else "gloo",
             timeout,
             Relays(_store(name), list(others), timeout, ORDERS),
-            getattr(torch, config.model.dtype),
-            config.rollout.weights.bucket_mb * 2**19,  # a half, as for other transports
+            getattr(torch, settings.model.dtype),
+            weights.bucket_mb * 2**19,  # half a bucket, as for other transports
         )
 
     @classmethod
-    def follower(cls, config: Config, device: torch.device) -> Follower | None:
+    def follower(cls, settings: PushSettings) -> Follower | None:
         name = broadcast_msgpack(None)
-        timeout = config.rollout.weights.timeout
+        timeout = settings.rollout.weights.timeout
         orders = Orders(_store(name), dist.get_rank(), timeout, ORDERS)
-        return ShardFollower(orders, getattr(torch, config.model.dtype), timeout)
+        return ShardFollower(orders, getattr(torch, settings.model.dtype), timeout)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -248,14 +248,15 @@ class Sharded(Broadcast):
             task.cancel()
         self._raise_failed({task: m for task, m in posts.items() if task.done() and not task.cancelled()})
         problem = failed[0].exception()
-        if isinstance(problem, RuntimeError | Stopped | PushFailed):  # RuntimeError: torch's, of a dead rank
+        # RuntimeError is torch's, for a dead rank.
+        if isinstance(problem, RuntimeError | Stopped | PushFailed):
             raise PushFailed(f"a sharded push failed: {problem}", self._handles) from None
         assert problem is not None
         raise problem
 
     def _raise_reported(self, store: dist.Store) -> None:
         """Raise PushFailed for the servers of which a rank has reported a failure in the group's store."""
-        failed: dict[str, str] = {}  # by url
+        failed: dict[str, str] = {}  # problem, by url
         for rank in range(self._trainers, self._rendezvous.world_size):
             if store.check([f"failed.{rank}"]):
                 [*_, url] = [url for url, first in self._offsets.items() if first <= rank]
@@ -271,7 +272,7 @@ class Sharded(Broadcast):
         await super()._discard()
 
     def _counts(self, member: Membership) -> Counter[tuple[int, int]]:
-        """The bytes over each link, as both its ends have counted them. Raises ValueError if they differ."""
+        """The bytes over each link, counted at both ends. Raises ValueError if the counts differ."""
         ends: dict[str, set[int]] = {}
         for rank in range(self._rendezvous.world_size):
             for link, size in json.loads(member.store.get(f"counted.{rank}")).items():
@@ -392,7 +393,7 @@ class Sender:
     ) -> None:
         self._member, self._dtype, self._timeout, self._stopped = member, dtype, timeout, stopped
         self._rounds: list[list[Message]] | None = None
-        self._parts: dict[int, list[OwnPart]] = {}  # by number of the tensor
+        self._parts: dict[int, list[OwnPart]] = {}  # own parts, by number of the tensor
         self._buffers: dict[tuple[int, int], Tensor] = {}
 
     def send_layout(self, own: OwnWeights) -> None:

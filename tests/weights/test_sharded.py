@@ -31,7 +31,7 @@ from megatron_gvpo.weights.sharded import STOP, Sender, Stopped
 sys.path.insert(0, str(PLUGINS))
 
 from megatron_gvpo_shards import Shards
-from megatron_gvpo_slices import Slice, Whole
+from megatron_gvpo_slices import FullTensor, Slice
 
 FULL = {
     "m.layers.0.self_attn.q": torch.randn(8, 6),
@@ -326,15 +326,15 @@ def test_a_server_holds_only_tensors_that_are_on_their_way():
     most = [0] * 4
 
     def watched(shards: Shards, index: int) -> None:
-        make, alive = shards._whole, weakref.WeakSet()
+        make, alive = shards._full, weakref.WeakSet()
 
-        def counted(number: int) -> Whole:
-            whole = make(number)
-            alive.add(whole)
+        def counted(number: int) -> FullTensor:
+            tensor = make(number)
+            alive.add(tensor)
             most[index] = max(most[index], len(alive))
-            return whole
+            return tensor
 
-        shards._whole = counted
+        shards._full = counted
 
     for index, shards in enumerate(ranks.shards):
         watched(shards, index)
@@ -353,7 +353,7 @@ def test_a_rank_that_leaves_ends_the_push_of_all_others():
 
 
 def learned(shape: tuple[int, ...], copy: Callable[[Tensor], None]) -> list[tuple[int, int, int, int]]:
-    whole = Whole("w", torch.float32, shape)
+    whole = FullTensor("w", torch.float32, shape)
     copy(Slice.of(whole))
     return whole.needed()
 
@@ -376,7 +376,7 @@ def test_what_a_loader_copies_is_learned_whatever_views_it_takes():
 
 def test_a_slice_gives_what_the_whole_tensor_would_and_nothing_else():
     full = torch.arange(48.0).view(8, 6)
-    whole = Whole("w", torch.float32, (8, 6))
+    whole = FullTensor("w", torch.float32, (8, 6))
     whole.parts = {(2, 6, 3, 6): full[2:6, 3:6].clone()}
     target = torch.zeros(4, 3)
     target.copy_(Slice.of(whole)[2:6].narrow(1, 3, 3))

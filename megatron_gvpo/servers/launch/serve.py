@@ -14,6 +14,7 @@ import threading
 import time
 
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.launch.first_turn import wait_for_turn
 from megatron_gvpo.servers.launch.start import given_key, report, start_servers
 from megatron_gvpo.servers.launch.supervise import is_loopback
@@ -48,7 +49,7 @@ def serve(config: Config) -> int:
     previous = {n: signal.signal(n, lambda *_: told.set()) for n in (signal.SIGTERM, signal.SIGINT)}
     if settings.colocated and not wait_for_turn(told):
         return 0
-    supervisor = start_servers(config, key, report)
+    supervisor = start_servers(config, ModelCards(config), key, report)
     try:
         waiting = list(supervisor.processes)
         deadline = time.monotonic() + settings.start_timeout

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_gvpo_slices import Box, Slice, Whole
+from megatron_gvpo_slices import Box, FullTensor, Slice
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], Any]
 Message = tuple[int, list[list[int]]]  # the other rank, and cells: tensor, rows from, to, columns from, to
@@ -46,9 +46,9 @@ class Shards:
         """Run the engine's loader without weights, and tell the trainer what it would copy."""
         for name, dtype, shape in json.loads(zlib.decompress(self._store.get("tables"))):
             self._tables.append((name, getattr(torch, dtype), torch.Size(shape)))
-        wholes = [Whole(*table[:2], table[2]) for table in self._tables]
-        load([(whole.name, Slice.of(whole)) for whole in wholes])
-        self._needed = {i: whole.needed() for i, whole in enumerate(wholes) if whole.copied}
+        tensors = [FullTensor(*table[:2], table[2]) for table in self._tables]
+        load([(tensor.name, Slice.of(tensor)) for tensor in tensors])
+        self._needed = {i: tensor.needed() for i, tensor in enumerate(tensors) if tensor.copied}
         told = json.dumps(sorted(self._needed.items()))
         self._store.set(f"needs.{self._rank}", zlib.compress(told.encode()))
 
@@ -56,7 +56,7 @@ class Shards:
         """Take part in one push. Raises RuntimeError if another rank of the group fails."""
         if not self._receives:
             self._connect()
-        loading = _Loading(self._tables, self._receives, self._whole, load)
+        loading = _Loading(self._tables, self._receives, self._full, load)
         counted: Counter[str] = Counter()
         came: dict[Cell, torch.Tensor] = {}  # in the round before; uint8 [bytes] each
         for receives, sends in zip(self._receives, self._sends, strict=True):
@@ -132,14 +132,14 @@ class Shards:
         size = sum(self._size(cell) for cell in cells)
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    def _whole(self, number: int) -> Whole:
+    def _full(self, number: int) -> FullTensor:
         """A tensor with memory for the parts that this rank needs of it."""
-        whole = Whole(*self._tables[number])
-        whole.parts = {
-            box: torch.empty((box[1] - box[0], box[3] - box[2]), dtype=whole.dtype, device=self._device)
+        tensor = FullTensor(*self._tables[number])
+        tensor.parts = {
+            box: torch.empty((box[1] - box[0], box[3] - box[2]), dtype=tensor.dtype, device=self._device)
             for box in map(tuple, self._needed[number])
         }
-        return whole
+        return tensor
 
     def _size(self, cell: Sequence[int]) -> int:
         tensor, top, bottom, left, right = cell
@@ -153,13 +153,15 @@ class _Loading:
         self,
         tables: list[tuple[str, torch.dtype, torch.Size]],
         receives: list[list[Message]],
-        make: Callable[[int], Whole],
+        make: Callable[[int], FullTensor],
         load: Load,
     ) -> None:
         """`make` gives a tensor with this number, with memory for what comes of it."""
-        self._left = Counter(cell[0] for messages in receives for _, cells in messages for cell in cells)
-        self._units = _units(tables, self._left)
-        self._wholes: dict[int, Whole] = {}  # those on their way; a model's tensors together would not fit
+        self._remaining = Counter(cell[0] for messages in receives for _, cells in messages for cell in cells)
+        self._units = _units(tables, self._remaining)
+        self._tensors: dict[
+            int, FullTensor
+        ] = {}  # those on their way; a model's tensors together would not fit
         self._make, self._load = make, load
 
     def take(self, cells: dict[Cell, torch.Tensor]) -> None:
@@ -167,13 +169,13 @@ class _Loading:
         complete: list[int] = []
         for cell, part in cells.items():
             number = cell[0]
-            if number not in self._wholes:
-                self._wholes[number] = self._make(number)
-            _place(self._wholes[number], cell, part)
-            self._left[number] -= 1
-            if not any(self._left[other] for other in self._units[number]):
+            if number not in self._tensors:
+                self._tensors[number] = self._make(number)
+            _place(self._tensors[number], cell, part)
+            self._remaining[number] -= 1
+            if not any(self._remaining[other] for other in self._units[number]):
                 complete += self._units[number]
-        loadable = [(self._wholes[number].name, _loadable(self._wholes.pop(number))) for number in complete]
+        loadable = [(self._tensors[number].name, _loadable(self._tensors.pop(number))) for number in complete]
         if loadable:
             self._load(loadable)
 
@@ -195,29 +197,31 @@ def _exchange(
     return [group._end_coalescing()] if group.supports_coalescing else works
 
 
-def _place(whole: Whole, cell: Sequence[int], part: torch.Tensor) -> None:
+def _place(tensor: FullTensor, cell: Sequence[int], part: torch.Tensor) -> None:
     """Write a cell, uint8 [bytes], into every part that has it."""
     _, top, bottom, left, right = cell
-    assert whole.parts is not None
-    size = whole.dtype.itemsize
-    for box, values in whole.parts.items():
+    assert tensor.parts is not None
+    size = tensor.dtype.itemsize
+    for box, values in tensor.parts.items():
         if box[0] <= top and bottom <= box[1] and box[2] <= left and right <= box[3]:
-            place = values[top - box[0] : bottom - box[0]].view(torch.uint8)
-            place[:, (left - box[2]) * size : (right - box[2]) * size] = part.view(bottom - top, -1)
+            target = values[top - box[0] : bottom - box[0]].view(torch.uint8)
+            target[:, (left - box[2]) * size : (right - box[2]) * size] = part.view(bottom - top, -1)
 
 
-def _loadable(whole: Whole) -> torch.Tensor:
+def _loadable(tensor: FullTensor) -> torch.Tensor:
     """The tensor for the engine's loader: a slice, or the tensor itself if the rank has all of it."""
-    assert whole.parts is not None
-    if whole.everything in whole.parts:
-        return whole.parts[whole.everything].view(whole.shape)
-    return Slice.of(whole)
+    assert tensor.parts is not None
+    if tensor.everything in tensor.parts:
+        return tensor.parts[tensor.everything].view(tensor.shape)
+    return Slice.of(tensor)
 
 
-def _units(tables: list[tuple[str, torch.dtype, torch.Size]], left: Counter[int]) -> dict[int, list[int]]:
-    """The tensors that are loaded in one call, for each tensor that comes."""
+def _units(
+    tables: list[tuple[str, torch.dtype, torch.Size]], remaining: Counter[int]
+) -> dict[int, list[int]]:
+    """By tensor number: the numbers of all tensors that must be loaded in the same call."""
     units: dict[str, list[int]] = {}
-    for number in sorted(left):
+    for number in sorted(remaining):
         name = tables[number][0]
         together = _TOGETHER.match(name)
         units.setdefault(together[0] if together else name, []).append(number)

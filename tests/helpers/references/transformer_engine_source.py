@@ -36,19 +36,19 @@ def wheel_source(package: str) -> Path:
     """The folder with the files of a pinned wheel. pip downloads it once; an error of pip fails the test."""
     version = REFERENCE[package]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_gvpo"
-    place = home / f"{package.replace('-', '_')}-{version}"
+    folder = home / f"{package.replace('-', '_')}-{version}"
     home.mkdir(parents=True, exist_ok=True)
     with (home / "transformer_engine.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (place / ".complete").exists():
+        if not (folder / ".complete").exists():
             wanted = f"{package}=={version}"
             pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-            done = subprocess.run([*pip, "--dest", place, wanted], capture_output=True, text=True)
+            done = subprocess.run([*pip, "--dest", folder, wanted], capture_output=True, text=True)
             assert done.returncode == 0, f"pip cannot download {wanted}:\n{done.stderr}"
-            [wheel] = place.glob("*.whl")
-            zipfile.ZipFile(wheel).extractall(place)
-            (place / ".complete").touch()
-    return place
+            [wheel] = folder.glob("*.whl")
+            zipfile.ZipFile(wheel).extractall(folder)
+            (folder / ".complete").touch()
+    return folder
 
 
 class _Numbers(type):
