@@ -80,6 +80,8 @@ def _parallel_settings(parallel: ParallelConfig, dtype: torch.dtype, on_cpu: boo
         # As Megatron-LM's own scripts do: a stage keeps no output that it has sent. gloo reads what it sends
         # with virtual stages later, when the memory could be another tensor's.
         "deallocate_pipeline_outputs": not (on_cpu and parallel.vpp > 1),
+        # Against a fault of old releases of torch, stages would wait for the whole GPU after every message.
+        "batch_p2p_sync": False,
     }
     if parallel.vpp > 1:  # with gloo, batched communication gave wrong gradients without an error
         settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
