@@ -41,6 +41,7 @@ def check_layout(config: Config, world_size: int) -> ModelCards:
     _check_stop_tokens(config, card)
     _check_top_k(config, card)
     _check_shared_prompts(config, card)
+    _check_delta_nets(config, card)
     _check_critic(config, card)
     if config.teacher is not None and config.teacher.server is None:
         _check_teacher(config, config.teacher, cards.teacher)
@@ -57,6 +58,15 @@ def check_division(parallel: ParallelConfig, values: Mapping[str, Any]) -> None:
     _check_depth(parallel, card)
     _check_recompute(parallel, card)
     _check_experts(parallel, card)
+
+
+def _check_delta_nets(config: Config, card: ModelCard) -> None:
+    """Raises ConfigError for a promise that megatron-core's gated delta nets do not keep over packs."""
+    if card.has_delta_nets and config.train.deterministic:
+        raise ConfigError(
+            f"train.deterministic=true: model.path={config.model.path} has gated delta nets, which "
+            "megatron-core computes over packs without that promise only; leave it out"
+        )
 
 
 def _check_critic(config: Config, policy: ModelCard) -> None:

@@ -16,7 +16,7 @@ from megatron_gvpo.checks.teacher import check_teacher
 from megatron_gvpo.checks.user_source import check_source
 from megatron_gvpo.core.environment import check_rank_variables
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.core.gpu_packages import check_gpu_packages, check_no_null_cuda
+from megatron_gvpo.core.gpu_packages import check_delta_nets, check_gpu_packages, check_no_null_cuda
 from megatron_gvpo.core.gpus import LocalGpu, list_gpus
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.megatron.model.attention_kernel import (
@@ -68,6 +68,8 @@ def preflight(
     cards = check_layout(config, world_size)
     if command != "slurm" and torch_gpus():  # a job's nodes have other GPUs
         check_gpu_packages()
+        if cards.policy.has_delta_nets:
+            check_delta_nets(f"model.path={config.model.path}")
     if command in ("train", "eval"):
         _check_attention(config, cards.policy)
     if trains:

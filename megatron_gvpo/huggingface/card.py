@@ -75,6 +75,11 @@ class ModelCard(dict[str, Any]):
         return bool(self.get("kv_lora_rank"))
 
     @property
+    def has_delta_nets(self) -> bool:
+        """True if most layers have a gated delta net in place of attention (Qwen3-Next, Qwen3.5)."""
+        return bool(self.get("linear_num_value_heads"))
+
+    @property
     def window(self) -> int | None:
         """The tokens of the sliding window; None if every token attends to all before it."""
         return (self.get("sliding_window") or None) if self.get("use_sliding_window", True) else None
