@@ -274,7 +274,7 @@ def fused_amax_and_scale_update_after_reduction(
         history[0] = newest
         rolled = history.roll(-1, 0)
         amax = history[0].clone() if amax_compute_algo == "most_recent" else history.amax(0)
-        updated = (largest / amax).clamp(max=_LARGEST_FP32)
+        updated = (torch.full_like(amax, largest) / amax).clamp(max=_LARGEST_FP32)
         scale.copy_(torch.where(amax.isfinite() & (amax > 0), updated, scale))
         rolled[0] = 0
         history.copy_(rolled)
