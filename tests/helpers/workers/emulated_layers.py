@@ -69,12 +69,12 @@ def norm_and_linear() -> Errors:
             normed = F.layer_norm(exact_x, (64,), scale, exact["layer_norm_bias"], 1e-5)
         exact_out = F.linear(normed, exact["weight"], exact["bias"])
         exact_out.backward(grad.double())
-        found = {"out": (out, exact_out), "x": (on_gpu.grad, exact_x.grad)}
-        found |= {name: (weight.grad, exact[name].grad) for name, weight in weights.items()}
-        found["weight"] = (layer.weight.main_grad - 1, exact["weight"].grad)
+        pairs = {"out": (out, exact_out), "x": (on_gpu.grad, exact_x.grad)}
+        pairs |= {name: (weight.grad, exact[name].grad) for name, weight in weights.items()}
+        pairs["weight"] = (layer.weight.main_grad - 1, exact["weight"].grad)
         # The norm's output, too, is rounded to bf16.
         bound = 2 * BOUND[torch.bfloat16]
-        errors |= {f"{normalization} {name}": error_of(*pair, bound) for name, pair in found.items()}
+        errors |= {f"{normalization} {name}": error_of(*pair, bound) for name, pair in pairs.items()}
     return errors
 
 
@@ -172,7 +172,7 @@ class Quantized:
     is_weight: bool = False
 
     def along_rows(self, x: Tensor) -> Tensor:
-        """Of one scale, or of one for each block: 128 x 128 (weights), 1 x 128, 1 x 32."""
+        """With one scale, or one for each block: 128 x 128 (weights), 1 x 128, 1 x 32."""
         height, width = {
             "tensorwise": x.shape,
             "blockwise": (128 if self.is_weight else 1, 128),
@@ -196,7 +196,7 @@ class Quantized:
 
 
 def quantizers(name: str) -> tuple[Quantized, Quantized, Quantized]:
-    """Of inputs, weights and gradients."""
+    """One each for inputs, weights and gradients."""
     gradients = torch.float8_e5m2 if name == "tensorwise" else torch.float8_e4m3fn
     return Quantized(name), Quantized(name, is_weight=True), Quantized(name, gradients)
 
