@@ -149,9 +149,9 @@ def measure_model(
 
         yield measure("none", "in-process", push_in_process, weights, plain, args)
         del target
-    whole = [name for name in args.transports if name not in ("in-process", "adapter")]
+    full = [name for name in args.transports if name not in ("in-process", "adapter")]
     alone = [name for name in args.transports if name == "adapter"]
-    for name, transports in [(name, kind) for name in args.engines for kind in (whole, alone) if kind]:
+    for name, transports in [(name, kind) for name in args.engines for kind in (full, alone) if kind]:
         pushed = make_adapter(weights, args.rank) if transports is alone else weights
         with served(name, directory, args, args.rank if transports is alone else None) as server:
             for transport in transports:
@@ -366,11 +366,11 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
     versions = {name: version(name) for name in ("torch", "transformers", "safetensors", "aiohttp")}
     for engine in args.engines:
         name = "vllm" if engine == "vllm" else "sglang"
-        asked = f"import importlib; print(importlib.import_module('{name}.version').__version__)"
-        found = subprocess.run(
-            [engine_python(engine, args), "-c", asked], capture_output=True, text=True
+        code = f"import importlib; print(importlib.import_module('{name}.version').__version__)"
+        lines = subprocess.run(
+            [engine_python(engine, args), "-c", code], capture_output=True, text=True
         ).stdout.split()
-        versions[engine] = found[-1] if found else "unknown"
+        versions[engine] = lines[-1] if lines else "unknown"
     return {
         "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.machine(),
         "cores": os.cpu_count(),

@@ -17,7 +17,7 @@ except KeyboardInterrupt:
     sys.exit(130)  # Ctrl-C before, or outside of, what handles it
 except SystemExit:
     raise
-except BaseException:  # a panic in a Rust library, such as tokenizers, is no Exception
+except BaseException:  # a panic in a Rust library, such as tokenizers, is not an Exception
     print(hide(traceback.format_exc()), end="", file=sys.stderr)
     if os.environ.get("WORLD_SIZE", "1") == "1":
         sys.exit(1)

@@ -35,8 +35,8 @@ class Segment(NamedTuple):
 
 def turn_of(values: Sequence[Any]) -> Turn:
     """A turn from its values, after msgpack or JSON has turned tuples into lists."""
-    begin, after, keep, given, *others = values
-    return Turn(begin, after, keep, tuple(given), *others)
+    begin, after, keep, observation, *others = values
+    return Turn(begin, after, keep, tuple(observation), *others)
 
 
 def ends_of(turns: Sequence[Turn], own: int) -> list[int]:
@@ -54,7 +54,7 @@ def segments(prompt: Sequence[int], own: Sequence[int], turns: Sequence[Turn]) -
     """
     if not turns:
         return [Segment([*prompt, *own], [(len(prompt), 0, len(own))])]
-    found: list[Segment] = []
+    sequences: list[Segment] = []
     ends: list[tuple[int, int]] = []  # of every turn: its segment, and the length there when it ended
     if turns[0].begin != 0:
         raise ValueError(f"the first turn begins with own token {turns[0].begin}: want 0")
@@ -69,16 +69,16 @@ def segments(prompt: Sequence[int], own: Sequence[int], turns: Sequence[Turn]) -
         if turn.keep is not None and not 0 <= turn.keep <= length:
             raise ValueError(f"turn {i} keeps {turn.keep} of {length} tokens")
         keep = length if turn.keep is None else turn.keep
-        if number < 0 or keep != len(found[number].ids):
-            context = prompt if number < 0 else found[number].ids
-            found.append(Segment(list(context[:keep]), []))
-            number = len(found) - 1
-        ids, places = found[number]
+        if number < 0 or keep != len(sequences[number].ids):
+            context = prompt if number < 0 else sequences[number].ids
+            sequences.append(Segment(list(context[:keep]), []))
+            number = len(sequences) - 1
+        ids, spans = sequences[number]
         ids += turn.given
         if not ids:
             raise ValueError(f"turn {i} begins without any token before it")
         if end > turn.begin:
-            places.append((len(ids), turn.begin, end - turn.begin))
+            spans.append((len(ids), turn.begin, end - turn.begin))
         ids += own[turn.begin : end]
         ends.append((number, len(ids)))
-    return [Segment(ids[: spans[-1][0] + spans[-1][2]], spans) for ids, spans in found if spans]
+    return [Segment(ids[: spans[-1][0] + spans[-1][2]], spans) for ids, spans in sequences if spans]

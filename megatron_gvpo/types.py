@@ -85,6 +85,8 @@ class TrainBatch:
     routing: list[Routing | None] | None = None  # the experts that each row is sent through
     turns: list[Sequence[Turn]] | None = None  # of conversations; a row without turns is one response
     images: list[tuple[Image, ...]] | None = None  # of the prompts, in the order of their tokens
+    # How many sequences, and response tokens in them, `trained` has left out.
+    left_out: tuple[int, int] = (0, 0)
 
     def __len__(self) -> int:
         return len(self.response_ids)
@@ -152,10 +154,11 @@ class TrainBatch:
         return self.advantage_n[self.seq_r]
 
     def trained(self) -> TrainBatch:
-        """The rows that have a gradient."""
+        """The rows that have a gradient; `left_out` then has the size of the others."""
         if self.trained_n is None or bool(self.trained_n.all()):
             return self
-        return self.select(self.trained_n.nonzero().flatten().tolist())
+        rows = self.select(self.trained_n.nonzero().flatten().tolist())
+        return replace(rows, left_out=(len(self) - len(rows), self.offsets[-1] - rows.offsets[-1]))
 
     def sampled_by(self, version: int) -> Tensor:
         """True for tokens that the weights of `version` sampled, or that have no known version; bool [r]."""
@@ -179,7 +182,8 @@ class TrainBatch:
                 return {key: value[row] for key, value in column.items()}
             return column[token] if name.endswith("_r") else column[row]
 
-        return TrainBatch(**{f.name: pick(f.name) for f in fields(self)})
+        columns = {f.name: pick(f.name) for f in fields(self) if f.name != "left_out"}
+        return TrainBatch(**columns, left_out=self.left_out)
 
     def to(self, device: torch.device) -> TrainBatch:
         """The same batch with its tensor columns on `device`; token ids stay on the host."""
@@ -269,8 +273,8 @@ def _routing(rollouts: Sequence[tuple[Prompt, Rollout]]) -> list[Routing | None]
     """The experts of each response's tokens; None if no response has any."""
     if all(rollout.routing is None for _, rollout in rollouts):
         return None
-    found = [None if r.routing is None else Routing(*r.routing) for _, r in rollouts]
-    for i, ((prompt, rollout), routing) in enumerate(zip(rollouts, found, strict=True)):
+    routings = [None if r.routing is None else Routing(*r.routing) for _, r in rollouts]
+    for i, ((prompt, rollout), routing) in enumerate(zip(rollouts, routings, strict=True)):
         if routing is None:
             continue
         if rollout.turns:
@@ -282,7 +286,7 @@ def _routing(rollouts: Sequence[tuple[Prompt, Rollout]]) -> list[Routing | None]
                 f"response {i} of the batch has {tokens} tokens before its last, and the rollout engine gave "
                 f"{len(routing.ids)} bytes of experts: want {size}"
             )
-    return found
+    return routings
 
 
 def _engine_logp(rollouts: Sequence[Rollout]) -> Tensor | None:
@@ -311,10 +315,11 @@ class BatchTotals:
     groups: int
     sequences: int
     tokens: int
+    left_out: tuple[int, int] = (0, 0)  # sequences and tokens of responses that are not trained
 
     @staticmethod
     def of(rows: TrainBatch) -> BatchTotals:
-        return BatchTotals(len(rows.groups[1]), len(rows), int(rows.length_n.sum()))
+        return BatchTotals(len(rows.groups[1]), len(rows), int(rows.length_n.sum()), rows.left_out)
 
 
 @dataclass

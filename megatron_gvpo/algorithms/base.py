@@ -110,7 +110,7 @@ class Block(Section):
         """The reason why a sized block cannot work, beginning with its option; None if it can."""
         return None
 
-    def blocks_inside(self, above: str = "") -> Iterator[Placed]:
+    def blocks_inside(self, above: str = "") -> Iterator[BlockAt]:
         """The blocks among the options of this one, and inside these, in the order of the options."""
         for field in type(self).model_fields:
             value = getattr(self, field)
@@ -118,7 +118,7 @@ class Block(Section):
             for i, block in enumerate(value if listed else (value,)):
                 if isinstance(block, Block):
                     key = f"{above}{field}.{i}" if listed else f"{above}{field}"
-                    yield Placed(key, _label(f"{above}{field}", block, listed), block)
+                    yield BlockAt(key, _label(f"{above}{field}", block, listed), block)
                     yield from block.blocks_inside(f"{key}.")
 
 
@@ -127,7 +127,7 @@ def unless(**options: tuple[bool, str]) -> dict[str, str]:
     return {option: needed for option, (effective, needed) in options.items() if not effective}
 
 
-class Placed(NamedTuple):
+class BlockAt(NamedTuple):
     """A block inside another: its key there (`shapers.0`) and how errors call it (`shapers: overlong`)."""
 
     key: str
@@ -139,11 +139,11 @@ class Placed(NamedTuple):
         return f"{self.label}: {name}" if ": " in self.label else f"{self.key}.{name}"
 
 
-def _label(place: str, block: Block, listed: bool) -> str:
+def _label(key: str, block: Block, listed: bool) -> str:
     name = getattr(block, "name", None)
     if name is None:
-        return place
-    return f"{place}: {name}" if listed else f"{place}={name}"
+        return key
+    return f"{key}: {name}" if listed else f"{key}={name}"
 
 
 class Reference(Block):
@@ -365,8 +365,8 @@ class Loss(Block):
         if self.signal == "none" or not len(rows):
             return self.signal == "none" and len(rows) > 0
         if self.signal == "advantage":
-            given = (rows.advantage_n, rows.advantage_r)
-            return any(bool((column != 0).any()) for column in given if column is not None)
+            columns = (rows.advantage_n, rows.advantage_r)
+            return any(bool((column != 0).any()) for column in columns if column is not None)
         if not self.couples_groups:
             return bool((rows.reward_n != 0).any())
         first: dict[int, int] = {}  # the first row of each group

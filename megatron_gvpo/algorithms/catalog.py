@@ -78,8 +78,8 @@ def markdown() -> str:
         )
     parts.append("\n".join(f"- *{name}*: {meaning}" for name, meaning in PROVENANCE.items()))
     parts.append("## The blocks")
-    for place, annotation in _places().items():
-        parts.append(f"### `algorithm.{place}`")
+    for key, annotation in _places().items():
+        parts.append(f"### `algorithm.{key}`")
         parts += [_block(block) for block in _blocks(annotation)]
     return "\n\n".join(parts) + "\n"
 
@@ -98,7 +98,7 @@ def _places() -> dict[str, Any]:
         "shapers": blocks.AnyShaper,
         "batch_policy": blocks.AnyBatchPolicy,
         "estimator": blocks.AnyEstimator,
-        "critic": blocks.Critic,
+        "critic": blocks.CriticOptions,
         "loss": blocks.AnyLoss,
         "loss.importance": AnyImportance,
     }

@@ -16,7 +16,7 @@ from megatron_gvpo.checks.teacher import check_teacher
 from megatron_gvpo.checks.user_source import check_source
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.gpu_packages import check_gpu_packages, check_no_null_cuda
-from megatron_gvpo.core.gpus import Gpu, list_gpus
+from megatron_gvpo.core.gpus import LocalGpu, list_gpus
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.megatron.model.attention_kernel import (
     Attention,
@@ -65,7 +65,7 @@ def preflight(
     trains = command in ("train", "slurm")
     check_no_null_cuda()
     card = check_layout(config, world_size)
-    if command != "slurm" and _gpus():  # a job's nodes have others
+    if command != "slurm" and torch_gpus():  # a job's nodes have others
         check_gpu_packages()
     if command in ("train", "eval"):
         _check_attention(config, card)
@@ -90,11 +90,11 @@ def preflight(
         _check_rewards(config)
     if command == "eval" or (command == "train" and config.samples_responses):
         _check_tools(config)
-        if not _gpus():
+        if not torch_gpus():
             check_rollout_model(config)
 
 
-def _gpus() -> list[Gpu]:
+def torch_gpus() -> list[LocalGpu]:
     """This machine's GPUs, if torch will use them."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or version("torch").endswith("+cpu"):
         return []
@@ -103,7 +103,7 @@ def _gpus() -> list[Gpu]:
 
 def _check_attention(config: Config, card: ModelCard) -> None:
     """The GPUs of this machine, where torch will use them, must have an attention kernel for packs."""
-    for capability in {gpu.compute_capability for gpu in _gpus()}:
+    for capability in {gpu.compute_capability for gpu in torch_gpus()}:
         if capability is None:
             continue
         attention = Attention.of(config.model, config.parallel, config.train.deterministic, card)

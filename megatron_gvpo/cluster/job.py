@@ -55,7 +55,7 @@ class Job:
 def check(config: Config, job: Job, shown: bool = False) -> None:
     """Raises ConfigError for a job that could not run, so that it does not wait in a queue first.
 
-    `shown`: the job is only to be shown, so an earlier run in its output directory is no obstacle.
+    `shown`: the job is only to be shown, so an earlier run in its output directory is not an obstacle.
     """
     if job.nodes < 1 or job.rollout_nodes < 0 or job.ranks_per_node < 1:
         raise ConfigError("--nodes and --ranks-per-node must be at least 1, --rollout-nodes at least 0")

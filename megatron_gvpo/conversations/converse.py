@@ -153,12 +153,12 @@ class _Conversation:
 def append_turn(
     rollout: Rollout,
     response: Rollout,
-    given: tuple[int, ...],
+    observation: tuple[int, ...],
     after: int,
     keep: int | None,
     agent: str = "",
 ) -> None:
-    """Add a turn: the policy's tokens, and the tokens `given` to it before them (see `turns.Turn`)."""
+    """Add a turn: the policy's tokens, and the tokens `observation` to it before them (see `turns.Turn`)."""
     begin = len(rollout.token_ids)
     spans = response.spans or [(response.weight_version, 0, len(response.token_ids))]
     for version, first, end in spans:
@@ -167,7 +167,7 @@ def append_turn(
         else:
             first += begin
         rollout.spans.append((version, first, begin + end))
-    rollout.turns.append(Turn(begin, after, keep, given, agent))
+    rollout.turns.append(Turn(begin, after, keep, observation, agent))
     rollout.token_ids += response.token_ids
     rollout.logprobs += response.logprobs
     rollout.weight_version = min(version for version, _, _ in rollout.spans)

@@ -73,7 +73,7 @@ class Dialogue:
                 context = template.opening(messages, self._prompt)
             else:
                 end = self._calls.end(call)
-                context = end + template.given(end[-1], messages[len(call.messages) :])
+                context = end + template.tokens_between(end[-1], messages[len(call.messages) :])
         except DataError as error:
             raise RequestRefused(str(error), "invalid_messages") from None
         if not context:

@@ -56,7 +56,7 @@ def write_named_file(file: Path, name: str, kind: str, begins: str | None, text:
 
 
 def begins_with(file: Path, text: str) -> bool:
-    """True if this is a regular file that begins with the text; a link is none."""
+    """True if this is a regular file that begins with the text; a link is not one."""
     start = text.encode()
     try:
         if file.is_symlink() or not file.is_file():

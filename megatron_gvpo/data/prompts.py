@@ -157,7 +157,7 @@ class _PromptReader:
                 f"{record.where}: the demonstration (field {key!r}) is a chat, and the prompt has images: "
                 "conversations with images are not supported"
             )
-        length = len(solution.token_ids) + (len(chat.given) if chat is not None else 0)
+        length = len(solution.token_ids) + (len(chat.observation_tokens) if chat is not None else 0)
         if self._positions and len(ids) + length > self._positions:
             raise DataError(
                 f"{record.where}: the prompt has {len(ids)} tokens and its demonstration {length} (field "

@@ -174,7 +174,7 @@ def _check_vocabulary(task: Task, vocabulary: float, path: str) -> None:
     """Raises DataError for a token beyond the embedding: a tensor-parallel one would give zeros for it."""
     for prompt in (*task.prompts, *task.eval_prompts):
         chat = prompt.demonstration_chat
-        token_ids = [prompt.demonstration or (), chat.given if chat is not None else ()]
+        token_ids = [prompt.demonstration or (), chat.observation_tokens if chat is not None else ()]
         token_ids += [response.token_ids for response in prompt.responses]
         highest = max(max(ids, default=0) for ids in (prompt.token_ids, *token_ids))
         if highest >= vocabulary:

@@ -82,14 +82,16 @@ class ModelCard(dict[str, Any]):
         one. If no shape of a weight shows it, such as the number of heads, the result is silently another
         model.
         """
-        required = [name for name, field in _Values.model_fields.items() if field.is_required()]
+        required = [name for name, field in _CardValues.model_fields.items() if field.is_required()]
         absent = [name for name in required if self.get(name) is None]
         if self.get("intermediate_size") is None and not self.get("moe_intermediate_size"):
             absent.append("intermediate_size")
         if absent:
             raise ConfigError(f"{where}: no {', '.join(absent)} in config.json")
         try:
-            values = _Values.model_validate({key: value for key, value in self.items() if value is not None})
+            values = _CardValues.model_validate(
+                {key: value for key, value in self.items() if value is not None}
+            )
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
             key = str(problem["loc"][0])
@@ -128,7 +130,7 @@ def _positive(value: Any) -> Any:
 _Positive = Annotated[Any, AfterValidator(_positive)]
 
 
-class _Values(BaseModel):
+class _CardValues(BaseModel):
     """The values of config.json that have a type and bounds. A null counts as a key that is missing."""
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -191,7 +193,7 @@ def _expectation(problem: ErrorDetails) -> str:
     }.get(problem["type"], problem["msg"])
 
 
-def _check_heads(values: _Values, where: str) -> None:
+def _check_heads(values: _CardValues, where: str) -> None:
     """Raises ConfigError if the heads do not divide the width, or their own number, or RoPE's halves."""
     heads, hidden, groups = values.num_attention_heads, values.hidden_size, values.num_key_value_heads
     if values.head_dim is None and hidden % heads:

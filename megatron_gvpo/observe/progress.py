@@ -157,8 +157,8 @@ def format_line(status: Status) -> str:
     if (seconds := now.get("time/step")) is not None:
         shares = ", ".join(f"{phase} {share:.0%}" for phase, share in status.phase_shares.items())
         parts.append(f"{seconds:.2f} s/step ({shares})")
-    if (left := status.remaining) is not None and status.step < status.total_steps:
-        parts.append(f"{clock(left)} left")
+    if (remaining := status.remaining) is not None and status.step < status.total_steps:
+        parts.append(f"{clock(remaining)} left")
     return "  ".join(parts)
 
 

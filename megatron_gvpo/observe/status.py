@@ -56,12 +56,12 @@ class Status:
     def phase_shares(self) -> dict[str, float]:
         """Each phase's share of the time of all steps so far; "other" is the time outside all phases."""
         in_phases = sum(self.phase_seconds.values())
-        whole = max(in_phases, self._step_seconds)
-        if whole <= 0:
+        total = max(in_phases, self._step_seconds)
+        if total <= 0:
             return {}
         return {
-            **{phase: seconds / whole for phase, seconds in self.phase_seconds.items()},
-            "other": (whole - in_phases) / whole,
+            **{phase: seconds / total for phase, seconds in self.phase_seconds.items()},
+            "other": (total - in_phases) / total,
         }
 
 

@@ -98,9 +98,9 @@ def vision_tower(config: Mapping[str, Any], architecture: str, size: Callable[[s
     merger = joined**2 + joined + joined * out + out
     if architecture == "Qwen2_5_VLForConditionalGeneration":
         mlp = 3 * hidden * width + 2 * width + hidden
-        block, whole = attention + mlp + 2 * hidden, len(config.get("fullatt_block_indexes") or ())
+        block, full_blocks = attention + mlp + 2 * hidden, len(config.get("fullatt_block_indexes") or ())
         total = patch + depth * block + hidden + merger
-        return VisionTower(total, False, depth * block + patch, merger, whole * hidden, 0, merge)
+        return VisionTower(total, False, depth * block + patch, merger, full_blocks * hidden, 0, merge)
     deep = len(config.get("deepstack_visual_indexes") or ())
     block = attention + 2 * hidden * width + width + hidden + 4 * hidden
     total = patch + hidden + size("num_position_embeddings") * hidden + depth * block

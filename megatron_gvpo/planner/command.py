@@ -102,16 +102,16 @@ def _server_gpus(options: argparse.Namespace) -> int:
     A run starts them on the GPUs behind its own, on one machine; on several they have nodes of their own.
     Raises ConfigError if they leave none.
     """
-    asked = {"--reward-gpus": options.reward_gpus, "--teacher-gpus": options.teacher_gpus}
-    for name, count in asked.items():
+    counts = {"--reward-gpus": options.reward_gpus, "--teacher-gpus": options.teacher_gpus}
+    for name, count in counts.items():
         if count < 0:
             raise ConfigError(f"{name} {count}: must be at least 0")
-    wanted = sum(asked.values())
+    wanted = sum(counts.values())
     taken: int = wanted if options.gpus <= NODE else math.ceil(wanted / NODE) * NODE
     if taken >= options.gpus:
-        given = " and ".join(f"{name} {count}" for name, count in asked.items() if count)
-        whole = f", which are {taken} in whole nodes" if taken > wanted else ""
-        raise ConfigError(f"{given}{whole}: --gpus {options.gpus} leaves none to train on")
+        options_given = " and ".join(f"{name} {count}" for name, count in counts.items() if count)
+        rounding = f", which are {taken} in whole nodes" if taken > wanted else ""
+        raise ConfigError(f"{options_given}{rounding}: --gpus {options.gpus} leaves none to train on")
     return taken
 
 
@@ -126,15 +126,15 @@ def _check_images(options: argparse.Namespace, model: architecture.Architecture)
         if count:
             raise ConfigError(f"--image-tokens {count}: --model {options.model} takes no images")
         return
-    given = {
+    refused = {
         "--adapter-rank": options.adapter_rank,
         "--fp8": options.fp8,
         "--share-prompts": options.share_prompts,
         "--teacher": options.teacher is not None,
         f"--recipe {options.recipe}": method(options.recipe, options.mini_batches).critic,
     }
-    if found := [name for name, value in given.items() if value]:
-        raise ConfigError(f"{found[0]}: not supported with a model that takes images; leave it out")
+    if used := [name for name, value in refused.items() if value]:
+        raise ConfigError(f"{used[0]}: not supported with a model that takes images; leave it out")
 
 
 def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: argparse.Namespace) -> str:
@@ -171,9 +171,9 @@ def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: ar
     if layout.offload:
         values["optimizer"] = {"offload_fraction": layout.offload}
     if (taught := work.teacher) is not None:
-        server = None if taught.held else {"tp": taught.tp, "count": taught.gpus // taught.tp}
+        server = None if taught.is_on_trainer else {"tp": taught.tp, "count": taught.gpus // taught.tp}
         # On several machines the trainer fills the one on which the run would start servers.
-        if taught.held or options.gpus <= NODE:
+        if taught.is_on_trainer or options.gpus <= NODE:
             values["teacher"] = {"server": server}
     text = yaml.safe_dump(values, sort_keys=False)
     nodes = math.ceil(layout.gpus / NODE)
@@ -308,19 +308,19 @@ def _print(
 
 
 def _of_teacher(
-    taught: teacher.Teacher, best: Candidate, options: argparse.Namespace, work: workload.Workload
+    taught: teacher.PlannedTeacher, best: Candidate, options: argparse.Namespace, work: workload.Workload
 ) -> str:
     """Returns the line that says where the teacher is, and what it takes there."""
     name = f"teacher {options.teacher}, {taught.model.parameters:,} parameters: "
-    if taught.held:
+    if taught.is_on_trainer:
         return (
             f"{name}held by the trainer; {best.teacher_host_gib:.0f} GiB of host memory a node between passes"
         )
     took = served_seconds(taught, workload.gpu(options.gpu), work)
-    said = (
+    text = (
         f"{name}{taught.gpus // taught.tp} server(s) of {taught.tp} GPU(s) score the responses in "
         f"{took:.1f} s; the trainer scores its own meanwhile"
     )
     if options.gpus > NODE:
-        said += "; the run starts none beside a whole machine of ranks, so give their teacher.server.urls"
-    return said
+        text += "; the run starts none beside a whole machine of ranks, so give their teacher.server.urls"
+    return text

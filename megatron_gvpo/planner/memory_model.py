@@ -17,7 +17,7 @@ from megatron_gvpo.planner.architecture import GIB, RUNTIME_BYTES, Architecture
 from megatron_gvpo.planner.workload import Layout
 
 if TYPE_CHECKING:
-    from megatron_gvpo.planner.teacher import Teacher
+    from megatron_gvpo.planner.teacher import PlannedTeacher
 
 
 HEAD_BYTES = 800e6  # working memory of the fused head's tiles (kernels/linear_logprob.py)
@@ -89,8 +89,8 @@ def _tower(model: Architecture, layout: Layout) -> float:
 def trained_shard(model: Architecture, layout: Layout, stage: int, critic: bool = False) -> Shard:
     """Counts the parameters on a rank that train: all but a vision tower's, or the adapters'."""
     if not model.adapter_rank or critic:
-        held = shard(model, layout, stage, critic)
-        return replace(held, dense=held.dense - (stage == 0) * _tower(model, layout))
+        stage_shard = shard(model, layout, stage, critic)
+        return replace(stage_shard, dense=stage_shard.dense - (stage == 0) * _tower(model, layout))
     sizes = layout.stage_layers(model.layers)
     before, here = sum(sizes[:stage]), sizes[stage]
     mixtures = min(here, max(0, before + here - (model.layers - model.moe_layers)))
@@ -107,13 +107,13 @@ def state(
     `bytes_each`: bytes of a weight, 2 in bf16 and 4 in fp32. In fp32 the optimizer needs no copy of the
     weights.
     """
-    held, trained = shard(model, layout, stage, critic), trained_shard(model, layout, stage, critic)
+    stage_shard, trained = shard(model, layout, stage, critic), trained_shard(model, layout, stage, critic)
     copies = layout.dp * layout.cp
     expert_copies = layout.gpus // (layout.pp * layout.ep)
     own = 12 if bytes_each == 2 else 8
     added = trained.total if model.adapter_rank and not critic else 0.0
     return (
-        bytes_each * (held.total + added),
+        bytes_each * (stage_shard.total + added),
         4 * trained.total,
         (1 - layout.offload) * own * (trained.dense / copies + trained.experts / expert_copies),
     )
@@ -124,8 +124,10 @@ def host_state(model: Architecture, layout: Layout, stage: int, critic: bool = F
 
     Each offloaded parameter takes an fp32 master weight, two moments and a gradient: 16 bytes.
     """
-    held = trained_shard(model, layout, stage, critic)
-    updated = held.dense / (layout.dp * layout.cp) + held.experts / (layout.gpus // (layout.pp * layout.ep))
+    trained = trained_shard(model, layout, stage, critic)
+    updated = trained.dense / (layout.dp * layout.cp) + trained.experts / (
+        layout.gpus // (layout.pp * layout.ep)
+    )
     return 16 * layout.offload * updated
 
 
@@ -150,29 +152,29 @@ def activation_bytes(model: Architecture, layout: Layout, tokens: float) -> floa
 
 def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
     """Counts the micro-batches whose activations a stage keeps at once under 1F1B (arXiv 2104.04473)."""
-    held = min(layout.pp - stage, micro_batches)
+    waiting = min(layout.pp - stage, micro_batches)
     if layout.vpp > 1 and micro_batches >= layout.pp:
-        return held * (1 + (layout.pp - 1) / (layout.pp * layout.vpp))
-    return held
+        return waiting * (1 + (layout.pp - 1) / (layout.pp * layout.vpp))
+    return waiting
 
 
-def teacher_pass(teacher: Teacher, layout: Layout, stage: int, tokens: float) -> float:
+def teacher_pass(teacher: PlannedTeacher, layout: Layout, stage: int, tokens: float) -> float:
     """Returns the bytes of a held teacher in its pass over a micro-batch, which keeps no activations.
 
     They are its weights, the layer that is being computed, and on the last stage the head's tile or a copy
     of the output weight.
     """
     model, plain = teacher.model, replace(layout, recompute=False)
-    held = 2 * shard(model, layout, stage).total + activation_bytes(model, plain, tokens)
+    weights = 2 * shard(model, layout, stage).total + activation_bytes(model, plain, tokens)
     if stage < layout.pp - 1:
-        return held
-    return held + max(
+        return weights
+    return weights + max(
         HEAD_BYTES if teacher.passes else 0.0,
         2 * model.embedding / layout.tp if teacher.divergence else 0.0,
     )
 
 
-def teacher_in_head(teacher: Teacher, layout: Layout, tokens: float) -> float:
+def teacher_in_head(teacher: PlannedTeacher, layout: Layout, tokens: float) -> float:
     """Returns the bytes of a divergence on the last stage, beside the head's own, in the policy's update.
 
     They are the teacher's output weight, its hidden states of a micro-batch and a tile of its logits.
@@ -187,23 +189,23 @@ def memory(
     tokens: float,
     micro_batches: int,
     critic: bool = False,
-    teacher: Teacher | None = None,
+    teacher: PlannedTeacher | None = None,
 ) -> Memory:
     """Predicts the memory of a GPU of the fullest pipeline stage, with `tokens` tokens per micro-batch.
 
     A critic is trained after the policy, so its activations take no more than the policy's and are not added.
     The pass of a teacher that the trainer holds comes before the policy's: the fuller of both moments counts.
     """
-    if teacher is not None and not teacher.held:
+    if teacher is not None and not teacher.is_on_trainer:
         teacher = None
     stages, sizes = [], layout.stage_layers(model.layers)
     for stage in sorted({0, sizes.index(max(sizes)), layout.pp - 1}):
         parameters, gradients, optimizer = state(model, layout, stage)
-        kept = activation_bytes(model, layout, tokens) * sizes[stage]
-        kept *= in_flight(layout, stage, micro_batches)
+        activations = activation_bytes(model, layout, tokens) * sizes[stage]
+        activations *= in_flight(layout, stage, micro_batches)
         if layout.recompute:  # the layer that is being recomputed holds all its activations
             plain = Layout(layout.gpus, layout.tp, layout.pp, cp=layout.cp, ep=layout.ep)
-            kept += activation_bytes(model, plain, tokens)
+            activations += activation_bytes(model, plain, tokens)
         head = HEAD_BYTES + 4 * model.hidden * tokens / (layout.cp * layout.tp)
         head += min(STASH_BYTES, 2 * model.vocab * tokens / (layout.cp * layout.tp))
         last = head if stage == layout.pp - 1 else 0.0
@@ -215,5 +217,5 @@ def memory(
             stages.append(Memory(*state_here, 0.0, 0.0, own, RUNTIME_BYTES))
             if teacher.divergence and stage == layout.pp - 1:
                 beside = teacher_in_head(teacher, layout, tokens)
-        stages.append(Memory(*state_here, kept, last, beside, RUNTIME_BYTES))
+        stages.append(Memory(*state_here, activations, last, beside, RUNTIME_BYTES))
     return max(stages, key=lambda m: m.total)

@@ -14,7 +14,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.planner.architecture import Gpu
 
 if TYPE_CHECKING:
-    from megatron_gvpo.planner.teacher import Teacher
+    from megatron_gvpo.planner.teacher import PlannedTeacher
 
 
 def gpu(name: str) -> Gpu:
@@ -103,15 +103,15 @@ def parse_speculation(text: str) -> Speculation:
     try:
         named = dict(other.split("=") for other in others)
         draft = {"head": False, "text": True}[named.pop("draft", "head")]
-        found = Speculation(int(first), float(named.pop("acceptance")), draft)
+        speculation = Speculation(int(first), float(named.pop("acceptance")), draft)
     except (ValueError, KeyError):
         named = {"": ""}
-    if named or not 1 <= found.tokens <= 64 or not 0 <= found.acceptance <= 1:
+    if named or not 1 <= speculation.tokens <= 64 or not 0 <= speculation.acceptance <= 1:
         raise ConfigError(
             f"--speculate {text}: expected TOKENS,acceptance=SHARE[,draft=text], with 1 to 64 tokens and a "
             "share from 0 to 1"
         )
-    return found
+    return speculation
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Workload:
     share_prompts: bool = False  # a group's prompt is computed once (train.share_prompts)
     speculation: Speculation | None = None
     image_tokens: int = 0  # of `prompt_tokens`, those that stand for the prompt's images
-    teacher: Teacher | None = None
+    teacher: PlannedTeacher | None = None
 
     @property
     def updates(self) -> int:

@@ -13,20 +13,20 @@ from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.megatron.model.attention_kernel import Attention, check_attention, has_flash_attention
 from megatron_gvpo.planner import workload
+from megatron_gvpo.planner.fit import SERVER_GIB
+from megatron_gvpo.planner.prediction import predict
 from megatron_gvpo.rehearsal import advice, made_model, report, transformer_engine
 from megatron_gvpo.rehearsal.nullcuda import build
 from megatron_gvpo.rehearsal.nullcuda.build import NullCudaError
 from megatron_gvpo.rehearsal.nullcuda.devices import CONTEXT_BYTES, DEVICES, GIB, Device
-from megatron_gvpo.rehearsal.prediction import predict
-from megatron_gvpo.rehearsal.process import environment_of_ranks, run_rank
-from megatron_gvpo.rehearsal.rank import Job
+from megatron_gvpo.rehearsal.process import environment_of_ranks, run_jobs
+from megatron_gvpo.rehearsal.rank import RankJob
 from megatron_gvpo.rehearsal.ranks import chosen
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import load_config
 
 # A GPU's memory that is not PyTorch's. Nothing measures it here.
 NCCL_BYTES = GIB  # communicators' buffers, more with more groups
-SERVER_BYTES = 4 * GIB  # a colocated server that sleeps: its context and its CUDA graphs
 LARGEST_WORLD = 65536
 LARGEST_GIB = 4096
 NODE = 8  # GPUs of a node
@@ -59,10 +59,10 @@ def _rehearse(options: argparse.Namespace, folder: Path) -> int:
     reserves = _reserves(config, options.world)
     usable = total - sum(reserves.values())
     if usable < GIB:
-        left = f"{usable / GIB:.2g} GiB are left beside {', '.join(reserves)}"
-        raise ConfigError(f"--memory {options.memory}: {left}")
+        remaining = f"{usable / GIB:.2g} GiB are left beside {', '.join(reserves)}"
+        raise ConfigError(f"--memory {options.memory}: {remaining}")
     variables = environment_of_ranks(device, min(options.world, NODE), usable)
-    results = [run_rank(replace(job, rank=rank), variables, folder) for rank in ranks]
+    results = list(run_jobs([replace(job, rank=rank) for rank in ranks], variables, folder))
     result: dict[str, Any] = {
         "gpu": device.name,
         "world": options.world,
@@ -77,7 +77,7 @@ def _rehearse(options: argparse.Namespace, folder: Path) -> int:
     return 0 if result["fits"] else 1
 
 
-def _checked(options: argparse.Namespace, device: Device, folder: Path) -> tuple[Config, Job]:
+def _checked(options: argparse.Namespace, device: Device, folder: Path) -> tuple[Config, RankJob]:
     """The configuration, with models that exist, and what its ranks have in common. Raises ConfigError."""
     files = [word for word in options.config if "=" not in word]
     overrides = [word for word in options.config if "=" in word]
@@ -94,7 +94,7 @@ def _checked(options: argparse.Namespace, device: Device, folder: Path) -> tuple
     attention = Attention.of(config.model, config.parallel, config.train.deterministic, card)
     major, minor = divmod(device.capability, 10)
     check_attention(attention, (major, minor), has_flash_attention())
-    return config, Job(files, [*overrides, *added], 0, options.world, options.micro_batches, made)
+    return config, RankJob(files, [*overrides, *added], 0, options.world, options.micro_batches, made)
 
 
 def _device(name: str) -> Device:
@@ -122,7 +122,7 @@ def _reserves(config: Config, world: int) -> dict[str, int]:
     if world > 1:
         reserves["NCCL"] = NCCL_BYTES
     if config.rollout.servers.colocated:
-        reserves["a sleeping server"] = SERVER_BYTES
+        reserves["a sleeping server"] = round(SERVER_GIB * GIB)
     return reserves
 
 

@@ -1,4 +1,4 @@
-"""Starts the process of a rehearsed rank: its environment, with the null CUDA, and what it hands back."""
+"""Starts the process of rehearsed ranks: its environment, with the null CUDA, and what it hands back."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import mmap
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from megatron_gvpo.rehearsal import transformer_engine
 from megatron_gvpo.rehearsal.nullcuda import build
 from megatron_gvpo.rehearsal.nullcuda.build import NullCudaError
 from megatron_gvpo.rehearsal.nullcuda.devices import GIB, Device, environment
-from megatron_gvpo.rehearsal.rank import Job
+from megatron_gvpo.rehearsal.rank import RankJob
 
 
 def environment_of_ranks(device: Device, count: int, usable: int) -> dict[str, str]:
@@ -64,27 +65,25 @@ def _check_reservation(size: int) -> None:
         ) from None
 
 
-def run_rank(job: Job, variables: dict[str, str], folder: Path) -> dict[str, Any]:
-    """Run one rank in a process. Raises ConfigError for what it refuses, RankFailedError for other ends."""
-    files = [folder / f"{name}-{job.rank}" for name in ("job.json", "result.json", "log")]
-    files[0].write_text(json.dumps(asdict(job)))
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "megatron_gvpo.rehearsal.rank",
-        str(files[0]),
-        str(files[1]),
-    ]
-    with files[2].open("w") as log:
-        code = subprocess.run(command, env=os.environ | variables, stdout=log, stderr=log).returncode
-    if not files[1].is_file():
-        raise RankFailedError(job.rank, code, files[2].read_text(errors="replace"))
-    result: dict[str, Any] = json.loads(files[1].read_text())
-    if "error" in result:
-        raise ConfigError(result["error"])
-    return result
+def run_jobs(jobs: Sequence[RankJob], variables: dict[str, str], folder: Path) -> Iterator[dict[str, Any]]:
+    """Run the jobs in one process, and yield their results in order.
+
+    Raises ConfigError for what a rank refuses, RankFailedError for other ends.
+    """
+    file = folder / "jobs.json"
+    file.write_text(json.dumps([asdict(job) for job in jobs]))
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_gvpo.rehearsal.rank", str(file)]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+    for number, job in enumerate(jobs):
+        result_file, log = folder / f"result-{number}", folder / f"log-{number}"
+        if not result_file.is_file():
+            raise RankFailedError(job.rank, done.returncode, done.stdout + done.stderr)
+        result: dict[str, Any] = json.loads(result_file.read_text())
+        if "failed" in result:
+            raise RankFailedError(job.rank, result["failed"], log.read_text(errors="replace"))
+        if "error" in result:
+            raise ConfigError(result["error"])
+        yield result
 
 
 class RankFailedError(Exception):

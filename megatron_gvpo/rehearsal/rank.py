@@ -1,8 +1,8 @@
-"""One rank of a rehearsal, in a process: `python -m megatron_gvpo.rehearsal.rank JOB.json RESULT.json`.
+"""Ranks of rehearsals, in a process with the null CUDA: `python -m megatron_gvpo.rehearsal.rank JOBS.json`.
 
-The command `rehearse` starts it with the null CUDA. It runs what a training step of that rank runs, on the
-project's own classes: build, scoring, two updates, a checkpoint's layout, export, and the hand-over of memory
-to colocated servers.
+The command `rehearse` starts it. Libraries are imported once, and every rank is a child process of its own.
+It runs what a training step of that rank runs, on the project's own classes: build, scoring, two updates, a
+checkpoint's layout, export, and the hand-over of memory to colocated servers.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.rehearsal.nullcuda import counters
 
+if TYPE_CHECKING:
+    from megatron_gvpo.rehearsal.world import FakeWorld
+
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """A rank to rehearse. `micro_batches`: of an update; None: as many as its peak of memory needs."""
 
     files: list[str]  # of the configuration
@@ -32,46 +35,78 @@ class Job:
     world: int
     micro_batches: int | None = None
     made: list[str] = dataclasses.field(default_factory=list)  # directories without weights: `fill` adds them
+    until: str | None = None  # the last phase; None: all
 
 
-def main(job_file: str, result_file: str) -> int:
-    """Run the job. The result has the phases, or `error`, a problem that the user can mend."""
+def main(jobs_file: str) -> int:
+    """Run the jobs, one after the other.
+
+    Beside the file, job i's output is in `log-i`, and `result-i` has its phases, `error`, a problem that the
+    user can mend, or `failed`, the exit code of a process that ended otherwise.
+    """
     os.environ.pop("LD_PRELOAD", None)  # this process has it; the compilers that Triton starts do not need it
-    job = Job(**json.loads(Path(job_file).read_text()))
-    try:
-        result = rehearse(job)
-    except ConfigError as error:
-        result = {"error": str(error)}
-    except Exception:
-        traceback.print_exc()
-        if (function := counters.refused()) is not None:
-            print(f"The null CUDA does not answer {function}, which was called last.", file=sys.stderr)
-        return 1
-    Path(result_file).write_text(json.dumps(result))
-    return 0
-
-
-def rehearse(job: Job) -> dict[str, Any]:
-    """Run the phases of one rank. Raises ConfigError for a configuration that the run would refuse, too."""
+    jobs = [RankJob(**job) for job in json.loads(Path(jobs_file).read_text())]
     begin = time.perf_counter()
     from megatron_gvpo.rehearsal.world import FakeWorld
-
-    world = FakeWorld(job.rank, job.world)  # before megatron-core is imported
-    from megatron_gvpo.rehearsal import made_model, stand_ins
-    from megatron_gvpo.rehearsal.recorder import Recorder, host_gib
     from megatron_gvpo.settings.load import load_config
     from megatron_gvpo.training.environment import prepare
 
+    world = FakeWorld()  # before megatron-core is imported
+    folder = Path(jobs_file).parent
+    prepare(load_config(jobs[0].files, jobs[0].overrides))
+    import torch
+
+    import megatron_gvpo.megatron.policy  # noqa: F401 - the longest import
+
+    torch.cuda.init()  # before a fork: a child would not be allowed to
+    seconds = time.perf_counter() - begin
+    for number, job in enumerate(jobs):
+        result_file = folder / f"result-{number}"
+        if (child := os.fork()) == 0:
+            os._exit(_run(job, world, seconds, folder / f"log-{number}", result_file))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if not result_file.is_file():
+            result_file.write_text(json.dumps({"failed": code}))
+        seconds = 0.0
+    return 0
+
+
+def _run(job: RankJob, world: FakeWorld, import_seconds: float, log: Path, result_file: Path) -> int:
+    """Rehearse in this process, whose output goes to `log`; returns its exit code."""
+    with log.open("w") as opened:
+        os.dup2(opened.fileno(), 1)
+        os.dup2(opened.fileno(), 2)
+    try:
+        result = rehearse(job, world) | {"import_seconds": round(import_seconds, 1)}
+    except ConfigError as error:
+        result = {"error": str(error)}
+    except BaseException:
+        traceback.print_exc()
+        if (function := counters.refused()) is not None:
+            print(f"The null CUDA does not answer {function}, which was called last.", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return 1
+    result_file.write_text(json.dumps(result))
+    return 0
+
+
+def rehearse(job: RankJob, world: FakeWorld) -> dict[str, Any]:
+    """Run the phases of one rank. Raises ConfigError for a configuration that the run would refuse, too."""
+    from megatron_gvpo.rehearsal import made_model, stand_ins
+    from megatron_gvpo.rehearsal.recorder import PhaseRecorder, host_gib
+    from megatron_gvpo.settings.load import load_config
+    from megatron_gvpo.training.environment import prepare
+
+    stand_ins.allow_forks()
+    world.join(job.rank, job.world)
     config = load_config(job.files, job.overrides)
     prepare(config)
-    import megatron_gvpo.megatron.policy  # noqa: F401 - its seconds are those of imports
-
     for directory in job.made:
         if not made_model.has_weights(Path(directory)):
             made_model.fill(Path(directory))
     stand_ins.install(made_weights=bool(job.made))
-    imports = time.perf_counter() - begin
-    recorder = Recorder(world)
+    recorder = PhaseRecorder(world)
     run = RankRun(config, job.micro_batches)
     for name, phase in run.phases():
         with recorder.phase(name) as results:
@@ -83,12 +118,13 @@ def rehearse(job: Job) -> dict[str, Any]:
                     "`ulimit -v`, or set vm.overcommit_memory to 0 or 1"
                 )
             break
+        if name == job.until:
+            break
     return {
         "rank": job.rank,
         "role": run.role,
         "pack": {} if run.size is None else asdict(run.size) | {"tokens": run.size.tokens_of_a_pack},
         "parts": run.parts,
-        "import_seconds": round(imports, 1),
         "host_gib": host_gib(),
         "phases": [asdict(phase) for phase in recorder.phases],
     }
@@ -128,8 +164,9 @@ class RankRun:
         from megatron.core import parallel_state
 
         from megatron_gvpo.megatron.policy import Policy
+        from megatron_gvpo.planner.packs import size_of
         from megatron_gvpo.rehearsal import stand_ins
-        from megatron_gvpo.rehearsal.rows import make_rows, size_of
+        from megatron_gvpo.rehearsal.rows import make_rows
 
         config = self._config
         self.policy = Policy(config)
@@ -271,4 +308,4 @@ def hidden_shape(policy: Any, config: Any, rows: Any) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(sys.argv[1]))

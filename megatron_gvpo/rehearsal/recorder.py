@@ -32,7 +32,7 @@ class Phase:
     out_of_memory: str | None = None  # PyTorch's own words; the phase ended there
 
 
-class Recorder:
+class PhaseRecorder:
     """`with recorder.phase(name) as results:`; after an out-of-memory error no further phase should begin."""
 
     def __init__(self, world: FakeWorld) -> None:

@@ -25,6 +25,15 @@ def install(made_weights: bool) -> None:
         _read_zeros()
 
 
+def allow_forks() -> None:
+    """Let a process that has used CUDA fork: the null CUDA has plain memory, which a child copies."""
+
+    def never() -> bool:
+        return False
+
+    torch.cuda._is_in_bad_fork = never
+
+
 def balanced(total: int, experts: int) -> list[int]:
     """`total` tokens, divided among experts as evenly as can be: the first ones get one more."""
     return [total // experts + (i < total % experts) for i in range(experts)]

@@ -33,18 +33,21 @@ class Traffic:
 
 
 class FakeWorld:
-    """Joins a world of `size` ranks as `rank`, before megatron-core is imported, which keeps functions."""
+    """Replaces functions of torch.distributed, before megatron-core is imported, which keeps them."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self) -> None:
         self.traffic: dict[tuple[str, str], Traffic] = {}  # by (group's name, collective)
         self._backends: dict[int, str | None] = {}  # by id of the group: what was asked for
         self._names: dict[int, str] = {}
-        local = min(size, NODE)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank % local))
-        os.environ["LOCAL_WORLD_SIZE"] = str(local)
         self._answer_as_fake()
         for name in _COUNTED:
             self._replace(name, self._counted(name, getattr(dist, name)))
+
+    def join(self, rank: int, size: int) -> None:
+        """Be `rank` of a world of `size` ranks from here on."""
+        local = min(size, NODE)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank % local))
+        os.environ["LOCAL_WORLD_SIZE"] = str(local)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
 
     def _replace(self, name: str, function: Callable[..., Any]) -> None:

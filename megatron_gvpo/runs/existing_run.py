@@ -252,7 +252,7 @@ def check_empty(directory: Path, name: str) -> None:
     """Raises ConfigError, which begins with `name`, if `directory` is not empty, or cannot be written."""
     there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
     if not os.path.isdir(there):
-        raise ConfigError(f"{name}: {there} is no directory")
+        raise ConfigError(f"{name}: {there} is not a directory")
     try:
         with suppress(FileNotFoundError):
             os.lstat(directory)  # raises for a name that is too long

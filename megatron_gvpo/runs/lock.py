@@ -156,12 +156,12 @@ def is_locked(directory: Path) -> bool:
     except OSError:  # no such file; where it cannot be read, writing to it says why
         return False
     try:
-        found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
+        answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
     except OSError:
         return False
     finally:
         os.close(descriptor)
-    kind: int = struct.unpack_from("h", found)[0]
+    kind: int = struct.unpack_from("h", answer)[0]
     return kind != fcntl.F_UNLCK
 
 
@@ -183,9 +183,9 @@ def _holder() -> dict[str, Any]:
 def _read_holder(directory: Path) -> dict[str, Any]:
     """The holder's description of itself; empty while it has not written it."""
     with suppress(OSError, ValueError):
-        found = json.loads((directory / FILE).read_text())
-        if isinstance(found, dict):
-            return found
+        holder = json.loads((directory / FILE).read_text())
+        if isinstance(holder, dict):
+            return holder
     return {}
 
 

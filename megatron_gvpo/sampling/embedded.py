@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Ticket:
+class QueuedPrompts:
     """Arguments of `submit`, kept until `collect` samples."""
 
     prompts: Sequence[Prompt]
@@ -74,10 +74,10 @@ class EmbeddedEngine:
         """Copy the policy's weights into the model. Raises ValueError if the two do not fit."""
         self._model.load(self._policy.weights(on_host=False), version)
 
-    def submit(self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int) -> Ticket:
-        return Ticket(prompts, n, sampling, seed)
+    def submit(self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int) -> QueuedPrompts:
+        return QueuedPrompts(prompts, n, sampling, seed)
 
-    def collect(self, ticket: Ticket, on_wait: OnWait = None) -> list[Group]:
+    def collect(self, ticket: QueuedPrompts, on_wait: OnWait = None) -> list[Group]:
         """Sample now. `on_wait` is never called: this process is busy, and waits for nobody."""
         if self._conversations is None:
             return generate_groups(ticket, partial(self._generate, ticket.sampling))
@@ -132,7 +132,7 @@ class EmbeddedEngine:
 Generate = Callable[[Sequence[Prompt], Sequence[Request]], list[list[Rollout]]]
 
 
-def generate_groups(ticket: Ticket, generate: Generate) -> list[Group]:
+def generate_groups(ticket: QueuedPrompts, generate: Generate) -> list[Group]:
     """The ticket's groups, in prompt order, on every rank; `generate` samples this rank's share.
 
     Collective over the default process group where there is one: every rank holds the same weights, and

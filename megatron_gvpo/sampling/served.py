@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Ticket:
+class PendingResponses:
     """Responses that were asked for. Rank 0 alone has the `future`."""
 
     prompts: Sequence[Prompt]
@@ -107,21 +107,23 @@ class ServedEngine:
         if expected is not None:
             self._weights.prove(version, expected)
 
-    def submit(self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int) -> Ticket:
+    def submit(
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int
+    ) -> PendingResponses:
         requests = requests_for(prompts, n, seed)
         room = self._model.get("max_position_embeddings")
         for prompt, request in zip(prompts, requests, strict=True):
             if problem := check_request(request, sampling, self._model["vocab_size"], room):
                 raise ValueError(f"prompt {prompt.id}: {problem}")
         if self.servers is None:
-            return Ticket(prompts, None)
+            return PendingResponses(prompts, None)
         pool = self.servers.pool
         if self._conversations is None:
-            return Ticket(prompts, self.servers.loop.submit(pool.generate(requests, sampling)))
+            return PendingResponses(prompts, self.servers.loop.submit(pool.generate(requests, sampling)))
         talks = self._conversations.run_all(Speakers(pool, sampling), prompts, requests, sampling)
-        return Ticket(prompts, self.servers.loop.submit(talks))
+        return PendingResponses(prompts, self.servers.loop.submit(talks))
 
-    def collect(self, ticket: Ticket, on_wait: OnWait = None) -> list[Group]:
+    def collect(self, ticket: PendingResponses, on_wait: OnWait = None) -> list[Group]:
         """Wait for the complete groups. A server that comes back meanwhile gets the weights.
 
         Afterwards colocated servers sleep, and the trainer has its memory.
@@ -133,7 +135,7 @@ class ServedEngine:
                 ticket.future.cancel()  # has an effect only where something was raised
             self._sleep()
 
-    def _collect(self, ticket: Ticket, on_wait: OnWait) -> list[Group]:
+    def _collect(self, ticket: PendingResponses, on_wait: OnWait) -> list[Group]:
         next_command = None
         if self.servers is not None and ticket.future is not None:
             next_command = partial(self._next_command, self.servers, ticket.future)
@@ -172,8 +174,8 @@ class ServedEngine:
     def _measure(self, servers: ServerSession) -> None:
         self._measured = servers.pool.prefix_cache.take()
         if self._drafts is not None:
-            asked = [handle.server for handle in servers.pool.handles if not handle.is_lost]
-            self._measured |= servers.loop.run(self._drafts.take(asked)).metrics
+            running = [handle.server for handle in servers.pool.handles if not handle.is_lost]
+            self._measured |= servers.loop.run(self._drafts.take(running)).metrics
 
     def _decode(self, rows: list[list[Rollout]]) -> None:
         flat = [rollout for row in rows for rollout in row if rollout.finish_reason != LOST]

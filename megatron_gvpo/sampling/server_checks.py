@@ -106,9 +106,9 @@ async def check_server(
         )
     if takes_images(model):
         _check_processor(where, served, config.model.path)
-    ours, other = vocabulary(Path(config.model.path)), vocabulary(served)
-    if ours and other and ours != other:
-        differing = sorted(token for token, _ in ours.items() ^ other.items())[:5]
+    own, other = vocabulary(Path(config.model.path)), vocabulary(served)
+    if own and other and own != other:
+        differing = sorted(token for token, _ in own.items() ^ other.items())[:5]
         raise ConfigError(
             f"{where} serves {info.model_path} with another tokenizer than model.path={config.model.path}: "
             f"they differ in {', '.join(map(repr, differing))}"

@@ -14,7 +14,7 @@ import aiohttp
 
 from megatron_gvpo.huggingface.fingerprint import fingerprint
 from megatron_gvpo.servers.http import Http, ServerGone, ServerRefused
-from megatron_gvpo.servers.model_servers import Place
+from megatron_gvpo.servers.model_servers import ServerAddresses
 from megatron_gvpo.settings.reward_servers import RewardServers
 
 PAUSE = 1.0  # seconds before a request is repeated
@@ -49,14 +49,14 @@ class Servers:
 
     def __init__(
         self,
-        place: Place,
+        addresses: ServerAddresses,
         settings: RewardServers,
         session: aiohttp.ClientSession,
         check: Callable[[Http], Awaitable[None]],
     ) -> None:
-        https = [Http(session, url, place.api_key, place.listens.get(url)) for url in place.urls]
+        https = [Http(session, url, addresses.api_key, addresses.listens.get(url)) for url in addresses.urls]
         self._servers = [ModelServer(http, settings.parallel) for http in https]
-        self._place, self._settings, self._check = place, settings, check
+        self._place, self._settings, self._check = addresses, settings, check
         self.requests = self.failures = 0
 
     @property

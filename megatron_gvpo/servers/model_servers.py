@@ -26,7 +26,7 @@ from megatron_gvpo.settings.reward_servers import MODEL, RewardServers, model_se
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerAddresses:
     """The servers of one model: their addresses and key, and their supervisor if the run started them."""
 
     section: str  # of the configuration: rewards.components.0.model.servers
@@ -53,13 +53,13 @@ def open_servers(
     checkpoint: Checkpoint | None,
     report: Callable[[str], None],
     called: str,
-) -> Place:
+) -> ServerAddresses:
     """Find the servers of a section of the configuration, or start them with the checkpoint.
 
     `called`: the name of such a server in messages. Raises ConfigError.
     """
     if servers.urls:
-        return Place(section, list(servers.urls), given_key(servers, section))
+        return ServerAddresses(section, list(servers.urls), given_key(servers, section))
     assert checkpoint is not None, "without a path there are urls"
     if any(hide(word) != word for word in servers.args):
         raise ConfigError(f"{section}.args: one has a secret, and all users of a machine see command lines")
@@ -92,7 +92,7 @@ def open_servers(
             "the interpreter of the engine's environment"
         ) from None
     listens = {process.url: process.listens for process in processes}
-    return Place(section, list(listens), api_key, supervisor, listens)
+    return ServerAddresses(section, list(listens), api_key, supervisor, listens)
 
 
 def command(

@@ -19,15 +19,15 @@ from dataclasses import dataclass, replace
 
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.groups import Rollout, Routing
-from megatron_gvpo.servers.answers import Expected, Failure, trusted
+from megatron_gvpo.servers.answers import Expected, SampleFailure, trusted
 from megatron_gvpo.servers.handle import (
     ALL_PARTS,
     Asleep,
     Lost,
     Pending,
-    Ready,
     Receiving,
     ServerHandle,
+    Serving,
     State,
 )
 from megatron_gvpo.servers.http import ServerGone, ServerRefused, spare_connections
@@ -35,7 +35,7 @@ from megatron_gvpo.servers.launch.supervise import Supervisor
 from megatron_gvpo.servers.request import Request, derived_seed, images_of, rollout_of
 from megatron_gvpo.servers.routed_experts import Routers, routing_of
 from megatron_gvpo.servers.sent_images import ImageSender, SentImage
-from megatron_gvpo.servers.server import MemoryPart, Sample, Server
+from megatron_gvpo.servers.server import Completion, MemoryPart, Server
 from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.settings.servers import ServersConfig
 
@@ -209,7 +209,7 @@ class ServerPool:
     def admit(self, handle: ServerHandle, version: int) -> None:
         """Let a server serve: it has all weights of `version`. No effect if it was lost in the meantime."""
         if isinstance(handle.state, Receiving):
-            self._move(handle, Ready(version))
+            self._move(handle, Serving(version))
 
     def _move(self, handle: ServerHandle, state: State) -> None:
         handle.to(state)
@@ -246,7 +246,7 @@ class ServerPool:
                 begin = begin or time.monotonic()
                 version = handle.version
                 answer = await self._ask(handle, pending, index, token_ids, sampling)
-            if isinstance(answer, Failure):
+            if isinstance(answer, SampleFailure):
                 failures.append(answer.why)
                 self.lose(handle, answer.why)
                 continue
@@ -270,7 +270,7 @@ class ServerPool:
             f"at last: {failures[-1]}"
         )
 
-    def _routing(self, handle: ServerHandle, request: Request, rollout: Rollout, last: Sample) -> Routing:
+    def _routing(self, handle: ServerHandle, request: Request, rollout: Rollout, last: Completion) -> Routing:
         """The experts of a whole response, from its last answer. Raises RolloutError.
 
         Where several weight versions sampled it, the last one has recomputed all tokens before its own.
@@ -288,7 +288,7 @@ class ServerPool:
         index: int,
         prefix: Sequence[int],
         sampling: SamplingConfig,
-    ) -> Sample | Failure:
+    ) -> Completion | SampleFailure:
         """Sample tokens that continue the response's `prefix`. Raises RolloutError for a refused request."""
         request, images = pending.request, pending.images
         room, stops = request.longest(sampling) - len(prefix), sampling.stops(self._end_token_ids)
@@ -312,12 +312,12 @@ class ServerPool:
         except ServerRefused as error:
             if error.is_request:
                 raise RolloutError(f"a rollout request was refused: {error}") from None
-            return Failure(str(error))
+            return SampleFailure(str(error))
         except ServerGone as error:
-            return Failure(str(error))
+            return SampleFailure(str(error))
         except asyncio.CancelledError:
             if call.cancelled():  # the server was lost, and may be back by now
-                return Failure(handle.state.why if isinstance(handle.state, Lost) else "it was lost")
+                return SampleFailure(handle.state.why if isinstance(handle.state, Lost) else "it was lost")
             call.cancel()  # the caller no longer wants this response
             raise
         finally:

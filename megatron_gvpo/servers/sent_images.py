@@ -53,9 +53,9 @@ class ImageSender:
 
     def _url(self, image: Image) -> str:
         with self._turns:
-            if (kept := self._kept.get(image.digest)) is not None:
+            if (url := self._kept.get(image.digest)) is not None:
                 self._kept.move_to_end(image.digest)
-                return kept
+                return url
         url = data_url(self._processor.png(image))
         with self._turns:
             if image.digest not in self._kept:  # another thread may have written it meanwhile

@@ -41,7 +41,7 @@ HIGHEST_LOGPROB, LOWEST_LOGPROB = 1e-3, -1e4
 
 
 @dataclass(frozen=True)
-class Sample:
+class Completion:
     """One response as the server gave it. "abort" means that a client stopped it: it is incomplete."""
 
     token_ids: list[int]
@@ -64,7 +64,7 @@ class Sample:
         if not self.token_ids and self.finish_reason != "abort":
             raise ValueError("a finished response without any token")
 
-    def up_to_stop(self, stops: Sequence[int]) -> Sample:
+    def up_to_stop(self, stops: Sequence[int]) -> Completion:
         """The sample up to its first stop token.
 
         An engine that stops a response for its client looks at no token of that step, in which the response
@@ -84,7 +84,7 @@ class Sample:
             "rollout.stop_token_ids"
         )
 
-    def before(self, token: int) -> Sample:
+    def before(self, token: int) -> Completion:
         """An aborted sample up to the first such token."""
         end = self.token_ids.index(token) if token in self.token_ids else len(self.token_ids)
         return replace(self, token_ids=self.token_ids[:end], logprobs=self.logprobs[:end])
@@ -184,7 +184,7 @@ class Server(Protocol):
         stop_ids: Sequence[int],
         timeout: float,
         images: Sequence[SentImage] = (),
-    ) -> Sample:
+    ) -> Completion:
         """Sample one response of at most `max_tokens` tokens. A stop token ends it and is its last token.
 
         With `sampling.wants_routing` the sample has its experts, unless it was aborted. `token_ids` have all

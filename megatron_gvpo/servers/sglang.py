@@ -18,10 +18,10 @@ from megatron_gvpo.servers.sent_images import SentImage, with_one_placeholder
 from megatron_gvpo.servers.server import (
     PLAIN,
     PLUGINS,
+    Completion,
     Drafts,
     Launch,
     MemoryPart,
-    Sample,
     ServerInfo,
     answer_of,
     check_prompt,
@@ -155,7 +155,7 @@ class SGLang:
         stop_ids: Sequence[int],
         timeout: float,
         images: Sequence[SentImage] = (),
-    ) -> Sample:
+    ) -> Completion:
         body: dict[str, Any] = {
             "input_ids": with_one_placeholder(token_ids, images),
             "sampling_params": {
@@ -184,7 +184,7 @@ class SGLang:
                     other = shortened(entry[1])
                     raise ValueError(f"at index {index} the log-prob of token {other}, not of {token}")
             experts = meta.get("routed_experts")  # of all tokens but the last, in all layers
-            return Sample(
+            return Completion(
                 token_ids=answer["output_ids"],
                 logprobs=[entry[0] for entry in entries],
                 finish_reason=finish(meta["finish_reason"]["type"]),

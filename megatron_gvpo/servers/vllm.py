@@ -24,10 +24,10 @@ from megatron_gvpo.servers.sent_images import CacheNames, SentImage, with_one_pl
 from megatron_gvpo.servers.server import (
     PLAIN,
     PLUGINS,
+    Completion,
     Drafts,
     Launch,
     MemoryPart,
-    Sample,
     ServerInfo,
     answer_of,
     check_prompt,
@@ -170,7 +170,7 @@ class VLLM:
         stop_ids: Sequence[int],
         timeout: float,
         images: Sequence[SentImage] = (),
-    ) -> Sample:
+    ) -> Completion:
         how: dict[str, Any] = {
             **PLAIN,
             "max_tokens": max_tokens,
@@ -189,7 +189,7 @@ class VLLM:
             choice = answer["choices"][0]
             logprobs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
             experts = choice.get("routed_experts") if sampling.wants_routing else None
-            return Sample(
+            return Completion(
                 token_ids=choice["token_ids"] or [],
                 logprobs=logprobs,
                 finish_reason=finish(choice["finish_reason"]),
@@ -203,7 +203,7 @@ class VLLM:
         sampling_params: dict[str, Any],
         images: Sequence[SentImage],
         timeout: float,
-    ) -> Sample:
+    ) -> Completion:
         """Sample a response to a prompt with images, which /v1/completions does not take.
 
         The first sample of a prompt brings its images, in a request of one token; the others name them.
@@ -237,7 +237,7 @@ class VLLM:
             check_prompt(self, token_ids, answer["prompt_token_ids"], images)
             choice = answer["choices"][0]
             logprobs = choice["logprobs"]["content"] if choice["logprobs"] else []
-            return Sample(
+            return Completion(
                 token_ids=choice["token_ids"] or [],
                 logprobs=[entry["logprob"] for entry in logprobs or []],
                 finish_reason=finish(choice["finish_reason"]),

@@ -15,7 +15,7 @@ from megatron_gvpo.core.by_name import known
 class Traits:
     """How a transport moves weights, and where it works. All checks ask this, and not for its name."""
 
-    place: str  # "module:class" of its class; the import loads torch
+    implementation: str  # "module:class" of its class; the import loads torch
     forms_group: bool = False  # it forms a process group with the servers, over NCCL on GPUs
     colocated_ok: bool = True  # it reaches servers on the trainer's own GPUs
     nodes_ok: bool = True  # it reaches all parts of a server on several machines

@@ -276,10 +276,10 @@ class Trainer:
         metrics |= {f"batch/{name}": value for name, value in self.components.batch_policy.metrics.items()}
         count, estimator = self.config.train.mini_batches, self.components.estimator
         bounds = [len(groups) * i // count for i in range(count + 1)]
-        places = [0, *accumulate(len(group.rollouts) for group in groups)]
+        first_rows = [0, *accumulate(len(group.rollouts) for group in groups)]
         paid = self.config.rewards.turn_weight
         mini_batches = [
-            TrainBatch.from_groups(groups[a:b], places[a], paid) for a, b in pairwise(bounds) if a < b
+            TrainBatch.from_groups(groups[a:b], first_rows[a], paid) for a, b in pairwise(bounds) if a < b
         ]
         if self.components.teacher is not None:
             self.components.teacher.ask([rows.trained() for rows in mini_batches])

@@ -81,20 +81,20 @@ class Difference:
 
     def problem(self, limits: Limits) -> str | None:
         """The message that says what is wrong, and how far; None if all is within the limits."""
-        said = []
+        problems = []
         if not self.logp <= limits.logp:
-            said.append(f"log-probs differ by up to {self.logp:.2g} nats")
+            problems.append(f"log-probs differ by up to {self.logp:.2g} nats")
         if not self.gradient <= limits.gradient:
-            said.append(
+            problems.append(
                 f"gradient of {self.gradient_name} differs by {self.gradient:.2g} of its largest entry"
             )
         if not self.norm <= limits.norm:
-            said.append(f"gradient norm differs by {self.norm:.2g} of it")
+            problems.append(f"gradient norm differs by {self.norm:.2g} of it")
         if not self.update <= limits.update:
-            said.append(f"update of {self.update_name} differs by {self.update:.2g} of the learning rate")
+            problems.append(f"update of {self.update_name} differs by {self.update:.2g} of the learning rate")
         if self.exported is not None:
-            said.append(f"export changes {self.exported}")
-        return "; ".join(said) or None
+            problems.append(f"export changes {self.exported}")
+        return "; ".join(problems) or None
 
 
 def make_rows(vocabulary: int) -> TrainBatch:
@@ -113,28 +113,28 @@ def make_rows(vocabulary: int) -> TrainBatch:
     )
 
 
-def compare(found: Computed, wanted: Computed) -> Difference:
-    """Return how far `found` is from the reference `wanted`."""
-    gradient, gradient_name = _worst(found.gradients, wanted.gradients, _of_largest)
-    update, update_name = _worst(found.updated, wanted.updated, _of_learning_rate)
+def compare(computed: Computed, wanted: Computed) -> Difference:
+    """Return how far `computed` is from the reference `wanted`."""
+    gradient, gradient_name = _worst(computed.gradients, wanted.gradients, _of_largest)
+    update, update_name = _worst(computed.updated, wanted.updated, _of_learning_rate)
     return Difference(
-        logp=float((found.logp_r.double() - wanted.logp_r).abs().max()),
+        logp=float((computed.logp_r.double() - wanted.logp_r).abs().max()),
         gradient=gradient,
         gradient_name=gradient_name,
-        norm=abs(found.norm / wanted.norm - 1),
+        norm=abs(computed.norm / wanted.norm - 1),
         update=update,
         update_name=update_name,
-        exported=_first_changed(found.exported, wanted.exported),
+        exported=_first_changed(computed.exported, wanted.exported),
     )
 
 
-def _worst(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], measure: Any) -> tuple[float, str]:
+def _worst(computed: Mapping[str, Tensor], wanted: Mapping[str, Tensor], measure: Any) -> tuple[float, str]:
     floor = 1e-8 * max(float(tensor.abs().max()) for tensor in wanted.values())
     worst = (0.0, "")
     for name, tensor in wanted.items():
-        if name not in found or found[name].shape != tensor.shape:
+        if name not in computed or computed[name].shape != tensor.shape:
             return float("inf"), name
-        difference = (found[name].double() - tensor).abs().max().item()
+        difference = (computed[name].double() - tensor).abs().max().item()
         if difference != difference:  # NaN
             return float("inf"), name
         worst = max(worst, (measure(difference, tensor, floor), name))
@@ -150,13 +150,13 @@ def _of_learning_rate(difference: float, wanted: Tensor, floor: float) -> float:
     return float(difference / UPDATE["lr"])
 
 
-def _first_changed(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str | None:
-    if found.keys() != wanted.keys():
-        return min(found.keys() ^ wanted.keys())
+def _first_changed(computed: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str | None:
+    if computed.keys() != wanted.keys():
+        return min(computed.keys() ^ wanted.keys())
     for name, tensor in wanted.items():
-        mine = found[name]
-        if mine.dtype != tensor.dtype or mine.shape != tensor.shape:
+        exported = computed[name]
+        if exported.dtype != tensor.dtype or exported.shape != tensor.shape:
             return name
-        if not torch.equal(mine.contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)):
+        if not torch.equal(exported.contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)):
             return name
     return None

@@ -153,9 +153,9 @@ def save_tiny(config: dict[str, Any], directory: Path, where: str) -> None:
         hf_config = transformers.AutoConfig.from_pretrained(directory)
         model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
     except Exception as error:  # an unknown model_type, or sizes that contradict each other
-        said = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"{where}: transformers builds no model of it: {type(error).__name__}: {said}"
+            f"{where}: transformers builds no model of it: {type(error).__name__}: {reason}"
         ) from None
     scatter(model)
     model.save_pretrained(directory)

@@ -293,7 +293,7 @@ class Publisher:
     def next_command(self, version: int) -> Command:
         """Push; Done; Wait, after a heartbeat, for a server or its responses; or Failed."""
         deadline = time.monotonic() + leader.HEARTBEAT
-        # By now every server has been replaced once: the failure is no server's fault.
+        # By now every server has been replaced once: the failure is not a server's fault.
         if self._in_a_row >= self._settings.attempts * (len(self._pool.handles) + 1):
             return Failed(f"{self._in_a_row} weight pushes in a row failed, at last: {self._problem}")
         while True:

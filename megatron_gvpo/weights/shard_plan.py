@@ -151,19 +151,21 @@ class PushPlan:
 
 
 def plan_push(
-    tables: Sequence[Table], held: Sequence[Layout], needed: Sequence[Sequence[Layout]], limit: int
+    tables: Sequence[Table], sources: Sequence[Layout], needed: Sequence[Sequence[Layout]], limit: int
 ) -> PushPlan:
-    """Plan a push of `tables` from trainer ranks that hold `held` to servers whose ranks need `needed`.
+    """Plan a push of `tables` from trainer ranks that hold `sources` to servers whose ranks need `needed`.
 
     `limit`: bytes that a trainer rank sends, and that a server rank gets from the trainer, in one round at
     most. Of the ranks that hold a cell, the one that sends least sends it. Raises ValueError for a part that
     a server needs and no trainer rank holds.
     """
-    trainers = len(held)
+    trainers = len(sources)
     ranks = [layout for server in needed for layout in server]
     servers = tuple(number for number, server in enumerate(needed) for _ in server)
-    limit = min(limit, max(LEAST, _most(tables, held, ranks) // (ROUNDS * (len(needed) + _longest(needed)))))
-    holders, takers = _by_box(held, 0), _by_box(ranks, trainers)
+    limit = min(
+        limit, max(LEAST, _most(tables, sources, ranks) // (ROUNDS * (len(needed) + _longest(needed))))
+    )
+    holders, takers = _by_box(sources, 0), _by_box(ranks, trainers)
     loose: list[tuple[Cell, int, tuple[int, ...], tuple[int, ...]]] = []
     for number, table in enumerate(tables):
         held_boxes, needed_boxes = holders.get(number, {}), takers.get(number, {})
@@ -187,20 +189,20 @@ def plan_push(
     return PushPlan(list(tables), trainers, trainers + len(ranks), parcels, max(rounds, default=-1) + 1)
 
 
-def fair_shares(plan: PushPlan, held: Sequence[Layout]) -> list[float]:
+def fair_shares(plan: PushPlan, sources: Sequence[Layout]) -> list[float]:
     """The bytes that each trainer rank must send at least, if all that hold the same parts share them evenly.
 
     Where the parts that ranks hold in common are nested, as with Megatron's parallelisms, no plan's busiest
     rank among them sends less than the largest of their shares.
     """
     groups: Counter[tuple[int, ...]] = Counter()
-    holders = _by_box(held, 0)
+    holders = _by_box(sources, 0)
     for parcel in plan.parcels:
         boxes = holders[parcel.cell.tensor]
         groups[_union([ranks for box, ranks in boxes.items() if box.contains(parcel.cell.box)])] += (
             parcel.nbytes
         )
-    shares = [0.0] * len(held)
+    shares = [0.0] * len(sources)
     for owners in groups:
         inside = set(owners)
         size = sum(size for others, size in groups.items() if inside.issuperset(others))
@@ -275,7 +277,7 @@ def _route(
     return tuple(links)
 
 
-def _most(tables: Sequence[Table], held: Sequence[Layout], ranks: Sequence[Layout]) -> int:
+def _most(tables: Sequence[Table], sources: Sequence[Layout], ranks: Sequence[Layout]) -> int:
     """About the bytes of the rank that sends or gets most."""
     different = {id(layout): layout for layout in ranks}.values()
     gets = (
@@ -283,7 +285,7 @@ def _most(tables: Sequence[Table], held: Sequence[Layout], ranks: Sequence[Layou
         for layout in different
     )
     total = sum(table.rows * table.columns * table.itemsize for table in tables)
-    return max([total // len(held), *gets])
+    return max([total // len(sources), *gets])
 
 
 def _longest(needed: Sequence[Sequence[Layout]]) -> int:
@@ -292,15 +294,15 @@ def _longest(needed: Sequence[Sequence[Layout]]) -> int:
 
 @lru_cache(maxsize=4096)  # most tensors of a model are cut like others
 def _cells(
-    size: tuple[int, int, int], held: tuple[Box, ...], needed: tuple[Box, ...], limit: int
+    size: tuple[int, int, int], sources: tuple[Box, ...], needed: tuple[Box, ...], limit: int
 ) -> list[tuple[Box, tuple[Box, ...], tuple[Box, ...]]]:
-    """(cell, the boxes in `held` around it, those in `needed`) for every part of a tensor that is needed.
+    """(cell, the boxes in `sources` around it, those in `needed`) for every part of a tensor that is needed.
 
     `size`: rows, columns, bytes of an element. A cell has at most `limit` bytes, or one row.
     """
     _, _, itemsize = size
-    rows = sorted({edge for box in (*held, *needed) for edge in (box.top, box.bottom)})
-    columns = sorted({edge for box in (*held, *needed) for edge in (box.left, box.right)})
+    rows = sorted({edge for box in (*sources, *needed) for edge in (box.top, box.bottom)})
+    columns = sorted({edge for box in (*sources, *needed) for edge in (box.left, box.right)})
     cells = []
     for top, bottom in pairwise(rows):
         for left, right in pairwise(columns):
@@ -308,7 +310,7 @@ def _cells(
             to = tuple(box for box in needed if box.contains(cell))
             if not to:
                 continue
-            by = tuple(box for box in held if box.contains(cell))
+            by = tuple(box for box in sources if box.contains(cell))
             step = max(1, limit // ((right - left) * itemsize))
             for start in range(top, bottom, step):
                 cells.append((Box(start, min(bottom, start + step), left, right), by, to))

@@ -142,5 +142,5 @@ class Transport(Protocol):
 
 def transport_class(name: str) -> type[Transport]:
     """The transport of this name, a key of TRANSPORTS. Imports its module, which loads torch."""
-    transport: type[Transport] = load_class(TRANSPORTS[name].place)
+    transport: type[Transport] = load_class(TRANSPORTS[name].implementation)
     return transport

@@ -81,7 +81,7 @@ def test_a_tools_answer_is_written_as_the_models_template_does(templates: dict[s
     of = of_model(templates[name], TAKEN[name])
     template = Template(of, (of.eos_token_id,), chat=True, tools=[SCHEMA])
     answer = tool_message("add", "42", "000000001")
-    given = template.given(of.eos_token_id, [answer])
+    given = template.tokens_between(of.eos_token_id, [answer])
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": CALL}, answer]
 
     def rendered(messages: list[dict[str, str]]) -> tuple[int, ...]:
@@ -128,7 +128,10 @@ def test_glm_ends_a_turn_with_the_beginning_of_the_next(templates: dict[str, str
     template = Template(of, ends, chat=True, tools=[SCHEMA])
     user, answer = {"role": "user", "content": "so?"}, tool_message("add", "42", "000000001")
     assert template.end_before("tool") == ends[1] and template.end_before("user") == ends[0]
-    assert template.given(ends[1], [answer])[0] != ends[1] and template.given(ends[0], [user])[0] != ends[0]
+    assert (
+        template.tokens_between(ends[1], [answer])[0] != ends[1]
+        and template.tokens_between(ends[0], [user])[0] != ends[0]
+    )
 
 
 @pytest.mark.parametrize("name", REFUSED)

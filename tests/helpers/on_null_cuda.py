@@ -107,5 +107,5 @@ def rehearse(*arguments: str, code: int = 0, timeout: float = 600) -> dict[str, 
 
 def phase(result: dict[str, Any], name: str, rank: int = 0) -> dict[str, Any]:
     """One phase of one of the result's ranks, by its place among them."""
-    [found] = [one for one in result["ranks"][rank]["phases"] if one["name"] == name]
-    return dict(found)
+    [match] = [one for one in result["ranks"][rank]["phases"] if one["name"] == name]
+    return dict(match)

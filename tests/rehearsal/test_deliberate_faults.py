@@ -16,7 +16,8 @@ from pathlib import Path
 from unittest.mock import patch
 from megatron_gvpo.rehearsal.world import FakeWorld
 
-world = FakeWorld(0, 2)
+world = FakeWorld()
+world.join(0, 2)
 import torch
 from megatron_gvpo.settings.load import load_config
 from megatron_gvpo.megatron import forward

@@ -173,8 +173,8 @@ def test_a_chat_is_trained_as_its_template_writes_it(template: str, end: int) ->
 def test_a_conversation_goes_on_after_any_end_token() -> None:
     of = of_family(GEMMA)
     template, answer = Template(of, (TURN, EOS), chat=True), [{"role": "user", "content": "b"}]
-    assert template.given(TURN, answer) == ids(of, "\n<turn>user\nb</turn>\n<turn>model\n")
-    assert template.given(EOS, answer) == ids(of, "</turn>\n<turn>user\nb</turn>\n<turn>model\n")
+    assert template.tokens_between(TURN, answer) == ids(of, "\n<turn>user\nb</turn>\n<turn>model\n")
+    assert template.tokens_between(EOS, answer) == ids(of, "</turn>\n<turn>user\nb</turn>\n<turn>model\n")
 
 
 # ---------------------------------------------------------------- the embedded engine, and a run with it

@@ -1,4 +1,4 @@
-"""The section `teacher`: where it is needed, and which checkpoints are no teachers."""
+"""The section `teacher`: where it is needed, and which checkpoints cannot teach."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from megatron_gvpo.weights.sharded import Sender
 sys.path.insert(0, str(PLUGINS))
 
 from megatron_gvpo_shards import Shards
-from megatron_gvpo_slices import Slice, Whole
+from megatron_gvpo_slices import FullTensor, Slice
 
 FULL = {
     "m.layers.0.self_attn.q": torch.randn(8, 6),
@@ -190,7 +190,7 @@ def test_a_rank_that_leaves_ends_the_push_of_all_others():
 
 
 def learned(shape: tuple[int, ...], copy: Callable[[Tensor], None]) -> list[tuple[int, int, int, int]]:
-    whole = Whole("w", torch.float32, shape)
+    whole = FullTensor("w", torch.float32, shape)
     copy(Slice.of(whole))
     return whole.needed()
 
@@ -213,7 +213,7 @@ def test_what_a_loader_copies_is_learned_whatever_views_it_takes():
 
 def test_a_slice_gives_what_the_whole_tensor_would_and_nothing_else():
     full = torch.arange(48.0).view(8, 6)
-    whole = Whole("w", torch.float32, (8, 6))
+    whole = FullTensor("w", torch.float32, (8, 6))
     whole.parts = {(2, 6, 3, 6): full[2:6, 3:6].clone()}
     target = torch.zeros(4, 3)
     target.copy_(Slice.of(whole)[2:6].narrow(1, 3, 3))

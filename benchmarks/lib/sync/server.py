@@ -62,9 +62,9 @@ def served(
 
 
 def engine_python(engine: str, args: argparse.Namespace) -> str:
-    given = dict(choice.split("=", 1) for choice in args.python)
-    if engine in given:
-        return given[engine]
+    pythons = dict(choice.split("=", 1) for choice in args.python)
+    if engine in pythons:
+        return pythons[engine]
     script = ROOT / "tools" / "engines" / "make_env.sh"
     built = subprocess.run([script, engine], stdout=subprocess.PIPE, text=True, check=True)
     return built.stdout.strip().splitlines()[-1]

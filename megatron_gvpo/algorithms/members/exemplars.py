@@ -63,15 +63,15 @@ class Corpus:
 
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         self._learn(groups)
-        asked: dict[int, Prompt] = {}
+        prompts: dict[int, Prompt] = {}
         for g, group in enumerate(groups):
             if all(reward <= self._options.right for reward in group.rewards):
                 prompt = self._seeded(group.prompt, context)
                 if prompt is not None:
-                    asked[g] = prompt
-        found = context.ask(list(asked.values()), self._options.n) if asked else []
+                    prompts[g] = prompt
+        answers = context.ask(list(prompts.values()), self._options.n) if prompts else []
         joined = list(groups)
-        for g, seeded in zip(asked, found, strict=True):
+        for g, seeded in zip(prompts, answers, strict=True):
             rollouts = [*groups[g].rollouts, *taught(seeded.rollouts)]
             joined[g] = replace(groups[g], rollouts=rollouts)
         return joined

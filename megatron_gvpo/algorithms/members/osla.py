@@ -42,8 +42,8 @@ class OneMore(Member):
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         grown = list(groups)
         while wanting := [g for g, group in enumerate(grown) if self._wants(group)]:
-            found = context.ask([grown[g].prompt for g in wanting], 1)
-            for g, more in zip(wanting, found, strict=True):
+            answers = context.ask([grown[g].prompt for g in wanting], 1)
+            for g, more in zip(wanting, answers, strict=True):
                 grown[g] = replace(grown[g], rollouts=[*grown[g].rollouts, *more.rollouts])
         return grown
 

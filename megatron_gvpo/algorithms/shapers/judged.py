@@ -87,7 +87,7 @@ class GroupSimilarity(Shaper):
         if self.across is None:
             return None
         key = groups[g].prompt.record.get(self.across)
-        if key is None:  # those that name no topic are no paraphrases of each other
+        if key is None:  # those that name no topic are not paraphrases of each other
             return []
         same = [
             group for i, group in enumerate(groups) if i != g and group.prompt.record.get(self.across) == key

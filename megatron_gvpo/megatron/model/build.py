@@ -32,7 +32,7 @@ from megatron_gvpo.megatron.attention.core import (
 from megatron_gvpo.megatron.model.group_limited_router import limit_groups, routing_settings
 from megatron_gvpo.megatron.model.megatron_bridge import open_bridge
 from megatron_gvpo.megatron.model.model import Model
-from megatron_gvpo.megatron.model.router_replay import Replay
+from megatron_gvpo.megatron.model.router_replay import RouterHooks
 from megatron_gvpo.megatron.model.settings import (
     correct_marks,
     ddp_settings,
@@ -120,7 +120,7 @@ def build(
         rotary=preparation.rotary,
         share_prompts=share_prompts,
         obstacle_to_sharing=obstacle,
-        replay=Replay(chunks) if replays else None,
+        replay=RouterHooks(chunks) if replays else None,
         adapters=adapters,
         vision=preparation.vision[0] if preparation.vision else None,
         heads=heads,

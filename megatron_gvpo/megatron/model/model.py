@@ -16,7 +16,7 @@ from megatron_gvpo.huggingface.mtp_heads import FurtherHeads
 from megatron_gvpo.huggingface.safetensors_writer import SafetensorsWriter
 from megatron_gvpo.megatron.adapters.lora import Adapters
 from megatron_gvpo.megatron.model.own_weights import OwnWeights, find_own_weights
-from megatron_gvpo.megatron.model.router_replay import Replay
+from megatron_gvpo.megatron.model.router_replay import RouterHooks
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.vision import VisionInputs
 from megatron_gvpo.settings.padding import Padding
@@ -38,7 +38,7 @@ class Model:
     rotary: list[Any]  # one module a chunk if this package's core attention applies RoPE, else empty
     share_prompts: bool = False  # compute a group's prompt once, where its responses are single ones
     obstacle_to_sharing: str = ""  # why train.share_prompts=auto does not share prompts
-    replay: Replay | None = None  # the hooks for router replay
+    replay: RouterHooks | None = None  # the hooks for router replay
     adapters: Adapters | None = None  # what trains in place of the weights
     vision: VisionInputs | None = None  # None: the model takes no images
     heads: FurtherHeads | None = None  # the checkpoint's MTP heads: exported, never computed with

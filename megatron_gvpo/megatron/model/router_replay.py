@@ -65,7 +65,7 @@ class TokenReplay(RouterReplay):
         return scores.gather(1, chosen), chosen
 
 
-class Replay:
+class RouterHooks:
     """The hooks in all routers of a model's chunks on this rank."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:

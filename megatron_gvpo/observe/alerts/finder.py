@@ -38,7 +38,7 @@ class Finder:
         for name, value in metrics.items():
             if (number := finite_number(value)) is not None:
                 self._values[name].append(number)
-        found = []
+        alerts = []
         for rule in self._rules:
             pattern = self._patterns[rule.conditions[0].metric]
             for name in filter(pattern.fullmatch, metrics):
@@ -47,8 +47,8 @@ class Finder:
                         self._held[key] += 1
                 elif self._is_new(rule, name) and not self._follows(rule):
                     self._given.add(rule.name)
-                    found.append(self._alert(rule, name, step))
-        return found
+                    alerts.append(self._alert(rule, name, step))
+        return alerts
 
     def _is_new(self, rule: Rule, name: str) -> bool:
         """True unless the rule held for this metric in the last `steps` steps."""

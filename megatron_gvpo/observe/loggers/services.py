@@ -127,8 +127,8 @@ class _Tolerant:
 @contextmanager
 def _keeping_handlers() -> Generator[None]:
     """Restores the handlers of signals and exceptions, which some services replace: Ctrl-C saves the run."""
-    ours = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    signals = {number: signal.getsignal(number) for number in ours}
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    signals = {number: signal.getsignal(number) for number in numbers}
     hook = sys.excepthook
     try:
         yield

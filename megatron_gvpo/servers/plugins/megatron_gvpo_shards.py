@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron_gvpo_slices import Box, Slice, Whole
+from megatron_gvpo_slices import Box, FullTensor, Slice
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], Any]
 Message = tuple[int, list[list[int]]]  # the other rank, and cells: tensor, rows from, to, columns from, to
@@ -38,9 +38,9 @@ class Shards:
         """Run the engine's loader without weights, and tell the trainer what it would copy."""
         for name, dtype, shape in json.loads(zlib.decompress(self._store.get("tables"))):
             self._tables.append((name, getattr(torch, dtype), torch.Size(shape)))
-        wholes = [Whole(*table[:2], table[2]) for table in self._tables]
-        load([(whole.name, Slice.of(whole)) for whole in wholes])
-        self._needed = {i: whole.needed() for i, whole in enumerate(wholes) if whole.copied}
+        tensors = [FullTensor(*table[:2], table[2]) for table in self._tables]
+        load([(tensor.name, Slice.of(tensor)) for tensor in tensors])
+        self._needed = {i: tensor.needed() for i, tensor in enumerate(tensors) if tensor.copied}
         told = json.dumps(sorted(self._needed.items()))
         self._store.set(f"needs.{self._rank}", zlib.compress(told.encode()))
 
@@ -48,31 +48,31 @@ class Shards:
         """Take part in one push. Raises RuntimeError if another rank of the group fails."""
         if not self._receives:
             self._connect()
-        wholes = {i: self._whole(i) for i in self._needed}
-        left = Counter(cell[0] for messages in self._receives for _, cells in messages for cell in cells)
-        units = _units(self._tables, left)
+        tensors = {i: self._full(i) for i in self._needed}
+        remaining = Counter(cell[0] for messages in self._receives for _, cells in messages for cell in cells)
+        units = _units(self._tables, remaining)
         counted: Counter[str] = Counter()
         passing: list[list[tuple[Any, torch.Tensor]]] = []  # by round, with the buffers, which they need
         coming = self._begin(0)
         for number, messages in enumerate(self._receives):
             came, coming = coming, self._begin(number + 1)
-            places: dict[tuple[int, ...], torch.Tensor] = {}
+            received: dict[tuple[int, ...], torch.Tensor] = {}
             for (source, cells), (work, wire) in zip(messages, came, strict=True):
                 work.wait()
                 counted[f"{source}-{self._rank}"] += len(wire)
                 for cell, part in zip(cells, wire.split([self._size(c) for c in cells]), strict=True):
-                    places[tuple(cell)] = part
-                    _place(wholes[cell[0]], cell, part)
+                    received[tuple(cell)] = part
+                    _place(tensors[cell[0]], cell, part)
             passing.append([])
             for target, cells in self._sends[number]:
-                wire = torch.cat([places[tuple(cell)] for cell in cells])
+                wire = torch.cat([received[tuple(cell)] for cell in cells])
                 passing[-1].append((self._group.send([wire], target, 0), wire))
                 counted[f"{self._rank}-{target}"] += len(wire)
             for tensor in [cell[0] for _, cells in messages for cell in cells]:
-                left[tensor] -= 1
+                remaining[tensor] -= 1
                 unit = units[tensor]
-                if left[tensor] == 0 and not any(left[other] for other in unit):
-                    load([(wholes[other].name, _loadable(wholes.pop(other))) for other in unit])
+                if remaining[tensor] == 0 and not any(remaining[other] for other in unit):
+                    load([(tensors[other].name, _loadable(tensors.pop(other))) for other in unit])
             while len(passing) > 2:
                 for work, _ in passing.pop(0):
                     work.wait()
@@ -106,50 +106,52 @@ class Shards:
 
     def _begin(self, number: int) -> list[tuple[Any, torch.Tensor]]:
         """Begin to receive the messages of a round; none after the last."""
-        found = []
+        requests = []
         for source, cells in self._receives[number] if number < len(self._receives) else ():
             size = sum(self._size(cell) for cell in cells)
             wire = torch.empty(size, dtype=torch.uint8, device=self._device)
-            found.append((self._group.recv([wire], source, 0), wire))
-        return found
+            requests.append((self._group.recv([wire], source, 0), wire))
+        return requests
 
-    def _whole(self, number: int) -> Whole:
+    def _full(self, number: int) -> FullTensor:
         """A tensor with memory for the parts that this rank needs of it."""
-        whole = Whole(*self._tables[number])
-        whole.parts = {
-            box: torch.empty((box[1] - box[0], box[3] - box[2]), dtype=whole.dtype, device=self._device)
+        tensor = FullTensor(*self._tables[number])
+        tensor.parts = {
+            box: torch.empty((box[1] - box[0], box[3] - box[2]), dtype=tensor.dtype, device=self._device)
             for box in map(tuple, self._needed[number])
         }
-        return whole
+        return tensor
 
     def _size(self, cell: Sequence[int]) -> int:
         tensor, top, bottom, left, right = cell
         return (bottom - top) * (right - left) * self._tables[tensor][1].itemsize
 
 
-def _place(whole: Whole, cell: Sequence[int], part: torch.Tensor) -> None:
+def _place(tensor: FullTensor, cell: Sequence[int], part: torch.Tensor) -> None:
     """Write a cell, uint8 [bytes], into every part that has it."""
     _, top, bottom, left, right = cell
-    assert whole.parts is not None
-    size = whole.dtype.itemsize
-    for box, values in whole.parts.items():
+    assert tensor.parts is not None
+    size = tensor.dtype.itemsize
+    for box, values in tensor.parts.items():
         if box[0] <= top and bottom <= box[1] and box[2] <= left and right <= box[3]:
-            place = values[top - box[0] : bottom - box[0]].view(torch.uint8)
-            place[:, (left - box[2]) * size : (right - box[2]) * size] = part.view(bottom - top, -1)
+            target = values[top - box[0] : bottom - box[0]].view(torch.uint8)
+            target[:, (left - box[2]) * size : (right - box[2]) * size] = part.view(bottom - top, -1)
 
 
-def _loadable(whole: Whole) -> torch.Tensor:
+def _loadable(tensor: FullTensor) -> torch.Tensor:
     """The tensor for the engine's loader: a slice, or the tensor itself if the rank has all of it."""
-    assert whole.parts is not None
-    if whole.everything in whole.parts:
-        return whole.parts[whole.everything].view(whole.shape)
-    return Slice.of(whole)
+    assert tensor.parts is not None
+    if tensor.everything in tensor.parts:
+        return tensor.parts[tensor.everything].view(tensor.shape)
+    return Slice.of(tensor)
 
 
-def _units(tables: list[tuple[str, torch.dtype, torch.Size]], left: Counter[int]) -> dict[int, list[int]]:
+def _units(
+    tables: list[tuple[str, torch.dtype, torch.Size]], remaining: Counter[int]
+) -> dict[int, list[int]]:
     """The tensors that are loaded in one call, for each tensor that comes."""
     units: dict[str, list[int]] = {}
-    for number in sorted(left):
+    for number in sorted(remaining):
         name = tables[number][0]
         together = _TOGETHER.match(name)
         units.setdefault(together[0] if together else name, []).append(number)

@@ -56,8 +56,8 @@ def engine_python(engine: str) -> str:
 
 def engine_with(plugin: str, engine: str, directory: Path) -> str:
     """An override that runs the engine with a plugin of helpers/on_cpu, through a script in `directory`."""
-    python, place = directory / "python", HELPERS / "on_cpu" / plugin
-    python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{place}" exec {engine_python(engine)} "$@"\n')
+    python, folder = directory / "python", HELPERS / "on_cpu" / plugin
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{folder}" exec {engine_python(engine)} "$@"\n')
     python.chmod(0o755)
     return f"rollout.servers.python={python}"
 

@@ -18,7 +18,7 @@ from megatron_gvpo.observe.mismatch import MismatchWatch
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import build_config
 from megatron_gvpo.types import TrainBatch
-from megatron_gvpo.verify.layout import Layout
+from megatron_gvpo.verify.layout import ParallelLayout
 from megatron_gvpo.verify.measures import UPDATE
 
 
@@ -68,7 +68,7 @@ class Probe:
 TEMPERATURE = 0.8
 
 
-def config_of(case: Case, layout: Layout, directory: Path) -> Config:
+def config_of(case: Case, layout: ParallelLayout, directory: Path) -> Config:
     replays = case.model in ("qwen3_moe", "deepseek_v3")  # where rows say which experts; some do
     named = [{"name": name, "function": "not:called"} for name in case.rows.component_n]
     components = named or [{"name": "math"}]  # a method that learns from rewards needs one
@@ -89,7 +89,7 @@ def config_of(case: Case, layout: Layout, directory: Path) -> Config:
 
 
 @contextlib.contextmanager
-def sizes_of(layout: Layout) -> Iterator[None]:
+def sizes_of(layout: ParallelLayout) -> Iterator[None]:
     """Context in which a layout runs."""
     with contextlib.ExitStack() as stack:
         if layout.small:
@@ -104,25 +104,25 @@ def run(directory: str) -> None:
 
     from megatron_gvpo.megatron.policy import Policy
 
-    place = Path(directory)
-    runs, probes = torch.load(place / "work.pt", weights_only=False)
+    folder = Path(directory)
+    runs, probes = torch.load(folder / "work.pt", weights_only=False)
     layout = list(dict.fromkeys(layout for layout, _ in runs))[run_number()]
     cases = [case for of, case in runs if of == layout]
     results: dict[tuple[str, str], Outcome | Probe | Tensor] = {}
     with sizes_of(layout):
         for model in dict.fromkeys(case.model for case in cases):
             probe = probes[model]
-            policy = Policy(config_of(probe, layout, place))
+            policy = Policy(config_of(probe, layout, folder))
             exported = _copy(policy.weights())
             for case in (case for case in cases if case.model == model):
                 print(f"{layout}: {case.name}", flush=True)
-                results[str(layout), case.name] = _gradients(policy, case, config_of(case, layout, place))
+                results[str(layout), case.name] = _gradients(policy, case, config_of(case, layout, folder))
             if policy.teacher is not None:
                 results[str(layout), "teacher"] = policy.score_teacher(probe.rows)
-            results[str(layout), model] = _probe(policy, probe, config_of(probe, layout, place), exported)
+            results[str(layout), model] = _probe(policy, probe, config_of(probe, layout, folder), exported)
             parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:
-        torch.save(results, place / f"results-{layout}.pt")
+        torch.save(results, folder / f"results-{layout}.pt")
 
 
 def _configure(policy: Any, config: Config) -> None:
