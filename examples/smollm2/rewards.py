@@ -10,8 +10,8 @@ NUMBER = re.compile(r"(?<![\d.,])-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 def strict(prompt: Any, rollout: Any) -> float:
     """1 if the response ended by itself and its last number is the answer, else 0. Training pays this."""
-    found = numbers(rollout.text)
-    return float(rollout.finish_reason == "stop" and bool(found) and found[-1] == float(prompt.answer))
+    values = numbers(rollout.text)
+    return float(rollout.finish_reason == "stop" and bool(values) and values[-1] == float(prompt.answer))
 
 
 def lenient(prompt: Any, rollout: Any) -> float:

@@ -64,13 +64,13 @@ def preflight(
     """
     trains = command in ("train", "slurm")
     check_no_null_cuda()
-    card = check_layout(config, world_size)
+    cards = check_layout(config, world_size)
     if command != "slurm" and torch_gpus():  # a job's nodes have others
         check_gpu_packages()
     if command in ("train", "eval"):
-        _check_attention(config, card)
+        _check_attention(config, cards.policy)
     if trains:
-        check_teacher(config)
+        check_teacher(config, cards)
         check_output_dir(config)
         if command == "train":  # a job may wait in the queue for the end of the run before it
             check_unlocked(config.output_dir)
@@ -91,7 +91,7 @@ def preflight(
     if command == "eval" or (command == "train" and config.samples_responses):
         _check_tools(config)
         if not torch_gpus():
-            check_rollout_model(config)
+            check_rollout_model(config, cards)
 
 
 def torch_gpus() -> list[LocalGpu]:

@@ -34,15 +34,15 @@ class Task:
     images: PromptImages | None = None  # None for a model that takes no images
 
 
-def load_task(config: Config, tools: tuple[dict[str, Any], ...] = ()) -> Task:
+def load_task(config: Config, card: ModelCard, tools: tuple[dict[str, Any], ...] = ()) -> Task:
     """Read the data; no model is loaded, so bad data costs seconds. Raises ConfigError, DataError.
 
-    `tools`: the schemas of the tools that the policy may call, which chat templates write into prompts.
+    `card`: that of `model.path`. `tools`: the schemas of the tools that the policy may call, which chat
+    templates write into prompts.
     """
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     end = end_token_id(tokenizer)
-    model = ModelCard.read(config.model.path)
-    vocabulary = model.get("vocab_size", math.inf)
+    vocabulary = card.get("vocab_size", math.inf)
     if end >= vocabulary:
         raise DataError(
             f"model.path={config.model.path}: the tokenizer's end token {tokenizer.eos_token!r} has id "
@@ -50,11 +50,11 @@ def load_task(config: Config, tools: tuple[dict[str, Any], ...] = ()) -> Task:
             "tokenizer_config.json"
         )
     chat = config.data.chat_template and bool(tokenizer.chat_template)
-    ends = end_token_ids(config.model.path, tokenizer, config.rollout.stop_token_ids, chat)
-    positions = None if config.algorithm.samples_from_policy else model.get("max_position_embeddings")
-    longest = longest_prompt(config, model)
+    ends = end_token_ids(config.model.path, card, tokenizer, config.rollout.stop_token_ids, chat)
+    positions = None if config.algorithm.samples_from_policy else card.get("max_position_embeddings")
+    longest = longest_prompt(config, card)
     _check_parser(config)
-    images = prompt_images(config.model.path, model, tokenizer)
+    images = prompt_images(config.model.path, card, tokenizer)
     data, held_out = config.data, config.data.eval
     common: dict[str, Any] = {"longest": longest, "end_token_ids": ends, "tools": tools, "images": images}
     prompts = load_prompts(data.train, data, tokenizer, positions=positions, **common)

@@ -9,6 +9,7 @@ from statistics import fmean
 
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Group
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.inspection.on_laptop import laptop_config
 from megatron_gvpo.inspection.verdict import RunVerdict, failure, not_tried, ok, warning
 from megatron_gvpo.settings.config import Config
@@ -49,7 +50,7 @@ def _sample(config: Config, task: Task) -> list[Group]:
     most = min(config.rollout.max_tokens, LONGEST)
     local = laptop_config(config, rollout={"max_tokens": most})
     prepare(local)
-    with Rollouts(local, task, Scorer(local), PhaseTimer()) as rollouts:
+    with Rollouts(local, ModelCards(local), task, Scorer(local), PhaseTimer()) as rollouts:
         rollouts.sync(0)
         sampler = rollouts.sampler(min(config.rollout.n, RESPONSES))
         return sampler.finish(sampler.begin(task.prompts[:PROMPTS], config.train.seed))

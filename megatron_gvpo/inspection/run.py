@@ -13,6 +13,7 @@ from megatron_gvpo.core.errors import ConfigError, DataError, RolloutError
 from megatron_gvpo.core.gpus import list_gpus
 from megatron_gvpo.data.task import Task, load_task
 from megatron_gvpo.groups import Group
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.inspection.prompts import inspect_prompts, shown_prompts
 from megatron_gvpo.inspection.responses import inspect_responses
 from megatron_gvpo.inspection.rewards import inspect_rewards
@@ -58,9 +59,10 @@ def inspect(config: Config, world: int, gpu_gib: float, tell: Callable[[RunVerdi
             tell(verdict)
 
     layout = _layout(config, world)
-    add(layout, inspect_learning_rate(config), inspect_engine(config), inspect_memory(config, world, gpu_gib))
-    if layout.level == "failure":
+    add(layout, inspect_engine(config))
+    if layout.level == "failure":  # without its model nothing else can be said
         return inspection
+    add(inspect_learning_rate(config), inspect_memory(config, world, gpu_gib))
     with tempfile.TemporaryDirectory(prefix="check-") as folder:
         step = TinyStep(config, Path(folder))
         try:
@@ -92,7 +94,7 @@ def _layout(config: Config, world: int) -> RunVerdict:
 
 def _task(config: Config, add: Callable[[RunVerdict], None]) -> Task | None:
     try:
-        return load_task(config, configured_schemas(config))
+        return load_task(config, ModelCards(config).policy, configured_schemas(config))
     except (ConfigError, DataError) as error:
         add(failure("data", str(error)))
         return None

@@ -17,7 +17,7 @@ import torch
 
 def install(made_weights: bool) -> None:
     """Replace the functions; `made_weights`: the model's files are made ones, without values."""
-    _take_first_configuration()
+    take_first_configuration()
     _balance_experts()
     _know_lengths()
     _leave_adapters()
@@ -39,7 +39,7 @@ def balanced(total: int, experts: int) -> list[int]:
     return [total // experts + (i < total % experts) for i in range(experts)]
 
 
-def _take_first_configuration() -> None:
+def take_first_configuration() -> None:
     """Triton's autotuner would compile every configuration and time it."""
     from triton.runtime.autotuner import Autotuner
 

@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -98,13 +97,13 @@ def open_servers(
 def command(
     servers: RewardServers,
     checkpoint: Checkpoint,
-    model: dict[str, Any],
+    model: ModelCard,
     section: str,
     port: int,
     api_key: str,
     on_gpu: bool,
 ) -> Launch:
-    """The command that starts a server of the checkpoint, whose config.json is `model`."""
+    """The command that starts a server of the checkpoint, whose card is `model`."""
     environment = {"PYTHONPATH": str(PLUGINS)}
     trust = ["--trust-remote-code"] if checkpoint.trust_remote_code else []
     if servers.engine == "sglang":

@@ -16,6 +16,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.http import Http, ServerGone, ServerRefused
 from megatron_gvpo.servers.sent_images import SentImage, difference
 from megatron_gvpo.settings.config import Config
@@ -161,7 +162,7 @@ class Server(Protocol):
     def url(self) -> str: ...
 
     @staticmethod
-    def launch(config: Config, port: int, api_key: str | None, on_gpu: bool) -> Launch:
+    def launch(config: Config, cards: ModelCards, port: int, api_key: str | None, on_gpu: bool) -> Launch:
         """The command that starts such a server on `rollout.servers.host`:`port`."""
 
     async def check_health(self, timeout: float) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.versions import REFERENCE
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers
+from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.servers.http import Http
 from megatron_gvpo.servers.sent_images import SentImage, with_one_placeholder
 from megatron_gvpo.servers.server import (
@@ -96,7 +97,7 @@ class SGLang:
         return self.http.url
 
     @staticmethod
-    def launch(config: Config, port: int, api_key: str | None, on_gpu: bool) -> Launch:
+    def launch(config: Config, cards: ModelCards, port: int, api_key: str | None, on_gpu: bool) -> Launch:
         servers = config.rollout.servers
         command = [servers.python, "-m", "sglang.launch_server", "--model-path", config.served_path]
         command += ["--host", servers.host, "--port", str(port), "--dtype", config.model.dtype]
@@ -116,11 +117,11 @@ class SGLang:
         if config.rollout.router_replay:
             command += ["--enable-return-routed-experts"]
         if config.rollout.weights.traits.sends_adapter:
-            command += _serving_adapters(config, on_gpu)
+            command += _serving_adapters(config, cards.policy, on_gpu)
         if config.rollout.speculation is not None:
             if not on_gpu:
                 raise ConfigError(f"rollout.speculation.method={config.rollout.speculation.method}: {ON_CPU}")
-            command += _speculation(config.rollout.speculation)
+            command += _speculation(config.rollout.speculation, cards)
             if config.rollout.speculation.own_weights and servers.colocated:
                 command += ["--enable-draft-weights-cpu-backup"]  # no push brings back what a sleep loses
         environment = {"PYTHONPATH": str(PLUGINS)}
@@ -258,9 +259,9 @@ class SGLang:
         await self.http.post("/resume_memory_occupation", {"tags": tags}, timeout=timeout)
 
 
-def _serving_adapters(config: Config, on_gpu: bool) -> list[str]:
+def _serving_adapters(config: Config, card: ModelCard, on_gpu: bool) -> list[str]:
     """Options of a server that takes adapters. It refuses one of whose tensors it would use only a part."""
-    layers, adapter = adapted_layers(config), config.model.adapter
+    layers, adapter = adapted_layers(config.model, card), config.model.adapter
     assert adapter is not None, "checked with the configuration"
     options = ["--enable-lora", "--lora-strict-loading", "--max-lora-rank", str(adapter.rank)]
     options += ["--max-loras-per-batch", "2"]  # the model itself counts as one
@@ -271,10 +272,10 @@ def _serving_adapters(config: Config, on_gpu: bool) -> list[str]:
     return [*options, "--lora-target-modules", *layers]
 
 
-def _speculation(chosen: SpeculationConfig) -> list[str]:
+def _speculation(chosen: SpeculationConfig, cards: ModelCards) -> list[str]:
     """Options of a server that decodes speculatively, with one chain of tokens at a time."""
     algorithms = {"ngram": "NGRAM", "draft": "STANDALONE", "mtp": "NEXTN"}
-    algorithm = algorithms.get(chosen.method) or eagle_kind(chosen).upper()
+    algorithm = algorithms.get(chosen.method) or eagle_kind(cards.draft).upper()
     options = ["--speculative-algorithm", algorithm]
     # With the last token of the text, from which a chain begins.
     options += ["--speculative-num-draft-tokens", str(chosen.tokens + 1)]

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_gvpo.core.versions import REFERENCE
 from megatron_gvpo.huggingface.adapter_layers import served_rank
-from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.huggingface.image_families import takes_images
 from megatron_gvpo.servers.cpu_engines import DELTA_NETS
 from megatron_gvpo.servers.http import Http, ServerRefused
@@ -55,9 +55,9 @@ def finished_launch(
     servers: EngineServers,
     api_key: str | None,
     on_gpu: bool,
-    model: dict[str, Any],
+    model: ModelCard,
 ) -> Launch:
-    """The launch with what every vLLM server gets. `model`: its config.json."""
+    """The launch with what every vLLM server gets. `model`: its card."""
     if api_key:
         environment["VLLM_API_KEY"] = api_key
         # vLLM itself asks for the key under /v1 and the like, and not on the paths that load weights.
@@ -67,10 +67,10 @@ def finished_launch(
         # A seeded request whose prompt is computed in parts ends the engine: it sets back the offset of
         # its random state, and those of CPUs have none.
         command += ["--no-enable-chunked-prefill"]
-        if set(model.get("architectures") or ()) & set(DELTA_NETS):
+        if set(model.architectures) & set(DELTA_NETS):
             # Its cache of recurrent states computes prompts in parts.
             command += ["--no-enable-prefix-caching"]
-        if model.get("kv_lora_rank"):
+        if model.is_mla:
             # The compiled kernel of plain rotary embeddings takes all heads of latent attention for one.
             command += ["--compilation-config", '{"custom_ops": ["-rotary_embedding"]}']
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
@@ -98,7 +98,7 @@ class VLLM:
         return self.http.url
 
     @staticmethod
-    def launch(config: Config, port: int, api_key: str | None, on_gpu: bool) -> Launch:
+    def launch(config: Config, cards: ModelCards, port: int, api_key: str | None, on_gpu: bool) -> Launch:
         servers = config.rollout.servers
         refuse_http_processes(servers, "--api-server-count", "rollout.servers")
         # Not `vllm serve`, which needs a distribution called vllm: the CPU build's has another name.
@@ -126,21 +126,21 @@ class VLLM:
             # vLLM's default share, 0.92, is refused where less is free: trainer processes keep some GiB.
             command += ["--enable-sleep-mode", "--gpu-memory-utilization", "0.85"]
         traits = config.rollout.weights.traits
-        if on_gpu and traits.sends_changes and ModelCard.read(config.model.path).experts:
+        if on_gpu and traits.sends_changes and cards.policy.experts:
             # Others rearrange the experts' weights after loading, and patches name elements as they load.
             command += ["--moe-backend", "triton"]
         if traits.sends_adapter:
-            command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(served_rank(config))]
+            rank = served_rank(config.model)
+            command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        model = ModelCard.read(config.served_path)
-        if takes_images(model):
+        if takes_images(cards.served):
             command += ["--enable-scale-out"]  # has the path GENERATE
         if config.rollout.router_replay:
             command += ["--enable-return-routed-experts"]
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older runner does not return experts
         if config.rollout.speculation is not None:
-            command += ["--speculative-config", json.dumps(_speculation(config.rollout.speculation))]
-        return finished_launch(command, environment, servers, api_key, on_gpu, model)
+            command += ["--speculative-config", json.dumps(_speculation(config.rollout.speculation, cards))]
+        return finished_launch(command, environment, servers, api_key, on_gpu, cards.served)
 
     async def check_health(self, timeout: float) -> None:
         await self.http.get("/health", timeout=timeout)
@@ -324,13 +324,13 @@ def _cached(answer: Any) -> int | None:
     return None if details is None else details["cached_tokens"]
 
 
-def _speculation(chosen: SpeculationConfig) -> dict[str, Any]:
+def _speculation(chosen: SpeculationConfig, cards: ModelCards) -> dict[str, Any]:
     """The value of --speculative-config. A token is accepted by vLLM's standard rejection sampling."""
     options: dict[str, Any] = {"num_speculative_tokens": chosen.tokens}
     if chosen.method == "draft":
         return options | {"method": "draft_model", "model": chosen.model}
     if chosen.method == "eagle":
-        return options | {"method": eagle_kind(chosen), "model": chosen.model}
+        return options | {"method": eagle_kind(cards.draft), "model": chosen.model}
     if chosen.method == "ngram":
         options |= dict(zip(("prompt_lookup_min", "prompt_lookup_max"), LOOKUP, strict=True))
     return options | {"method": chosen.method}

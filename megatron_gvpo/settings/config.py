@@ -60,6 +60,11 @@ class Config(Section):
         """The checkpoint directory that rollout servers start with."""
         return self.rollout.servers.model_path or self.model.path
 
+    @property
+    def served_key(self) -> str:
+        """The key that names `served_path`."""
+        return "rollout.servers.model_path" if self.rollout.servers.model_path else "model.path"
+
     @model_validator(mode="before")
     @classmethod
     def _with_secrets(cls, values: Any) -> Any:

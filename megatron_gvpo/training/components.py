@@ -18,6 +18,7 @@ from megatron_gvpo.data.order import PromptOrder, SuccessTracker, WeightedOrder
 from megatron_gvpo.data.prompts import PromptWriter
 from megatron_gvpo.data.task import Task, load_task
 from megatron_gvpo.groups import Group
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.huggingface.end_tokens import other_end
 from megatron_gvpo.huggingface.tokenizer import set_date
 from megatron_gvpo.megatron.policy import Policy
@@ -57,8 +58,9 @@ class Components:
         rank = int(os.environ.get("RANK", "0"))  # there is no process group before the policy
         self._markers = phase_markers(config.logging, config.output_dir, rank)
         self.timer = PhaseTimer(synchronize=torch.cuda.is_available(), markers=self._markers)
-        task = load_task(config, configured_schemas(config))
-        if not rank and (warning := other_end(config, task.end_token_ids)) is not None:
+        cards = ModelCards(config)
+        task = load_task(config, cards.policy, configured_schemas(config))
+        if not rank and (warning := other_end(config, cards, task.end_token_ids)) is not None:
             log.warning(warning)
         algorithm = config.algorithm.sized(config.rollout.max_tokens)
         self.prompts, self.tokenizer = task.prompts, task.tokenizer
@@ -79,7 +81,7 @@ class Components:
         self.profiler: ProfileWindow = profile_window(
             config.logging, Path(config.output_dir), dist.get_rank()
         )
-        self._rollouts = Rollouts(config, task, self.policy, self.timer, heartbeat)
+        self._rollouts = Rollouts(config, cards, task, self.policy, self.timer, heartbeat)
         self.engine = self._rollouts.engine
         self.sampler = self._compose(task, algorithm)
         self.batches = BatchQueue(self.order, self.prompts, self.sampler, config.train.prompts_per_step)

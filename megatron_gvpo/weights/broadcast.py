@@ -7,18 +7,23 @@ import contextlib
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
-import torch
 from torch import Tensor
 
 from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
 from megatron_gvpo.servers.server import Server
-from megatron_gvpo.settings.config import Config
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.group import Rendezvous, WeightGroup, group_address
-from megatron_gvpo.weights.transport import PushFailed, Transport, WeightReceiver, each, raise_failed
+from megatron_gvpo.weights.transport import (
+    PushFailed,
+    PushSettings,
+    Transport,
+    WeightReceiver,
+    each,
+    raise_failed,
+)
 
 POLL = 0.001  # seconds between two checks of a broadcast
 LEAVE = 5.0  # seconds that a server has to leave a group
@@ -57,6 +62,8 @@ class Broadcast(Transport):
     at the sender all the same, and the server would take it for the next one's data.
     """
 
+    max_ctas: ClassVar[int | None] = None  # see Rendezvous
+
     def __init__(
         self,
         receiver: Callable[[Server], Any],
@@ -76,13 +83,14 @@ class Broadcast(Transport):
         self._wire_s = 0.0
 
     @classmethod
-    def check(cls, config: Config) -> None:
-        group_address(config)
+    def check(cls, settings: PushSettings) -> None:
+        group_address(settings.rollout)
 
     @classmethod
-    def create(cls, config: Config, receiver: Callable[[Server], Any], device: torch.device) -> Self:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        return cls(receiver, group_address(config), backend, config.rollout.weights.timeout)
+    def create(cls, settings: PushSettings, receiver: Callable[[Server], Any]) -> Self:
+        backend = "nccl" if settings.device.type == "cuda" else "gloo"
+        rollout = settings.rollout
+        return cls(receiver, group_address(rollout), backend, rollout.weights.timeout)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -156,7 +164,7 @@ class Broadcast(Transport):
             except (ServerGone, ServerRefused) as error:  # it died after its last health check
                 raise PushFailed(str(error), [handle]) from None
         self._group = group = WeightGroup(
-            self._address, world, self._backend, min(60.0, self._timeout), self._timeout
+            self._address, world, self._backend, min(60.0, self._timeout), self._timeout, self.max_ctas
         )
 
         async def join(handle: ServerHandle) -> None:

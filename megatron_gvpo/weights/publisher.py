@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_of, adapter_shapes
-from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.huggingface.mtp_heads import head_pattern
 from megatron_gvpo.megatron.model.own_weights import OwnWeights
 from megatron_gvpo.servers import leader
@@ -35,7 +35,7 @@ from megatron_gvpo.types import TrainBatch
 from megatron_gvpo.weights.bucket import DoubleBuffer, buckets, stored_tensors
 from megatron_gvpo.weights.fp8 import Fp8Layout, fp8_layout
 from megatron_gvpo.weights.receivers import receiver_class
-from megatron_gvpo.weights.transport import PushFailed, Transport, each, transport_class
+from megatron_gvpo.weights.transport import PushFailed, PushSettings, Transport, each, transport_class
 
 if TYPE_CHECKING:
     from megatron_gvpo.groups import Prompt
@@ -72,21 +72,20 @@ class WeightSync:
     Raises ConfigError for servers that cannot take the weights of this run.
     """
 
-    def __init__(self, config: Config, policy: Scorer, prompts: Sequence[Prompt]) -> None:
-        self._config, self._policy = config, policy
-        key = "rollout.servers.model_path" if config.rollout.servers.model_path else "model.path"
-        self._served = ModelCard.read(config.served_path, key)
+    def __init__(self, config: Config, cards: ModelCards, policy: Scorer, prompts: Sequence[Prompt]) -> None:
+        self._config, self._cards, self._policy, key = config, cards, policy, config.served_key
         self._stored = stored_tensors(Path(config.served_path))
-        self._fp8 = fp8_layout(config.served_path, self._served, self._stored)
+        self._fp8 = fp8_layout(config.served_path, cards.served, self._stored)
         if self._fp8 is not None and config.model.dtype != "bfloat16":
             raise ConfigError(
                 f"model.dtype={config.model.dtype}: {key}={config.served_path} is in FP8, which the engines "
                 "compute with in bfloat16: set model.dtype=bfloat16"
             )
+        self._settings = PushSettings.of(config, cards.policy, _device())
         name = config.rollout.weights.transport
         self._transport_class, self._traits = transport_class(name), config.rollout.weights.traits
         self._receiver = receiver_class(config.rollout.engine, name)
-        self._transport_class.check(config)
+        self._transport_class.check(self._settings)
         if self._fp8 is not None and not self._traits.fp8_ok:
             raise ConfigError(
                 f"rollout.weights.transport={name} cannot change a model in FP8 "
@@ -112,7 +111,7 @@ class WeightSync:
         self._servers = servers
         if servers is not None:
             self._publisher = self._publish(servers)
-        elif (follower := self._transport_class.follower(self._config, _device())) is not None:
+        elif (follower := self._transport_class.follower(self._settings)) is not None:
             limit = self._config.rollout.weights.bucket_bytes
             self._follower = follower, DoubleBuffer(limit, _device())
 
@@ -199,12 +198,12 @@ class WeightSync:
 
     def _publish(self, servers: ServerSession) -> Publisher:
         config, device = self._config, _device()
-        transport = self._transport_class.create(config, self._receiver, device)
+        transport = self._transport_class.create(self._settings, self._receiver)
         expected: dict[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in self._stored.items()}
-        optional = not_pushed(self._served, expected)
+        optional = not_pushed(self._cards.served, expected)
         if self._traits.sends_adapter:
-            layers, rank = adapted_layers(config), adapter_of(config).rank
-            expected, optional = adapter_shapes(expected, layers, rank)
+            layers = adapted_layers(config.model, self._cards.policy)
+            expected, optional = adapter_shapes(expected, layers, adapter_of(config.model).rank)
         return Publisher(
             servers.pool,
             servers.loop,

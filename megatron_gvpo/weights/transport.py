@@ -5,20 +5,41 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 
 from megatron_gvpo.core.by_name import load_class
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
 from megatron_gvpo.servers.server import Server
 from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig
+from megatron_gvpo.settings.servers import run_directory
 from megatron_gvpo.settings.transports import TRANSPORTS
 from megatron_gvpo.weights.bucket import Bucket
 
 if TYPE_CHECKING:
     from megatron_gvpo.megatron.model.own_weights import OwnWeights
+
+
+@dataclass(frozen=True)
+class PushSettings:
+    """The part of a run that transports know."""
+
+    rollout: RolloutConfig
+    model: ModelConfig
+    card: ModelCard  # the policy's
+    directory: Path  # for files of this run alone, which servers may read
+    device: torch.device  # where the buckets are
+
+    @classmethod
+    def of(cls, config: Config, card: ModelCard, device: torch.device) -> PushSettings:
+        """The settings of a run's pushes."""
+        return cls(config.rollout, config.model, card, run_directory(config), device)
 
 
 class PushFailed(Exception):  # noqa: N818 - an outcome that the publisher handles
@@ -85,20 +106,20 @@ class Transport(Protocol):
     host_buckets: ClassVar[bool] = False  # it reads its buckets on the host, so they are filled there
 
     @classmethod
-    def check(cls, config: Config) -> None:
+    def check(cls, settings: PushSettings) -> None:
         """Every rank calls it at the start of a run. Raises ConfigError for settings that cannot work."""
         return None
 
     @classmethod
     @abstractmethod
-    def create(cls, config: Config, receiver: Callable[[Server], Any], device: torch.device) -> Self:
-        """Rank 0's transport. `receiver` makes a server's receiver; the buckets are on `device`.
+    def create(cls, settings: PushSettings, receiver: Callable[[Server], Any]) -> Self:
+        """Rank 0's transport. `receiver` makes a server's receiver.
 
         The other ranks call `follower` meanwhile, so both may use collectives.
         """
 
     @classmethod
-    def follower(cls, config: Config, device: torch.device) -> Follower | None:
+    def follower(cls, settings: PushSettings) -> Follower | None:
         """Another rank's part in each push, if it has one."""
         return None
 

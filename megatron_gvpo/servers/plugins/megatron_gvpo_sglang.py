@@ -60,6 +60,8 @@ def _join(order: dict[str, Any]) -> None:
     if order["backend"] == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
+        if order["max_ctas"] is not None:
+            options.config.max_ctas = order["max_ctas"]
         group: Any = dist.ProcessGroupNCCL(store, order["rank"], world, options)
     else:
         group = dist.ProcessGroupGloo(store, order["rank"], world, timeout)

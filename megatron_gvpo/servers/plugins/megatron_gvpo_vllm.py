@@ -49,6 +49,7 @@ class RendezvousInit(WeightTransferInitInfo):
     world_size: int
     backend: str  # "gloo" or "nccl"
     timeout: float  # seconds
+    max_ctas: int | None = None  # blocks of an operation of NCCL's; None: its own choice
 
 
 @dataclass
@@ -104,6 +105,8 @@ class Receiver(WeightTransferEngine):
         if init_info.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
+            if init_info.max_ctas is not None:
+                options.config.max_ctas = init_info.max_ctas
             self._group = dist.ProcessGroupNCCL(self._store, rank, init_info.world_size, options)
         else:
             self._group = dist.ProcessGroupGloo(self._store, rank, init_info.world_size, timeout)

@@ -169,6 +169,7 @@ class PluginGroupReceiver(PluginReceiver):
             "port": rendezvous.port,
             "world_size": rendezvous.world_size,
             "backend": rendezvous.backend,
+            "max_ctas": rendezvous.max_ctas,
             "timeout": timeout,
         }
         await self.begin_update(timeout)  # SGLang calls a custom loader only inside an update

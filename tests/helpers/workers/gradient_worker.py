@@ -21,6 +21,8 @@ from megatron_gvpo.types import TrainBatch
 from megatron_gvpo.verify.layout import ParallelLayout
 from megatron_gvpo.verify.measures import UPDATE
 
+Layout = ParallelLayout  # the tests' word for it
+
 
 @dataclass(frozen=True)
 class Case:
@@ -39,6 +41,7 @@ class Case:
     model: str = "untied"
     first: TrainBatch | None = None
     teacher: str | None = None  # a model's name; its log-probs are results, too
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def config_of(case: Case, layout: ParallelLayout, directory: Path) -> Config:
     return build_config(
         {
             "output_dir": "unused",
-            "model": {"path": str(directory / case.model), "dtype": "float32"},
+            "model": {"path": str(directory / case.model), "dtype": case.dtype},
             "data": {"train": {"path": "unused", "demonstration_key": "unused"}},
             "algorithm": case.algorithm,
             "rollout": {"temperature": TEMPERATURE, "engine": "sglang", "router_replay": replays},
