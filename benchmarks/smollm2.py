@@ -66,6 +66,7 @@ def draw(evaluations: list[dict[str, Any]], rewards: list[float], png: Path) -> 
                 f"{shares[-1]:.0f} %", (steps[-1], shares[-1]), xytext=(5, -3), textcoords="offset points"
             )
         axis.set_ylim(0, 100)
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.set_title("SmolLM2-135M on held-out sums, percent right")
         axis.set_xlabel("steps of GVPO", color=GREY)
         axis.legend(frameon=False, loc="lower right", fontsize=8)

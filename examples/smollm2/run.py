@@ -89,8 +89,7 @@ def in_words(result: Mapping[str, Any]) -> str:
         f"{before['strict']:.0%} of a test's sums right; after {result['steps']} steps of GVPO, in which it "
         f"was only told which of its own answers were right, it answers {after['strict']:.0%} right.\n"
         f"The right number stood anywhere in {before['lenient']:.0%} of its responses before and in "
-        f"{after['lenient']:.0%} now: this part is arithmetic, and the rest is that it learnt to end with "
-        "the number.\n"
+        f"{after['lenient']:.0%} now, so it learnt more than to end with the number.\n"
         f"The steps took {result['seconds'] / 60:.0f} minutes on this machine, and no sum of the test has "
         "two numbers that a training sum has together."
     )
