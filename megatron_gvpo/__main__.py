@@ -14,7 +14,7 @@ try:
 
     code = main()
 except KeyboardInterrupt:
-    sys.exit(130)  # Ctrl-C before, or outside of, what handles it
+    sys.exit(130)  # Ctrl-C where no handler of ours catches it
 except SystemExit:
     raise
 except BaseException:  # a panic in a Rust library, such as tokenizers, is not an Exception

@@ -92,8 +92,8 @@ def _check_fp8(config: Config, card: ModelCard) -> None:
         if card.get(name) and card[name] // ranks % block:
             of_a_rank = f" with parallel.{by}={ranks}" if ranks > 1 else ""
             raise ConfigError(
-                f"model.fp8.recipe={fp8.recipe} takes multiples of {block} on a rank, and the model's "
-                f"{name}={card[name]}{of_a_rank} is {card[name] // ranks}"
+                f"model.fp8.recipe={fp8.recipe} needs sizes that are multiples of {block} on each rank, and "
+                f"the model's {name}={card[name]}{of_a_rank} is {card[name] // ranks}"
             )
 
 

@@ -69,7 +69,7 @@ def preflight(
     trains = command in ("train", "slurm")
     check_no_null_cuda()
     cards = check_layout(config, world_size)
-    if command != "slurm" and torch_gpus():  # a job's nodes have others
+    if command != "slurm" and torch_gpus():  # a job's nodes have other GPUs
         check_gpu_packages()
     if command in ("train", "eval"):
         _check_attention(config, cards.policy)
@@ -205,7 +205,7 @@ def _check_rewards(config: Config) -> None:
 
 
 def _check_source(key: str, spec: str, check: Callable[[Any], None] | None = None) -> None:
-    """Raises ConfigError if the user's file lacks what `spec` names, or `check` refuses that."""
+    """Raises ConfigError if the user's file lacks what `spec` names, or `check` refuses it."""
     try:
         stub = check_source(spec)
         if stub is not None and check is not None:

@@ -13,7 +13,7 @@ from megatron_gvpo.core.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config
 
-MOST_PROCESSES = 1024  # on one machine
+MOST_PROCESSES = 1024  # ranks on one machine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

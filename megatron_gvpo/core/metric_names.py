@@ -17,7 +17,7 @@ class Metric(NamedTuple):
     meaning: str
 
 
-OF_EVERY_LOSS = "Training, means over the step's updates"  # the trainer adds these to a loss's own
+OF_EVERY_LOSS = "Training, means over the step's updates"  # the trainer adds these to the metrics of a loss
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Rewards": (

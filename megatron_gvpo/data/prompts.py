@@ -262,7 +262,7 @@ def _tokens(
         ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return ids
     except Exception as error:  # tokenizers raises no narrower one
-        if len(texts) > 1:  # find the text
+        if len(texts) > 1:  # find the text that fails
             pairs = zip(texts, sources, strict=True)
             return [_tokens(tokenizer, [text], [source], special)[0] for text, source in pairs]
         raise DataError(f"{sources[0]}: the tokenizer cannot write {_shown(texts[0])}: {error}") from None
@@ -475,7 +475,7 @@ class UnknownCharacters:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._first: dict[str, tuple[str, str]] = {}  # where a character first came up, and in which text
+        self._first: dict[str, tuple[str, str]] = {}  # by character: the first record and text
 
     def see(self, where: str, texts: Iterable[str]) -> None:
         """Collect the characters of texts; `where`: the record that has them."""
@@ -488,12 +488,12 @@ class UnknownCharacters:
 
         None if all are known, or the tokenizer cannot tell.
         """
-        if not self._tokenizer.is_fast:  # a slow one does not tell where its tokens are in the text
+        if not self._tokenizer.is_fast:  # a slow tokenizer does not report where tokens are in the text
             return None
         seen = [c for c in self._first if not c.isspace()]
         try:
             alone = self._tokenizer(seen, add_special_tokens=False)["input_ids"] if seen else []
-        except Exception:  # tokenizers raises no narrower one; what it cannot write it does not leave out
+        except Exception:  # tokenizers raises no narrower one, and drops no character it cannot write
             return None
         unknown = self._unknown
         suspects = [c for c, ids in zip(seen, alone, strict=True) if set(ids) <= {unknown}]

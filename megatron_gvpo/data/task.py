@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Task:
     tokenizer: PreTrainedTokenizerBase
-    end_token_ids: tuple[int, ...]  # all that end a response; the first ends texts that are given as one
+    end_token_ids: tuple[int, ...]  # every token that ends a response; the first one is appended to solutions
     prompts: list[Prompt]
     eval_prompts: list[Prompt]  # empty if the configuration names none
-    longest_prompt: int = 0  # tokens
+    longest_prompt: int = 0  # in tokens
     chat: bool = False  # the prompts are rendered by the chat template
     tools: tuple[dict[str, Any], ...] = ()  # the schemas of the tools that the policy may call
     images: PromptImages | None = None  # None for a model that takes no images

@@ -10,7 +10,7 @@ from megatron_gvpo.settings.adapter import AdapterConfig, possible_targets
 from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that its --max-lora-rank takes (0.32.0)
-_PREFIX = "base_model.model."  # all names in an adapter of Hugging Face PEFT begin so
+_PREFIX = "base_model.model."  # begins every tensor's name in a Hugging Face PEFT adapter
 
 
 def adapter_of(model: ModelConfig) -> AdapterConfig:

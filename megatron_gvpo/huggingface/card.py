@@ -19,7 +19,7 @@ from megatron_gvpo.settings.config import Config
 
 # Architectures whose first layers are dense: one layer if config.json does not say how many.
 DENSE_FIRST = ("ExaoneMoeForCausalLM", "Glm4MoeLiteForCausalLM", "HYV3ForCausalLM")
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")  # the names of one number
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")  # several names for the number of experts
 
 
 class ModelCard(dict[str, Any]):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config
 
 
-_SAID = "\u2042said\u2042"  # a made-up message
+_SAID = "\u2042said\u2042"  # a message that only the template's probe uses
 # SGLang stops at these added tokens, whatever the files say (`attach_additional_stop_token_ids`).
 _ALWAYS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 

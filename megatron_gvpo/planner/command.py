@@ -22,7 +22,7 @@ from megatron_gvpo.planner.workload import Layout
 
 PREDICTED = "# Predicted, not measured:"  # every config file written by --write begins with this
 
-LARGEST = 10**7  # of any count on the command line
+LARGEST = 10**7  # limit for any count on the command line
 
 
 def run(options: argparse.Namespace) -> int:

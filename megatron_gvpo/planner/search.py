@@ -26,7 +26,7 @@ class Candidate:
     """A layout that can run. All numbers are predicted."""
 
     layout: Layout
-    micro_tokens: int  # train.max_tokens_per_micro_batch: of one rank
+    micro_tokens: int  # train.max_tokens_per_micro_batch, for one rank
     memory: Memory
     seconds: Seconds
     mfu: float  # model operations over the bf16 peak of the trainer's GPUs, while they train
@@ -151,7 +151,7 @@ def _engine_sizes(model: Architecture) -> list[int]:
 
 
 def _no_server(model: Architecture, gpu: Gpu, work: Workload) -> str:
-    """Says that no rollout server fits on the GPUs, and which would."""
+    """Says that no rollout server fits on the GPUs, and which GPUs would do."""
     fits = [tp for tp in _engine_sizes(model) if rollout_seconds(model, gpu, 1, tp, work) < float("inf")]
     weights = f"the {2 * model.parameters / 2**30:.0f} GiB of bf16 weights and the longest response's cache"
     if not fits:

@@ -44,7 +44,7 @@ class QueuedPrompts:
 class EmbeddedEngine:
     """Samples in the trainer's processes, when groups are collected (see `RolloutEngine`)."""
 
-    shares_gpus = False  # it fits beside the trainer
+    shares_gpus = False  # the engine fits beside the trainer
 
     def __init__(self, config: Config, cards: ModelCards, task: Task, policy: Scorer) -> None:
         check_embedded_engine(config, cards.policy)

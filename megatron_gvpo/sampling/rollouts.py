@@ -84,7 +84,7 @@ class Rollouts:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the engine's last sync, of reward models, and of what the last batch lost to outages."""
+        """Metrics of the engine's last sync, of reward models, and of the last batch's losses to outages."""
         parts = (self._served, self._outages, self._unscored)
         metrics = dict(self.engine.metrics)
         for part in parts:
@@ -119,7 +119,7 @@ class Rollouts:
         return groups, metrics
 
     def __enter__(self) -> Self:
-        with ExitStack() as opened:  # closes what is open where the next part cannot be opened
+        with ExitStack() as opened:  # closes earlier parts if a later one fails to open
             if self._samples:
                 with all_ranks_agree(ConfigError):  # a file may be missing on one node alone
                     opened.enter_context(self._rewards)

@@ -57,8 +57,8 @@ class ServedEngine:
         self._memory = policy.memory if config.rollout.servers.colocated else None
         talks = config.rollout.conversation
         self._conversations = None if talks is None else conversations_of(talks, task)
-        self._opened = ExitStack()  # rank 0's conversations
-        self.servers: ServerSession | None = None  # rank 0's, while they run
+        self._opened = ExitStack()  # conversations, on rank 0
+        self.servers: ServerSession | None = None  # set on rank 0 while the servers run
         self.asleep = False
         self._version = -1
         self._drafts = DraftCounter() if config.rollout.speculation is not None else None
@@ -103,7 +103,7 @@ class ServedEngine:
         """Push the weights to all healthy servers, and prove the first pushes by a probe's log-probs."""
         if self._version < 0:
             self._weights.connect(self.servers)
-        expected = self._weights.expected_probe()  # now: the push may take the weights' memory
+        expected = self._weights.expected_probe()  # asked now, because the push may take the weights' memory
         self._push(version)
         self._version = version
         if expected is not None:

@@ -28,7 +28,7 @@ from megatron_gvpo.settings.reward_servers import MODEL, RewardServers, model_se
 class ServerAddresses:
     """The servers of one model: their addresses and key, and their supervisor if the run started them."""
 
-    section: str  # of the configuration: rewards.components.0.model.servers
+    section: str  # key of its section, such as rewards.components.0.model.servers
     urls: list[str]
     api_key: str | None = None
     supervisor: Supervisor | None = None
@@ -112,7 +112,8 @@ def command(
         words += ["--served-model-name", MODEL, "--tp-size", str(servers.tp), "--skip-server-warmup", *trust]
         if not checkpoint.generates:
             words += ["--is-embedding"]
-            environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "megatron_gvpo_reward_models"  # one of PLUGINS
+            # A package in PLUGINS.
+            environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "megatron_gvpo_reward_models"
         if servers.context_length:
             words += ["--context-length", str(servers.context_length)]
         return sglang.finished_launch(words, environment, servers, api_key, on_gpu, section)

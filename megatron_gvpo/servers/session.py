@@ -43,7 +43,7 @@ class ServerSession:
     ) -> None:
         self._check, model = check, cards.policy
         servers, dialect = config.rollout.servers, DIALECTS[config.rollout.engine]
-        with ExitStack() as opened:  # ends what was started where a later part fails
+        with ExitStack() as opened:  # ends earlier parts if a later one fails to start
             self.supervisor, urls, key = _servers(config, cards)
             if self.supervisor is not None:
                 opened.callback(self.supervisor.close)  # last, so that no request waits for a dead server

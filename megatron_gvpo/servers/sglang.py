@@ -57,7 +57,7 @@ def finished_launch(
     on_gpu: bool,
     key: str,
 ) -> Launch:
-    """The launch with what every SGLang server gets; `key` is the configuration's, of `servers`."""
+    """The launch with the options of every SGLang server; `key` is the configuration's, of `servers`."""
     if not on_gpu:
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
         if servers.tp > 1:  # otherwise SGLang wants a NUMA node for each rank
@@ -88,9 +88,9 @@ class SGLang:
     tested: ClassVar[Sequence[str]] = (REFERENCE["sglang"],)
 
     def __init__(self, http: Http, keeps_weights: bool = False) -> None:
-        self.http = http  # a server that keeps its weights is started so: see `launch`
+        self.http = http  # no reserve if the server keeps its weights in sleep: see `launch`
         self._adapter: str | None = None
-        self._drafts = Drafts()  # of the responses so far: SGLang tells them with each
+        self._drafts = Drafts()  # summed over responses, because SGLang reports them with each response
 
     @property
     def url(self) -> str:
@@ -123,7 +123,8 @@ class SGLang:
                 raise ConfigError(f"rollout.speculation.method={config.rollout.speculation.method}: {ON_CPU}")
             command += _speculation(config.rollout.speculation, cards)
             if config.rollout.speculation.own_weights and servers.colocated:
-                command += ["--enable-draft-weights-cpu-backup"]  # no push brings back what a sleep loses
+                # No push restores draft weights after a sleep.
+                command += ["--enable-draft-weights-cpu-backup"]
         environment = {"PYTHONPATH": str(PLUGINS)}
         if config.model.train_vision:  # the cache of image features would outlive the weights that made them
             environment["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
@@ -165,7 +166,7 @@ class SGLang:
                 "top_p": sampling.top_p,
                 "max_new_tokens": max_tokens,
                 "stop_token_ids": list(stop_ids),
-                "sampling_seed": seed % 2**31,  # has an effect with --enable-deterministic-inference
+                "sampling_seed": seed % 2**31,  # takes effect with --enable-deterministic-inference
             },
             "return_logprob": True,
             "return_routed_experts": sampling.wants_routing,
@@ -184,7 +185,7 @@ class SGLang:
                 if entry[1] != token:
                     other = shortened(entry[1])
                     raise ValueError(f"at index {index} the log-prob of token {other}, not of {token}")
-            experts = meta.get("routed_experts")  # of all tokens but the last, in all layers
+            experts = meta.get("routed_experts")  # experts of all tokens but the last, in all layers
             return Completion(
                 token_ids=answer["output_ids"],
                 logprobs=[entry[0] for entry in entries],

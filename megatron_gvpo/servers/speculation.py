@@ -25,7 +25,7 @@ class DraftCounter:
     """Counts the tokens that the servers of a run draft and accept from one call to the next."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, Drafts] = {}  # by the server's URL
+        self._seen: dict[str, Drafts] = {}  # last counters, by the server's URL
 
     async def take(self, servers: Iterable[Server]) -> Drafts:
         """The counts of all servers since the last call. A server that does not answer is left out."""

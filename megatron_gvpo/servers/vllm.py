@@ -43,7 +43,7 @@ from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.settings.servers import EngineServers, SpeculationConfig
 
 MODEL = "policy"  # the served model's name in the server's own messages
-LOOKUP = (2, 4)  # fewest and most last tokens that n-gram drafting looks for in the text so far
+LOOKUP = (2, 4)  # shortest and longest suffix that n-gram drafting looks up in the text so far
 DRAFTS = ("drafts", "draft_tokens", "accepted_tokens")  # vLLM's counters of the fields of Drafts
 RETRY = 0.05  # seconds between attempts to drop the prefix cache
 GENERATE = "/inference/v1/generate"  # takes images with token ids
@@ -57,7 +57,7 @@ def finished_launch(
     on_gpu: bool,
     model: ModelCard,
 ) -> Launch:
-    """The launch with what every vLLM server gets. `model`: its card."""
+    """The launch with the options of every vLLM server. `model`: its card."""
     if api_key:
         environment["VLLM_API_KEY"] = api_key
         # vLLM itself asks for the key under /v1 and the like, and not on the paths that load weights.
@@ -91,7 +91,8 @@ class VLLM:
         self.http, self._keeps_weights = http, keeps_weights
         self._adapter: str | None = None
         self._names = CacheNames()
-        self._brought: dict[tuple[str, ...], asyncio.Future[Any]] = {}  # a request by its images' names
+        # Pending requests, by their images' names.
+        self._brought: dict[tuple[str, ...], asyncio.Future[Any]] = {}
 
     @property
     def url(self) -> str:
@@ -117,7 +118,7 @@ class VLLM:
         command += ["--logprobs-mode", "processed_logprobs"]
         command += ["--weight-transfer-config", '{"backend": "megatron_gvpo"}']
         command += ["--middleware", "megatron_gvpo_watch.Watch"]
-        command += ["--enable-prompt-tokens-details"]  # tells what the prefix cache had
+        command += ["--enable-prompt-tokens-details"]  # reports prompt tokens that the prefix cache had
         if config.model.trust_remote_code:
             command += ["--trust-remote-code"]
         if servers.context_length:
@@ -134,7 +135,7 @@ class VLLM:
             command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if takes_images(cards.served):
-            command += ["--enable-scale-out"]  # has the path GENERATE
+            command += ["--enable-scale-out"]  # provides the path GENERATE
         if config.rollout.router_replay:
             command += ["--enable-return-routed-experts"]
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older runner does not return experts
@@ -299,7 +300,7 @@ class VLLM:
             await asyncio.sleep(RETRY)
 
     async def _reset_prefix_cache(self, timeout: float) -> bool:
-        """False while vLLM has not let go of requests that were aborted: it then keeps the whole cache."""
+        """False while vLLM still holds aborted requests, and therefore the whole cache."""
         answer = await self.http.post("/reset_prefix_cache", timeout=timeout)
         with answer_of(self, "/reset_prefix_cache"):
             return bool(answer["success"])
@@ -319,7 +320,7 @@ class VLLM:
 
 
 def _cached(answer: Any) -> int | None:
-    """Prompt tokens that the prefix cache had; None from a server that was started without telling them."""
+    """Prompt tokens that the prefix cache had; None if the server was not started to report them."""
     details = (answer.get("usage") or {}).get("prompt_tokens_details")
     return None if details is None else details["cached_tokens"]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config
 
 
-MOST_RESPONSES = 10**7  # in a step; more would take gigabytes on the host
+MOST_RESPONSES = 10**7  # limit for a step; more would take gigabytes on the host
 
 
 def cross_check(config: Config) -> None:
@@ -237,7 +237,7 @@ def _rewards(config: Config) -> None:
 
 
 def _served_rewards(config: Config) -> None:
-    """Refuse blocks that need every response that they asked for: a server may fail to score one."""
+    """Refuse blocks that need a score for every response: a server may fail to give one."""
     served = next((c.name for c in config.rewards.components if c.served is not None), None)
     algorithm, reason = config.algorithm, None
     if served is None:
@@ -278,7 +278,7 @@ def _components(config: Config) -> None:
 
 
 def _teacher(config: Config) -> None:
-    """Check that there is a teacher where a block reads one, and that it can say what the block reads."""
+    """Check that there is a teacher if a block reads one, and that it provides what the block reads."""
     teacher, needed, rollout = config.teacher, config.algorithm.needs_teacher, config.rollout
     if teacher is None and needed:
         raise ValueError(
@@ -384,7 +384,7 @@ def _offload(config: Config) -> None:
 
 
 def _fp8_weights(config: Config) -> None:
-    """Refuse features that copy weights as plain memory: Transformer Engine has several tensors for one."""
+    """Refuse features that copy weights as plain memory: an FP8 weight consists of several tensors."""
     if config.model.fp8 is None or not config.model.fp8.weights:
         return
     reason = None
@@ -465,7 +465,7 @@ def _possible(config: Config) -> None:
 
 
 def _conversation_components(config: Config) -> None:
-    """Refuse reward components that read something which no conversation has: they would always be 0.
+    """Refuse reward components that read a value no conversation has: they would always be 0.
 
     The counts of a user's environment are known only when it has answered; they are checked then.
     """

@@ -148,7 +148,7 @@ class DataConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How responses are sampled. `eval.sampling` takes the keys that it does not set from `rollout`."""
+    """Settings of sampling. `eval.sampling` takes the keys that it does not set from `rollout`."""
 
     fixed_keys: ClassVar[tuple[str, ...]] = ("temperature", "top_p", "max_tokens", "stop_token_ids")
 
@@ -321,7 +321,7 @@ class CheckpointConfig(Section):
     push_to_hub: HubConfig | None = None
 
     def exports(self, step: int) -> bool:
-        """True if the checkpoint of this step is exported on the way."""
+        """True if the checkpoint of this step is exported during the run."""
         return self.export_every > 0 and step % (self.every * self.export_every) == 0
 
 

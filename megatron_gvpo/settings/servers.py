@@ -112,7 +112,7 @@ class ServersConfig(EngineServers):
 
 
 def _check_address(url: str) -> None:
-    """Raise ValueError for a text that is not a server's address, or that has more in it."""
+    """Raise ValueError for a text that is not a server's address alone."""
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"urls: {url!r} does not begin with http:// or https://")
     try:
@@ -137,7 +137,7 @@ def _check_address(url: str) -> None:
 
 
 class WeightSyncConfig(Section):
-    """How new weights reach the servers after every step."""
+    """Settings of the push of new weights to the servers after every step."""
 
     fixed_keys = ("in_flight",)
     free_keys = ("transport", "bucket_mb", "address", "directory", "attempts", "timeout")

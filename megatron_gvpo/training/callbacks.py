@@ -77,7 +77,7 @@ class Recorder(Callback):
     def __init__(self) -> None:
         self._opened = ExitStack()
         self._monitor: DeviceMonitor | None = None
-        self._responses: list[Responses] = []  # of the present step
+        self._responses: list[Responses] = []  # responses of the present step
 
     def on_start(self, trainer: Trainer) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -140,7 +140,7 @@ class Recorder(Callback):
         components = [component.name for component in config.rewards.components]
         self._rollouts = RolloutWriter(self._directory, config.logging.rollouts, components, resume_step)
         self._opened.callback(self._rollouts.close)
-        self._opened.callback(self._write_responses)  # of a step that the run has not come to report
+        self._opened.callback(self._write_responses)  # includes an unreported step's
         self._progress = Progress(
             config.logging.progress,
             config.train.steps,
@@ -206,7 +206,7 @@ def _prompt_sharing(trainer: Trainer) -> str:
 def _refused(trainer: Trainer, problem: OSError) -> str:
     directory = Path(trainer.config.output_dir)
     begin = f"cannot write the records in output_dir={directory}: {problem}"
-    if not (directory / RUN).is_file():  # a checkpoint or a file of rollouts makes the directory again
+    if not (directory / RUN).is_file():  # a checkpoint or rollouts file can make the directory again
         return (
             f"{begin}; the record of the run is gone, so the directory was removed, moved or emptied while "
             "the run wrote to it, and its checkpoints with it: put them back and continue with --resume, or "

@@ -53,7 +53,7 @@ class Components:
         `heartbeat` is called on every rank at once from time to time while the ranks wait for responses.
         """
         set_date(first_start(config.output_dir) if resumes else None)
-        prepare(config)  # the command line has done so; a user of the Python API has not
+        prepare(config)  # the command line did this already; a user of the Python API did not
         self.config = config
         rank = int(os.environ.get("RANK", "0"))  # there is no process group before the policy
         self._markers = phase_markers(config.logging, config.output_dir, rank)
@@ -123,7 +123,7 @@ class Components:
 
     def shape(self, groups: list[Group], step: int) -> tuple[list[Group], list[str]]:
         """The groups that the method's shapers leave, and warnings. A collective. Raises RolloutError."""
-        with self.timer.phase("reward"):  # they may ask a judge
+        with self.timer.phase("reward"):  # members may ask a judge
             remaining, dropped = run_shapers(self._shapers, groups, step)
         return remaining, self.empty_batches.check_shaped(step, groups, remaining, dropped)
 
@@ -144,7 +144,7 @@ class Components:
         return self._rollouts.evaluate(version)
 
     def __enter__(self) -> Self:
-        with ExitStack() as opened:  # closes what is open where the next part cannot be opened
+        with ExitStack() as opened:  # closes earlier parts if a later one fails to open
             opened.enter_context(self._rollouts)
             if self.teacher is not None:
                 opened.enter_context(self.teacher)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 LIBRARIES = ("megatron", "torch", "transformers", "transformer_engine", "apex", "modelopt", "triton")
-OPEN_FILES = 256  # of a process with its libraries, workers and servers
+OPEN_FILES = 256  # open files that a process needs for libraries, workers and servers
 
 
 def prepare(config: Config) -> None:

@@ -117,7 +117,7 @@ class Trainer:
                         self._warn(f"stopped after step {step} of {steps}: {reason}; --resume goes on")
                         break
                 self._finish()
-            if self.is_main:  # the other ranks do not wait: it may take long
+            if self.is_main:  # other ranks do not wait, because it may take long
                 upload_export(self.config.checkpoint, Path(self.config.output_dir), self.step)
             return self._metrics
 
@@ -171,7 +171,7 @@ class Trainer:
         return metrics
 
     def notify(self, event: str, *args: Any) -> None:
-        """Call this method of every callback."""
+        """Call the method of this name of every callback."""
         for callback in self.callbacks:
             getattr(callback, event)(self, *args)
 
@@ -181,7 +181,7 @@ class Trainer:
         parallel.release()
 
     def begin(self) -> None:
-        """Take the output directory, and write what an earlier run left undone; the input is right by now."""
+        """Claim the output directory, and finish the exports of an earlier run. The input is checked."""
         settings = self.config.checkpoint.push_to_hub
         with all_ranks_agree(ConfigError):
             if settings is not None and self.is_main:
@@ -199,15 +199,15 @@ class Trainer:
         return message is not None
 
     def _report_start(self) -> None:
-        """Report the policy before the first step, or the step that a resumed run could not report."""
+        """Report the policy before the first step, or the step that the resumed run could not report."""
         self._warn(advice(self.config))
         if not self._is_reported:
             self._report()
             if self.resumed:
-                self.save()  # with the evaluation, by which it may be the best
+                self.save()  # after the evaluation, which may make it the best
 
     def _report(self) -> None:
-        """Evaluate, if it is time to, and tell the callbacks of the step. A resumed run makes up for it."""
+        """Evaluate if due, and tell the callbacks of the step. A resumed run makes up for a missed report."""
         every = self.config.eval.every
         if self.step in (0, self.config.train.steps) or (every and self.step % every == 0):
             self.interrupt.check()
@@ -226,7 +226,7 @@ class Trainer:
         self.components.profiler.step(step)
 
     def _complete_step(self, step: int, metrics: Metrics) -> None:
-        """The step's weights are those of the policy from here on, whatever fails later, as a push may."""
+        """Count the step as trained from here on, even if a later push fails."""
         self.step, self.is_mid_update = step, False
         self._metrics, self._is_reported = metrics, False
         self.checkpoints.mark()
@@ -243,7 +243,7 @@ class Trainer:
             values = {f"train/{name}": value for name, value in result.metrics.items()} | result.head
             for name, value in values.items():
                 metrics[name] = metrics.get(name, 0.0) + value / len(results)
-        if results:  # unless every response was masked
+        if results:  # empty if every response was masked
             metrics["train/grad_norm"] = sum(r.update.grad_norm for r in results) / len(results)
             metrics["train/lr"] = results[-1].update.lr
             metrics |= results[0].memory
@@ -347,7 +347,8 @@ class Trainer:
         be REINFORCE. The first mini-batch needs no scoring by that policy: it is still the one that trains.
         """
         references, policy = self.config.algorithm.loss.reference_policies, self.components.policy
-        columns: dict[str, Tensor | None] = {"old_logp_r": None, "ref_logp_r": None}  # not the estimator's
+        # The loss's own columns, not the estimator's.
+        columns: dict[str, Tensor | None] = {"old_logp_r": None, "ref_logp_r": None}
         now_r = None
         if not (first or self._engine_reference) and STEP_START in references.values():
             now_r = policy.score(rows) if rows.old_logp_r is None else rows.old_logp_r
@@ -408,7 +409,7 @@ class Trainer:
         return result
 
     def _warn(self, *warnings: str | None) -> None:
-        """Write those of the warnings that are there, on one rank."""
+        """Write the warnings that are not None, on one rank."""
         for warning in warnings:
             if warning is not None and self.is_main:
                 log.warning(hide(warning))

@@ -1,4 +1,4 @@
-"""Adapters by files that every server can read: the engine's own way to serve one, named by its version.
+"""Adapters as files that every server can read; the engine serves each under a name with its version.
 
 The servers keep the weights that they started with, and each push is an adapter of a new name. A request
 names the adapter that it wants, so a server that has restarted refuses it rather than sample from the base.
@@ -24,7 +24,7 @@ from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.disk import writing
 from megatron_gvpo.weights.transport import PushSettings, Transport, WeightReceiver, each
 
-PREFIX = "gvpo-"  # of the names of all adapters that a run gives to servers
+PREFIX = "gvpo-"  # begins the names of all adapters that a run gives to servers
 
 
 class AdapterReceiver(WeightReceiver, Protocol):
@@ -86,7 +86,8 @@ class Adapter(Transport):
 
     @classmethod
     def create(cls, settings: PushSettings, receiver: Callable[[Server], Any]) -> Self:
-        from megatron_gvpo.megatron.adapters.directory import adapter_config  # the trainer alone has xxhash
+        # Late: only the trainer has xxhash.
+        from megatron_gvpo.megatron.adapters.directory import adapter_config
 
         model, layers = settings.model, adapted_layers(settings.model, settings.card)
         description = adapter_config(adapter_of(model), layers, model.path)
@@ -132,7 +133,7 @@ class Adapter(Transport):
         The server is paused and has no requests of this run in flight, so none uses an earlier adapter.
         """
         earlier = [old for old in await receiver.adapters(self._timeout) if old.startswith(PREFIX)]
-        if name in earlier:  # from a push that did not end
+        if name in earlier:  # left by a push that did not end
             await receiver.unload_adapter(name, self._timeout)
         await receiver.load_adapter(name, directory, self._timeout)
         receiver.use_adapter(name)

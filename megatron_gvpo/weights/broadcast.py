@@ -77,8 +77,8 @@ class Broadcast(Transport):
         self._address, self._backend, self._timeout = address, backend, timeout
         self._group: WeightGroup | None = None
         self._handles: list[ServerHandle] = []
-        self._members: list[tuple[str, int]] = []  # the servers in the group, see _lives
-        self._offsets: dict[str, int] = {}  # by url
+        self._members: list[tuple[str, int]] = []  # (url, life) of the servers in the group, see _lives
+        self._offsets: dict[str, int] = {}  # first rank in the group, by url
         self._version = -1
         self._wire_s = 0.0
 
@@ -94,7 +94,7 @@ class Broadcast(Transport):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`sync/wire_s`: seconds until the servers had the bytes of all buckets, before they load them."""
+        """`sync/wire_s`: seconds to bring the bytes of all buckets to the servers, without loading."""
         return {"sync/wire_s": self._wire_s}
 
     async def begin(self, handles: Sequence[ServerHandle], version: int) -> None:
@@ -132,7 +132,7 @@ class Broadcast(Transport):
                 work.wait()
                 self._wire_s += time.monotonic() - begin
                 await asyncio.wait(posts)
-            except RuntimeError as error:  # from torch, when a rank dies in the middle
+            except RuntimeError as error:  # torch raises it when a rank dies during the broadcast
                 await asyncio.wait(posts, timeout=5.0)
                 self._raise_failed(posts)
                 raise PushFailed(f"the broadcast failed: {error}", self._handles) from None
@@ -161,7 +161,7 @@ class Broadcast(Transport):
             self._offsets[handle.server.url] = world
             try:
                 world += (await handle.server.info(self._timeout)).processes
-            except (ServerGone, ServerRefused) as error:  # it died after its last health check
+            except (ServerGone, ServerRefused) as error:  # the server died after its last health check
                 raise PushFailed(str(error), [handle]) from None
         self._group = group = WeightGroup(
             self._address, world, self._backend, min(60.0, self._timeout), self._timeout, self.max_ctas

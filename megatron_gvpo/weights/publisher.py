@@ -60,7 +60,7 @@ Weights = Iterator[tuple[str, Tensor]] | OwnWeights
 
 @dataclass(frozen=True)
 class ProbeOutcome:
-    """The result of a probe: the server has the weights that were sent, was lost since, or has others."""
+    """The result of a probe: the server has the pushed weights, was lost since, or has other weights."""
 
     outcome: Literal["right", "lost", "wrong"]
     problem: str = ""  # the error, where the outcome is "wrong"
@@ -95,7 +95,7 @@ class WeightSync:
         precision = lowest_precision(config.model, self._fp8 is not None, torch.cuda.is_available())
         self._tolerance = TOLERANCE[precision]
         self._probe = _probe(prompts)
-        self._servers: ServerSession | None = None  # rank 0's, and so is the publisher
+        self._servers: ServerSession | None = None  # on rank 0, like the publisher
         self._publisher: Publisher | None = None
         # Another rank's part in a push, and its buffers; rank 0's are the publisher's.
         self._follower: tuple[Follower, DoubleBuffer] | None = None
@@ -103,7 +103,7 @@ class WeightSync:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last push; empty but on rank 0."""
+        """Metrics of the last push, on rank 0; empty on other ranks."""
         return self._publisher.metrics if self._publisher is not None else {}
 
     def connect(self, servers: ServerSession | None) -> None:
@@ -231,7 +231,7 @@ def push_until_done(
     rank iterates every stream to its end, whatever happens to the servers. Raises RolloutError on every rank
     when no server is available, or for a stream that does not fit the servers' model.
     """
-    failures: list[Failed] = []  # rank 0's
+    failures: list[Failed] = []  # on rank 0
 
     def next_command(publisher: Publisher) -> Command:
         return failures[0] if failures else publisher.next_command(version)
@@ -252,7 +252,7 @@ def push_until_done(
                         failures.append(Failed(str(error)))
                 elif follow is not None:
                     follow(stream)
-                for _ in stream:  # gathering it is a collective: every rank takes part to its end
+                for _ in stream:  # every rank iterates to the end, because each item is a collective
                     pass
 
 
@@ -285,7 +285,7 @@ class Publisher:
         self._unopened: list[ServerHandle] = []  # they have the weights and wait for `open`
         # The servers of the next attempt, once they have no requests in flight.
         self._targets: Future[list[ServerHandle]] | None = None
-        self._failures: dict[str, int] = {}  # in a row, by url
+        self._failures: dict[str, int] = {}  # consecutive failures, by url
         self._problem, self._in_a_row = "", 0
         self.metrics: dict[str, float] = {}
 
@@ -300,7 +300,7 @@ class Publisher:
             if self._targets is None and any(not h.has(version) for h in healthy):
                 carry = self._settings.in_flight == "carry"
                 self._targets = self._loop.submit(self._pool.take_out(version, abort=carry))
-            if self._targets is not None:  # responses may take longer than the others wait for a collective
+            if self._targets is not None:  # responses may take longer than other ranks wait in a collective
                 wait([self._targets], timeout=max(0.0, deadline - time.monotonic()))
                 return Push() if self._targets.done() else Wait()
             if healthy:
@@ -369,7 +369,7 @@ class Publisher:
             return sent + (sending.result() if sending is not None else 0)
         finally:
             if sending is not None:
-                sending.cancel()  # without effect if it has ended
+                sending.cancel()  # no effect if it has ended
             self._halves.rest()
 
     def _checked(self, stream: Stream, version: int) -> Iterator[tuple[str, Tensor]]:
@@ -441,7 +441,7 @@ class Publisher:
 
 
 def not_pushed(served: Mapping[str, Any], stored: Iterable[str]) -> frozenset[str]:
-    """The tensors of the servers' checkpoint that a push need not have; `served`: its config.json.
+    """The tensors of the servers' checkpoint that a push may omit; `served`: its config.json.
 
     These are an output layer beside tied embeddings, and heads for further tokens, which never change.
     """

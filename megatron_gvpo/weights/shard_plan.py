@@ -26,9 +26,9 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-ROUNDS = 8  # rounds for each link of the longest way: it fills in an eighth of the push's time
-LEAST = 2**20  # bytes of a round that are worth a message
-# A trainer rank may send so much more than its share, as a fraction of the mean, where that saves a link;
+ROUNDS = 8  # rounds for each link of the longest path, which then fills in 1/8 of the push
+LEAST = 2**20  # smallest worthwhile size of a round, in bytes
+# A trainer rank may send this much more than its share, as a fraction of the mean, if that saves a link;
 # or as much as the largest cell.
 SLACK = 0.02
 
@@ -91,7 +91,7 @@ class Parcel(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """All that goes from one rank to another in a round, in this order."""
+    """The cells that go from one rank to another in a round, in this order."""
 
     source: int
     target: int
@@ -285,15 +285,15 @@ def _shares(
         return rank not in linked, is_full, -room[rank] if is_full or rank in linked else room[rank]
 
     shares: dict[int, float] = {}
-    left = float(size)
+    remaining = float(size)
     for rank in sorted(owners, key=order):
         most = room[rank] + slack
-        if left > 0 and (most if rank in linked else room[rank]) > 0:
-            shares[rank] = left if left <= most else max(room[rank], 0.0) or min(most, left)
-            left -= shares[rank]
-    if left > 0:  # a rest by rounding
+        if remaining > 0 and (most if rank in linked else room[rank]) > 0:
+            shares[rank] = remaining if remaining <= most else max(room[rank], 0.0) or min(most, remaining)
+            remaining -= shares[rank]
+    if remaining > 0:  # a rest by rounding
         rank = next(iter(shares), min(owners, key=lambda rank: load[rank]))
-        shares[rank] = shares.get(rank, 0.0) + left
+        shares[rank] = shares.get(rank, 0.0) + remaining
     return shares
 
 
@@ -317,7 +317,8 @@ def _interleaved(sizes: Sequence[int], shares: Mapping[int, float]) -> Iterator[
 
 def _by_box(layouts: Sequence[Layout], first: int) -> dict[int, dict[Box, tuple[int, ...]]]:
     """The ranks, counted from `first`, that hold each box of each tensor."""
-    alike: dict[int, list[int]] = defaultdict(list)  # ranks with the very same layout, such as many servers'
+    # Ranks that share a layout, such as those of many servers.
+    alike: dict[int, list[int]] = defaultdict(list)
     for rank, layout in enumerate(layouts, first):
         alike[id(layout)].append(rank)
     by_tensor: dict[int, dict[Box, tuple[int, ...]]] = defaultdict(dict)
@@ -380,7 +381,7 @@ def _route(
 
 
 def _most(tables: Sequence[Table], sources: Sequence[Layout], ranks: Sequence[Layout]) -> int:
-    """About the bytes of the rank that sends or gets most."""
+    """An estimate of the bytes of the rank that sends or gets most."""
     different = {id(layout): layout for layout in ranks}.values()
     gets = (
         sum(box.elements * tables[number].itemsize for number, boxes in layout.items() for box in boxes)
@@ -394,7 +395,7 @@ def _longest(needed: Sequence[Sequence[Layout]]) -> int:
     return max(map(len, needed), default=1)
 
 
-@lru_cache(maxsize=4096)  # most tensors of a model are cut like others
+@lru_cache(maxsize=4096)  # many tensors of a model are cut alike
 def _cells(
     size: tuple[int, int, int], sources: tuple[Box, ...], needed: tuple[Box, ...], limit: int
 ) -> list[tuple[Box, tuple[Box, ...], tuple[Box, ...]]]:

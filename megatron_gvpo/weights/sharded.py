@@ -106,7 +106,7 @@ class Sharded(Broadcast):
         self._relays, self._dtype, self._limit = relays, dtype, limit
         self._sender: Sender | None = None
         self.plan: PushPlan | None = None
-        self.layouts: list[Layout] = []  # of the trainer's ranks
+        self.layouts: list[Layout] = []  # one for each trainer rank
         self.counted: Counter[tuple[int, int]] = Counter()  # bytes over each link in the last push
 
     @classmethod
@@ -121,7 +121,7 @@ class Sharded(Broadcast):
             timeout,
             Relays(_store(name), list(others), timeout, ORDERS),
             getattr(torch, settings.model.dtype),
-            weights.bucket_mb * 2**19,  # a half, as for other transports
+            weights.bucket_mb * 2**19,  # half a bucket, as for other transports
         )
 
     @classmethod
@@ -248,14 +248,15 @@ class Sharded(Broadcast):
             task.cancel()
         self._raise_failed({task: m for task, m in posts.items() if task.done() and not task.cancelled()})
         problem = failed[0].exception()
-        if isinstance(problem, RuntimeError | Stopped | PushFailed):  # RuntimeError: torch's, of a dead rank
+        # RuntimeError is torch's, for a dead rank.
+        if isinstance(problem, RuntimeError | Stopped | PushFailed):
             raise PushFailed(f"a sharded push failed: {problem}", self._handles) from None
         assert problem is not None
         raise problem
 
     def _raise_reported(self, store: dist.Store) -> None:
         """Raise PushFailed for the servers of which a rank has reported a failure in the group's store."""
-        failed: dict[str, str] = {}  # by url
+        failed: dict[str, str] = {}  # problem, by url
         for rank in range(self._trainers, self._rendezvous.world_size):
             if store.check([f"failed.{rank}"]):
                 [*_, url] = [url for url, first in self._offsets.items() if first <= rank]
@@ -271,7 +272,7 @@ class Sharded(Broadcast):
         await super()._discard()
 
     def _counts(self, member: Membership) -> Counter[tuple[int, int]]:
-        """The bytes over each link, as both its ends have counted them. Raises ValueError if they differ."""
+        """The bytes over each link, counted at both ends. Raises ValueError if the counts differ."""
         ends: dict[str, set[int]] = {}
         for rank in range(self._rendezvous.world_size):
             for link, size in json.loads(member.store.get(f"counted.{rank}")).items():
@@ -392,7 +393,7 @@ class Sender:
     ) -> None:
         self._member, self._dtype, self._timeout, self._stopped = member, dtype, timeout, stopped
         self._rounds: list[list[Message]] | None = None
-        self._parts: dict[int, list[OwnPart]] = {}  # by number of the tensor
+        self._parts: dict[int, list[OwnPart]] = {}  # own parts, by number of the tensor
         self._buffers: dict[tuple[int, int], Tensor] = {}
 
     def send_layout(self, own: OwnWeights) -> None:

@@ -55,10 +55,10 @@ class SharedReceiver(WeightReceiver, Protocol):
 
 
 class Home(NamedTuple):
-    """The owners of the memory that a server maps, by number: rank 0 is 0, then the relays in order."""
+    """The owners of the memory that a server maps: 0 is rank 0, and relays follow in order."""
 
-    file: int  # the owner of the file on the server's node
-    gpus: tuple[int, ...]  # the owner of the GPU that each rank of the server maps; empty: they map the file
+    file: int  # trainer rank that owns the file on the server's node
+    gpus: tuple[int, ...]  # trainer rank whose GPU each server rank maps; empty: they map the file
 
 
 class Shared(Transport):
@@ -70,7 +70,7 @@ class Shared(Transport):
         self._receiver, self._timeout = receiver, timeout
         self._memory, self._relays = memory, relays
         self._handles: list[ServerHandle] = []
-        self._homes: dict[str, Home] = {}  # by url
+        self._homes: dict[str, Home] = {}  # memory that each server maps, by url
         self._numbers = itertools.count()
         self._version = -1
 

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PushSettings:
-    """The part of a run that transports know."""
+    """The settings of a run that transports need."""
 
     rollout: RolloutConfig
     model: ModelConfig
-    card: ModelCard  # the policy's
-    directory: Path  # for files of this run alone, which servers may read
-    device: torch.device  # where the buckets are
+    card: ModelCard  # card of the policy
+    directory: Path  # holds files of this run alone; servers may read it
+    device: torch.device  # device that holds the buckets
 
     @classmethod
     def of(cls, config: Config, card: ModelCard, device: torch.device) -> PushSettings:
@@ -76,7 +76,7 @@ class WeightReceiver(Protocol):
     def __init__(self, server: Server) -> None: ...
 
     async def begin_update(self, timeout: float) -> None:
-        """Announce a push. One that was begun and never ended is abandoned."""
+        """Announce a push. An earlier one that never ended is abandoned."""
 
     async def end_update(self, version: str, timeout: float) -> None:
         """The weights are complete. The server reports this version from here on."""
@@ -103,11 +103,11 @@ class Transport(Protocol):
     `follow_own` that of `follow`.
     """
 
-    host_buckets: ClassVar[bool] = False  # it reads its buckets on the host, so they are filled there
+    host_buckets: ClassVar[bool] = False  # the transport reads buckets on the host, so they are filled there
 
     @classmethod
     def check(cls, settings: PushSettings) -> None:
-        """Every rank calls it at the start of a run. Raises ConfigError for settings that cannot work."""
+        """Check the settings at the start of a run, on every rank. Raises ConfigError."""
         return None
 
     @classmethod
@@ -153,11 +153,11 @@ class Transport(Protocol):
         """Return when all servers have all weights, under the version given to `begin`."""
 
     def over(self) -> None:
-        """The push has ended, successful or not, and also if it failed before `begin`."""
+        """Note that the push has ended, in success or failure; called even if it failed before `begin`."""
         return None
 
     async def close(self) -> None:
-        """The run ends: release everything."""
+        """Release everything at the end of the run."""
         return None
 
 

@@ -172,8 +172,8 @@ def test_igrpo_trains_the_refinements_of_the_best_draft():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "one of both"),
-        ({"fields": ["a"], "best_draft": True}, "one of both"),
+        ({}, "and not both"),
+        ({"fields": ["a"], "best_draft": True}, "and not both"),
         ({"fields": ["a"], "template": "none"}, "no {hint}"),
         ({"fields": ["a"], "prompt": "hinted", "place": "replace"}, "a group of its own"),
     ],

@@ -16,7 +16,6 @@ from helpers.suite.real_parts import used
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_gvpo.data.task import load_task
-from megatron_gvpo.groups import Prompt
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.inspection.prompts import inspect_prompts
 from megatron_gvpo.inspection.responses import inspect_responses
@@ -92,11 +91,6 @@ def prompts_of(task: Path, template: str | None = CHATML, **sections: dict[str, 
         tokenizer().save_pretrained(task / "model")
 
 
-def prompts_read(task: Path) -> list[Prompt]:
-    config = configure(task)
-    return load_task(config, ModelCards(config).policy).prompts
-
-
 def test_prompts_that_are_right_pass(task: Path) -> None:
     held_out = {"path": str(task / "test.jsonl")}
     verdicts = prompts_of(task, data={"eval": held_out})
@@ -122,7 +116,8 @@ def test_an_end_that_the_template_never_writes_is_found(task: Path) -> None:
 
 
 def test_prompts_at_the_limit_and_too_few_prompts_are_found(task: Path) -> None:
-    lengths = [len(p.token_ids) for p in prompts_read(task)]
+    config = configure(task)
+    lengths = [len(p.token_ids) for p in load_task(config, ModelCards(config).policy).prompts]
     limit = {"max_prompt_tokens": max(lengths)}
     assert verdict(prompts_of(task, data=limit), "lengths").level == "warning"
     assert "repeats" in verdict(prompts_of(task, train={"prompts_per_step": 100}), "data").sentence
@@ -161,7 +156,9 @@ def test_first_responses_show_whether_they_teach(task: Path, reward: str, topic:
     used("megatron-core and Megatron-Bridge, 1 rank")
     config = configure(task, reward)
     try:
-        verdicts, groups = inspect_responses(config, load_task(config, ModelCards(config).policy))
+        verdicts, groups = inspect_responses(
+            config, ModelCards(config), load_task(config, ModelCards(config).policy)
+        )
     finally:
         forget_layout()
     assert verdict(verdicts, topic).level == level

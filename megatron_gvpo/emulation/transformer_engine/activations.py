@@ -14,7 +14,7 @@ import torch
 
 from megatron_gvpo.emulation.memory import alias
 from megatron_gvpo.emulation.transformer_engine.memory import fill, read, rows
-from megatron_gvpo.emulation.transformer_engine.quantization import write
+from megatron_gvpo.emulation.transformer_engine.quantization import Rounding, write
 from megatron_gvpo.emulation.transformer_engine.references import reference, reference_of
 
 Tensor = torch.Tensor
@@ -64,12 +64,12 @@ _FUNCTIONS: list[tuple[str | None, str | None, Function, Function]] = [
 
 
 def _forward(function: Function, out: Any, input: Tensor, quantizer: Any) -> None:
-    write(out, function(read(input.contiguous())), quantizer, input.dtype)
+    write(out, function(read(input.contiguous())), quantizer, Rounding(input.dtype, has_fused_mxfp8=True))
 
 
 def _backward(derivative: Function, out: Any, grad: Tensor, fwd_input: Tensor, quantizer: Any) -> None:
     values = read(grad.contiguous()) * derivative(read(fwd_input.contiguous()))
-    write(out, values, quantizer, fwd_input.dtype)
+    write(out, values, quantizer, Rounding(fwd_input.dtype, has_fused_mxfp8=True))
 
 
 def _bias_backward(
@@ -78,7 +78,7 @@ def _bias_backward(
     """result: the bias' gradient, summed before it is quantized, and the input's."""
     values = read(grad.contiguous()) * derivative(read(fwd_input.contiguous()))
     fill(result[0], rows(values).sum(0))
-    write(result[1], values, quantizer, grad.dtype)
+    write(result[1], values, quantizer, Rounding(grad.dtype, has_fused_mxfp8=True))
 
 
 def gated(function: Function, x: Tensor) -> Tensor:
@@ -92,14 +92,16 @@ def gated_gradient(function: Function, derivative: Function, grad: Tensor, x: Te
 
 
 def _gated_forward(function: Function, out: Any, input: Tensor, quantizer: Any) -> None:
-    write(out, gated(function, read(input.contiguous())), quantizer, input.dtype)
+    write(
+        out, gated(function, read(input.contiguous())), quantizer, Rounding(input.dtype, has_fused_mxfp8=True)
+    )
 
 
 def _gated_backward(
     function: Function, derivative: Function, out: Any, grad: Tensor, fwd_input: Tensor, quantizer: Any
 ) -> None:
     values = gated_gradient(function, derivative, read(grad.contiguous()), read(fwd_input.contiguous()))
-    write(out, values, quantizer, fwd_input.dtype)
+    write(out, values, quantizer, Rounding(fwd_input.dtype, has_fused_mxfp8=True))
 
 
 def _register() -> None:
@@ -128,7 +130,7 @@ def clamped_swiglu(
     """gpt-oss' SwiGLU: both halves are clamped, and the second one has an offset."""
     act, gate = read(input.contiguous()).chunk(2, -1)
     values = swish(act.clamp(max=limit), alpha) * (gate.clamp(-limit, limit) + glu_linear_offset)
-    write(out, values, quantizer, input.dtype)
+    write(out, values, quantizer, Rounding(input.dtype, has_fused_mxfp8=True))
 
 
 @reference
@@ -147,7 +149,7 @@ def clamped_dswiglu(
     derivative = swish_derivative(act.clamp(max=limit), alpha) * (act <= limit)
     d_act = grad_out * derivative * (gate.clamp(-limit, limit) + glu_linear_offset)
     d_gate = grad_out * swish(act.clamp(max=limit), alpha) * (gate.abs() <= limit)
-    write(out, torch.cat([d_act, d_gate], -1), quantizer, fwd_input.dtype)
+    write(out, torch.cat([d_act, d_gate], -1), quantizer, Rounding(fwd_input.dtype, has_fused_mxfp8=True))
 
 
 def _weights(act_scales: Tensor, like: Tensor) -> Tensor:
@@ -162,7 +164,9 @@ def scaled_swiglu(
     """SwiGLU times a factor for each row, an expert's probability."""
     _refuse_interleaved("scaled_swiglu", glu_interleave_size)
     x = read(input.contiguous())
-    write(out, gated(swish, x) * _weights(act_scales, x), quantizer, input.dtype)
+    write(
+        out, gated(swish, x) * _weights(act_scales, x), quantizer, Rounding(input.dtype, has_fused_mxfp8=True)
+    )
 
 
 @reference
@@ -179,7 +183,7 @@ def scaled_dswiglu(
     _refuse_interleaved("scaled_dswiglu", glu_interleave_size)
     x, grad_out = read(fwd_input.contiguous()), read(grad.contiguous())
     values = gated_gradient(swish, swish_derivative, grad_out * _weights(act_scales, x), x)
-    write(result[0], values, quantizer, fwd_input.dtype)
+    write(result[0], values, quantizer, Rounding(fwd_input.dtype, has_fused_mxfp8=True))
     if compute_scale_grad and result[1] is not None:
         fill(result[1], (grad_out * gated(swish, x)).sum(-1).view(result[1].shape))
 

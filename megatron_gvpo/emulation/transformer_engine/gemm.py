@@ -13,7 +13,7 @@ import torch
 from megatron_gvpo.emulation.memory import alias
 from megatron_gvpo.emulation.transformer_engine.activations import gelu, gelu_derivative
 from megatron_gvpo.emulation.transformer_engine.memory import fill, read, rows
-from megatron_gvpo.emulation.transformer_engine.quantization import operand, write
+from megatron_gvpo.emulation.transformer_engine.quantization import Rounding, operand, write
 from megatron_gvpo.emulation.transformer_engine.references import reference
 
 Tensor = torch.Tensor
@@ -65,7 +65,7 @@ def generic_gemm(
         fill(bias_grad, summed.sum(0))
     if accumulate:
         values = values + (1.0 if beta is None else beta) * rows(read(out))
-    write(out, values.view(out.shape), quantizer)
+    write(out, values.view(out.shape), quantizer, Rounding(torch.bfloat16))
 
 
 def _gelu_epilogue(values: Tensor, has_gelu: bool, is_backward: bool, gelu_input: Tensor | None) -> Tensor:

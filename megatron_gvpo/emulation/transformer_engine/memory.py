@@ -36,7 +36,7 @@ def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 def rows(tensor: torch.Tensor) -> torch.Tensor:
     """[rows, last], as kernels see a tensor: all but its last size become one."""
-    return tensor.reshape(-1, tensor.shape[-1])
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor[None]
 
 
 def is_plain(tensor: Any) -> bool:

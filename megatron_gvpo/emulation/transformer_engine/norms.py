@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_gvpo.emulation.transformer_engine.memory import fill, read, rows
-from megatron_gvpo.emulation.transformer_engine.quantization import write
+from megatron_gvpo.emulation.transformer_engine.quantization import Rounding, write
 from megatron_gvpo.emulation.transformer_engine.references import reference
 
 Tensor = torch.Tensor
@@ -34,7 +34,7 @@ def rmsnorm_fwd(
     x_nh = rows(read(input))
     fill(rsigma_n, torch.rsqrt(x_nh.square().mean(1) + eps))
     normed_nh = x_nh * read(rsigma_n)[:, None] * _scale(weight, zero_centered_gamma)
-    write(out, normed_nh.view(input.shape), quantizer, input.dtype)
+    write(out, normed_nh.view(input.shape), quantizer, Rounding(input.dtype))
 
 
 @reference
@@ -103,7 +103,7 @@ def layernorm_fwd(
     normed_nh = centred_nh * read(rsigma_n)[:, None] * _scale(weight, zero_centered_gamma)
     if bias is not None:
         normed_nh = normed_nh + read(bias)
-    write(out, normed_nh.view(input.shape), quantizer, input.dtype)
+    write(out, normed_nh.view(input.shape), quantizer, Rounding(input.dtype))
 
 
 @reference

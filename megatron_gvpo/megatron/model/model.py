@@ -31,7 +31,7 @@ class Model:
     config: Any  # megatron-core's TransformerConfig
     bridge: Any  # Megatron-Bridge's AutoBridge
     vocab_size: int  # without the padding for tensor parallelism
-    padding: Padding  # how every pack is padded
+    padding: Padding  # the rule by which every pack is padded
     local: bool  # on CPU, with the local layers
     overlaps_param_gather: bool  # after an update, other ranks' shards of the weights are still the old ones
     own_attention: bool  # the layers have this package's core attention
@@ -39,7 +39,7 @@ class Model:
     share_prompts: bool = False  # compute a group's prompt once, where its responses are single ones
     obstacle_to_sharing: str = ""  # why train.share_prompts=auto does not share prompts
     replay: RouterHooks | None = None  # the hooks for router replay
-    adapters: Adapters | None = None  # what trains in place of the weights
+    adapters: Adapters | None = None  # trained in place of the weights
     vision: VisionInputs | None = None  # None: the model takes no images
     heads: FurtherHeads | None = None  # the checkpoint's MTP heads: exported, never computed with
     _own: OwnWeights | None = None
@@ -177,5 +177,5 @@ class Model:
                 writer.add(name, tensor)
             writer.close()
             config = copy(self.bridge.hf_pretrained.config)
-            vars(config).pop("auto_map", None)  # it names Python files, which are not written
+            vars(config).pop("auto_map", None)  # auto_map names Python files, which are not exported
             config.save_pretrained(directory)

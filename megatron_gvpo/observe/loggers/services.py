@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 
 class Service(NamedTuple):
-    key: str  # of `logging`; its value is the project
+    key: str  # key of the section `logging` whose value is the project
     title: str
-    package: str  # to import
+    package: str  # imported when the key is set
     install: str
     writer: str  # the class, in the module of this package that has the package's name
 

@@ -213,7 +213,7 @@ def _compressed(values: dict[str, Any]) -> bytes:
 # Small pictures of prompts' images: the page holds them, because it loads nothing from elsewhere.
 
 SIDE = 192  # pixels at most
-MOST_BYTES = 1 << 20  # of a step's pictures together
+MOST_BYTES = 1 << 20  # limit for all pictures of a step
 
 
 def thumbnails(images: Mapping[int, Sequence[str]]) -> dict[int, list[str | None]]:

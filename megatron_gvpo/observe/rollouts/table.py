@@ -65,7 +65,7 @@ class Responses:
 
 
 class _Member(NamedTuple):
-    """A response and where it stands."""
+    """A response, its group, and its place in the step."""
 
     row: int  # among all responses of the step
     group: int

@@ -87,7 +87,7 @@ def _check_served_model(config: Config, cards: ModelCards) -> None:
 def _process(
     config: Config, cards: ModelCards, key: str | None, port: int, gpus: range | None
 ) -> ServerProcess:
-    """The process of the server at `port`, not started yet. `gpus`: None on a machine without."""
+    """The process of the server at `port`, not started yet. `gpus`: None on a machine without GPUs."""
     servers = config.rollout.servers
     # Only the server's HTTP interface asks for the key.
     server_key = None if servers.node else key
@@ -126,7 +126,7 @@ def _logs(config: Config) -> Path:
 
 
 def _part(servers: ServersConfig, key: str | None) -> str:
-    """How this machine's guard meets those of the server's other machines."""
+    """The options by which this machine's guard meets the guards of the server's other machines."""
     if not servers.port:
         raise ConfigError(
             f"rollout.servers.port=0 with rollout.servers.nodes={servers.nodes}: give all its machines one "

@@ -219,7 +219,7 @@ def _loadable(tensor: FullTensor) -> torch.Tensor:
 def _units(
     tables: list[tuple[str, torch.dtype, torch.Size]], remaining: Counter[int]
 ) -> dict[int, list[int]]:
-    """The tensors that are loaded in one call, for each tensor that comes."""
+    """By tensor number: the numbers of all tensors that must be loaded in the same call."""
     units: dict[str, list[int]] = {}
     for number in sorted(remaining):
         name = tables[number][0]

@@ -81,7 +81,7 @@ class HttpAdapterReceiver(HttpReceiver, AdapterReceiver):
         self._server.use_adapter(name)
 
 
-POLICY = {"selector": "target"}  # not the draft of speculative decoding, which SGLang would load as well
+POLICY = {"selector": "target"}  # the policy alone; SGLang would also load the draft model
 
 
 class SGLangReceiver(HttpReceiver):
