@@ -1,4 +1,4 @@
-"""Whether Weights & Biases can be used without a question at the terminal, told before anything is loaded."""
+"""Tells whether Weights & Biases can be used without a question at the terminal, before anything is loaded."""
 
 from __future__ import annotations
 
