@@ -13,7 +13,7 @@ from megatron_gvpo.cli.terminal import loading
 from megatron_gvpo.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_gvpo.planner.own_layout import Answer
+    from megatron_gvpo.planner.own_layout import LayoutAnswer
     from megatron_gvpo.settings.config import Config
 
 NODE = 8  # GPUs
@@ -151,7 +151,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _of_configuration(options: argparse.Namespace) -> int:
-    """Answer for the layout of a configuration; with --write, also search for the best one."""
+    """LayoutAnswer for the layout of a configuration; with --write, also search for the best one."""
     for name in ("model", "prompts", "k"):
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name}: the configuration says it; leave it out, or give no configuration")
@@ -183,7 +183,7 @@ def _of_configuration(options: argparse.Namespace) -> int:
     return 0 if result.fits else 1
 
 
-def _print(result: Answer, config: Config) -> None:
+def _print(result: LayoutAnswer, config: Config) -> None:
     parts = ", ".join(f"{name} {gib:.1f}" for name, gib in result.parts_gib.items())
     least = "at least " if result.is_lower_bound else ""
     largest = max(result.parts_gib, key=lambda name: result.parts_gib[name])

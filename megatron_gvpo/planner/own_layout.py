@@ -19,7 +19,7 @@ FEWEST_TOKENS = 1024  # of a micro-batch, in what is proposed
 
 
 @dataclass(frozen=True)
-class Change:
+class LayoutChange:
     """A change of settings, and the GiB on the fullest GPU after it."""
 
     settings: str
@@ -28,7 +28,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Answer:
+class LayoutAnswer:
     """Memory of the trainer's fullest GPU, of a rollout server, and what would help. All is predicted."""
 
     gpus: int
@@ -38,7 +38,7 @@ class Answer:
     is_lower_bound: bool  # at least so many GiB: the activations that are kept are more
     usable_gib: float
     server: str | None  # why no rollout server fits; None where one does, or there is none
-    changes: tuple[Change, ...]  # the cheapest that is enough first; empty where it fits
+    changes: tuple[LayoutChange, ...]  # the cheapest that is enough first; empty where it fits
 
     @property
     def fits(self) -> bool:
@@ -49,7 +49,7 @@ class Answer:
         return {"predicted": True, "fits": self.fits} | asdict(self)
 
 
-def answer(config: Config, world: int, gpu: Gpu) -> Answer:
+def answer(config: Config, world: int, gpu: Gpu) -> LayoutAnswer:
     """The answer for `world` GPUs of the trainer. Raises ConfigError for an impossible layout or model."""
     check_layout(config, world)
     model = architecture.load(config.model.path, "model.path")
@@ -59,7 +59,7 @@ def answer(config: Config, world: int, gpu: Gpu) -> Answer:
     colocated = config.rollout.uses_servers and config.rollout.servers.colocated
     usable = usable_gib(gpu.memory_gib, colocated)
     changes = () if needed <= usable else tuple(_changes(config, world, usable, model))
-    return Answer(
+    return LayoutAnswer(
         world,
         gpu.name,
         {name: gib for name, gib in parts.items() if name != "total"},
@@ -88,15 +88,15 @@ def _server_problem(config: Config, model: Architecture, gpu: Gpu) -> str | None
     )
 
 
-def _changes(config: Config, world: int, usable: float, model: Architecture) -> Iterator[Change]:
+def _changes(config: Config, world: int, usable: float, model: Architecture) -> Iterator[LayoutChange]:
     """Changes that would lower the memory, the cheapest first; of the micro-batch the largest that fits."""
 
-    def change(settings: str, changed: Config, gpus: int = world) -> Change | None:
+    def change(settings: str, changed: Config, gpus: int = world) -> LayoutChange | None:
         parallel = changed.parallel
         if gpus % (parallel.tp * parallel.pp * parallel.cp) or gpus % (parallel.pp * parallel.ep):
             return None
         gib = least(changed, gpus)
-        return None if gib is None else Change(settings, gib, gib <= usable)
+        return None if gib is None else LayoutChange(settings, gib, gib <= usable)
 
     before = least(config, world) or 0.0
     proposals = [
@@ -122,8 +122,8 @@ def _changes(config: Config, world: int, usable: float, model: Architecture) -> 
 
 
 def _fewer_tokens(
-    config: Config, change: Callable[[str, Config], Change | None], others: str = ""
-) -> Change | None:
+    config: Config, change: Callable[[str, Config], LayoutChange | None], others: str = ""
+) -> LayoutChange | None:
     """The largest micro-batch that fits, or the smallest that is proposed; `others`: what is changed, too."""
     tokens, best = config.train.max_tokens_per_micro_batch, None
     while tokens >= 2 * FEWEST_TOKENS and (best is None or not best.fits):

@@ -1,4 +1,4 @@
-"""What cannot work is told in one line before anything is loaded: interpreters, logins, marks."""
+"""A run that cannot work is told in one line before anything is loaded: interpreters, logins, marks."""
 
 from __future__ import annotations
 

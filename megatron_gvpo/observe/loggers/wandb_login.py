@@ -1,4 +1,4 @@
-"""Tells whether Weights & Biases can be used without a question at the terminal, before anything is loaded."""
+"""Tells if Weights & Biases can be used without a question at the terminal, before anything is loaded."""
 
 from __future__ import annotations
 
