@@ -13,7 +13,6 @@ from typing import Any, Literal
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.jsonl import checked_record
 from megatron_gvpo.core.real_number import finite_number
-from megatron_gvpo.core.yaml_files import read_yaml
 from megatron_gvpo.runs.existing_run import checkpoint_steps
 from megatron_gvpo.runs.lock import is_locked
 from megatron_gvpo.runs.written import CONFIG
@@ -62,6 +61,10 @@ def differing(runs: Sequence[RunSummary]) -> dict[str, list[Any]]:
 
 
 def _settings(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    from megatron_gvpo.core.yaml_files import read_yaml  # takes a while; a list without runs needs none
+
     with suppress(ConfigError):
         return dict(_leaves(read_yaml(file), ""))
     return {}
