@@ -144,11 +144,11 @@ def _all_keys() -> Iterator[tuple[str, Key, str]]:
     for path, model in sections():
         for key in keys(model):
             yield f"{path}.{key.name}".lstrip("."), key, ""
-    for key_of_blocks, kind in _places().items():
+    for path, kind in _places().items():
         for block in _blocks(kind):
             for key in keys(block):
                 if key.name != "name":
-                    yield f"algorithm.{key_of_blocks}.{key.name}", key, _name(block)
+                    yield f"algorithm.{path}.{key.name}", key, _name(block)
 
 
 def _name(block: type[Block]) -> str:

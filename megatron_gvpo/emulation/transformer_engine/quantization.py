@@ -22,7 +22,7 @@ _LARGEST_FP32 = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a kernel writes between its fp32 results and a quantized tensor.
+    """The values that a kernel writes between its fp32 results and a quantized tensor.
 
     `dtype`: of the operation. Kernels that cannot write FP8 themselves write this first. `has_fused_mxfp8`: a
     kernel of this operation writes mxfp8 itself.
@@ -107,7 +107,7 @@ def _write_mxfp8(out: Any, values: Tensor, quantizer: Any) -> None:
 
 
 def _copies(tensor: Any) -> list[tuple[bool, Tensor, Tensor]]:
-    """Whether it is the rowwise copy, data and inverse scales of each copy that a block-scaled tensor has."""
+    """(is it the rowwise copy, data, inverse scales) of each copy that a block-scaled tensor has."""
     pairs = [
         (True, tensor._rowwise_data, tensor._rowwise_scale_inv),
         (False, tensor._columnwise_data, tensor._columnwise_scale_inv),

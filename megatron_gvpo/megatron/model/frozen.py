@@ -36,8 +36,8 @@ def freeze(chunks: Sequence[Any], patterns: Sequence[str]) -> None:
             if type(module).__name__ == "LanguageModelEmbedding":
                 module.register_forward_hook(_ask_for_gradient)
     everywhere = all_gather_msgpack([sorted(matched), names[:: max(1, len(names) // SHOWN)], trains])
-    matched_anywhere = {pattern for hits, _, _ in everywhere for pattern in hits}
-    if missing := [pattern for pattern in patterns if pattern not in matched_anywhere]:
+    matched = {pattern for hits, _, _ in everywhere for pattern in hits}
+    if missing := [pattern for pattern in patterns if pattern not in matched]:
         raise ConfigError(
             f"model.freeze: nothing in the model matches {missing[0]!r}; names are such as "
             f"{', '.join(everywhere[0][1][:SHOWN])}"
