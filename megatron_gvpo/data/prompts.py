@@ -392,7 +392,7 @@ class _Renderer:
         if messages[-1]["role"] == "assistant":
             raise DataError(
                 f"{record.where}: the prompt ends with a message of the assistant, and the response would be "
-                "another one: end it before that message"
+                "another one: end it before that message (data.train.convert names a function that does)"
             )
         try:
             check_roles(messages, self._tokenizer)
