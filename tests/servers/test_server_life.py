@@ -117,6 +117,16 @@ def test_a_server_that_never_becomes_healthy_is_started_again(tmp_path: Path):
     assert "has not answered for rollout.servers.start_timeout=0.5 s, after 1 restarts" in why
 
 
+def test_a_server_that_ends_without_ever_answering_is_started_twice_and_no_more(tmp_path: Path):
+    """Fails on the old code, which started a broken interpreter four times by default."""
+    supervisor = supervised(tmp_path, ["sh", "-c", f"echo start >> {tmp_path}/starts; exit 3"])
+    with closing(supervisor):
+        supervisor.start()
+        why = failure(supervisor)
+    assert "ended with status 3, after 1 restarts" in why
+    assert (tmp_path / "starts").read_text() == "start\n" * 2
+
+
 def test_a_server_that_cannot_be_started_again_is_a_failure(tmp_path: Path):
     """The supervisor goes on after an OSError of a restart."""
     supervisor = supervised(tmp_path, ["sleep", "1000"], restarts=2)

@@ -10,6 +10,7 @@ from pydantic import Field
 from megatron_gvpo.algorithms import importance
 from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, References
 from megatron_gvpo.algorithms.importance.base import Importance, effective_share
+from megatron_gvpo.algorithms.losses import bounded
 from megatron_gvpo.algorithms.losses.aggregation import Aggregation
 from megatron_gvpo.algorithms.registry import choice
 from megatron_gvpo.types import LossInputs
@@ -95,11 +96,11 @@ class CISPO(Loss):
         rows, totals = inputs.rows, inputs.totals
         assert rows.old_logp_r is not None, "CISPO needs the log-probs at step start (reference_policies)"
         log_ratio_r = (inputs.logp_r - rows.old_logp_r).detach()
-        ratio_r = log_ratio_r.exp()
+        ratio_r = bounded.ratio(log_ratio_r)
         weight_r = ratio_r.clamp(max=1 + self.clip_high) * rows.token_advantages()
         metrics = {
             "clip_fraction": (ratio_r > 1 + self.clip_high).sum() / totals.tokens,
-            "kl": (ratio_r - 1 - log_ratio_r).sum() / totals.tokens,
+            "kl": bounded.k3(log_ratio_r).sum() / totals.tokens,
         }
         if self.importance:
             importance_r, shares = self.importance(rows, totals)
