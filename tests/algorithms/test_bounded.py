@@ -9,7 +9,7 @@ import torch
 from helpers.inputs.rows import make_rows
 
 from megatron_gvpo.algorithms.losses import bounded
-from megatron_gvpo.algorithms.losses.cispo import CISPO
+from megatron_gvpo.algorithms.losses.pg import CISPO
 from megatron_gvpo.algorithms.losses.ppo import PPO
 from megatron_gvpo.algorithms.losses.reg_grpo import RegGRPO
 from megatron_gvpo.types import BatchTotals, LossInputs
