@@ -88,7 +88,7 @@ def markdown() -> str:
 def _block_keys() -> dict[str, Any]:
     """The keys of `algorithm` that hold blocks, each with the annotation that names its blocks."""
     from megatron_gvpo.algorithms import config as blocks
-    from megatron_gvpo.algorithms.losses.correction import AnyImportance
+    from megatron_gvpo.algorithms.losses.pg import AnyImportance
 
     return {
         "prompts": blocks.AnyPrompts,

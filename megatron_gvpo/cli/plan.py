@@ -166,7 +166,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _of_configuration(options: argparse.Namespace) -> int:
-    """Answer for the layout of a configuration; with --write, also search for the best one."""
+    """LayoutAnswer for the layout of a configuration; with --write, also search for the best one."""
     for name in ("model", "prompts", "k"):
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name}: the configuration says it; leave it out, or give no configuration")
@@ -231,7 +231,7 @@ def _search(options: argparse.Namespace, config: Config, name: str, world: int) 
     options.colocated = options.colocated or rollout.servers.colocated
     options.prompts, options.k = train.prompts_per_step, rollout.n
     options.mini_batches, options.batch_epochs = train.mini_batches, train.batch_epochs
-    options.recipe = config.algorithm.recipe
+    options.recipe = config.algorithm.recipe or options.recipe
     options.async_steps = rollout.async_steps
     options.adapter_rank = 0 if config.model.adapter is None else config.model.adapter.rank
     options.fp8, options.share_prompts = config.model.fp8 is not None, train.share_prompts is True

@@ -37,6 +37,16 @@ def check_gpu_packages() -> None:
         )
 
 
+def check_delta_nets(key: str) -> None:
+    """Raises ConfigError, which names `key`, if this environment has no kernels for gated delta nets."""
+    if util.find_spec("fla") is None:
+        [install] = [one.install for one in COMPONENTS if one.name == "flash-linear-attention"]
+        raise ConfigError(
+            f"{key}: its gated delta nets need flash-linear-attention on a GPU, which is missing: {install}, "
+            f"{HIDE}"
+        )
+
+
 def check_no_gpu_is_missed() -> None:
     """Raises ConfigError if torch, which it imports, finds no GPU and the driver lists some.
 

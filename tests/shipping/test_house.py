@@ -176,7 +176,7 @@ VAGUE = set(
     ]
 )
 PUBLIC = {  # these names stay, because something outside the code reads them
-    "megatron_gvpo/algorithms/members/demonstration.py: place",  # a key of the configuration
+    "megatron_gvpo/algorithms/members/off_policy.py: place",  # a key of the configuration
     "megatron_gvpo/algorithms/members/hinted.py: place",  # a key of the configuration
     "megatron_gvpo/cluster/doctor.py: found",  # a key of `doctor --json`
     "megatron_gvpo/turns.py: given",  # methods of users read Turn.given, and rollout files have the key

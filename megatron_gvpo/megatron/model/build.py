@@ -23,11 +23,13 @@ from megatron_gvpo.huggingface.checked_weights import CheckedWeights
 from megatron_gvpo.huggingface.complete_weights import check_weights
 from megatron_gvpo.megatron.adapters.lora import make_adapters
 from megatron_gvpo.megatron.attention.core import (
-    attend_to_shared_prompts,
+    SharedPromptAttention,
     attends_to_all_before,
     correct_latent_norms,
     defer_rotary,
     has_plain_rotary,
+    rotating_attention,
+    with_core_attention,
 )
 from megatron_gvpo.megatron.model.frozen import freeze
 from megatron_gvpo.megatron.model.group_limited_router import limit_groups, routing_settings
@@ -39,12 +41,12 @@ from megatron_gvpo.megatron.model.settings import (
     ddp_settings,
     fuse_weight_gradients,
     fusions,
+    has_yarn,
     model_settings,
 )
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.vision import VisionInputs, has_vision, local_vision, vision_settings
-from megatron_gvpo.settings.padding import Padding
-from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.parallel import Padding, ParallelConfig
 from megatron_gvpo.settings.sections import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -96,7 +98,7 @@ def build(
         if adapters is not None:
             assert before_wrapping is None, "adapters on a model that is changed otherwise"
             before_wrapping = partial(adapters.apply, trained=trained)
-        own_attention = on_cpu or share_prompts is True
+        own_attention = on_cpu or share_prompts is True or has_yarn(provider)
         frozen = model.freeze if trained and before_wrapping is None else ()  # a critic trains whole
         preparation = _Preparation(
             bridge, model, key, own_attention, image_processor, before_wrapping, frozen
@@ -173,8 +175,9 @@ def _configure(
         from megatron_gvpo.megatron.cpu.spec import local_spec
 
         provider.transformer_layer_spec = local_spec(provider.transformer_layer_spec)
-    elif share_prompts:
-        provider.transformer_layer_spec = attend_to_shared_prompts(provider.transformer_layer_spec)
+    elif share_prompts or has_yarn(provider):
+        core_attention = SharedPromptAttention if share_prompts else rotating_attention()
+        provider.transformer_layer_spec = with_core_attention(provider.transformer_layer_spec, core_attention)
     provider.transformer_layer_spec = limit_groups(text_config, provider.transformer_layer_spec)
     try:
         provider.finalize()

@@ -151,8 +151,9 @@ class Supervisor:
     """Keeps server processes running until it is closed; watches them from its own thread.
 
     A process is started again if it ends, if it does not answer /health within `start_timeout` seconds of its
-    start, or if it later is silent for `hang_timeout` seconds. After `restarts` restarts of one server
-    `failed` names it and the reason. `key` is the configuration's, of `settings`; `kind` names the servers.
+    start, or if it later is silent for `hang_timeout` seconds. After `restarts` restarts of one server,
+    or one of a server that ends without ever answering, `failed` names it and the reason. `key` is the
+    configuration's, of `settings`; `kind` names the servers.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class Supervisor:
         self._settings, self._report, self._key, self._kind = settings, report, key, kind
         self._unusable: set[str] = set()  # URLs of servers to start again
         self._is_on_hold, self._starting = False, threading.Lock()
+        self._has_answered = set[str]()  # URLs of servers that were healthy once
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch_all, name="server supervisor", daemon=True)
 
@@ -217,7 +219,7 @@ class Supervisor:
                 why = self._trouble(process, waits)
                 if why is None or self._closing.is_set():
                     continue
-                if restarts[process.url] >= self._settings.restarts:
+                if restarts[process.url] >= self._most_restarts(process):
                     if self.failed is None:
                         self.failed = (
                             f"{self._kind} {process.url} {why}, after {restarts[process.url]} restarts "
@@ -234,6 +236,11 @@ class Supervisor:
                         self._unusable.add(process.url)
                     else:
                         self._start_again(process)
+
+    def _most_restarts(self, process: ServerProcess) -> int:
+        """One restart for a server that has ended before it ever answered: it would end so again."""
+        is_stillborn = process.exit_status() is not None and process.url not in self._has_answered
+        return min(1, self._settings.restarts) if is_stillborn else self._settings.restarts
 
     def _start_again(self, process: ServerProcess) -> None:
         try:
@@ -254,6 +261,7 @@ class Supervisor:
         since, setting = waits.setdefault(process.url, (now, "start_timeout"))
         limit = getattr(self._settings, setting)
         if process.is_healthy(min(5.0, limit)):
+            self._has_answered.add(process.url)
             waits[process.url] = (now, "hang_timeout")
         elif now - since > limit:
             return f"has not answered for {self._key}.{setting}={limit:g} s"
