@@ -76,6 +76,7 @@ class TrainBatch:
     value_r: Tensor | None = None  # the critic's value before the token and before the step's updates
     return_r: Tensor | None = None  # the critic's targets
     place_n: Tensor | None = None  # int64: the row's number among all responses of the step
+    group_tokens_n: Tensor | None = None  # int64: response tokens of the row's whole group in the update
     item_r: Tensor | None = None  # int64: number of the item of its response that the token belongs to
     # The part of `reward_n` that was paid for a turn, at the turn's last token; else 0.
     turn_reward_r: Tensor | None = None
@@ -131,6 +132,12 @@ class TrainBatch:
         """(dense group index [n], group sizes [g]) of the batch."""
         _, index_n, size_g = torch.unique(self.group_n, return_inverse=True, return_counts=True)
         return index_n, size_g
+
+    def with_group_tokens(self) -> TrainBatch:
+        """The same rows, which are whole groups, with `group_tokens_n`."""
+        index_n, size_g = self.groups
+        tokens_g = torch.zeros_like(size_g).index_add(0, index_n, self.length_n)
+        return self.with_columns(group_tokens_n=tokens_g[index_n])
 
     def group_mean(self, value_n: Tensor) -> Tensor:
         """Mean of a per-sequence value over its group, broadcast back to [n]."""

@@ -3,7 +3,8 @@
     python examples/smollm2/make_task.py --out DIR [--seed 0]
 
 A held-out problem has two numbers that no training problem has together, in either order. No answer is a
-number of its question.
+number of its question. There are many stories about two numbers and few plain questions, so four in five
+training problems are stories, and 7 % are differences.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
@@ -41,7 +40,6 @@ def main() -> int:
         print(f"\n== {title}: {' '.join(command)}", flush=True)
         return subprocess.call([sys.executable, *command])
 
-    begin = time.perf_counter()
     if code := run("fetch the model", str(HERE / "model.py")):
         return code
     make_task(RUN / "task")
@@ -58,7 +56,6 @@ def main() -> int:
     run("report", "-m", "megatron_gvpo", "report", str(RUN))
 
     result = read_result(RUN)
-    result["seconds"] = time.perf_counter() - begin
     (RUN / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     print("\n" + in_words(result))
     print(f"curve: {RUN}/curve.png   samples and more curves: {RUN}/report.html   model: {RUN}/hf")
@@ -66,8 +63,10 @@ def main() -> int:
 
 
 def read_result(run: Path) -> dict[str, Any]:
-    """Every evaluation's share of right answers by both grades, and what the run took."""
+    """Every evaluation's share of right answers by both grades, and the seconds of all steps."""
     import pyarrow.parquet
+
+    from megatron_gvpo.observe import read_metrics
 
     evaluations = []
     for file in sorted((run / "rollouts").glob("eval_*.parquet")):
@@ -81,8 +80,8 @@ def read_result(run: Path) -> dict[str, Any]:
             | {"response_tokens": fmean(row["response_tokens"] for row in rows)}
             | {"cut_off": fmean(row["finish_reason"] == "length" for row in rows)}
         )
-    summary = json.loads((run / "summary.json").read_text())
-    return {"steps": summary["steps"], "evaluations": evaluations, "trainer_seconds": summary["seconds"]}
+    seconds = [record["time/step"] for record in read_metrics(run / "metrics.jsonl") if "time/step" in record]
+    return {"steps": len(seconds), "evaluations": evaluations, "seconds": sum(seconds)}
 
 
 def in_words(result: Mapping[str, Any]) -> str:
@@ -93,10 +92,9 @@ def in_words(result: Mapping[str, Any]) -> str:
         f"{before['strict']:.0%} of a test's sums right; after {result['steps']} steps of GVPO, in which it "
         f"was only told which of its own answers were right, it answers {after['strict']:.0%} right.\n"
         f"The right number stood anywhere in {before['lenient']:.0%} of its responses before and in "
-        f"{after['lenient']:.0%} now: this part is arithmetic, and the rest is that it learnt to end with "
-        "the number.\n"
-        f"That took {result['seconds'] / 60:.0f} minutes on this machine, and no sum of the test has two "
-        "numbers that a training sum has together."
+        f"{after['lenient']:.0%} now, so it learnt more than to end with the number.\n"
+        f"The steps took {result['seconds'] / 60:.0f} minutes on this machine, and no sum of the test has "
+        "two numbers that a training sum has together."
     )
 
 

@@ -79,16 +79,16 @@ def markdown() -> str:
         )
     parts.append("\n".join(f"- *{name}*: {meaning}" for name, meaning in PROVENANCE.items()))
     parts.append("## The blocks")
-    for key, annotation in _places().items():
+    for key, annotation in _block_keys().items():
         parts.append(f"### `algorithm.{key}`")
         parts += [_block(block) for block in _blocks(annotation)]
     return "\n\n".join(parts) + "\n"
 
 
-def _places() -> dict[str, Any]:
+def _block_keys() -> dict[str, Any]:
     """The keys of `algorithm` that hold blocks, each with the annotation that names its blocks."""
     from megatron_gvpo.algorithms import config as blocks
-    from megatron_gvpo.algorithms.losses.correction import AnyImportance
+    from megatron_gvpo.algorithms.losses.pg import AnyImportance
 
     return {
         "prompts": blocks.AnyPrompts,

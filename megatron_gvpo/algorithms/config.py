@@ -69,7 +69,7 @@ class AlgorithmConfig(Block):
     estimator: AnyEstimator | None = None
     critic: CriticOptions | None = None  # The value model of the estimator `gae`.
     loss: AnyLoss = GVPO()  # The loss.
-    # Who computes the log-probs of the policy at step start that the loss compares with. `engine` takes those
+    # The source of the log-probs of the policy at step start, for the loss. `engine` takes those
     # that came with the responses, corrected by their mean gap a token, and saves the scoring pass.
     reference_logprobs: Literal["trainer", "engine"] = "trainer"
 

@@ -18,6 +18,7 @@ from megatron_gvpo.huggingface.trainable_models import check_trainable
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.lengths import check_lengths
 from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.reward_servers import TeacherConfig
 
 
 def check_layout(config: Config, world_size: int) -> ModelCards:
@@ -40,31 +41,10 @@ def check_layout(config: Config, world_size: int) -> ModelCards:
     _check_stop_tokens(config, card)
     _check_top_k(config, card)
     _check_shared_prompts(config, card)
-    if card.has_delta_nets and config.train.deterministic:
-        raise ConfigError(
-            f"train.deterministic=true: model.path={config.model.path} has gated delta nets, which "
-            "megatron-core computes over packs without that promise only; leave it out"
-        )
-    if (critic := config.algorithm.critic) is not None and critic.path is not None:
-        of_critic = ModelCard.read(critic.path, "algorithm.critic.path")
-        check_trainable(of_critic, f"algorithm.critic.path={critic.path}")
-        _check_widths(config.parallel, of_critic)
-        _check_depth(config.parallel, of_critic)
-        _check_experts(config.parallel, of_critic)
-        if of_critic.get("vocab_size") != card.get("vocab_size"):
-            raise ConfigError(
-                f"algorithm.critic.path={critic.path}: vocab_size={of_critic.get('vocab_size')}, and "
-                f"the policy's is {card.get('vocab_size')}: a critic reads the policy's tokens"
-            )
-    if (teacher := config.teacher) is not None and teacher.server is None:
-        key = f"teacher.path={teacher.path}"
-        check_trainable(cards.teacher, key)
-        try:
-            for check in (_check_window, _check_widths, _check_depth, _check_experts):
-                check(config.parallel, cards.teacher)
-            _check_shared_prompts(config, cards.teacher)
-        except ConfigError as error:
-            raise ConfigError(f"{key} is held in the policy's layout: {error}") from None
+    _check_delta_nets(config, card)
+    _check_critic(config, card)
+    if config.teacher is not None and config.teacher.server is None:
+        _check_teacher(config, config.teacher, cards.teacher)
     _check_fp8(config, card)
     check_adapter(config, card, architecture)
     return cards
@@ -78,6 +58,43 @@ def check_division(parallel: ParallelConfig, values: Mapping[str, Any]) -> None:
     _check_depth(parallel, card)
     _check_recompute(parallel, card)
     _check_experts(parallel, card)
+
+
+def _check_delta_nets(config: Config, card: ModelCard) -> None:
+    """Raises ConfigError for a promise that megatron-core's gated delta nets do not keep over packs."""
+    if card.has_delta_nets and config.train.deterministic:
+        raise ConfigError(
+            f"train.deterministic=true: model.path={config.model.path} has gated delta nets, which "
+            "megatron-core computes over packs without that promise only; leave it out"
+        )
+
+
+def _check_critic(config: Config, policy: ModelCard) -> None:
+    """Raises ConfigError for a critic of another model that cannot be trained in the policy's layout."""
+    critic = config.algorithm.critic
+    if critic is None or critic.path is None:
+        return
+    card = ModelCard.read(critic.path, "algorithm.critic.path")
+    check_trainable(card, f"algorithm.critic.path={critic.path}")
+    for check in (_check_widths, _check_depth, _check_experts):
+        check(config.parallel, card)
+    if card.get("vocab_size") != policy.get("vocab_size"):
+        raise ConfigError(
+            f"algorithm.critic.path={critic.path}: vocab_size={card.get('vocab_size')}, and "
+            f"the policy's is {policy.get('vocab_size')}: a critic reads the policy's tokens"
+        )
+
+
+def _check_teacher(config: Config, teacher: TeacherConfig, card: ModelCard) -> None:
+    """Raises ConfigError for a teacher of the trainer's that the policy's layout cannot hold."""
+    key = f"teacher.path={teacher.path}"
+    check_trainable(card, key)
+    try:
+        for check in (_check_window, _check_widths, _check_depth, _check_experts):
+            check(config.parallel, card)
+        _check_shared_prompts(config, card)
+    except ConfigError as error:
+        raise ConfigError(f"{key} is held in the policy's layout: {error}") from None
 
 
 def _check_fp8(config: Config, card: ModelCard) -> None:

@@ -20,6 +20,8 @@ NODE = 8  # GPUs
 # What a search needs, and a configuration says.
 OF_CONFIGURATION = ("model", "gpus", "prompts", "k", "response_length")
 
+_NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
+
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
@@ -29,7 +31,20 @@ def add_parser(commands: Any) -> None:
         "change first. Without one: searches all layouts of --gpus for a --model. All results are "
         "predictions; docs/explanation/planner.md reports their accuracy.",
     )
-    number = {"type": int, "metavar": "N"}
+    _add_cluster(parser)
+    _add_step(parser)
+    _add_method(parser)
+    parser.add_argument("--top", default=5, help="number of layouts to show (default: 5)", **_NUMBER)
+    parser.add_argument(
+        "--write",
+        metavar="FILE.yaml",
+        help="write the best layout as a configuration file, which is given after the others",
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.set_defaults(run=run, nproc=0, named=None)
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
         nargs="*",
@@ -37,7 +52,7 @@ def add_parser(commands: Any) -> None:
         help="configuration files, of which later ones win, and single values such as parallel.tp=4",
     )
     parser.add_argument(
-        "--nodes", help=f"with a configuration: the trainer's nodes of {NODE} GPUs (default: 1)", **number
+        "--nodes", help=f"with a configuration: the trainer's nodes of {NODE} GPUs (default: 1)", **_NUMBER
     )
     parser.add_argument("--engine", choices=["sglang", "vllm"], help="the engine of the rollout servers")
     parser.add_argument(
@@ -49,32 +64,38 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--gpus",
         help="number of GPUs, with those of all servers; with a configuration, the trainer's",
-        **number,
+        **_NUMBER,
     )
     parser.add_argument(
         "--reward-gpus",
         default=0,
         help="how many of --gpus serve reward models and judges: the sum of their count x tp (default: 0); "
         "on several nodes they take whole nodes, together with those of --teacher-gpus",
-        **number,
+        **_NUMBER,
     )
     parser.add_argument("--gpu", metavar="NAME", help="h800, h100, h200, a100, a800 or b200")
-    parser.add_argument("--prompts", help="prompts per step", **number)
-    parser.add_argument("--k", help="responses per prompt", **number)
+
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", help="prompts per step", **_NUMBER)
+    parser.add_argument("--k", help="responses per prompt", **_NUMBER)
     parser.add_argument(
         "--response-length",
         metavar="MEAN[,p95=TOKENS][,max=TOKENS]",
         help="tokens of a response",
     )
     parser.add_argument(
-        "--prompt-tokens", default=256, help="mean tokens of a prompt (default: 256)", **number
+        "--prompt-tokens", default=256, help="mean tokens of a prompt (default: 256)", **_NUMBER
     )
     parser.add_argument(
         "--image-tokens",
         default=0,
         help="how many of --prompt-tokens stand for images (default: 0)",
-        **number,
+        **_NUMBER,
     )
+
+
+def _add_method(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipe",
         default="gvpo",
@@ -85,17 +106,19 @@ def add_parser(commands: Any) -> None:
         "--mini-batches",
         default=1,
         help="optimizer updates per pass over a step's batch (default: 1)",
-        **number,
+        **_NUMBER,
     )
-    parser.add_argument("--batch-epochs", default=1, help="passes over a step's batch (default: 1)", **number)
     parser.add_argument(
-        "--async-steps", default=1, help="largest number of batches sampled ahead (default: 1)", **number
+        "--batch-epochs", default=1, help="passes over a step's batch (default: 1)", **_NUMBER
+    )
+    parser.add_argument(
+        "--async-steps", default=1, help="largest number of batches sampled ahead (default: 1)", **_NUMBER
     )
     parser.add_argument(
         "--adapter-rank",
         default=0,
         help="train adapters of this rank on all linear layers (default: 0, train all weights)",
-        **number,
+        **_NUMBER,
     )
     parser.add_argument("--fp8", action="store_true", help="train the layers in FP8")
     parser.add_argument(
@@ -124,16 +147,8 @@ def add_parser(commands: Any) -> None:
         "--teacher-gpus",
         default=0,
         help="how many of --gpus serve the teacher instead (default: 0, the trainer holds it)",
-        **number,
+        **_NUMBER,
     )
-    parser.add_argument("--top", default=5, help="number of layouts to show (default: 5)", **number)
-    parser.add_argument(
-        "--write",
-        metavar="FILE.yaml",
-        help="write the best layout as a configuration file, which is given after the others",
-    )
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.set_defaults(run=run, nproc=0, named=None)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -151,7 +166,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _of_configuration(options: argparse.Namespace) -> int:
-    """Answer for the layout of a configuration; with --write, also search for the best one."""
+    """LayoutAnswer for the layout of a configuration; with --write, also search for the best one."""
     for name in ("model", "prompts", "k"):
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name}: the configuration says it; leave it out, or give no configuration")
@@ -216,7 +231,7 @@ def _search(options: argparse.Namespace, config: Config, name: str, world: int) 
     options.colocated = options.colocated or rollout.servers.colocated
     options.prompts, options.k = train.prompts_per_step, rollout.n
     options.mini_batches, options.batch_epochs = train.mini_batches, train.batch_epochs
-    options.recipe = config.algorithm.recipe
+    options.recipe = config.algorithm.recipe or options.recipe
     options.async_steps = rollout.async_steps
     options.adapter_rank = 0 if config.model.adapter is None else config.model.adapter.rank
     options.fp8, options.share_prompts = config.model.fp8 is not None, train.share_prompts is True

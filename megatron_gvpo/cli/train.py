@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     """Check the configuration, then train: here, or in the ranks that it starts. Raises ConfigError."""
     with outliving_terminal(), ExitStack() as starting:
         starting.enter_context(_ends_at_once())
-        from megatron_gvpo.checks.preflight import preflight
+        from megatron_gvpo.checks.preflight import check_interpreter, preflight
         from megatron_gvpo.runs.existing_run import earlier_of, finished
         from megatron_gvpo.training.environment import prepare
         from megatron_gvpo.training.ranks import choose_ranks
@@ -67,6 +67,7 @@ def run(options: argparse.Namespace) -> int:
         if options.resume and "WORLD_SIZE" not in os.environ and (message := finished(config)) is not None:
             say(message)
             return 0
+        check_interpreter(config)
         if configured.is_launcher(options):
             from megatron_gvpo.core.launch import launch
 

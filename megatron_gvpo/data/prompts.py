@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -89,7 +90,19 @@ def load_prompts(
         raise DataError(f"{dataset.path}: every prompt is longer than {longest} tokens")
     if (warning := reader.unknown.warning()) is not None:
         log.warning(warning)
+    if render.chat and (broken := broken_marks(tokenizer, prompts[0].text)):
+        log.warning(
+            "the chat template writes %s, which the tokenizer has no token for: the model reads it as "
+            "text, or not at all. It is the template of another model, or its tokens are missing",
+            ", ".join(broken),
+        )
     return prompts
+
+
+def broken_marks(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
+    """The marks like <|im_start|> in a rendered prompt that are not tokens of the tokenizer."""
+    marks = dict.fromkeys(re.findall(r"<\|[^|<>\s]{1,40}\|>", text))
+    return [mark for mark in marks if len(tokenizer(mark, add_special_tokens=False)["input_ids"]) != 1]
 
 
 class _PromptReader:
@@ -379,7 +392,7 @@ class _Renderer:
         if messages[-1]["role"] == "assistant":
             raise DataError(
                 f"{record.where}: the prompt ends with a message of the assistant, and the response would be "
-                "another one: end it before that message"
+                "another one: end it before that message (data.train.convert names a function that does)"
             )
         try:
             check_roles(messages, self._tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -46,8 +47,11 @@ class ModelCard(dict[str, Any]):
         except OSError as error:  # no permission, or a name that is too long
             raise ConfigError(f"{file}: {error.strerror}") from None
         if not exists:
+            remedy = ""
+            if re.fullmatch(r"[\w.-]+/[\w.-]+", str(directory)) and not Path(directory).exists():
+                remedy = f"; names of the hub are not downloaded: hf download {directory} --local-dir DIR"
             raise ConfigError(
-                f"{key}={directory}: no config.json there (a Hugging Face checkpoint directory)"
+                f"{key}={directory}: no config.json there (a Hugging Face checkpoint directory){remedy}"
             )
         return cls(read_json_object(file))
 

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.json_files import read_json_object
-from megatron_gvpo.huggingface.card import ModelCard, ModelCards
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.tokenizer import end_token_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from megatron_gvpo.settings.config import Config
 
 
 _SAID = "\u2042said\u2042"  # a message that only the template's probe uses
@@ -100,19 +98,17 @@ def _written(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int | No
     return None
 
 
-def other_end(config: Config, cards: ModelCards, end_token_ids: Sequence[int]) -> str | None:
+def other_end(teacher: str, card: ModelCard, end_token_ids: Sequence[int]) -> str | None:
     """A warning if no token that ends the teacher's responses ends the policy's; otherwise None.
 
     The policy would learn to write that token, and what follows it. A base model and a chat model often
-    differ in this.
+    differ in this. `teacher`, `card`: the teacher's directory and its card; `end_token_ids`: the policy's.
     """
-    if config.teacher is None:
-        return None
-    tokens = ids_in_files(Path(config.teacher.path), cards.teacher)
+    tokens = ids_in_files(Path(teacher), card)
     if not tokens or set(tokens) & set(end_token_ids):
         return None
     return (
-        f"teacher.path={config.teacher.path}: its responses end at token {tokens[0]}, and the policy's at "
+        f"teacher.path={teacher}: its responses end at token {tokens[0]}, and the policy's at "
         f"{', '.join(map(str, end_token_ids))}: it will learn to write {tokens[0]} and to go on. Name it in "
         "rollout.stop_token_ids"
     )

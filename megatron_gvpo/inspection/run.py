@@ -95,7 +95,7 @@ def _layout(config: Config, world: int) -> RunVerdict:
 
 def _task(config: Config, cards: ModelCards, add: Callable[[RunVerdict], None]) -> Task | None:
     try:
-        return load_task(config, cards.policy, configured_schemas(config))
+        return load_task(config, cards.policy, configured_schemas(config.rollout.conversation))
     except (ConfigError, DataError) as error:
         add(failure("data", str(error)))
         return None

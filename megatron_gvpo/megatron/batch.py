@@ -1,6 +1,6 @@
 """Packs the rows of a micro-batch into one sequence of tokens, without more padding than the layout needs.
 
-`settings/padding.py` says how much the layout needs. microbatch.py decides which rows a micro-batch has.
+`settings/parallel.py` says how much the layout needs. microbatch.py decides which rows a micro-batch has.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_gvpo.groups import Routing
-from megatron_gvpo.settings.padding import Padding
+from megatron_gvpo.settings.parallel import Padding
 from megatron_gvpo.types import TrainBatch, on_device
 
 

@@ -32,8 +32,7 @@ from megatron_gvpo.megatron.attention.core import OwnPackedSeqParams, frequencie
 from megatron_gvpo.megatron.attention.merged import Sequences
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.memory_profile import MemoryProfile
-from megatron_gvpo.megatron.model.leftovers import drop_leftovers
-from megatron_gvpo.megatron.model.model import Model
+from megatron_gvpo.megatron.model.model import Model, drop_leftovers
 from megatron_gvpo.megatron.model.settings import offloaded_activations
 from megatron_gvpo.megatron.parallel import device, megatron_device
 from megatron_gvpo.megatron.pipeline import planned_messages

@@ -125,7 +125,8 @@ def _fewer_tokens(
     config: Config, change: Callable[[str, Config], LayoutChange | None], others: str = ""
 ) -> LayoutChange | None:
     """The largest micro-batch that fits, or the smallest that is proposed; `others`: what is changed, too."""
-    tokens, best = config.train.max_tokens_per_micro_batch, None
+    tokens = config.train.max_tokens_per_micro_batch
+    best: LayoutChange | None = None
     while tokens >= 2 * FEWEST_TOKENS and (best is None or not best.fits):
         tokens = tokens // 2 // FEWEST_TOKENS * FEWEST_TOKENS
         fewer = _with(config, "train", max_tokens_per_micro_batch=tokens)

@@ -89,7 +89,7 @@ def search(
     reasons: Counter[str] = Counter()
     smallest: float | None = None
     with_host = False  # a layout that does not fit would fit with all optimizer states in host memory
-    for where in _places(model, gpu, gpus, work, ahead, colocated):
+    for where in _placements(model, gpu, gpus, work, ahead, colocated):
         divided = replace(where, offload=offload)
         for layout in _layouts(model, divided, fp8, reasons, work.share_prompts, work.teacher):
             if work.responses / work.mini_batches < layout.dp:
@@ -118,7 +118,7 @@ def search(
     return Plan(candidates, list(_losers(candidates)), impossible, len(candidates) + reasons.total())
 
 
-def _places(
+def _placements(
     model: Architecture, gpu: Gpu, gpus: int, work: Workload, ahead: int, colocated: bool
 ) -> Iterator[Layout]:
     """Yields each placement of the rollout servers: on the trainer's GPUs, or on nodes of their own."""

@@ -30,7 +30,7 @@ class EmptyBatches:
         self._weights = {c.name: c.weight for c in config.rewards.components}
         self._max_tokens = config.rollout.max_tokens
         self._in_a_row = Counter[str]()  # empty batches in a row, by kind
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
         return {"in_a_row": dict(self._in_a_row)}
@@ -95,8 +95,8 @@ class EmptyBatches:
 
     def _first(self, kind: str) -> bool:
         """True the first time that the run meets this kind."""
-        new = kind not in self._said
-        self._said.add(kind)
+        new = kind not in self._warned
+        self._warned.add(kind)
         return new
 
     def _failed(self, sampled: Sequence[Rollout]) -> dict[str, Callable[[], str]]:

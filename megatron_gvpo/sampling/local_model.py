@@ -439,20 +439,20 @@ class _Memory:
             self._data, self._rows = data, rows
         self._data[:rows, :, begin:end] = new
         self._columns = end
-        return self._held()
+        return self._used()
 
     def select(self, rows: Tensor) -> Tensor:
         """Copy the rows at `rows` without spare columns, which the next column allocates."""
-        self._data, self._rows = self._held()[rows], len(rows)
+        self._data, self._rows = self._used()[rows], len(rows)
         return self._data
 
     def move(self, moved: Tensor, free: Tensor, remaining: int) -> Tensor:
-        memory = self._held()
+        memory = self._used()
         memory[free] = memory[moved]
         self._rows = remaining
-        return self._held()
+        return self._used()
 
-    def _held(self) -> Tensor:
+    def _used(self) -> Tensor:
         assert self._data is not None
         return self._data[: self._rows, :, : self._columns]
 

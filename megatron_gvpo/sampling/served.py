@@ -18,6 +18,7 @@ from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
 from megatron_gvpo.huggingface.card import ModelCards
+from megatron_gvpo.megatron import parallel
 from megatron_gvpo.sampling.server_checks import check_server
 from megatron_gvpo.servers import leader
 from megatron_gvpo.servers.handle import ServerHandle
@@ -31,6 +32,7 @@ from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.types import OnWait
 from megatron_gvpo.weights.publisher import WeightSync
+from megatron_gvpo.weights.transport import PushSettings
 
 if TYPE_CHECKING:
     from megatron_gvpo.megatron.scorer import Scorer
@@ -53,7 +55,7 @@ class ServedEngine:
 
     def __init__(self, config: Config, cards: ModelCards, task: Task, policy: Scorer) -> None:
         self._config, self._cards, self._task = config, cards, task
-        self._weights = WeightSync(config, cards, policy, task.prompts)
+        self._weights = WeightSync(PushSettings.of(config, cards, parallel.device()), policy, task.prompts)
         self._memory = policy.memory if config.rollout.servers.colocated else None
         talks = config.rollout.conversation
         self._conversations = None if talks is None else conversations_of(talks, task)

@@ -81,27 +81,34 @@ async def check_server(
     if takes_images(model):
         await _check_image(server, config, model)
     served = Path(info.model_path)
-    if not (served / "config.json").is_file():  # on another machine; the first push compares log-probs
-        return
+    if (served / "config.json").is_file():  # else on another machine; the first push compares log-probs
+        _check_files(where, served, config, cards, end_token_ids)
+
+
+def _check_files(
+    where: str, served: Path, config: Config, cards: ModelCards, end_token_ids: Sequence[int]
+) -> None:
+    """Compare the directory of the served model with the configured one. Raises ConfigError."""
+    model = cards.policy
     is_configured = served == Path(config.served_path)
     other_config = cards.served if is_configured else ModelCard.read(served, where)
     for key in SHAPE:
         if other_config.get(key) != model.get(key):
             raise ConfigError(
-                f"{where} serves {info.model_path} with {key}={other_config.get(key)!r}, but "
+                f"{where} serves {served} with {key}={other_config.get(key)!r}, but "
                 f"model.path={config.model.path} has {key}={model.get(key)!r}: start it with the "
                 "trainer's model"
             )
     if further := [number for number in ids_in_files(served, other_config) if number not in end_token_ids]:
         raise ConfigError(
-            f"{where} serves {info.model_path}, whose eos_token_id in config.json or generation_config.json "
+            f"{where} serves {served}, whose eos_token_id in config.json or generation_config.json "
             f"has {further[0]}, at which responses of model.path={config.model.path} do not end: make the "
             "files alike, or name the token in rollout.stop_token_ids"
         )
     expected = cards.served.get("quantization_config")
     if other_config.get("quantization_config") != expected:
         raise ConfigError(
-            f"{where} serves {info.model_path} with quantization_config="
+            f"{where} serves {served} with quantization_config="
             f"{other_config.get('quantization_config')}, but {config.served_path} has {expected}: set "
             "rollout.servers.model_path to the model that the server serves"
         )
@@ -111,7 +118,7 @@ async def check_server(
     if own and other and own != other:
         differing = sorted(token for token, _ in own.items() ^ other.items())[:5]
         raise ConfigError(
-            f"{where} serves {info.model_path} with another tokenizer than model.path={config.model.path}: "
+            f"{where} serves {served} with another tokenizer than model.path={config.model.path}: "
             f"they differ in {', '.join(map(repr, differing))}"
         )
 

@@ -56,7 +56,7 @@ class Servers:
     ) -> None:
         https = [Http(session, url, addresses.api_key, addresses.listens.get(url)) for url in addresses.urls]
         self._servers = [ModelServer(http, settings.parallel) for http in https]
-        self._place, self._settings, self._check = addresses, settings, check
+        self._addresses, self._settings, self._check = addresses, settings, check
         self.requests = self.failures = 0
 
     @property
@@ -97,7 +97,7 @@ class Servers:
         self, call: Callable[[ModelServer], Awaitable[T]], choose: Callable[[], ModelServer]
     ) -> T:
         since: float | None = None
-        limit, key = self._settings.start_timeout, f"{self._place.section}.start_timeout"
+        limit, key = self._settings.start_timeout, f"{self._addresses.section}.start_timeout"
         while True:
             server = choose()
             server.busy += 1
@@ -115,7 +115,7 @@ class Servers:
             server.failed_at, server.suspect = time.monotonic(), True
             since = server.failed_at if since is None else since
             self.failures += 1
-            if (supervisor := self._place.supervisor) is not None and supervisor.failed is not None:
+            if (supervisor := self._addresses.supervisor) is not None and supervisor.failed is not None:
                 raise Unanswered(supervisor.failed)
             if time.monotonic() - since > limit:
                 raise Unanswered(f"{problem}, for {key}={limit:g} s")

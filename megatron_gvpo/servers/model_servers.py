@@ -32,7 +32,7 @@ class ServerAddresses:
     urls: list[str]
     api_key: str | None = None
     supervisor: Supervisor | None = None
-    listens: dict[str, Callable[[], bool]] = field(default_factory=dict)  # by URL, of started servers
+    listens: dict[str, Callable[[], bool]] = field(default_factory=dict)  # by URL
 
 
 @dataclass(frozen=True)

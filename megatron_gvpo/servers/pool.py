@@ -394,7 +394,7 @@ class PrefixCache:
             self._counts = tokens + prompt, hits + cached
 
     def take(self) -> dict[str, float]:
-        """The share of tokens since the last call, as a metric; empty if no request was counted.
+        """The share of cached prompt tokens since the last call, as a metric; empty without any request.
 
         Another thread may count meanwhile.
         """

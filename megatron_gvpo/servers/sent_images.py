@@ -37,7 +37,7 @@ class ImageSender:
         """`model`: the config.json of the directory `path`. Raises ImageError without an image processor."""
         self._processor = ImageProcessor(path)
         self.placeholder: int = model["image_token_id"]
-        self._kept: OrderedDict[str, str] = OrderedDict()
+        self._urls: OrderedDict[str, str] = OrderedDict()
         self._bytes = 0
         self._turns = threading.Lock()  # requests are written in several threads
 
@@ -53,16 +53,16 @@ class ImageSender:
 
     def _url(self, image: Image) -> str:
         with self._turns:
-            if (url := self._kept.get(image.digest)) is not None:
-                self._kept.move_to_end(image.digest)
+            if (url := self._urls.get(image.digest)) is not None:
+                self._urls.move_to_end(image.digest)
                 return url
         url = data_url(self._processor.png(image))
         with self._turns:
-            if image.digest not in self._kept:  # another thread may have written it meanwhile
-                self._kept[image.digest] = url
+            if image.digest not in self._urls:  # another thread may have written it meanwhile
+                self._urls[image.digest] = url
                 self._bytes += len(url)
-            while self._bytes > _KEPT_BYTES and len(self._kept) > 1:
-                self._bytes -= len(self._kept.popitem(last=False)[1])
+            while self._bytes > _KEPT_BYTES and len(self._urls) > 1:
+                self._bytes -= len(self._urls.popitem(last=False)[1])
         return url
 
 

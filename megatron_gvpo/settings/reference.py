@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megatron_gvpo.algorithms.base import Block
-from megatron_gvpo.algorithms.catalog import _blocks, _places
+from megatron_gvpo.algorithms.catalog import _block_keys, _blocks
 from megatron_gvpo.algorithms.field_comments import field_comments
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.foreign_keys import foreign
@@ -144,7 +144,7 @@ def _all_keys() -> Iterator[tuple[str, Key, str]]:
     for path, model in sections():
         for key in keys(model):
             yield f"{path}.{key.name}".lstrip("."), key, ""
-    for path, kind in _places().items():
+    for path, kind in _block_keys().items():
         for block in _blocks(kind):
             for key in keys(block):
                 if key.name != "name":

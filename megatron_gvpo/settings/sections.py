@@ -263,7 +263,8 @@ class OptimizerConfig(Section):
     decay: Literal["constant", "linear", "cosine"] = "constant"
     betas: tuple[Decay, Decay] = (0.9, 0.95)  # AdamW's decay rates of the first and second moments.
     eps: float = Field(1e-8, gt=1e-30, le=1)  # AdamW's epsilon.
-    weight_decay: float = Field(0.0, ge=0, le=10)  # AdamW's weight decay.
+    # AdamW's weight decay. Megatron does not apply it to norms and biases, as torch's AdamW would.
+    weight_decay: float = Field(0.0, ge=0, le=10)
     clip_grad: float = Field(1.0, ge=0)  # Clip the gradient's global norm to this; 0 does not clip.
     # Share of the fp32 master weights and moments that is kept in host memory and updated there.
     offload_fraction: float = Field(0.0, ge=0, le=1)

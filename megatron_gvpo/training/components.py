@@ -59,8 +59,9 @@ class Components:
         self._markers = phase_markers(config.logging, config.output_dir, rank)
         self.timer = PhaseTimer(synchronize=torch.cuda.is_available(), markers=self._markers)
         cards = ModelCards(config)
-        task = load_task(config, cards.policy, configured_schemas(config))
-        if not rank and (warning := other_end(config, cards, task.end_token_ids)) is not None:
+        task = load_task(config, cards.policy, configured_schemas(config.rollout.conversation))
+        teacher, ends = config.teacher, task.end_token_ids
+        if not rank and teacher is not None and (warning := other_end(teacher.path, cards.teacher, ends)):
             log.warning(warning)
         if not rank and (count := len(task.prompts)) < config.train.prompts_per_step:
             log.warning(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_gvpo.checks.preflight_on_ranks import preflight_on_ranks
+from megatron_gvpo.checks.preflight import preflight_on_ranks
 from megatron_gvpo.core.errors import CheckpointError, ConfigError
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config
 
 
+LIBRARIES = ("megatron", "torch", "transformers", "transformer_engine", "apex", "modelopt", "triton")
 OPEN_FILES = 256  # open files that a process needs for libraries, workers and servers
 
 
@@ -77,11 +78,19 @@ def _allow_open_files() -> None:
 
 
 def quieten() -> None:
-    """Keep libraries' warnings off the terminal; python -W or PYTHONWARNINGS brings them back.
+    """Keep warnings off the terminal; python -W or PYTHONWARNINGS brings them back.
 
     The libraries warn of packages that this machine lacks, which `doctor` reports better, and of each other.
     """
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+    quieten_libraries()
+
+
+def quieten_libraries() -> None:
+    """Keep the libraries' warnings off a Python user's terminal, and nobody else's."""
+    if not sys.warnoptions:
+        for library in LIBRARIES:
+            warnings.filterwarnings("ignore", module=rf"{library}(\.|$)")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

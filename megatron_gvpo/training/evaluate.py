@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_gvpo.checks.preflight_on_ranks import preflight_on_ranks
+from megatron_gvpo.checks.preflight import preflight_on_ranks
 from megatron_gvpo.data.task import load_task
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.huggingface.tokenizer import set_date
@@ -31,7 +31,7 @@ def evaluate(config: Config, resume: bool, step: int | None = None) -> dict[str,
     prepare(config)
     set_date(first_start(config.output_dir) if resume else None)  # prompts are those of the run
     cards = ModelCards(config)
-    task = load_task(config, cards.policy, configured_schemas(config))
+    task = load_task(config, cards.policy, configured_schemas(config.rollout.conversation))
     policy = Scorer(config)
     loaded = load_checkpoint(config, policy.model, step) if resume else 0
     with Rollouts(config, cards, task, policy, PhaseTimer()) as rollouts:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megatron_gvpo.algorithms.base import STEP_START, TEACHER, Reference
-from megatron_gvpo.checks.preflight_on_ranks import preflight_on_ranks
+from megatron_gvpo.checks.preflight import preflight_on_ranks
 from megatron_gvpo.core.collectives import all_gather_msgpack, all_ranks_agree, broadcast_msgpack
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.redaction import hide
@@ -109,12 +109,12 @@ class Trainer:
                     with naming_the_step(self, step):
                         self._train_step(step)
                     self._report()
-                    reason = None if step == steps else self._reason_to_stop()
-                    if step == steps or reason is not None or (every and step % every == 0):
+                    is_due = step == steps or (every > 0 and step % every == 0)
+                    if is_due:
                         self.save()
-                    self.interrupt.check()
-                    if reason is not None:
-                        self._warn(f"stopped after step {step} of {steps}: {reason}; --resume goes on")
+                    reason = self._reason_to_stop()
+                    if self.interrupt.check_and_agree(reason is not None) and step < steps:
+                        self._stop_here(reason, is_saved=is_due)
                         break
                 self._finish()
             if self.is_main:  # other ranks do not wait, because it may take long
@@ -146,12 +146,18 @@ class Trainer:
         self._stop_reason = reason
 
     def _reason_to_stop(self) -> str | None:
-        """Why the run ends before its last step; None if it goes on. A collective: the ranks must agree."""
-        reason, hours = self._stop_reason, self.config.train.max_hours
-        if reason is None and hours is not None and time.monotonic() - self._begun >= 3600 * hours:
-            reason = f"train.max_hours={hours:g} have passed"
-        reasons = all_gather_msgpack(reason)
-        return next((text for text in reasons if text is not None), None)
+        """Why this rank ends the run before its last step; None if it goes on."""
+        hours = self.config.train.max_hours
+        if self._stop_reason is None and hours is not None and time.monotonic() - self._begun >= 3600 * hours:
+            return f"train.max_hours={hours:g} have passed"
+        return self._stop_reason
+
+    def _stop_here(self, reason: str | None, is_saved: bool) -> None:
+        """Save the step, and say why the run ends with it. A collective."""
+        if not is_saved:
+            self.save()
+        why = next(text for text in all_gather_msgpack(reason) if text is not None)
+        self._warn(f"stopped after step {self.step} of {self.config.train.steps}: {why}; --resume goes on")
 
     def close(self) -> None:
         """Free the model's memory and its process groups, as the construction of another Trainer does."""

@@ -82,14 +82,14 @@ class Adapter(Transport):
 
     @classmethod
     def check(cls, settings: PushSettings) -> None:
-        check_limits(settings.rollout, settings.model, settings.card)
+        check_limits(settings.rollout, settings.model, settings.cards.policy)
 
     @classmethod
     def create(cls, settings: PushSettings, receiver: Callable[[Server], Any]) -> Self:
         # Late: only the trainer has xxhash.
         from megatron_gvpo.megatron.adapters.directory import adapter_config
 
-        model, layers = settings.model, adapted_layers(settings.model, settings.card)
+        model, layers = settings.model, adapted_layers(settings.model, settings.cards.policy)
         description = adapter_config(adapter_of(model), layers, model.path)
         return cls(receiver, settings.directory, description, settings.rollout.weights.timeout)
 

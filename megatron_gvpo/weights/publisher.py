@@ -21,7 +21,6 @@ from torch import Tensor
 from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_of, adapter_shapes
-from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.huggingface.mtp_heads import head_pattern
 from megatron_gvpo.megatron.model.own_weights import OwnWeights
 from megatron_gvpo.servers import leader
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from megatron_gvpo.groups import Prompt
     from megatron_gvpo.megatron.scorer import Scorer
     from megatron_gvpo.servers.session import ServerSession
-    from megatron_gvpo.settings.config import Config
     from megatron_gvpo.settings.sections import ModelConfig
     from megatron_gvpo.weights.transport import Follower
 
@@ -72,27 +70,26 @@ class WeightSync:
     Raises ConfigError for servers that cannot take the weights of this run.
     """
 
-    def __init__(self, config: Config, cards: ModelCards, policy: Scorer, prompts: Sequence[Prompt]) -> None:
-        self._config, self._cards, self._policy, key = config, cards, policy, config.served_key
-        self._stored = stored_tensors(Path(config.served_path))
-        self._fp8 = fp8_layout(config.served_path, cards.served, self._stored)
-        if self._fp8 is not None and config.model.dtype != "bfloat16":
+    def __init__(self, settings: PushSettings, policy: Scorer, prompts: Sequence[Prompt]) -> None:
+        self._settings, self._policy = settings, policy
+        model, served = settings.model, f"{settings.served_key}={settings.served_path}"
+        self._stored = stored_tensors(Path(settings.served_path))
+        self._fp8 = fp8_layout(settings.served_path, settings.cards.served, self._stored)
+        if self._fp8 is not None and model.dtype != "bfloat16":
             raise ConfigError(
-                f"model.dtype={config.model.dtype}: {key}={config.served_path} is in FP8, which the engines "
-                "compute with in bfloat16: set model.dtype=bfloat16"
+                f"model.dtype={model.dtype}: {served} is in FP8, which the engines compute with in bfloat16: "
+                "set model.dtype=bfloat16"
             )
-        self._settings = PushSettings.of(config, cards.policy, _device())
-        name = config.rollout.weights.transport
-        self._transport_class, self._traits = transport_class(name), config.rollout.weights.traits
-        self._receiver = receiver_class(config.rollout.engine, name)
-        self._transport_class.check(self._settings)
+        name, self._traits = settings.rollout.weights.transport, settings.rollout.weights.traits
+        self._transport_class = transport_class(name)
+        self._receiver = receiver_class(settings.rollout.engine, name)
+        self._transport_class.check(settings)
         if self._fp8 is not None and not self._traits.fp8_ok:
             raise ConfigError(
-                f"rollout.weights.transport={name} cannot change a model in FP8 "
-                f"({key}={config.served_path}): engines keep it in another arrangement than they load; use "
-                "broadcast"
+                f"rollout.weights.transport={name} cannot change a model in FP8 ({served}): engines keep it "
+                "in another arrangement than they load; use broadcast"
             )
-        precision = lowest_precision(config.model, self._fp8 is not None, torch.cuda.is_available())
+        precision = lowest_precision(model, self._fp8 is not None, torch.cuda.is_available())
         self._tolerance = TOLERANCE[precision]
         self._probe = _probe(prompts)
         self._servers: ServerSession | None = None  # on rank 0, like the publisher
@@ -112,8 +109,8 @@ class WeightSync:
         if servers is not None:
             self._publisher = self._publish(servers)
         elif (follower := self._transport_class.follower(self._settings)) is not None:
-            limit = self._config.rollout.weights.bucket_bytes
-            self._follower = follower, DoubleBuffer(limit, _device())
+            limit = self._settings.rollout.weights.bucket_bytes
+            self._follower = follower, DoubleBuffer(limit, self._settings.device)
 
     def expected_probe(self) -> Tensor | None:
         """Log-probs that a server with the present weights gives the probe, fp32 [tokens - 1].
@@ -157,7 +154,7 @@ class WeightSync:
         if self._fp8 is not None:
             stream = self._fp8.quantised(stream)
         try:
-            follower.follow(buckets(stream, halves, getattr(torch, self._config.model.dtype)))
+            follower.follow(buckets(stream, halves, getattr(torch, self._settings.model.dtype)))
         finally:
             halves.rest()
             if torch.cuda.is_available():
@@ -179,7 +176,7 @@ class WeightSync:
         assert self._servers is not None
         where, limit = f"rollout server {handle.server.url}", self._tolerance
         try:
-            logprobs = await handle.server.score(self._probe, self._config.rollout.weights.timeout)
+            logprobs = await handle.server.score(self._probe, self._settings.rollout.weights.timeout)
         except (ServerGone, ServerRefused) as error:
             if isinstance(error, ServerRefused) and error.is_request:
                 return ProbeOutcome("wrong", f"{where} refuses the probe that proves a push: {error}")
@@ -197,24 +194,24 @@ class WeightSync:
         )
 
     def _publish(self, servers: ServerSession) -> Publisher:
-        config, device = self._config, _device()
-        transport = self._transport_class.create(self._settings, self._receiver)
+        settings, model = self._settings, self._settings.model
+        transport = self._transport_class.create(settings, self._receiver)
         expected: dict[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in self._stored.items()}
-        optional = not_pushed(self._cards.served, expected)
+        optional = not_pushed(settings.cards.served, expected)
         if self._traits.sends_adapter:
-            layers = adapted_layers(config.model, self._cards.policy)
-            expected, optional = adapter_shapes(expected, layers, adapter_of(config.model).rank)
+            layers = adapted_layers(model, settings.cards.policy)
+            expected, optional = adapter_shapes(expected, layers, adapter_of(model).rank)
         return Publisher(
             servers.pool,
             servers.loop,
             transport,
-            config.rollout.weights,
-            dtype=getattr(torch, config.model.dtype),
-            device=torch.device("cpu") if transport.host_buckets else device,
+            settings.rollout.weights,
+            dtype=getattr(torch, model.dtype),
+            device=torch.device("cpu") if transport.host_buckets else settings.device,
             expected=expected,
             optional=optional,
             fp8=self._fp8,
-            colocated=config.rollout.servers.colocated,
+            colocated=settings.rollout.servers.colocated,
             report=report,
         )
 
@@ -455,13 +452,6 @@ def lowest_precision(model: ModelConfig, served_in_fp8: bool, on_gpu: bool) -> s
     if served_in_fp8 or model.fp8 is not None:
         return "fp8"
     return "tf32" if on_gpu and model.dtype == "float32" else model.dtype
-
-
-def _device() -> torch.device:
-    """The device on which buckets are filled."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _probe(prompts: Sequence[Prompt]) -> list[int]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 import torch
 
 from megatron_gvpo.core.by_name import load_class
-from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
 from megatron_gvpo.servers.server import Server
@@ -28,18 +28,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PushSettings:
-    """The settings of a run that transports need."""
+    """The settings of a run that pushes and their transports need."""
 
     rollout: RolloutConfig
     model: ModelConfig
-    card: ModelCard  # card of the policy
+    cards: ModelCards
+    served_path: str  # directory of the model that servers start with
+    served_key: str  # key of the configuration that names it
     directory: Path  # holds files of this run alone; servers may read it
-    device: torch.device  # device that holds the buckets
+    device: torch.device  # device that holds the buckets, unless the transport has them on the host
 
     @classmethod
-    def of(cls, config: Config, card: ModelCard, device: torch.device) -> PushSettings:
+    def of(cls, config: Config, cards: ModelCards, device: torch.device) -> PushSettings:
         """The settings of a run's pushes."""
-        return cls(config.rollout, config.model, card, run_directory(config), device)
+        return cls(
+            config.rollout,
+            config.model,
+            cards,
+            config.served_path,
+            config.served_key,
+            run_directory(config),
+            device,
+        )
 
 
 class PushFailed(Exception):  # noqa: N818 - an outcome that the publisher handles

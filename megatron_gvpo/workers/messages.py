@@ -28,7 +28,7 @@ from megatron_gvpo.groups import Prompt, Rollout, prompt_of, rollout_of
 
 MAX_TEXT = 1000  # characters of an error message
 MAX_REPLY = 1 << 16  # bytes of a reply
-_SHORT = 1 << 16  # bytes of an order that goes through the socket itself
+_SHORT = 1 << 16  # an order of at most so many bytes is sent in the socket's message itself
 HUNG_UP = 74  # exit code of a process whose socket does not work any more
 
 Number = Annotated[float, msgspec.Meta(ge=-LARGEST, le=LARGEST)]  # NaN is refused, too

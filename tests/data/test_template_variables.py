@@ -30,8 +30,8 @@ def test_prompts_and_later_turns_get_the_variable():
         )
         == expected
     )
-    given = Template(of, (END,), chat=True).given(END, ASKED)
-    assert of.decode(given).endswith("<|im_start|>assistant\n<no>")
+    tokens = Template(of, (END,), chat=True).tokens_between(END, ASKED)
+    assert of.decode(tokens).endswith("<|im_start|>assistant\n<no>")
 
 
 @pytest.mark.parametrize("value", ['it\'s {{ 1 }} %} "q"\n\\', 1.5, None, True, ["a", {"b": [None, "é"]}]])

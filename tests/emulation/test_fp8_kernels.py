@@ -24,7 +24,7 @@ DTYPES = {name: fp8.dtype_of(SimpleNamespace(name=name)) for name in FORMATS}
 
 
 def table_of(name: str) -> list[Fraction]:
-    """The positive numbers of a format by byte, by the definition of its bits (Micikevicius et al., 2022)."""
+    """The positive numbers of a format, by byte, from the definition of its bits (arXiv 2209.05433)."""
     _, mantissa_bits, bias, end = FORMATS[name]
     numbers = []
     for byte in range(end):

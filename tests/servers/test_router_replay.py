@@ -27,7 +27,7 @@ from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.observe.mismatch import MismatchWatch
 from megatron_gvpo.servers.request import Request
 from megatron_gvpo.servers.routed_experts import Routers
-from megatron_gvpo.settings.padding import Padding
+from megatron_gvpo.settings.parallel import Padding
 from megatron_gvpo.training.callbacks import Callback
 from megatron_gvpo.training.trainer import Trainer
 from megatron_gvpo.types import TrainBatch

@@ -24,7 +24,7 @@ from megatron_gvpo.core import launch
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.launch import _environment, free_ports
 from megatron_gvpo.data.task import Task
-from megatron_gvpo.huggingface.card import ModelCard, ModelCards
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.sampling.served import ServedEngine
 from megatron_gvpo.servers import http, leader
 from megatron_gvpo.servers.handle import Asleep
@@ -115,6 +115,16 @@ def test_a_server_that_never_becomes_healthy_is_started_again(tmp_path: Path):
         supervisor.start()
         why = failure(supervisor)
     assert "has not answered for rollout.servers.start_timeout=0.5 s, after 1 restarts" in why
+
+
+def test_a_server_that_ends_without_ever_answering_is_started_twice_and_no_more(tmp_path: Path):
+    """Fails on the old code, which started a broken interpreter four times by default."""
+    supervisor = supervised(tmp_path, ["sh", "-c", f"echo start >> {tmp_path}/starts; exit 3"])
+    with closing(supervisor):
+        supervisor.start()
+        why = failure(supervisor)
+    assert "ended with status 3, after 1 restarts" in why
+    assert (tmp_path / "starts").read_text() == "start\n" * 2
 
 
 def test_a_server_that_cannot_be_started_again_is_a_failure(tmp_path: Path):
@@ -359,7 +369,7 @@ def test_an_engine_with_another_nccl_is_refused_before_it_starts(good: Path, tmp
 
 
 def pushed(config: Config) -> PushSettings:
-    return PushSettings.of(config, ModelCard({}), torch.device("cpu"))
+    return PushSettings.of(config, ModelCards(config), torch.device("cpu"))
 
 
 def test_remote_servers_cannot_meet_the_trainer_on_loopback(good: Path, monkeypatch: pytest.MonkeyPatch):

@@ -28,7 +28,7 @@ def configured(task: Path, tmp_path: Path, engine: str, adapter: str, *more: str
 
 
 def pushed(config: Config) -> PushSettings:
-    return PushSettings.of(config, ModelCards(config).policy, torch.device("cpu"))
+    return PushSettings.of(config, ModelCards(config), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
+from megatron_gvpo.algorithms.advantages.baselines import members_of_groups
 from megatron_gvpo.algorithms.advantages.estimator import group_std, rewards_differ
-from megatron_gvpo.algorithms.advantages.mc_grpo import members_of_groups
 from megatron_gvpo.algorithms.base import Advantage, Metrics
 from megatron_gvpo.core.lazy_torch import torch
 from megatron_gvpo.types import TrainBatch

@@ -66,7 +66,7 @@ def _cudnn(attention: Attention, capability: Capability) -> bool:
     if attention.sinks and attention.deterministic:
         return False
     if capability < (10, 0):
-        # Deterministically, Transformer Engine turns it off for packs of 2^30 scores or more.
+        # In deterministic mode, Transformer Engine turns this kernel off for packs of 2^30 scores or more.
         fits = max(qk, v) <= 256 and (qk == v or min(qk, v) < 128 or _mla(qk, v))
         return fits and not attention.deterministic
     return max(qk, v) <= 128 or _mla(qk, v)

@@ -46,8 +46,7 @@ from megatron_gvpo.megatron.model.settings import (
 )
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.vision import VisionInputs, has_vision, local_vision, vision_settings
-from megatron_gvpo.settings.padding import Padding
-from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.parallel import Padding, ParallelConfig
 from megatron_gvpo.settings.sections import ModelConfig
 
 log = logging.getLogger(__name__)

@@ -91,7 +91,7 @@ def _parallel_settings(parallel: ParallelConfig, dtype: torch.dtype, on_cpu: boo
 
 
 def _memory_settings(parallel: ParallelConfig) -> dict[str, Any]:
-    """Return which activations are computed again, and which are moved to the host until the backward."""
+    """Return the settings of activations that are recomputed, or moved to the host until the backward."""
     settings: dict[str, Any] = {}
     if parallel.recompute == "full":
         settings |= {

@@ -72,13 +72,13 @@ class KeepWhereNaN(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is torch.Tensor.copy_ and args[1].is_floating_point():
-            return func(args[0], _kept(args[0], args[1]))
+            return func(args[0], _merged(args[0], args[1]))
         if func is torch.Tensor.__setitem__ and isinstance(args[2], torch.Tensor):
-            return func(args[0], args[1], _kept(args[0][args[1]], args[2]))
+            return func(args[0], args[1], _merged(args[0][args[1]], args[2]))
         return func(*args, **(kwargs or {}))
 
 
-def _kept(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def _merged(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """The source in the target's dtype, with the target's elements where it is NaN."""
     source = source.to(target)
     return torch.where(torch.isnan(source), target, source)

@@ -171,7 +171,7 @@ class _Loading:
             number = cell[0]
             if number not in self._tensors:
                 self._tensors[number] = self._make(number)
-            _place(self._tensors[number], cell, part)
+            _write(self._tensors[number], cell, part)
             self._remaining[number] -= 1
             if not any(self._remaining[other] for other in self._units[number]):
                 complete += self._units[number]
@@ -197,7 +197,7 @@ def _exchange(
     return [group._end_coalescing()] if group.supports_coalescing else works
 
 
-def _place(tensor: FullTensor, cell: Sequence[int], part: torch.Tensor) -> None:
+def _write(tensor: FullTensor, cell: Sequence[int], part: torch.Tensor) -> None:
     """Write a cell, uint8 [bytes], into every part that has it."""
     _, top, bottom, left, right = cell
     assert tensor.parts is not None

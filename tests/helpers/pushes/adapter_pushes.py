@@ -68,10 +68,10 @@ class AdapterRun:
         self.messages: list[str] = []
         stored = {name: tensor.shape for name, tensor in stored_tensors(Path(config.model.path)).items()}
         assert config.model.adapter is not None
-        card = ModelCards(config).policy
-        layers = adapted_layers(config.model, card)
+        cards = ModelCards(config)
+        layers = adapted_layers(config.model, cards.policy)
         expected, optional = adapter_shapes(stored, layers, config.model.adapter.rank)
-        settings = PushSettings.of(config, card, torch.device("cpu"))
+        settings = PushSettings.of(config, cards, torch.device("cpu"))
         transport = Adapter.create(settings, partial(receiver, transport="adapter"))
         self._publisher = Publisher(
             pool,
