@@ -20,9 +20,9 @@ all-gathers H forward and reduce-scatters H backward instead of that all-reduce.
 Once an update, ranks sum the fp32 gradients of parameters that all of them hold but each applies to only a
 part of the data: the norms of heads, and with sequence parallelism all norms.
 
-A pipeline boundary sends H (with sequence parallelism H / tp) forward and as much backward. Each message
-follows its shape, three int64. If the head is the embedding, the first and the last stage sum the fp32
-gradients of this table.
+A pipeline boundary sends H (with sequence parallelism H / tp) forward and as much backward; both ends know
+the shapes from the packs (megatron/pipeline.py). If the head is the embedding, the first and the last stage
+sum the fp32 gradients of this table.
 
 With the distributed optimizer, data-parallel ranks reduce-scatter the fp32 gradient buffer and all-gather the
 weights. In the buffer every parameter begins at a multiple of 64 elements. The buffer's length is a multiple
@@ -40,7 +40,6 @@ from megatron_gvpo.planner.architecture import Architecture
 from megatron_gvpo.planner.workload import Layout
 
 Bytes = Counter[tuple[str, str]]  # bytes by (operation, group)
-SHAPE = 3 * 8  # bytes of the shape that precedes a pipeline message
 STATISTICS = 3 * 4  # bytes per token in the head: maximum, sum, the label's logit
 
 
@@ -183,9 +182,7 @@ def _boundaries(layout: Layout, stage: int, state: int) -> Bytes:
     Both ends of a boundary send once and receive once: one end sends forward, the other backward.
     """
     neighbours = (stage > 0) + (stage < layout.pp - 1)
-    return Counter(
-        {("send", "pp"): neighbours * (state + SHAPE), ("receive", "pp"): neighbours * (state + SHAPE)}
-    )
+    return Counter({("send", "pp"): neighbours * state, ("receive", "pp"): neighbours * state})
 
 
 def _times(sent: Bytes, count: int) -> Bytes:

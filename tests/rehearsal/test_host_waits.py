@@ -1,0 +1,56 @@
+"""Rotary embeddings of packs make the host wait for nothing: counted by the null CUDA with real libraries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import on_null_cuda
+from helpers.on_null_cuda import QWEN, phase, rehearse, write_model
+
+pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
+
+LATENT = QWEN | {  # a DeepSeek-V3 without experts, whose counts a layer waits for
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+
+def waits(folder: Path, model: dict[str, Any], layers: int) -> int:
+    sizes = {"num_hidden_layers": layers, "first_k_dense_replace": layers}  # the second: of DeepSeek's alone
+    config = write_model(folder / str(layers), model | sizes)
+    result = rehearse(str(config), "--world", "1")
+    return int(phase(result, "second update")["counts"].get("host_waits", 0))
+
+
+def of_a_layer(folder: Path, model: dict[str, Any]) -> float:
+    return (waits(folder, model, 4) - waits(folder, model, 2)) / 2
+
+
+@pytest.mark.proof
+def test_latent_attention_waits_for_nothing(tmp_path: Path) -> None:
+    """megatron-core's own rotation waits four times a layer, and then goes through the sequences."""
+    assert of_a_layer(tmp_path, LATENT) == of_a_layer(tmp_path / "qwen", QWEN) == 0
