@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from megatron_gvpo.cli.terminal import loading
@@ -97,12 +98,31 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--top", default=5, help="number of layouts to show (default: 5)", **number)
     parser.add_argument("--write", metavar="FILE.yaml", help="write the best layout as a configuration file")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="print the plan as JSON")
+    shown.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="also rehearse the best three layouts, each about a minute (docs/howto/rehearse.md)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan, as a table or as JSON. Raises ConfigError."""
+    """Print the plan, as a table or as JSON; returns 0, or 1 if the best layout's rehearsal does not fit.
+
+    Raises ConfigError.
+    """
     with loading("the methods"):
         from megatron_gvpo.planner.command import run as plan
-    return plan(options)
+    planned = plan(options)
+    if not options.rehearse:
+        return 0
+    from megatron_gvpo.rehearsal import of_plan
+    from megatron_gvpo.rehearsal.process import RankFailedError
+
+    try:
+        return of_plan.show(planned, options)
+    except RankFailedError as error:
+        print(error, file=sys.stderr)
+        return 1

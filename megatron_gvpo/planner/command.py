@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,34 @@ PREDICTED = "# Predicted, not measured:"  # every config file written by --write
 LARGEST = 10**7  # of any count on the command line
 
 
-def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns exit code 0. Raises ConfigError for a wrong option or if nothing can run."""
+@dataclass(frozen=True)
+class Planned:
+    """What the options ask for, and the plan that was found."""
+
+    plan: Plan
+    model: architecture.Architecture
+    work: workload.Workload
+    saved: Sharing | None  # what sharing prompts would save; None if the model cannot
+    trained: int  # GPUs without those of reward models', judges' and a teacher's servers
+
+
+def run(options: argparse.Namespace) -> Planned:
+    """Finds and prints the plan. Raises ConfigError for a wrong option or if nothing can run."""
+    found = _planned(options)
+    plan, model, saved = found.plan, found.model, found.saved
+    if options.write:
+        target = (Path(options.write), f"--write {options.write}", "a plan", PREDICTED)
+        write_named_file(*target, overlay(plan.best[0], model.layers, found.work, options))
+    if options.json:
+        servers = {"server_gpus": options.gpus - found.trained}
+        print(json.dumps(to_dict(plan, options, model, saved) | servers, indent=2))
+    else:
+        _print(plan, options, model, found.work, saved)
+    return found
+
+
+def _planned(options: argparse.Namespace) -> Planned:
+    """Checks the options and searches. Raises ConfigError."""
     for name in ("gpus", "prompts", "k", "prompt_tokens", "mini_batches", "batch_epochs", "top"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
@@ -47,9 +73,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--gpus {options.gpus}: more than one node of {NODE} GPUs; give a multiple of {NODE}"
         )
-    target = (Path(options.write or ""), f"--write {options.write}", "a plan", PREDICTED)
     if options.write:
-        check_named_file(*target)
+        check_named_file(Path(options.write), f"--write {options.write}", "a plan", PREDICTED)
     model, gpu = architecture.load(options.model), workload.gpu(options.gpu)
     if not 0 <= options.adapter_rank <= 4096:
         raise ConfigError(f"--adapter-rank {options.adapter_rank}: must be from 1 to 4096, or 0 for none")
@@ -85,15 +110,7 @@ def run(options: argparse.Namespace) -> int:
         what = "latent attention" if model.latent else "a sliding window"
         raise ConfigError(f"--share-prompts: a model with {what} cannot share prompts; leave it out")
     plan = search(model, gpu, gpus, work, ahead=options.async_steps, fp8=options.fp8, offload=options.offload)
-    if options.write:
-        write_named_file(*target, overlay(plan.best[0], model.layers, work, options))
-    if options.json:
-        print(
-            json.dumps(to_dict(plan, options, model, saved) | {"server_gpus": options.gpus - gpus}, indent=2)
-        )
-    else:
-        _print(plan, options, model, work, saved)
-    return 0
+    return Planned(plan, model, work, saved, gpus)
 
 
 def _server_gpus(options: argparse.Namespace) -> int:
