@@ -53,9 +53,9 @@ def main() -> None:
     for seed in options.seeds:
         for case in options.cases:
             if (case, seed) not in done:
-                report["runs"].append(found := run(case, seed))
+                report["runs"].append(result := run(case, seed))
                 options.out.write_text(json.dumps(report, indent=1) + "\n")
-                print(json.dumps(found), flush=True)
+                print(json.dumps(result), flush=True)
 
 
 def begin() -> dict[str, Any]:
@@ -81,17 +81,17 @@ def make_start() -> None:
 def run(case: str, seed: int) -> dict[str, Any]:
     """Train once, and return the run's line of the file."""
     out = RUNS / f"{case}-{seed}".replace(", ", "_").replace(" ", "_")
-    places = [
+    paths = [
         f"output_dir={out}",
         f"model.path={RUNS / 'sft' / 'hf'}",
         f"data.train.path={RUNS / 'task' / 'data' / 'train.jsonl'}",
         f"data.eval.path={RUNS / 'task' / 'data' / 'test.parquet'}",
     ]
     load, start = os.getloadavg()[0], time.perf_counter()
-    given = [*configuration("gvpo.yaml"), *CASES[case], f"train.seed={seed}"]
-    python(["-m", "megatron_gvpo", "train", "--overwrite", *given, *places])
+    overrides = [*configuration("gvpo.yaml"), *CASES[case], f"train.seed={seed}"]
+    python(["-m", "megatron_gvpo", "train", "--overwrite", *overrides, *paths])
     records = read_metrics(out / "metrics.jsonl")
-    settings = [str(Path(part).relative_to(ROOT)) if part.startswith("/") else part for part in given]
+    settings = [str(Path(part).relative_to(ROOT)) if part.startswith("/") else part for part in overrides]
     return {
         "case": case,
         "seed": seed,
@@ -121,8 +121,8 @@ def python(command: list[str]) -> None:
 
 
 def commit() -> str:
-    asked = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ def main() -> int:
     deadline, failed = time.monotonic() + 60 * args.minutes, 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing stays behind
     with ExitStack() as opened:
-        place = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
-        suite = opened.enter_context(Suite(place, args.servers))
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
+        suite = opened.enter_context(Suite(folder, args.servers))
         for seed in seeds_to_run(args.out, args.seed, args.schedules):
             if time.monotonic() > deadline:
                 break

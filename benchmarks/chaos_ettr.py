@@ -85,18 +85,18 @@ def faults_of(args: argparse.Namespace) -> list[Fault]:
     ]
 
 
-def run(args: argparse.Namespace, place: Path, opened: ExitStack) -> dict[str, Any]:
+def run(args: argparse.Namespace, folder: Path, opened: ExitStack) -> dict[str, Any]:
     """Run to the end; returns the result."""
-    task, ledger, log = place / "task", place / "ledger.jsonl", place / "log"
+    task, ledger, log = folder / "task", folder / "ledger.jsonl", folder / "log"
     tiny_run.make(task)
     judge = Judge(ledger, args.step_seconds / PROMPTS)
     opened.callback(judge.kill)
-    scene = Scene(place / "out", judge, Clock(place), random.Random(args.seed))
+    scene = Scene(folder / "out", judge, Clock(folder), random.Random(args.seed))
     how = ("checkpoint.every=1", "checkpoint.asynchronous=true")
     own = overrides(Schedule(args.seed, "embedded", "dp2", how, ()), judge.port, scene.out)
     own.append(f"train.steps={args.steps}")
     if args.servers:
-        scene.servers, _ = opened.enter_context(two_nodes(args.servers, task, place / "servers"))
+        scene.servers, _ = opened.enter_context(two_nodes(args.servers, task, folder / "servers"))
         own += served_overrides(args.servers, scene.servers)
     command = [sys.executable, "-m", "megatron_gvpo", "train", str(task / "run.yaml"), *own, "--nproc", "2"]
 
@@ -115,8 +115,8 @@ def run(args: argparse.Namespace, place: Path, opened: ExitStack) -> dict[str, A
     history = final_history(ledger_of(ledger))
     order = [[group["prompt"] for group in history[step]] for step in sorted(history)]
     responses = check(job, ledger, None, order)
-    found = read_metrics(scene.out / "metrics.jsonl")
-    times = {record["step"]: float(record["time/step"]) for record in found if record["step"]}
+    records = read_metrics(scene.out / "metrics.jsonl")
+    times = {record["step"]: float(record["time/step"]) for record in records if record["step"]}
     useful = useful_seconds(times, [fault.step for fault in faults])
     return {
         "engine": args.servers or "embedded",
@@ -155,8 +155,8 @@ def main() -> int:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing stays behind
     with ExitStack() as opened:
-        place = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="chaos-ettr-")))
-        result = run(args, place, opened)
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="chaos-ettr-")))
+        result = run(args, folder, opened)
     result = {
         "command": " ".join(["python", "benchmarks/chaos_ettr.py", *sys.argv[1:]]),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",

@@ -25,7 +25,7 @@ def main() -> None:
             schedules.setdefault(engine, Counter())["passed" if result["passed"] else "failed"] += 1
             count = struck.setdefault(engine, Counter())
             for kind in (*EMBEDDED, *SERVERS):
-                count[kind] += sum(f": {kind} " in said for said in result.get("struck", ()))
+                count[kind] += sum(f": {kind} " in line for line in result.get("struck", ()))
             count["starts"] += result.get("starts", 0)
     engines = list(struck)
     print(f"| | {' | '.join(engines)} |\n|---|{'---|' * len(engines)}")

@@ -29,10 +29,10 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as folder:
         result = {
             "command": " ".join(["python", "benchmarks/checksum_cost.py", *sys.argv[1:]]),
-            **measure(Path(place), args.layers, args.width),
+            **measure(Path(folder), args.layers, args.width),
         }
     print(json.dumps(result, indent=1))
     if args.out:
@@ -40,19 +40,19 @@ def main() -> int:
     return 0
 
 
-def measure(place: Path, layers: int, width: int) -> dict[str, Any]:
+def measure(folder: Path, layers: int, width: int) -> dict[str, Any]:
     import make_task
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    make_task.make_model(place / "tokenizer", 0)
+    make_task.make_model(folder / "tokenizer", 0)
     size = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers}
     heads = {"num_attention_heads": width // 64, "num_key_value_heads": width // 128}
     config = Qwen2Config(vocab_size=32000, tie_word_embeddings=False, **size, **heads)
     model = Qwen2ForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(place / "hf")
-    for file in (place / "tokenizer").glob("*token*"):
-        file.rename(place / "hf" / file.name)
+    model.save_pretrained(folder / "hf")
+    for file in (folder / "tokenizer").glob("*token*"):
+        file.rename(folder / "hf" / file.name)
 
     from megatron_gvpo.huggingface import checked_weights, checksums
     from megatron_gvpo.megatron.cpu.bridge import import_bridge
@@ -64,17 +64,17 @@ def measure(place: Path, layers: int, width: int) -> dict[str, Any]:
     clock.watch(checked_weights, "checksum", "checksums of Hugging Face")
     clock.watch(import_bridge().AutoBridge, "load_hf_weights", "load Hugging Face")
     clock.watch(conversion, "load_shards", "load Megatron")
-    found: dict[str, Any] = {"gb": round(sum(p.numel() for p in model.parameters()) * 2 / 1e9, 3)}
+    result: dict[str, Any] = {"gb": round(sum(p.numel() for p in model.parameters()) * 2 / 1e9, 3)}
     del model
     for name, convert in {
-        "Hugging Face, without checksums": lambda: conversion.to_megatron(place / "hf", place / "megatron"),
-        "Megatron": lambda: conversion.to_hugging_face(place / "megatron", place / "out", place / "hf"),
-        "Hugging Face, with checksums": lambda: conversion.to_megatron(place / "out", place / "again"),
+        "Hugging Face, without checksums": lambda: conversion.to_megatron(folder / "hf", folder / "megatron"),
+        "Megatron": lambda: conversion.to_hugging_face(folder / "megatron", folder / "out", folder / "hf"),
+        "Hugging Face, with checksums": lambda: conversion.to_megatron(folder / "out", folder / "again"),
     }.items():
         clock.seconds.clear()
         convert()
-        found[name] = {what: round(seconds, 3) for what, seconds in clock.seconds.items()}
-    return found
+        result[name] = {what: round(seconds, 3) for what, seconds in clock.seconds.items()}
+    return result
 
 
 class Clock:

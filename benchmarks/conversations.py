@@ -85,12 +85,14 @@ class Lockstep:
 
     def _begin_round(self) -> None:
         if self._asked and len(self._asked) == self._live:
-            asked, self._asked = self._asked, []
-            self._round = asyncio.create_task(self._answer(asked))
+            requests, self._asked = self._asked, []
+            self._round = asyncio.create_task(self._answer(requests))
 
-    async def _answer(self, asked: Sequence[tuple[int, Request, asyncio.Future[Rollout]]]) -> None:
-        said = await asyncio.gather(*(self._policy.respond(number, request) for number, request, _ in asked))
-        for (_, _, answer), rollout in zip(asked, said, strict=True):
+    async def _answer(self, batch: Sequence[tuple[int, Request, asyncio.Future[Rollout]]]) -> None:
+        rollouts = await asyncio.gather(
+            *(self._policy.respond(number, request) for number, request, _ in batch)
+        )
+        for (_, _, answer), rollout in zip(batch, rollouts, strict=True):
             answer.set_result(rollout)
 
 
@@ -107,9 +109,9 @@ class Load:
         async with aiohttp.ClientSession() as session:
             while True:
                 async with session.get(self._url) as answer:
-                    found = re.search(self._number, text := await answer.text(), re.MULTILINE)
-                assert found is not None, f"{self._url} does not say how many requests run: {text[:300]}"
-                self.running.append(float(found[1]))
+                    match = re.search(self._number, text := await answer.text(), re.MULTILINE)
+                assert match is not None, f"{self._url} does not say how many requests run: {text[:300]}"
+                self.running.append(float(match[1]))
                 await asyncio.sleep(POLL)
 
 
@@ -139,29 +141,29 @@ async def hold(
     }
 
 
-def measure(engine: str, place: Path, rounds: int) -> list[dict[str, Any]]:
-    task = place / "task"
+def measure(engine: str, folder: Path, rounds: int) -> list[dict[str, Any]]:
+    task = folder / "task"
     tiny_run.make(task)
-    (place / "tool.py").write_text(TOOL)
+    (folder / "tool.py").write_text(TOOL)
     tokenizer = load_tokenizer(str(task / "model"))
     material = Task(tokenizer, (end_token_id(tokenizer),), [], [])
     texts = [f"{i % 10}+{i // 10}=" for i in range(PROMPTS)]
     prompts = [Prompt(text, tuple(tokenizer(text)["input_ids"]), text) for text in texts]
     results = []
-    with running(engine, task, place / "servers") as supervisor:
+    with running(engine, task, folder / "servers") as supervisor:
         url = supervisor.processes[0].url
         client = Client(engine, url)
         pool = pool_of(client, [end_token_id(tokenizer)])
         for latency in LATENCIES:
             config = ConversationConfig(
-                environment=f"{place}/tool.py:Tool", options={"latency": latency}, turns=TURNS, workers=2
+                environment=f"{folder}/tool.py:Tool", options={"latency": latency}, turns=TURNS, workers=2
             )
             with Conversations(config, material) as conversations:
                 for number in range(-1, rounds):  # the first is a warm-up
                     line: dict[str, Any] = {"latency": latency, "load": os.getloadavg()[0]}
                     for name, lockstep in (("lockstep", True), ("overlapped", False)):
-                        held = hold(conversations, pool, Load(url, engine), lockstep, prompts)
-                        line[name] = client.loop.run(held)
+                        run = hold(conversations, pool, Load(url, engine), lockstep, prompts)
+                        line[name] = client.loop.run(run)
                     ratio = line["overlapped"]["tokens_per_second"] / line["lockstep"]["tokens_per_second"]
                     line["speedup"] = round(ratio, 2)
                     if number >= 0:

@@ -40,11 +40,11 @@ def main() -> int:
     return 0 if report["bit_exact"] else 1
 
 
-def measure(place: Path, steps: int, lr: float) -> dict[str, object]:
-    task, out = place / "task", place / "run"
+def measure(folder: Path, steps: int, lr: float) -> dict[str, object]:
+    task, out = folder / "task", folder / "run"
     tiny_run.make(task)
     bf16 = "model.dtype=bfloat16"
-    with running("sglang", task, place / "servers", bf16) as supervisor:
+    with running("sglang", task, folder / "servers", bf16) as supervisor:
         url = supervisor.processes[0].url
         config = served_config(
             "sglang",
@@ -66,15 +66,15 @@ def measure(place: Path, steps: int, lr: float) -> dict[str, object]:
         bit_exact = pushed == checksum(client.loop, client.server)
         client.close()
     records = [r for r in tiny_run.records(out) if "sync/bytes" in r]
-    whole = sum(f.stat().st_size for f in (out / "hf").glob("*.safetensors"))
+    full_bytes = sum(f.stat().st_size for f in (out / "hf").glob("*.safetensors"))
     return {
         "steps": len(records),
         "lr": lr,
         "bit_exact": bit_exact,
         "tensors_compared": len(pushed),
-        "whole_bytes": whole,
+        "whole_bytes": full_bytes,
         "mean_bytes": mean(r["sync/bytes"] for r in records),
-        "mean_share_of_bytes": mean(r["sync/bytes"] for r in records) / whole,
+        "mean_share_of_bytes": mean(r["sync/bytes"] for r in records) / full_bytes,
         "mean_share_of_elements": mean(r["sync/changed"] for r in records),
         "by_step": [{"bytes": r["sync/bytes"], "changed": r["sync/changed"]} for r in records],
     }

@@ -106,7 +106,7 @@ def main() -> None:
     out = args.out or (None if args.smoke else Path(__file__).parent / f"results/device_check_{gpu}.json")
     if out is not None:
         out.write_text(json.dumps(report, indent=2) + "\n")
-    sys.exit(any(not found.get("right", True) for found in report["results"].values()) or "failed" in report)
+    sys.exit(any(not value.get("right", True) for value in report["results"].values()) or "failed" in report)
 
 
 def attempt(report: dict[str, Any], name: str, check: Callable[[], dict[str, Any]]) -> None:
@@ -125,15 +125,15 @@ def machine() -> dict[str, str]:
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"device": "cpu", "python": platform.python_version()}
+    versions = {"device": "cpu", "python": platform.python_version()}
     if torch.cuda.is_available():
-        found |= {"device": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+        versions |= {"device": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
     for package in ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "triton"):
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "missing"
-    return found
+            versions[package] = "missing"
+    return versions
 
 
 def no_fp8() -> str:
@@ -151,34 +151,34 @@ def no_fp8() -> str:
 
 def layers() -> dict[str, Any]:
     """Compare log-probs and gradients of one pack: here, and with local layers in a process without a GPU."""
-    found: dict[str, Any] = {"right": True}
+    result: dict[str, Any] = {"right": True}
     with tempfile.TemporaryDirectory() as directory:
-        place = Path(directory)
-        save_model(place, {**SHAPES["qwen2.5-1.5b"], **TINY, "tie_word_embeddings": False})
+        folder = Path(directory)
+        save_model(folder, {**SHAPES["qwen2.5-1.5b"], **TINY, "tie_word_embeddings": False})
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        subprocess.run([sys.executable, __file__, "--local", str(place)], check=True, env=environment)
-        local = torch.load(place / "local.pt")
+        subprocess.run([sys.executable, __file__, "--local", str(folder)], check=True, env=environment)
+        local = torch.load(folder / "local.pt")
         # On a GPU, Transformer Engine multiplies float32 matrices in TF32: 3 bits more than bfloat16.
         limits = {"float32": 4e-3, "bfloat16": 3e-2} if torch.cuda.is_available() else {"float32": 1e-6}
         variants = {dtype: (dtype, False, limit) for dtype, limit in limits.items()}
         dtype, limit = list(limits.items())[-1]
         variants[f"{dtype}, shared prompts"] = (dtype, True, 10 * limit if dtype == "float32" else limit)
         for name, (dtype, share_prompts, limit) in variants.items():
-            one_pack(place, dtype, place / "here.pt", share_prompts)
-            here = torch.load(place / "here.pt")
+            one_pack(folder, dtype, folder / "here.pt", share_prompts)
+            here = torch.load(folder / "here.pt")
             clean_up()
             errors = {"logp": float((here["logp_r"] - local["logp_r"]).abs().max())}
             errors["gradient"] = max(
                 float((here["gradients"][n] - g).norm() / g.norm()) for n, g in local["gradients"].items()
             )
-            found[name] = errors
-            found["right"] = found["right"] and max(errors.values()) < limit
-    return found
+            result[name] = errors
+            result["right"] = result["right"] and max(errors.values()) < limit
+    return result
 
 
-def one_pack(place: Path, dtype: str, out: Path, share_prompts: bool = False) -> None:
+def one_pack(folder: Path, dtype: str, out: Path, share_prompts: bool = False) -> None:
     """Write log-probs of made-up rows and the gradients, under Hugging Face names, of their weighted sum."""
-    policy = policy_of(place, dtype, max_tokens=4096, share_prompts=share_prompts)
+    policy = policy_of(folder, dtype, max_tokens=4096, share_prompts=share_prompts)
     rows = made_rows(groups=3, k=3, prompt=7, response=20, vocab=TINY["vocab_size"], ragged=True)
     gradients: dict[str, Any] = {}
     apply = policy.optimizer.apply
@@ -195,8 +195,8 @@ def one_pack(place: Path, dtype: str, out: Path, share_prompts: bool = False) ->
         return apply()
 
     policy.optimizer.apply = take  # type: ignore[method-assign]
-    found = policy.update(rows, at_step_start=True, keep_logp=True)
-    torch.save({"logp_r": found.logp_r, "gradients": gradients}, out)
+    outcome = policy.update(rows, at_step_start=True, keep_logp=True)
+    torch.save({"logp_r": outcome.logp_r, "gradients": gradients}, out)
 
 
 def train(shape: dict[str, Any], smoke: bool, fp8: str | None = None) -> dict[str, Any]:
@@ -263,8 +263,8 @@ def train(shape: dict[str, Any], smoke: bool, fp8: str | None = None) -> dict[st
 
 def print_table(report: dict[str, Any]) -> None:
     rows: list[tuple[str, str]] = [(name, value) for name, value in report["machine"].items()]
-    for name, found in report["results"].items():
-        for key, value in flat(found):
+    for name, result in report["results"].items():
+        for key, value in flat(result):
             shown = f"{value:.4g}" if isinstance(value, float) else str(value)
             rows.append((f"{name}: {key}", shown))
     rows += [(f"missing: {name}", reason) for name, reason in report["missing"].items()]
@@ -276,9 +276,9 @@ def print_table(report: dict[str, Any]) -> None:
         print(f"{name:<{width}}  {value}")
 
 
-def flat(found: dict[str, Any], before: str = "") -> list[tuple[str, Any]]:
+def flat(values: dict[str, Any], before: str = "") -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = []
-    for name, value in found.items():
+    for name, value in values.items():
         rows += flat(value, f"{before}{name} ") if isinstance(value, dict) else [(f"{before}{name}", value)]
     return rows
 

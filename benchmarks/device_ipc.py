@@ -39,8 +39,8 @@ class Loaded(nn.Module):
 def checksum(tensor: Tensor) -> int:
     """Return a checksum of the tensor's bytes and their places."""
     flat = tensor.contiguous().view(-1).view(torch.uint8).long()
-    place = torch.arange(len(flat), device=flat.device) % 8191 + 1
-    return int((flat * place).sum())
+    position = torch.arange(len(flat), device=flat.device) % 8191 + 1
+    return int((flat * position).sum())
 
 
 def check(smoke: bool) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def check(smoke: bool) -> dict[str, Any]:
         halves.rest()
         del bucket
         torch.cuda.ipc_collect()
-        held = torch.cuda.memory_allocated() - free
+        leaked = torch.cuda.memory_allocated() - free
         child.stdin.close()
         child.wait(60)
     finally:
@@ -73,9 +73,9 @@ def check(smoke: bool) -> dict[str, Any]:
     wanted = {name: checksum(tensor) for name, tensor in tensors.items()}
     total = sum(tensor.nbytes for tensor in tensors.values())
     return {
-        "right": answer == wanted and held == 0 and child.returncode == 0,
+        "right": answer == wanted and leaked == 0 and child.returncode == 0,
         "gb_per_s": total / seconds / 1e9,
-        "bytes_held_afterwards": held,
+        "bytes_held_afterwards": leaked,
     }
 
 
@@ -104,9 +104,9 @@ def main() -> None:
     elif not torch.cuda.is_available():
         print(NO_GPU)
     else:
-        found = check(smoke=False)
-        print(json.dumps(found, indent=2))
-        sys.exit(not found["right"])
+        result = check(smoke=False)
+        print(json.dumps(result, indent=2))
+        sys.exit(not result["right"])
 
 
 if __name__ == "__main__":

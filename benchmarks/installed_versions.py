@@ -107,8 +107,8 @@ def failures(python: Path, modules: Sequence[str], driver: Path) -> dict[str, st
     )
     if done.returncode:
         raise RuntimeError(f"the imports ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    failed: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return failed
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def main() -> None:
     rounds: list[dict[str, dict[str, Any]]] = []
     for i in range(args.rounds):
         rounds.append({head: run_in_process(head, sys.argv[1:]) for head in CPU_HEADS})
-        if missing := [found["missing"] for found in rounds[-1].values() if "missing" in found]:
+        if missing := [result["missing"] for result in rounds[-1].values() if "missing" in result]:
             sys.exit(missing[0])
         shown = ", ".join(f"{head} {rounds[-1][head]['wall_s']:.1f} s" for head in CPU_HEADS)
         print(f"round {i + 1}/{args.rounds}: {shown}", file=sys.stderr, flush=True)
@@ -116,9 +116,9 @@ def parse() -> argparse.Namespace:
 
 def shapes(args: argparse.Namespace) -> list[tuple[int, int, int]]:
     """Return (tokens, hidden, vocab) of every comparison."""
-    given = (args.tokens, args.hidden, args.vocab)
-    if args.device == "cpu" or any(given):
-        tokens, hidden, vocab = (mine or usual for mine, usual in zip(given, CPU_SHAPE, strict=True))
+    sizes = (args.tokens, args.hidden, args.vocab)
+    if args.device == "cpu" or any(sizes):
+        tokens, hidden, vocab = (size or usual for size, usual in zip(sizes, CPU_SHAPE, strict=True))
         return [(tokens, hidden, vocab)]
     return [(t, h, v) for t, (h, v) in product(GPU_TOKENS, GPU_MODELS.values())]
 
@@ -149,9 +149,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     loss = head(args.head, args.stash_mib << 20, limit)
     if args.device == "cpu":
         return measure_cpu(lambda: loss(x, w, labels_t, g_t), x, w)
-    found = measure_cuda(lambda: loss(x, w, labels_t, g_t), args.rounds, x, w)
+    cost = measure_cuda(lambda: loss(x, w, labels_t, g_t), args.rounds, x, w)
     few = slice(0, ERROR_TOKENS)
-    return found | errors(loss, x[few], w, labels_t[few], g_t[few])
+    return cost | errors(loss, x[few], w, labels_t[few], g_t[few])
 
 
 def measure_cpu(loss: Loss, *inputs: Tensor) -> dict[str, float]:
@@ -191,15 +191,15 @@ def measure_cuda(loss: Loss, rounds: int, *inputs: Tensor) -> dict[str, float]:
 def seconds_on_gpu(work: Callable[[], Any], rounds: int) -> float:
     import torch
 
-    found = []
+    seconds = []
     for _ in range(rounds):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         work()
         end.record()
         torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end) / 1e3)
-    return median(found)
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    return median(seconds)
 
 
 def measure_rates(x: Tensor, w: Tensor) -> dict[str, float]:
@@ -231,12 +231,12 @@ def errors(loss: Loss, x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor) -> d
     import torch
     from torch.nn.functional import cross_entropy
 
-    found = loss(x, w, labels_t, g_t)
-    gradients = torch.autograd.grad(found, (x, w))
+    value = loss(x, w, labels_t, g_t)
+    gradients = torch.autograd.grad(value, (x, w))
     exact_x, exact_w = (t.detach().double().requires_grad_() for t in (x, w))
     exact = -(g_t.double() * cross_entropy(exact_x @ exact_w.T, labels_t, reduction="none")).sum()
     wanted = (exact.detach(), *torch.autograd.grad(exact, (exact_x, exact_w)))
-    pairs = zip(("loss", "dx", "dw"), (found.detach(), *gradients), wanted, strict=True)
+    pairs = zip(("loss", "dx", "dw"), (value.detach(), *gradients), wanted, strict=True)
     return {
         f"error_{name}": float((got.double() - want).abs().max() / want.abs().max())
         for name, got, want in pairs
@@ -264,13 +264,13 @@ def compare_on_gpu(args: argparse.Namespace, shape: Sequence[str]) -> dict[str, 
     rates = run_in_process("rates", arguments)
     heads = {}
     for head in GPU_HEADS:
-        found = heads[head] = run_in_process(head, arguments)
-        if "missing" not in found:
-            found["useful_tflops"] = 6 * tokens * hidden * vocab / found["wall_s"] / 1e12
+        result = heads[head] = run_in_process(head, arguments)
+        if "missing" not in result:
+            result["useful_tflops"] = 6 * tokens * hidden * vocab / result["wall_s"] / 1e12
             if "missing" not in rates:
-                found["of_gemm"] = found["useful_tflops"] / rates["gemm_tflops"]
-        print(f"T={tokens} H={hidden} V={vocab} {head}: {found}", file=sys.stderr, flush=True)
-    measured = {head: found["wall_s"] for head, found in heads.items() if "missing" not in found}
+                result["of_gemm"] = result["useful_tflops"] / rates["gemm_tflops"]
+        print(f"T={tokens} H={hidden} V={vocab} {head}: {result}", file=sys.stderr, flush=True)
+    measured = {head: result["wall_s"] for head, result in heads.items() if "missing" not in result}
     peers = [measured[head] for head in PEERS if head in measured]
     for head in (head for head in OURS if head in measured):
         heads[head]["times_best_peer"] = min(peers) / measured[head] if peers else None
@@ -282,8 +282,8 @@ def print_gpu_table(shape: dict[str, Any]) -> None:
     print(f"T={shape['tokens']} H={shape['hidden']} V={shape['vocab']}; device: {shape['rates']}")
     columns = ("wall_s", "useful_tflops", "of_gemm", "extra_mb", "error_loss", "error_dx", "error_dw")
     print(f"{'':16}" + "".join(f"{name:>15}" for name in columns))
-    for head, found in shape["heads"].items():
-        shown = found.get("missing") or "".join(f"{found.get(name, float('nan')):>15.4g}" for name in columns)
+    for head, cost in shape["heads"].items():
+        shown = cost.get("missing") or "".join(f"{cost.get(name, float('nan')):>15.4g}" for name in columns)
         print(f"{head:16}{shown}")
 
 

@@ -124,8 +124,8 @@ def begin(out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(head) + "\n")
         return
-    found = json.loads(out.read_text().split("\n", 1)[0])
-    if changed := [key for key in head if key != "machine" and found.get(key) != head[key]]:
+    old_head = json.loads(out.read_text().split("\n", 1)[0])
+    if changed := [key for key in head if key != "machine" and old_head.get(key) != head[key]]:
         sys.exit(f"{out} was measured with other {', '.join(changed)}: give --out a new file, or remove it")
 
 
@@ -205,7 +205,7 @@ def run(correction: str, scenario: str, seed: int) -> dict[str, Any]:
         "data": config["data"] | held_out,
         "algorithm": "gvpo",
     }
-    found = evaluate(as_config(graded), resume=False)
+    metrics = evaluate(as_config(graded), resume=False)
     means = {
         name: statistics.fmean(values)
         for name in WATCHED
@@ -215,7 +215,7 @@ def run(correction: str, scenario: str, seed: int) -> dict[str, Any]:
         "correction": correction,
         "scenario": scenario,
         "seed": seed,
-        "pass_at_1": found["eval/pass@1"],
+        "pass_at_1": metrics["eval/pass@1"],
         "reward_by_step": [round(record["reward/mean"], 3) for record in records],
         "mean_over_steps": means,
         "seconds": time.perf_counter() - start,
@@ -240,11 +240,12 @@ def fp8(name: str, tensor: Tensor) -> Tensor:
 
 def engine(config: Any, task: Any, policy: Any, *, rounded: Any = None, stale: int = 0) -> Any:
     """The embedded engine with weights that are rounded, or older by `stale` pushes."""
+    from megatron_gvpo.huggingface.card import ModelCards
     from megatron_gvpo.sampling.embedded import EmbeddedEngine
 
     class OffPolicyEngine(EmbeddedEngine):
         def __init__(self) -> None:
-            super().__init__(config, task, policy)
+            super().__init__(config, ModelCards(config), task, policy)
             self._pushes: deque[list[tuple[str, Tensor]]] = deque(maxlen=stale + 1)
 
         def sync(self, version: int) -> None:
@@ -275,10 +276,10 @@ def engine_of_stale4(*parts: Any) -> Any:
     return engine(*parts, stale=STALE)
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(results: list[dict[str, Any]]) -> str:
     """Markdown: mean pass@1 in per cent, standard error and number of seeds, by correction and scenario."""
     cells: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for line in found:
+    for line in results:
         cells[line["correction"], line["scenario"]].append(100 * line["pass_at_1"])
     columns = [name for name in SCENARIOS if any(s == name for _, s in cells)]
     rows = [f"| correction | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]

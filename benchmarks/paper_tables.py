@@ -192,14 +192,14 @@ def on_table(variant: Variant, seed: int) -> dict[str, float]:
 
 def on_model(variant: Variant, seed: int, args: argparse.Namespace) -> dict[str, float]:
     """Run the trainer once, from the warm start, which the first call trains."""
-    place: Path = args.work
-    task, warm = place / "task", place / f"sft-{args.sft_steps}"
+    folder: Path = args.work
+    task, warm = folder / "task", folder / f"sft-{args.sft_steps}"
     data = f"data.train.path={task}/data/train.jsonl"
     if not (warm / "hf").exists():
         command(str(QUICKSTART / "make_task.py"), "--out", str(task))
         sft = [f"model.path={task}/model", data, f"output_dir={warm}", f"train.steps={args.sft_steps}"]
         train("sft.yaml", *sft, f"optimizer.warmup_steps={min(20, args.sft_steps - 1)}")
-    out = place / f"run-{os.getpid()}"
+    out = folder / f"run-{os.getpid()}"
     settings = {
         "algorithm": variant.algorithm,
         "rollout.n": variant.n,
@@ -260,10 +260,10 @@ def verdict(better: list[float], worse: list[float]) -> str:
     return f"{word} ({a - b:+.3f}, {z:+.1f} standard errors)"
 
 
-def flatness(found: dict[str, list[float]]) -> str:
+def flatness(rewards_of: dict[str, list[float]]) -> str:
     """Judge if the rows are equally good, by the best and the worst, which also differ by chance."""
-    best, worst = (pick(found, key=lambda name: fmean(found[name])) for pick in (max, min))
-    (a, error_a), (b, error_b) = spread(found[best]), spread(found[worst])
+    best, worst = (pick(rewards_of, key=lambda name: fmean(rewards_of[name])) for pick in (max, min))
+    (a, error_a), (b, error_b) = spread(rewards_of[best]), spread(rewards_of[worst])
     z = (a - b) / math.hypot(error_a, error_b)
     if not math.isfinite(math.hypot(error_a, error_b)):
         return "one seed: nothing to say"
@@ -288,8 +288,8 @@ def report(done: dict[str, Any], args: argparse.Namespace) -> str:
             drawn = " responses drawn |" if task == "tabular" else ""
             lines += [f"## {table}, {task}", "", f"| | {what} at the end | seeds |{drawn}"]
             lines += ["|---|---|---|" + ("---|" if drawn else "")]
-            found = {name: rewards(done, task, table, name) for name in TABLES[table]}
-            for name, values in found.items():
+            by_name = {name: rewards(done, task, table, name) for name in TABLES[table]}
+            for name, values in by_name.items():
                 if values:
                     mean, error = spread(values)
                     shown = f"{mean:.3f}" + (f" ± {error:.3f}" if math.isfinite(error) else "")
@@ -297,14 +297,14 @@ def report(done: dict[str, Any], args: argparse.Namespace) -> str:
                     count = f" {fmean(counts):.0f} |" if counts else ""
                     lines.append(f"| {name} | {shown} | {len(values)} |{count}")
             wanted = args.tabular_seeds if task == "tabular" else args.seeds
-            missing = [f"{name} ({wanted - len(v)})" for name, v in found.items() if len(v) < wanted]
+            missing = [f"{name} ({wanted - len(v)})" for name, v in by_name.items() if len(v) < wanted]
             lines += ["", f"Not run yet, of {wanted} seeds each: {', '.join(missing)}."] if missing else []
             lines.append("")
             for better, worse in CLAIMS.get(table, []):
-                if found[better] and found[worse]:
-                    lines.append(f"- {better} above {worse}: {verdict(found[better], found[worse])}")
-            if table in FLAT and all(found.values()):
-                lines.append(f"- flat, says the figure: {flatness(found)}")
+                if by_name[better] and by_name[worse]:
+                    lines.append(f"- {better} above {worse}: {verdict(by_name[better], by_name[worse])}")
+            if table in FLAT and all(by_name.values()):
+                lines.append(f"- flat, says the figure: {flatness(by_name)}")
             lines.append("")
     lines.insert(4, in_short(lines) + "\n")
     return "\n".join(lines)
@@ -323,12 +323,12 @@ def plot(done: dict[str, Any], args: argparse.Namespace) -> None:
             1, len(args.tables), figsize=(4 * len(args.tables), 3.2), squeeze=False
         )
         for axis, table in zip(axes[0], args.tables, strict=True):
-            found = {name: rewards(done, task, table, name) for name in TABLES[table]}
-            found = {name: values for name, values in found.items() if values}
-            spreads = [spread(values) for values in found.values()]
+            by_name = {name: rewards(done, task, table, name) for name in TABLES[table]}
+            by_name = {name: values for name, values in by_name.items() if values}
+            spreads = [spread(values) for values in by_name.values()]
             errors = [error if math.isfinite(error) else 0.0 for _, error in spreads]
-            axis.errorbar(range(len(found)), [mean for mean, _ in spreads], errors, fmt="o", capsize=3)
-            axis.set_xticks(range(len(found)), list(found), rotation=30, ha="right", fontsize=7)
+            axis.errorbar(range(len(by_name)), [mean for mean, _ in spreads], errors, fmt="o", capsize=3)
+            axis.set_xticks(range(len(by_name)), list(by_name), rotation=30, ha="right", fontsize=7)
             axis.set_title(table, fontsize=8)
         figure.tight_layout()
         figure.savefig(args.out / f"{task}.png", dpi=150)

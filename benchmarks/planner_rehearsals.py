@@ -22,11 +22,11 @@ from typing import Any
 
 from lib.planner.rehearsed_rows import DELTA_ROWS, OTHERS, ROWS, Row
 
+from megatron_gvpo.planner.prediction import predict
 from megatron_gvpo.rehearsal import made_model
 from megatron_gvpo.rehearsal.nullcuda.devices import DEVICES, GIB
-from megatron_gvpo.rehearsal.prediction import predict
 from megatron_gvpo.rehearsal.process import environment_of_ranks, run_jobs
-from megatron_gvpo.rehearsal.rank import Job
+from megatron_gvpo.rehearsal.rank import RankJob
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import load_config
 
@@ -43,7 +43,7 @@ optimizer: {lr: 1.0e-6}
 """
 
 
-def job_of(row: Row, folder: Path) -> Job:
+def job_of(row: Row, folder: Path) -> RankJob:
     """Write the row's model and configuration into a new folder, and return what a process rehearses."""
     directory = folder / "model"
     directory.mkdir(parents=True)
@@ -54,7 +54,7 @@ def job_of(row: Row, folder: Path) -> Job:
     file = folder / "config.yaml"
     file.write_text(CONFIG)
     keys = [*row.keys, f"model.path={directory}", f"train.max_tokens_per_micro_batch={row.tokens}"]
-    return Job([str(file)], keys, row.rank, row.world, made=[str(directory)], until="second update")
+    return RankJob([str(file)], keys, row.rank, row.world, made=[str(directory)], until="second update")
 
 
 def _config_of(row: Row) -> dict[str, Any]:
@@ -81,7 +81,8 @@ def _processor(tower: dict[str, Any]) -> dict[str, Any]:
 
 def predicted(row: Row, folder: Path) -> dict[str, float]:
     """GiB by part as the planner has them; `peak` is their sum without the planner's runtime."""
-    parts = predict(configuration(row, folder), row.world, row.rank * pipeline(row) // row.world)
+    stage = row.rank * pipeline(row) // row.world
+    parts = predict(configuration(row, folder), row.world, stage=stage)
     assert parts is not None, row.name
     parts["peak"] = parts["total"] - parts["runtime"]
     return {name: round(parts[name], 3) for name in ("weights", "gradients", "optimizer", "peak")}

@@ -83,17 +83,17 @@ def run(setting: str, seed: int, overrides: list[str]) -> dict[str, Any]:
 
 def summarise(runs: list[dict[str, Any]], setting: str) -> dict[str, Any]:
     """Summarise the runs of one setting over the seeds."""
-    mine = [r for r in runs if r["reference_logprobs"] == setting]
-    after = [r["pass_at_1_after"] for r in mine]
+    chosen = [r for r in runs if r["reference_logprobs"] == setting]
+    after = [r["pass_at_1_after"] for r in chosen]
     seconds = (
-        {phase: statistics.fmean(r["seconds"][phase] for r in mine) for phase in mine[0]["seconds"]}
-        if mine
+        {phase: statistics.fmean(r["seconds"][phase] for r in chosen) for phase in chosen[0]["seconds"]}
+        if chosen
         else {}
     )
     return {
-        "seeds": len(mine),
+        "seeds": len(chosen),
         "pass_at_1_after": {"mean": statistics.fmean(after), "min": min(after), "max": max(after)}
-        if mine
+        if chosen
         else None,
         "seconds": seconds,
     }

@@ -38,9 +38,9 @@ def main() -> None:
     parser.add_argument("--file", type=Path, help="open this report instead of making one")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        found = measure(args.file.resolve() if args.file else made(Path(directory)), Path(directory))
-    args.out.write_text(json.dumps(found, indent=2) + "\n")
-    print(json.dumps(found, indent=2))
+        result = measure(args.file.resolve() if args.file else made(Path(directory)), Path(directory))
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
 
 
 def made(directory: Path) -> Path:

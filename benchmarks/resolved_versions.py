@@ -38,7 +38,7 @@ def main() -> int:
     images = {"trainer": pins((ROOT / "locks" / "gpu.txt").read_text())}
     images |= {engine: resolved(engine) for engine in ("sglang", "vllm")}
     old = json.loads(out.read_text()) if out.exists() else {"images": {}}
-    found = {
+    page = {
         "date": datetime.now(UTC).date().isoformat(),
         "python": PYTHON_REFERENCE,
         "platform": PLATFORM,
@@ -47,7 +47,7 @@ def main() -> int:
         # what benchmarks/installed_versions.py added, as long as it installed these versions
         "installed": {n: o for n, o in old.get("installed", {}).items() if old["images"][n] == images[n]},
     }
-    out.write_text(json.dumps(found, indent=1) + "\n")
+    out.write_text(json.dumps(page, indent=1) + "\n")
     wrong = problems(images)
     print(*wrong or [f"{out.name}: the packages of {', '.join(images)} fit together"], sep="\n")
     return bool(wrong)
@@ -80,27 +80,27 @@ def pins(text: str) -> dict[str, str]:
 
 def problems(images: dict[str, dict[str, str]]) -> list[str]:
     """The reasons why trainer and servers cannot work together with these packages, a line each."""
-    found = []
+    lines = []
     for image, packages in images.items():
-        asked = packages["nvidia-nccl-cu13"]
-        if Version(asked) > Version(REFERENCE["nccl"]):
-            found.append(f"{image}: its torch needs NCCL {asked}; versions.txt has {REFERENCE['nccl']}")
+        wanted = packages["nvidia-nccl-cu13"]
+        if Version(wanted) > Version(REFERENCE["nccl"]):
+            lines.append(f"{image}: its torch needs NCCL {wanted}; versions.txt has {REFERENCE['nccl']}")
         if Version(packages["cuda-toolkit"]) != Version(REFERENCE["cuda-toolkit"]):
             cuda = packages["cuda-toolkit"]
-            found.append(
+            lines.append(
                 f"{image}: its torch needs CUDA {cuda}; versions.txt has {REFERENCE['cuda-toolkit']}"
             )
         python = packages.get("cuda-python")
         if python is not None and Version(python).major != Version(REFERENCE["cuda-toolkit"]).major:
-            found.append(f"{image}: cuda-python {python} is for another CUDA than its torch")
+            lines.append(f"{image}: cuda-python {python} is for another CUDA than its torch")
         for package in ("transformers", image):
             if package in REFERENCE and packages[package] != REFERENCE[package]:
-                found.append(f"{image}: {package} {packages[package]}; versions.txt has {REFERENCE[package]}")
+                lines.append(f"{image}: {package} {packages[package]}; versions.txt has {REFERENCE[package]}")
         wrong_cuda = sorted(
             name for name in packages if re.fullmatch(r"nvidia-(nccl|cudnn|nvshmem)-cu1[0-2]", name)
         )
-        found += [f"{image}: {name} is for another CUDA" for name in wrong_cuda]
-    return found
+        lines += [f"{image}: {name} is for another CUDA" for name in wrong_cuda]
+    return lines
 
 
 if __name__ == "__main__":

@@ -43,9 +43,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        place = Path(directory)
-        tiny_run.make(place / "task")
-        results = run_all(args, place)
+        folder = Path(directory)
+        tiny_run.make(folder / "task")
+        results = run_all(args, folder)
     passed = sum(result["passed"] for result in results)
     print(f"{passed} of {len(results)} schedules passed")
     if args.out:
@@ -60,23 +60,23 @@ def main() -> int:
     return 0 if passed == len(results) else 1
 
 
-def run_all(args: argparse.Namespace, place: Path) -> list[dict[str, Any]]:
+def run_all(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     overrides = (
         "rollout.servers.count=2",
         "rollout.servers.restarts=1000",
         "rollout.servers.hang_timeout=60",
     )
     results = []
-    with running(args.engine, place / "task", place / "servers", *overrides) as supervisor:
+    with running(args.engine, folder / "task", folder / "servers", *overrides) as supervisor:
         for seed in range(args.seed, args.seed + args.schedules):
             names, faults = schedule(seed, supervisor)
             result: dict[str, Any] = {"seed": seed, "faults": names, "passed": True}
             begin = time.perf_counter()
             try:
                 urls = [process.url for process in supervisor.processes]
-                out = place / f"run-{seed}"
+                out = folder / f"run-{seed}"
                 trainer, saboteur = faulty_run(
-                    args.engine, place / "task", out, urls, faults, f"train.steps={STEPS}"
+                    args.engine, folder / "task", out, urls, faults, f"train.steps={STEPS}"
                 )
                 check(trainer, saboteur, tiny_run.records(out))
                 result["struck"] = saboteur.done

@@ -46,9 +46,9 @@ def main() -> None:
             command = [sys.executable, __file__, "--one-round", file.name, "--steps", str(args.steps)]
             load = os.getloadavg()[0]
             subprocess.run(command, check=True)
-            found = json.loads(Path(file.name).read_text()) | {"load_before": load}
-        rounds.append(found)
-        print(f"round {i + 1}: {json.dumps(found)}", flush=True)
+            result = json.loads(Path(file.name).read_text()) | {"load_before": load}
+        rounds.append(result)
+        print(f"round {i + 1}: {json.dumps(result)}", flush=True)
     report = {
         "date": time.strftime("%Y-%m-%d"),
         "cpu": platform.machine(),

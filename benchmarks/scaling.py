@@ -156,7 +156,7 @@ def submit(args: argparse.Namespace, point: Point, command: Sequence[str]) -> No
     from megatron_gvpo.core.errors import ConfigError
     from megatron_gvpo.settings.load import load_config
 
-    given = [w for w in command if w.endswith((".yaml", ".yml")) or ("=" in w and w[0] != "{")]
+    words = [w for w in command if w.endswith((".yaml", ".yml")) or ("=" in w and w[0] != "{")]
     job = Job(
         nodes=point.ranks // args.ranks_per_node,
         ranks_per_node=args.ranks_per_node,
@@ -165,7 +165,7 @@ def submit(args: argparse.Namespace, point: Point, command: Sequence[str]) -> No
         how="--overwrite",
     )
     try:
-        config = load_config([w for w in given if "=" not in w], [w for w in given if "=" in w])
+        config = load_config([w for w in words if "=" not in w], [w for w in words if "=" in w])
         check(config, job)
         script = slurm.write(config, slurm.render(config, command, job, program=str(WORKER)))
         print(script if args.dry_run else f"{point.name}: job {slurm.submit(script)}", flush=True)

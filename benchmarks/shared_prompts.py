@@ -45,15 +45,15 @@ def main() -> None:
         "cases": {},
     }
     for name, (prompt, response, k, scale) in CASES.items():
-        found: dict[str, Any] = {MODEL: predicted(MODEL, prompt, response, k)}
-        found |= {"lengths_divided_by": scale} | measured(prompt // scale, response // scale, k, args)
-        report["cases"][name] = found
-        left = {key: value["ratio"] for key, value in found[MODEL].items()}
-        print(f"{name}: predicted for {MODEL}, of whole sequences': {left}")
+        case: dict[str, Any] = {MODEL: predicted(MODEL, prompt, response, k)}
+        case |= {"lengths_divided_by": scale} | measured(prompt // scale, response // scale, k, args)
+        report["cases"][name] = case
+        ratios = {key: value["ratio"] for key, value in case[MODEL].items()}
+        print(f"{name}: predicted for {MODEL}, of whole sequences': {ratios}")
         print(
-            f"  on this CPU, lengths / {scale}: CPU seconds {found['cpu_s']['ratio']:.2f}, activations "
-            f"{found['activation_mib']['ratio']:.2f}; the planner says "
-            f"{found['predicted']['flops']['ratio']:.2f} and {found['predicted']['tokens']['ratio']:.2f}"
+            f"  on this CPU, lengths / {scale}: CPU seconds {case['cpu_s']['ratio']:.2f}, activations "
+            f"{case['activation_mib']['ratio']:.2f}; the planner says "
+            f"{case['predicted']['flops']['ratio']:.2f} and {case['predicted']['tokens']['ratio']:.2f}"
         )
     args.out.write_text(json.dumps(report, indent=2) + "\n")
 
@@ -61,9 +61,9 @@ def main() -> None:
 def predicted(model: str, prompt: int, response: int, k: int) -> dict[str, dict[str, float]]:
     """Return the planner's costs of one group of k responses of this length."""
     exact = Lengths(response - 1e-3, response - 1e-4, response)
-    found = sharing(architecture.load(model), Workload(1, k, prompt, exact))
-    assert found is not None
-    return found.to_dict()
+    shared = sharing(architecture.load(model), Workload(1, k, prompt, exact))
+    assert shared is not None
+    return shared.to_dict()
 
 
 def measured(prompt: int, response: int, k: int, args: argparse.Namespace) -> dict[str, Any]:

@@ -96,17 +96,17 @@ def measure(name: str, args: argparse.Namespace, trl_python: Path) -> dict[str, 
         make_material(Path(directory), case.vocab)
         with (
             Side("trl", trl_python, name, directory, args) as trl,
-            Side("ours", Path(sys.executable), name, directory, args) as ours,
+            Side("ours", Path(sys.executable), name, directory, args) as own,
         ):
             for _ in range(args.warm_up):
-                trl.step(), ours.step()
+                trl.step(), own.step()
             rounds = []
             for i in range(args.rounds):
-                rounds.append((trl.step(), ours.step()))
+                rounds.append((trl.step(), own.step()))
                 shown = " and ".join(f"{side['wall_s']:.1f} s" for side in rounds[-1])
                 print(f"{name} {i + 1}/{args.rounds}: TRL and ours {shown}", file=sys.stderr, flush=True)
-            parts = [ours.step("parts")["seconds"] for _ in range(3)]
-            operators = ours.step("operators")["operators"]
+            parts = [own.step("parts")["seconds"] for _ in range(3)]
+            operators = own.step("operators")["operators"]
     return summarise(case, rounds, parts, operators)
 
 
@@ -179,14 +179,14 @@ def summarise(
     return {
         **case._asdict(),
         "trl_s": spread(trl["wall_s"] for trl, _ in rounds),
-        "ours_s": spread(ours["wall_s"] for _, ours in rounds),
+        "ours_s": spread(own["wall_s"] for _, own in rounds),
         "ratio": ratios(rounds, "wall_s"),
         "cpu_ratio": ratios(rounds, "cpu_s"),
         "grad_norm": rounds[-1][1]["grad_norm"],
         # Sampled responses differ between the sides, and so do their gradients.
         "grad_norm_difference": None
-        if case.whole
-        else max(abs(ours["grad_norm"] / trl["grad_norm"] - 1) for trl, ours in rounds),
+        if case.is_full_step
+        else max(abs(own["grad_norm"] / trl["grad_norm"] - 1) for trl, own in rounds),
         "ours_parts_s": {name: round(value, 3) for name, value in median_of.items()},
         "ours_operators": operators,
     }
@@ -195,7 +195,7 @@ def summarise(
 def ratios(rounds: list[tuple[dict, dict]], clock: str) -> dict[str, float]:
     fastest = [min(r[side][clock] for r in rounds) for side in (0, 1)]
     of_fastest = round(fastest[0] / fastest[1], 3)
-    return spread(trl[clock] / ours[clock] for trl, ours in rounds) | {"of_fastest": of_fastest}
+    return spread(trl[clock] / own[clock] for trl, own in rounds) | {"of_fastest": of_fastest}
 
 
 def ladder(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -215,10 +215,10 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def print_case(name: str, result: dict[str, Any]) -> None:
-    trl, ours, ratio = (result[key] for key in ("trl_s", "ours_s", "ratio"))
+    trl, own, ratio = (result[key] for key in ("trl_s", "ours_s", "ratio"))
     target = "" if result["target"] is None else f", target {result['target']}"
     print(
-        f"{name}: TRL {trl['median']:.2f} s, ours {ours['median']:.2f} s; ratio {ratio['median']:.2f} "
+        f"{name}: TRL {trl['median']:.2f} s, ours {own['median']:.2f} s; ratio {ratio['median']:.2f} "
         f"({ratio['min']:.2f} to {ratio['max']:.2f}{target}), "
         f"of the fastest {ratio['of_fastest']:.2f}; in CPU time {result['cpu_ratio']['median']:.2f}"
     )

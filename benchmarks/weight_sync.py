@@ -47,6 +47,7 @@ from lib.sync.ranks import measure_ranks
 from lib.sync.server import ROOT, cpu_seconds, device, engine_python, served, two_gpus
 from torch import Tensor
 
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.sampling.local_model import LocalModel
 from megatron_gvpo.servers.launch.start import DIALECTS
@@ -63,6 +64,7 @@ from megatron_gvpo.weights.publisher import Publisher
 from megatron_gvpo.weights.receivers import receiver_class
 from megatron_gvpo.weights.relay import ORDERS, Relays
 from megatron_gvpo.weights.shared import Shared
+from megatron_gvpo.weights.transport import PushSettings
 
 CPU = torch.device("cpu")
 TIMEOUT = 120.0  # seconds for one step of a push
@@ -149,9 +151,9 @@ def measure_model(
 
         yield measure("none", "in-process", push_in_process, weights, plain, args)
         del target
-    whole = [name for name in args.transports if name not in ("in-process", "adapter")]
+    full = [name for name in args.transports if name not in ("in-process", "adapter")]
     alone = [name for name in args.transports if name == "adapter"]
-    for name, transports in [(name, kind) for name in args.engines for kind in (whole, alone) if kind]:
+    for name, transports in [(name, kind) for name in args.engines for kind in (full, alone) if kind]:
         pushed = make_adapter(weights, args.rank) if transports is alone else weights
         with served(name, directory, args, args.rank if transports is alone else None) as server:
             for transport in transports:
@@ -221,7 +223,9 @@ class Pushing:
             self._timed = Timed(Disk(receiver, Path(config.output_dir) / "weights", TIMEOUT))
             where = CPU
         elif transport == "adapter":
-            self._timed = Timed(Adapter.create(config, receiver, CPU))
+            self._timed = Timed(
+                Adapter.create(PushSettings.of(config, ModelCard.read(config.model.path), CPU), receiver)
+            )
             where = CPU
         elif transport == "shared":
             memory = NodeMemory(f"megatron_gvpo-{os.getpid()}", where)
@@ -366,11 +370,11 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
     versions = {name: version(name) for name in ("torch", "transformers", "safetensors", "aiohttp")}
     for engine in args.engines:
         name = "vllm" if engine == "vllm" else "sglang"
-        asked = f"import importlib; print(importlib.import_module('{name}.version').__version__)"
-        found = subprocess.run(
-            [engine_python(engine, args), "-c", asked], capture_output=True, text=True
+        code = f"import importlib; print(importlib.import_module('{name}.version').__version__)"
+        lines = subprocess.run(
+            [engine_python(engine, args), "-c", code], capture_output=True, text=True
         ).stdout.split()
-        versions[engine] = found[-1] if found else "unknown"
+        versions[engine] = lines[-1] if lines else "unknown"
     return {
         "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.machine(),
         "cores": os.cpu_count(),

@@ -26,7 +26,7 @@ from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rewards.judge import as_text
 
 log = logging.getLogger(__name__)
-_LINE = 300  # characters that an error message shows of an answer
+_LINE = 300  # characters of an answer in an error message
 
 
 class ApiModelError(RuntimeError):
@@ -60,14 +60,14 @@ def chat(
         }
         options = {"model": model, "n": n, "temperature": temperature, "max_tokens": max_tokens}
         what = f"{url}: prompt {group.prompt.id}"
-        found = _texts(url, what, filled(template, fields), options, timeout, api_key_env, plain)
-        return [text if whole else None for text, whole in found]
+        answers = _texts(url, what, filled(template, fields), options, timeout, api_key_env, plain)
+        return [text if is_complete else None for text, is_complete in answers]
 
     with ThreadPoolExecutor(parallel) as pool:
         texts = list(pool.map(ask, groups))
-    if cut := sum(text is None for mine in texts for text in mine):
-        said = "%s: %d of %d responses were cut off at max_tokens=%d, and are left out"
-        log.warning(hide(said % (url, cut, n * len(groups), max_tokens)))
+    if cut := sum(text is None for texts_of_group in texts for text in texts_of_group):
+        warning = "%s: %d of %d responses were cut off at max_tokens=%d, and are left out"
+        log.warning(hide(warning % (url, cut, n * len(groups), max_tokens)))
     return texts
 
 
@@ -89,9 +89,9 @@ def prefers(
     What it thinks before `</think>` does not count, and of an answer that was cut off only how it begins.
     """
     text = filled(template, {"prompt": _problem(prompt, key), "a": a.text, "b": b.text})
-    said, whole = _verdict(url, prompt, text, model, max_tokens, timeout, api_key_env, plain)
-    said = said.rpartition("</think>")[2]
-    letter = re.search(r"\b([AB])\b", said) if whole else re.match(r"[\W_]*([AB])\b", said)
+    verdict, is_complete = _verdict(url, prompt, text, model, max_tokens, timeout, api_key_env, plain)
+    verdict = verdict.rpartition("</think>")[2]
+    letter = re.search(r"\b([AB])\b", verdict) if is_complete else re.match(r"[\W_]*([AB])\b", verdict)
     return 0.5 if letter is None else float(letter[1] == "A")
 
 
@@ -102,11 +102,11 @@ def repeat_best(groups: Sequence[Group], n: int) -> list[list[str]]:
 
 def _problem(prompt: Prompt, key: str) -> str:
     """The problem as the data have it: a text, or a chat. Raises ApiModelError."""
-    found = prompt.record.get(key)
-    if found is None:
+    problem = prompt.record.get(key)
+    if problem is None:
         fields = ", ".join(prompt.record)
         raise ApiModelError(f"prompt {prompt.id}: no field {key!r} (option key); fields there: {fields}")
-    return as_text(found) if isinstance(found, list) else str(found)
+    return as_text(problem) if isinstance(problem, list) else str(problem)
 
 
 def _verdict(
@@ -121,8 +121,8 @@ def _verdict(
 ) -> tuple[str, bool]:
     """The one greedy answer, with False if it was cut off."""
     options = {"model": model, "n": 1, "temperature": 0.0, "max_tokens": max_tokens}
-    [found] = _texts(url, f"{url}: prompt {prompt.id}", text, options, timeout, api_key_env, plain)
-    return found
+    [answer] = _texts(url, f"{url}: prompt {prompt.id}", text, options, timeout, api_key_env, plain)
+    return answer
 
 
 def _texts(
@@ -135,20 +135,20 @@ def _texts(
     plain: bool,
 ) -> list[tuple[str, bool]]:
     """options["n"] texts of the model, each with False if it was cut off. Raises ApiModelError."""
-    asked = {"prompt": text} if plain else {"messages": [{"role": "user", "content": text}]}
-    place = f"{url.rstrip('/')}/{'completions' if plain else 'chat/completions'}"
+    request = {"prompt": text} if plain else {"messages": [{"role": "user", "content": text}]}
+    endpoint = f"{url.rstrip('/')}/{'completions' if plain else 'chat/completions'}"
     try:
         key = None if api_key_env is None else read_variable(api_key_env, "api_key_env")
-        choices = post_json(place, {**options, **asked}, timeout, key)["choices"]
+        choices = post_json(endpoint, {**options, **request}, timeout, key)["choices"]
         texts = [choice["text"] if plain else choice["message"]["content"] for choice in choices]
-        whole = [choice.get("finish_reason") != "length" for choice in choices]
+        is_complete = [choice.get("finish_reason") != "length" for choice in choices]
     except json.JSONDecodeError as error:
-        said = " ".join(error.doc[:_LINE].split()) or "(nothing)"
-        raise ApiModelError(hide(f"{what}: no JSON: {said}")) from None
+        body = " ".join(error.doc[:_LINE].split()) or "(nothing)"
+        raise ApiModelError(hide(f"{what}: no JSON: {body}")) from None
     except (OSError, HTTPException, RecursionError, ValueError, LookupError, TypeError) as error:
         raise ApiModelError(hide(f"{what}: {type(error).__name__}: {error}")) from None
     if len(texts) != options["n"]:
         raise ApiModelError(hide(f"{what}: {len(texts)} responses, and {options['n']} were asked for"))
     if not all(isinstance(text, str) for text in texts):
         raise ApiModelError(hide(f"{what}: a response without text, as of a model that refuses"))
-    return list(zip(texts, whole, strict=True))
+    return list(zip(texts, is_complete, strict=True))

@@ -42,7 +42,7 @@ class Chat(NamedTuple):
     messages: tuple[dict[str, Any], ...]
 
     @property
-    def given(self) -> list[int]:
+    def observation_tokens(self) -> list[int]:
         """The tokens that are not the solution's own."""
         return [token for turn in self.turns for token in turn.given]
 
@@ -57,15 +57,15 @@ class Prompt:
     answer: str | None = None
     demonstration: tuple[int, ...] | None = None  # a solution's token ids, end token included
     record: Mapping[str, Any] = field(default_factory=dict)  # the raw data record, for user rewards
-    responses: tuple[Scored, ...] = ()  # for `sampler: file`
+    responses: tuple[Scored, ...] = ()  # read by `sampler: file`
     images: tuple[Image, ...] = ()  # `token_ids` have `Image.tokens` placeholders for each, in this order
-    demonstration_chat: Chat | None = None  # where the solution has several turns
+    demonstration_chat: Chat | None = None  # set for a solution of several turns
 
     @property
     def demonstration_length(self) -> int:
         """Tokens of the solution, with what was given between its turns."""
         chat = self.demonstration_chat
-        return len(self.demonstration or ()) + (len(chat.given) if chat is not None else 0)
+        return len(self.demonstration or ()) + (len(chat.observation_tokens) if chat is not None else 0)
 
 
 @dataclass(slots=True)
@@ -133,10 +133,10 @@ def message_text(message: Mapping[str, Any]) -> str:
     Content that is not a text is JSON, too.
     """
     content = message.get("content")
-    said = [content if isinstance(content, str) or content is None else json.dumps(content, default=str)]
+    parts = [content if isinstance(content, str) or content is None else json.dumps(content, default=str)]
     for call in message.get("tool_calls") or ():
-        said.append(json.dumps(call.get("function", call), ensure_ascii=False, default=str))
-    return "\n".join(text for text in said if text)
+        parts.append(json.dumps(call.get("function", call), ensure_ascii=False, default=str))
+    return "\n".join(text for text in parts if text)
 
 
 def utf8(text: str) -> str:

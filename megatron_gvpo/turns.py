@@ -20,23 +20,23 @@ class Turn(NamedTuple):
 
     begin: int  # the index, among the rollout's own tokens, of the turn's first
     after: int = -1  # the earlier turn whose end it continues; -1: the prompt
-    keep: int | None = None  # how many tokens of that context stay; None: all
+    keep: int | None = None  # tokens of that context to keep; None: all
     given: tuple[int, ...] = ()  # tokens from outside, before the turn's own: never trained
-    agent: str = ""  # who speaks, where several agents share the policy
-    reward: float | None = None  # what the environment paid for the turn; None: it did not answer
+    agent: str = ""  # the speaker, if several agents share the policy
+    reward: float | None = None  # reward from the environment for this turn; None: it did not answer
 
 
 class Segment(NamedTuple):
     """A sequence of tokens, and where in it the rollout's own tokens are."""
 
     ids: list[int]
-    own: list[tuple[int, int, int]]  # (place in `ids`, index among the rollout's own tokens, how many)
+    own: list[tuple[int, int, int]]  # (index in `ids`, index among the rollout's own tokens, count)
 
 
 def turn_of(values: Sequence[Any]) -> Turn:
     """A turn from its values, after msgpack or JSON has turned tuples into lists."""
-    begin, after, keep, given, *others = values
-    return Turn(begin, after, keep, tuple(given), *others)
+    begin, after, keep, observation, *others = values
+    return Turn(begin, after, keep, tuple(observation), *others)
 
 
 def ends_of(turns: Sequence[Turn], own: int) -> list[int]:
@@ -54,8 +54,8 @@ def segments(prompt: Sequence[int], own: Sequence[int], turns: Sequence[Turn]) -
     """
     if not turns:
         return [Segment([*prompt, *own], [(len(prompt), 0, len(own))])]
-    found: list[Segment] = []
-    ends: list[tuple[int, int]] = []  # of every turn: its segment, and the length there when it ended
+    sequences: list[Segment] = []
+    ends: list[tuple[int, int]] = []  # by turn: (its segment, the segment's length at its end)
     if turns[0].begin != 0:
         raise ValueError(f"the first turn begins with own token {turns[0].begin}: want 0")
     for i, turn in enumerate(turns):
@@ -69,16 +69,16 @@ def segments(prompt: Sequence[int], own: Sequence[int], turns: Sequence[Turn]) -
         if turn.keep is not None and not 0 <= turn.keep <= length:
             raise ValueError(f"turn {i} keeps {turn.keep} of {length} tokens")
         keep = length if turn.keep is None else turn.keep
-        if number < 0 or keep != len(found[number].ids):
-            context = prompt if number < 0 else found[number].ids
-            found.append(Segment(list(context[:keep]), []))
-            number = len(found) - 1
-        ids, places = found[number]
+        if number < 0 or keep != len(sequences[number].ids):
+            context = prompt if number < 0 else sequences[number].ids
+            sequences.append(Segment(list(context[:keep]), []))
+            number = len(sequences) - 1
+        ids, spans = sequences[number]
         ids += turn.given
         if not ids:
             raise ValueError(f"turn {i} begins without any token before it")
         if end > turn.begin:
-            places.append((len(ids), turn.begin, end - turn.begin))
+            spans.append((len(ids), turn.begin, end - turn.begin))
         ids += own[turn.begin : end]
         ends.append((number, len(ids)))
-    return [Segment(ids[: spans[-1][0] + spans[-1][2]], spans) for ids, spans in found if spans]
+    return [Segment(ids[: spans[-1][0] + spans[-1][2]], spans) for ids, spans in sequences if spans]

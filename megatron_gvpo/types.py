@@ -40,7 +40,7 @@ _DERIVED = (
     "offsets",
     "seq_r",
     "groups",
-)  # from lengths and groups alone
+)  # depends on lengths and groups alone
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -64,7 +64,7 @@ class TrainBatch:
     reward_n: Tensor
     truncated_n: Tensor  # bool: the response hit the token limit
     advantage_n: Tensor | None = None
-    advantage_r: Tensor | None = None  # where a response's tokens have advantages of their own
+    advantage_r: Tensor | None = None  # set if tokens of one response have different advantages
     prior_n: Tensor | None = None  # the expected reward of the prompt; NaN where it is not known
     trained_n: Tensor | None = None  # bool; rows that are not trained count in group statistics only
     demonstration_n: Tensor | None = None  # bool: a given solution, not sampled from any policy
@@ -76,15 +76,17 @@ class TrainBatch:
     value_r: Tensor | None = None  # the critic's value before the token and before the step's updates
     return_r: Tensor | None = None  # the critic's targets
     place_n: Tensor | None = None  # int64: the row's number among all responses of the step
-    item_r: Tensor | None = None  # int64: which item of its response the token belongs to
+    item_r: Tensor | None = None  # int64: number of the item of its response that the token belongs to
     # The part of `reward_n` that was paid for a turn, at the turn's last token; else 0.
     turn_reward_r: Tensor | None = None
     weight_r: Tensor | None = None  # dL/dlogp, if known before the forward
     # The teacher's last hidden states of a micro-batch's tokens on this rank, [tokens, h] in its own dtype.
     teacher_rh: Tensor | None = None
     routing: list[Routing | None] | None = None  # the experts that each row is sent through
-    turns: list[Sequence[Turn]] | None = None  # of conversations; a row without turns is one response
-    images: list[tuple[Image, ...]] | None = None  # of the prompts, in the order of their tokens
+    turns: list[Sequence[Turn]] | None = None  # a row without turns is a single response
+    images: list[tuple[Image, ...]] | None = None  # images of the prompts, in the order of their tokens
+    # How many sequences, and response tokens in them, `trained` has left out.
+    left_out: tuple[int, int] = (0, 0)
 
     def __len__(self) -> int:
         return len(self.response_ids)
@@ -152,10 +154,11 @@ class TrainBatch:
         return self.advantage_n[self.seq_r]
 
     def trained(self) -> TrainBatch:
-        """The rows that have a gradient."""
+        """The rows that have a gradient; `left_out` then has the size of the others."""
         if self.trained_n is None or bool(self.trained_n.all()):
             return self
-        return self.select(self.trained_n.nonzero().flatten().tolist())
+        rows = self.select(self.trained_n.nonzero().flatten().tolist())
+        return replace(rows, left_out=(len(self) - len(rows), self.offsets[-1] - rows.offsets[-1]))
 
     def sampled_by(self, version: int) -> Tensor:
         """True for tokens that the weights of `version` sampled, or that have no known version; bool [r]."""
@@ -179,7 +182,8 @@ class TrainBatch:
                 return {key: value[row] for key, value in column.items()}
             return column[token] if name.endswith("_r") else column[row]
 
-        return TrainBatch(**{f.name: pick(f.name) for f in fields(self)})
+        columns = {f.name: pick(f.name) for f in fields(self) if f.name != "left_out"}
+        return TrainBatch(**columns, left_out=self.left_out)
 
     def to(self, device: torch.device) -> TrainBatch:
         """The same batch with its tensor columns on `device`; token ids stay on the host."""
@@ -190,7 +194,8 @@ class TrainBatch:
         }
         moved["component_n"] = {key: on_device(value, device) for key, value in self.component_n.items()}
         rows = TrainBatch(**moved)
-        if self.group_n.device != device:  # computed here: on the GPU the host would wait for their sizes
+        # Group sizes are computed on the CPU; on a GPU the host would wait for them.
+        if self.group_n.device != device:
             derived: dict[str, Any] = {
                 "offsets": self.offsets,
                 "groups": tuple(on_device(t, device) for t in self.groups),
@@ -269,8 +274,8 @@ def _routing(rollouts: Sequence[tuple[Prompt, Rollout]]) -> list[Routing | None]
     """The experts of each response's tokens; None if no response has any."""
     if all(rollout.routing is None for _, rollout in rollouts):
         return None
-    found = [None if r.routing is None else Routing(*r.routing) for _, r in rollouts]
-    for i, ((prompt, rollout), routing) in enumerate(zip(rollouts, found, strict=True)):
+    routings = [None if r.routing is None else Routing(*r.routing) for _, r in rollouts]
+    for i, ((prompt, rollout), routing) in enumerate(zip(rollouts, routings, strict=True)):
         if routing is None:
             continue
         if rollout.turns:
@@ -282,7 +287,7 @@ def _routing(rollouts: Sequence[tuple[Prompt, Rollout]]) -> list[Routing | None]
                 f"response {i} of the batch has {tokens} tokens before its last, and the rollout engine gave "
                 f"{len(routing.ids)} bytes of experts: want {size}"
             )
-    return found
+    return routings
 
 
 def _engine_logp(rollouts: Sequence[Rollout]) -> Tensor | None:
@@ -311,10 +316,11 @@ class BatchTotals:
     groups: int
     sequences: int
     tokens: int
+    left_out: tuple[int, int] = (0, 0)  # sequences and tokens of responses that are not trained
 
     @staticmethod
     def of(rows: TrainBatch) -> BatchTotals:
-        return BatchTotals(len(rows.groups[1]), len(rows), int(rows.length_n.sum()))
+        return BatchTotals(len(rows.groups[1]), len(rows), int(rows.length_n.sum()), rows.left_out)
 
 
 @dataclass

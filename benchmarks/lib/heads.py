@@ -87,8 +87,8 @@ def _liger() -> Loss:
     from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
 
     def loss(x: Tensor, w: Tensor, labels_t: Tensor, g_t: Tensor) -> Tensor:
-        found = LigerFusedLinearScaledCrossEntropyFunction.apply(x, w, labels_t, 1.0, -100, 1, False)
-        nll_t = found[0] if isinstance(found, tuple) else found  # some versions also return the entropy
+        output = LigerFusedLinearScaledCrossEntropyFunction.apply(x, w, labels_t, 1.0, -100, 1, False)
+        nll_t = output[0] if isinstance(output, tuple) else output  # some versions also return the entropy
         return -(g_t * nll_t).sum()
 
     return loss

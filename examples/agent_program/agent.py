@@ -45,7 +45,7 @@ async def solve(client: AsyncOpenAI, question: str) -> tuple[str, int]:
 
 
 def calculate(expression: str) -> str:
-    if (found := EXPRESSION.fullmatch(expression)) is None:
+    if (match := EXPRESSION.fullmatch(expression)) is None:
         return "E"
-    left, sign, right = found.groups()
+    left, sign, right = match.groups()
     return str(OPERATIONS[sign](int(left), int(right)))

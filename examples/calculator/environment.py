@@ -18,10 +18,10 @@ class Calculator:
     def reset(self, prompt: Prompt, seed: int) -> None:
         self.answer = prompt.answer
 
-    def step(self, said: str) -> Reply:
-        if not said.endswith(")"):
-            return Reply(None, reward=float(said == f"{{{self.answer}}}"))
-        call = CALL.search(said)
+    def step(self, response: str) -> Reply:
+        if not response.endswith(")"):
+            return Reply(None, reward=float(response == f"{{{self.answer}}}"))
+        call = CALL.search(response)
         if call is None:
             return Reply("[E]", counts={"calls": 1, "bad_calls": 1})
         left, sign, right = call.groups()

@@ -108,8 +108,8 @@ def make_problem(directory: Path, name: str, rng: random.Random) -> dict[str, An
         cells = rng.sample([(x, y), (x + 1, y), (x, y + 1), (x + 1, y + 1)], 4)
         for i, (column, row) in enumerate(cells):
             dark, light = rng.randrange(80), rng.randrange(150, 256)
-            left, top = column * CELL + rng.randint(1, 3), row * CELL + rng.randint(1, 3)
-            box = (left, top, left + 10, top + 10)
+            x_px, y_px = column * CELL + rng.randint(1, 3), row * CELL + rng.randint(1, 3)
+            box = (x_px, y_px, x_px + 10, y_px + 10)
             if i < discs:
                 draw.ellipse(box, fill=(light, dark, dark))
             elif rng.random() < 0.5:

@@ -65,8 +65,8 @@ def make_data(directory: Path, seed: int) -> None:
 def make_people(rng: random.Random) -> dict[str, Person]:
     names = ["".join(syllables) for syllables in product(SYLLABLES, repeat=3)]
     rng.shuffle(names)
-    people, places = names[:PEOPLE], names[PEOPLE : PEOPLE + PLACES]
-    return {name: {RELATION: rng.choice(people), ATTRIBUTE: rng.choice(places)} for name in people}
+    people, towns = names[:PEOPLE], names[PEOPLE : PEOPLE + PLACES]
+    return {name: {RELATION: rng.choice(people), ATTRIBUTE: rng.choice(towns)} for name in people}
 
 
 def page(people: dict[str, Person], name: str) -> str:
@@ -75,16 +75,16 @@ def page(people: dict[str, Person], name: str) -> str:
 
 def make_problem(people: dict[str, Person], rng: random.Random) -> small.Problem:
     name = rng.choice(list(people))
-    read, asked = [name], f"{ATTRIBUTE} of "
+    read, question = [name], f"{ATTRIBUTE} of "
     if rng.random() < 1 / 2:
-        asked += f"{RELATION} of "
+        question += f"{RELATION} of "
         read.append(people[name][RELATION])
     answer = people[read[-1]][ATTRIBUTE]
     chat = []
     for one in read if rng.random() < WITH_CALLS else ():
         chat += [says("assistant", f"{CALL}{one}{DONE}"), says("tool", page(people, one))]
     chat.append(says("assistant", f"{{{answer}}}"))
-    return {"prompt": f"{asked}{name}?", "answer": answer, "demonstration": chat}
+    return {"prompt": f"{question}{name}?", "answer": answer, "demonstration": chat}
 
 
 def says(role: str, content: str) -> dict[str, str]:

@@ -20,8 +20,8 @@ def search(query: str) -> str:
     words = bm25s.tokenize(query, stopwords=None, show_progress=False)
     if not words.vocab:
         return "no words"
-    found, scores = index.retrieve(words, corpus=pages, k=1, show_progress=False)
-    return str(found[0, 0]) if scores[0, 0] > 0 else "no page"
+    ranked, scores = index.retrieve(words, corpus=pages, k=1, show_progress=False)
+    return str(ranked[0, 0]) if scores[0, 0] > 0 else "no page"
 
 
 @cache

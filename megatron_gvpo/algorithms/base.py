@@ -92,7 +92,7 @@ class Block(Section):
 
     @property
     def unset_length(self) -> str | None:
-        """The option that is null and that the longest possible response must fill in, else None."""
+        """The option that is null and takes the length of the longest response; None if all are set."""
         return None
 
     def sized(self, max_tokens: int) -> Self:
@@ -107,10 +107,10 @@ class Block(Section):
         return self.model_copy(update=changes)
 
     def problem(self) -> str | None:
-        """The reason why a sized block cannot work, beginning with its option; None if it can."""
+        """The reason why a block with its lengths filled in cannot work, option first; None if it can."""
         return None
 
-    def blocks_inside(self, above: str = "") -> Iterator[Placed]:
+    def blocks_inside(self, above: str = "") -> Iterator[BlockAt]:
         """The blocks among the options of this one, and inside these, in the order of the options."""
         for field in type(self).model_fields:
             value = getattr(self, field)
@@ -118,16 +118,16 @@ class Block(Section):
             for i, block in enumerate(value if listed else (value,)):
                 if isinstance(block, Block):
                     key = f"{above}{field}.{i}" if listed else f"{above}{field}"
-                    yield Placed(key, _label(f"{above}{field}", block, listed), block)
+                    yield BlockAt(key, _label(f"{above}{field}", block, listed), block)
                     yield from block.blocks_inside(f"{key}.")
 
 
 def unless(**options: tuple[bool, str]) -> dict[str, str]:
-    """The options that are idle, of (True if it has an effect, what it goes with) for each."""
+    """The options without effect, given (True if it has an effect, what it goes with) for each."""
     return {option: needed for option, (effective, needed) in options.items() if not effective}
 
 
-class Placed(NamedTuple):
+class BlockAt(NamedTuple):
     """A block inside another: its key there (`shapers.0`) and how errors call it (`shapers: overlong`)."""
 
     key: str
@@ -139,11 +139,11 @@ class Placed(NamedTuple):
         return f"{self.label}: {name}" if ": " in self.label else f"{self.key}.{name}"
 
 
-def _label(place: str, block: Block, listed: bool) -> str:
+def _label(key: str, block: Block, listed: bool) -> str:
     name = getattr(block, "name", None)
     if name is None:
-        return place
-    return f"{place}: {name}" if listed else f"{place}={name}"
+        return key
+    return f"{key}: {name}" if listed else f"{key}={name}"
 
 
 class Reference(Block):
@@ -247,7 +247,7 @@ class Advantage(Block):
     per_token: ClassVar[bool] = False
     # It numbers the items of responses (`rows.item_r`).
     finds_items: ClassVar[bool] = False
-    # It reads components of the reward, and the reward, which shapers change, nowhere.
+    # It reads components of the reward, and never the total reward, which shapers change.
     by_components: ClassVar[bool] = False
 
     @property
@@ -328,7 +328,7 @@ class Loss(Block):
 
     @property
     def reads_members(self) -> str | None:
-        """The option, with its value, that is for responses of members alone; None where it has none."""
+        """The option, with its value, that serves responses of members alone; None without one."""
         return None
 
     @property
@@ -365,8 +365,8 @@ class Loss(Block):
         if self.signal == "none" or not len(rows):
             return self.signal == "none" and len(rows) > 0
         if self.signal == "advantage":
-            given = (rows.advantage_n, rows.advantage_r)
-            return any(bool((column != 0).any()) for column in given if column is not None)
+            columns = (rows.advantage_n, rows.advantage_r)
+            return any(bool((column != 0).any()) for column in columns if column is not None)
         if not self.couples_groups:
             return bool((rows.reward_n != 0).any())
         first: dict[int, int] = {}  # the first row of each group

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import model_validator
 
 from megatron_gvpo.algorithms import advantages, custom, distillation, losses, members, shapers
-from megatron_gvpo.algorithms.advantages.gae import Critic
-from megatron_gvpo.algorithms.base import STEP_START, TEACHER, Advantage, Block, Loss, Placed, Reference
+from megatron_gvpo.algorithms.advantages.gae import CriticOptions
+from megatron_gvpo.algorithms.base import STEP_START, TEACHER, Advantage, Block, BlockAt, Loss, Reference
 from megatron_gvpo.algorithms.curriculum import allocation, batch_policy, prior, prompts
 from megatron_gvpo.algorithms.curriculum.tracker import Tracker
 from megatron_gvpo.algorithms.losses.gvpo import GVPO
@@ -63,11 +63,11 @@ class AlgorithmConfig(Block):
     # Members join the groups besides the policy's own responses, in this order.
     members: tuple[AnyMember, ...] = ()
     shapers: tuple[AnyShaper, ...] = ()  # Shapers change rewards, and mask or drop responses, in this order.
-    # Which groups make a batch, and when another one is sampled first.
+    # Decides which groups form the training batch, and whether to sample more before training.
     batch_policy: AnyBatchPolicy = batch_policy.KeepAll()
     # How rewards become advantages, for losses that are weighted by advantages.
     estimator: AnyEstimator | None = None
-    critic: Critic | None = None  # The value model of the estimator `gae`.
+    critic: CriticOptions | None = None  # The value model of the estimator `gae`.
     loss: AnyLoss = GVPO()  # The loss.
     # Who computes the log-probs of the policy at step start that the loss compares with. `engine` takes those
     # that came with the responses, corrected by their mean gap a token, and saves the scoring pass.
@@ -85,7 +85,7 @@ class AlgorithmConfig(Block):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        """Refuse combinations of blocks that mean nothing."""
+        """Refuse combinations of blocks that cannot work together."""
         loss, estimator = self.loss, self.estimator
         if not self.samples_from_policy:
             self._without_engine()
@@ -96,7 +96,7 @@ class AlgorithmConfig(Block):
                 f"estimator has no effect with the loss {loss.name}, which does not use advantages: "
                 "set it to null"
             )
-        readers = [place.label for place in self.blocks_inside() if place.block.needs_prior]
+        readers = [entry.label for entry in self.blocks_inside() if entry.block.needs_prior]
         if readers and not self.prior.gives_prior:
             raise ValueError(
                 f"prior={self.prior.name}: {readers[0]} needs an expected reward: prior=greedy, tracker or "
@@ -115,10 +115,10 @@ class AlgorithmConfig(Block):
             raise ValueError(
                 "critic has no effect: only the estimator gae with values=critic reads its values"
             )
-        kept = sorted({str(policy) for policy in self.reference_policies if policy.is_kept})
-        if len(kept) > 1:
+        policies = sorted({str(policy) for policy in self.reference_policies if policy.is_kept})
+        if len(policies) > 1:
             raise ValueError(
-                f"the references of loss, loss.divergence and estimator differ ({', '.join(kept)}): one "
+                f"the references of loss, loss.divergence and estimator differ ({', '.join(policies)}): one "
                 "reference policy is kept"
             )
         if (key := self._learns_from_itself()) is not None:
@@ -136,8 +136,8 @@ class AlgorithmConfig(Block):
             raise ValueError("loss.ratio=item needs the estimator rank, which finds the items")
         if early := [member.name for member in self.members[:-1] if member.adds_groups]:
             raise ValueError(
-                f"members: {early[0]} adds groups of prompts that it has changed, and the members behind it "
-                "would take these for the data's: put it last"
+                f"members: {early[0]} adds groups of prompts that it has changed, and later members "
+                "would take these for prompts of the data: put it last"
             )
         if (unread := self._unread_shaper()) is not None:
             raise ValueError(f"{unread}: leave it out, or make it a component (rewards.components)")
@@ -146,13 +146,13 @@ class AlgorithmConfig(Block):
         return self
 
     def _unread_shaper(self) -> str | None:
-        """The shaper of rewards that nothing behind it reads, with the reason; None without one."""
+        """The shaper whose rewards no later block reads, with the reason; None without one."""
         estimator = self.estimator
         distils = isinstance(estimator, distillation.Distillation) and estimator.rewards is None
         if estimator is None or self.batch_policy.needs_rewards or not (estimator.by_components or distils):
             return None
         last = self.shapers[-1] if self.shapers else None
-        if last is None or not last.changes_rewards:  # one that keeps or drops responses may read them
+        if last is None or not last.changes_rewards:  # a shaper that keeps or drops responses may read them
             return None
         reads = "components of the reward" if estimator.by_components else "no reward"
         return (
@@ -161,7 +161,7 @@ class AlgorithmConfig(Block):
         )
 
     def _learns_from_itself(self) -> str | None:
-        """The key of the only policy to learn from, if that is what the policy begins as, else None."""
+        """The key of the only reference to learn from, if the policy starts equal to it; otherwise None."""
         loss, estimator = self.loss, self.estimator
         if TEACHER in self.reference_policies or loss.entropy_coef or loss.reads_members:
             return None
@@ -179,19 +179,19 @@ class AlgorithmConfig(Block):
                 f"sampler=dataset gives one demonstration a prompt and no rewards, but the loss {loss.name} "
                 f"is weighted by each response's {loss.signal}: use the loss nll, or sampler=engine"
             )
-        for place in self.blocks_inside():
-            if not self.has_rewards and place.block.needs_rewards:
+        for entry in self.blocks_inside():
+            if not self.has_rewards and entry.block.needs_rewards:
                 raise ValueError(
-                    f"{place.label} compares rewards, and sampler=dataset has none: leave it out"
+                    f"{entry.label} compares rewards, and sampler=dataset has none: leave it out"
                 )
-            if isinstance(place.block, MaskTruncated):
+            if isinstance(entry.block, MaskTruncated):
                 raise ValueError(
-                    f"{place.label} masks responses that were cut off, and those of sampler={sampler} are "
+                    f"{entry.label} masks responses that were cut off, and those of sampler={sampler} are "
                     "whole: leave it out"
                 )
-            if place.block.needs_engine_logprobs:
+            if entry.block.needs_engine_logprobs:
                 raise ValueError(
-                    f"{place.label} reads the engine's log-probs, and sampler={sampler} has none: "
+                    f"{entry.label} reads the engine's log-probs, and sampler={sampler} has none: "
                     "leave it out"
                 )
         for member in self.members:
@@ -199,20 +199,20 @@ class AlgorithmConfig(Block):
                 raise ValueError(
                     f"members: {member.name} has nobody to ask, or to join, with sampler={sampler}"
                 )
-        if any(place.block.needs_engine for place in self.blocks_inside()):
+        if any(entry.block.needs_engine for entry in self.blocks_inside()):
             raise ValueError(f"prior=greedy and allocation ask the engine, and sampler={sampler} has none")
-        for place in self.blocks_inside():
-            if place.block.needs_tracker and getattr(place.block, "stated_in", None) is None:
+        for entry in self.blocks_inside():
+            if entry.block.needs_tracker and getattr(entry.block, "stated_in", None) is None:
                 raise ValueError(
-                    f"{place.label} counts the successes of the policy's own responses, and "
+                    f"{entry.label} counts the successes of the policy's own responses, and "
                     f"sampler={sampler} has none: leave it out, or name the field of the data that states "
                     "success rates (prompts.field)"
                 )
-        for place in self.blocks_inside():
-            counted = place.key.startswith(("loss", "shapers"))
-            if counted and place.block.unset_length is not None:
+        for entry in self.blocks_inside():
+            counted = entry.key.startswith(("loss", "shapers"))
+            if counted and entry.block.unset_length is not None:
                 raise ValueError(
-                    f"{place.option(place.block.unset_length)} is missing: sampler={sampler} has no longest "
+                    f"{entry.option(entry.block.unset_length)} is missing: sampler={sampler} has no longest "
                     "response for it"
                 )
 
@@ -268,12 +268,12 @@ class AlgorithmConfig(Block):
     @property
     def needs_teacher(self) -> bool:
         """True if some block compares with the teacher (`teacher`)."""
-        blocks = (place.block for place in self.blocks_inside())
+        blocks = (entry.block for entry in self.blocks_inside())
         return TEACHER in self.reference_policies or any(block.needs_teacher for block in blocks)
 
-    def blocks_on_components(self) -> Iterator[Placed]:
+    def blocks_on_components(self) -> Iterator[BlockAt]:
         """The blocks that read components of the reward."""
-        return (place for place in self.blocks_inside() if place.block.components_read)
+        return (entry for entry in self.blocks_inside() if entry.block.components_read)
 
     @property
     def needs_group(self) -> bool:
@@ -284,4 +284,4 @@ class AlgorithmConfig(Block):
     @property
     def needs_tracker(self) -> bool:
         """True if some block reads the success rates of prompts."""
-        return any(place.block.needs_tracker for place in self.blocks_inside())
+        return any(entry.block.needs_tracker for entry in self.blocks_inside())

@@ -185,14 +185,14 @@ class CustomShaper(Shaper):
         where = ("shaper function", self.function)
         shaped = []
         for group in groups:
-            given = call_function(*where, group, **self.options)
+            result = call_function(*where, group, **self.options)
             try:
-                rewards = [real_number(reward) for reward in given]
+                rewards = [real_number(reward) for reward in result]
             except (TypeError, NoNumberError) as error:
                 raise refused(*where, f"expected a list of numbers: {error}") from None
             if len(rewards) != len(group.rollouts):
-                said = f"{len(group.rollouts)} responses, and it returned {len(rewards)} rewards"
-                raise refused(*where, said)
+                counts = f"{len(group.rollouts)} responses, and it returned {len(rewards)} rewards"
+                raise refused(*where, counts)
             shaped.append(rewarded(group, rewards))
         return shaped
 

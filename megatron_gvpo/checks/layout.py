@@ -13,19 +13,20 @@ from typing import Any
 from megatron_gvpo.checks.adapters import check_adapter
 from megatron_gvpo.checks.images import check_images
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.huggingface.trainable_models import check_trainable
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.lengths import check_lengths
 from megatron_gvpo.settings.parallel import ParallelConfig
 
 
-def check_layout(config: Config, world_size: int) -> ModelCard:
-    """Returns the card of the model of `model.path`.
+def check_layout(config: Config, world_size: int) -> ModelCards:
+    """Returns the cards of the configuration's models.
 
     Raises ConfigError if the model or the layout does not fit config.json or the number of processes.
     """
-    card = ModelCard.read(config.model.path)
+    cards = ModelCards(config)
+    card = cards.policy
     architecture = check_trainable(card, f"model.path={config.model.path}")
     _check_processes(config.parallel, world_size)
     check_division(config.parallel, card)
@@ -51,17 +52,17 @@ def check_layout(config: Config, world_size: int) -> ModelCard:
                 f"the policy's is {card.get('vocab_size')}: a critic reads the policy's tokens"
             )
     if (teacher := config.teacher) is not None and teacher.server is None:
-        of_teacher, key = ModelCard.read(teacher.path, "teacher.path"), f"teacher.path={teacher.path}"
-        check_trainable(of_teacher, key)
+        key = f"teacher.path={teacher.path}"
+        check_trainable(cards.teacher, key)
         try:
             for check in (_check_window, _check_widths, _check_depth, _check_experts):
-                check(config.parallel, of_teacher)
-            _check_shared_prompts(config, of_teacher)
+                check(config.parallel, cards.teacher)
+            _check_shared_prompts(config, cards.teacher)
         except ConfigError as error:
             raise ConfigError(f"{key} is held in the policy's layout: {error}") from None
     _check_fp8(config, card)
     check_adapter(config, card, architecture)
-    return card
+    return cards
 
 
 def check_division(parallel: ParallelConfig, values: Mapping[str, Any]) -> None:
@@ -91,8 +92,8 @@ def _check_fp8(config: Config, card: ModelCard) -> None:
         if card.get(name) and card[name] // ranks % block:
             of_a_rank = f" with parallel.{by}={ranks}" if ranks > 1 else ""
             raise ConfigError(
-                f"model.fp8.recipe={fp8.recipe} takes multiples of {block} on a rank, and the model's "
-                f"{name}={card[name]}{of_a_rank} is {card[name] // ranks}"
+                f"model.fp8.recipe={fp8.recipe} needs sizes that are multiples of {block} on each rank, and "
+                f"the model's {name}={card[name]}{of_a_rank} is {card[name] // ranks}"
             )
 
 
@@ -245,7 +246,7 @@ def _check_experts(parallel: ParallelConfig, card: ModelCard) -> None:
 
 
 def _check_shared_prompts(config: Config, card: ModelCard) -> None:
-    if not config.train.share_prompts:
+    if not config.train.requires_shared_prompts:
         return
     reason = None
     if config.parallel.cp > 1:

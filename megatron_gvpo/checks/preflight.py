@@ -16,7 +16,7 @@ from megatron_gvpo.checks.teacher import check_teacher
 from megatron_gvpo.checks.user_source import check_source
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.gpu_packages import check_gpu_packages, check_no_null_cuda
-from megatron_gvpo.core.gpus import Gpu, list_gpus
+from megatron_gvpo.core.gpus import LocalGpu, list_gpus
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.megatron.model.attention_kernel import (
     Attention,
@@ -64,13 +64,13 @@ def preflight(
     """
     trains = command in ("train", "slurm")
     check_no_null_cuda()
-    card = check_layout(config, world_size)
-    if command != "slurm" and _gpus():  # a job's nodes have others
+    cards = check_layout(config, world_size)
+    if command != "slurm" and torch_gpus():  # a job's nodes have other GPUs
         check_gpu_packages()
     if command in ("train", "eval"):
-        _check_attention(config, card)
+        _check_attention(config, cards.policy)
     if trains:
-        check_teacher(config)
+        check_teacher(config, cards)
         check_output_dir(config)
         if command == "train":  # a job may wait in the queue for the end of the run before it
             check_unlocked(config.output_dir)
@@ -90,11 +90,11 @@ def preflight(
         _check_rewards(config)
     if command == "eval" or (command == "train" and config.samples_responses):
         _check_tools(config)
-        if not _gpus():
-            check_rollout_model(config)
+        if not torch_gpus():
+            check_rollout_model(config, cards)
 
 
-def _gpus() -> list[Gpu]:
+def torch_gpus() -> list[LocalGpu]:
     """This machine's GPUs, if torch will use them."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or version("torch").endswith("+cpu"):
         return []
@@ -103,12 +103,12 @@ def _gpus() -> list[Gpu]:
 
 def _check_attention(config: Config, card: ModelCard) -> None:
     """The GPUs of this machine, where torch will use them, must have an attention kernel for packs."""
-    for capability in {gpu.compute_capability for gpu in _gpus()}:
+    for capability in {gpu.compute_capability for gpu in torch_gpus()}:
         if capability is None:
             continue
         attention = Attention.of(config.model, config.parallel, config.train.deterministic, card)
         check_attention(attention, capability, has_flash_attention())
-        if config.train.share_prompts:
+        if config.train.requires_shared_prompts:
             check_shared_prompts(attention, capability)
 
 
@@ -170,7 +170,7 @@ def _check_rewards(config: Config) -> None:
 
 
 def _check_source(key: str, spec: str, check: Callable[[Any], None] | None = None) -> None:
-    """Raises ConfigError if the user's file lacks what `spec` names, or `check` refuses that."""
+    """Raises ConfigError if the user's file lacks what `spec` names, or `check` refuses it."""
     try:
         stub = check_source(spec)
         if stub is not None and check is not None:

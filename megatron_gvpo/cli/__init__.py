@@ -13,9 +13,11 @@ import sys
 from collections.abc import Sequence
 
 from megatron_gvpo.cli import (
+    check,
     convert,
     doctor,
     export,
+    keys,
     plan,
     recipes,
     rehearse,
@@ -34,6 +36,7 @@ from megatron_gvpo.core.versions import own_version
 
 COMMANDS = (
     train,
+    check,
     evaluate,
     export,
     runs,
@@ -41,6 +44,7 @@ COMMANDS = (
     watch,
     serve,
     recipes,
+    keys,
     slurm,
     plan,
     rehearse,
@@ -59,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     open_standard_streams()
     try:
-        with outliving_terminal(whole=True):
+        with outliving_terminal(must_be_complete=True):
             options = parse(list(sys.argv[1:] if arguments is None else arguments))
             code: int = options.run(options)
     except ConfigError as error:
@@ -76,12 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The options of a command line; `given` among them holds the arguments themselves.
+    """The options of a command line; `command_line` among them holds the arguments themselves.
 
     Overrides may also follow options, although argparse takes only one unbroken run of positional arguments.
     """
     parser = build_parser()
-    options, rest = parser.parse_known_args(arguments, argparse.Namespace(given=arguments))
+    options, rest = parser.parse_known_args(arguments, argparse.Namespace(command_line=arguments))
     if rest and ("config" not in options or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:

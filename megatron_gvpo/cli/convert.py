@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.like is not None and not from_megatron:
         raise ConfigError(
-            f"SOURCE={source} has no .metadata, so it is no Megatron checkpoint: leave --like out"
+            f"SOURCE={source} has no .metadata, so it is not a Megatron checkpoint: leave --like out"
         )
 
     def convert() -> None:

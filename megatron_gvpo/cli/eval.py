@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     if configured.is_launcher(options):
         from megatron_gvpo.core.launch import launch
 
-        return launch(options.nproc, options.given)
+        return launch(options.nproc, options.command_line)
     prepare(config)
 
     def evaluate() -> None:

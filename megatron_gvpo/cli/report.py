@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     check(options)
     file = options.out or options.runs[0] / "report.html"
     target = (file, f"--out {file}", "a page that `report` wrote", PAGE)
-    if options.out is not None:  # a first RUN that is none is named as such
+    if options.out is not None:  # a first RUN that is not a run is named as such
         check_named_file(*target)
     report = Reporter(options.runs, options.responses).report()
     write_named_file(*target, page_text(report))

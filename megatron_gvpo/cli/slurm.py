@@ -83,6 +83,7 @@ def run(options: argparse.Namespace) -> int:
     """0: written, shown or submitted; 1: Slurm refused the job. Raises ConfigError."""
     from megatron_gvpo.cluster import slurm
     from megatron_gvpo.cluster.job import Job, check
+    from megatron_gvpo.planner import fit
 
     config = configured.load(options)
     if options.nproc:
@@ -112,6 +113,8 @@ def run(options: argparse.Namespace) -> int:
             "nodes have fewer, give a smaller --ranks-per-node, or urls",
             file=sys.stderr,
         )
+    if job.gpus and (excess := fit.excess(config, job.nodes * job.ranks_per_node, fit.COMMON_GIB)):
+        print(f"warning: on a GPU of 80 GB {excess}", file=sys.stderr)
     if unseen := slurm.unseen(config, options.config, job):
         print(
             f"note: containers see {os.getcwd()} and what --mount names, and these are elsewhere: "

@@ -15,7 +15,7 @@ from typing import Any, TextIO, cast
 from megatron_gvpo.core.redaction import hide
 
 SILENCE = 1.0  # seconds before a notice says what is being loaded
-SCREENFUL, END = 2000, 400  # characters of an error's message that are shown, and of its end among them
+SCREENFUL, END = 2000, 400  # characters shown of an error's message; the last END of them are its end
 
 
 def say(text: str, file: TextIO | None = None) -> None:
@@ -89,14 +89,14 @@ class PrintError(OSError):
     """Standard output is a file that cannot be written."""
 
 
-class _Outliving:
+class _ForgivingStream:
     """A text stream that hides secrets, and drops what can no longer be printed.
 
-    `whole`: only where a pipe's reader has gone; else it raises PrintError.
+    `must_be_complete`: it drops text only where a pipe's reader has gone; else it raises PrintError.
     """
 
-    def __init__(self, stream: TextIO, whole: bool = False) -> None:
-        self._stream, self._whole = stream, whole
+    def __init__(self, stream: TextIO, must_be_complete: bool = False) -> None:
+        self._stream, self._must_be_complete = stream, must_be_complete
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -114,26 +114,25 @@ class _Outliving:
     def _dropped(self) -> Iterator[None]:
         try:
             yield
-        except (
-            OSError
-        ) as error:  # the stream keeps the text and would fail again at the next one, and at exit
+        except OSError as error:
+            # The stream keeps the text, and would fail again at the next one and at exit.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
-            if self._whole and error.errno != errno.EPIPE:
+            if self._must_be_complete and error.errno != errno.EPIPE:
                 raise PrintError(f"the output cannot be written: {error.strerror}") from None
 
 
 @contextmanager
-def outliving_terminal(whole: bool = False) -> Iterator[None]:
+def outliving_terminal(must_be_complete: bool = False) -> Iterator[None]:
     """Inside, a terminal that has gone, or a pipe whose reader has (`| head`), ends nothing.
 
-    `whole`: what is printed is what the command is for, so PrintError is raised where standard output is a
-    file on a full disk.
+    `must_be_complete`: the printed lines are the command's result, so a full disk under standard output
+    raises PrintError.
     """
     before = sys.stdout, sys.stderr
-    sys.stdout = cast(TextIO, _Outliving(before[0], whole))
-    sys.stderr = cast(TextIO, _Outliving(before[1]))
+    sys.stdout = cast(TextIO, _ForgivingStream(before[0], must_be_complete))
+    sys.stderr = cast(TextIO, _ForgivingStream(before[1]))
     try:
         yield
     finally:

@@ -9,13 +9,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.cli import configured
 from megatron_gvpo.cli.terminal import loading, outliving_terminal, say
 from megatron_gvpo.cli.with_model import run_with_model
 from megatron_gvpo.core.by_name import heavy_imports
 from megatron_gvpo.core.signals import stopping_signals
+
+if TYPE_CHECKING:
+    from megatron_gvpo.settings.config import Config
 
 
 def add_parser(commands: Any) -> None:
@@ -47,12 +50,17 @@ def run(options: argparse.Namespace) -> int:
         from megatron_gvpo.checks.preflight import preflight
         from megatron_gvpo.runs.existing_run import earlier_of, finished
         from megatron_gvpo.training.environment import prepare
+        from megatron_gvpo.training.ranks import choose_ranks
 
         if options.quiet:
             options.config.append("logging.progress=off")
         if options.verbose:
             options.config.append("logging.progress=all")
         config = configured.load(options)
+        if not options.nproc and "WORLD_SIZE" not in os.environ:
+            options.nproc, reason = choose_ranks(config)
+            if reason and not options.quiet:
+                say(reason)
         earlier = earlier_of(options.resume, options.overwrite)
         allowed = options.allow_change
         preflight(config, "train", configured.world_size(options), earlier=earlier, allowed=allowed)
@@ -62,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
         if configured.is_launcher(options):
             from megatron_gvpo.core.launch import launch
 
-            return launch(options.nproc, options.given)
+            return launch(options.nproc, options.command_line)
+        _warn_of_memory(config, configured.world_size(options))
         prepare(config)
 
         def train() -> None:
@@ -82,6 +91,16 @@ def run(options: argparse.Namespace) -> int:
             trainer.fit()
 
         return run_with_model(train)
+
+
+def _warn_of_memory(config: Config, ranks: int) -> None:
+    """Say so if the planner expects an update to need more memory than this machine's GPUs have."""
+    from megatron_gvpo.checks.preflight import torch_gpus
+    from megatron_gvpo.planner.fit import excess
+
+    gpus = torch_gpus()
+    if gpus and (problem := excess(config, ranks, min(gpu.memory_gib for gpu in gpus))):
+        say(f"warning: {problem}", sys.stderr)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.training.environment import quieten
 
 if TYPE_CHECKING:
-    from megatron_gvpo.verify.layout import Layout
+    from megatron_gvpo.verify.layout import ParallelLayout
     from megatron_gvpo.verify.measures import Difference
     from megatron_gvpo.verify.run import Result
 
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both sides compute on the CPU, in float32 and float64
     os.environ["OMP_NUM_THREADS"] = "1"
     quieten()
-    with loading("transformers"), heavy_imports():  # a wrong file is told before Megatron is needed
+    with loading("transformers"), heavy_imports():  # report a wrong file before Megatron is imported
         from megatron_gvpo.verify.shrink import check_known
 
         check_known(config, named[0], where)
@@ -96,7 +96,7 @@ def _read(path: Path, where: str) -> dict[str, Any]:
     return ModelCard.read(str(path), key="CONFIG_OR_DIR")
 
 
-def _chosen(tiny: dict[str, Any], names: str | None) -> list[Layout]:
+def _chosen(tiny: dict[str, Any], names: str | None) -> list[ParallelLayout]:
     """Return the layouts that are named; without names, all for this machine's cores.
 
     `tiny`: the shrunk config.json. Raises ConfigError for an unknown name.
@@ -127,11 +127,11 @@ def row(result: Result) -> str:
     """A layout's line: its differences, and what is wrong."""
     if result.difference is None:
         return f"{result.layout!s:<24}{'refused' if result.refused else 'FAILS'}: {result.failure}"
-    found: Difference = result.difference
+    difference: Difference = result.difference
     line = _line(
         str(result.layout),
-        [found.logp, found.gradient, found.norm, found.update],
-        "equal" if found.exported is None else "DIFFERS",
+        [difference.logp, difference.gradient, difference.norm, difference.update],
+        "equal" if difference.exported is None else "DIFFERS",
     )
     return line if result.problem is None else f"{line}\n  FAILS: {result.problem}"
 

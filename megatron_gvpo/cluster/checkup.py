@@ -46,9 +46,9 @@ def checkup(directory: Path, urls: Sequence[str] = (), gpu: Gpu | None = None) -
     measured: list[str] = []
     problems = [*_versions(names), *_clocks(names), *_files(names, directory), *_engines(names, urls)]
     for check in (_pairs, _all_reduce):
-        lines, found = check(names, gpu)
+        lines, new_problems = check(names, gpu)
         measured += lines
-        problems += found
+        problems += new_problems
     return measured, problems
 
 
@@ -59,11 +59,11 @@ def _name() -> str:
 
 def _versions(names: list[str]) -> list[str]:
     """Names ranks whose software versions differ from those of most ranks."""
-    mine = {component.name: find_version(component.name) for component in COMPONENTS}
-    mine |= {"python": platform.python_version(), "NVIDIA driver": driver_version()}
-    everyone = all_gather_msgpack(mine)
+    local = {component.name: find_version(component.name) for component in COMPONENTS}
+    local |= {"python": platform.python_version(), "NVIDIA driver": driver_version()}
+    everyone = all_gather_msgpack(local)
     problems = []
-    for package in mine:
+    for package in local:
         counts = Counter(versions[package] for versions in everyone)
         usual = counts.most_common(1)[0][0]
         problems += [
@@ -93,11 +93,11 @@ def _files(names: list[str], directory: Path) -> list[str]:
     """
     run = str(all_gather_msgpack(uuid.uuid4().hex)[0])
     files = [directory / f".doctor-{run}-{rank}" for rank in range(dist.get_world_size())]
-    mine, problem = files[dist.get_rank()], None
+    own_file, problem = files[dist.get_rank()], None
     try:
-        aside = mine.with_suffix(".partial")
+        aside = own_file.with_suffix(".partial")
         aside.write_text(run)
-        aside.rename(mine)
+        aside.rename(own_file)
     except OSError as error:
         problem = f"cannot write to {directory}: {error.strerror}"
     problems = all_gather_msgpack(problem)
@@ -112,8 +112,8 @@ def _files(names: list[str], directory: Path) -> list[str]:
         f"does not see in {directory} what {', '.join(unseen)} wrote" if unseen else None
     )
     with suppress(OSError):
-        mine.unlink()
-    return [problem for found in (problems, seen) for problem in _whose(names, found)]
+        own_file.unlink()
+    return [problem for rank_problems in (problems, seen) for problem in _whose(names, rank_problems)]
 
 
 def _engines(names: list[str], urls: Sequence[str]) -> list[str]:
@@ -177,15 +177,15 @@ def _rounds(world: int) -> list[dict[int, int]]:
 
     Each round maps a rank to its partner. With an odd number of ranks, one rank has no partner in a round.
     """
-    places: list[int | None] = [*range(world), *([None] if world % 2 else [])]
+    seats: list[int | None] = [*range(world), *([None] if world % 2 else [])]
     rounds = []
-    for _ in range(len(places) - 1):
-        half = len(places) // 2
-        pairs = zip(places[:half], reversed(places[half:]), strict=True)
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
         rounds.append(
             {a: b for x, y in pairs if x is not None and y is not None for a, b in ((x, y), (y, x))}
         )
-        places = [places[0], places[-1], *places[1:-1]]
+        seats = [seats[0], seats[-1], *seats[1:-1]]
     return rounds
 
 
@@ -258,9 +258,9 @@ def _join() -> None:
 
 def _described(error: Exception) -> str:
     node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-    place = f"rank {os.environ['RANK']} on {node}"
+    rank = f"rank {os.environ['RANK']} on {node}"
     words = str(error).strip().splitlines()[0]
     if dist.is_initialized():
-        return f"{place}: {words} (a rank that fails stops all; the first of these lines gives the cause)"
+        return f"{rank}: {words} (a rank that fails stops all; the first of these lines gives the cause)"
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    return f"{place} cannot meet the {os.environ['WORLD_SIZE']} ranks at {where}: {words}"
+    return f"{rank} cannot meet the {os.environ['WORLD_SIZE']} ranks at {where}: {words}"

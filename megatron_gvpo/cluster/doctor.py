@@ -23,7 +23,7 @@ from packaging.specifiers import SpecifierSet
 
 from megatron_gvpo import __version__
 from megatron_gvpo.core.gpu_packages import cuda_of_torch, transformer_engine_is_partial
-from megatron_gvpo.core.gpus import GIB, Gpu, driver_version, list_gpus
+from megatron_gvpo.core.gpus import GIB, LocalGpu, driver_version, list_gpus
 from megatron_gvpo.core.versions import COMPONENTS, PYTHON_TESTED, REFERENCE, Component, own_version
 from megatron_gvpo.workers.sandbox import Sandbox
 
@@ -55,11 +55,11 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Diagnosis:
     """Everything that doctor found. The main job can run if there are no problems."""
 
     machine: dict[str, str]
-    gpus: list[Gpu]
+    gpus: list[LocalGpu]
     packages: list[Package]
     uses: dict[str, str]
     problems: list[Problem] = field(default_factory=list)
@@ -84,12 +84,12 @@ def main(as_json: bool = False) -> int:
     return 0 if result.ready else 1
 
 
-def report() -> Report:
+def report() -> Diagnosis:
     gpus = list_gpus()
     torch = probe_torch(bool(gpus) or any(Path("/dev").glob("nvidia[0-9]*")))
     packages = [examine(component, torch.cuda_available) for component in COMPONENTS]
     problems, warnings = list(_problems(packages, torch, gpus)), list(_warnings(packages, torch, gpus))
-    return Report(_machine(torch), gpus, packages, planned_use(packages, torch), problems, warnings)
+    return Diagnosis(_machine(torch), gpus, packages, planned_use(packages, torch), problems, warnings)
 
 
 def probe_torch(gpus: bool) -> Torch:
@@ -131,14 +131,14 @@ def _torch_on_disk() -> Torch:
 
 def examine(component: Component, on_gpu: bool) -> Package:
     """Look for one component. `on_gpu`: torch can use a GPU, so components for GPUs are needed."""
-    found = find_version(component.name)
+    installed = find_version(component.name)
     if component.name == "apex" and not _holds("apex", "optimizers"):
-        found = None
+        installed = None
     needed = component.need == "needed" or (component.need == "on GPUs" and on_gpu)
-    if found is None:
+    if installed is None:
         return Package(component, None, "missing" if needed else "absent")
-    within = SpecifierSet(component.tested).contains(found, prereleases=True)
-    return Package(component, found, "ok" if within else "untested")
+    within = SpecifierSet(component.tested).contains(installed, prereleases=True)
+    return Package(component, installed, "ok" if within else "untested")
 
 
 def find_version(name: str) -> str | None:
@@ -149,7 +149,7 @@ def find_version(name: str) -> str | None:
         return None
 
 
-def _problems(packages: list[Package], torch: Torch, gpus: list[Gpu]) -> Iterator[Problem]:
+def _problems(packages: list[Package], torch: Torch, gpus: list[LocalGpu]) -> Iterator[Problem]:
     python = platform.python_version()
     if not SpecifierSet(PYTHON_TESTED).contains(python):
         yield Problem(f"Python {python} is outside {PYTHON_TESTED}", "make quickstart (it sets up 3.12)")
@@ -179,7 +179,7 @@ def _problems(packages: list[Package], torch: Torch, gpus: list[Gpu]) -> Iterato
         )
 
 
-def _warnings(packages: list[Package], torch: Torch, gpus: list[Gpu]) -> Iterator[Problem]:
+def _warnings(packages: list[Package], torch: Torch, gpus: list[LocalGpu]) -> Iterator[Problem]:
     for package in packages:
         component = package.component
         if package.status == "untested":
@@ -207,13 +207,13 @@ def _missing_dependencies(listed: set[str]) -> list[str]:
 
 def _holds(package: str, submodule: str) -> bool:
     spec = util.find_spec(package)
-    places = spec.submodule_search_locations if spec else None
-    return any((Path(place) / submodule).is_dir() for place in places or ())
+    folders = spec.submodule_search_locations if spec else None
+    return any((Path(folder) / submodule).is_dir() for folder in folders or ())
 
 
 def planned_use(packages: list[Package], torch: Torch) -> dict[str, str]:
     """Return the device, backend, kernels and dtype that the main job will use here, for the report."""
-    found = {package.component.name: package.found for package in packages}
+    versions = {package.component.name: package.found for package in packages}
     if not torch.cuda_available:
         return {
             "device": "cpu",
@@ -221,7 +221,7 @@ def planned_use(packages: list[Package], torch: Torch) -> dict[str, str]:
             "attention and norm": "local stand-ins for CPU",
             "dtype": "model.dtype=float32 (CPUs gain little from bfloat16, and lose exactness)",
         }
-    engine = found["transformer-engine"]
+    engine = versions["transformer-engine"]
     bfloat16 = torch.capability is not None and torch.capability >= (8, 0)
     return {
         "device": "cuda",
@@ -258,7 +258,7 @@ def _sandbox() -> str:
     return "bubblewrap"
 
 
-def _print(result: Report) -> None:
+def _print(result: Diagnosis) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -317,7 +317,7 @@ def _print(result: Report) -> None:
     console.print(Text(f"\n{verdict}", "bold green" if result.ready else "bold red"))
 
 
-def _gpu_line(gpu: Gpu) -> str:
+def _gpu_line(gpu: LocalGpu) -> str:
     capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else "unknown"
     links = f", {gpu.nvlinks} NVLinks" if gpu.nvlinks else ""
     return f"{gpu.name}, {gpu.memory_gib:.0f} GiB, compute capability {capability}{links}"

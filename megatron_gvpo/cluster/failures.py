@@ -26,16 +26,16 @@ _TORCHRUN = "] failed (exitcode: "  # part of the first line that torchrun logs 
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     rank: int
     time: float  # seconds since the epoch
     node: str
     problem: str
 
 
-def failures(logs: Path) -> list[Failure]:
+def failures(logs: Path) -> list[RankFailure]:
     """Return all failures, earliest first, without the ranks that a signal told to end."""
-    found = {failure.rank: failure for failure in _unrecorded(logs)}
+    by_rank = {failure.rank: failure for failure in _unrecorded(logs)}
     for file in logs.glob("rank_*.failed.json"):
         rank = int(file.name[5:10])
         try:
@@ -43,11 +43,11 @@ def failures(logs: Path) -> list[Failure]:
         except ValueError:  # the file is incomplete: the disk was full, or the rank was killed
             node, problem = _node_of(logs, rank), "it could not write down why"
             record = {"time": file.stat().st_mtime, "node": node, "problem": problem}
-        found[rank] = Failure(rank, record["time"], record["node"], record["problem"])
-    return sorted(found.values(), key=lambda failure: failure.time)
+        by_rank[rank] = RankFailure(rank, record["time"], record["node"], record["problem"])
+    return sorted(by_rank.values(), key=lambda failure: failure.time)
 
 
-def _unrecorded(logs: Path) -> Iterator[Failure]:
+def _unrecorded(logs: Path) -> Iterator[RankFailure]:
     """Yield the failures that torchrun reports in the nodes' logs, whether or not the rank recorded one."""
     for log in logs.glob("node_*.log"):
         text = log.read_text(errors="replace")
@@ -61,29 +61,30 @@ def _unrecorded(logs: Path) -> Iterator[Failure]:
                 why = ": often because memory ran out, see `dmesg`" if -code == signal.SIGKILL else ""
                 problem = f"killed by {signal.Signals(-code).name}{why}"
             elif not (logs / f"rank_{rank:05}.log").exists():
-                said = text[: text.find(_TORCHRUN)].rpartition("\n")[0]
-                node, problem = page["host"], f"{problem}, before it began its log; {log} says\n{_last(said)}"
+                output = text[: text.find(_TORCHRUN)].rpartition("\n")[0]
+                node = page["host"]
+                problem = f"{problem}, before it began its log; {log} says\n{_last(output)}"
             # torchrun notices a dead rank late. Other ranks may have failed by then for the lost connection.
             moment = datetime.fromisoformat(page["time"].replace("_", "T")).timestamp() - 1.0
-            yield Failure(rank, moment, node, problem)
+            yield RankFailure(rank, moment, node, problem)
 
 
 def _node_of(logs: Path, rank: int) -> str:
     """Return the node's name from the first line of the rank's log."""
     log = logs / f"rank_{rank:05}.log"
-    found = re.search(r"rank \d+ on (\S+),", log.read_text(errors="replace")) if log.exists() else None
-    return found[1] if found else "an unknown node"
+    match = re.search(r"rank \d+ on (\S+),", log.read_text(errors="replace")) if log.exists() else None
+    return match[1] if match else "an unknown node"
 
 
 def describe(logs: Path) -> str | None:
     """Describe a job's first failure for the user; None if no rank failed."""
-    found = failures(logs)
-    if not found:
+    failed = failures(logs)
+    if not failed:
         nodes = sorted(logs.glob("node_*.log"))
         if any(logs.glob("rank_*.log")) or not nodes:
             return None
         return f"no rank was started; {nodes[0]} ends with\n{_tail(nodes[0])}"
-    first, *others = found
+    first, *others = failed
     log = logs / f"rank_{first.rank:05}.log"
     text = (
         f"first failure: rank {first.rank} on {first.node} at "

@@ -33,11 +33,11 @@ class SlurmError(RuntimeError):
     """Slurm refused the job. The message has Slurm's error and advice."""
 
 
-def render(config: Config, given: Sequence[str], job: Job, program: str = "train") -> str:
+def render(config: Config, arguments: Sequence[str], job: Job, program: str = "train") -> str:
     """Returns the sbatch script.
 
-    `given`: config files and overrides, as `train` takes them. `program`: the `megatron-gvpo` command or the
-    FILE.py that every rank runs with them.
+    `arguments`: config files and overrides, as `train` takes them. `program`: the `megatron-gvpo` command or
+    the FILE.py that every rank runs with them.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_gvpo.cluster", ""),
@@ -50,15 +50,18 @@ def render(config: Config, given: Sequence[str], job: Job, program: str = "train
     served = config.rollout.uses_servers
     rollout_image = job.rollout_container or job.container
     return environment.get_template("job.sbatch.j2").render(
-        command=shlex.join(["megatron-gvpo", *sys.argv[1:]]).replace("\n", " "),  # a comment
+        # The script shows the command in a comment.
+        command=shlex.join(["megatron-gvpo", *sys.argv[1:]]).replace("\n", " "),
         job=job,
         options=[_directive(option) for option in job.sbatch],
         name=shlex.quote(Path(os.path.realpath(config.output_dir)).name),
         output_dir=shlex.quote(config.output_dir),
-        config=shlex.join(given),
+        config=shlex.join(arguments),
         program=shlex.join([*RANK, program]),
         split=job.rollout_nodes > 0,
+        ordered=config.parallel.tp * config.parallel.cp > 1,  # as in training/environment.py
         served=served,
+        colocated=config.rollout.servers.colocated,
         servers=config.rollout.servers.count,
         over=config.rollout.servers.nodes,
         started=sum(started_gpus(config).values()),
@@ -78,12 +81,12 @@ def _directive(option: str) -> str:
     return f"{name}={shlex.quote(value)}" if sign else option
 
 
-def unseen(config: Config, given: Sequence[str], job: Job) -> list[str]:
+def unseen(config: Config, arguments: Sequence[str], job: Job) -> list[str]:
     """Lists, as `key=path`, the config's paths that are outside the directories mounted in the containers."""
     if job.container is None:
         return []
     seen = [Path.cwd(), *(Path(os.path.realpath(mount)) for mount in job.mounts)]
-    named = [("configuration", word) for word in given if "=" not in word]
+    named = [("configuration", word) for word in arguments if "=" not in word]
     named += [("output_dir", config.output_dir), ("model.path", config.model.path)]
     named += [("data.train.path", config.data.train.path)]
     named += [("data.eval.path", config.data.eval.path)] if config.data.eval else []
@@ -95,7 +98,7 @@ def unseen(config: Config, given: Sequence[str], job: Job) -> list[str]:
 
 
 def _inside(image: str | None, job: Job) -> str:
-    """Returns the text between `srun` and a command that runs the command in an image."""
+    """Returns the srun options that run a command inside the container image."""
     if image is None:
         return ""
     mounts = [str(Path.cwd()), *(os.path.abspath(mount) for mount in job.mounts)]

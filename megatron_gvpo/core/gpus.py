@@ -11,7 +11,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class LocalGpu:
     """A GPU of this machine, with the driver's index (CUDA_VISIBLE_DEVICES hides none)."""
 
     index: int
@@ -73,7 +73,7 @@ def _sensors(nvml: Any) -> dict[str, Callable[[Any], float]]:
     }
 
 
-def list_gpus() -> list[Gpu]:
+def list_gpus() -> list[LocalGpu]:
     """Return the GPUs of this machine; an empty list without a driver or nvidia-ml-py."""
     nvml = _nvml()
     if nvml is None:
@@ -126,10 +126,10 @@ def _name(nvml: Any, gpu: Any) -> str:
     return str(_try(nvml, nvml.nvmlDeviceGetName, gpu) or "unknown")
 
 
-def _describe(nvml: Any, index: int, gpu: Any) -> Gpu:
+def _describe(nvml: Any, index: int, gpu: Any) -> LocalGpu:
     memory = _try(nvml, nvml.nvmlDeviceGetMemoryInfo, gpu)
     links = (_try(nvml, nvml.nvmlDeviceGetNvLinkState, gpu, n) for n in range(nvml.NVML_NVLINK_MAX_LINKS))
-    return Gpu(
+    return LocalGpu(
         index=index,
         name=_name(nvml, gpu),
         memory_gib=memory.total / GIB if memory else 0.0,

@@ -17,7 +17,7 @@ class Metric(NamedTuple):
     meaning: str
 
 
-OF_EVERY_LOSS = "Training, means over the step's updates"  # the trainer adds these to a loss's own
+OF_EVERY_LOSS = "Training, means over the step's updates"  # the trainer adds these to the metrics of a loss
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Rewards": (
@@ -162,6 +162,16 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("train/reward_variance", "reward²", "gvpo: variance of the rewards within groups."),
         Metric(
             "train/residual_variance", "reward²", "gvpo: variance that the implicit rewards do not explain."
+        ),
+        Metric(
+            "train/weighted_ratio_variance",
+            "nat²",
+            "gvpo_plus_plus: variance within groups of the weighted log-ratios of policy and teacher.",
+        ),
+        Metric(
+            "train/log_ratio",
+            "nat",
+            "gvpo_plus_plus: mean log-ratio of policy and teacher a token; on own samples an estimate of KL.",
         ),
         Metric("train/residual", "advantage²", "reg_grpo: mean squared residual."),
         Metric("train/gap", "score", "disco: score of right responses minus pooled score of wrong ones."),

@@ -67,7 +67,7 @@ class Interrupt:
             # The kernel's own handling: a second Ctrl-C ends the process even in the middle of a long call.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if os.environ.get("RANK", "0") == "0":
-                with suppress(OSError):  # not `print`, which may be what the signal has interrupted
+                with suppress(OSError):  # not `print`: the signal may have interrupted a print
                     os.write(2, NOTICE)
 
 

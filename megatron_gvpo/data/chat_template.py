@@ -72,7 +72,7 @@ class Template:
     def length(self, last: int, messages: Sequence[Mapping[str, Any]]) -> int:
         """The number of tokens of an answer. Raises DataError."""
         if not self.again:
-            return len(self.given(last, messages))
+            return len(self.tokens_between(last, messages))
         return len(self._tokens("".join(message["content"] for message in self._plain(messages))))
 
     def followed(
@@ -87,7 +87,7 @@ class Template:
         `ended`: those of the last turn and its context; `before`: the messages after the prompt up to it.
         """
         if not self.again:
-            return (*ended, *self.given(ended[-1], answer))
+            return (*ended, *self.tokens_between(ended[-1], answer))
         for message in answer:
             self._check(message["role"])
         opening, text = self._written_again([*self._plain(before), *self._plain(answer)])
@@ -109,7 +109,7 @@ class Template:
             )
         return self._tokens(opened[len(plain) :]), text[len(plain) :]
 
-    def given(self, last: int, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def tokens_between(self, last: int, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """The tokens from a turn's `last` token to the next turn's first. Raises DataError.
 
         A special token that a message spells is text there (see `_plain`).

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _EXAMPLE = '[{"role": "assistant", "content": "..."}, {"role": "tool", "content": "..."}, ...]'
 
 
-class Demonstration(NamedTuple):
+class SolutionTokens(NamedTuple):
     """The token ids of a solution, with the end token; its chat, if it is one; and its texts."""
 
     token_ids: tuple[int, ...]
@@ -42,12 +42,12 @@ class DemonstrationReader:
         self._tokenizer, self._ends, self._chat, self._tools = tokenizer, end_token_ids, chat, tools
         self._template: Template | None = None  # made for the first chat: it checks the chat template
 
-    def __call__(self, solution: Any) -> Demonstration:
+    def __call__(self, solution: Any) -> SolutionTokens:
         if isinstance(solution, str):
             ids = self._tokens(solution)
             if not ids:
                 raise DataError("is empty: it has no tokens, so nothing would be learned from it")
-            return Demonstration(ended(ids, self._ends), None, [solution])
+            return SolutionTokens(ended(ids, self._ends), None, [solution])
         self._check(solution)
         if self._template is None:
             self._template = Template(self._tokenizer, self._ends, self._chat, self._tools)
@@ -67,12 +67,12 @@ class DemonstrationReader:
                 ids = ended(tokens, (self._template.end_before(solution[i + 1]["role"]), *self._ends))
             if not ids:
                 raise DataError(f"has an empty message {i}")
-            context = self._template.given(own[-1], between) if turns else ()
+            context = self._template.tokens_between(own[-1], between) if turns else ()
             turns.append(Turn(len(own), len(turns) - 1, None, context))
             own += ids
             between = []
         texts = [message["content"] for message in solution]
-        return Demonstration(tuple(own), Chat(tuple(turns), tuple(map(dict, solution))), texts)
+        return SolutionTokens(tuple(own), Chat(tuple(turns), tuple(map(dict, solution))), texts)
 
     def _check(self, solution: Any) -> None:
         if not isinstance(solution, list) or not all(map(_is_message, solution)):
@@ -98,7 +98,7 @@ class DemonstrationReader:
 
 @contextmanager
 def _named_messages() -> Iterator[None]:
-    """Let an error that names a message follow the name of the demonstration."""
+    """Begin an error about a message with the name of the demonstration."""
     try:
         yield
     except DataError as error:

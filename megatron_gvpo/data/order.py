@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_gvpo.algorithms.curriculum.tracker import Counts, Record
+from megatron_gvpo.algorithms.curriculum.tracker import Counts, PromptHistory
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.core.plain_values import cut
 from megatron_gvpo.core.real_number import finite_number
@@ -73,13 +73,13 @@ class SuccessTracker:
         self.rule = rule
         self._counts: dict[str, Counts] = {}
 
-    def known(self, prompt: Prompt, field: str | None = None) -> Record | None:
-        """The record of a prompt; before its first visit from the rate in `field` of its data, else None."""
+    def known(self, prompt: Prompt, field: str | None = None) -> PromptHistory | None:
+        """Counts of a prompt; before its first visit, from the rate in its record's `field`; else None."""
         if (counts := self._counts.get(prompt.id)) is not None:
             success = counts.won / (counts.won + counts.lost)
-            return Record(success, self.rule.posterior(counts), sum(counts))
+            return PromptHistory(success, self.rule.posterior(counts), sum(counts))
         stated = prompt.record.get(field) if field else None
-        return None if stated is None else Record(float(stated), float(stated), self.rule.weight)
+        return None if stated is None else PromptHistory(float(stated), float(stated), self.rule.weight)
 
     def expected_reward(self, prompt: Prompt) -> float:
         """The prior of a prompt's reward."""

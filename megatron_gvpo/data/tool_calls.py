@@ -1,4 +1,4 @@
-r"""How a policy writes tool calls in a turn, by the name of the format.
+r"""Formats in which a policy writes tool calls in a turn, by name.
 
     hermes  <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>, as often as wanted
     json    the whole turn, or one ```json block in it: {"name": ..., "arguments": {...}}, or a list of these
@@ -26,10 +26,10 @@ _PARAMETER = re.compile(r"<parameter=([^<>\s]+)>")
 _ID = re.compile(r"[0-9A-Za-z]{9}")  # Mistral's models write ids so, and its templates demand it
 
 
-Parser = Callable[[str], "list[Call]"]
+Parser = Callable[[str], "list[ToolCall]"]
 
 
-class Call(NamedTuple):
+class ToolCall(NamedTuple):
     """A call of a tool; `problem` says why it cannot be understood, `id` is what the policy calls it."""
 
     name: str
@@ -44,16 +44,16 @@ def behind_thoughts(text: str) -> str:
     return answer if end else thoughts
 
 
-def hermes(text: str) -> list[Call]:
+def hermes(text: str) -> list[ToolCall]:
     """The calls in <tool_call> tags."""
     text = behind_thoughts(text)
     calls = [_call(body) for _, body in _between(_TOOL_CALL, "</tool_call>", text)]
     if not calls and "<tool_call>" in text:
-        return [Call("", {}, "a <tool_call> has no </tool_call>")]
+        return [ToolCall("", {}, "a <tool_call> has no </tool_call>")]
     return calls
 
 
-def json_calls(text: str) -> list[Call]:
+def json_calls(text: str) -> list[ToolCall]:
     """The call, or the list of calls, that is the whole text or a block of it."""
     text = behind_thoughts(text)
     fenced = _FENCE.search(text)
@@ -63,22 +63,22 @@ def json_calls(text: str) -> list[Call]:
     try:
         values = json.loads(body)
     except (ValueError, RecursionError) as error:
-        return [Call("", {}, f"the call is not JSON: {error}")]
+        return [ToolCall("", {}, f"the call is not JSON: {error}")]
     return [_call_of(value) for value in (values if isinstance(values, list) else [values])]
 
 
-def xml(text: str) -> list[Call]:
+def xml(text: str) -> list[ToolCall]:
     """The calls in <function=...> tags."""
     text = behind_thoughts(text)
     calls = [
-        Call(
+        ToolCall(
             begin[1],
             {key[1]: _value(value) for key, value in _between(_PARAMETER, "</parameter>", body)},
         )
         for begin, body in _between(_FUNCTION, "</function>", text)
     ]
     if not calls and "<function=" in text:
-        return [Call("", {}, "a <function=...> has no </function>")]
+        return [ToolCall("", {}, "a <function=...> has no </function>")]
     return calls
 
 
@@ -93,8 +93,8 @@ def parser_of(spec: str) -> Parser:
     return partial(_own, spec)
 
 
-def _own(spec: str, text: str) -> list[Call]:
-    """The calls that the user's function finds; what it raises is said of the policy's text.
+def _own(spec: str, text: str) -> list[ToolCall]:
+    """The calls that the user's parser finds. Its errors are reported as errors in the policy's text.
 
     Raises UserFunctionError for anything but a list of calls.
     """
@@ -103,14 +103,14 @@ def _own(spec: str, text: str) -> list[Call]:
     except UserFunctionError:
         raise
     except Exception as error:
-        return [Call("", {}, f"the call cannot be read: {type(error).__name__}: {str(error)[:200]}")]
+        return [ToolCall("", {}, f"the call cannot be read: {type(error).__name__}: {str(error)[:200]}")]
     if not isinstance(calls, list | tuple) or not all(map(_is_call, calls)):
         raise refused(
             "rollout.conversation.parser",
             spec,
             f"it returned {str(calls)[:60]}: want a list of (name, arguments), [] for a turn without a call",
         )
-    return [Call(name, dict(arguments)) for name, arguments in calls]
+    return [ToolCall(name, dict(arguments)) for name, arguments in calls]
 
 
 def _is_call(value: Any) -> bool:
@@ -122,20 +122,20 @@ def _is_call(value: Any) -> bool:
     )
 
 
-def _call(body: str) -> Call:
+def _call(body: str) -> ToolCall:
     try:
         return _call_of(json.loads(body))
     except (ValueError, RecursionError) as error:
-        return Call("", {}, f"the call is not JSON: {error}")
+        return ToolCall("", {}, f"the call is not JSON: {error}")
 
 
-def _call_of(value: Any) -> Call:
+def _call_of(value: Any) -> ToolCall:
     name = value.get("name") if isinstance(value, dict) else None
     arguments = value.get("arguments", {}) if isinstance(value, dict) else None
     if not isinstance(name, str) or not isinstance(arguments, dict):
-        return Call("", {}, 'a call is {"name": "...", "arguments": {...}}')
+        return ToolCall("", {}, 'a call is {"name": "...", "arguments": {...}}')
     number = value.get("id")
-    return Call(name, arguments, id=number if isinstance(number, str) and _ID.fullmatch(number) else None)
+    return ToolCall(name, arguments, id=number if isinstance(number, str) and _ID.fullmatch(number) else None)
 
 
 def _between(begin: re.Pattern[str], end: str, text: str) -> Iterator[tuple[re.Match[str], str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,10 +14,11 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.json_files import read_json_object
 from megatron_gvpo.core.real_number import finite_number
 from megatron_gvpo.huggingface.image_families import text_values
+from megatron_gvpo.settings.config import Config
 
 # Architectures whose first layers are dense: one layer if config.json does not say how many.
 DENSE_FIRST = ("ExaoneMoeForCausalLM", "Glm4MoeLiteForCausalLM", "HYV3ForCausalLM")
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")  # the names of one number
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")  # several names for the number of experts
 
 
 class ModelCard(dict[str, Any]):
@@ -29,6 +31,8 @@ class ModelCard(dict[str, Any]):
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(text_values(values))
+        # The keys as the file has them. Of a key that both parts of the file have, the card shows one value.
+        self.in_file: Mapping[str, Any] = values.in_file if isinstance(values, ModelCard) else values
 
     @classmethod
     def read(cls, directory: str | Path, key: str = "model.path") -> ModelCard:
@@ -82,14 +86,16 @@ class ModelCard(dict[str, Any]):
         one. If no shape of a weight shows it, such as the number of heads, the result is silently another
         model.
         """
-        required = [name for name, field in _Values.model_fields.items() if field.is_required()]
+        required = [name for name, field in _CardValues.model_fields.items() if field.is_required()]
         absent = [name for name in required if self.get(name) is None]
         if self.get("intermediate_size") is None and not self.get("moe_intermediate_size"):
             absent.append("intermediate_size")
         if absent:
             raise ConfigError(f"{where}: no {', '.join(absent)} in config.json")
         try:
-            values = _Values.model_validate({key: value for key, value in self.items() if value is not None})
+            values = _CardValues.model_validate(
+                {key: value for key, value in self.items() if value is not None}
+            )
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
             key = str(problem["loc"][0])
@@ -100,6 +106,43 @@ class ModelCard(dict[str, Any]):
             raise ConfigError(f"{where}: moe_intermediate_size=null in config.json: the model has experts")
         if not self.is_mla:  # the sizes of latent attention's heads have keys of their own
             _check_heads(values, where)
+
+
+class ModelCards:
+    """The cards of the models that a configuration names. Each is read once, when it is first needed.
+
+    A process makes one of these at its edge, a command or the trainer, and hands it on: nothing else reads
+    these models' config.json. Every card raises ConfigError, which names the model's key, where it cannot be
+    read.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    @cached_property
+    def policy(self) -> ModelCard:
+        """The card of `model.path`."""
+        return ModelCard.read(self._config.model.path)
+
+    @cached_property
+    def served(self) -> ModelCard:
+        """The card of the model that rollout servers start with, which is mostly the policy's."""
+        if self._config.served_path == self._config.model.path:
+            return self.policy
+        return ModelCard.read(self._config.served_path, self._config.served_key)
+
+    @cached_property
+    def teacher(self) -> ModelCard:
+        """The card of `teacher.path`, in a configuration with a teacher."""
+        assert self._config.teacher is not None, "the run has no teacher"
+        return ModelCard.read(self._config.teacher.path, "teacher.path")
+
+    @cached_property
+    def draft(self) -> ModelCard:
+        """The card of `rollout.speculation.model`, in a configuration that names one."""
+        speculation = self._config.rollout.speculation
+        assert speculation is not None and speculation.model is not None, "servers load no draft"
+        return ModelCard.read(speculation.model, "rollout.speculation.model")
 
 
 # The largest sizes are far beyond any model.
@@ -128,7 +171,7 @@ def _positive(value: Any) -> Any:
 _Positive = Annotated[Any, AfterValidator(_positive)]
 
 
-class _Values(BaseModel):
+class _CardValues(BaseModel):
     """The values of config.json that have a type and bounds. A null counts as a key that is missing."""
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -191,7 +234,7 @@ def _expectation(problem: ErrorDetails) -> str:
     }.get(problem["type"], problem["msg"])
 
 
-def _check_heads(values: _Values, where: str) -> None:
+def _check_heads(values: _CardValues, where: str) -> None:
     """Raises ConfigError if the heads do not divide the width, or their own number, or RoPE's halves."""
     heads, hidden, groups = values.num_attention_heads, values.hidden_size, values.num_key_value_heads
     if values.head_dim is None and hidden % heads:

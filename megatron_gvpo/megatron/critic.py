@@ -12,7 +12,7 @@ import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megatron_gvpo.algorithms.advantages.gae import Critic as CriticOptions
+from megatron_gvpo.algorithms.advantages.gae import CriticOptions
 from megatron_gvpo.megatron import forward
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.microbatch import detached, floats, my_share, sum_over_ranks

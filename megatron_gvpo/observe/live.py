@@ -107,7 +107,7 @@ def draw(status: Status, title: str, width: int, sample: Sample | None = None) -
 def _bar(status: Status) -> RenderableType:
     total = status.total_steps
     width = len(str(total))
-    left = status.remaining
+    remaining = status.remaining
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(no_wrap=True)
     grid.add_column(ratio=1)
@@ -117,7 +117,7 @@ def _bar(status: Status) -> RenderableType:
         ProgressBar(total=max(total, 1), completed=status.step, complete_style="bright_blue"),
         Text.assemble(
             clock(status.elapsed),
-            (f" elapsed · {'-:--' if left is None else clock(left)} left", "bright_black"),
+            (f" elapsed · {'-:--' if remaining is None else clock(remaining)} left", "bright_black"),
         ),
     )
     return grid

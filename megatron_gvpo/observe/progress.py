@@ -106,7 +106,7 @@ class LineDisplay:
         self._total = total_steps
         self._every_step = every_step
         self._phase = phase
-        self._step: int | None = None  # the last that ended
+        self._step: int | None = None  # the last step that ended
         self._spoke = time.monotonic()
         self._over = threading.Event()
         self._lock = threading.Lock()
@@ -157,8 +157,8 @@ def format_line(status: Status) -> str:
     if (seconds := now.get("time/step")) is not None:
         shares = ", ".join(f"{phase} {share:.0%}" for phase, share in status.phase_shares.items())
         parts.append(f"{seconds:.2f} s/step ({shares})")
-    if (left := status.remaining) is not None and status.step < status.total_steps:
-        parts.append(f"{clock(left)} left")
+    if (remaining := status.remaining) is not None and status.step < status.total_steps:
+        parts.append(f"{clock(remaining)} left")
     return "  ".join(parts)
 
 

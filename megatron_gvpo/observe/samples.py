@@ -20,12 +20,12 @@ MOST = 4  # responses of a step
 def few_samples(responses: Responses) -> list[Sample]:
     """At most MOST responses without secrets, from the highest reward to the lowest."""
     rollouts = [(group.prompt, rollout) for group in responses.groups for rollout in group.rollouts]
-    rollouts.sort(key=lambda found: -math.inf if math.isnan(found[1].reward) else found[1].reward)
+    rollouts.sort(key=lambda pair: -math.inf if math.isnan(pair[1].reward) else pair[1].reward)
     count = min(MOST, len(rollouts))
-    places = [round(i * (len(rollouts) - 1) / max(count - 1, 1)) for i in reversed(range(count))]
+    indices = [round(i * (len(rollouts) - 1) / max(count - 1, 1)) for i in reversed(range(count))]
     return [
         Sample(responses.kind, hide_secrets(prompt.text), hide_secrets(transcript(rollout)), rollout.reward)
-        for prompt, rollout in (rollouts[place] for place in places)
+        for prompt, rollout in (rollouts[index] for index in indices)
     ]
 
 

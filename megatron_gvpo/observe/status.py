@@ -13,7 +13,7 @@ class Status:
     def __init__(self, total_steps: int) -> None:
         self.total_steps = total_steps
         self.step = 0
-        self.metrics: dict[str, float] = {}  # the last step's
+        self.metrics: dict[str, float] = {}  # metrics of the last step
         self.latest: dict[str, float] = {}  # each metric of the last step that had it
         self.reward_history: list[float] = []
         self.phase_seconds: dict[str, float] = {}
@@ -56,12 +56,12 @@ class Status:
     def phase_shares(self) -> dict[str, float]:
         """Each phase's share of the time of all steps so far; "other" is the time outside all phases."""
         in_phases = sum(self.phase_seconds.values())
-        whole = max(in_phases, self._step_seconds)
-        if whole <= 0:
+        total = max(in_phases, self._step_seconds)
+        if total <= 0:
             return {}
         return {
-            **{phase: seconds / whole for phase, seconds in self.phase_seconds.items()},
-            "other": (whole - in_phases) / whole,
+            **{phase: seconds / total for phase, seconds in self.phase_seconds.items()},
+            "other": (total - in_phases) / total,
         }
 
 

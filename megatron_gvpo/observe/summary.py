@@ -70,8 +70,8 @@ def time_report(totals: Mapping[str, float], wall: float) -> str:
     rows = sorted(totals.items(), key=lambda item: -item[1])
     rows += [("other", max(0.0, wall - sum(totals.values()))), ("total", wall)]
     width = max(len(name) for name, _ in rows)
-    whole = wall or 1.0
-    return "\n".join(f"{name:<{width}}  {sec:>9.1f} s  {sec / whole:>6.1%}" for name, sec in rows)
+    total = wall or 1.0
+    return "\n".join(f"{name:<{width}}  {sec:>9.1f} s  {sec / total:>6.1%}" for name, sec in rows)
 
 
 def memory_report(metrics: Mapping[str, float]) -> str:

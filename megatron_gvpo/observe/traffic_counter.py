@@ -1,6 +1,6 @@
 """Counts the communication between ranks: every operation of torch.distributed, by group, exactly.
 
-    with Traffic() as traffic:
+    with TrafficCounter() as traffic:
         policy.update(rows, at_step_start=True)
     traffic.volumes  # {("all_reduce", "tp"): Volume(calls=..., bytes=...), ...}
 
@@ -45,7 +45,7 @@ _OPERATORS = {
     "barrier": ("barrier", None),
     "monitored_barrier_": ("barrier", None),
 }
-_SILENT = {"check_for_nan"}  # sends nothing
+_SILENT = {"check_for_nan"}  # operations that send nothing
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Volume:
     bytes: int = 0
 
 
-class Traffic(TorchDispatchMode):
+class TrafficCounter(TorchDispatchMode):
     """Context that counts this rank's messages in groups of more than one rank.
 
     `names` maps torch's group names to readable ones (`megatron.parallel.group_names`); other groups are

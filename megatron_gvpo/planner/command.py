@@ -22,7 +22,7 @@ from megatron_gvpo.planner.workload import Layout
 
 PREDICTED = "# Predicted, not measured:"  # every config file written by --write begins with this
 
-LARGEST = 10**7  # of any count on the command line
+LARGEST = 10**7  # limit for any count on the command line
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,16 @@ def _planned(options: argparse.Namespace) -> Planned:
     if options.share_prompts and saved is None:
         what = "latent attention" if model.latent else "a sliding window"
         raise ConfigError(f"--share-prompts: a model with {what} cannot share prompts; leave it out")
-    plan = search(model, gpu, gpus, work, ahead=options.async_steps, fp8=options.fp8, offload=options.offload)
+    plan = search(
+        model,
+        gpu,
+        gpus,
+        work,
+        ahead=options.async_steps,
+        fp8=options.fp8,
+        offload=options.offload,
+        colocated=options.colocated,
+    )
     return Planned(plan, model, work, saved, gpus)
 
 
@@ -119,16 +128,16 @@ def _server_gpus(options: argparse.Namespace) -> int:
     A run starts them on the GPUs behind its own, on one machine; on several they have nodes of their own.
     Raises ConfigError if they leave none.
     """
-    asked = {"--reward-gpus": options.reward_gpus, "--teacher-gpus": options.teacher_gpus}
-    for name, count in asked.items():
+    counts = {"--reward-gpus": options.reward_gpus, "--teacher-gpus": options.teacher_gpus}
+    for name, count in counts.items():
         if count < 0:
             raise ConfigError(f"{name} {count}: must be at least 0")
-    wanted = sum(asked.values())
+    wanted = sum(counts.values())
     taken: int = wanted if options.gpus <= NODE else math.ceil(wanted / NODE) * NODE
     if taken >= options.gpus:
-        given = " and ".join(f"{name} {count}" for name, count in asked.items() if count)
-        whole = f", which are {taken} in whole nodes" if taken > wanted else ""
-        raise ConfigError(f"{given}{whole}: --gpus {options.gpus} leaves none to train on")
+        options_given = " and ".join(f"{name} {count}" for name, count in counts.items() if count)
+        rounding = f", which are {taken} in whole nodes" if taken > wanted else ""
+        raise ConfigError(f"{options_given}{rounding}: --gpus {options.gpus} leaves none to train on")
     return taken
 
 
@@ -143,36 +152,37 @@ def _check_images(options: argparse.Namespace, model: architecture.Architecture)
         if count:
             raise ConfigError(f"--image-tokens {count}: --model {options.model} takes no images")
         return
-    given = {
+    refused = {
         "--adapter-rank": options.adapter_rank,
         "--fp8": options.fp8,
         "--share-prompts": options.share_prompts,
         "--teacher": options.teacher is not None,
         f"--recipe {options.recipe}": method(options.recipe, options.mini_batches).critic,
     }
-    if found := [name for name, value in given.items() if value]:
-        raise ConfigError(f"{found[0]}: not supported with a model that takes images; leave it out")
+    if used := [name for name, value in refused.items() if value]:
+        raise ConfigError(f"{used[0]}: not supported with a model that takes images; leave it out")
 
 
 def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: argparse.Namespace) -> str:
     """Returns the layout as the YAML text of a config file. `layers`: layers of the model."""
     layout = chosen.layout
     own = layout.rollout_gpus or layout.gpus
-    rollout: dict[str, Any] = {"engine": "sglang", "n": work.k, "max_tokens": work.lengths.maximum}
+    rollout: dict[str, Any] = {
+        "engine": options.engine or "sglang",
+        "n": work.k,
+        "max_tokens": work.lengths.maximum,
+    }
     rollout["servers"] = {"tp": layout.rollout_tp, "count": max(1, min(NODE, own) // layout.rollout_tp)}
     if layout.rollout_tp > NODE:
         rollout["servers"]["nodes"] = layout.rollout_tp // NODE
-    # Colocated servers take turns with the trainer, so they cannot share a process group with it.
-    if not layout.rollout_gpus:
-        rollout["servers"]["colocated"] = True
-        rollout["weights"] = {"transport": "shared"}
-    elif layout.transport != Layout.transport:
-        rollout["weights"] = {"transport": layout.transport}
+    # All is written, to replace what the files before this one say. Colocated servers take turns with the
+    # trainer, so they cannot share a process group with it.
+    rollout["servers"]["colocated"] = not layout.rollout_gpus
+    rollout["weights"] = {"transport": layout.transport if layout.rollout_gpus else "shared"}
     if work.speculation is not None:
         method = "ngram" if work.speculation.from_text else "mtp"
         rollout["speculation"] = {"method": method, "tokens": work.speculation.tokens}
-    if layout.async_steps:
-        rollout["async_steps"] = layout.async_steps
+    rollout["async_steps"] = layout.async_steps
     train = {"prompts_per_step": work.prompts, "mini_batches": work.mini_batches}
     train |= {"batch_epochs": work.batch_epochs} if work.batch_epochs > 1 else {}
     train |= {"share_prompts": True} if work.share_prompts else {}
@@ -188,9 +198,9 @@ def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: ar
     if layout.offload:
         values["optimizer"] = {"offload_fraction": layout.offload}
     if (taught := work.teacher) is not None:
-        server = None if taught.held else {"tp": taught.tp, "count": taught.gpus // taught.tp}
+        server = None if taught.is_on_trainer else {"tp": taught.tp, "count": taught.gpus // taught.tp}
         # On several machines the trainer fills the one on which the run would start servers.
-        if taught.held or options.gpus <= NODE:
+        if taught.is_on_trainer or options.gpus <= NODE:
             values["teacher"] = {"server": server}
     text = yaml.safe_dump(values, sort_keys=False)
     nodes = math.ceil(layout.gpus / NODE)
@@ -202,7 +212,7 @@ def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: ar
         command = f"train CONFIG.yaml THIS.yaml --nproc {layout.gpus}"
     return (
         f"{PREDICTED} {chosen.seconds.step:.0f} s a step on {options.gpus} x {options.gpu} "
-        f"for {options.model}.\n# megatron-gvpo {command}\n{text}"
+        f"for {options.named or options.model}.\n# megatron-gvpo {command}\n{text}"
     )
 
 
@@ -248,7 +258,7 @@ def _print(
 
     console = Console(highlight=False, markup=False, width=None if Console().is_terminal else 180)
     console.print(
-        f"{options.model}: {model.parameters:,} parameters. {options.gpus} x {options.gpu}, "
+        f"{options.named or options.model}: {model.parameters:,} parameters. {options.gpus} x {options.gpu}, "
         f"{work.responses} responses a step of {work.lengths.mean:g} tokens "
         f"(95 % under {work.lengths.p95:g}, at most {work.lengths.maximum}), {work.updates} update(s) a step."
     )
@@ -325,19 +335,19 @@ def _print(
 
 
 def _of_teacher(
-    taught: teacher.Teacher, best: Candidate, options: argparse.Namespace, work: workload.Workload
+    taught: teacher.PlannedTeacher, best: Candidate, options: argparse.Namespace, work: workload.Workload
 ) -> str:
     """Returns the line that says where the teacher is, and what it takes there."""
     name = f"teacher {options.teacher}, {taught.model.parameters:,} parameters: "
-    if taught.held:
+    if taught.is_on_trainer:
         return (
             f"{name}held by the trainer; {best.teacher_host_gib:.0f} GiB of host memory a node between passes"
         )
     took = served_seconds(taught, workload.gpu(options.gpu), work)
-    said = (
+    text = (
         f"{name}{taught.gpus // taught.tp} server(s) of {taught.tp} GPU(s) score the responses in "
         f"{took:.1f} s; the trainer scores its own meanwhile"
     )
     if options.gpus > NODE:
-        said += "; the run starts none beside a whole machine of ranks, so give their teacher.server.urls"
-    return said
+        text += "; the run starts none beside a whole machine of ranks, so give their teacher.server.urls"
+    return text

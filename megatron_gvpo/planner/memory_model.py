@@ -16,7 +16,7 @@ from megatron_gvpo.planner.architecture import GIB, RUNTIME_BYTES, Architecture
 from megatron_gvpo.planner.workload import Layout
 
 if TYPE_CHECKING:
-    from megatron_gvpo.planner.teacher import Teacher
+    from megatron_gvpo.planner.teacher import PlannedTeacher
 
 
 HEAD_BYTES = 800e6  # working memory of the fused head's tiles in a pass without a gradient
@@ -45,7 +45,7 @@ class Memory:
     activations: float
     head: float
     workspaces: float  # of Transformer Engine and cuBLAS
-    teacher: float  # that the trainer holds: weights and a layer in its pass, or its part in the head
+    teacher: float  # a teacher on the trainer: weights and a layer's activations, or its head
     runtime: float
 
     @property
@@ -105,8 +105,8 @@ def _tower(model: Architecture, layout: Layout) -> float:
 def trained_shard(model: Architecture, layout: Layout, stage: int, critic: bool = False) -> Shard:
     """Counts the parameters on a rank that train: all but a vision tower's, or the adapters'."""
     if not model.adapter_rank or critic:
-        held = shard(model, layout, stage, critic)
-        return replace(held, dense=held.dense - (stage == 0) * _tower(model, layout))
+        stage_shard = shard(model, layout, stage, critic)
+        return replace(stage_shard, dense=stage_shard.dense - (stage == 0) * _tower(model, layout))
     here, mixtures = stage_layers(model, layout, stage)
     dense = here * model.attention_adapters + (here - mixtures) * model.mlp_adapters(model.ffn)
     routed = mixtures * model.experts * model.mlp_adapters(model.expert_ffn)
@@ -121,13 +121,13 @@ def state(
     `bytes_each`: bytes of a weight, 2 in bf16 and 4 in fp32. In fp32 the optimizer needs no copy of the
     weights.
     """
-    held, trained = shard(model, layout, stage, critic), trained_shard(model, layout, stage, critic)
+    stage_shard, trained = shard(model, layout, stage, critic), trained_shard(model, layout, stage, critic)
     copies = layout.dp * layout.cp
     expert_copies = layout.gpus // (layout.pp * layout.ep * layout.etp)
     own = 12 if bytes_each == 2 else 8
     added = trained.total if model.adapter_rank and not critic else 0.0
     return (
-        bytes_each * (held.total + added),
+        bytes_each * (stage_shard.total + added),
         4 * trained.total,
         (1 - layout.offload) * own * (trained.dense / copies + trained.experts / expert_copies),
     )
@@ -138,8 +138,8 @@ def host_state(model: Architecture, layout: Layout, stage: int, critic: bool = F
 
     Each offloaded parameter takes an fp32 master weight, two moments and a gradient: 16 bytes.
     """
-    held = trained_shard(model, layout, stage, critic)
-    updated = held.dense / (layout.dp * layout.cp) + held.experts / (
+    trained = trained_shard(model, layout, stage, critic)
+    updated = trained.dense / (layout.dp * layout.cp) + trained.experts / (
         layout.gpus // (layout.pp * layout.ep * layout.etp)
     )
     return 16 * layout.offload * updated
@@ -157,29 +157,29 @@ def activation_bytes(model: Architecture, layout: Layout, tokens: float) -> floa
 
 def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
     """Counts the micro-batches whose activations a stage keeps at once under 1F1B (arXiv 2104.04473)."""
-    held = min(layout.pp - stage, micro_batches)
+    waiting = min(layout.pp - stage, micro_batches)
     if layout.vpp > 1 and micro_batches >= layout.pp:
-        return held * (1 + (layout.pp - 1) / (layout.pp * layout.vpp))
-    return held
+        return waiting * (1 + (layout.pp - 1) / (layout.pp * layout.vpp))
+    return waiting
 
 
-def teacher_pass(teacher: Teacher, layout: Layout, stage: int, tokens: float) -> float:
-    """Returns the bytes of a held teacher in its pass over a micro-batch, which keeps no activations.
+def teacher_pass(teacher: PlannedTeacher, layout: Layout, stage: int, tokens: float) -> float:
+    """Returns the bytes of a trainer's teacher in its pass over a micro-batch, which keeps no activations.
 
     They are its weights, the layer that is being computed, and on the last stage the head's tile or a copy
     of the output weight.
     """
     model, plain = teacher.model, replace(layout, recompute=False)
-    held = 2 * shard(model, layout, stage).total + activation_bytes(model, plain, tokens)
+    weights = 2 * shard(model, layout, stage).total + activation_bytes(model, plain, tokens)
     if stage < layout.pp - 1:
-        return held
-    return held + max(
+        return weights
+    return weights + max(
         HEAD_BYTES if teacher.passes else 0.0,
         2 * model.embedding / layout.tp if teacher.divergence else 0.0,
     )
 
 
-def teacher_in_head(teacher: Teacher, layout: Layout, tokens: float) -> float:
+def teacher_in_head(teacher: PlannedTeacher, layout: Layout, tokens: float) -> float:
     """Returns the bytes of a divergence on the last stage, beside the head's own, in the policy's update.
 
     They are the teacher's output weight, its hidden states of a micro-batch and a tile of its logits.
@@ -194,7 +194,7 @@ def memory(
     tokens: float,
     micro_batches: int,
     critic: bool = False,
-    teacher: Teacher | None = None,
+    teacher: PlannedTeacher | None = None,
     responses: float | None = None,
 ) -> Memory:
     """Predicts the memory of a GPU of the fullest pipeline stage, with `tokens` tokens per micro-batch.
@@ -227,7 +227,7 @@ def stage_memory(
     tokens: float,
     micro_batches: int,
     critic: bool = False,
-    teacher: Teacher | None = None,
+    teacher: PlannedTeacher | None = None,
     responses: float | None = None,
 ) -> Memory:
     """Predicts the memory of a GPU of one pipeline stage; the arguments are those of `memory`."""
@@ -240,7 +240,7 @@ def stage_memory(
         layers - mixtures, mixtures, is_last, in_flight(layout, stage, micro_batches)
     )
     beside = own = 0.0
-    if teacher is not None and teacher.held:
+    if teacher is not None and teacher.is_on_trainer:
         own = teacher_pass(teacher, layout, stage, tokens)
         if teacher.divergence and is_last:
             beside = teacher_in_head(teacher, layout, tokens)

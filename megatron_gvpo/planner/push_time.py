@@ -19,7 +19,7 @@ ELEMENT = 2  # bytes of a weight in bf16
 
 
 @dataclass(frozen=True)
-class Push:
+class PushTime:
     """One push. `busiest_trainer` and `server` are the bytes that such a rank sends or receives."""
 
     seconds: float
@@ -27,7 +27,7 @@ class Push:
     server: float
 
 
-def predicted(model: Architecture, gpu: Gpu, layout: Layout) -> Push:
+def predicted(model: Architecture, gpu: Gpu, layout: Layout) -> PushTime:
     """A push over the layout's transport. To colocated servers it takes as long as a broadcast."""
     return TRANSPORTS[layout.transport](model, gpu, layout)
 
@@ -39,15 +39,15 @@ def fastest(model: Architecture, gpu: Gpu, layout: Layout) -> str:
     return min(TRANSPORTS, key=lambda name: TRANSPORTS[name](model, gpu, layout).seconds)
 
 
-def broadcast(model: Architecture, gpu: Gpu, layout: Layout) -> Push:
+def broadcast(model: Architecture, gpu: Gpu, layout: Layout) -> PushTime:
     """All weights are gathered by the trainer's first rank, then pass through it to every server rank."""
     size = float(ELEMENT * model.parameters)
     link = gpu.network_gb_per_s if layout.rollout_gpus else min(gpu.nvlink_gb_per_s, gpu.network_gb_per_s)
-    return Push(2 * size / (link * PUSH_FRACTION * 1e9), size, size)
+    return PushTime(2 * size / (link * PUSH_FRACTION * 1e9), size, size)
 
 
 @cache
-def sharded(model: Architecture, gpu: Gpu, layout: Layout) -> Push:
+def sharded(model: Architecture, gpu: Gpu, layout: Layout) -> PushTime:
     """Every trainer rank sends its share once, and the servers pass it on along a chain.
 
     The trainer rank with the largest share or a server rank with its part sets the pace. The chain takes a
@@ -57,16 +57,16 @@ def sharded(model: Architecture, gpu: Gpu, layout: Layout) -> Push:
     expert_copies = layout.gpus // (layout.pp * layout.ep)
     stages = [shard(model, layout, stage) for stage in range(layout.pp)]
     # Ranks of a stage hold the same dense weights tp by tp, so each sends as much of them.
-    share = max(held.dense / copies + held.experts / expert_copies for held in stages) * ELEMENT
+    share = max(stage.dense / copies + stage.experts / expert_copies for stage in stages) * ELEMENT
     one_server = Layout(layout.rollout_tp, tp=layout.rollout_tp, ep=layout.rollout_tp)
     part = shard(model, one_server, 0).total * ELEMENT
     pace = max(share, part) / (gpu.network_gb_per_s * PUSH_FRACTION * 1e9)
     way = layout.engines + layout.rollout_tp  # links from the trainer to the last rank
     rounds = min(ROUNDS * way, max(share, part) / LEAST)
-    return Push(pace * (1 + way / rounds), share, part)
+    return PushTime(pace * (1 + way / rounds), share, part)
 
 
-TRANSPORTS: dict[str, Callable[[Architecture, Gpu, Layout], Push]] = {
+TRANSPORTS: dict[str, Callable[[Architecture, Gpu, Layout], PushTime]] = {
     "broadcast": broadcast,
     "sharded": sharded,
 }

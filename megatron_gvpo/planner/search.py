@@ -10,13 +10,13 @@ from typing import Any
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.planner import push_time
 from megatron_gvpo.planner.architecture import Architecture, Gpu
+from megatron_gvpo.planner.fit import USABLE
 from megatron_gvpo.planner.memory_model import Memory, host_state, memory, shard
 from megatron_gvpo.planner.step_time import NODE, Seconds, model_flops, rollout_seconds, seconds
-from megatron_gvpo.planner.teacher import Teacher
+from megatron_gvpo.planner.teacher import PlannedTeacher
 from megatron_gvpo.planner.workload import Layout, Workload
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-USABLE = 0.94  # fraction of a GPU's memory that a layout may fill
 SHOWN = 4  # alternative values shown for each size of the best layout
 MICRO_TOKENS = (65536, 32768, 16384, 8192, 4096, 2048)
 
@@ -26,7 +26,7 @@ class Candidate:
     """A layout that can run. All numbers are predicted."""
 
     layout: Layout
-    micro_tokens: int  # train.max_tokens_per_micro_batch: of one rank
+    micro_tokens: int  # train.max_tokens_per_micro_batch, for one rank
     memory: Memory
     seconds: Seconds
     mfu: float  # model operations over the bf16 peak of the trainer's GPUs, while they train
@@ -68,11 +68,13 @@ def search(
     ahead: int = 1,
     fp8: bool = False,
     offload: float = 0.0,
+    colocated: bool = False,
 ) -> Plan:
     """Searches all layouts of `gpus` GPUs, which are not a teacher's, for the fastest step.
 
     `ahead`: the largest async depth to consider. `offload`: the fraction of the optimizer's states in host
-    memory. Raises ConfigError with the reasons if no layout can run.
+    memory. `colocated`: consider servers on the trainer's GPUs alone. Raises ConfigError with the reasons if
+    no layout can run.
     """
     if fp8 and gpu.fp8_tflops is None:
         raise ConfigError(f"--fp8: the GPU {gpu.name} does not support FP8")
@@ -83,11 +85,11 @@ def search(
             f"(--prompt-tokens), the longest response {work.lengths.maximum} (--response-length MEAN,max=N; "
             "without max, 5 times the mean)"
         )
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     reasons: Counter[str] = Counter()
     smallest: float | None = None
     with_host = False  # a layout that does not fit would fit with all optimizer states in host memory
-    for where in _places(model, gpu, gpus, work, ahead):
+    for where in _places(model, gpu, gpus, work, ahead, colocated):
         divided = replace(where, offload=offload)
         for layout in _layouts(model, divided, fp8, reasons, work.share_prompts, work.teacher):
             if work.responses / work.mini_batches < layout.dp:
@@ -97,28 +99,31 @@ def search(
             if candidate is None:
                 reasons[f"needs more than {USABLE:.0%} of the {gpu.memory_gib:g} GiB"] += 1
                 smallest = least if smallest is None else min(smallest, least)
-                if not (found or with_host) and offload < 1:
+                if not (candidates or with_host) and offload < 1:
                     with_host = _fit(model, gpu, replace(layout, offload=1.0), work)[0] is not None
             else:
-                found.append(candidate)
+                candidates.append(candidate)
     impossible = [f"{count} layouts: {reason}" for reason, count in reasons.most_common()]
     if smallest is not None:
         impossible.append(f"the smallest layout that does not fit needs {smallest:.0f} GiB a GPU")
-    if not found:
+    if not candidates:
         if with_host:
             impossible.append("some layouts fit with the optimizer's states in host memory: try --offload 1")
         raise ConfigError("no layout can run: " + "; ".join(impossible or [_no_server(model, gpu, work)]))
-    found.sort(key=_order)
+    candidates.sort(key=_order)
     # Predictions are not accurate to 1%. Among layouts within 1% of the fastest, prefer the simplest.
-    as_fast = [candidate for candidate in found if candidate.seconds.step <= 1.01 * found[0].seconds.step]
-    found.insert(0, found.pop(found.index(min(as_fast, key=_divisions))))
-    return Plan(found, list(_losers(found)), impossible, len(found) + reasons.total())
+    limit = 1.01 * candidates[0].seconds.step
+    simplest = min((c for c in candidates if c.seconds.step <= limit), key=_divisions)
+    candidates.insert(0, candidates.pop(candidates.index(simplest)))
+    return Plan(candidates, list(_losers(candidates)), impossible, len(candidates) + reasons.total())
 
 
-def _places(model: Architecture, gpu: Gpu, gpus: int, work: Workload, ahead: int) -> Iterator[Layout]:
+def _places(
+    model: Architecture, gpu: Gpu, gpus: int, work: Workload, ahead: int, colocated: bool
+) -> Iterator[Layout]:
     """Yields each placement of the rollout servers: on the trainer's GPUs, or on nodes of their own."""
     yield from _with_engines(model, gpu, Layout(gpus), work)
-    nodes = gpus // NODE
+    nodes = 0 if colocated else gpus // NODE
     for own in sorted({round(nodes * share) for share in (0.25, 0.375, 0.5, 0.625, 0.75)} - {0, nodes}):
         for depth in range(ahead + 1):
             split = Layout((nodes - own) * NODE, rollout_gpus=own * NODE, async_steps=depth)
@@ -146,7 +151,7 @@ def _engine_sizes(model: Architecture) -> list[int]:
 
 
 def _no_server(model: Architecture, gpu: Gpu, work: Workload) -> str:
-    """Says that no rollout server fits on the GPUs, and which would."""
+    """Says that no rollout server fits on the GPUs, and which GPUs would do."""
     fits = [tp for tp in _engine_sizes(model) if rollout_seconds(model, gpu, 1, tp, work) < float("inf")]
     weights = f"the {2 * model.parameters / 2**30:.0f} GiB of bf16 weights and the longest response's cache"
     if not fits:
@@ -161,12 +166,12 @@ def _layouts(
     fp8: bool,
     reasons: Counter[str],
     share_prompts: bool = False,
-    teacher: Teacher | None = None,
+    teacher: PlannedTeacher | None = None,
 ) -> Iterator[Layout]:
     """Yields every division of the trainer's GPUs that Megatron supports for this model, and its teacher."""
-    held = teacher if teacher is not None and teacher.held else None
+    trainer_teacher = teacher if teacher is not None and teacher.is_on_trainer else None
     # Sequences that context parallelism cannot cut.
-    whole = model.window or share_prompts or model.vision is not None
+    only_cp_1 = model.window or share_prompts or model.vision is not None
     gpus = where.gpus
     for tp in (size for size in SIZES if size <= min(NODE, gpus)):
         if not model.divisible(tp):
@@ -184,14 +189,16 @@ def _layouts(
             if model.vision is not None and model.vision.deep > model.layers // pp:
                 reasons[f"pp={pp} leaves the first stage fewer layers than the vision tower feeds"] += 1
                 continue
-            for cp in (size for size in SIZES[: 1 if whole else 4] if gpus % (tp * pp * size) == 0):
+            for cp in (size for size in SIZES[: 1 if only_cp_1 else 4] if gpus % (tp * pp * size) == 0):
                 for ep in SIZES if model.experts else (1,):
                     if model.experts % ep or gpus % (pp * ep):
                         continue
                     for vpp in (1, 2, 4):
                         if vpp > 1 and (pp == 1 or model.layers % (pp * vpp) or model.vision is not None):
                             continue
-                        if held is not None and (why := held.misfit(model, tp, pp, vpp, cp, ep)):
+                        if trainer_teacher is not None and (
+                            why := trainer_teacher.misfit(model, tp, pp, vpp, cp, ep)
+                        ):
                             reasons[why] += 1
                             continue
                         for recompute in (False, True):
@@ -239,9 +246,9 @@ def _host_gib(model: Architecture, layout: Layout, critic: bool) -> float:
     )
 
 
-def _teacher_host_gib(teacher: Teacher | None, layout: Layout) -> float:
+def _teacher_host_gib(teacher: PlannedTeacher | None, layout: Layout) -> float:
     """Returns the GiB of host memory for the weights of a teacher that the trainer holds, on a node."""
-    if teacher is None or not teacher.held:
+    if teacher is None or not teacher.is_on_trainer:
         return 0.0
     return _fuller_node(layout, lambda stage: 2 * shard(teacher.model, layout, stage).total)
 
@@ -272,9 +279,9 @@ def _divisions(candidate: Candidate) -> int:
     return sum(size > 1 for size in (at.tp, at.pp, at.vpp, at.cp, at.ep, at.async_steps)) + at.recompute
 
 
-def _losers(found: list[Candidate]) -> Iterator[str]:
+def _losers(candidates: list[Candidate]) -> Iterator[str]:
     """Yields, for other values of each size, the best layout's cost and the phase that it slows most."""
-    best = found[0]
+    best = candidates[0]
     ways = {
         "tp": lambda c: c.layout.tp,
         "pp": lambda c: c.layout.pp,
@@ -285,14 +292,16 @@ def _losers(found: list[Candidate]) -> Iterator[str]:
         "async steps": lambda c: c.layout.async_steps,
     }
     for name, way in ways.items():
-        others: dict[Any, Candidate] = {}  # best candidate of each value: `found` is sorted, so the first
-        for candidate in found:
+        others: dict[Any, Candidate] = {}  # the best of each value: the first, because `candidates` is sorted
+        for candidate in candidates:
             if way(candidate) != way(best):
                 others.setdefault(way(candidate), candidate)
         for value in sorted(list(others)[:SHOWN]):
             other = others[value]
-            mine, theirs = best.seconds.by_phase(), other.seconds.by_phase()
-            phase = max((p for p in mine if p not in ("step", "waiting")), key=lambda p: theirs[p] - mine[p])
-            slower = theirs["step"] - mine["step"]
+            best_seconds, other_seconds = best.seconds.by_phase(), other.seconds.by_phase()
+            slower_by = {phase: other_seconds[phase] - best_seconds[phase] for phase in best_seconds}
+            slower = slower_by.pop("step")
+            slower_by.pop("waiting", None)
+            phase = max(slower_by, key=slower_by.__getitem__)
             cost = f"{slower:+.1f} s a step" if slower >= 0.05 else "no slower a step"
-            yield f"{name}={value}: {cost}; {phase} {theirs[phase] - mine[phase]:+.1f} s"
+            yield f"{name}={value}: {cost}; {phase} {slower_by[phase]:+.1f} s"

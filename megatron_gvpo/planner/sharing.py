@@ -15,32 +15,32 @@ class Cost:
     """The mean cost of a group's responses in one micro-batch."""
 
     tokens: float
-    pairs: float  # of tokens that attend to each other
-    flops: float  # of forward and backward pass, without recomputation
-    activation_gib: float  # what all layers keep for the backward pass, without recomputation, on one GPU
+    pairs: float  # number of pairs of tokens that attend to each other
+    flops: float  # forward and backward pass, without recomputation
+    activation_gib: float  # activations of all layers for the backward pass on one GPU, without recomputation
 
 
 @dataclass(frozen=True)
 class Sharing:
     """The cost of a group whose prompt comes before every response, and of one whose prompt comes once."""
 
-    whole: Cost
+    unshared: Cost
     shared: Cost
 
     def ratio(self, name: str) -> float:
-        """Returns what is left of a cost when the prompt is shared: 1 if nothing is saved."""
-        left: float = getattr(self.shared, name) / getattr(self.whole, name)
-        return left
+        """Returns the cost with a shared prompt over the cost without: 1 if nothing is saved."""
+        ratio: float = getattr(self.shared, name) / getattr(self.unshared, name)
+        return ratio
 
     def to_dict(self) -> dict[str, dict[str, float]]:
         return {
-            name: {"whole": whole, "shared": asdict(self.shared)[name], "ratio": round(self.ratio(name), 4)}
-            for name, whole in asdict(self.whole).items()
+            name: {"whole": cost, "shared": asdict(self.shared)[name], "ratio": round(self.ratio(name), 4)}
+            for name, cost in asdict(self.unshared).items()
         }
 
     def text(self, used: bool) -> str:
         """Returns a line for the terminal. `used`: the plan shares prompts."""
-        before, after = self.whole, self.shared
+        before, after = self.unshared, self.shared
         return (
             f"train.share_prompts ({'used' if used else 'not used'}): a group has {after.tokens:.0f} tokens "
             f"instead of {before.tokens:.0f} ({self.ratio('tokens'):.2f}), "
@@ -58,5 +58,5 @@ def sharing(model: Architecture, work: Workload) -> Sharing | None:
 
 def _cost(model: Architecture, work: Workload, shared: bool) -> Cost:
     group = replace(work, prompts=1, share_prompts=shared)
-    kept = model.layers * activation_bytes(model, Layout(1), group.tokens)
-    return Cost(group.tokens, group.pairs, 3 * forward_flops(model, group), kept / GIB)
+    activations = model.layers * activation_bytes(model, Layout(1), group.tokens)
+    return Cost(group.tokens, group.pairs, 3 * forward_flops(model, group), activations / GIB)

@@ -22,7 +22,7 @@ from megatron_gvpo.planner.traffic import layer_backward, layer_forward, on_the_
 from megatron_gvpo.planner.workload import Layout, Speculation, Workload
 
 if TYPE_CHECKING:
-    from megatron_gvpo.planner.teacher import Teacher
+    from megatron_gvpo.planner.teacher import PlannedTeacher
 
 NODE = 8  # GPUs that NVLink connects
 DECODE_OVERHEAD = 3e-3  # seconds per decoding step for scheduling and sampling
@@ -89,9 +89,9 @@ def seconds(model: Architecture, gpu: Gpu, layout: Layout, work: Workload, micro
     sync = push_time.predicted(model, gpu, layout).seconds
     taught = 0.0
     if (teacher := work.teacher) is not None:
-        if teacher.held:
-            taught = _held_teacher(teacher, model, gpu, layout, work, micro_batches)
-        else:  # it answers while the trainer scores
+        if teacher.is_on_trainer:
+            taught = _trainer_teacher(teacher, model, gpu, layout, work, micro_batches)
+        else:  # a served teacher answers while the trainer scores
             taught = max(0.0, served_seconds(teacher, gpu, work) - scoring)
     overlapped = layout.rollout_gpus > 0 and layout.async_steps > 0
     if overlapped:
@@ -101,8 +101,13 @@ def seconds(model: Architecture, gpu: Gpu, layout: Layout, work: Workload, micro
     return Seconds(rollout, scoring, training, optimizer, sync, waiting, overlapped, taught)
 
 
-def _held_teacher(
-    teacher: Teacher, policy: Architecture, gpu: Gpu, layout: Layout, work: Workload, micro_batches: float
+def _trainer_teacher(
+    teacher: PlannedTeacher,
+    policy: Architecture,
+    gpu: Gpu,
+    layout: Layout,
+    work: Workload,
+    micro_batches: float,
 ) -> float:
     """Returns the seconds of a teacher that the trainer holds.
 
@@ -120,23 +125,23 @@ def _held_teacher(
         if teacher.beside:
             again = 3 * policy.head_flops(work.responses * work.lengths.mean)
             took += work.batch_epochs * again / (layout.gpus * gpu.flops(layout.fp8))
-    held = max(shard(teacher.model, layout, stage).total for stage in range(layout.pp))
-    return took + moves * 2 * 2 * held / (gpu.pcie_gb_per_s * gpu.network_fraction * 1e9)
+    parameters = max(shard(teacher.model, layout, stage).total for stage in range(layout.pp))
+    return took + moves * 2 * 2 * parameters / (gpu.pcie_gb_per_s * gpu.network_fraction * 1e9)
 
 
-def served_seconds(teacher: Teacher, gpu: Gpu, work: Workload) -> float:
+def served_seconds(teacher: PlannedTeacher, gpu: Gpu, work: Workload) -> float:
     """Returns the seconds until a teacher's servers have scored a step's responses, each with its prompt.
 
     Nothing decodes: every token passes the layers and the head once.
     """
-    model, whole = teacher.model, replace(work, share_prompts=False, teacher=None)
-    flops = model.layer_flops(whole.tokens, whole.pairs / whole.tokens) + model.head_flops(whole.tokens)
+    model, plain = teacher.model, replace(work, share_prompts=False, teacher=None)
+    flops = model.layer_flops(plain.tokens, plain.pairs / plain.tokens) + model.head_flops(plain.tokens)
     fraction = PREFILL_FRACTION * (MIXTURE_FRACTION if model.moe_layers else 1.0)
     return flops / (teacher.gpus * gpu.flops(False) * fraction)
 
 
 def _bubble(model: Architecture, layout: Layout, micro_batches: float) -> float:
-    """Returns a pass's seconds over those of its work: the pipeline's bubble and its fullest stage."""
+    """Returns a pass's seconds divided by its work's: the pipeline's bubble and its fullest stage."""
     stage = max(layout.stage_layers(model.layers)) * layout.pp / model.layers  # fullest stage over mean stage
     return stage * (1 + (layout.pp - 1) / (layout.vpp * micro_batches))
 
@@ -197,7 +202,7 @@ def _passes(
 
 
 def _backward_work(model: Architecture, critic: bool) -> int:
-    """Returns the operations of the backward pass over those of the forward pass.
+    """Returns the operations of the backward pass divided by those of the forward pass.
 
     Weights under adapters need no gradients of their own, only those of what enters them.
     """
@@ -211,15 +216,15 @@ def _optimizer(model: Architecture, gpu: Gpu, layout: Layout, critic: bool = Fal
     and writes its states: 30 bytes of GPU memory an element. An element on the host takes 40 bytes of host
     memory traffic, and 6 bytes over the link at the same time for its gradient and weight.
     """
-    held = trained_shard(model, layout, 0, critic)
+    trained = trained_shard(model, layout, 0, critic)
     copies = layout.dp * layout.cp
     span = layout.tp * copies
     link = gpu.nvlink_gb_per_s if span <= NODE else gpu.network_gb_per_s
-    sent = optimizer_bytes([round(held.total)], copies, 2)
+    sent = optimizer_bytes([round(trained.total)], copies, 2)
     wire = sum(on_the_wire(operation, size, copies) for (operation, _), size in sent.items())
     moved = wire / (link * gpu.network_fraction * 1e9)
-    on_host = layout.offload * held.total / copies
-    on_gpu = held.total / copies - on_host
+    on_host = layout.offload * trained.total / copies
+    on_gpu = trained.total / copies - on_host
     device = 30 * on_gpu / (gpu.memory_gb_per_s * gpu.memory_fraction * 1e9)
     link = gpu.pcie_gb_per_s * gpu.network_fraction * 1e9
     return moved + max(
@@ -246,10 +251,10 @@ def rollout_seconds(model: Architecture, gpu: Gpu, engines: int, tp: int, work: 
     step = DecodeStep(model, gpu, tp)
     elapsed = prefill / (reach * PREFILL_FRACTION)
     # The simulation steps from the end of one response to the end of the next. `clock` counts tokens: a step
-    # gives every running response `given` of them. `held` counts the tokens in the cache now, `reserved`
+    # gives every running response `per_step` of them. `cached` counts the tokens in the cache now, `reserved`
     # those that the running responses will have there at their ends.
-    given = 1.0 if work.speculation is None else work.speculation.length
-    clock = reserved = held = 0.0
+    per_step = 1.0 if work.speculation is None else work.speculation.length
+    clock = reserved = cached = 0.0
     ends: list[tuple[float, float]] = []  # heap over running responses: (clock at the end, length in tokens)
     waiting = lengths
     while waiting or ends:
@@ -257,16 +262,16 @@ def rollout_seconds(model: Architecture, gpu: Gpu, engines: int, tp: int, work: 
             length = waiting.pop()
             heapq.heappush(ends, (clock + length, length))
             reserved += work.prompt_tokens + length
-            held += work.prompt_tokens
+            cached += work.prompt_tokens
         stride = ends[0][0] - clock
-        took = step.seconds(len(ends), held + stride / 2 * len(ends), work.speculation)
-        elapsed += stride / given * took
-        held += stride * len(ends)
+        took = step.seconds(len(ends), cached + stride / 2 * len(ends), work.speculation)
+        elapsed += stride / per_step * took
+        cached += stride * len(ends)
         clock = ends[0][0]
         while ends and ends[0][0] <= clock:
             _, length = heapq.heappop(ends)
             reserved -= work.prompt_tokens + length
-            held -= work.prompt_tokens + length
+            cached -= work.prompt_tokens + length
     return elapsed
 
 

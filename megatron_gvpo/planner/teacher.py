@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Teacher:
+class PlannedTeacher:
     """A teacher that the trainer holds, or one on servers with GPUs of their own."""
 
     model: Architecture
-    passes: int  # over a step's responses, for their log-probs
+    passes: int  # passes over a step's responses, for their log-probs
     divergence: bool = False  # every update compares whole distributions in the head
     beside: bool = False  # the loss has other terms than that divergence
-    gpus: int = 0  # of its servers; 0: the trainer holds it, on the host between its passes
+    gpus: int = 0  # GPUs of its servers; 0: the trainer holds it, in host memory between its passes
     tp: int = 1  # GPUs of one server
 
     @property
-    def held(self) -> bool:
+    def is_on_trainer(self) -> bool:
         return not self.gpus
 
     def misfit(self, policy: Architecture, tp: int, pp: int, vpp: int, cp: int, ep: int) -> str | None:
@@ -44,7 +44,7 @@ class Teacher:
         return None
 
 
-def teacher(options: Namespace, asks: Method, gpu: Gpu, longest: int) -> Teacher | None:
+def teacher(options: Namespace, asks: Method, gpu: Gpu, longest: int) -> PlannedTeacher | None:
     """Reads the options `--teacher` and `--teacher-gpus`. `longest`: tokens of the longest sequence.
 
     Raises ConfigError for a teacher without a use or a method without its teacher, where servers do not give
@@ -76,7 +76,7 @@ def teacher(options: Namespace, asks: Method, gpu: Gpu, longest: int) -> Teacher
         raise ConfigError(f"--share-prompts: a teacher with {what} cannot share prompts; leave it out")
     tp = _server_size(model, gpu, gpus, longest) if gpus else 1
     kind = (asks.teacher_passes, asks.teacher_divergence, asks.loss_terms)
-    return Teacher(model, *kind, gpus=gpus, tp=tp)
+    return PlannedTeacher(model, *kind, gpus=gpus, tp=tp)
 
 
 def _server_size(model: Architecture, gpu: Gpu, gpus: int, longest: int) -> int:

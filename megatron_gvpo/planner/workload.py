@@ -14,7 +14,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.planner.architecture import Gpu
 
 if TYPE_CHECKING:
-    from megatron_gvpo.planner.teacher import Teacher
+    from megatron_gvpo.planner.teacher import PlannedTeacher
 
 
 def gpu(name: str) -> Gpu:
@@ -85,7 +85,7 @@ def parse_lengths(text: str) -> Lengths:
 class Speculation:
     """Speculative decoding of the rollouts (`rollout.speculation`)."""
 
-    tokens: int  # proposed at a time
+    tokens: int  # tokens proposed at a time
     acceptance: float  # share of the proposed tokens that the policy accepts
     from_text: bool = (
         False  # the text proposes, at no cost; else a layer with the model's sizes, and its head
@@ -103,15 +103,15 @@ def parse_speculation(text: str) -> Speculation:
     try:
         named = dict(other.split("=") for other in others)
         draft = {"head": False, "text": True}[named.pop("draft", "head")]
-        found = Speculation(int(first), float(named.pop("acceptance")), draft)
+        speculation = Speculation(int(first), float(named.pop("acceptance")), draft)
     except (ValueError, KeyError):
         named = {"": ""}
-    if named or not 1 <= found.tokens <= 64 or not 0 <= found.acceptance <= 1:
+    if named or not 1 <= speculation.tokens <= 64 or not 0 <= speculation.acceptance <= 1:
         raise ConfigError(
             f"--speculate {text}: expected TOKENS,acceptance=SHARE[,draft=text], with 1 to 64 tokens and a "
             "share from 0 to 1"
         )
-    return found
+    return speculation
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class Workload:
     batch_epochs: int = 1  # passes of updates over the mini-batches
     share_prompts: bool = False  # a group's prompt is computed once (train.share_prompts)
     speculation: Speculation | None = None
-    image_tokens: int = 0  # of `prompt_tokens`, those that stand for the prompt's images
-    teacher: Teacher | None = None
+    image_tokens: int = 0  # how many of `prompt_tokens` stand for images
+    teacher: PlannedTeacher | None = None
 
     @property
     def updates(self) -> int:
@@ -186,7 +186,7 @@ class Layout:
     rollout_gpus: int = 0  # the servers' own GPUs; 0: colocated with the trainer
     rollout_tp: int = 1
     async_steps: int = 0
-    transport: str = "broadcast"  # of weights to servers on GPUs of their own
+    transport: str = "broadcast"  # transport of weights to servers on GPUs of their own
 
     @property
     def dp(self) -> int:

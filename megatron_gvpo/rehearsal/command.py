@@ -13,20 +13,20 @@ from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.megatron.model.attention_kernel import Attention, check_attention, has_flash_attention
 from megatron_gvpo.planner import workload
+from megatron_gvpo.planner.fit import SERVER_GIB
+from megatron_gvpo.planner.prediction import predict
 from megatron_gvpo.rehearsal import advice, made_model, report, transformer_engine
 from megatron_gvpo.rehearsal.nullcuda import build
 from megatron_gvpo.rehearsal.nullcuda.build import NullCudaError
 from megatron_gvpo.rehearsal.nullcuda.devices import CONTEXT_BYTES, DEVICES, GIB, Device
-from megatron_gvpo.rehearsal.prediction import predict
 from megatron_gvpo.rehearsal.process import environment_of_ranks, run_jobs
-from megatron_gvpo.rehearsal.rank import Job
+from megatron_gvpo.rehearsal.rank import RankJob
 from megatron_gvpo.rehearsal.ranks import chosen
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import load_config
 
 # A GPU's memory that is not PyTorch's. Nothing measures it here.
 NCCL_BYTES = GIB  # communicators' buffers, more with more groups
-SERVER_BYTES = 4 * GIB  # a colocated server that sleeps: its context and its CUDA graphs
 LARGEST_WORLD = 65536
 LARGEST_GIB = 4096
 NODE = 8  # GPUs of a node
@@ -69,13 +69,13 @@ def rehearsed(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     reserves = _reserves(config, options.world)
     usable = total - sum(reserves.values())
     if usable < GIB:
-        left = f"{usable / GIB:.2g} GiB are left beside {', '.join(reserves)}"
-        raise ConfigError(f"--memory {options.memory}: {left}")
+        remaining = f"{usable / GIB:.2g} GiB are left beside {', '.join(reserves)}"
+        raise ConfigError(f"--memory {options.memory}: {remaining}")
     variables = environment_of_ranks(device, min(options.world, NODE), usable)
     results = list(run_jobs([replace(job, rank=rank) for rank in ranks], variables, folder))
     for one in results:
         stage = one["role"].get("pp", 0)
-        one["predicted"] = predict(config, options.world, stage, options.micro_batches)
+        one["predicted"] = predict(config, options.world, options.micro_batches, stage)
     result: dict[str, Any] = {
         "gpu": device.name,
         "world": options.world,
@@ -87,7 +87,7 @@ def rehearsed(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return result | _judged(config, results, options.gpu, usable)
 
 
-def _checked(options: argparse.Namespace, device: Device, folder: Path) -> tuple[Config, Job]:
+def _checked(options: argparse.Namespace, device: Device, folder: Path) -> tuple[Config, RankJob]:
     """The configuration, with models that exist, and what its ranks have in common. Raises ConfigError."""
     files = [word for word in options.config if "=" not in word]
     overrides = [word for word in options.config if "=" in word]
@@ -100,11 +100,11 @@ def _checked(options: argparse.Namespace, device: Device, folder: Path) -> tuple
     if options.memory is not None and not 0 < options.memory < LARGEST_GIB:
         raise ConfigError(f"--memory {options.memory}: must be above 0 and below {LARGEST_GIB} GiB")
     config, added, made = _with_models(files, overrides, folder)
-    card = check_layout(config, options.world)
+    card = check_layout(config, options.world).policy
     attention = Attention.of(config.model, config.parallel, config.train.deterministic, card)
     major, minor = divmod(device.capability, 10)
     check_attention(attention, (major, minor), has_flash_attention())
-    return config, Job(files, [*overrides, *added], 0, options.world, options.micro_batches, made)
+    return config, RankJob(files, [*overrides, *added], 0, options.world, options.micro_batches, made)
 
 
 def _device(name: str) -> Device:
@@ -132,7 +132,7 @@ def _reserves(config: Config, world: int) -> dict[str, int]:
     if world > 1:
         reserves["NCCL"] = NCCL_BYTES
     if config.rollout.servers.colocated:
-        reserves["a sleeping server"] = SERVER_BYTES
+        reserves["a sleeping server"] = round(SERVER_GIB * GIB)
     return reserves
 
 

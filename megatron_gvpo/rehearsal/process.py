@@ -1,4 +1,4 @@
-"""Starts the process of rehearsed ranks: its environment, with the null CUDA, and what it hands back."""
+"""Starts the process of rehearsed ranks: its environment, with the null CUDA, and its results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_gvpo.rehearsal import transformer_engine
 from megatron_gvpo.rehearsal.nullcuda import build
 from megatron_gvpo.rehearsal.nullcuda.build import NullCudaError
 from megatron_gvpo.rehearsal.nullcuda.devices import GIB, Device, environment
-from megatron_gvpo.rehearsal.rank import Job
+from megatron_gvpo.rehearsal.rank import RankJob
 
 
 def environment_of_ranks(device: Device, count: int, usable: int) -> dict[str, str]:
@@ -26,7 +26,7 @@ def environment_of_ranks(device: Device, count: int, usable: int) -> dict[str, s
     try:
         engine = transformer_engine.find()
         if engine is None:
-            build.pytorch_libraries()  # the first thing to mend
+            build.pytorch_libraries()  # fails first if PyTorch's libraries are missing
             raise ConfigError(
                 "Transformer Engine with its compiled extension is missing: `megatron-gvpo rehearse --build` "
                 f"compiles it once, in about ten minutes, and keeps it in {build.cache()}"
@@ -65,7 +65,7 @@ def _check_reservation(size: int) -> None:
         ) from None
 
 
-def run_jobs(jobs: Sequence[Job], variables: dict[str, str], folder: Path) -> Iterator[dict[str, Any]]:
+def run_jobs(jobs: Sequence[RankJob], variables: dict[str, str], folder: Path) -> Iterator[dict[str, Any]]:
     """Run the jobs in one process, and yield their results in order.
 
     Raises ConfigError for what a rank refuses, RankFailedError for other ends.
@@ -87,7 +87,7 @@ def run_jobs(jobs: Sequence[Job], variables: dict[str, str], folder: Path) -> It
 
 
 class RankFailedError(Exception):
-    """A rank's process ended with an error that is not one of the configuration."""
+    """A rank's process ended with an error that the configuration did not cause."""
 
     def __init__(self, rank: int, code: int, log: str) -> None:
         lines = [line for line in log.splitlines() if line.strip()]

@@ -26,15 +26,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Job:
-    """A rank to rehearse. `micro_batches`: of an update; None: as many as its peak of memory needs."""
+class RankJob:
+    """A rank to rehearse. `micro_batches`: in an update; None: enough to reach its peak of memory."""
 
-    files: list[str]  # of the configuration
+    files: list[str]  # configuration files
     overrides: list[str]
     rank: int
     world: int
     micro_batches: int | None = None
-    made: list[str] = dataclasses.field(default_factory=list)  # directories without weights: `fill` adds them
+    # Directories that lack weights; `fill` adds them.
+    made: list[str] = dataclasses.field(default_factory=list)
     until: str | None = None  # the last phase; None: all
 
 
@@ -45,7 +46,7 @@ def main(jobs_file: str) -> int:
     user can mend, or `failed`, the exit code of a process that ended otherwise.
     """
     os.environ.pop("LD_PRELOAD", None)  # this process has it; the compilers that Triton starts do not need it
-    jobs = [Job(**job) for job in json.loads(Path(jobs_file).read_text())]
+    jobs = [RankJob(**job) for job in json.loads(Path(jobs_file).read_text())]
     begin = time.perf_counter()
     from megatron_gvpo.rehearsal.world import FakeWorld
     from megatron_gvpo.settings.load import load_config
@@ -71,7 +72,7 @@ def main(jobs_file: str) -> int:
     return 0
 
 
-def _run(job: Job, world: FakeWorld, import_seconds: float, log: Path, result_file: Path) -> int:
+def _run(job: RankJob, world: FakeWorld, import_seconds: float, log: Path, result_file: Path) -> int:
     """Rehearse in this process, whose output goes to `log`; returns its exit code."""
     with log.open("w") as opened:
         os.dup2(opened.fileno(), 1)
@@ -91,10 +92,10 @@ def _run(job: Job, world: FakeWorld, import_seconds: float, log: Path, result_fi
     return 0
 
 
-def rehearse(job: Job, world: FakeWorld) -> dict[str, Any]:
+def rehearse(job: RankJob, world: FakeWorld) -> dict[str, Any]:
     """Run the phases of one rank. Raises ConfigError for a configuration that the run would refuse, too."""
     from megatron_gvpo.rehearsal import made_model, stand_ins
-    from megatron_gvpo.rehearsal.recorder import Recorder, host_gib
+    from megatron_gvpo.rehearsal.recorder import PhaseRecorder, host_gib
     from megatron_gvpo.settings.load import load_config
     from megatron_gvpo.training.environment import prepare
 
@@ -106,7 +107,7 @@ def rehearse(job: Job, world: FakeWorld) -> dict[str, Any]:
         if not made_model.has_weights(Path(directory)):
             made_model.fill(Path(directory))
     stand_ins.install(made_weights=bool(job.made))
-    recorder = Recorder(world)
+    recorder = PhaseRecorder(world)
     run = RankRun(config, job.micro_batches)
     for name, phase in run.phases():
         with recorder.phase(name) as results:
@@ -134,7 +135,7 @@ Results = dict[str, Any] | None
 
 
 class RankRun:
-    """The phases of a rank, in the order of a run; each returns what is worth showing."""
+    """The phases of a rank, in the order of a run; each returns values to show."""
 
     def __init__(self, config: Any, micro_batches: int | None) -> None:
         self._config, self._micro_batches = config, micro_batches
@@ -164,8 +165,9 @@ class RankRun:
         from megatron.core import parallel_state
 
         from megatron_gvpo.megatron.policy import Policy
+        from megatron_gvpo.planner.packs import size_of
         from megatron_gvpo.rehearsal import stand_ins
-        from megatron_gvpo.rehearsal.rows import make_rows, size_of
+        from megatron_gvpo.rehearsal.rows import make_rows
 
         config = self._config
         self.policy = Policy(config)
@@ -278,7 +280,7 @@ class RankRun:
         return {"tensors": len(own.tensors), "parts": len(own.parts), "elements": elements}
 
     def hand_over(self) -> Results:
-        """A turn of colocated servers: how much of the device the trainer leaves occupied."""
+        """Hand the device to colocated servers, and measure how much of it the trainer leaves occupied."""
         import torch
 
         from megatron_gvpo.rehearsal.recorder import GIB

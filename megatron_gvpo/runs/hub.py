@@ -78,7 +78,7 @@ def _asked(ask: Callable[[], Any]) -> Any:
         answer = error.response
         reason = getattr(error, "server_message", None) or answer.reason_phrase
         raise HubError(f"the hub answered {answer.status_code} ({reason})") from None
-    except (OSError, ValueError, RuntimeError) as error:  # no connection, and what the uploader raises
+    except (OSError, ValueError, RuntimeError) as error:  # raised without a connection, or by the uploader
         raise HubError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from None
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in ("httpx", "httpcore", "httpx2", "httpcore2"):

@@ -17,7 +17,7 @@ from megatron_gvpo.runs.lock import is_locked
 
 State = Literal["running", "finished", "stopped"]
 
-_DEPTH = 4  # of directories below the one that is searched
+_DEPTH = 4  # levels of directories that are searched
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RunSummary:
     state: State
     step: int | None
     checkpoint: int | None
-    reward: float | None  # mean of the last step
+    reward: float | None  # mean reward of the last step
     best: float | None
     best_step: int | None
 

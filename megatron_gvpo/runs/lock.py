@@ -96,7 +96,8 @@ class RunLock:
     def _take(self) -> None:
         path = self._directory / FILE
         while self._descriptor is None:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)  # a link is another's
+            # A link could lead to another user's file.
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             try:
                 if _lock(descriptor, path):
                     self._descriptor = descriptor
@@ -153,15 +154,15 @@ def is_locked(directory: Path) -> bool:
     """True if a run writes to the output directory."""
     try:
         descriptor = os.open(directory / FILE, os.O_RDONLY)
-    except OSError:  # no such file; where it cannot be read, writing to it says why
+    except OSError:  # no such file; if it cannot be read, a write will say why
         return False
     try:
-        found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
+        answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
     except OSError:
         return False
     finally:
         os.close(descriptor)
-    kind: int = struct.unpack_from("h", found)[0]
+    kind: int = struct.unpack_from("h", answer)[0]
     return kind != fcntl.F_UNLCK
 
 
@@ -183,9 +184,9 @@ def _holder() -> dict[str, Any]:
 def _read_holder(directory: Path) -> dict[str, Any]:
     """The holder's description of itself; empty while it has not written it."""
     with suppress(OSError, ValueError):
-        found = json.loads((directory / FILE).read_text())
-        if isinstance(found, dict):
-            return found
+        holder = json.loads((directory / FILE).read_text())
+        if isinstance(holder, dict):
+            return holder
     return {}
 
 

@@ -102,8 +102,8 @@ def fingerprints(config: Config) -> dict[str, dict[str, Any]]:
     if config.teacher is not None:
         named["teacher.path"] = config.teacher.path
     named |= named_files(as_written(config))
-    found = {key: fingerprint(Path(path)) for key, path in named.items()}
-    return {key: value for key, value in found.items() if value is not None}
+    prints = {key: fingerprint(Path(path)) for key, path in named.items()}
+    return {key: value for key, value in prints.items() if value is not None}
 
 
 def _changed_files(directory: Path, config: Config) -> Iterator[Change]:
@@ -160,20 +160,20 @@ def _read_run(directory: Path) -> dict[str, Any]:
     file = directory / RUN
     if not file.exists():
         return {"files": {}, "starts": []}
-    found = read_json_object(file)
+    record = read_json_object(file)
     try:
-        for value in found["files"].values():
+        for value in record["files"].values():
             _ = value["bytes"], value["sha256"][:8]
-        for start in found["starts"]:
+        for start in record["starts"]:
             start["versions"].get("")
             datetime.fromisoformat(start["time"])
     except (KeyError, TypeError, AttributeError, ValueError):
         raise ConfigError(f"{file}: this is not the record of the run there") from None
-    return found
+    return record
 
 
 def _replace(file: Path, text: str) -> None:
-    """Write a file as a whole: a full disk or a kill leaves the file before it."""
+    """Replace a file as a whole: a full disk or a kill leaves the old one."""
     aside = file.with_name(file.name + ".tmp")
     with aside.open("w") as content:
         content.write(text)

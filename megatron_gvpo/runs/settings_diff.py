@@ -27,7 +27,7 @@ class Change:
     key: str
     old: Any
     new: Any
-    fixed: bool  # it changes the mathematics
+    fixed: bool  # the key changes the mathematics
 
     def __str__(self) -> str:
         return f"{self.key} was {_shown(self.old)} and is {_shown(self.new)}"
@@ -43,7 +43,7 @@ def changes(root: type[BaseModel], old: Mapping[str, Any], new: Mapping[str, Any
     recipe = next((change for change in method if change.key == "algorithm.recipe"), None)
     if recipe is None:
         return every
-    # Another recipe changes many blocks: its name says it. The same blocks by another name are no change.
+    # Another recipe changes many blocks: its name says it. The same blocks by another name are not a change.
     rest = [change for change in every if change not in method]
     return [*rest, Change("algorithm.recipe", recipe.old, recipe.new, fixed=len(method) > 1)]
 
@@ -125,14 +125,14 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
     """The one section that an annotation such as `X | None` names; None for a choice, or a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    found = [part for part in typing.get_args(annotation) if part is not type(None)]
-    return _section_in(found[0]) if len(found) == 1 and typing.get_origin(annotation) is not tuple else None
+    parts = [part for part in typing.get_args(annotation) if part is not type(None)]
+    return _section_in(parts[0]) if len(parts) == 1 and typing.get_origin(annotation) is not tuple else None
 
 
 def _section_of_each(annotation: Any) -> type[BaseModel] | None:
     """The one section that an annotation such as `tuple[X, ...]` names; None for any other."""
-    found = typing.get_args(annotation)
-    return _section_in(found[0]) if typing.get_origin(annotation) is tuple else None
+    parts = typing.get_args(annotation)
+    return _section_in(parts[0]) if typing.get_origin(annotation) is tuple else None
 
 
 def _shown(value: Any) -> str:

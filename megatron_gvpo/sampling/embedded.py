@@ -19,7 +19,7 @@ from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.data.image_files import ImageError
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
-from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.sampling.local_model import LocalModel
 from megatron_gvpo.servers.request import Request, pack, requests_for, unpack
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Ticket:
+class QueuedPrompts:
     """Arguments of `submit`, kept until `collect` samples."""
 
     prompts: Sequence[Prompt]
@@ -44,10 +44,10 @@ class Ticket:
 class EmbeddedEngine:
     """Samples in the trainer's processes, when groups are collected (see `RolloutEngine`)."""
 
-    shares_gpus = False  # it fits beside the trainer
+    shares_gpus = False  # the engine fits beside the trainer
 
-    def __init__(self, config: Config, task: Task, policy: Scorer) -> None:
-        check_embedded_engine(config, ModelCard.read(config.model.path))
+    def __init__(self, config: Config, cards: ModelCards, task: Task, policy: Scorer) -> None:
+        check_embedded_engine(config, cards.policy)
         self._policy = policy
         self._model = LocalModel(
             config.model.path,
@@ -74,10 +74,10 @@ class EmbeddedEngine:
         """Copy the policy's weights into the model. Raises ValueError if the two do not fit."""
         self._model.load(self._policy.weights(on_host=False), version)
 
-    def submit(self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int) -> Ticket:
-        return Ticket(prompts, n, sampling, seed)
+    def submit(self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int) -> QueuedPrompts:
+        return QueuedPrompts(prompts, n, sampling, seed)
 
-    def collect(self, ticket: Ticket, on_wait: OnWait = None) -> list[Group]:
+    def collect(self, ticket: QueuedPrompts, on_wait: OnWait = None) -> list[Group]:
         """Sample now. `on_wait` is never called: this process is busy, and waits for nobody."""
         if self._conversations is None:
             return generate_groups(ticket, partial(self._generate, ticket.sampling))
@@ -132,7 +132,7 @@ class EmbeddedEngine:
 Generate = Callable[[Sequence[Prompt], Sequence[Request]], list[list[Rollout]]]
 
 
-def generate_groups(ticket: Ticket, generate: Generate) -> list[Group]:
+def generate_groups(ticket: QueuedPrompts, generate: Generate) -> list[Group]:
     """The ticket's groups, in prompt order, on every rank; `generate` samples this rank's share.
 
     Collective over the default process group where there is one: every rank holds the same weights, and

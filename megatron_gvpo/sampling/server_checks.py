@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.data.image_files import ImageError
 from megatron_gvpo.data.image_processor import ImageProcessor
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_of
-from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.huggingface.end_tokens import ids_in_files
-from megatron_gvpo.huggingface.image_families import takes_images, text_values
+from megatron_gvpo.huggingface.image_families import takes_images
 from megatron_gvpo.huggingface.vocabulary import vocabulary
 from megatron_gvpo.servers.http import ServerRefused
 from megatron_gvpo.servers.routed_experts import Routers
@@ -39,7 +38,7 @@ SHAPE = (
 
 
 async def check_server(
-    server: Server, config: Config, model: ModelCard, end_token_ids: Sequence[int]
+    server: Server, config: Config, cards: ModelCards, end_token_ids: Sequence[int]
 ) -> None:
     """Compare the server's release, model and tokenizer with the run's. Raises ConfigError if they differ.
 
@@ -64,6 +63,7 @@ async def check_server(
             f"{where} has {info.http_processes} HTTP processes (--tokenizer-worker-num), each of which sees "
             "a part of a weight push and asks for no key: start it with one"
         )
+    model = cards.policy
     prompt = longest_prompt(config, model)
     needed = prompt + config.rollout.max_tokens
     if 0 < info.context_length < needed:
@@ -77,13 +77,14 @@ async def check_server(
     if config.rollout.router_replay:
         await _check_routing(server, config, model)
     if config.rollout.weights.traits.sends_adapter:
-        await _check_adapters(server, config)
+        await _check_adapters(server, config, model)
     if takes_images(model):
         await _check_image(server, config, model)
     served = Path(info.model_path)
     if not (served / "config.json").is_file():  # on another machine; the first push compares log-probs
         return
-    other_config = text_values(json.loads((served / "config.json").read_text()))
+    is_configured = served == Path(config.served_path)
+    other_config = cards.served if is_configured else ModelCard.read(served, where)
     for key in SHAPE:
         if other_config.get(key) != model.get(key):
             raise ConfigError(
@@ -91,13 +92,13 @@ async def check_server(
                 f"model.path={config.model.path} has {key}={model.get(key)!r}: start it with the "
                 "trainer's model"
             )
-    if further := [number for number in ids_in_files(served) if number not in end_token_ids]:
+    if further := [number for number in ids_in_files(served, other_config) if number not in end_token_ids]:
         raise ConfigError(
             f"{where} serves {info.model_path}, whose eos_token_id in config.json or generation_config.json "
             f"has {further[0]}, at which responses of model.path={config.model.path} do not end: make the "
             "files alike, or name the token in rollout.stop_token_ids"
         )
-    expected = ModelCard.read(config.served_path).get("quantization_config")
+    expected = cards.served.get("quantization_config")
     if other_config.get("quantization_config") != expected:
         raise ConfigError(
             f"{where} serves {info.model_path} with quantization_config="
@@ -106,9 +107,9 @@ async def check_server(
         )
     if takes_images(model):
         _check_processor(where, served, config.model.path)
-    ours, other = vocabulary(Path(config.model.path)), vocabulary(served)
-    if ours and other and ours != other:
-        differing = sorted(token for token, _ in ours.items() ^ other.items())[:5]
+    own, other = vocabulary(Path(config.model.path)), vocabulary(served)
+    if own and other and own != other:
+        differing = sorted(token for token, _ in own.items() ^ other.items())[:5]
         raise ConfigError(
             f"{where} serves {info.model_path} with another tokenizer than model.path={config.model.path}: "
             f"they differ in {', '.join(map(repr, differing))}"
@@ -168,10 +169,11 @@ def _check_processor(where: str, served: Path, path: str) -> None:
             )
 
 
-async def _check_adapters(server: Server, config: Config) -> None:
+async def _check_adapters(server: Server, config: Config, model: ModelCard) -> None:
     transport = config.rollout.weights.transport
     receiver: Any = receiver_class(config.rollout.engine, transport)(server)
-    refusal = await receiver.refusal(adapter_of(config).rank, adapted_layers(config), TIMEOUT)
+    layers = adapted_layers(config.model, model)
+    refusal = await receiver.refusal(adapter_of(config.model).rank, layers, TIMEOUT)
     if refusal is not None:
         raise ConfigError(
             f"rollout.weights.transport={transport}: rollout server {server.url} takes no such adapters: "

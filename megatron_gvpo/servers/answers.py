@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_gvpo.core.errors import RolloutError
-from megatron_gvpo.servers.server import Sample
+from megatron_gvpo.servers.server import Completion
 
 RESERVED = 2  # tokens that SGLang leaves free in its context when it ends a response for its length
 
 
-class Failure(NamedTuple):
+class SampleFailure(NamedTuple):
     """A server did not give a usable sample. The request goes to another server."""
 
     why: str
@@ -22,26 +22,28 @@ class Failure(NamedTuple):
 class Expected:
     """The limits of an answer."""
 
-    version: int  # of the weights that are to sample it
+    version: int  # weight version that should sample the response
     max_tokens: int
     stops: Sequence[int]  # the tokens that end a response
     vocabulary: float  # the model's token ids are below it
     placeholder: int | None  # the token of an image, where the prompt has images
 
 
-def trusted(url: str, sample: Sample, expected: Expected, *, is_serving: bool) -> Sample | Failure:
-    """The part of an answer that the response takes over, or why the server cannot be trusted.
+def trusted(
+    url: str, sample: Completion, expected: Expected, *, is_serving: bool
+) -> Completion | SampleFailure:
+    """The part of an answer that joins the response, or the reason to distrust the server.
 
     `is_serving`: the server has been given no reason to stop responses. Raises RolloutError for a response
     that ended at another token than the run's.
     """
     # A server that restarts between two health checks has other weights.
     if sample.version not in (None, str(expected.version)):
-        return Failure(f"{url} sampled from weights {sample.version}, not {expected.version}")
+        return SampleFailure(f"{url} sampled from weights {sample.version}, not {expected.version}")
     if sample.finish_reason == "abort":
         sample = sample.up_to_stop(expected.stops)
     if (fault := _fault(sample, expected)) is not None:
-        return Failure(f"{url} {fault}")
+        return SampleFailure(f"{url} {fault}")
     if (problem := sample.ended_elsewhere(expected.stops)) is not None:
         raise RolloutError(f"rollout server {url} {problem}")
     if sample.finish_reason == "abort" and expected.placeholder is not None:
@@ -50,11 +52,13 @@ def trusted(url: str, sample: Sample, expected: Expected, *, is_serving: bool) -
     # A push takes a server out before it stops its responses. One that stops them by itself, and gives
     # nothing, may do so for ever.
     if sample.finish_reason == "abort" and not sample.token_ids and is_serving:
-        return Failure(f'{url} answered with finish reason "abort" and no token, and nothing had stopped it')
+        return SampleFailure(
+            f'{url} answered with finish reason "abort" and no token, and nothing had stopped it'
+        )
     return sample
 
 
-def _fault(sample: Sample, expected: Expected) -> str | None:
+def _fault(sample: Completion, expected: Expected) -> str | None:
     count, most = len(sample.token_ids), expected.max_tokens
     if count > most:
         return f"answered with {count} tokens, and was asked for {most} at most"

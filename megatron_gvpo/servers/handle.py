@@ -2,14 +2,15 @@
 
 ```
         healthy again         a push begins           it has all weights
-Lost ----------------> Pending -------------> Receiving ---------------> Ready
+Lost ----------------> Pending -------------> Receiving ---------------> Serving
   ^                     ^  ^                      |                        |
   |                     |  +------ it failed -----+                        |
   |                     +------------ newer weights, or sleep -------------+
   +---- from every state: it does not answer, or cannot be used
 ```
 
-Only a ready server gets requests. A server on the trainer's GPUs may also be asleep, in any of these states.
+Only a server that is `Serving` gets requests. A server on the trainer's GPUs may also be asleep, in any of
+these states.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from megatron_gvpo.servers.server import MemoryPart, Sample, Server
+from megatron_gvpo.servers.server import Completion, MemoryPart, Server
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,18 @@ class Receiving:
 
 
 @dataclass(frozen=True)
-class Ready:
+class Serving:
     """The server is healthy and has the weights of `version`."""
 
     version: int
 
 
-State = Lost | Pending | Receiving | Ready
+State = Lost | Pending | Receiving | Serving
 TRANSITIONS: dict[type[State], set[type[State]]] = {
     Lost: {Lost, Pending},
     Pending: {Lost, Pending, Receiving},
-    Receiving: {Lost, Pending, Ready},
-    Ready: {Lost, Pending},
+    Receiving: {Lost, Pending, Serving},
+    Serving: {Lost, Pending},
 }
 
 
@@ -72,11 +73,11 @@ class ServerHandle:
     server: Server
     state: State = Lost("not seen yet")
     since: float = field(default_factory=time.monotonic)  # when a state of this kind began
-    version: int = -1  # of the weights that it got last; -1 since it was lost
+    version: int = -1  # version of the weights that it got last; -1 since it was lost
     losses: int = 0  # a process group with the server lasts until its next loss
     asleep: Asleep | None = None
     outstanding: int = 0  # tokens that requests in flight may still give
-    calls: set[asyncio.Task[Sample]] = field(default_factory=set)  # requests in flight
+    calls: set[asyncio.Task[Completion]] = field(default_factory=set)  # requests in flight
 
     def to(self, state: State) -> None:
         """Change the state. Losing a server cancels its requests and ends its group with the trainer."""
@@ -90,7 +91,7 @@ class ServerHandle:
                 self.version, self.losses = -1, self.losses + 1
                 for call in self.calls:
                     call.cancel()
-            case Ready(version):
+            case Serving(version):
                 self.version = version
 
     @property
@@ -99,8 +100,8 @@ class ServerHandle:
 
     @property
     def is_ready(self) -> bool:
-        return isinstance(self.state, Ready)
+        return isinstance(self.state, Serving)
 
     def has(self, version: int) -> bool:
         """True if it serves the weights of this version."""
-        return self.state == Ready(version)
+        return self.state == Serving(version)

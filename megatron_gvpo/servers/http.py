@@ -128,7 +128,7 @@ class Http:
 
 
 async def _whole(response: aiohttp.ClientResponse) -> str:
-    """The text of an answer. Raises ServerGone for one that is longer than any of a rollout server."""
+    """The text of an answer. Raises ServerGone for one longer than a rollout server can mean."""
     parts, size = [], 0
     async for part in response.content.iter_chunked(2**20):
         parts.append(part)

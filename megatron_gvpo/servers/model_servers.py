@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,10 +25,10 @@ from megatron_gvpo.settings.reward_servers import MODEL, RewardServers, model_se
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerAddresses:
     """The servers of one model: their addresses and key, and their supervisor if the run started them."""
 
-    section: str  # of the configuration: rewards.components.0.model.servers
+    section: str  # key of its section, such as rewards.components.0.model.servers
     urls: list[str]
     api_key: str | None = None
     supervisor: Supervisor | None = None
@@ -53,13 +52,13 @@ def open_servers(
     checkpoint: Checkpoint | None,
     report: Callable[[str], None],
     called: str,
-) -> Place:
+) -> ServerAddresses:
     """Find the servers of a section of the configuration, or start them with the checkpoint.
 
     `called`: the name of such a server in messages. Raises ConfigError.
     """
     if servers.urls:
-        return Place(section, list(servers.urls), given_key(servers, section))
+        return ServerAddresses(section, list(servers.urls), given_key(servers, section))
     assert checkpoint is not None, "without a path there are urls"
     if any(hide(word) != word for word in servers.args):
         raise ConfigError(f"{section}.args: one has a secret, and all users of a machine see command lines")
@@ -92,19 +91,19 @@ def open_servers(
             "the interpreter of the engine's environment"
         ) from None
     listens = {process.url: process.listens for process in processes}
-    return Place(section, list(listens), api_key, supervisor, listens)
+    return ServerAddresses(section, list(listens), api_key, supervisor, listens)
 
 
 def command(
     servers: RewardServers,
     checkpoint: Checkpoint,
-    model: dict[str, Any],
+    model: ModelCard,
     section: str,
     port: int,
     api_key: str,
     on_gpu: bool,
 ) -> Launch:
-    """The command that starts a server of the checkpoint, whose config.json is `model`."""
+    """The command that starts a server of the checkpoint, whose card is `model`."""
     environment = {"PYTHONPATH": str(PLUGINS)}
     trust = ["--trust-remote-code"] if checkpoint.trust_remote_code else []
     if servers.engine == "sglang":
@@ -113,7 +112,8 @@ def command(
         words += ["--served-model-name", MODEL, "--tp-size", str(servers.tp), "--skip-server-warmup", *trust]
         if not checkpoint.generates:
             words += ["--is-embedding"]
-            environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "megatron_gvpo_reward_models"  # one of PLUGINS
+            # A package in PLUGINS.
+            environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "megatron_gvpo_reward_models"
         if servers.context_length:
             words += ["--context-length", str(servers.context_length)]
         return sglang.finished_launch(words, environment, servers, api_key, on_gpu, section)

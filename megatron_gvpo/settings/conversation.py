@@ -74,7 +74,7 @@ class ConversationConfig(Section):
     )
     free_keys = ("step_timeout", "rollout_timeout", "workers", "max_lost")
 
-    # Your own class with reset(prompt, seed) and step(said): `module:Class` or `path/file.py:Class`.
+    # Your own class with reset(prompt, seed) and step(response): `module:Class` or `path/file.py:Class`.
     environment: str | None = None
     # Your own function run(prompt, endpoint), plain or async, in the same form: any program that asks the
     # policy through an OpenAI client, and returns the reward.

@@ -1,4 +1,4 @@
-"""Rewrites pydantic's errors in the user's terms: the key as in the file, and the name probably meant."""
+"""Rewrites pydantic's errors in the user's terms: the key as in the file, and the nearest known name."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import difflib
 import re
 import reprlib
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from megatron_gvpo.core.plain_values import cut
 from megatron_gvpo.core.redaction import hide
+from megatron_gvpo.settings import foreign_keys
 
 MOST, LONGEST = 20, 400  # errors shown, and characters of each
 _NUMBER = re.compile(r"[-+]?(0|[1-9]\d{0,20})?(\.\d{0,20})?([eE][-+]?\d{1,3})?")
@@ -30,7 +31,7 @@ _BRIEF = _Brief(maxstring=100, maxother=100, maxlong=40, maxlevel=3, maxdict=6, 
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
-    """One line per error: `key: what is wrong (value)`, with the nearest known name for an unknown one.
+    """One line per error: `key: problem (value)`; for an unknown key, the nearest known one.
 
     Of many errors the first are shown, and of long values the beginning.
 
@@ -44,6 +45,8 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
         match item["type"]:
             case "extra_forbidden" if owners:
                 lines.append(f"{key}: no such key; it goes with name={' or '.join(owners)}")
+            case "extra_forbidden" if answers := _of_other_trainers(key, value, siblings):
+                lines += [f"{cut(name)}: no such key; {answer}" for name, answer in answers]
             case "extra_forbidden":
                 lines.append(f"{key}: no such key; {_nearest(str(item['loc'][-1]), siblings)}")
             case "missing":
@@ -80,8 +83,16 @@ def _shown(value: Any) -> str:
         return "a very large number"
 
 
+def _of_other_trainers(key: str, value: Any, siblings: Sequence[str]) -> list[tuple[str, str]]:
+    """The answers for keys of another trainer; none for a section of ours with a slip in its name."""
+    name = key.rpartition(".")[2]
+    if isinstance(value, Mapping) and difflib.get_close_matches(name, siblings, 1, 0.9):
+        return []
+    return list(foreign_keys.answers(key, value))
+
+
 def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1, 0.5)
+    near = difflib.get_close_matches(name, known, 1, 0.6)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
 
 

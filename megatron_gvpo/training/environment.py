@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config
 
 
-OPEN_FILES = 256  # of a process with its libraries, workers and servers
+OPEN_FILES = 256  # open files that a process needs for libraries, workers and servers
 
 
 def prepare(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""Parallel layouts by name, such as `tp2-sp`, and those in which a model is compared."""
+"""Parallel layouts by name, such as `tp2-sp`, and the layouts in which a model is compared."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.settings.parallel import ParallelConfig
 
-MOST_RANKS = 4  # of a layout in which a model is compared
+MOST_RANKS = 4  # layouts with more ranks are not compared
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """A parallel layout; data parallelism has the ranks that `tp`, `pp` and `cp` leave."""
 
     ranks: int
@@ -30,8 +30,8 @@ class Layout:
     recompute: str = "none"
     recompute_layers: int | None = None
     recompute_modules: tuple[str, ...] = ("core_attn",)
-    offload: float = 0.0  # of the optimizer's states
-    small: bool = False  # a test's layout, with sizes of libraries cut down
+    offload: float = 0.0  # share of the optimizer's states in host memory
+    small: bool = False  # for tests: sizes inside libraries are cut down
 
     @property
     def dp(self) -> int:
@@ -54,35 +54,38 @@ class Layout:
     def settings(self) -> dict[str, Any]:
         """The section `parallel` of a configuration."""
         others = ("ranks", "overlap", "offload", "small")
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
-        return given | {"overlap_grad_reduce": self.overlap, "overlap_param_gather": self.overlap}
+        sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
+        return sizes | {"overlap_grad_reduce": self.overlap, "overlap_param_gather": self.overlap}
 
 
-def layouts_for(model: dict[str, Any], cores: int) -> list[Layout]:
+def layouts_for(model: dict[str, Any], cores: int) -> list[ParallelLayout]:
     """Return the layouts in which a model's config.json is compared on a machine with so many cores.
 
     Each way of dividing a model alone, on two ranks; with a core for each of MOST_RANKS also two of them
     together. Layouts that training would refuse are left out.
     """
     mixture = ModelCard(model).experts > 0
-    found = [
-        Layout(1),
-        Layout(1, recompute="full"),
-        Layout(2),
-        Layout(2, tp=2),
-        Layout(2, tp=2, sequence_parallel=True),
-        Layout(2, pp=2),
-        Layout(2, cp=2),
+    layouts = [
+        ParallelLayout(1),
+        ParallelLayout(1, recompute="full"),
+        ParallelLayout(2),
+        ParallelLayout(2, tp=2),
+        ParallelLayout(2, tp=2, sequence_parallel=True),
+        ParallelLayout(2, pp=2),
+        ParallelLayout(2, cp=2),
     ]
     if mixture:
-        found += [Layout(2, ep=2), Layout(2, tp=2, sequence_parallel=True, ep=2)]
+        layouts += [ParallelLayout(2, ep=2), ParallelLayout(2, tp=2, sequence_parallel=True, ep=2)]
     if cores >= MOST_RANKS:
         ep = 2 if mixture else 1
-        found += [Layout(4, tp=2, sequence_parallel=True, pp=2, ep=ep), Layout(4, pp=2, ep=ep)]
-    return [layout for layout in found if _is_possible(layout, model)]
+        layouts += [
+            ParallelLayout(4, tp=2, sequence_parallel=True, pp=2, ep=ep),
+            ParallelLayout(4, pp=2, ep=ep),
+        ]
+    return [layout for layout in layouts if _is_possible(layout, model)]
 
 
-def _is_possible(layout: Layout, model: dict[str, Any]) -> bool:
+def _is_possible(layout: ParallelLayout, model: dict[str, Any]) -> bool:
     try:
         check_division(ParallelConfig(**layout.settings), model)
     except ConfigError:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_gvpo.types import TrainBatch
 
-TEMPERATURE = 1.0  # of supervised fine-tuning, whose loss both sides differentiate
-MICRO_BATCH = 32  # tokens: the rows are several packs of several rows
+TEMPERATURE = 1.0  # both sides differentiate the loss of supervised fine-tuning
+MICRO_BATCH = 32  # in tokens: the rows fill several packs of several rows
 # Adam's first step is g / (|g| + eps): with the usual 1e-8 it is the sign of g, so that a rounding error in a
 # gradient of 1e-9 flips the update. This eps is comparable to the gradients, and the update continuous.
 UPDATE: dict[str, Any] = {
@@ -30,19 +30,19 @@ _LENGTHS = [(3, 4), (3, 1), (1, 20), (7, 5), (5, 8), (2, 12), (4, 3)]
 class Computed:
     """Results of one side; tensors have the names of the checkpoint's files."""
 
-    logp_r: Tensor  # of all response tokens
+    logp_r: Tensor  # log-probs of all response tokens
     gradients: dict[str, Tensor]
-    norm: float  # of all gradients, by which the optimizer clips
+    norm: float  # norm over all gradients, which the optimizer clips by
     updated: dict[str, Tensor]  # weights after one update
-    exported: dict[str, Tensor]  # weights before it
+    exported: dict[str, Tensor]  # weights before the update
 
 
 @dataclass(frozen=True)
 class Limits:
     """The largest differences that rounding explains."""
 
-    logp: float = 1e-5  # nats
-    gradient: float = 2e-5  # of the largest entry of the same tensor's gradient
+    logp: float = 1e-5  # in nats
+    gradient: float = 2e-5  # relative to the largest entry of the same tensor's gradient
     norm: float = 1e-5  # relative
 
     @property
@@ -56,10 +56,10 @@ class Limits:
 
     @staticmethod
     def for_rounding(own: Difference) -> Limits:
-        """`own`: between transformers in float32 and in float64, which has the same rounding to live with."""
+        """`own`: the difference between transformers in float32 and float64, which rounds alike."""
 
         def limit(least: float, rounding: float) -> float:
-            return min(max(least, 4 * rounding), 1e-3)  # what is computed wrongly differs by more
+            return min(max(least, 4 * rounding), 1e-3)  # errors in the computation differ by more
 
         least = Limits()
         return Limits(
@@ -69,7 +69,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one side is from the other, and the tensors that are the farthest."""
+    """The largest differences between the two sides, and the tensors that have them."""
 
     logp: float
     gradient: float
@@ -77,24 +77,24 @@ class Difference:
     norm: float
     update: float
     update_name: str
-    exported: str | None  # the first tensor that an export changes; None: no bit differs
+    exported: str | None  # first tensor that the export changes; None: every bit is equal
 
     def problem(self, limits: Limits) -> str | None:
         """The message that says what is wrong, and how far; None if all is within the limits."""
-        said = []
+        problems = []
         if not self.logp <= limits.logp:
-            said.append(f"log-probs differ by up to {self.logp:.2g} nats")
+            problems.append(f"log-probs differ by up to {self.logp:.2g} nats")
         if not self.gradient <= limits.gradient:
-            said.append(
+            problems.append(
                 f"gradient of {self.gradient_name} differs by {self.gradient:.2g} of its largest entry"
             )
         if not self.norm <= limits.norm:
-            said.append(f"gradient norm differs by {self.norm:.2g} of it")
+            problems.append(f"gradient norm differs by {self.norm:.2g} of it")
         if not self.update <= limits.update:
-            said.append(f"update of {self.update_name} differs by {self.update:.2g} of the learning rate")
+            problems.append(f"update of {self.update_name} differs by {self.update:.2g} of the learning rate")
         if self.exported is not None:
-            said.append(f"export changes {self.exported}")
-        return "; ".join(said) or None
+            problems.append(f"export changes {self.exported}")
+        return "; ".join(problems) or None
 
 
 def make_rows(vocabulary: int) -> TrainBatch:
@@ -113,28 +113,28 @@ def make_rows(vocabulary: int) -> TrainBatch:
     )
 
 
-def compare(found: Computed, wanted: Computed) -> Difference:
-    """Return how far `found` is from the reference `wanted`."""
-    gradient, gradient_name = _worst(found.gradients, wanted.gradients, _of_largest)
-    update, update_name = _worst(found.updated, wanted.updated, _of_learning_rate)
+def compare(computed: Computed, wanted: Computed) -> Difference:
+    """Return how far `computed` is from the reference `wanted`."""
+    gradient, gradient_name = _worst(computed.gradients, wanted.gradients, _of_largest)
+    update, update_name = _worst(computed.updated, wanted.updated, _of_learning_rate)
     return Difference(
-        logp=float((found.logp_r.double() - wanted.logp_r).abs().max()),
+        logp=float((computed.logp_r.double() - wanted.logp_r).abs().max()),
         gradient=gradient,
         gradient_name=gradient_name,
-        norm=abs(found.norm / wanted.norm - 1),
+        norm=abs(computed.norm / wanted.norm - 1),
         update=update,
         update_name=update_name,
-        exported=_first_changed(found.exported, wanted.exported),
+        exported=_first_changed(computed.exported, wanted.exported),
     )
 
 
-def _worst(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], measure: Any) -> tuple[float, str]:
+def _worst(computed: Mapping[str, Tensor], wanted: Mapping[str, Tensor], measure: Any) -> tuple[float, str]:
     floor = 1e-8 * max(float(tensor.abs().max()) for tensor in wanted.values())
     worst = (0.0, "")
     for name, tensor in wanted.items():
-        if name not in found or found[name].shape != tensor.shape:
+        if name not in computed or computed[name].shape != tensor.shape:
             return float("inf"), name
-        difference = (found[name].double() - tensor).abs().max().item()
+        difference = (computed[name].double() - tensor).abs().max().item()
         if difference != difference:  # NaN
             return float("inf"), name
         worst = max(worst, (measure(difference, tensor, floor), name))
@@ -142,7 +142,7 @@ def _worst(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], measure: A
 
 
 def _of_largest(difference: float, wanted: Tensor, floor: float) -> float:
-    """A gradient is a sum of terms that may cancel; an expert may get no token, and none at all."""
+    """The difference relative to the largest entry: terms may cancel, and an expert's gradient may be 0."""
     return max(0.0, difference - floor) / max(float(wanted.abs().max()), floor)
 
 
@@ -150,13 +150,13 @@ def _of_learning_rate(difference: float, wanted: Tensor, floor: float) -> float:
     return float(difference / UPDATE["lr"])
 
 
-def _first_changed(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str | None:
-    if found.keys() != wanted.keys():
-        return min(found.keys() ^ wanted.keys())
+def _first_changed(computed: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str | None:
+    if computed.keys() != wanted.keys():
+        return min(computed.keys() ^ wanted.keys())
     for name, tensor in wanted.items():
-        mine = found[name]
-        if mine.dtype != tensor.dtype or mine.shape != tensor.shape:
+        exported = computed[name]
+        if exported.dtype != tensor.dtype or exported.shape != tensor.shape:
             return name
-        if not torch.equal(mine.contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)):
+        if not torch.equal(exported.contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)):
             return name
     return None

@@ -58,10 +58,10 @@ def as_in_file(model: Any, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def log_probs(model: Any, rows: TrainBatch, temperature: float) -> list[Tensor]:
     """Return the log-probs of every row's response tokens, one forward a row."""
-    found = []
+    rows_logp = []
     for prompt, response in zip(rows.prompt_ids, rows.response_ids, strict=True):
-        found.append(response_log_probs(model, prompt, response, temperature))
-    return found
+        rows_logp.append(response_log_probs(model, prompt, response, temperature))
+    return rows_logp
 
 
 def response_log_probs(

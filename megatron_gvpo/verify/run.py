@@ -26,7 +26,7 @@ from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.settings.load import build_config
 from megatron_gvpo.verify import reference
-from megatron_gvpo.verify.layout import Layout
+from megatron_gvpo.verify.layout import ParallelLayout
 from megatron_gvpo.verify.measures import (
     MICRO_BATCH,
     TEMPERATURE,
@@ -44,19 +44,19 @@ if TYPE_CHECKING:
     from megatron_gvpo.types import TrainBatch
 
 
-SECONDS = 600.0  # that a side may take in one layout
+SECONDS = 600.0  # limit for one side in one layout
 _COLLECTIVE = timedelta(seconds=120)
 
 
 def verify(
     config: dict[str, Any],
-    layouts: Sequence[Layout],
+    layouts: Sequence[ParallelLayout],
     where: str,
-    said: Callable[[Result], None] = lambda result: None,
+    report: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
     """Compare the architecture of a shrunk config.json in every layout with transformers.
 
-    `said` gets each result as it comes. The process must not have used torch's threads before, because it
+    `report` gets each result as it comes. The process must not have used torch's threads before, because it
     forks. Raises ConfigError, which begins with `where`, if transformers cannot build the model.
     """
     import_bridge()
@@ -73,7 +73,7 @@ def verify(
                 result = Result(layout, limits, None, str(error), refused=True)
             except RuntimeError as error:
                 result = Result(layout, limits, None, str(error))
-            said(result)
+            report(result)
             results.append(result)
     return results
 
@@ -86,9 +86,9 @@ def _in_processes(ranks: int, work: Callable[..., None], *arguments: Any) -> Non
     """
     fork = get_context("fork")
     with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
+        folder = Path(name)
         processes = [
-            fork.Process(target=_rank, args=(r, ranks, place, work, arguments)) for r in range(ranks)
+            fork.Process(target=_rank, args=(r, ranks, folder, work, arguments)) for r in range(ranks)
         ]
         for process in processes:
             process.start()
@@ -104,15 +104,15 @@ def _in_processes(ranks: int, work: Callable[..., None], *arguments: Any) -> Non
             for process in processes:
                 process.kill()
                 process.join()
-        for file in sorted(place.glob("refused-*")):
+        for file in sorted(folder.glob("refused-*")):
             raise ConfigError(file.read_text())
-        for file in sorted(place.glob("failed-*"), key=lambda file: file.stat().st_mtime):
+        for file in sorted(folder.glob("failed-*"), key=lambda file: file.stat().st_mtime):
             raise RuntimeError(file.read_text())
         if codes := [process.exitcode for process in processes if process.exitcode]:
             raise RuntimeError(f"a rank ended with exit code {codes[0]}")
 
 
-def _rank(rank: int, ranks: int, place: Path, work: Callable[..., None], arguments: Sequence[Any]) -> None:
+def _rank(rank: int, ranks: int, folder: Path, work: Callable[..., None], arguments: Sequence[Any]) -> None:
     torch.set_num_threads(1)
     with suppress(OSError):
         silence = os.open(os.devnull, os.O_WRONLY)
@@ -120,15 +120,15 @@ def _rank(rank: int, ranks: int, place: Path, work: Callable[..., None], argumen
         os.dup2(silence, 2)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{place}/store", rank=rank, world_size=ranks, timeout=_COLLECTIVE
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=_COLLECTIVE
         )
         work(*arguments)
     except ConfigError as error:
-        (place / f"refused-{rank}").write_text(str(error))
+        (folder / f"refused-{rank}").write_text(str(error))
         os._exit(1)
     except BaseException as error:
         first = " ".join(str(error).split())[:400]
-        (place / f"failed-{rank}").write_text(f"{type(error).__name__}: {first}")
+        (folder / f"failed-{rank}").write_text(f"{type(error).__name__}: {first}")
         os._exit(1)
     sys.stdout.flush()
     os._exit(0)
@@ -141,7 +141,7 @@ def _rank(rank: int, ranks: int, place: Path, work: Callable[..., None], argumen
 class Result:
     """One layout's difference from transformers; or why there is none."""
 
-    layout: Layout
+    layout: ParallelLayout
     limits: Limits
     difference: Difference | None
     failure: str | None = None  # an error while the model was built or ran
@@ -165,10 +165,10 @@ def reference_side(config: dict[str, Any], directory: Path, where: str) -> None:
 def _by_transformers(model: Any, directory: Path, rows: TrainBatch) -> Computed:
     logp_r = torch.cat(reference.log_probs(model, rows, TEMPERATURE))
     parameters = dict(model.named_parameters())
-    found = torch.autograd.grad(-logp_r.mean(), list(parameters.values()), allow_unused=True)
+    values = torch.autograd.grad(-logp_r.mean(), list(parameters.values()), allow_unused=True)
     gradients = {
         name: torch.zeros_like(parameter) if gradient is None else gradient
-        for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
+        for (name, parameter), gradient in zip(parameters.items(), values, strict=True)
     }
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
     updated = reference.clipped_adamw(parameters, gradients, norm, UPDATE)
@@ -181,7 +181,7 @@ def _by_transformers(model: Any, directory: Path, rows: TrainBatch) -> Computed:
     )
 
 
-def candidate_side(layout: Layout, directory: Path) -> None:
+def candidate_side(layout: ParallelLayout, directory: Path) -> None:
     """Write what this package's build computes of the checkpoint under `layout`. A collective."""
 
     computed = compute(directory / "model", layout, make_rows(VOCABULARY))
@@ -189,17 +189,17 @@ def candidate_side(layout: Layout, directory: Path) -> None:
         torch.save(computed, directory / f"{layout}.pt")
 
 
-def read_result(layout: Layout, directory: Path) -> Result:
+def read_result(layout: ParallelLayout, directory: Path) -> Result:
     """Compare what both sides have written."""
     wanted, rounding = torch.load(directory / "wanted.pt", weights_only=False)
-    found = torch.load(directory / f"{layout}.pt", weights_only=False)
-    return Result(layout, Limits.for_rounding(rounding), compare(found, wanted))
+    computed = torch.load(directory / f"{layout}.pt", weights_only=False)
+    return Result(layout, Limits.for_rounding(rounding), compare(computed, wanted))
 
 
 # The side of this package: a model built by Megatron-Bridge in one layout, and what it computes.
 
 
-def compute(directory: Path, layout: Layout, rows: TrainBatch) -> Computed:
+def compute(directory: Path, layout: ParallelLayout, rows: TrainBatch) -> Computed:
     """Build the checkpoint in `directory` under `layout`, and compute on `rows`. A collective."""
     policy = Policy(config_of(directory, layout))
     exported = _copied(policy.weights())
@@ -224,7 +224,7 @@ def compute(directory: Path, layout: Layout, rows: TrainBatch) -> Computed:
     )
 
 
-def config_of(directory: Path, layout: Layout) -> Config:
+def config_of(directory: Path, layout: ParallelLayout) -> Config:
     """The configuration of a comparison under `layout`."""
     return build_config(
         {

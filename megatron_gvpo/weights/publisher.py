@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_of, adapter_shapes
-from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.huggingface.mtp_heads import head_pattern
 from megatron_gvpo.megatron.model.own_weights import OwnWeights
 from megatron_gvpo.servers import leader
@@ -35,7 +35,7 @@ from megatron_gvpo.types import TrainBatch
 from megatron_gvpo.weights.bucket import DoubleBuffer, buckets, stored_tensors
 from megatron_gvpo.weights.fp8 import Fp8Layout, fp8_layout
 from megatron_gvpo.weights.receivers import receiver_class
-from megatron_gvpo.weights.transport import PushFailed, Transport, each, transport_class
+from megatron_gvpo.weights.transport import PushFailed, PushSettings, Transport, each, transport_class
 
 if TYPE_CHECKING:
     from megatron_gvpo.groups import Prompt
@@ -60,7 +60,7 @@ Weights = Iterator[tuple[str, Tensor]] | OwnWeights
 
 @dataclass(frozen=True)
 class ProbeOutcome:
-    """The result of a probe: the server has the weights that were sent, was lost since, or has others."""
+    """The result of a probe: the server has the pushed weights, was lost since, or has other weights."""
 
     outcome: Literal["right", "lost", "wrong"]
     problem: str = ""  # the error, where the outcome is "wrong"
@@ -72,21 +72,20 @@ class WeightSync:
     Raises ConfigError for servers that cannot take the weights of this run.
     """
 
-    def __init__(self, config: Config, policy: Scorer, prompts: Sequence[Prompt]) -> None:
-        self._config, self._policy = config, policy
-        key = "rollout.servers.model_path" if config.rollout.servers.model_path else "model.path"
-        self._served = ModelCard.read(config.served_path, key)
+    def __init__(self, config: Config, cards: ModelCards, policy: Scorer, prompts: Sequence[Prompt]) -> None:
+        self._config, self._cards, self._policy, key = config, cards, policy, config.served_key
         self._stored = stored_tensors(Path(config.served_path))
-        self._fp8 = fp8_layout(config.served_path, self._served, self._stored)
+        self._fp8 = fp8_layout(config.served_path, cards.served, self._stored)
         if self._fp8 is not None and config.model.dtype != "bfloat16":
             raise ConfigError(
                 f"model.dtype={config.model.dtype}: {key}={config.served_path} is in FP8, which the engines "
                 "compute with in bfloat16: set model.dtype=bfloat16"
             )
+        self._settings = PushSettings.of(config, cards.policy, _device())
         name = config.rollout.weights.transport
         self._transport_class, self._traits = transport_class(name), config.rollout.weights.traits
         self._receiver = receiver_class(config.rollout.engine, name)
-        self._transport_class.check(config)
+        self._transport_class.check(self._settings)
         if self._fp8 is not None and not self._traits.fp8_ok:
             raise ConfigError(
                 f"rollout.weights.transport={name} cannot change a model in FP8 "
@@ -96,7 +95,7 @@ class WeightSync:
         precision = lowest_precision(config.model, self._fp8 is not None, torch.cuda.is_available())
         self._tolerance = TOLERANCE[precision]
         self._probe = _probe(prompts)
-        self._servers: ServerSession | None = None  # rank 0's, and so is the publisher
+        self._servers: ServerSession | None = None  # on rank 0, like the publisher
         self._publisher: Publisher | None = None
         # Another rank's part in a push, and its buffers; rank 0's are the publisher's.
         self._follower: tuple[Follower, DoubleBuffer] | None = None
@@ -104,7 +103,7 @@ class WeightSync:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last push; empty but on rank 0."""
+        """Metrics of the last push, on rank 0; empty on other ranks."""
         return self._publisher.metrics if self._publisher is not None else {}
 
     def connect(self, servers: ServerSession | None) -> None:
@@ -112,7 +111,7 @@ class WeightSync:
         self._servers = servers
         if servers is not None:
             self._publisher = self._publish(servers)
-        elif (follower := self._transport_class.follower(self._config, _device())) is not None:
+        elif (follower := self._transport_class.follower(self._settings)) is not None:
             limit = self._config.rollout.weights.bucket_bytes
             self._follower = follower, DoubleBuffer(limit, _device())
 
@@ -199,12 +198,12 @@ class WeightSync:
 
     def _publish(self, servers: ServerSession) -> Publisher:
         config, device = self._config, _device()
-        transport = self._transport_class.create(config, self._receiver, device)
+        transport = self._transport_class.create(self._settings, self._receiver)
         expected: dict[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in self._stored.items()}
-        optional = not_pushed(self._served, expected)
+        optional = not_pushed(self._cards.served, expected)
         if self._traits.sends_adapter:
-            layers, rank = adapted_layers(config), adapter_of(config).rank
-            expected, optional = adapter_shapes(expected, layers, rank)
+            layers = adapted_layers(config.model, self._cards.policy)
+            expected, optional = adapter_shapes(expected, layers, adapter_of(config.model).rank)
         return Publisher(
             servers.pool,
             servers.loop,
@@ -232,7 +231,7 @@ def push_until_done(
     rank iterates every stream to its end, whatever happens to the servers. Raises RolloutError on every rank
     when no server is available, or for a stream that does not fit the servers' model.
     """
-    failures: list[Failed] = []  # rank 0's
+    failures: list[Failed] = []  # on rank 0
 
     def next_command(publisher: Publisher) -> Command:
         return failures[0] if failures else publisher.next_command(version)
@@ -253,7 +252,7 @@ def push_until_done(
                         failures.append(Failed(str(error)))
                 elif follow is not None:
                     follow(stream)
-                for _ in stream:  # gathering it is a collective: every rank takes part to its end
+                for _ in stream:  # every rank iterates to the end, because each item is a collective
                     pass
 
 
@@ -286,14 +285,14 @@ class Publisher:
         self._unopened: list[ServerHandle] = []  # they have the weights and wait for `open`
         # The servers of the next attempt, once they have no requests in flight.
         self._targets: Future[list[ServerHandle]] | None = None
-        self._failures: dict[str, int] = {}  # in a row, by url
+        self._failures: dict[str, int] = {}  # consecutive failures, by url
         self._problem, self._in_a_row = "", 0
         self.metrics: dict[str, float] = {}
 
     def next_command(self, version: int) -> Command:
         """Push; Done; Wait, after a heartbeat, for a server or its responses; or Failed."""
         deadline = time.monotonic() + leader.HEARTBEAT
-        # By now every server has been replaced once: the failure is no server's fault.
+        # By now every server has been replaced once: the failure is not a server's fault.
         if self._in_a_row >= self._settings.attempts * (len(self._pool.handles) + 1):
             return Failed(f"{self._in_a_row} weight pushes in a row failed, at last: {self._problem}")
         while True:
@@ -301,7 +300,7 @@ class Publisher:
             if self._targets is None and any(not h.has(version) for h in healthy):
                 carry = self._settings.in_flight == "carry"
                 self._targets = self._loop.submit(self._pool.take_out(version, abort=carry))
-            if self._targets is not None:  # responses may take longer than the others wait for a collective
+            if self._targets is not None:  # responses may take longer than other ranks wait in a collective
                 wait([self._targets], timeout=max(0.0, deadline - time.monotonic()))
                 return Push() if self._targets.done() else Wait()
             if healthy:
@@ -370,7 +369,7 @@ class Publisher:
             return sent + (sending.result() if sending is not None else 0)
         finally:
             if sending is not None:
-                sending.cancel()  # without effect if it has ended
+                sending.cancel()  # no effect if it has ended
             self._halves.rest()
 
     def _checked(self, stream: Stream, version: int) -> Iterator[tuple[str, Tensor]]:
@@ -442,7 +441,7 @@ class Publisher:
 
 
 def not_pushed(served: Mapping[str, Any], stored: Iterable[str]) -> frozenset[str]:
-    """The tensors of the servers' checkpoint that a push need not have; `served`: its config.json.
+    """The tensors of the servers' checkpoint that a push may omit; `served`: its config.json.
 
     These are an output layer beside tied embeddings, and heads for further tokens, which never change.
     """

@@ -45,7 +45,7 @@ class WrongValue(ValueError):  # noqa: N818
 
 
 class Outage(Exception):  # noqa: N818
-    """A tool raises it when a service that it needs is down, which is not the policy's doing.
+    """Raised by a tool when a service that it needs is down, which is not the policy's fault.
 
     The step is tried once more, and then the conversation leaves its group.
     """
@@ -67,7 +67,7 @@ class Environment(Protocol):
     def reset(self, prompt: Prompt, seed: int) -> None:
         """Begin. All conversations of a group have the same prompt and seed."""
 
-    def step(self, said: str) -> Reply | str | Sequence[Mapping[str, Any]] | None:
+    def step(self, response: str) -> Reply | str | Sequence[Mapping[str, Any]] | None:
         """Answer the policy's turn, a text without end token. A plain value is taken as a Reply's `says`."""
 
 
@@ -83,12 +83,12 @@ def check_environment(environment: Any, options: Mapping[str, Any]) -> None:
     missing = [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]
     if not inspect.isclass(environment) or missing:
         lacks = f"lacks {' and '.join(missing)}" if missing else "is a function"
-        raise ValueError(f"it {lacks}; an environment is a class with reset(prompt, seed) and step(said)")
+        raise ValueError(f"it {lacks}; an environment is a class with reset(prompt, seed) and step(response)")
     try:
         inspect.signature(environment).bind(**options)
     except TypeError as error:
         raise ValueError(f"it cannot be made with the options {dict(options)}: {error}") from None
-    for name, arguments in (("reset", ("prompt", "seed")), ("step", ("said",))):
+    for name, arguments in (("reset", ("prompt", "seed")), ("step", ("response",))):
         if inspect.isfunction(method := inspect.getattr_static(environment, name)):
             try:
                 inspect.signature(method).bind("self", *arguments)

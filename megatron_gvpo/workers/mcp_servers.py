@@ -29,17 +29,17 @@ class ServerFailed(Exception):  # noqa: N818 - it is not a fault of this program
     """An MCP server cannot be asked, which is not the policy's doing."""
 
 
-def server(settings: Mapping[str, Any]) -> Server:
+def server(settings: Mapping[str, Any]) -> McpServer:
     """The server with these settings (`McpConfig`): one object in each process."""
     return _server(json.dumps(settings, sort_keys=True))
 
 
 @cache
-def _server(settings: str) -> Server:
-    return Server(json.loads(settings))
+def _server(settings: str) -> McpServer:
+    return McpServer(json.loads(settings))
 
 
-class Server:
+class McpServer:
     """One server. Its session is opened when it is needed, and again after it has ended.
 
     Use it in one event loop. `str()` is its command or address, without secrets.
@@ -219,7 +219,7 @@ def server_schemas(servers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     async def ask() -> list[dict[str, Any]]:
         schemas = []
         for settings in servers:
-            mcp_server = Server(settings)
+            mcp_server = McpServer(settings)
             try:
                 tools = await mcp_server.tools()
             finally:

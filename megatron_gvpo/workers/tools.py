@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.user_functions import described, load_function
-from megatron_gvpo.data.tool_calls import Call, parser_of
+from megatron_gvpo.data.tool_calls import ToolCall, parser_of
 from megatron_gvpo.groups import Prompt
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.conversation import PYTHON
@@ -60,8 +60,8 @@ class Tools:
     def reset(self, prompt: Prompt, seed: int) -> None:
         """Do nothing: functions do not remember a conversation."""
 
-    async def step(self, said: str) -> Reply:
-        calls = self._parse(said)
+    async def step(self, response: str) -> Reply:
+        calls = self._parse(response)
         if not calls:
             return Reply(None)
         messages, failed = [], 0
@@ -71,7 +71,7 @@ class Tools:
             messages.append(tool_message(call.name, text, call.id or i))
         return Reply(messages, counts={"tool_calls": len(calls), "tool_errors": failed})
 
-    async def _answer(self, call: Call) -> tuple[str, bool]:
+    async def _answer(self, call: ToolCall) -> tuple[str, bool]:
         """(the tool's answer, True if it ran)."""
         if call.problem is not None:
             return f"Error: {call.problem}", False

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 from helpers.inputs.rows import make_rows
 
 from megatron_gvpo.algorithms.losses.aggregation import Aggregation, group_coefficients
@@ -21,6 +24,24 @@ def test_aggregation_coefficients():
     assert Aggregation(name="sequence_sum").sized(max_tokens=50) == dr_grpo == dr_grpo.sized(max_tokens=7)
     with pytest.raises(ValueError, match="sequence_sum"):
         Aggregation(name="token_mean", constant=50)
+
+
+@pytest.mark.parametrize("name", ["token_mean", "sequence_mean", "sequence_sum"])
+def test_masked_responses_may_count_in_the_denominator_as_in_trl(name):
+    """TRL sums the loss times the mask and divides by the sizes before the mask: a loop of its own here."""
+    rows = make_rows([[1, 0, 0], [1, 0]], lengths=[1, 3, 2, 4, 5])
+    mask = [True, False, True, True, False]
+    trained = replace(rows, trained_n=torch.tensor(mask)).trained()
+    assert trained.left_out == (2, 8) == trained.select([1]).left_out
+    constant = 7 if name == "sequence_sum" else None
+    block = Aggregation(name=name, constant=constant, count_masked=True)
+    expected = []
+    for length, kept in zip([1, 3, 2, 4, 5], mask, strict=True):
+        weight = {"token_mean": 1 / 15, "sequence_mean": 1 / (5 * length), "sequence_sum": 1 / (5 * 7)}[name]
+        expected += [weight] * length * kept
+    assert block(trained, BatchTotals.of(trained)).tolist() == pytest.approx(expected)
+    plain = block.model_copy(update={"count_masked": False})
+    assert (plain(trained, BatchTotals.of(trained)) > block(trained, BatchTotals.of(trained))).all()
 
 
 def test_group_coefficients_with_ragged_groups():

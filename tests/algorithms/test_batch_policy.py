@@ -78,7 +78,7 @@ def test_validity_is_decided_in_fp32_as_in_training():
 
 
 def test_dapo_looks_for_a_signal_in_accuracy_and_not_in_length():
-    """All responses are wrong and differ only in a shaper's length penalty, which is no signal."""
+    """All responses are wrong and differ only in a shaper's length penalty, which is not a signal."""
     policy = AlgorithmConfig.model_validate("dapo").batch_policy.build(1)
     wrong, mixed = make_group([0.0, -1.0]), make_group([1.0, -1.0])
     for group, accuracy in ((wrong, [0, 0]), (mixed, [1, 0])):

@@ -21,7 +21,7 @@ from megatron_gvpo.algorithms.members.demonstration import Demonstration
 from megatron_gvpo.algorithms.members.early_exit import Exits, before
 from megatron_gvpo.algorithms.members.hinted import Hinted
 from megatron_gvpo.algorithms.members.replay import Replay
-from megatron_gvpo.algorithms.members.teacher_member import Teacher
+from megatron_gvpo.algorithms.members.teacher_member import TeacherMember
 from megatron_gvpo.core.user_functions import load_function
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.sampling.batch_sampler import _checked
@@ -172,8 +172,8 @@ def test_igrpo_trains_the_refinements_of_the_best_draft():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "one of both"),
-        ({"fields": ["a"], "best_draft": True}, "one of both"),
+        ({}, "and not both"),
+        ({"fields": ["a"], "best_draft": True}, "and not both"),
         ({"fields": ["a"], "template": "none"}, "no {hint}"),
         ({"fields": ["a"], "prompt": "hinted", "place": "replace"}, "a group of its own"),
     ],
@@ -214,14 +214,14 @@ def append(groups, n, suffix="?"):
 
 
 def test_a_teacher_joins_scored_like_the_others():
-    block = Teacher(function="test_members:append", options={"suffix": "!!"}, n=2)
+    block = TeacherMember(function="test_members:append", options={"suffix": "!!"}, n=2)
     (group,) = block([make_group([0, 0], texts=["a", "b"])], Asked())
     assert rewards_of(group) == [0, 0, 3, 3]
     given = group.rollouts[2]
     assert given.token_ids == [ord("a"), ord("!"), ord("!"), 0] and given.source == "demonstration"
-    only_failed = Teacher(function="test_members:append", when="all_wrong")
+    only_failed = TeacherMember(function="test_members:append", when="all_wrong")
     assert [len(g.rollouts) for g in only_failed([make_group([0]), make_group([1])], Asked())] == [2, 1]
-    some = Teacher(function="test_members:append", share=0.5)([make_group([0])] * 100, Asked())
+    some = TeacherMember(function="test_members:append", share=0.5)([make_group([0])] * 100, Asked())
     assert 30 < sum(len(g.rollouts) == 2 for g in some) < 70
 
 
@@ -234,7 +234,7 @@ def test_a_text_that_a_teacher_does_not_have_joins_nothing():
     """It was the text `None`, with an end token behind it."""
     texts = _checked(sometimes([1], 2), 1, 2)
     assert texts == [[None, "b"]]
-    (group,) = Teacher(function="test_members:sometimes", n=2)([make_group([0], texts=["a"])], Asked())
+    (group,) = TeacherMember(function="test_members:sometimes", n=2)([make_group([0], texts=["a"])], Asked())
     assert [rollout.text for rollout in group.rollouts] == ["a", "b"]
 
 

@@ -11,7 +11,7 @@ from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.curriculum.allocation import Equal, Knapsack, knapsack_value
 from megatron_gvpo.algorithms.curriculum.prompts import SuccessRate
-from megatron_gvpo.algorithms.curriculum.tracker import Counts, Record, Tracker
+from megatron_gvpo.algorithms.curriculum.tracker import Counts, PromptHistory, Tracker
 from megatron_gvpo.algorithms.custom import CustomShaper
 from megatron_gvpo.algorithms.shapers.filters import Drop, Keep, MaskTruncated
 from megatron_gvpo.algorithms.shapers.judged import GroupSimilarity, WinRate, unigram_overlap
@@ -241,11 +241,11 @@ def test_knapsack_is_optimal_where_all_can_be_tried():
 
 
 def test_spo_is_unsure_of_what_it_saw_once():
-    """One right response is no certainty: v is the tracker's estimate, and the prompt is drawn again."""
+    """One right response is not certainty: v is the tracker's estimate, and the prompt is drawn again."""
     rule = Tracker(weight=8)
     counts = rule.updated(rule.start, [1.0])
     v, weight = rule.posterior(counts), sum(counts)
-    found = SuccessRate(favour="unsure", floor=0.0).weight(Record(1.0, v, weight))
+    found = SuccessRate(favour="unsure", floor=0.0).weight(PromptHistory(1.0, v, weight))
     assert found == pytest.approx((4.6 / 8.2 * 3.6 / 8.2 / 8.2) ** 0.5)
 
 
@@ -258,7 +258,7 @@ def test_a_tracker_forgets_what_was_imagined():
 
 
 def test_success_rates_weigh_prompts_as_gpgs_code_does():
-    known = [Record(p, p, 4.0) for p in (0.0, 0.25, 1.0)]
+    known = [PromptHistory(p, p, 4.0) for p in (0.0, 0.25, 1.0)]
 
     def weights(favour):
         block = SuccessRate(favour=favour, floor=0.0)

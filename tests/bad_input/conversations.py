@@ -123,7 +123,7 @@ ENVIRONMENTS = [
     environment("a class without step", spec="Half", says=("it lacks step",)),
     environment("options that it does not take", options={"size": 3}, says=("with the options",)),
     environment(
-        "a file that is no Python",
+        "a file that is not Python",
         spoil=with_text("env.py", "class Mine(:\n"),
         says=("environment=env.py:Mine: importing env.py failed: SyntaxError",),
     ),
@@ -145,12 +145,12 @@ ENVIRONMENTS = [
     environment("it returns a dictionary", "return {'a': 1}", says=("step returned dict",)),
     environment("it returns a number", "return 7", says=("step returned int '7': want a text",)),
     environment(
-        "it returns what is no JSON",
+        "it returns a value that is not JSON",
         "return [{'role': 'user', 'content': object()}]",
         says=("step returned list",),
     ),
-    environment("a reward that is no number", "return Reply('1', 'x')", says=("environment_reward='x'",)),
-    environment("a count that is no number", "return Reply('1', 1, {'n': None})", says=("n=None, which",)),
+    environment("a reward that is not a number", "return Reply('1', 'x')", says=("environment_reward='x'",)),
+    environment("a count that is not a number", "return Reply('1', 1, {'n': None})", says=("n=None, which",)),
 ]
 TOOLS_AND_SERVERS = [
     tools("tools without a chat template", "tools.py:add", says=("tools need a chat template",)),

@@ -251,7 +251,7 @@ CORRECTIONS = [
     ),
     keys("a cap below 1", GRPO, "algorithm.loss.importance={name: truncate, cap: 0.5}", says=("cap",)),
     keys(
-        "a cap that is no number",
+        "a cap that is not a number",
         GRPO,
         "algorithm.loss.importance={name: truncate, cap: .nan}",
         says=("cap",),

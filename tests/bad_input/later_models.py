@@ -103,7 +103,7 @@ ADAPTERS = [
         says=("targets",),
     ),
     keys("a path that is not there", *WITH_LORA, says=("adapter.path",)),
-    keys("an adapter that is no JSON", *WITH_LORA, says=("adapter_config.json",), spoil=saved_adapter("{")),
+    keys("an adapter that is not JSON", *WITH_LORA, says=("adapter_config.json",), spoil=saved_adapter("{")),
     keys("an adapter of another rank", *WITH_LORA, says=("rank",), spoil=saved_adapter(LORA | {"r": 8})),
     keys(
         "an adapter of another kind",
@@ -176,7 +176,7 @@ PICTURES = [
         spoil=pictures(lambda r: r.update(images=["https://127.0.0.1:9/a.png"])),
     ),
     keys(
-        "a picture that is no base64",
+        "a picture that is not base64",
         *IMAGES,
         says=("images",),
         spoil=pictures(lambda r: r.update(images=["data:image/png;base64,@@@"])),

@@ -52,7 +52,7 @@ def test_a_disk_full_while_saving_leaves_the_previous_checkpoint(task, tmp_path,
         fit(config, [disk])
     assert [path.name for path in complete_checkpoints(tmp_path / "checkpoints")] == ["step_00000001"]
     assert (tmp_path / "checkpoints" / "step_00000002.partial").is_dir(), (
-        "what was left of it is no checkpoint"
+        "what was left of it is not a checkpoint"
     )
     (tmp_path / "checkpoints" / "step_00000009.partial").mkdir()
     fit(config, resume=True)

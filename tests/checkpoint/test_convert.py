@@ -65,8 +65,13 @@ def test_what_is_refused(models: Path, tmp_path: Path, capsys: pytest.CaptureFix
     (full / "file").touch()
     cases = {
         (source, str(full)): "TARGET=.*full: this directory is not empty",
-        (source, f"{__file__}/below"): "TARGET=.*below: .*test_convert.py is no directory",
-        (source, str(tmp_path / "a"), "--like", source): "has no .metadata, so it is no Megatron checkpoint",
+        (source, f"{__file__}/below"): "TARGET=.*below: .*test_convert.py is not a directory",
+        (
+            source,
+            str(tmp_path / "a"),
+            "--like",
+            source,
+        ): "has no .metadata, so it is not a Megatron checkpoint",
         (str(tmp_path / "none"), str(tmp_path / "a")): "SOURCE=.*none: no config.json there",
     }
     for arguments, message in cases.items():

@@ -211,7 +211,7 @@ QWEN = KNOWN["Qwen/Qwen2.5-7B"]
     ],
 )
 def test_a_model_that_cannot_be_trained_is_not_planned(config: object, words: str, tmp_path: Path, capsys):
-    """The message is the trainer's; a file that is no config.json is refused, too."""
+    """The message is the trainer's; a file that is not a config.json is refused, too."""
     file = tmp_path / "config.json"
     file.write_text(config if isinstance(config, str) else json.dumps(config))
     for given in (tmp_path, file):

@@ -20,9 +20,9 @@ from helpers.paths import ROOT
 
 from megatron_gvpo.planner import architecture
 from megatron_gvpo.planner.architecture import Architecture
+from megatron_gvpo.planner.prediction import layout_of
 from megatron_gvpo.planner.traffic import Pack, update_bytes
 from megatron_gvpo.planner.workload import Layout
-from megatron_gvpo.rehearsal.prediction import layout_of
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 rehearsals = importlib.import_module("planner_rehearsals")

@@ -28,7 +28,7 @@ from megatron_gvpo.planner import (
     workload,
 )
 from megatron_gvpo.planner.architecture import GIB
-from megatron_gvpo.planner.teacher import Teacher
+from megatron_gvpo.planner.teacher import PlannedTeacher
 from megatron_gvpo.planner.workload import Layout, Lengths, Workload
 from megatron_gvpo.settings.load import load_config
 from megatron_gvpo.settings.parallel import ParallelConfig
@@ -36,7 +36,7 @@ from megatron_gvpo.settings.parallel import ParallelConfig
 KNOWN = json.loads(resources.files("megatron_gvpo.planner").joinpath("models.json").read_text())
 H100 = workload.gpu("h100")
 SMALL, LARGE = architecture.load("Qwen/Qwen2.5-7B"), architecture.load("Qwen/Qwen2.5-32B")
-LOGPROBS, FULL = Teacher(LARGE, passes=1), Teacher(LARGE, passes=0, divergence=True)
+LOGPROBS, FULL = PlannedTeacher(LARGE, passes=1), PlannedTeacher(LARGE, passes=0, divergence=True)
 
 # 64 prompts of 200 tokens, 4 responses of 800 to each.
 PROMPT, RESPONSE, COUNT = 200, 800, 256
@@ -59,7 +59,7 @@ def test_the_numbers_by_hand_are_those_of_the_model_and_the_gpu():
     assert memory_model.TILE_BYTES == linear_logprob._CUDA_LOGITS
 
 
-def seconds(layout: Layout, teacher: Teacher | None, work: Workload = WORK) -> step_time.Seconds:
+def seconds(layout: Layout, teacher: PlannedTeacher | None, work: Workload = WORK) -> step_time.Seconds:
     return step_time.seconds(SMALL, H100, layout, replace(work, teacher=teacher), 8192)
 
 
@@ -112,7 +112,7 @@ def test_a_held_teacher_fills_the_gpu_in_its_pass():
     assert both.total == pytest.approx(kept + weights + layer + 800e6, rel=0.01) and both.activations == 0
     assert both.total > alone.total
     # A small teacher's pass takes less than the policy's; its part in the head does not.
-    small = Teacher(architecture.load("Qwen/Qwen2.5-0.5B"), 0, divergence=True)
+    small = PlannedTeacher(architecture.load("Qwen/Qwen2.5-0.5B"), 0, divergence=True)
     beside = memory_model.memory(SMALL, Layout(8), tokens, 4, teacher=small)
     assert beside.activations > 0 and beside.teacher == memory_model.teacher_in_head(small, Layout(8), tokens)
 
@@ -164,7 +164,10 @@ def test_a_teacher_is_planned_in_the_layouts_that_the_trainer_takes(
     own, other = (architecture.load(str(tmp_path / name)) for name in values)
     overrides = ["algorithm=opd", f"teacher.path={tmp_path / 'teacher'}", f"model.path={tmp_path / 'policy'}"]
     base = load_config([task / "run.yaml"], [*overrides, f"output_dir={tmp_path}"])
-    planned, refused = set(search._layouts(own, Layout(16), False, Counter(), False, Teacher(other, 1))), 0
+    planned, refused = (
+        set(search._layouts(own, Layout(16), False, Counter(), False, PlannedTeacher(other, 1))),
+        0,
+    )
     for layout in search._layouts(own, Layout(16), False, Counter()):
         parallel = ParallelConfig.model_validate(command.parallel(layout, own.layers))
         try:

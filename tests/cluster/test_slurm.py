@@ -124,7 +124,9 @@ def asked(place: Path) -> dict[int, set[str]]:
 def uninterrupted(task: Path, tmp_path_factory) -> Path:
     """The same run on two ranks of this machine, without Slurm."""
     place = tmp_path_factory.mktemp("uninterrupted")
-    launch("helpers.workers.trainer_worker:whole", [2], str(task), str(place / "run"), *SHORT, reward(place))
+    launch(
+        "helpers.workers.trainer_worker:fit_once", [2], str(task), str(place / "run"), *SHORT, reward(place)
+    )
     return place
 
 
@@ -156,9 +158,9 @@ def test_a_job_that_is_told_to_stop_goes_on_until_a_rank_raises(
     faults = reward(tmp_path, start_0=(3, STOP), start_1=(5, "SIGUSR2"), by_rank=1)
     job = job_of(submit(there, str(task / "run.yaml"), *SHORT, f"output_dir={out}", faults, *TWO_NODES))
     slurm.wait_for_start(job, 1)
-    said = slurm.said(job)
+    said = slurm.logs(job)
     assert "stopped on request; the checkpoint is complete" in said and "requeued" in said
-    assert slurm.end(job) == "FAILED", slurm.said(job)
+    assert slurm.end(job) == "FAILED", slurm.logs(job)
     assert_rank_1_is_named(slurm, job, tmp_path)
     assert [record["step"] for record in records(out)] == [0, 1, 2, 3, 4]
     assert records(out) == records(uninterrupted / "run")[:5]
@@ -175,12 +177,12 @@ def test_a_job_that_is_told_to_stop_and_loses_a_node_ends_as_if_nothing_had_been
     faults = reward(tmp_path, start_0=(3, STOP), **lost)
     job = job_of(submit(slurm, str(task / "run.yaml"), *SHORT, f"output_dir={out}", faults, *TWO_NODES))
     slurm.wait_for_start(job, 1)
-    said = slurm.said(job)
+    said = slurm.logs(job)
     assert "stopped on request; the checkpoint is complete" in said and "requeued" in said
     if loses_a_node:
         slurm.wait_for_start(job, 2)
-    assert slurm.end(job) == "COMPLETED", slurm.said(job)
-    assert ("Node failure on gvpo-node2" in slurm.said(job)) == loses_a_node
+    assert slurm.end(job) == "COMPLETED", slurm.logs(job)
+    assert ("Node failure on gvpo-node2" in slurm.logs(job)) == loses_a_node
     assert records(out) == records(uninterrupted / "run")
 
 
@@ -193,9 +195,9 @@ def test_a_step_that_is_longer_than_the_time_limit_ends_the_job(slurm: Slurm, ta
     given = (*SHORT, f"output_dir={out}", faults, "rewards.timeout=600")
     job = job_of(submit(slurm, str(task / "run.yaml"), *given, *TWO_NODES))
     slurm.wait_for_start(job, 1)
-    assert slurm.end(job) == "FAILED", slurm.said(job)
+    assert slurm.end(job) == "FAILED", slurm.logs(job)
     said = slurm.output(job).read_text()
-    assert "not requeued: start 1 ends with the checkpoint that it began with" in said, slurm.said(job)
+    assert "not requeued: start 1 ends with the checkpoint that it began with" in said, slurm.logs(job)
     assert "--sbatch=--time" in said and records(out)[-1]["step"] == 2
 
 
@@ -208,7 +210,7 @@ def test_a_rank_that_fails_ends_the_job_in_seconds_and_is_named(
     fault = reward(tmp_path, start_0=(3, "SIGKILL" if how == "killed" else "SIGUSR2"), by_rank=1)
     out = f"output_dir={tmp_path / 'run'}"
     job = job_of(submit(there, str(task / "run.yaml"), *SHORT, out, fault, *TWO_NODES))
-    assert slurm.end(job) == "FAILED", slurm.said(job)
+    assert slurm.end(job) == "FAILED", slurm.logs(job)
     if how == "killed":
         assert slurm.ended(job) - (tmp_path / "acted").stat().st_mtime < SOON
         end = slurm.output(job).read_text()[-10_000:]
@@ -238,7 +240,7 @@ def test_names_with_spaces_and_an_environment_of_its_own(slurm: Slurm, task: Pat
     command = [python, "-m", "megatron_gvpo", "slurm", *words, "rewards.timeout=\n10", *options]
     done = subprocess.run(command, env=there.environment, capture_output=True, text=True, timeout=120)
     number = job_of(done)
-    assert there.end(number) == "COMPLETED", there.said(number)
+    assert there.end(number) == "COMPLETED", there.logs(number)
     assert records(place / "my run")[-1]["step"] == 2
     assert (place / "my run" / "slurm" / f"{number}.0" / "rank_00001.log").is_file(), "its first start"
     details = there("scontrol", "show", "job", number)
@@ -259,7 +261,7 @@ def test_servers_on_nodes_of_their_own(slurm: Slurm, task: Path, uninterrupted: 
     )
     job = job_of(submit(slurm, str(task / "run.yaml"), *given, *TWO_NODES, "--rollout-nodes", "1"))
     slurm.wait_for_start(job, 1)
-    assert slurm.end(job) == "COMPLETED", slurm.said(job)
+    assert slurm.end(job) == "COMPLETED", slurm.logs(job)
     used("vllm server")
     kept = records(out)
     assert [record["step"] for record in kept] == list(range(STEPS + 1))
@@ -284,13 +286,13 @@ def test_a_scaling_benchmark_measures_its_points_in_jobs(slurm: Slurm, task: Pat
     layouts = ("--layout", "parallel.tp=2", "--layout", "data.train.path=nowhere.jsonl")
     said = scaling(str(task / "run.yaml"), *size, *short, *layouts)
     fine, failed = re.findall(r"^strong-2-\S+: job (\d+)$", said, re.MULTILINE)
-    assert slurm.end(fine) == "COMPLETED", slurm.said(fine)
+    assert slurm.end(fine) == "COMPLETED", slurm.logs(fine)
     assert "| strong-2-tp2 |" in scaling("--report", "points", "--out", "scaling.json")
     (point,) = json.loads((tmp_path / "scaling.json").read_text())["points"]
     assert point["ranks"] == 2 and point["layout"] == "parallel.tp=2"
     assert point["updates_equal_formula"] is True
     assert 0 < point["seconds"]["training"] < point["seconds_per_step"]
-    assert slurm.end(failed) == "FAILED", slurm.said(failed)
+    assert slurm.end(failed) == "FAILED", slurm.logs(failed)
     end = slurm.output(failed).read_text()
     assert "first failure: rank" in end and "nowhere.jsonl" in end
 

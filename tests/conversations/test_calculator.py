@@ -96,4 +96,4 @@ def report_shows_the_conversations(out: Path, base: Path) -> None:
         assert all("turn" in turn and "token" in turn for turn in turns)
         own = page.look(f"{card}.querySelectorAll('.turn .text [data-i]').length")
         assert own == page.look("item(0, entries[selected].at).tokens"), "every own token, and no other"
-        assert page.said == []
+        assert page.console == []

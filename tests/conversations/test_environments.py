@@ -381,7 +381,7 @@ def test_numbers_of_other_types_are_paid_and_halves_of_surrogate_pairs_are_repla
         ("half", "it lacks reset and step"),
         ("Half", "it lacks step"),
         ("Picky", "it cannot be made with the options {}: missing a required argument: 'size'"),
-        ("Deaf", "step does not take what it is called with, step(said): too many positional arguments"),
+        ("Deaf", "step does not take what it is called with, step(response): too many positional arguments"),
     ],
 )
 def test_what_is_no_environment_is_an_error_at_the_start(

@@ -15,6 +15,7 @@ from transformers import Qwen2Tokenizer
 
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.chat_template import Template
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.end_tokens import end_token_ids
 from megatron_gvpo.workers.tools import tool_message
 
@@ -81,7 +82,7 @@ def test_a_tools_answer_is_written_as_the_models_template_does(templates: dict[s
     of = of_model(templates[name], TAKEN[name])
     template = Template(of, (of.eos_token_id,), chat=True, tools=[SCHEMA])
     answer = tool_message("add", "42", "000000001")
-    given = template.given(of.eos_token_id, [answer])
+    given = template.tokens_between(of.eos_token_id, [answer])
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": CALL}, answer]
 
     def rendered(messages: list[dict[str, str]]) -> tuple[int, ...]:
@@ -115,9 +116,8 @@ def test_a_text_that_is_given_ends_as_the_models_template_ends_a_turn(
     of = of_model(templates[name], ends[0])
     of.add_special_tokens({"additional_special_tokens": list(ends[1:])})
     numbers = of.convert_tokens_to_ids(list(ends))
-    (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": numbers}))
-    found = end_token_ids(str(tmp_path), of, chat=True)
+    found = end_token_ids(str(tmp_path), ModelCard({}), of, chat=True)
     assert of.convert_ids_to_tokens(found[0]) == last and set(found) == set(numbers)
 
 
@@ -128,7 +128,10 @@ def test_glm_ends_a_turn_with_the_beginning_of_the_next(templates: dict[str, str
     template = Template(of, ends, chat=True, tools=[SCHEMA])
     user, answer = {"role": "user", "content": "so?"}, tool_message("add", "42", "000000001")
     assert template.end_before("tool") == ends[1] and template.end_before("user") == ends[0]
-    assert template.given(ends[1], [answer])[0] != ends[1] and template.given(ends[0], [user])[0] != ends[0]
+    assert (
+        template.tokens_between(ends[1], [answer])[0] != ends[1]
+        and template.tokens_between(ends[0], [user])[0] != ends[0]
+    )
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_gvpo.conversations.chat import answer_of
 from megatron_gvpo.core.user_functions import UserFunctionError
-from megatron_gvpo.data.tool_calls import PARSERS, Call, parser_of
+from megatron_gvpo.data.tool_calls import PARSERS, ToolCall, parser_of
 from megatron_gvpo.settings.conversation import ConversationConfig
 from megatron_gvpo.workers.tools import Tools, tool_message
 
@@ -31,7 +31,7 @@ from megatron_gvpo.workers.tools import Tools, tool_message
     ],
 )
 def test_parsers_read_calls(parser: str, text: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
-    assert PARSERS[parser](text) == [Call(*call) for call in calls]
+    assert PARSERS[parser](text) == [ToolCall(*call) for call in calls]
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_parser_of_the_users_reads_calls_and_its_mistakes_are_named(file: Path) -> None:
     parse = parser_of(f"{file}:calls")
-    assert parse('f {"x": 1}') == [Call("f", {"x": 1})] and parse("done") == []
+    assert parse('f {"x": 1}') == [ToolCall("f", {"x": 1})] and parse("done") == []
     [call] = parse("f {")
     assert call.problem and call.problem.startswith("the call cannot be read: JSONDecodeError")
     with pytest.raises(
@@ -77,7 +77,7 @@ def test_a_call_that_was_only_thought_of_is_not_made(opened: str) -> None:
         "json": thought + call,
         "xml": f"{thought}<function=f><parameter=x>1</parameter></function>",
     }
-    assert all(PARSERS[name](text) == [Call("f", {"x": 1})] for name, text in made.items())
+    assert all(PARSERS[name](text) == [ToolCall("f", {"x": 1})] for name, text in made.items())
     message, reason = answer_of(hermes, "hermes", True, 7)
     assert (message["content"], reason, len(message["tool_calls"])) == (f"{thought}so", "tool_calls", 1)
 

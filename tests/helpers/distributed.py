@@ -2,6 +2,8 @@
 
     launch("helpers.workers.gradient_worker:run", [1, 2, 4], "a directory")
 
+With `emulated`, every rank has an emulated GPU.
+
 The first launch starts one clean process that imports megatron-core and Megatron-Bridge, which takes longer
 than most tests, and lives as long as pytest. Each launch forks it, and the fork forks the ranks of every
 size, one size after the other. Every rank has a default process group. The function gets the remaining
@@ -35,20 +37,24 @@ from helpers.suite.real_parts import used
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 IMPORT_SECONDS = 300.0
+IS_EMULATED = __name__ == "__main__" and sys.argv[1:] == ["emulated"]  # of the process that forks ranks
 
 
-def launch(target: str, sizes: Sequence[int], *arguments: str, timeout: float = 600) -> None:
+def launch(
+    target: str, sizes: Sequence[int], *arguments: str, timeout: float = 600, emulated: bool = False
+) -> None:
     """Run `target` ("module:function") once with every number of ranks in `sizes`.
 
     Raises AssertionError with the end of the output if a rank fails, or is not done in `timeout` seconds.
     """
-    server = _fork_server()
+    server = _fork_server(emulated)
+    variables = _variables(emulated)
     with tempfile.NamedTemporaryFile("r") as log:
         order = {
             "target": target,
             "sizes": list(sizes),
             "arguments": arguments,
-            "environment": {**os.environ, "OMP_NUM_THREADS": "1"},
+            "environment": {**os.environ, **variables, "OMP_NUM_THREADS": "1"},
             "path": sys.path,
             "directory": os.getcwd(),
             "log": log.name,
@@ -72,16 +78,29 @@ def launch(target: str, sizes: Sequence[int], *arguments: str, timeout: float = 
         assert code == 0, f"{target} on {sizes} ranks: {problem}; its output ends:\n{log.read()[-6000:]}"
     for size in set(sizes):
         used(f"megatron-core and Megatron-Bridge, {size} rank{'s' * (size > 1)}")
+    if emulated:
+        used("emulated GPU")
 
 
 @functools.cache
-def _fork_server() -> subprocess.Popen[bytes]:
+def _variables(emulated: bool) -> dict[str, str]:
+    """Variables of a process with emulated GPUs, if it is to have them."""
+    if not emulated:
+        return {}
+    from helpers import on_null_cuda
+
+    return on_null_cuda.emulated_environment()
+
+
+@functools.cache
+def _fork_server(emulated: bool) -> subprocess.Popen[bytes]:
     """The process that has imported the libraries. It takes an order a line, and answers with two numbers:
     the fork's process id, and its exit status.
     """
-    path = os.pathsep.join([IMPORTS, os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-W", "ignore", "-m", "helpers.distributed"]
+    variables = {**os.environ, **_variables(emulated)}
+    path = os.pathsep.join([IMPORTS, variables.get("PYTHONPATH", "")])
+    environment = {**variables, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-W", "ignore", "-m", "helpers.distributed", *(["emulated"] * emulated)]
     pipe = subprocess.PIPE
     server = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
     atexit.register(server.kill)
@@ -122,9 +141,15 @@ def _rank(rank: int, target: str, size: int, run: int, store: str, arguments: Se
     import torch.distributed as dist
 
     os.environ["LAUNCH_RUN"] = str(run)
+    os.environ["LOCAL_RANK"] = str(rank)
+    backend = "gloo"
+    if IS_EMULATED:
+        import torch
 
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
+        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
     )
     module, function = target.split(":")
     getattr(importlib.import_module(module), function)(*arguments)
@@ -170,8 +195,16 @@ def _fork(order: dict[str, Any]) -> int:
 
 def _serve() -> None:
     gc.disable()
+    os.environ.pop("LD_PRELOAD", None)  # this process has it; what it starts does not need it
+    if IS_EMULATED:
+        from megatron_gvpo.emulation import emulated_gpu
+
+        emulated_gpu.install()
     importlib.import_module("megatron_gvpo.megatron.policy")
-    importlib.import_module("megatron_gvpo.megatron.cpu.bridge").import_bridge()
+    if IS_EMULATED:
+        importlib.import_module("megatron.bridge")
+    else:
+        importlib.import_module("megatron_gvpo.megatron.cpu.bridge").import_bridge()
     gc.freeze()  # the forks share its memory with it as long as nobody writes there
     gc.enable()
     for line in sys.stdin:

@@ -67,14 +67,14 @@ def pages() -> list[str]:
 
 def blocks(page: str) -> list[Block]:
     text = (ROOT / page).read_text()
-    found = []
+    parsed = []
     for fence in _FENCE.finditer(text):
         mark = _MARK.search(text[: fence.start()])
         line = text.count("\n", 0, fence.start()) + 1
-        found.append(
+        parsed.append(
             Block(page, line, fence["language"].strip(), fence["text"], mark["mark"] if mark else "")
         )
-    return found
+    return parsed
 
 
 def outside_of_blocks(page: str) -> str:

@@ -18,6 +18,7 @@ import torch
 
 from helpers.paths import ROOT
 from helpers.suite.real_parts import used
+from megatron_gvpo.emulation import process
 from megatron_gvpo.rehearsal import transformer_engine
 from megatron_gvpo.rehearsal.nullcuda.devices import DEVICES
 from megatron_gvpo.rehearsal.process import environment_of_ranks
@@ -69,19 +70,26 @@ def environment(gib: float = 8.0, device: str = "h100") -> dict[str, str]:
     return environment_of_ranks(DEVICES[device], 8, int(gib * 2**30))
 
 
-def run_code(code: str, gib: float = 8.0, timeout: float = 300) -> Any:
+@functools.cache
+def emulated_environment(gib: float = 8.0, device: str = "h100") -> dict[str, str]:
+    """Variables of a process with eight such devices that compute."""
+    transformer_engine.build(lambda _: None)
+    return process.environment(DEVICES[device], 8, int(gib * 2**30))
+
+
+def run_code(code: str, gib: float = 8.0, timeout: float = 300, emulated: bool = False) -> Any:
     """Run `code`, which leaves what the test compares in `found`; returns that, through JSON."""
     program = f"{textwrap.dedent(code)}\nimport json\nprint('\\n' + json.dumps(found))"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
-        env=os.environ | environment(gib),
+        env=os.environ | (emulated_environment(gib) if emulated else environment(gib)),
         capture_output=True,
         text=True,
         timeout=timeout,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    used("null CUDA")
+    used("emulated GPU" if emulated else "null CUDA")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -107,5 +115,5 @@ def rehearse(*arguments: str, code: int = 0, timeout: float = 600) -> dict[str, 
 
 def phase(result: dict[str, Any], name: str, rank: int = 0) -> dict[str, Any]:
     """One phase of one of the result's ranks, by its place among them."""
-    [found] = [one for one in result["ranks"][rank]["phases"] if one["name"] == name]
-    return dict(found)
+    [match] = [one for one in result["ranks"][rank]["phases"] if one["name"] == name]
+    return dict(match)

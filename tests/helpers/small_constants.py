@@ -29,7 +29,7 @@ MIB = 2**20
 class Constant:
     """A size in the code: `module:NAME`, or `module:function(parameter)` for a parameter's default."""
 
-    place: str
+    location: str
     real: object
     small: object
     meaning: str
@@ -119,8 +119,8 @@ def small_constants() -> Iterator[None]:
     """Context with every size of CONSTANTS cut down. Raises AssertionError where one is not the real one."""
     with contextlib.ExitStack() as stack:
         for constant in CONSTANTS:
-            read, write = _place(constant.place)
-            assert read() == constant.real, f"{constant.place} is {read()}, and not {constant.real}"
+            read, write = _place(constant.location)
+            assert read() == constant.real, f"{constant.location} is {read()}, and not {constant.real}"
             write(constant.small)
             stack.callback(write, constant.real)
         yield
@@ -159,9 +159,9 @@ def late_gathers() -> Iterator[set[int]]:
         yield late
 
 
-def _place(place: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+def _place(location: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     """Return functions that read and write the constant."""
-    module, path = place.split(":")
+    module, path = location.split(":")
     path, _, parameter = path.removesuffix(")").partition("(")
     *outer, name = path.split(".")
     owner: Any = importlib.import_module(module)

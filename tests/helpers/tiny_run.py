@@ -175,6 +175,6 @@ def assert_same_run(one: Path, other: Path) -> None:
         differ = {key: (ran.get(key), again.get(key)) for key in ran.keys() | again.keys()}
         differ = {key: pair for key, pair in differ.items() if pair[0] != pair[1]}
         assert not differ, f"step {ran['step']} differs: {differ}"
-    ours, theirs = weights(one), weights(other)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -156,7 +156,7 @@ def test_the_first_second_of_a_run_asks_the_machines_gpus(
     """A stand-in for the driver's list of GPUs; the model's own files and the whole preflight."""
     from helpers.tiny_run import GVPO, configure
 
-    h100 = gpus.Gpu(0, "H100", 80.0, (9, 0), 18)
+    h100 = gpus.LocalGpu(0, "H100", 80.0, (9, 0), 18)
     monkeypatch.setattr("megatron_gvpo.checks.preflight.list_gpus", lambda: [h100])
     monkeypatch.setattr("megatron_gvpo.checks.preflight.version", lambda _: "2.13.0")
     monkeypatch.setattr("megatron_gvpo.checks.preflight.check_gpu_packages", lambda: None)

@@ -20,12 +20,12 @@ from helpers.distributed import launch
 from megatron_gvpo.checks.layout import check_division
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.settings.parallel import ParallelConfig
-from megatron_gvpo.verify.layout import Layout
+from megatron_gvpo.verify.layout import ParallelLayout
 from megatron_gvpo.verify.measures import Limits, compare
 from megatron_gvpo.verify.run import read_result
 
 pytestmark = pytest.mark.proof
-TP, TP_SP = Layout(2, tp=2), Layout(2, tp=2, sequence_parallel=True)
+TP, TP_SP = ParallelLayout(2, tp=2), ParallelLayout(2, tp=2, sequence_parallel=True)
 DENSE = {"first_k_dense_replace": 4}  # no experts: with them, tp needs sp for another reason, too
 
 
@@ -35,10 +35,10 @@ class Case:
 
     title: str
     family: str
-    layout: Layout
+    layout: ParallelLayout
     said: tuple[str, ...]  # parts of the problem that is seen
     fault: str = "none"
-    right: Layout | None = None  # the layout to use where `layout` is refused
+    right: ParallelLayout | None = None  # the layout to use where `layout` is refused
     refused: str = ""  # part of the refusal
     of: str = ""  # the end of the names of the gradients that are compared
     changes: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -81,9 +81,21 @@ CASES = [
         changes=DENSE,
     ),
     Case("replicas twice", "EXAONE 4.0 (1.2B)", TP, ("gradient norm differs by",), "replicas twice"),
-    Case("tied twice", "EXAONE 4.0 (1.2B)", Layout(2, pp=2), ("gradient norm differs by",), "tied twice"),
-    Case("epsilon of latent norms", "GLM-4.7-Flash", Layout(1), ("log-probs differ by",), "latent norms"),
-    Case("z-loss", "K-EXAONE", Layout(1), ("gradient of", "gate.weight differs"), "z-loss"),
+    Case(
+        "tied twice",
+        "EXAONE 4.0 (1.2B)",
+        ParallelLayout(2, pp=2),
+        ("gradient norm differs by",),
+        "tied twice",
+    ),
+    Case(
+        "epsilon of latent norms",
+        "GLM-4.7-Flash",
+        ParallelLayout(1),
+        ("log-probs differ by",),
+        "latent norms",
+    ),
+    Case("z-loss", "K-EXAONE", ParallelLayout(1), ("gradient of", "gate.weight differs"), "z-loss"),
 ]
 
 
@@ -92,7 +104,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """Results of every selected case, without its fault and, in `faulty`, with it."""
     path = tmp_path_factory.mktemp("audit")
     items = [item for item in request.session.items if item.path == request.path]
-    jobs: list[tuple[Path, Layout | None, str]] = []
+    jobs: list[tuple[Path, ParallelLayout | None, str]] = []
     for case in (item.callspec.params["case"] for item in items):
         place = path / case.title
         (place / "faulty").mkdir(parents=True)

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_conversations import contexts, with_turns
 
-from megatron_gvpo.algorithms.advantages.gae import GAE, Critic
+from megatron_gvpo.algorithms.advantages.gae import GAE, CriticOptions
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.recipe import read_recipe
 from megatron_gvpo.megatron.microbatch import RowSegments
@@ -127,11 +127,11 @@ def test_without_values_it_is_reinforce_plus_plus():
 def test_value_clipping(value, old, target, loss, gradient):
     rows = make_rows([[0.0]], [1]).with_columns(value_r=torch.tensor([old]), return_r=torch.tensor([target]))
     value_r = torch.tensor([value], requires_grad=True)
-    share, metrics = Critic(clip=CLIP).loss(rows, value_r, BatchTotals.of(rows))
+    share, metrics = CriticOptions(clip=CLIP).loss(rows, value_r, BatchTotals.of(rows))
     assert share.item() == pytest.approx(loss) and metrics["value_loss"] == pytest.approx(loss)
     share.backward()
     assert value_r.grad.item() == pytest.approx(gradient)
-    plain, _ = Critic(clip=None).loss(rows, value_r.detach(), BatchTotals.of(rows))
+    plain, _ = CriticOptions(clip=None).loss(rows, value_r.detach(), BatchTotals.of(rows))
     assert plain.item() == pytest.approx(0.5 * (value - target) ** 2)
 
 
@@ -155,7 +155,7 @@ def test_a_critic_that_nobody_reads_is_refused(values, said):
 def test_the_recipe_says_what_the_papers_say():
     ppo = AlgorithmConfig.model_validate("ppo")
     assert ppo.estimator == GAE(gamma=1.0, lam=0.95, kl_coef=0.001)
-    assert ppo.critic == Critic(lr=1e-5, clip=CLIP) and not ppo.needs_group
+    assert ppo.critic == CriticOptions(lr=1e-5, clip=CLIP) and not ppo.needs_group
     assert read_recipe("ppo")[1].provenance == "textbook"
 
 

@@ -22,7 +22,7 @@ from megatron_gvpo.huggingface.architectures import add_model_types, check_famil
 from megatron_gvpo.megatron.model.megatron_bridge import open_bridge
 from megatron_gvpo.planner.architecture import from_config
 from megatron_gvpo.settings.sections import ModelConfig
-from megatron_gvpo.verify.layout import Layout
+from megatron_gvpo.verify.layout import ParallelLayout
 from megatron_gvpo.verify.measures import Computed, Limits, compare
 from megatron_gvpo.verify.run import read_result
 
@@ -56,7 +56,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     items = [item for item in request.session.items if item.path == request.path]
     params = [item.callspec.params for item in items if hasattr(item, "callspec")]
     wanted = list(dict.fromkeys((p["family"], p["layout"]) for p in params if "layout" in p))
-    jobs: list[tuple[str, Layout | None]] = []
+    jobs: list[tuple[str, ParallelLayout | None]] = []
     for family in dict.fromkeys(family for family, _ in wanted):
         place = path / family.architecture
         place.mkdir()
@@ -70,12 +70,14 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @each_layout
-def test_a_family_is_equal_to_transformers(directory: Path, family: Family, layout: Layout) -> None:
+def test_a_family_is_equal_to_transformers(directory: Path, family: Family, layout: ParallelLayout) -> None:
     assert read_result(layout, directory / family.architecture).problem is None
 
 
 @each_small_layout
-def test_a_score_waits_for_the_weights_of_an_update(directory: Path, family: Family, layout: Layout) -> None:
+def test_a_score_waits_for_the_weights_of_an_update(
+    directory: Path, family: Family, layout: ParallelLayout
+) -> None:
     scores, late = torch.load(directory / family.architecture / f"{layout}-scores.pt", weights_only=False)
     assert late > 2, "the first stage has several buckets"
     before, after, settled = scores

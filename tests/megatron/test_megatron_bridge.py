@@ -1,4 +1,4 @@
-"""Opening Megatron-Bridge on machines whose home directory is no place for locks."""
+"""Opening Megatron-Bridge on machines whose home directory cannot hold locks."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_a_sensor_that_a_gpu_lacks_is_left_out(monkeypatch):
         1: {"memory_gib": 1.0, "power_w": 350.5, "temperature_c": 41.0},
     }
     assert broken == {}
-    assert device.list_gpus()[1] == device.Gpu(1, "NVIDIA H200", 128.0, (9, 0), 18)
+    assert device.list_gpus()[1] == device.LocalGpu(1, "NVIDIA H200", 128.0, (9, 0), 18)
 
 
 def test_the_monitor_keeps_means_extremes_and_why_clocks_were_held_down(monkeypatch):

@@ -17,7 +17,7 @@ from scipy.stats import binomtest
 from megatron_gvpo.cli import main
 from megatron_gvpo.observe.report import Reporter
 from megatron_gvpo.observe.report.samples import chosen, interval, pass_intervals
-from megatron_gvpo.observe.report.token_texts import Pieces
+from megatron_gvpo.observe.report.token_texts import TokenTexts
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +71,13 @@ def test_hostile_responses_are_text(page: Page, report: str):
     assert any("‹202e›" in card and "‹00›" in card for card in shown)
     assert "owned" not in page.look("document.title")
     assert page.look("document.querySelectorAll('img, iframe, a[href]').length") == 0
-    assert page.said == []
+    assert page.console == []
 
 
 def test_the_page_reaches_no_network(page: Page, report: str):
     page.open(report)
     show_samples(page)
-    assert page.asked == []
+    assert page.requests == []
     tries = (
         "fetch('http://127.0.0.1:9/').then(() => 'sent', () => 'refused')",
         "new Promise(end => { const image = new Image(); image.onload = () => end('sent');"
@@ -85,8 +85,8 @@ def test_the_page_reaches_no_network(page: Page, report: str):
     )
     for script in tries:
         assert page.look(script) == "refused"
-    refused = [line for line in page.said if "Content Security Policy" in line]
-    assert len(refused) >= len(tries), page.said
+    refused = [line for line in page.console if "Content Security Policy" in line]
+    assert len(refused) >= len(tries), page.console
     # A script that got into the page would not run.
     made = "Object.assign(document.createElement('script'), {text: 'window.ran = 1'})"
     page.look(f"void document.body.append({made})")
@@ -197,7 +197,7 @@ def test_a_real_run_without_saved_responses(page: Page, finished: Path, tmp_path
     assert main(["report", str(finished), "--out", str(file), "--responses", "0"]) == 0
     page.open(f"file://{file}")
     assert page.look("document.querySelectorAll('.chart').length") > 8
-    assert page.said == []
+    assert page.console == []
 
 
 # --- the numbers ---
@@ -220,7 +220,7 @@ def test_no_run_is_refused_in_a_line(tmp_path: Path, runs: list[Path], capsys: p
 @pytest.mark.parametrize("unknown", ["", "12 → 😀", "e\u0301 ∑ 漢字 \ud7ff", "\x00\n\t", "𝕏" * 5])
 def test_pieces_are_the_text(tmp_path: Path, unknown: str):
     tokenizer = make_tokenizer(tmp_path)
-    pieces = Pieces(tokenizer)
+    pieces = TokenTexts(tokenizer)
     ids = [*tokenizer.encode(unknown).ids, 0]
     found = pieces.split(ids)
     assert len(found) == len(ids) and "".join(found) == unknown + "<|end|>"
@@ -229,7 +229,7 @@ def test_pieces_are_the_text(tmp_path: Path, unknown: str):
 def test_a_cut_character_stays_in_the_last_piece(tmp_path: Path):
     tokenizer = make_tokenizer(tmp_path)
     ids = tokenizer.encode("ab 😀").ids[:-1]
-    assert "".join(Pieces(tokenizer).split(ids)).startswith("ab ")
+    assert "".join(TokenTexts(tokenizer).split(ids)).startswith("ab ")
 
 
 def test_steps_are_chosen_evenly_within_the_number():

@@ -79,8 +79,8 @@ def test_the_page_follows_the_run_without_being_loaded_again(page: Page, tmp_pat
         take_steps(whole, now, 4)
         page.wait("state.index.runs[0].step.at(-1) === 4", "step 4")
         assert page.look("document.getElementById('step-name').textContent") == "step 3"
-        assert page.look("window.mark") == 1 and page.said == []
-        assert {url.split("/")[2] for url in page.asked} == {f"127.0.0.1:{server.server_port}"}
+        assert page.look("window.mark") == 1 and page.console == []
+        assert {url.split("/")[2] for url in page.requests} == {f"127.0.0.1:{server.server_port}"}
         (now / "metrics.jsonl").write_text("no metrics\n")
         page.wait("document.getElementById('live').title.includes('line 1')", "the damaged line")
 

@@ -22,7 +22,7 @@ from helpers.paths import ROOT
 
 from megatron_gvpo.rehearsal.nullcuda.devices import DEVICES
 from megatron_gvpo.rehearsal.process import environment_of_ranks, run_jobs
-from megatron_gvpo.rehearsal.rank import Job
+from megatron_gvpo.rehearsal.rank import RankJob
 
 pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
@@ -140,7 +140,7 @@ def test_the_page_has_layouts() -> None:
     )
 
 
-def _job(case: Case, folder: Path) -> Job:
+def _job(case: Case, folder: Path) -> RankJob:
     folder.mkdir(parents=True)
     if case.model in MODELS:
         file, made = on_null_cuda.write_model(folder, MODELS[case.model]), [str(folder / "model")]
@@ -151,7 +151,7 @@ def _job(case: Case, folder: Path) -> Job:
         (folder / "model").rmdir()
         (folder / case.model).rename(folder / "model")
     words = [word.replace("teacher.path=model", f"teacher.path={folder / 'model'}") for word in case.words]
-    return Job([str(file)], words, case.rank, case.world, 2 if case.world < 4 else None, made)
+    return RankJob([str(file)], words, case.rank, case.world, 2 if case.world < 4 else None, made)
 
 
 def rehearse(names: Sequence[str], folder: Path) -> list[str]:

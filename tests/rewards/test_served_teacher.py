@@ -53,14 +53,14 @@ def test_log_probs_are_those_of_the_model_and_equal_responses_are_asked_once(goo
         served.ask([rows])
         found_r = served.score(rows)
         assert found_r.dtype == torch.float32 and torch.allclose(found_r, expected_r, atol=1e-6)
-        assert len(teacher.asked) == PROBED + 2
+        assert len(teacher.requests) == PROBED + 2
         torch.testing.assert_close(served.score(rows.select([2, 1])), found_r[[4, 5, 6, 3]])
         served.ask([rows.select([1]), rows_of([9])])  # of the next step, which has a response again
         torch.testing.assert_close(served.score(rows.select([1])), found_r[3:4])
         served.score(rows_of([9]))
-        assert len(teacher.asked) == PROBED + 3
+        assert len(teacher.requests) == PROBED + 3
         assert served.metrics["teacher/requests"] == 3 and served.metrics["teacher/tokens"] == 4
-    body = teacher.asked[PROBED]
+    body = teacher.requests[PROBED]
     assert body["input_ids"][:-1] in ([5, 6, 7, 9, 8, 7], [5, 6, 7, 4]), "token ids, as they were sampled"
     assert body["logprob_start_len"] == 2, "no log-probs of the prompt"
 
@@ -83,7 +83,7 @@ def test_every_turn_is_scored_in_its_own_context(good: Path, model: Path):
     )
     with teaching(model) as (url, teacher), teacher_of(good, url) as served:
         torch.testing.assert_close(served.score(rows), expected_r, atol=1e-6, rtol=0)
-        assert len(teacher.asked) == PROBED + 2
+        assert len(teacher.requests) == PROBED + 2
 
 
 def test_a_failing_server_is_asked_again_and_another_one_meanwhile(good: Path, model: Path):

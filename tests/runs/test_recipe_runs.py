@@ -56,6 +56,7 @@ EXTRA = {
     "grpo_care": ["algorithm.estimator={marker_ids: [1, 2, 3], accuracy: right}"],
     "opd": [TAUGHT],
     "opd_rewards": [TAUGHT],
+    "gvpo_plus_plus": [TAUGHT],
     "gvpo_teacher_logprobs": [TAUGHT],
     "opd_full": ["teacher={path: PLACE/teacher}"],
     "igrpo": ['algorithm.members.0.template="{hint}"'],
@@ -168,7 +169,7 @@ def test_hill_runs_with_the_hints_of_another(task, place, tmp_path):
     fit(configure(task, tmp_path, *options, hints, "algorithm.members.0.hint_template='{hint}'"))
     steps = records(tmp_path)[1:]
     assert len(steps) == 3 and any(line["train/grad_norm"] > 0 for line in steps)
-    assert all(line["response/from_policy"] == 1 for line in steps), "the hints are no responses"
+    assert all(line["response/from_policy"] == 1 for line in steps), "the hints are not responses"
 
 
 def test_xrpo_shows_solved_problems_to_those_who_all_failed(task, place, tmp_path):

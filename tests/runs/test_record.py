@@ -80,7 +80,7 @@ def test_the_saved_configuration_is_the_run_s_and_trains_again(run, monkeypatch)
     last = record["starts"][-1]
     assert last["command"] == shlex.join(["megatron-gvpo", "train", str(run)])
     assert last["world_size"] == 2 and {"torch", "transformers", "python"} < last["versions"].keys()
-    assert last["git"]["directory"] is None, "the working directory is no repository"
+    assert last["git"]["directory"] is None, "the working directory is not a repository"
     assert last["git"]["megatron_gvpo"] is None or len(last["git"]["megatron_gvpo"]["commit"]) == 40
 
 

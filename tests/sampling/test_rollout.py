@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 from megatron_gvpo.core.collectives import all_gather_msgpack, broadcast_msgpack
 from megatron_gvpo.groups import Prompt
-from megatron_gvpo.sampling.embedded import Ticket, generate_groups
+from megatron_gvpo.sampling.embedded import QueuedPrompts, generate_groups
 from megatron_gvpo.sampling.local_model import LocalModel, draw, running_sum_by_products
 from megatron_gvpo.servers.request import Request, derived_seed
 from megatron_gvpo.settings.sections import SamplingConfig
@@ -327,7 +327,7 @@ def groups_of(checkpoint: str, prompts: int) -> list:
     problems = [Prompt(str(i), ids, "") for i, ids in enumerate(RAGGED[:prompts])]
     sampling = SamplingConfig(temperature=0.9, max_tokens=12)
     engine = loaded_engine(checkpoint)
-    ticket = Ticket(problems, 3, sampling, seed=5)
+    ticket = QueuedPrompts(problems, 3, sampling, seed=5)
     return generate_groups(ticket, lambda _, requests: engine.generate(requests, sampling))
 
 

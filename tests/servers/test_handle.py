@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_gvpo.servers.handle import TRANSITIONS, Lost, Pending, Ready, Receiving, ServerHandle, State
+from megatron_gvpo.servers.handle import TRANSITIONS, Lost, Pending, Receiving, ServerHandle, Serving, State
 from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.settings.servers import ServersConfig
 
@@ -15,7 +15,7 @@ class Named:
     url = "http://server"
 
 
-STATES: list[State] = [Lost("gone"), Pending(), Receiving(), Ready(3)]
+STATES: list[State] = [Lost("gone"), Pending(), Receiving(), Serving(3)]
 # Every path of the story that handle.py draws; all other changes are faults of the pool.
 LEGAL = {
     (Lost, Lost),
@@ -25,9 +25,9 @@ LEGAL = {
     (Pending, Receiving),
     (Receiving, Lost),
     (Receiving, Pending),
-    (Receiving, Ready),
-    (Ready, Lost),
-    (Ready, Pending),
+    (Receiving, Serving),
+    (Serving, Lost),
+    (Serving, Pending),
 }
 
 
@@ -47,7 +47,7 @@ def test_a_server_changes_its_state_as_the_table_says(before: State, after: Stat
 def test_a_lost_server_loses_its_version_its_group_and_its_requests():
     async def run() -> None:
         handle = ServerHandle(Named(), state=Receiving())  # type: ignore[arg-type]
-        handle.to(Ready(4))
+        handle.to(Serving(4))
         assert handle.has(4) and not handle.has(3) and handle.version == 4
         handle.to(Pending())
         assert handle.version == 4 and not handle.has(4), "a delta goes to a server that waits, too"

@@ -28,7 +28,7 @@ from megatron_gvpo.servers.http import ServerRefused
 from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.servers.request import Request
 from megatron_gvpo.servers.sent_images import ImageSender, SentImage, difference, with_one_placeholder
-from megatron_gvpo.servers.server import Sample
+from megatron_gvpo.servers.server import Completion
 from megatron_gvpo.servers.sglang import SGLang
 from megatron_gvpo.servers.vllm import VLLM
 from megatron_gvpo.settings.sections import SamplingConfig
@@ -73,8 +73,8 @@ class Connection:
         return {"prompt_token_ids": self.prompt, "choices": [choice]}
 
 
-def ask(server: Any, count: int = 1) -> list[Sample]:
-    async def all_at_once() -> list[Sample]:
+def ask(server: Any, count: int = 1) -> list[Completion]:
+    async def all_at_once() -> list[Completion]:
         calls = [server.sample(PROMPT, 9, i, SamplingConfig(), (6,), 1.0, IMAGES) for i in range(count)]
         return await asyncio.gather(*calls)
 
@@ -204,8 +204,8 @@ def test_an_image_that_several_threads_write_is_kept_once(directory: Path) -> No
 
 
 def test_an_aborted_sample_ends_before_a_sampled_placeholder() -> None:
-    sample = Sample([7, IMAGE, 8], [-1.0, -2.0, -3.0], "abort")
-    assert sample.before(IMAGE) == Sample([7], [-1.0], "abort")
+    sample = Completion([7, IMAGE, 8], [-1.0, -2.0, -3.0], "abort")
+    assert sample.before(IMAGE) == Completion([7], [-1.0], "abort")
     assert sample.before(START) == sample
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.launch.start import start_servers
 from megatron_gvpo.servers.launch.supervise import ServerProcess, Supervisor
 from megatron_gvpo.servers.server import Launch
@@ -99,7 +100,10 @@ def test_servers_get_gpus_that_the_trainer_may_see(
     own = (f"model.path={task}/model", "rollout.weights.transport=shared", f"output_dir={tmp_path}")
     config = load_config([good], [*SERVED, *own])
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"servers": servers})})
-    launched = [process._launch.environment for process in start_servers(config, None, print).processes]
+    launched = [
+        process._launch.environment
+        for process in start_servers(config, ModelCards(config), None, print).processes
+    ]
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in launched] == expected
     settings = {environment.get("PYTORCH_CUDA_ALLOC_CONF") for environment in launched}
     assert settings == ({"expandable_segments:False"} if colocated else {None})

@@ -11,14 +11,14 @@ from helpers.tiny_run import GVPO, configure
 from megatron_gvpo.checks.preflight import preflight
 from megatron_gvpo.core import gpu_packages
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.core.gpus import Gpu
+from megatron_gvpo.core.gpus import LocalGpu
 from megatron_gvpo.core.versions import REFERENCE
 
 
 @pytest.fixture
 def h100(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins for the driver's list of GPUs and for a torch that is built for CUDA 13."""
-    one = Gpu(0, "H100", 80.0, (9, 0), 18)
+    one = LocalGpu(0, "H100", 80.0, (9, 0), 18)
     monkeypatch.setattr("megatron_gvpo.checks.preflight.list_gpus", lambda: [one])
     monkeypatch.setattr(gpu_packages, "list_gpus", lambda: [one])
     monkeypatch.setattr("megatron_gvpo.checks.preflight.version", lambda _: "2.13.0")

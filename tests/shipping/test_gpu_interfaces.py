@@ -22,6 +22,7 @@ from helpers.references.transformer_engine_source import CUDNN, source
 from helpers.servers.real_servers import engine_python
 
 from megatron_gvpo.core.versions import REFERENCE
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.launch.start import DIALECTS
 from megatron_gvpo.settings.load import load_config
 
@@ -155,7 +156,8 @@ def test_the_engines_have_the_options_of_our_command_lines(engine: str, good: Pa
         ["rollout.weights.transport=delta"],
         ["rollout.servers.colocated=true", "rollout.weights.transport=adapter", "model.adapter={rank: 8}"],
     ):
-        launch = DIALECTS[engine].launch(load_config([good], [*base, *more]), 1, None, True)
+        config = load_config([good], [*base, *more])
+        launch = DIALECTS[engine].launch(config, ModelCards(config), 1, None, True)
         used |= {word for word in launch.command if word.startswith("--")}
         file = {"vllm": "vllm/envs.py", "sglang": "sglang/srt/environ.py"}[engine]
         settings = (site_of(engine) / file).read_text()
@@ -227,7 +229,7 @@ def speculative(
     with_draft = f"{{method: {method}, tokens: 4, model: {draft}}}"
     chosen = with_draft if method in ("draft", "eagle") else f"{{method: {method}, tokens: 4}}"
     config = load_config([good], [*given, f"rollout.speculation={chosen}", *more])
-    command = DIALECTS[engine].launch(config, 1, None, True).command
+    command = DIALECTS[engine].launch(config, ModelCards(config), 1, None, True).command
     first = next(i for i, word in enumerate(command) if word.startswith("--speculative"))
     return command[first:]
 

@@ -31,12 +31,12 @@ FIRST = (
 
 
 def page() -> str:
-    found = json.loads(FILE.read_text())
-    images: dict[str, dict[str, str]] = found["images"]
+    versions = json.loads(FILE.read_text())
+    images: dict[str, dict[str, str]] = versions["images"]
     first = [name for name in FIRST if any(name in packages for packages in images.values())]
     rest = sorted({name for packages in images.values() for name in packages} - set(first))
-    head = _HEAD.format(**found)
-    parts = [head, _table(first, images), "## Installed together", _installed(found.get("installed", {}))]
+    head = _HEAD.format(**versions)
+    parts = [head, _table(first, images), "## Installed together", _installed(versions.get("installed", {}))]
     return "\n\n".join([*parts, "## All others", _table(rest, images)]) + "\n"
 
 

@@ -21,14 +21,14 @@ def check(job: Job, ledger: Path, reference: Path | None, order: Sequence[list[s
     `reference`: the output of an undisturbed run, which must be equal in every metric but times, and in every
     bit of the weights. `order`: the prompts of each step in an undisturbed run.
     """
-    found = records(job.out)
-    if [record["step"] for record in found] != list(range(job.steps + 1)):
-        raise ChaosError(f"metrics.jsonl has the steps {[record['step'] for record in found]}")
+    metrics = records(job.out)
+    if [record["step"] for record in metrics] != list(range(job.steps + 1)):
+        raise ChaosError(f"metrics.jsonl has the steps {[record['step'] for record in metrics]}")
     history = final_history(ledger_of(ledger))
     if sorted(history) != list(range(1, job.steps + 1)):
         raise ChaosError(f"the judge was asked about the steps {sorted(history)}")
     for step, groups in history.items():
-        _check_step(step, groups, order[step - 1], found[step])
+        _check_step(step, groups, order[step - 1], metrics[step])
     if reference is not None:
         _check_equal(job.out, reference)
     return sum(len(group["responses"]) for groups in history.values() for group in groups)
@@ -54,16 +54,16 @@ def final_history(entries: Sequence[dict[str, Any]]) -> dict[int, list[dict[str,
 
 def _check_step(step: int, groups: list[dict[str, Any]], prompts: list[str], record: dict[str, Any]) -> None:
     """Every group is there once, whole and current, and the step's record is of these groups."""
-    asked = [group["prompt"] for group in groups]
-    if asked != prompts:
-        raise ChaosError(f"step {step} trained on the prompts {asked}, and not {prompts}")
+    trained = [group["prompt"] for group in groups]
+    if trained != prompts:
+        raise ChaosError(f"step {step} trained on the prompts {trained}, and not {prompts}")
     responses = [response for group in groups for response in group["responses"]]
     for group in groups:
         if len(group["responses"]) != RESPONSES:
             raise ChaosError(f"step {step}: {len(group['responses'])} responses to prompt {group['prompt']}")
     for response in responses:
-        whole = response["finish"] in ("stop", "length") and response["tokens"]
-        if not whole or len(response["tokens"]) != response["logprobs"] or response["spans"] > 1:
+        is_complete = response["finish"] in ("stop", "length") and response["tokens"]
+        if not is_complete or len(response["tokens"]) != response["logprobs"] or response["spans"] > 1:
             raise ChaosError(f"step {step}: an incomplete response: {response}")
         if response["errors"]:
             raise ChaosError(f"step {step}: a reward failed: {response['errors']}")
@@ -76,12 +76,12 @@ def _check_step(step: int, groups: list[dict[str, Any]], prompts: list[str], rec
 
 
 def _check_equal(out: Path, reference: Path) -> None:
-    for mine, theirs in zip(records(out), records(reference), strict=True):
-        if mine != theirs:
-            names = sorted(name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name))
-            values = [(name, mine.get(name), theirs.get(name)) for name in names[:3]]
-            raise ChaosError(f"step {mine['step']} differs from the undisturbed run: {values}")
-    ours, others = weights(out), weights(reference)
-    different = [name for name in others if name not in ours or not ours[name].equal(others[name])]
-    if different or len(ours) != len(others):
+    for own, expected in zip(records(out), records(reference), strict=True):
+        if own != expected:
+            names = sorted(name for name in {*own, *expected} if own.get(name) != expected.get(name))
+            values = [(name, own.get(name), expected.get(name)) for name in names[:3]]
+            raise ChaosError(f"step {own['step']} differs from the undisturbed run: {values}")
+    tensors, others = weights(out), weights(reference)
+    different = [name for name in others if name not in tensors or not tensors[name].equal(others[name])]
+    if different or len(tensors) != len(others):
         raise ChaosError(f"the weights differ from the undisturbed run's: {different[:3]}")

@@ -15,8 +15,8 @@ SLEEPS = Path(__file__).with_suffix(".c")
 class Clock:
     """The clock of processes that are started with `environment`."""
 
-    def __init__(self, place: Path) -> None:
-        self._file, self._library = place / "clock", place / "clock.so"
+    def __init__(self, folder: Path) -> None:
+        self._file, self._library = folder / "clock", folder / "clock.so"
         self.set(0.0)
 
     def environment(self) -> dict[str, str]:

@@ -78,10 +78,10 @@ class Job:
 
     def last_step(self) -> int:
         try:
-            found = read_metrics(self.out / "metrics.jsonl")
+            records = read_metrics(self.out / "metrics.jsonl")
         except FileNotFoundError:
             return 0
-        return max((int(record["step"]) for record in found), default=0)
+        return max((int(record["step"]) for record in records), default=0)
 
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-3000:]
@@ -96,8 +96,8 @@ class Job:
         try:
             while (code := command.poll()) is None:
                 now = time.monotonic()
-                if (found := self._size()) != size:
-                    size, last_change = found, now
+                if (new_size := self._size()) != size:
+                    size, last_change = new_size, now
                     if (reached := self.last_step()) != step:
                         if reached > step and start.first_step_after is None:
                             start.first_step_after = now - begin
@@ -148,8 +148,8 @@ class Job:
 
     def _newest(self) -> tuple[str, int] | None:
         """Name and checksum of the newest complete checkpoint's state, by which Slurm's job script goes."""
-        found = sorted((self.out / "checkpoints").glob("step_????????/state.json"))
-        return (found[-1].parent.name, zlib.crc32(found[-1].read_bytes())) if found else None
+        files = sorted((self.out / "checkpoints").glob("step_????????/state.json"))
+        return (files[-1].parent.name, zlib.crc32(files[-1].read_bytes())) if files else None
 
 
 def ledger_of(file: Path) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ PATIENCE = 10.0  # seconds that the trainer waits for an answer
 
 def judged(group: Group, port: int) -> list[float]:
     """The judge's rewards of a group. Raises OSError where the judge is gone: a user's client may do so."""
-    asked = {
+    question = {
         "process": os.getpid(),
         "prompt": group.prompt.id,
         "responses": [
@@ -43,7 +43,7 @@ def judged(group: Group, port: int) -> list[float]:
             for rollout in group.rollouts
         ],
     }
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/", json.dumps(asked).encode())
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/", json.dumps(question).encode())
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(request, timeout=PATIENCE) as answer:
         rewards: list[float] = json.load(answer)
@@ -60,11 +60,11 @@ def serve(port: int, ledger: Path, seconds: float) -> None:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             time.sleep(seconds)
-            rewards = rewards_of(asked["responses"])
+            rewards = rewards_of(question["responses"])
             with ledger.open("ab", buffering=0) as file:
-                file.write((json.dumps(asked | {"rewards": rewards}) + "\n").encode())
+                file.write((json.dumps(question | {"rewards": rewards}) + "\n").encode())
             body = json.dumps(rewards).encode()
             with suppress(ConnectionError):  # the trainer has been killed
                 self.send_response(200)

@@ -30,17 +30,17 @@ START_SECONDS = 600.0
 
 
 @contextmanager
-def two_nodes(engine: str, task: Path, place: Path) -> Iterator[tuple[list[Server], int]]:
+def two_nodes(engine: str, task: Path, folder: Path) -> Iterator[tuple[list[Server], int]]:
     """A server on each node, behind its proxy; and the pid of a process of the second node."""
     with ExitStack() as opened:
         pid, inside = opened.enter_context(another_node())
         services = [
-            _serve(engine, task, place / f"node-{i}", prefix) for i, prefix in enumerate(("", inside))
+            _serve(engine, task, folder / f"node-{i}", prefix) for i, prefix in enumerate(("", inside))
         ]
         for service, _ in services:
             opened.callback(_end, service)
         for service, port in services:
-            _wait(service, port, place)
+            _wait(service, port, folder)
         links = [Proxy(f"http://127.0.0.1:{port}", *free_ports(1, "127.0.0.1")) for _, port in services]
         for link in links:
             opened.callback(link.close)
@@ -48,28 +48,28 @@ def two_nodes(engine: str, task: Path, place: Path) -> Iterator[tuple[list[Serve
         yield [Server(leader, link) for leader, link in zip(leaders, links, strict=True)], pid
 
 
-def _serve(engine: str, task: Path, place: Path, prefix: str) -> tuple[subprocess.Popen[bytes], int]:
+def _serve(engine: str, task: Path, folder: Path, prefix: str) -> tuple[subprocess.Popen[bytes], int]:
     """`megatron-gvpo serve` of one server, and its port. `prefix` enters the server's node."""
-    place.mkdir(parents=True)
+    folder.mkdir(parents=True)
     [port] = free_ports(1, "127.0.0.1")
-    python = place / "python"
+    python = folder / "python"
     python.write_text(f'#!/bin/sh\nexec {prefix} {engine_python(engine)} "$@"\n')
     python.chmod(0o755)
     command = [sys.executable, "-m", "megatron_gvpo", "serve", str(task / "run.yaml")]
-    command += [f"output_dir={place}", f"rollout.engine={engine}", f"rollout.servers.python={python}"]
+    command += [f"output_dir={folder}", f"rollout.engine={engine}", f"rollout.servers.python={python}"]
     command += [f"rollout.servers.port={port}", "rollout.servers.context_length=256"]
     command += ["rollout.servers.restarts=1000", "rollout.servers.hang_timeout=60"]
-    with (place / "log").open("wb") as log:
+    with (folder / "log").open("wb") as log:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         environment["MEGATRON_GVPO_WEIGHTS"] = tempfile.gettempdir()  # which has the runs of all schedules
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment), port
 
 
-def _wait(service: subprocess.Popen[bytes], port: int, place: Path) -> None:
+def _wait(service: subprocess.Popen[bytes], port: int, folder: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     while not is_healthy(f"http://127.0.0.1:{port}", 5.0):
         if service.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"a server is not healthy; see the logs under {place}")
+            raise RuntimeError(f"a server is not healthy; see the logs under {folder}")
         time.sleep(1.0)
 
 

@@ -76,22 +76,22 @@ class Starter:
     def start(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> Command:
         """Run `megatron-gvpo ARGUMENTS` with `environment` on top; its output is appended to `log`."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        asked = {"arguments": list(arguments), "log": str(log), "environment": dict(environment)}
-        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
+        order = {"arguments": list(arguments), "log": str(log), "environment": dict(environment)}
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
-        while (said := self._next()) is None or "pid" not in said:
-            if said is not None:
-                self.ended[said["ended"]] = said
+        while (answer := self._next()) is None or "pid" not in answer:
+            if answer is not None:
+                self.ended[answer["ended"]] = answer
             elif self._process.poll() is not None:
                 raise RuntimeError("the process that starts commands has ended")
             else:
                 select.select([self._process.stdout], [], [], 0.1)
-        return Command(said["pid"], self)
+        return Command(answer["pid"], self)
 
     def read(self) -> None:
         """Take note of the commands that have ended."""
-        while (said := self._next()) is not None:
-            self.ended[said["ended"]] = said
+        while (answer := self._next()) is not None:
+            self.ended[answer["ended"]] = answer
 
     def close(self) -> None:
         self._process.kill()
@@ -104,8 +104,8 @@ class Starter:
         if not newline:
             return None
         self._lines = rest
-        said: dict[str, Any] = json.loads(line)
-        return said
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
 class _ForkedRank:
@@ -217,17 +217,17 @@ def _main() -> None:
                 running.remove(pid)
                 code = os.waitstatus_to_exitcode(status)
                 processor = used.ru_utime + used.ru_stime  # of the ranks, too: it has waited for them
-                said = {"ended": pid, "code": code if code >= 0 else 128 - code, "processor": processor}
-                answers.write(json.dumps(said).encode() + b"\n")
+                answer = {"ended": pid, "code": code if code >= 0 else 128 - code, "processor": processor}
+                answers.write(json.dumps(answer).encode() + b"\n")
         if ready:
             if not (line := sys.stdin.buffer.readline()):
                 return
-            asked = json.loads(line)
+            order = json.loads(line)
             pid = os.fork()
             if pid == 0:
                 answers.close()
-                os.environ.update(asked["environment"])
-                _become(asked["arguments"], asked["log"])
+                os.environ.update(order["environment"])
+                _become(order["arguments"], order["log"])
             running.add(pid)
             answers.write(json.dumps({"pid": pid}).encode() + b"\n")
 

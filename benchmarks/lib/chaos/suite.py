@@ -35,10 +35,10 @@ LAYOUTS: dict[Layout, str] = {"dp2": "parallel.tp=1", "tp2": "parallel.tp=2"}
 class Suite:
     """The parts that schedules share; a context manager. `servers`: the engine of schedules with servers."""
 
-    def __init__(self, place: Path, servers: str | None) -> None:
-        self.place, self._engine = place, servers or "embedded"
-        self.task, self._disk = place / "task", place / "disk"
-        self._clock = Clock(place)
+    def __init__(self, folder: Path, servers: str | None) -> None:
+        self.folder, self._engine = folder, servers or "embedded"
+        self.task, self._disk = folder / "task", folder / "disk"
+        self._clock = Clock(folder)
         self._opened = ExitStack()
         self._starters: dict[bool, Starter] = {}
         self._references: dict[Layout, tuple[Path, list[list[str]]]] = {}
@@ -66,11 +66,11 @@ class Suite:
             "passed": True,
         }
         name = f"{wanted.engine}-{wanted.seed}"
-        place, ledger = self._disk / name, self.place / f"{name}.jsonl"
+        folder, ledger = self._disk / name, self.folder / f"{name}.jsonl"
         reference, order = self._reference(wanted)
         begin = time.monotonic()
         try:
-            job = self._run(wanted, place, ledger, faked=wanted.moves_clock)
+            job = self._run(wanted, folder, ledger, faked=wanted.moves_clock)
             exact = reference if wanted.engine == "embedded" else None
             result["responses"] = check(job, ledger, exact, order)
             result["struck"] = job.struck
@@ -79,32 +79,32 @@ class Suite:
             result["passed"] = len(job.struck) == len(wanted.faults)
         except Exception:
             result |= {"passed": False, "error": traceback.format_exc()[-4000:]}
-            self._keep(place, ledger, name)
-        shutil.rmtree(place)
+            self._keep(folder, ledger, name)
+        shutil.rmtree(folder)
         return result | {"seconds": round(time.monotonic() - begin, 1), "load": round(os.getloadavg()[0], 1)}
 
-    def _keep(self, place: Path, ledger: Path, name: str) -> None:
+    def _keep(self, folder: Path, ledger: Path, name: str) -> None:
         """Copy the files of a failed run where they can be looked at."""
-        kept = Path(tempfile.gettempdir()) / f"chaos-{name}"
-        shutil.rmtree(kept, ignore_errors=True)
-        shutil.copytree(place, kept)
+        copy = Path(tempfile.gettempdir()) / f"chaos-{name}"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(folder, copy)
         if ledger.exists():
-            shutil.copy(ledger, kept)
-        print(f"the files of {name} are in {kept}", file=sys.stderr)
+            shutil.copy(ledger, copy)
+        print(f"the files of {name} are in {copy}", file=sys.stderr)
 
-    def _run(self, wanted: Schedule, place: Path, ledger: Path, *, faked: bool) -> Job:
-        """Run a schedule in the directory `place`, to its end."""
-        place.mkdir()
+    def _run(self, wanted: Schedule, folder: Path, ledger: Path, *, faked: bool) -> Job:
+        """Run a schedule in the directory `folder`, to its end."""
+        folder.mkdir()
         self._clock.set(0.0)
         judge = Judge(ledger, JUDGING)
-        scene = Scene(place / "out", judge, self._clock, random.Random(wanted.seed))
+        scene = Scene(folder / "out", judge, self._clock, random.Random(wanted.seed))
         own, environment = overrides(wanted, judge.port, scene.out), {}
         if wanted.engine == "served":
             scene.servers, second = self._servers()
             own += served_overrides(self._engine, scene.servers)
             environment = {SECOND_NODE: str(second)} if wanted.on_two_nodes else {}
         starter = self._starter(faked=faked)
-        arguments, log = ["train", str(self.task / "run.yaml"), *own, "--nproc", "2"], place / "log"
+        arguments, log = ["train", str(self.task / "run.yaml"), *own, "--nproc", "2"], folder / "log"
 
         def start(options: Sequence[str]) -> Command:
             return starter.start([*arguments, *options], log, environment)
@@ -119,7 +119,7 @@ class Suite:
 
     def _servers(self) -> tuple[list[Server], int]:
         if self._nodes is None:
-            where = two_nodes(self._engine, self.task, self.place / "servers")
+            where = two_nodes(self._engine, self.task, self.folder / "servers")
             self._nodes = self._opened.enter_context(where)
         return self._nodes
 
@@ -134,9 +134,9 @@ class Suite:
         """The output of an undisturbed run of the embedded engine, and the prompts of its steps."""
         layout = wanted.layout
         if layout not in self._references:
-            place, ledger = self._disk / f"reference-{layout}", self.place / f"reference-{layout}.jsonl"
+            folder, ledger = self._disk / f"reference-{layout}", self.folder / f"reference-{layout}.jsonl"
             undisturbed = replace(wanted, engine="embedded", overrides=(), faults=())
-            job = self._run(undisturbed, place, ledger, faked=wanted.moves_clock)
+            job = self._run(undisturbed, folder, ledger, faked=wanted.moves_clock)
             if len(job.starts) > 1:
                 raise RuntimeError(f"the undisturbed run was disturbed:\n{job.tail()}")
             shutil.rmtree(job.out / "checkpoints")

@@ -29,7 +29,7 @@ def head(smoke: bool) -> dict[str, Any]:
     """Return the largest errors of a forward and backward, relative to the largest value."""
     tokens, hidden, vocab = (64, 32, 500) if smoke else (4096, 1536, 32_768)
     where = device()
-    found: dict[str, Any] = {"right": True}
+    result: dict[str, Any] = {"right": True}
     for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
         torch.manual_seed(0)
         x = torch.randn(tokens, hidden, dtype=dtype, device=where).requires_grad_()
@@ -37,18 +37,18 @@ def head(smoke: bool) -> dict[str, Any]:
         labels, weight = torch.randint(vocab, (tokens,), device=where), torch.randn(tokens, device=where)
         x64, w64 = (t.detach().double().requires_grad_() for t in (x, w))
         exact = torch.log_softmax(x64 @ w64.T, -1).gather(1, labels[:, None])[:, 0]
-        theirs = (exact.detach(), *torch.autograd.grad((weight.double() * exact).sum(), (x64, w64)))
+        reference = (exact.detach(), *torch.autograd.grad((weight.double() * exact).sum(), (x64, w64)))
         for way, arguments in ways(weight):
             out = linear_logprob(x, w, labels, **arguments)
             trained = (weight * out.logp_r).sum() if out.surrogate is None else out.surrogate
-            ours = (out.logp_r.detach(), *torch.autograd.grad(trained, (x, w)))
+            computed = (out.logp_r.detach(), *torch.autograd.grad(trained, (x, w)))
             errors = {
                 name: float((a.double() - b).abs().max() / b.abs().max())
-                for name, a, b in zip(("logp", "d_hidden", "d_weight"), ours, theirs, strict=True)
+                for name, a, b in zip(("logp", "d_hidden", "d_weight"), computed, reference, strict=True)
             }
-            found[f"{str(dtype).removeprefix('torch.')} {way}"] = errors
-            found["right"] = found["right"] and max(errors.values()) < limit
-    return found
+            result[f"{str(dtype).removeprefix('torch.')} {way}"] = errors
+            result["right"] = result["right"] and max(errors.values()) < limit
+    return result
 
 
 @contextmanager
@@ -56,12 +56,12 @@ def naive_head() -> Iterator[None]:
     """Context in which updates use the plainest head: all logits, under autograd."""
     from megatron_gvpo.megatron import forward
 
-    ours = forward.linear_logprob
+    fused = forward.linear_logprob
     forward.linear_logprob = _naive  # type: ignore[assignment]
     try:
         yield
     finally:
-        forward.linear_logprob = ours
+        forward.linear_logprob = fused
 
 
 def _naive(

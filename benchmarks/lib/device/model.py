@@ -42,18 +42,18 @@ def update_flops(shape: dict[str, Any], rows: TrainBatch) -> float:
     return of_layers + 6 * hidden * shape["vocab_size"] * int(rows.length_n.sum())
 
 
-def save_model(place: Path, shape: dict[str, Any]) -> None:
+def save_model(folder: Path, shape: dict[str, Any]) -> None:
     import transformers
 
     config = transformers.Qwen2Config(**shape, max_position_embeddings=2048, dtype="bfloat16")
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(place)
+    model.save_pretrained(folder)
 
 
 def policy_of(
-    place: Path,
+    folder: Path,
     dtype: str,
     max_tokens: int,
     fp8: str | None = None,
@@ -65,7 +65,7 @@ def policy_of(
         build_config(
             {
                 "output_dir": "unused",
-                "model": {"path": str(place), "dtype": dtype, "fp8": {"recipe": fp8} if fp8 else None},
+                "model": {"path": str(folder), "dtype": dtype, "fp8": {"recipe": fp8} if fp8 else None},
                 "data": {"train": {"path": "unused"}},
                 "algorithm": {"recipe": "gvpo"},
                 "train": {

@@ -41,33 +41,33 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def offload(smoke: bool) -> dict[str, Any]:
     """Return losses, gradient norms, seconds of the last update and memory by part, for every variant."""
     on_gpu = torch.cuda.is_available()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
-        place = Path(directory)
+        folder = Path(directory)
         tiny = TINY if smoke else {"num_hidden_layers": 8}
-        save_model(place, {**SHAPES["qwen2.5-1.5b"], **tiny})
+        save_model(folder, {**SHAPES["qwen2.5-1.5b"], **tiny})
         for name in VARIANTS:
             if name != "attention":
-                found[name] = one(place, name, smoke)
+                results[name] = one(folder, name, smoke)
                 clean_up()
             elif on_gpu:  # in a new process, because Transformer Engine reads its environment at import
                 environment = {**os.environ, "NVTE_CPU_OFFLOAD_V1": "1"}
-                arguments = [str(place), name, *(["--smoke"] if smoke else [])]
+                arguments = [str(folder), name, *(["--smoke"] if smoke else [])]
                 subprocess.run([sys.executable, __file__, *arguments], check=True, env=environment)
-                found[name] = json.loads((place / "found.json").read_text())
+                results[name] = json.loads((folder / "found.json").read_text())
     limit = 2e-3 if on_gpu else 1e-4  # a master's last bit may change how a bf16 weight is rounded
-    for part in found.values():
-        for values, wanted in ((part[n], found["nothing"][n]) for n in ("losses", "grad_norms")):
+    for part in results.values():
+        for values, wanted in ((part[n], results["nothing"][n]) for n in ("losses", "grad_norms")):
             far = max(abs(v - w) / abs(w) for v, w in zip(values, wanted, strict=True))
             part["right"] = part.get("right", True) and far < limit
-    return {**found, "right": all(part["right"] for part in found.values())}
+    return {**results, "right": all(part["right"] for part in results.values())}
 
 
-def one(place: Path, name: str, smoke: bool) -> dict[str, Any]:
+def one(folder: Path, name: str, smoke: bool) -> dict[str, Any]:
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     sections = {"optimizer": {"lr": 1e-4}, **VARIANTS[name]}
     sections["optimizer"] = {"lr": 1e-4, **sections["optimizer"]}
-    policy = policy_of(place, dtype, max_tokens=8192, sections=sections)
+    policy = policy_of(folder, dtype, max_tokens=8192, sections=sections)
     sizes = {"groups": 2, "k": 2, "prompt": 8, "response": 24} if smoke else {"groups": 4, "k": 5}
     rows = made_rows(vocab=policy.model.vocab_size, ragged=True, **{"prompt": 150, "response": 850, **sizes})
     seconds: dict[str, float] = {}

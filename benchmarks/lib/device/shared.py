@@ -29,11 +29,11 @@ def times(smoke: bool) -> dict[str, Any]:
     seconds: dict[str, float] = {}
     losses: list[float] = []
     with tempfile.TemporaryDirectory() as directory:
-        place = Path(directory)
-        save_model(place, shape)
-        model = from_config(json.loads((place / "config.json").read_text()), "the benchmark's model")
+        folder = Path(directory)
+        save_model(folder, shape)
+        model = from_config(json.loads((folder / "config.json").read_text()), "the benchmark's model")
         for name in ("whole", "shared"):
-            policy = policy_of(place, dtype, max_tokens=16384, share_prompts=name == "shared")
+            policy = policy_of(folder, dtype, max_tokens=16384, share_prompts=name == "shared")
             losses.append(policy.update(rows, at_step_start=True).metrics["loss"])  # also builds kernels
             with clock(seconds, name):
                 policy.update(rows, at_step_start=True)

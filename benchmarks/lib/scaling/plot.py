@@ -43,11 +43,11 @@ def _efficiency(axis: Any, points: list[dict[str, Any]], title: str) -> None:
 
 
 def _phases(axis: Any, points: list[dict[str, Any]], names: list[str], title: str) -> None:
-    left = [0.0] * len(points)
+    starts = [0.0] * len(points)
     for phase, colour in zip(PHASES, COLOURS, strict=True):
         widths = [max(0.0, p["seconds"].get(phase, 0.0)) for p in points]
-        axis.barh(names, widths, left=left, color=colour, label=phase)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
+        axis.barh(names, widths, left=starts, color=colour, label=phase)
+        starts = [a + b for a, b in zip(starts, widths, strict=True)]
     axis.invert_yaxis()
     axis.set_title(title)
     axis.tick_params(axis="y", labelsize=6)

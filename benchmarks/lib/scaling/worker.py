@@ -26,7 +26,7 @@ from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.microbatch import my_share
 from megatron_gvpo.observe.timer import PhaseTimer
-from megatron_gvpo.observe.traffic_counter import Traffic
+from megatron_gvpo.observe.traffic_counter import TrafficCounter
 from megatron_gvpo.planner import architecture, workload
 from megatron_gvpo.planner.traffic import Pack, on_the_wire, update_bytes
 from megatron_gvpo.planner.workload import Layout
@@ -57,7 +57,7 @@ class Watch(Callback):
     def __init__(self, steps: int, model: architecture.Architecture) -> None:
         self._steps, self._model = steps, model
         self._flops = self._optimizer = 0.0
-        self._traffic: Traffic | None = None
+        self._traffic: TrafficCounter | None = None
         self._expected: dict[tuple[str, str], int] | None = {}  # None: there is no formula for this layout
         self._counted: dict[tuple[str, str], int] = {}
         self.seconds: list[dict[str, float]] = []
@@ -83,7 +83,7 @@ class Watch(Callback):
             )
             if self._traffic is None:
                 return update(rows, **how)
-            with Traffic(parallel.group_names()) as traffic:
+            with TrafficCounter(parallel.group_names()) as traffic:
                 result = update(rows, **how)
             for key, volume in traffic.volumes.items():
                 if key[1] not in BOOKKEEPING:
@@ -107,7 +107,7 @@ class Watch(Callback):
             self.flops.append(self._flops)
         self._flops = self._optimizer = 0.0
         if step == 1 + self._steps:
-            self._traffic = Traffic(parallel.group_names())
+            self._traffic = TrafficCounter(parallel.group_names())
             self._traffic.__enter__()
         elif step == 2 + self._steps and self._traffic is not None:
             self._traffic.__exit__(None, None, None)
@@ -153,8 +153,8 @@ def measure(config: Config, steps: int, gpu: str | None) -> dict[str, Any]:
     named: dict[Any, str] = dict(parallel.group_names())
     ranks_of = {name: dist.distributed_c10d._resolve_process_group(g).size() for g, name in named.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
-    mine = (watch.seconds, watch.messages, watch.updates_equal, peak)
-    dist.all_gather_object(everyone, mine)
+    local = (watch.seconds, watch.messages, watch.updates_equal, peak)
+    dist.all_gather_object(everyone, local)
     world, seconds = dist.get_world_size(), {}
     for name in sorted({key for rank in everyone for step in rank[0] for key in step}):
         of_ranks = [median(step.get(name, 0.0) for step in rank[0]) for rank in everyone]
@@ -225,9 +225,9 @@ def main() -> None:
     # Job scripts pass them; a point is always measured again.
     for how in ("--resume", "--resume=auto", "--overwrite"):
         parser.add_argument(how, action="store_true", help=argparse.SUPPRESS)
-    args, given = parser.parse_known_args()
-    files = [word for word in given if "=" not in word]
-    overrides = [word for word in given if "=" in word]
+    args, words = parser.parse_known_args()
+    files = [word for word in words if "=" not in word]
+    overrides = [word for word in words if "=" in word]
     # No warm-up of the learning rate, which may be longer than these few steps, and nothing between the
     # steps.
     quiet = ["optimizer.warmup_steps=0", "checkpoint.every=0", "checkpoint.export_hf=false", "eval.every=0"]

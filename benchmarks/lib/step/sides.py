@@ -85,7 +85,7 @@ def run_trl(args: argparse.Namespace) -> None:
         def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
             turns.answer(grad_norm=logs["grad_norm"])
 
-    def given(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    def responses_of_case(prompts: list[str], trainer: Any) -> dict[str, Any]:
         responses = given_responses(case, trainer.state.global_step + 1)
         return {
             "prompt_ids": [encode(prompt) for prompt in prompts],
@@ -121,7 +121,7 @@ def run_trl(args: argparse.Namespace) -> None:
         args=config,
         train_dataset=Dataset.from_json(str(directory / "train.jsonl")),
         callbacks=[InTurn()],
-        rollout_func=None if case.whole else given,
+        rollout_func=None if case.is_full_step else responses_of_case,
     )
     trainer.train()
 
@@ -198,7 +198,7 @@ def run_ours(args: argparse.Namespace) -> None:
         }
     )
     trainer = Trainer(config, [InTurn()])
-    if not case.whole:
+    if not case.is_full_step:
         parts = trainer.components
         parts.batches = BatchQueue(parts.order, parts.prompts, Given(), PROMPTS)
         parts.sync = lambda version: None  # type: ignore[method-assign] # nothing samples from the weights

@@ -34,13 +34,13 @@ class Case(NamedTuple):
     lengths: str
     vocab: int
     target: float | None = None  # median ratio, TRL / ours
-    whole: bool = False
+    is_full_step: bool = False
 
 
 CASES = {
     "equal": Case("equal", 64, target=1.15),
     "ragged": Case("ragged", 64, target=1.9),
-    "whole": Case("equal", 64, target=1.3, whole=True),
+    "whole": Case("equal", 64, target=1.3, is_full_step=True),
     "equal_8k": Case("equal", 8192),
     "ragged_8k": Case("ragged", 8192),
 }

@@ -19,11 +19,11 @@ def main(device: str, port: str, bucket: str) -> None:
     while True:
         dist.broadcast(size, 0)
         dist.barrier()
-        if not (left := int(size)):
+        if not (remaining := int(size)):
             break
-        while left:
-            dist.broadcast(buffer[: min(left, len(buffer))], 0)
-            left -= min(left, len(buffer))
+        while remaining:
+            dist.broadcast(buffer[: min(remaining, len(buffer))], 0)
+            remaining -= min(remaining, len(buffer))
         dist.barrier()
     dist.destroy_process_group()
 

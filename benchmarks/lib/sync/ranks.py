@@ -66,15 +66,17 @@ def _rank(rank: int, port: int, trainers: int, world: int, tensors: int, rounds:
     names = [f"w{i}" for i in range(tensors)]
     tables = [Table(name, ROWS, COLUMNS, 2) for name in names]
     part, step = ROWS // trainers, COLUMNS // SERVER_RANKS
-    held = [{i: [Box(part * r, part * (r + 1), 0, COLUMNS)] for i in range(tensors)} for r in range(trainers)]
+    sources = [
+        {i: [Box(part * r, part * (r + 1), 0, COLUMNS)] for i in range(tensors)} for r in range(trainers)
+    ]
     one = [{i: [Box(0, ROWS, step * r, step * (r + 1))] for i in range(tensors)} for r in range(SERVER_RANKS)]
-    plan = plan_push(tables, held, [one] * SERVERS, BUCKET)
+    plan = plan_push(tables, sources, [one] * SERVERS, BUCKET)
     if rank == 0:
         listed = [(name, "bfloat16", (ROWS, COLUMNS)) for name in names]
         packed: Any = zlib.compress(json.dumps(listed).encode())
         store.set("tables", packed)
-        for other, theirs in plan.parts().items():
-            packed = theirs.packed()
+        for other, part_plan in plan.parts().items():
+            packed = part_plan.packed()
             store.set(f"plan.{other}", packed)
     dist.barrier()
     push = (
@@ -82,16 +84,16 @@ def _rank(rank: int, port: int, trainers: int, world: int, tensors: int, rounds:
         if rank < trainers
         else _receiver(store, group, rank, rank - trainers)
     )
-    whole = [torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16) for _ in range(tensors)]
-    mine = [t[part * rank : part * (rank + 1)].contiguous() for t in whole] if rank < trainers else []
+    filled = [torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16) for _ in range(tensors)]
+    parts = [t[part * rank : part * (rank + 1)].contiguous() for t in filled] if rank < trainers else []
 
     def plain() -> None:
-        for tensor in whole:
+        for tensor in filled:
             if rank == 0 or rank >= trainers:
                 group_of_broadcast.broadcast([tensor], dist.BroadcastOptions()).wait()
 
     def old() -> None:
-        for tensor, own in zip(whole, mine, strict=False):
+        for tensor, own in zip(filled, parts, strict=False):
             dist.all_gather_into_tensor(tensor, own, group=of_trainer)
         plain()
 

@@ -126,7 +126,7 @@ def gae(reward_r: Tensor, value_r: Tensor, lengths: Sequence[int], gamma: float,
     return sum_nt[inside_nt]
 
 
-class Critic(Block):
+class CriticOptions(Block):
     """A second model of the policy's architecture, with a scalar head, that learns the returns.
 
     Starts as `path` (null: model.path) with a head of zeros, and is updated once a mini-batch, like the

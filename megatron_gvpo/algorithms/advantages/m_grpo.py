@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Call(NamedTuple):
+class SubAgentCall(NamedTuple):
     """One call of a sub-agent: its role, and the spans (first, end) of own tokens that it wrote."""
 
     role: str
@@ -84,33 +84,35 @@ class RoleEstimator(Advantage):
                 of_role = {
                     row: [j for j, call in enumerate(calls[row]) if call.role == role] for row in members
                 }
-                of_role = {row: found for row, found in of_role.items() if found}
-                judged = [[value[row][j] for j in found[: self.segments]] for row, found in of_role.items()]
-                for (row, found), scores in zip(of_role.items(), self._scores(judged), strict=True):
-                    for place, j in enumerate(found):
+                of_role = {row: indices for row, indices in of_role.items() if indices}
+                judged = [
+                    [value[row][j] for j in indices[: self.segments]] for row, indices in of_role.items()
+                ]
+                for (row, indices), scores in zip(of_role.items(), self._scores(judged), strict=True):
+                    for number, j in enumerate(indices):
                         for first, end in calls[row][j].spans:
                             span = slice(rows.offsets[row] + first, rows.offsets[row] + end)
-                            advantage_r[span] = scores[place] if place < len(scores) else 0.0
+                            advantage_r[span] = scores[number] if number < len(scores) else 0.0
                             sub_r[span] = True
         return advantage_r.float(), {"sub_agent_tokens": sub_r.double().mean()}
 
-    def _values(self, rows: TrainBatch, calls: Sequence[Sequence[Call]]) -> list[list[float]]:
+    def _values(self, rows: TrainBatch, calls: Sequence[Sequence[SubAgentCall]]) -> list[list[float]]:
         """v of every call of every row."""
         reward = rows.reward_n.double().tolist()
         if self.local is not None:
             local = component(rows, self.local, "local").tolist()
             return [
-                [self.blend * reward[row] + (1 - self.blend) * local[row]] * len(found)
-                for row, found in enumerate(calls)
+                [self.blend * reward[row] + (1 - self.blend) * local[row]] * len(row_calls)
+                for row, row_calls in enumerate(calls)
             ]
         paid = [0.0] * rows.offsets[-1] if rows.turn_reward_r is None else rows.turn_reward_r.tolist()
         return [
             [
                 self.blend * reward[row]
                 + (1 - self.blend) * sum(sum(paid[start + a : start + b]) for a, b in call.spans)
-                for call in found
+                for call in row_calls
             ]
-            for row, (start, found) in enumerate(zip(rows.offsets, calls, strict=False))
+            for row, (start, row_calls) in enumerate(zip(rows.offsets, calls, strict=False))
         ]
 
     def _scores(self, judged: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -123,36 +125,38 @@ class RoleEstimator(Advantage):
         std = (squares / max(count - self.ddof, 1)) ** 0.5
         return [[(v - mean) / (std + self.eps) for v in values] for values in judged]
 
-    def calls(self, rows: TrainBatch, row: int) -> list[Call]:
+    def calls(self, rows: TrainBatch, row: int) -> list[SubAgentCall]:
         """The calls of sub-agents in a row, in the order in which they began."""
         ids = rows.response_ids[row]
         if self.open_ids:
             return self._between_marks(ids)
         turns = rows.turns[row] if rows.turns else ()
-        found: list[Call] = []
-        call_of: dict[int, tuple[Call, int]] = {}  # of a turn, and the place of the call's first own token
-        lengths: list[int] = []  # of the context and the own tokens of every turn
+        begun: list[SubAgentCall] = []
+        call_of: dict[
+            int, tuple[SubAgentCall, int]
+        ] = {}  # by turn, with the index of the call's first own token
+        lengths: list[int] = []  # tokens of each turn: its context plus its own
         for number, (turn, end) in enumerate(zip(turns, ends_of(turns, len(ids)), strict=False)):
-            whole = lengths[turn.after] if turn.after >= 0 else len(rows.prompt_ids[row])
-            kept = whole if turn.keep is None else turn.keep
-            lengths.append(kept + len(turn.given) + end - turn.begin)
+            full = lengths[turn.after] if turn.after >= 0 else len(rows.prompt_ids[row])
+            context = full if turn.keep is None else turn.keep
+            lengths.append(context + len(turn.given) + end - turn.begin)
             if turn.agent == turns[0].agent:
                 continue
-            call, said = call_of.get(turn.after, (None, kept))
-            if call is None or call.role != turn.agent or kept <= said:
-                call, said = Call(turn.agent, []), kept + len(turn.given)
-                found.append(call)
-            call_of[number] = call, said
+            call, first_own = call_of.get(turn.after, (None, context))
+            if call is None or call.role != turn.agent or context <= first_own:
+                call, first_own = SubAgentCall(turn.agent, []), context + len(turn.given)
+                begun.append(call)
+            call_of[number] = call, first_own
             call.spans.append((turn.begin, end))
-        return found
+        return begun
 
-    def _between_marks(self, ids: Sequence[int]) -> list[Call]:
-        found: list[Call] = []
+    def _between_marks(self, ids: Sequence[int]) -> list[SubAgentCall]:
+        calls: list[SubAgentCall] = []
         first: int | None = None
-        for place, token in enumerate(ids):
+        for index, token in enumerate(ids):
             if first is None and token in self.open_ids:
-                first = place
-            if first is not None and (token in self.close_ids or place == len(ids) - 1):
-                found.append(Call("", [(first, place + 1)]))
+                first = index
+            if first is not None and (token in self.close_ids or index == len(ids) - 1):
+                calls.append(SubAgentCall("", [(first, index + 1)]))
                 first = None
-        return found
+        return calls

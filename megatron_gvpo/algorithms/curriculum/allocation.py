@@ -51,30 +51,30 @@ class Knapsack(Allocation):
 
     def shares(self, success: Sequence[float | None], n: int) -> list[int]:
         known = [i for i, p in enumerate(success) if p is not None]
-        given = [n if p is None else min(self.low, n) for p in success]
-        spare = n * len(known) - sum(given[i] for i in known)
+        shares = [n if p is None else min(self.low, n) for p in success]
+        spare = n * len(known) - sum(shares[i] for i in known)
 
         def gain(i: int) -> float:
             p = success[i]
             assert p is not None
-            return knapsack_value(given[i] + 1, p) - knapsack_value(given[i], p)
+            return knapsack_value(shares[i] + 1, p) - knapsack_value(shares[i], p)
 
-        queue = [(-gain(i), i) for i in known if given[i] < self.high]
+        queue = [(-gain(i), i) for i in known if shares[i] < self.high]
         heapq.heapify(queue)
         while spare and queue and queue[0][0] < 0:
             _, i = heapq.heappop(queue)
-            given[i], spare = given[i] + 1, spare - 1
-            if given[i] < self.high:
+            shares[i], spare = shares[i] + 1, spare - 1
+            if shares[i] < self.high:
                 heapq.heappush(queue, (-gain(i), i))
         for takers in ([i for i in known if success[i] == 0], known):
-            rest = [(given[i], i) for i in takers if given[i] < self.high]
+            rest = [(shares[i], i) for i in takers if shares[i] < self.high]
             heapq.heapify(rest)
-            while spare and rest:  # the smallest first
+            while spare and rest:  # prompts with the fewest responses first
                 count, i = heapq.heappop(rest)
-                given[i], spare = count + 1, spare - 1
-                if given[i] < self.high:
-                    heapq.heappush(rest, (given[i], i))
-        return given
+                shares[i], spare = count + 1, spare - 1
+                if shares[i] < self.high:
+                    heapq.heappush(rest, (shares[i], i))
+        return shares
 
 
 def knapsack_value(n: int, p: float) -> float:

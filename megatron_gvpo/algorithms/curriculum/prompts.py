@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from megatron_gvpo.algorithms.base import Block, unless
-from megatron_gvpo.algorithms.curriculum.tracker import Record
+from megatron_gvpo.algorithms.curriculum.tracker import PromptHistory
 
 
 class PromptChoice(Block):
@@ -23,7 +23,7 @@ class PromptChoice(Block):
         """The field of the data record that states a success rate, for prompts not visited yet."""
         return None
 
-    def weight(self, known: Record | None) -> float:
+    def weight(self, known: PromptHistory | None) -> float:
         """The weight of a prompt relative to the others, by what is known of it."""
         return 1.0
 
@@ -68,7 +68,7 @@ class SuccessRate(PromptChoice):
     def record_fields(self) -> dict[str, str]:
         return {} if self.field is None else {"field": self.field}
 
-    def weight(self, known: Record | None) -> float:
+    def weight(self, known: PromptHistory | None) -> float:
         if known is None:
             return 1.0 + self.floor
         p = known.success

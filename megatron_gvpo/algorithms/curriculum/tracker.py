@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from megatron_gvpo.algorithms.base import Block
 
 
-class Record(NamedTuple):
+class PromptHistory(NamedTuple):
     """The record of a prompt.
 
     `success`, in [0, 1], is its success rate among the responses seen; `expected` is the expected success of

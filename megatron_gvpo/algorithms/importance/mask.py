@@ -66,7 +66,7 @@ class Mask(Importance):
         return Weighed(weight_r, dropped_r & False, dropped_r)
 
     def kept_weight(self, ratio_r: Tensor) -> Tensor:
-        """The weight of what is kept."""
+        """The weight of tokens that are kept."""
         return ratio_r
 
 

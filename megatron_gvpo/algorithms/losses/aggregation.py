@@ -28,10 +28,14 @@ class Aggregation(Block):
         sequence_mean   1 / (N |y_i|)  every sequence counts the same (GRPO, arXiv 2402.03300 eq. 3)
         sequence_sum    1 / (N C)      C = `constant`, by default the longest response that sampling allows
                                        (Dr. GRPO, arXiv 2503.20783); REINFORCE and RLOO take 1
+
+    N and T are of the responses that are trained. With `count_masked`, those count that a shaper such as
+    mask_truncated keeps from training, too, as in TRL: the more of them, the smaller the update.
     """
 
     name: Literal["token_mean", "sequence_mean", "sequence_sum"]
     constant: PositiveInt | None = None  # null with sequence_sum: rollout.max_tokens
+    count_masked: bool = False  # N and T include responses that are not trained
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -44,14 +48,17 @@ class Aggregation(Block):
         return "constant" if self.name == "sequence_sum" and self.constant is None else None
 
     def __call__(self, rows: TrainBatch, totals: BatchTotals) -> Tensor:
+        sequences, tokens = totals.sequences, totals.tokens
+        if self.count_masked:
+            sequences, tokens = sequences + totals.left_out[0], tokens + totals.left_out[1]
         match self.name:
             case "token_mean":
-                coef_n = rows.reward_n.new_full((len(rows),), 1 / totals.tokens)
+                coef_n = rows.reward_n.new_full((len(rows),), 1 / tokens)
             case "sequence_mean":
-                coef_n = 1 / (totals.sequences * rows.length_n.to(rows.reward_n.dtype))
+                coef_n = 1 / (sequences * rows.length_n.to(rows.reward_n.dtype))
             case "sequence_sum":
                 assert self.constant is not None, "the longest response is not known here (Block.sized)"
-                coef_n = rows.reward_n.new_full((len(rows),), 1 / (totals.sequences * self.constant))
+                coef_n = rows.reward_n.new_full((len(rows),), 1 / (sequences * self.constant))
         return coef_n[rows.seq_r]
 
 

@@ -37,7 +37,7 @@ class CISPO(Loss):
 
     @property
     def known_at_step_start(self) -> bool:
-        return self.importance is None  # which reads log-probs by themselves
+        return self.importance is None  # an importance block also reads log-probs by themselves
 
     def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
         return effective_share(metrics)

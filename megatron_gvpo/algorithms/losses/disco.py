@@ -41,7 +41,7 @@ class DisCO(Loss):
 
     signal: ClassVar[Literal["reward"]] = "reward"
     couples_groups: ClassVar[bool] = True
-    couples_step: ClassVar[bool] = True  # by the hinge on the step's KL
+    couples_step: ClassVar[bool] = True  # the hinge on the step's KL couples them
 
     @property
     def idle_options(self) -> dict[str, str]:

@@ -112,7 +112,8 @@ class PPO(Loss):
         loss_r = -gain_r
         if self.importance:
             importance_r, shares = self.importance(rows, totals)
-            if (hinted_r := self._hinted(rows)) is not None:  # their ratio has the policy that sampled
+            # Hinted tokens: the ratio is to the policy that sampled them.
+            if (hinted_r := self._hinted(rows)) is not None:
                 importance_r = importance_r.masked_fill(hinted_r, 1)
             loss_r = importance_r * loss_r
             metrics |= shares

@@ -50,7 +50,7 @@ class Skills(Member):
     size: PositiveInt = 10
     new: PositiveInt = 2
     after_step: NonNegativeInt = 500
-    template: str = "\n\nA skill that may help:\n{skill}"  # what is added to the prompt; {skill} in it
+    template: str = "\n\nA skill that may help:\n{skill}"  # added to the prompt
     # the request for a summary; {best} in it
     summary_template: str = (
         "\n\nA right answer:\n{best}\n\nSum up the skill behind it, its name on the first line."
@@ -104,10 +104,10 @@ class Library:
             prompt = context.extended(group.prompt, options.template.replace("{skill}", skill.text))
             if prompt is not None:
                 chosen[g] = skill, prompt
-        found = context.ask([prompt for _, prompt in chosen.values()], options.n) if chosen else []
+        answers = context.ask([prompt for _, prompt in chosen.values()], options.n) if chosen else []
         return {
             g: (skill, group)
-            for (g, (skill, _)), group in zip(chosen.items(), found, strict=True)
+            for (g, (skill, _)), group in zip(chosen.items(), answers, strict=True)
             if group.rollouts
         }
 
@@ -121,10 +121,10 @@ class Library:
         return replace(group, rollouts=rollouts, prior=None)
 
     def _judge(self, skill: Skill, with_it: bool, without: bool) -> None:
-        for i, held in enumerate(self.skills):
-            if held.name == skill.name:
-                utility = 0.9 * held.utility + 0.1 * counterfactual_utility(with_it, without)
-                self.skills[i] = held._replace(utility=utility)
+        for i, known in enumerate(self.skills):
+            if known.name == skill.name:
+                utility = 0.9 * known.utility + 0.1 * counterfactual_utility(with_it, without)
+                self.skills[i] = known._replace(utility=utility)
 
     def _learn(self, groups: Sequence[Group], context: MemberContext) -> None:
         options, prompts = self._options, []
@@ -134,8 +134,8 @@ class Library:
             text = options.summary_template.replace("{best}", _told(best))
             if (prompt := context.extended(group.prompt, text)) is not None:
                 prompts.append(prompt)
-        asked = context.ask(prompts, 1) if prompts else []
-        for answer in (rollout for group in asked for rollout in group.rollouts):
+        answered = context.ask(prompts, 1) if prompts else []
+        for answer in (rollout for group in answered for rollout in group.rollouts):
             text = str(answer.messages[0]["content"] if answer.messages else answer.text).strip()
             name = text.partition("\n")[0].strip()
             if name and name not in {skill.name for skill in self.skills}:

@@ -55,11 +55,11 @@ class Demonstration(Member):
         needless = self.when == "all_wrong" and any(r > self.right for r in group.rewards)
         if prompt.demonstration is None or too_long or needless:
             return group
-        given = demonstrated(prompt, self.reward, "demonstration", -1)  # of no weight version
+        demonstration = demonstrated(prompt, self.reward, "demonstration", -1)  # no weights sampled it
         rollouts = list(group.rollouts)
         if self.place == "add":
-            return replace(group, rollouts=[*rollouts, given])
-        rollouts[self._slot(rollouts, seed)] = given
+            return replace(group, rollouts=[*rollouts, demonstration])
+        rollouts[self._slot(rollouts, seed)] = demonstration
         return replace(group, rollouts=rollouts)
 
     def _slot(self, rollouts: Sequence[Rollout], seed: int) -> int:

@@ -35,19 +35,19 @@ class Exits(Member):
         for g, group in enumerate(groups):
             thought, prompt = before(group.rollouts[0].token_ids, end), group.prompt
             last = min(len(thought), context.longest_prompt - len(prompt.token_ids) - len(inducer) + 1)
-            places = range(1, max(last, 1))
-            for place in sorted(random.Random(context.seed + g).sample(places, min(self.count, len(places)))):
-                said = [*thought[:place], *inducer]
-                begun.append((g, said))
-                prompts.append(replace(prompt, token_ids=(*prompt.token_ids, *said)))
+            cuts = range(1, max(last, 1))
+            for cut in sorted(random.Random(context.seed + g).sample(cuts, min(self.count, len(cuts)))):
+                opening = [*thought[:cut], *inducer]
+                begun.append((g, opening))
+                prompts.append(replace(prompt, token_ids=(*prompt.token_ids, *opening)))
         exits: list[list[Rollout]] = [[] for _ in groups]
         answers = context.ask(prompts, 1) if prompts else []
-        for (g, said), answer in zip(begun, answers, strict=True):
-            given = answer.rollouts[0]
-            tokens = [*said, *given.token_ids]
+        for (g, opening), answer in zip(begun, answers, strict=True):
+            continuation = answer.rollouts[0]
+            tokens = [*opening, *continuation.token_ids]
             # It was sampled in more than one context, so the engine's log-probs and experts do not apply.
-            left = replace(
-                given,
+            early = replace(
+                continuation,
                 token_ids=tokens,
                 logprobs=[],
                 weight_version=-1,
@@ -55,14 +55,14 @@ class Exits(Member):
                 source="exit",
                 routing=None,
             )
-            exits[g].append(left)
+            exits[g].append(early)
         return [
-            replace(group, rollouts=[*mine, *group.rollouts])
-            for group, mine in zip(groups, exits, strict=True)
+            replace(group, rollouts=[*added, *group.rollouts])
+            for group, added in zip(groups, exits, strict=True)
         ]
 
 
 def before(token_ids: list[int], end: list[int]) -> list[int]:
     """The tokens before the first `end`; all of them without one."""
-    places = (t for t in range(len(token_ids)) if end and token_ids[t : t + len(end)] == end)
-    return token_ids[: next(places, None)]
+    positions = (t for t in range(len(token_ids)) if end and token_ids[t : t + len(end)] == end)
+    return token_ids[: next(positions, None)]

@@ -15,7 +15,7 @@ from megatron_gvpo.groups import Group, Prompt
 
 
 class Exemplars(Member):
-    """Where every response fails, `n` more join, to the prompt with `count` solved problems in front of it.
+    """If every response fails, sample `n` more to the prompt with `count` solved problems in front of it.
 
     These are the problems most like it (shared words over all words of the two) of which the run has seen a
     right response; the newest `keep` of them are held, with one response each, and go into checkpoints. Fewer
@@ -63,15 +63,15 @@ class Corpus:
 
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         self._learn(groups)
-        asked: dict[int, Prompt] = {}
+        prompts: dict[int, Prompt] = {}
         for g, group in enumerate(groups):
             if all(reward <= self._options.right for reward in group.rewards):
                 prompt = self._seeded(group.prompt, context)
                 if prompt is not None:
-                    asked[g] = prompt
-        found = context.ask(list(asked.values()), self._options.n) if asked else []
+                    prompts[g] = prompt
+        answers = context.ask(list(prompts.values()), self._options.n) if prompts else []
         joined = list(groups)
-        for g, seeded in zip(asked, found, strict=True):
+        for g, seeded in zip(prompts, answers, strict=True):
             rollouts = [*groups[g].rollouts, *taught(seeded.rollouts)]
             joined[g] = replace(groups[g], rollouts=rollouts)
         return joined
@@ -86,12 +86,12 @@ class Corpus:
             del self._solved[next(iter(self._solved))]
 
     def _seeded(self, prompt: Prompt, context: MemberContext) -> Prompt | None:
-        """The prompt with as many exemplars as fit; None: not one."""
+        """The prompt with as many exemplars as fit; None if not one fits."""
         problem = self._problem(prompt)
         others = [solved for name, solved in self._solved.items() if name != prompt.id]
         like = nlargest(self._options.count, others, key=lambda solved: alike(problem, solved.problem))
         for count in range(len(like), 0, -1):
-            shown = reversed(like[:count])  # the likest comes last
+            shown = reversed(like[:count])  # the most similar one comes last
             text = "".join(filled(self._options.template, solved._asdict()) for solved in shown)
             if (seeded := context.extended(prompt, text, before=True)) is not None:
                 return seeded

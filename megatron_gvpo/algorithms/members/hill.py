@@ -19,7 +19,7 @@ from megatron_gvpo.groups import Group, Prompt, Rollout
 
 
 class LearnedHint(Member):
-    """Where every response fails, the policy writes `hints` hints and answers `n` times with each of them.
+    """If every response fails, the policy writes `hints` hints and answers `n` times with each of them.
 
     The hints are a group of their own, and the hint with the best reward gives the reasoner's group, in the
     failed one's place. A hint's reward is
@@ -97,15 +97,15 @@ class LearnedHint(Member):
         """The hints for groups, as rollouts, by the group's number."""
         if self.function is not None:
             texts = context.texts(self.function, [groups[g] for g in failed], self.hints, self.options)
-            hints = [[Rollout([], [], text or "", "stop", -1) for text in mine] for mine in texts]
-            return {g: Group(groups[g].prompt, mine) for g, mine in zip(failed, hints, strict=True)}
-        asked: dict[int, Prompt] = {}
+            hints = [[Rollout([], [], text or "", "stop", -1) for text in written] for written in texts]
+            return {g: Group(groups[g].prompt, written) for g, written in zip(failed, hints, strict=True)}
+        requests: dict[int, Prompt] = {}
         for g in failed:
             prompt = context.extended(groups[g].prompt, self._request(groups[g]))
             if prompt is not None:
-                asked[g] = prompt
-        found = context.ask(list(asked.values()), self.hints) if asked else []
-        return dict(zip(asked, found, strict=True))
+                requests[g] = prompt
+        answers = context.ask(list(requests.values()), self.hints) if requests else []
+        return dict(zip(requests, answers, strict=True))
 
     def _request(self, group: Group) -> str:
         fields = {"failed": group.rollouts[0].text}
@@ -182,5 +182,5 @@ def gives_away(hint: str, answer: str) -> bool:
     if not answer or len(answer) > 2:
         return bool(answer) and answer.lower() in hint.lower()
     text = re.escape(answer)
-    said = rf"(=|\b(is|equals|equal to|answer:))\s*{text}(?!\w)|\\boxed\{{{text}\}}"
-    return re.search(said, hint, re.IGNORECASE) is not None
+    pattern = rf"(=|\b(is|equals|equal to|answer:))\s*{text}(?!\w)|\\boxed\{{{text}\}}"
+    return re.search(pattern, hint, re.IGNORECASE) is not None

@@ -32,7 +32,7 @@ class Hinted(Member):
     name: Literal["hinted"] = "hinted"
     fields: tuple[str, ...] = ()
     best_draft: bool = False
-    when: Literal["always", "all_wrong"] = "all_wrong"  # in which groups
+    when: Literal["always", "all_wrong"] = "all_wrong"  # the groups that get a hint
     n: PositiveInt = 4
     template: str = "\n\nHint: {hint}"
     prompt: Literal["own", "hinted"] = "own"
@@ -47,7 +47,7 @@ class Hinted(Member):
     def _possible(self) -> Self:
         if bool(self.fields) == self.best_draft:
             raise ValueError(
-                "hinted needs `fields`, the hints in the data record, or `best_draft`: one of both"
+                "hinted needs `fields`, the hints in the data record, or `best_draft`, and not both"
             )
         if "{hint}" not in self.template:
             raise ValueError("template has no {hint} in it")
@@ -72,9 +72,9 @@ class Hinted(Member):
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         if context.step <= self.after_step:
             return list(groups)
-        found: dict[int, Group] = {}
+        hinted: dict[int, Group] = {}
         for level in range(1 if self.best_draft else len(self.fields)):
-            open_ = [g for g, group in enumerate(groups) if self._wants(group, found.get(g))]
+            open_ = [g for g, group in enumerate(groups) if self._wants(group, hinted.get(g))]
             prompts: dict[int, Prompt] = {}
             for g in open_:
                 hint = self._hint(groups[g], level)
@@ -82,15 +82,15 @@ class Hinted(Member):
                 if text is not None and (prompt := context.extended(groups[g].prompt, text)) is not None:
                     prompts[g] = prompt
             if prompts:
-                found |= dict(zip(prompts, context.ask(list(prompts.values()), self.n), strict=True))
+                hinted |= dict(zip(prompts, context.ask(list(prompts.values()), self.n), strict=True))
         joined: list[Group] = []
         for g, group in enumerate(groups):
-            joined += self._joined(group, found[g]) if g in found else [group]
+            joined += self._joined(group, hinted[g]) if g in hinted else [group]
         return joined
 
-    def _wants(self, group: Group, found: Group | None) -> bool:
-        if found is not None:
-            return not self._any_right(found)
+    def _wants(self, group: Group, hinted: Group | None) -> bool:
+        if hinted is not None:
+            return not self._any_right(hinted)
         return self.when == "always" or not self._any_right(group)
 
     def _any_right(self, group: Group) -> bool:
@@ -105,11 +105,11 @@ class Hinted(Member):
     def _joined(self, group: Group, hinted: Group) -> list[Group]:
         if self.prompt == "hinted":
             return [group, hinted] if self.keep_group else [hinted]
-        mine = [r for r in hinted.rollouts if self.keep == "all" or r.reward > self.right]
+        taken_over = [r for r in hinted.rollouts if self.keep == "all" or r.reward > self.right]
         rollouts = list(group.rollouts)
         if self.place == "replace":
             wrong = [i for i, rollout in enumerate(rollouts) if rollout.reward <= self.right]
-            mine = mine[: len(wrong)]
-            taken = set(wrong[: len(mine)])
+            taken_over = taken_over[: len(wrong)]
+            taken = set(wrong[: len(taken_over)])
             rollouts = [rollout for i, rollout in enumerate(rollouts) if i not in taken]
-        return [replace(group, rollouts=[*rollouts, *taught(mine, self.source)])]
+        return [replace(group, rollouts=[*rollouts, *taught(taken_over, self.source)])]

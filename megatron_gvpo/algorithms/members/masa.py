@@ -27,9 +27,9 @@ class Foresight(Member):
         notions    the share of the notions, but those that the prompt's text has, that more right responses'
                    texts have than wrong ones'
 
-    and 0 where it is no such object. Where the prompt is too long with the template, there is no prediction.
-    The paper's later phase, which drops prompts and cuts responses by the predictions, is not in its public
-    code, and not here.
+    and 0 where it is not such an object. A prompt that is too long with the template gets no prediction. The
+    paper's later phase, which drops prompts and cuts responses by the predictions, is not in its public code,
+    and not here.
     """
 
     adds_groups: ClassVar[bool] = True
@@ -44,9 +44,9 @@ class Foresight(Member):
 
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         prompts = {g: context.extended(group.prompt, self.template) for g, group in enumerate(groups)}
-        asked = {g: prompt for g, prompt in prompts.items() if prompt is not None}
-        found = context.ask(list(asked.values()), self.n) if asked else []
-        predictions = dict(zip(asked, found, strict=True))
+        questions = {g: prompt for g, prompt in prompts.items() if prompt is not None}
+        answers = context.ask(list(questions.values()), self.n) if questions else []
+        predictions = dict(zip(questions, answers, strict=True))
         joined: list[Group] = []
         for g, group in enumerate(groups):
             joined.append(group)
@@ -64,16 +64,16 @@ class Foresight(Member):
 
 def foreseen(text: str, group: Group, right: float = 0.0) -> float:
     """The reward of a prediction about `group`, in [0, 1]."""
-    said = prediction(text)
-    if said is None:
+    claims = prediction(text)
+    if claims is None:
         return 0.0
     good = [rollout for rollout in group.rollouts if rollout.reward > right]
     bad = [rollout for rollout in group.rollouts if rollout.reward <= right]
-    of_rate = pass_rate_reward(said.get("pass_rate"), len(good) / len(group.rollouts))
+    of_rate = pass_rate_reward(claims.get("pass_rate"), len(good) / len(group.rollouts))
     lengths = [len(rollout.token_ids) for rollout in good]
-    length = finite_number(said.get("length"))
+    length = finite_number(claims.get("length"))
     of_length = float(bool(lengths) and length is not None and min(lengths) < length < max(lengths))
-    notions = said.get("notions")
+    notions = claims.get("notions")
     words = {str(word).lower() for word in notions} if isinstance(notions, list) else set[str]()
 
     def having(word: str, among: Sequence[Rollout]) -> int:
@@ -84,18 +84,18 @@ def foreseen(text: str, group: Group, right: float = 0.0) -> float:
     return (of_notions + of_rate + of_length) / 3
 
 
-def pass_rate_reward(said: Any, rate: float) -> float:
-    """0.01^|said - rate|; 0 if `said` is no number."""
-    number = finite_number(said)
+def pass_rate_reward(claim: Any, rate: float) -> float:
+    """0.01^|claim - rate|; 0 if `claim` is not a number."""
+    number = finite_number(claim)
     return 0.0 if number is None else float(0.01 ** abs(number - rate))
 
 
 def prediction(text: str) -> dict[str, Any] | None:
     """The last JSON object without braces inside it that a text has."""
-    for found in reversed(re.findall(r"\{[^{}]*\}", text)):
+    for braces in reversed(re.findall(r"\{[^{}]*\}", text)):
         try:
-            value = json.loads(found)
-        except (ValueError, RecursionError):  # a model may write JSON nested without end
+            value = json.loads(braces)
+        except (ValueError, RecursionError):  # a model may nest JSON too deep for the parser
             continue
         if isinstance(value, dict):
             return value

@@ -42,8 +42,8 @@ class OneMore(Member):
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         grown = list(groups)
         while wanting := [g for g, group in enumerate(grown) if self._wants(group)]:
-            found = context.ask([grown[g].prompt for g in wanting], 1)
-            for g, more in zip(wanting, found, strict=True):
+            answers = context.ask([grown[g].prompt for g in wanting], 1)
+            for g, more in zip(wanting, answers, strict=True):
                 grown[g] = replace(grown[g], rollouts=[*grown[g].rollouts, *more.rollouts])
         return grown
 
@@ -59,6 +59,6 @@ class OneMore(Member):
 
 
 def expected_drop(apart: float, k: int) -> float:
-    """How much the error falls from k to k + 1 responses, where (m - V)^2 is `apart`."""
+    """The fall of the error from k to k + 1 responses, where (m - V)^2 is `apart`."""
     d = max(0.0, apart - 1 / k)
     return d / (k * d + 1) - d / ((k + 1) * d + 1)

@@ -38,11 +38,11 @@ class History:
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         joined = []
         for group in groups:
-            held = self._held.get(group.prompt.id, ())
+            stored = self._held.get(group.prompt.id, ())
             own = [r for r in group.rollouts if r.source == "policy"]
             new = tuple(asdict(replace(r, source="replay", routing=None)) for r in own)
-            self._held[group.prompt.id] = (*held, *new)[-self._keep :]
-            earlier = [rollout_of(fields) for fields in held[-self._count :]]
+            self._held[group.prompt.id] = (*stored, *new)[-self._keep :]
+            earlier = [rollout_of(fields) for fields in stored[-self._count :]]
             joined.append(replace(group, rollouts=[*group.rollouts, *earlier]))
         return joined
 
@@ -50,4 +50,4 @@ class History:
         return dict(self._held)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._held = {prompt: tuple(held) for prompt, held in state.items()}
+        self._held = {prompt: tuple(stored) for prompt, stored in state.items()}

@@ -39,14 +39,14 @@ class Rounds(Member):
         grown = list(groups)
         for _ in range(self.rounds):
             shares = self.shares([group.rewards for group in grown], self.extra * len(grown))
-            asked = [g for g, share in enumerate(shares) for _ in range(share)]
-            found = context.ask([grown[g].prompt for g in asked], 1)
-            for g, more in zip(asked, found, strict=True):
+            numbers = [g for g, share in enumerate(shares) for _ in range(share)]
+            answers = context.ask([grown[g].prompt for g in numbers], 1)
+            for g, more in zip(numbers, answers, strict=True):
                 grown[g] = replace(grown[g], rollouts=[*grown[g].rollouts, *more.rollouts])
         return grown
 
     def shares(self, rewards: Sequence[Sequence[float]], budget: int) -> list[int]:
-        """How many of `budget` responses each prompt gets, by the rewards of those that it has."""
+        """The number of `budget` responses that each prompt gets, by the rewards of its responses so far."""
         spread = [stdev(known) if len(known) > 1 else 0.0 for known in rewards]
         bonus = self.explore**2 * math.log1p(sum(map(len, rewards)))
 
@@ -56,14 +56,14 @@ class Rounds(Member):
             narrower = half_width(n, spread[i], self.alpha) - half_width(n + 1, spread[i], self.alpha)
             return narrower + math.sqrt(bonus / n)
 
-        given = [0] * len(rewards)
+        shares = [0] * len(rewards)
         queue = [(-priority(i, len(known)), i) for i, known in enumerate(rewards)]
         heapq.heapify(queue)
         for _ in range(budget):
             _, i = queue[0]
-            given[i] += 1
-            heapq.heapreplace(queue, (-priority(i, len(rewards[i]) + given[i]), i))
-        return given
+            shares[i] += 1
+            heapq.heapreplace(queue, (-priority(i, len(rewards[i]) + shares[i]), i))
+        return shares
 
 
 def half_width(n: int, std: float, alpha: float) -> float:

@@ -15,7 +15,7 @@ from megatron_gvpo.core.user_functions import check_call, load_function
 from megatron_gvpo.groups import Group, Rollout
 
 
-class Teacher(Member):
+class TeacherMember(Member):
     """Responses of another model, or of any function that gives texts, scored by the run's rewards.
 
     `function(groups, n, **options)` -> n texts for each group, a list of lists, where None is for a text that
@@ -59,14 +59,14 @@ class Teacher(Member):
                 groups[g].prompt,
                 [
                     Rollout(context.encode_response(t), [], t, "stop", -1, source="demonstration")
-                    for t in given
+                    for t in demonstrations
                     if t is not None
                 ],
             )
-            for g, given in zip(chosen, texts, strict=True)
+            for g, demonstrations in zip(chosen, texts, strict=True)
         ]
         context.score(taught)
         joined = list(groups)
-        for g, given in zip(chosen, taught, strict=True):
-            joined[g] = replace(groups[g], rollouts=[*groups[g].rollouts, *given.rollouts])
+        for g, demonstrations in zip(chosen, taught, strict=True):
+            joined[g] = replace(groups[g], rollouts=[*groups[g].rollouts, *demonstrations.rollouts])
         return joined

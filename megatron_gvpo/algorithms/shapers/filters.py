@@ -36,12 +36,12 @@ class Keep(Shaper):
         return () if self.by is None else (self.by,)
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
-        def kept(group: Group) -> list[Rollout]:
+        def filtered(group: Group) -> list[Rollout]:
             if self.which == "best":
                 return [max(group.rollouts, key=lambda rollout: value_of(rollout, self.by))]
             return [rollout for rollout in group.rollouts if value_of(rollout, self.by) > self.right]
 
-        return [replace(group, rollouts=rollouts) for group in groups if (rollouts := kept(group))]
+        return [replace(group, rollouts=rollouts) for group in groups if (rollouts := filtered(group))]
 
 
 class Drop(Shaper):

@@ -68,7 +68,7 @@ class GroupSimilarity(Shaper):
     function: str
     options: dict[str, Any] = Field(default_factory=dict)
     across: str | None = None
-    weight: float = 0.0  # of the reward that was there
+    weight: float = 0.0  # weight of the reward before shaping
 
     @property
     def record_fields(self) -> dict[str, str]:
@@ -87,7 +87,7 @@ class GroupSimilarity(Shaper):
         if self.across is None:
             return None
         key = groups[g].prompt.record.get(self.across)
-        if key is None:  # those that name no topic are no paraphrases of each other
+        if key is None:  # prompts without a topic are not paraphrases of each other
             return []
         same = [
             group for i, group in enumerate(groups) if i != g and group.prompt.record.get(self.across) == key

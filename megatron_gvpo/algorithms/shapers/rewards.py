@@ -72,7 +72,7 @@ class Gate(Shaper):
     outcome: str
     bonus: str
     weight: float = 0.3
-    how: Literal["blend", "add"] = "blend"  # which of the two formulas
+    how: Literal["blend", "add"] = "blend"  # selects one of the two formulas
     relative: bool = False
 
     @property

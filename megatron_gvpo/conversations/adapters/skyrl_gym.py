@@ -33,8 +33,8 @@ class SkyRLGym:
         self._env = skyrl_gym.make(self._id, env_config=self._config, extras=extras)
         self._env.init([{"role": "user", "content": prompt.text}])
 
-    def step(self, said: str) -> Reply:
-        out = self._env.step(said)
+    def step(self, response: str) -> Reply:
+        out = self._env.step(response)
         numbers = {name: n for name, n in (out.get("metadata") or {}).items() if _is_number(n)}
         counts = {f"metadata_{name}" if name in TAKEN else name: n for name, n in numbers.items()}
         messages = [{"role": m["role"], "content": m["content"]} for m in out["observations"]]

@@ -39,9 +39,9 @@ class TextArena:
                 "shows: make the data again with this version of textarena"
             )
 
-    def step(self, said: str) -> Reply:
+    def step(self, response: str) -> Reply:
         with _own_random(self._random):
-            done, _ = self._game.step(said)
+            done, _ = self._game.step(response)
             if not done:
                 return Reply(_new(self._game))
             rewards, info = self._game.close()

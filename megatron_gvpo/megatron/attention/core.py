@@ -171,7 +171,7 @@ class FlashAttention:
         scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         spans = (rows.ends, columns.ends, rows.longest, columns.longest)
-        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # for dropout, which is 0
+        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # dropout's seed; dropout is 0
         # The kernel reads `lse` without its strides.
         results = (grad, query, key, value, out, lse.contiguous())
         dq, dk, dv = _backward(*results, *spans, 0.0, causal, seed, seed, scale=scale)

@@ -16,7 +16,7 @@ from megatron_gvpo.huggingface.mtp_heads import FurtherHeads
 from megatron_gvpo.huggingface.safetensors_writer import SafetensorsWriter
 from megatron_gvpo.megatron.adapters.lora import Adapters
 from megatron_gvpo.megatron.model.own_weights import OwnWeights, find_own_weights
-from megatron_gvpo.megatron.model.router_replay import Replay
+from megatron_gvpo.megatron.model.router_replay import RouterHooks
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.vision import VisionInputs
 from megatron_gvpo.settings.padding import Padding
@@ -31,14 +31,15 @@ class Model:
     config: Any  # megatron-core's TransformerConfig
     bridge: Any  # Megatron-Bridge's AutoBridge
     vocab_size: int  # without the padding for tensor parallelism
-    padding: Padding  # how every pack is padded
+    padding: Padding  # the rule by which every pack is padded
     local: bool  # on CPU, with the local layers
     overlaps_param_gather: bool  # after an update, other ranks' shards of the weights are still the old ones
     own_attention: bool  # the layers have this package's core attention
     rotary: list[Any]  # one module a chunk if this package's core attention applies RoPE, else empty
     share_prompts: bool = False  # compute a group's prompt once, where its responses are single ones
-    replay: Replay | None = None  # the hooks for router replay
-    adapters: Adapters | None = None  # what trains in place of the weights
+    obstacle_to_sharing: str = ""  # why train.share_prompts=auto does not share prompts
+    replay: RouterHooks | None = None  # the hooks for router replay
+    adapters: Adapters | None = None  # trained in place of the weights
     vision: VisionInputs | None = None  # None: the model takes no images
     heads: FurtherHeads | None = None  # the checkpoint's MTP heads: exported, never computed with
     _own: OwnWeights | None = None
@@ -176,5 +177,5 @@ class Model:
                 writer.add(name, tensor)
             writer.close()
             config = copy(self.bridge.hf_pretrained.config)
-            vars(config).pop("auto_map", None)  # it names Python files, which are not written
+            vars(config).pop("auto_map", None)  # auto_map names Python files, which are not exported
             config.save_pretrained(directory)

@@ -134,12 +134,12 @@ def _rows(name: str, positions: Tensor, first: int, size: int) -> Iterator[tuple
         local = rows.long() - first
         is_own = (local >= 0) & (local < size)
         count = is_own.sum(1)
-        left = is_own.int().argmax(1)
-        begin = local.gather(1, left[:, None]).squeeze(1)
+        first_own = is_own.int().argmax(1)
+        begin = local.gather(1, first_own[:, None]).squeeze(1)
         column = torch.arange(rows.shape[1], device=rows.device)
-        expected = begin[:, None] + column - left[:, None]
-        inside = (column >= left[:, None]) & (column < (left + count)[:, None])
+        expected = begin[:, None] + column - first_own[:, None]
+        inside = (column >= first_own[:, None]) & (column < (first_own + count)[:, None])
         if not torch.equal(inside, is_own) or not torch.equal(local[is_own], expected[is_own]):
             raise ValueError(f"{name}: this rank's elements do not lie in rows, so they cannot be sent")
         begin = torch.where(count > 0, begin, -1)  # -1 for rows that are other ranks' alone
-        yield left, left + count, begin
+        yield first_own, first_own + count, begin

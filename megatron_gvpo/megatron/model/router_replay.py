@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
-Choose = Callable[..., tuple[Tensor, Tensor]]  # how a router chooses: scores -> (values, experts)
+Choose = Callable[..., tuple[Tensor, Tensor]]  # a router's choice: scores -> (values, experts)
 
 
 class TokenReplay(RouterReplay):
@@ -65,7 +65,7 @@ class TokenReplay(RouterReplay):
         return scores.gather(1, chosen), chosen
 
 
-class Replay:
+class RouterHooks:
     """The hooks in all routers of a model's chunks on this rank."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:

@@ -199,7 +199,7 @@ def correct_marks(chunks: Iterable[Any]) -> None:
                 parameter.tensor_model_parallel = True
                 parameter.partition_dim = 0
                 parameter.partition_stride = 1
-            of_experts = not getattr(parameter, "allreduce", True)  # only linear layers have the mark
+            of_experts = not getattr(parameter, "allreduce", True)  # only linear layers have this attribute
             if of_experts and getattr(parameter, "sequence_parallel", False):
                 parameter.sequence_parallel = False
 

@@ -28,9 +28,9 @@ class Finder:
 
     def __init__(self, rules: Sequence[Rule] = RULES) -> None:
         self._rules = rules
-        self._values: defaultdict[str, list[float]] = defaultdict(list)  # of each metric
-        self._held: dict[tuple[str, str], int] = {}  # rule and metric -> calls since it held
-        self._given = set[str]()  # rules that gave an alert
+        self._values: defaultdict[str, list[float]] = defaultdict(list)  # recent values by metric
+        self._held: dict[tuple[str, str], int] = {}  # (rule, metric) -> calls since the rule became true
+        self._given = set[str]()  # rules that have raised an alert
         self._patterns = {c.metric: _pattern(c.metric) for rule in rules for c in rule.conditions}
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> list[Alert]:
@@ -38,7 +38,7 @@ class Finder:
         for name, value in metrics.items():
             if (number := finite_number(value)) is not None:
                 self._values[name].append(number)
-        found = []
+        alerts = []
         for rule in self._rules:
             pattern = self._patterns[rule.conditions[0].metric]
             for name in filter(pattern.fullmatch, metrics):
@@ -47,8 +47,8 @@ class Finder:
                         self._held[key] += 1
                 elif self._is_new(rule, name) and not self._follows(rule):
                     self._given.add(rule.name)
-                    found.append(self._alert(rule, name, step))
-        return found
+                    alerts.append(self._alert(rule, name, step))
+        return alerts
 
     def _is_new(self, rule: Rule, name: str) -> bool:
         """True unless the rule held for this metric in the last `steps` steps."""
@@ -57,7 +57,7 @@ class Finder:
         return since is None or since > rule.steps
 
     def _follows(self, rule: Rule) -> bool:
-        """True if an alert was given whose consequence this one would be."""
+        """True if this alert would only follow from one that was raised before."""
         return rule.not_after in self._given
 
     def _holds(self, rule: Rule, name: str) -> bool:

@@ -12,7 +12,7 @@ from mlflow.entities import Metric
 from megatron_gvpo.observe.alerts import Alert
 from megatron_gvpo.observe.loggers.backend import RunInfo, Sample
 
-MOST_METRICS = 1000  # in one request, MLflow's limit
+MOST_METRICS = 1000  # MLflow's limit for one request
 
 
 class MlflowWriter:
@@ -22,15 +22,15 @@ class MlflowWriter:
     """
 
     def __init__(self, experiment: str, run: RunInfo) -> None:
-        here, place = run.output_dir.resolve(), os.environ.get("MLFLOW_TRACKING_URI")
-        self._client = MlflowClient(tracking_uri=place or f"sqlite:///{here / 'mlflow.db'}")
+        here, server = run.output_dir.resolve(), os.environ.get("MLFLOW_TRACKING_URI")
+        self._client = MlflowClient(tracking_uri=server or f"sqlite:///{here / 'mlflow.db'}")
         id_file = run.output_dir / "mlflow_run_id"
         if run.resumed and id_file.is_file():
             self._run_id = id_file.read_text().strip()
             self._client.update_run(self._run_id, status="RUNNING")
             return
         known = self._client.get_experiment_by_name(experiment)
-        files = None if place else (here / "mlruns").as_uri()
+        files = None if server else (here / "mlruns").as_uri()
         where = known.experiment_id if known else self._client.create_experiment(experiment, files)
         self._run_id = self._client.create_run(where, run_name=run.name).info.run_id
         self._client.log_dict(self._run_id, dict(run.config), "config.yaml")

@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 
 class Service(NamedTuple):
-    key: str  # of `logging`; its value is the project
+    key: str  # key of the section `logging` whose value is the project
     title: str
-    package: str  # to import
+    package: str  # imported when the key is set
     install: str
     writer: str  # the class, in the module of this package that has the package's name
 
@@ -127,8 +127,8 @@ class _Tolerant:
 @contextmanager
 def _keeping_handlers() -> Generator[None]:
     """Restores the handlers of signals and exceptions, which some services replace: Ctrl-C saves the run."""
-    ours = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    signals = {number: signal.getsignal(number) for number in ours}
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    signals = {number: signal.getsignal(number) for number in numbers}
     hook = sys.excepthook
     try:
         yield

@@ -17,7 +17,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.data.image_files import ImageError, data_url
 from megatron_gvpo.data.image_files import read as read_image
 from megatron_gvpo.observe.pass_at_k import is_correct
-from megatron_gvpo.observe.report.token_texts import Pieces
+from megatron_gvpo.observe.report.token_texts import TokenTexts
 from megatron_gvpo.observe.rollouts.reader import read_rollouts
 from megatron_gvpo.observe.rollouts.schema import Kind, schema
 
@@ -44,7 +44,7 @@ class Packed:
         return len(self.rows["reward"])
 
 
-def pack(table: Any, pieces: Pieces | None) -> Packed:
+def pack(table: Any, pieces: TokenTexts | None) -> Packed:
     """Pack a table. Without `pieces`, a response is one text, whose tokens have no colours."""
     if not table.num_rows:
         return Packed({"reward": []}, b"", b"")
@@ -69,7 +69,7 @@ def images_of(table: Any) -> dict[int, list[str]]:
     return {group: names for group, names in pairs if names}
 
 
-def _blocks(table: Any, pieces: Pieces | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _blocks(table: Any, pieces: TokenTexts | None) -> tuple[dict[str, Any], dict[str, Any]]:
     groups, prompts = table["group"].to_pylist(), table["prompt"].to_pylist()
     texts: dict[str, Any] = {
         "prompts": dict(zip(groups, prompts, strict=True)),
@@ -100,13 +100,13 @@ def _blocks(table: Any, pieces: Pieces | None) -> tuple[dict[str, Any], dict[str
     return texts, tokens
 
 
-def _turn(turn: dict[str, Any], pieces: Pieces | None) -> dict[str, Any]:
+def _turn(turn: dict[str, Any], pieces: TokenTexts | None) -> dict[str, Any]:
     """A turn for the page; `units` is the length of its text where the tokens' texts are not known."""
-    given = turn["given"] or ""
+    observation = turn["given"] or ""
     if pieces is not None and turn["given_ids"] is not None:
-        given = "".join(pieces.split(turn["given_ids"]))
+        observation = "".join(pieces.split(turn["given_ids"]))
     shown = {name: turn[name] for name in ("agent", "tokens", "reward", "after", "tools")}
-    return {**shown, "given": given, "units": _units(_said(turn))}
+    return {**shown, "given": observation, "units": _units(_said(turn))}
 
 
 def _said(turn: dict[str, Any]) -> str:
@@ -169,10 +169,10 @@ def _shares(
 ) -> tuple[float, list[list[int] | None]]:
     """The largest absolute value, and thousandths of it: one for each token, or one for a whole response."""
     both = zip(rows, numbers, strict=True)
-    given = [row if row is not None else None if x is None else np.array([x]) for row, x in both]
-    largest = max((float(np.nanmax(np.abs(row))) for row in given if row is not None), default=0.0)
+    filled = [row if row is not None else None if x is None else np.array([x]) for row, x in both]
+    largest = max((float(np.nanmax(np.abs(row))) for row in filled if row is not None), default=0.0)
     return _rounded(largest) or 0.0, [
-        None if row is None else _integers(row / (largest or 1.0), THOUSANDTHS) for row in given
+        None if row is None else _integers(row / (largest or 1.0), THOUSANDTHS) for row in filled
     ]
 
 
@@ -213,7 +213,7 @@ def _compressed(values: dict[str, Any]) -> bytes:
 # Small pictures of prompts' images: the page holds them, because it loads nothing from elsewhere.
 
 SIDE = 192  # pixels at most
-MOST_BYTES = 1 << 20  # of a step's pictures together
+MOST_BYTES = 1 << 20  # limit for all pictures of a step
 
 
 def thumbnails(images: Mapping[int, Sequence[str]]) -> dict[int, list[str | None]]:

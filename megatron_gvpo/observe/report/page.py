@@ -26,7 +26,7 @@ from megatron_gvpo.core.real_number import finite_number
 from megatron_gvpo.observe.alerts import alerts_of
 from megatron_gvpo.observe.report.run import Run, columns, read_run, short_names
 from megatron_gvpo.observe.report.samples import Packer, pass_intervals
-from megatron_gvpo.observe.report.token_texts import Pieces
+from megatron_gvpo.observe.report.token_texts import TokenTexts
 
 ASSETS = resources.files("megatron_gvpo.observe.report") / "assets"
 STYLES = ("uplot/uPlot.min.css", "style.css")
@@ -64,33 +64,33 @@ class Reporter:
     def report(self) -> Report:
         """Read the runs. Raises ConfigError for a directory without a run, and for damaged files."""
         runs = [read_run(directory) for directory in self._directories]
-        found = [self._of_run(number, run) for number, run in enumerate(runs)]
-        logged = sorted({name for values, _ in found for name in values["metrics"]})
+        packed = [self._of_run(number, run) for number, run in enumerate(runs)]
+        logged = sorted({name for values, _ in packed for name in values["metrics"]})
         index = {
             "made": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "runs": [values for values, _ in found],
+            "runs": [values for values, _ in packed],
             "words": {name: [e.unit, e.meaning] for name in logged if (e := entry(name)) is not None},
             "questions": {title: list(wanted) for title, wanted in QUESTIONS.items()},
             "sections": {title: [metric.name for metric in metrics] for title, metrics in SECTIONS.items()},
             "section_of": {name: _section(name) for name in logged},
         }
-        return Report(index, {name: block for _, blocks in found for name, block in blocks.items()})
+        return Report(index, {name: block for _, blocks in packed for name, block in blocks.items()})
 
     def _of_run(self, number: int, run: Run) -> tuple[dict[str, Any], dict[str, bytes]]:
-        found = columns(run.records)
+        table = columns(run.records)
         began_in = run.starts[0].get("directory") if run.starts else None
-        pieces = Pieces.of_run(run.directory, run.config.get("model.path"), began_in)
+        pieces = TokenTexts.of_run(run.directory, run.config.get("model.path"), began_in)
         stated = finite_number(run.config.get("eval.right_at"))
         right_at = 1.0 if stated is None else stated
         samples = self._packers[number].pack(pieces, self._share, f"{number}/", right_at)
         intervals = {}
-        for metric, column in found["metrics"].items():
+        for metric, column in table["metrics"].items():
             if match := re.fullmatch(r"eval/pass@(\d+)", metric):
-                values = {s: v for s, v in zip(found["step"], column, strict=True) if v is not None}
+                values = {s: v for s, v in zip(table["step"], column, strict=True) if v is not None}
                 intervals[metric] = pass_intervals(samples.correct, values, int(match[1]))
         values = {
             **{"name": self._names[number], "directory": str(run.directory)},
-            **{"config": run.config, "starts": run.starts, **found, "intervals": intervals},
+            **{"config": run.config, "starts": run.starts, **table, "intervals": intervals},
             "alerts": [alert._asdict() for alert in alerts_of(run.records)],
             **{"responses": len(samples.overview["rows"]["row"]), "has_tokens": pieces is not None},
         }
@@ -122,8 +122,8 @@ def compressed(values: Mapping[str, Any]) -> bytes:
 
 
 def _section(name: str) -> str:
-    found = entry(name)
-    return next((title for title, metrics in SECTIONS.items() if found in metrics), "Other metrics")
+    metric = entry(name)
+    return next((title for title, metrics in SECTIONS.items() if metric in metrics), "Other metrics")
 
 
 def _asset(name: str) -> str:

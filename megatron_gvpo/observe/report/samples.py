@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from megatron_gvpo.observe.report.packing import Packed, correct_samples, pack, read
-from megatron_gvpo.observe.report.token_texts import Pieces
+from megatron_gvpo.observe.report.token_texts import TokenTexts
 from megatron_gvpo.observe.rollouts.reader import DIRECTORY, saved_steps
 from megatron_gvpo.observe.rollouts.schema import Kind, file_name
 
 KINDS: tuple[Kind, ...] = ("eval", "train")
-MOST_TOKENS = 10_000_000  # of all responses in a report: the page has about 6 bytes for each
+MOST_TOKENS = 10_000_000  # limit for all responses of a report: the page takes about 6 bytes a token
 
 _File = tuple[Kind, int]  # a kind and a step
 
@@ -48,8 +48,8 @@ class Packer:
         self._packed: dict[tuple[_File, int], Packed] = {}
         self._correct: dict[tuple[_File, int], list[tuple[int, int]]] = {}
 
-    def pack(self, pieces: Pieces | None, most: int, prefix: str, right_at: float = 1.0) -> Samples:
-        """Pack the responses of about `most` (`chosen`). `prefix`: of the blocks' names.
+    def pack(self, pieces: TokenTexts | None, most: int, prefix: str, right_at: float = 1.0) -> Samples:
+        """Pack the responses of about `most` (`chosen`). `prefix` begins the blocks' names.
         `right_at`: the run's eval.right_at.
 
         Raises ConfigError for a damaged file. A file that the run removes meanwhile is left out.
@@ -58,14 +58,14 @@ class Packer:
         sizes = self._measure(written)
         rows: dict[str, list[Any]] = defaultdict(list)
         samples = Samples({"files": [], "rows": rows, "total": sum(count for count, _ in sizes.values())})
-        kept: dict[tuple[_File, int], Packed] = {}
+        packed_files: dict[tuple[_File, int], Packed] = {}
         for file in chosen(sizes, most):
             stamp = file, written[file]
             packed = self._packed.get(stamp) or pack(read(self._directory, *file), pieces)
             if len(packed):
-                kept[stamp] = packed
+                packed_files[stamp] = packed
                 _add(samples, packed, file, prefix)
-        self._packed = kept
+        self._packed = packed_files
         samples.correct = {
             step: self._count((kind, step), when, right_at)
             for (kind, step), when in written.items()
@@ -74,21 +74,21 @@ class Packer:
         return samples
 
     def _count(self, file: _File, when: int, right_at: float) -> list[tuple[int, int]]:
-        """Correct and all samples of each prompt of an evaluation; of every one, for its interval."""
+        """For each prompt of an evaluation: how many samples are correct, and how many there are."""
         if (file, when) not in self._correct:
             wanted = ["group", "reward", "rewards"]
             self._correct[file, when] = correct_samples(read(self._directory, *file, wanted), right_at)
         return self._correct[file, when]
 
     def _written(self) -> dict[_File, int]:
-        """When each file was written, in nanoseconds; by step."""
-        found: dict[_File, int] = {}
+        """The time when each file was written, in nanoseconds, by step."""
+        stamps: dict[_File, int] = {}
         for kind in KINDS:
             for step in saved_steps(self._directory, kind):
                 with suppress(FileNotFoundError):
                     path = self._directory / DIRECTORY / file_name(kind, step)
-                    found[kind, step] = path.stat().st_mtime_ns
-        return dict(sorted(found.items(), key=lambda item: (item[0][1], item[0][0])))
+                    stamps[kind, step] = path.stat().st_mtime_ns
+        return dict(sorted(stamps.items(), key=lambda item: (item[0][1], item[0][0])))
 
     def _measure(self, written: dict[_File, int]) -> dict[_File, tuple[int, int]]:
         """The numbers of responses and of their tokens, by file."""
@@ -147,19 +147,19 @@ def pass_intervals(
     """
     from megatron_gvpo.observe.pass_at_k import pass_at_k
 
-    found = {}
+    intervals = {}
     for step, counts in correct.items():
         if step not in values or not counts or any(n < k for _, n in counts):
             continue
         value_p = [pass_at_k(n, c, k) for c, n in counts]
         if abs(fmean(value_p) - values[step]) < 1e-5:
-            found[step] = interval(value_p)
-    return found
+            intervals[step] = interval(value_p)
+    return intervals
 
 
 # Confidence intervals of pass@k, from the saved responses of an evaluation.
 
-Z = 1.96  # of a normal distribution's central 95 %
+Z = 1.96  # standard errors on either side that hold 95 % of a normal distribution
 
 
 def interval(value_p: Sequence[float]) -> tuple[float, float]:

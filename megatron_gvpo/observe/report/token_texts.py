@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-UNFINISHED = "\ufffd"  # decoders give it for a character of which a token has only a part
+UNFINISHED = "\ufffd"  # decoders write it for a token that holds part of a character
 
 
-class Pieces:
+class TokenTexts:
     """The texts of tokens, by the tokenizer of the run's model."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -23,19 +23,19 @@ class Pieces:
         self._text_before = self._decode([self._before])
 
     @classmethod
-    def of_run(cls, directory: Path, model: str | None, began_in: str | None) -> Pieces | None:
+    def of_run(cls, directory: Path, model: str | None, began_in: str | None) -> TokenTexts | None:
         """The tokenizer in `directory`/hf, or in the run's model.path; None if neither has one.
 
         `began_in`: the directory in which the run was started, which a relative model.path refers to.
         """
         from tokenizers import Tokenizer
 
-        places = [directory / "hf"]
+        folders = [directory / "hf"]
         if model is not None:
-            places += [Path(began_in or ".", model).expanduser(), Path(model).expanduser()]
-        for place in places:
+            folders += [Path(began_in or ".", model).expanduser(), Path(model).expanduser()]
+        for folder in folders:
             try:
-                return cls(Tokenizer.from_file(str(place / "tokenizer.json")))
+                return cls(Tokenizer.from_file(str(folder / "tokenizer.json")))
             except Exception:  # the library raises bare Exceptions: no file, a damaged one, another version
                 continue
         return None
@@ -51,10 +51,10 @@ class Pieces:
         return pieces
 
     def _piece(self, token: int) -> str:
-        if (found := self._known.get(token)) is None:
-            found = self._decode([self._before, token]).removeprefix(self._text_before)
-            self._known[token] = found
-        return found
+        if (piece := self._known.get(token)) is None:
+            piece = self._decode([self._before, token]).removeprefix(self._text_before)
+            self._known[token] = piece
+        return piece
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
@@ -64,7 +64,7 @@ class Pieces:
 
         stream = DecodeStream(skip_special_tokens=False)
         pieces = [stream.step(self._tokenizer, token) or "" for token in token_ids]
-        known, whole = "".join(pieces), self._decode(token_ids)
-        if whole.startswith(known):
-            pieces[-1] += whole[len(known) :]  # a last character that is not complete
+        known, decoded = "".join(pieces), self._decode(token_ids)
+        if decoded.startswith(known):
+            pieces[-1] += decoded[len(known) :]  # an incomplete last character
         return pieces

@@ -18,9 +18,9 @@ def spoken(rollout: Rollout, decode: Callable[..., str]) -> list[str] | None:
     """
     if not rollout.turns:
         return None
-    said, _ = _by_turn(rollout.messages)
-    if _are_of_turns(said, rollout) and not any(message.get("tool_calls") for message in said):
-        return [_content(message) for message in said]
+    own, _ = _by_turn(rollout.messages)
+    if _are_of_turns(own, rollout) and not any(message.get("tool_calls") for message in own):
+        return [_content(message) for message in own]
     ends = ends_of(rollout.turns, len(rollout.token_ids))
     return [
         decode(rollout.token_ids[turn.begin : end], skip_special_tokens=True)
@@ -35,14 +35,14 @@ def turns(rollout: Rollout, texts: Sequence[str] | None) -> list[dict[str, Any]]
     """
     if not rollout.turns:
         return None
-    said, heard = _by_turn(rollout.messages)
-    known = _are_of_turns(said, rollout)
-    found = []
+    own, heard = _by_turn(rollout.messages)
+    known = _are_of_turns(own, rollout)
+    records = []
     for i, (turn, end) in enumerate(
         zip(rollout.turns, ends_of(rollout.turns, len(rollout.token_ids)), strict=True)
     ):
         before, answers = (heard[i], heard[i + 1]) if known else ([], [])
-        found.append(
+        records.append(
             {
                 "agent": turn.agent or None,
                 "text": utf8(texts[i]) if texts is not None else None,
@@ -54,7 +54,7 @@ def turns(rollout: Rollout, texts: Sequence[str] | None) -> list[dict[str, Any]]
                 "tools": [utf8(str(m.get("name") or "")) for m in answers if m["role"] == "tool"],
             }
         )
-    return found
+    return records
 
 
 def messages(rollout: Rollout) -> list[dict[str, str | None]] | None:
@@ -89,21 +89,21 @@ Messages = Sequence[Mapping[str, Any]]
 
 def _by_turn(chat: Messages) -> tuple[list[Mapping[str, Any]], list[list[Mapping[str, Any]]]]:
     """The policy's messages, and those of others before each of them and after the last."""
-    said: list[Mapping[str, Any]] = []
+    own: list[Mapping[str, Any]] = []
     heard: list[list[Mapping[str, Any]]] = [[]]
     for message in chat:
         if message["role"] == "assistant":
-            said.append(message)
+            own.append(message)
             heard.append([])
         else:
             heard[-1].append(message)
-    return said, heard
+    return own, heard
 
 
-def _are_of_turns(said: Messages, rollout: Rollout) -> bool:
+def _are_of_turns(own: Messages, rollout: Rollout) -> bool:
     """True where the policy's messages are its turns, one after the other."""
     linear = all(turn.after == i - 1 and turn.keep is None for i, turn in enumerate(rollout.turns))
-    return linear and len(said) == len(rollout.turns)
+    return linear and len(own) == len(rollout.turns)
 
 
 def _text(chat: Messages) -> str:

@@ -10,15 +10,15 @@ import pyarrow.parquet as pq
 
 from megatron_gvpo.observe.rollouts.schema import Kind, file_name, step_of
 
-DIRECTORY = "rollouts"  # in the output directory
+DIRECTORY = "rollouts"  # folder in the output directory
 
 
 def saved_steps(output_dir: Path | str, kind: Kind = "train") -> list[int]:
     """The steps whose responses the run has saved, in rising order; empty if there are none."""
     directory = Path(output_dir) / DIRECTORY
     names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    found = {step: name for name in names if (step := step_of(name)) is not None}
-    return sorted(step for step in found if (directory / file_name(kind, step)).is_file())
+    files = {step: name for name in names if (step := step_of(name)) is not None}
+    return sorted(step for step in files if (directory / file_name(kind, step)).is_file())
 
 
 def read_rollouts(

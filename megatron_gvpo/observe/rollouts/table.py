@@ -64,8 +64,8 @@ class Responses:
         return replace(self, groups=groups, spoken=spoken)
 
 
-class _Place(NamedTuple):
-    """A response and where it stands."""
+class _Member(NamedTuple):
+    """A response, its group, and its place in the step."""
 
     row: int  # among all responses of the step
     group: int
@@ -74,7 +74,7 @@ class _Place(NamedTuple):
     rollout: Rollout
 
 
-_MESSAGES = ("reward_errors", "explanations")  # columns of texts that are no part of the data
+_MESSAGES = ("reward_errors", "explanations")  # columns of texts that the data do not include
 _DIALOGUE = ("prompt", "response", "turns", "messages")  # columns of the texts that the token ids stand for
 
 
@@ -83,42 +83,42 @@ def table(responses: Responses, components: Sequence[str], groups: int | None = 
 
     No text in it has a secret. Where one was in a row's dialogue, the row has no token ids.
     """
-    places = list(_places(responses.groups, groups))
-    rollouts = [place.rollout for place in places]
-    found = _trained(responses.trained)
-    mine = [found.get(place.row, _Numbers()) for place in places]
+    members = list(_places(responses.groups, groups))
+    rollouts = [member.rollout for member in members]
+    trained = _trained(responses.trained)
+    numbers_of_rows = [trained.get(member.row, _Numbers()) for member in members]
     columns: dict[str, list[Any]] = {
-        "step": [responses.step] * len(places),
-        "kind": [responses.kind] * len(places),
-        "group": [place.group for place in places],
-        "member": [place.member for place in places],
-        "prompt_id": [utf8(place.prompt.id) for place in places],
-        "prompt": [utf8(place.prompt.text) for place in places],
-        "prompt_ids": [place.prompt.token_ids for place in places],
+        "step": [responses.step] * len(members),
+        "kind": [responses.kind] * len(members),
+        "group": [member.group for member in members],
+        "member": [member.member for member in members],
+        "prompt_id": [utf8(member.prompt.id) for member in members],
+        "prompt": [utf8(member.prompt.text) for member in members],
+        "prompt_ids": [member.prompt.token_ids for member in members],
         "response": [utf8(rollout.text) for rollout in rollouts],
         "response_ids": [rollout.token_ids for rollout in rollouts],
         "reward": [rollout.reward for rollout in rollouts],
         "rewards": [_fields(rollout.rewards, components) for rollout in rollouts],
         "reward_errors": [_fields(_utf8_values(rollout.reward_errors), components) for rollout in rollouts],
         "explanations": [_fields(_utf8_values(rollout.explanations), components) for rollout in rollouts],
-        "advantage": [_mean(numbers.advantages) for numbers in mine],
-        "advantages": [_unless_equal(numbers.advantages) for numbers in mine],
-        "weight": [_mean(numbers.weights) for numbers in mine],
-        "weights": [_unless_equal(numbers.weights) for numbers in mine],
+        "advantage": [_mean(numbers.advantages) for numbers in numbers_of_rows],
+        "advantages": [_unless_equal(numbers.advantages) for numbers in numbers_of_rows],
+        "weight": [_mean(numbers.weights) for numbers in numbers_of_rows],
+        "weights": [_unless_equal(numbers.weights) for numbers in numbers_of_rows],
         "source": [rollout.source for rollout in rollouts],
         "version_first": [_version(rollout, 0) for rollout in rollouts],
         "version_last": [_version(rollout, -1) for rollout in rollouts],
         "rollout_logprobs": [rollout.logprobs or None for rollout in rollouts],
-        "trainer_logprobs": [numbers.logprobs for numbers in mine],
+        "trainer_logprobs": [numbers.logprobs for numbers in numbers_of_rows],
         "finish_reason": [rollout.finish_reason for rollout in rollouts],
-        "images": [[shown(image.source) for image in place.prompt.images] for place in places],
-        "prompt_tokens": [len(place.prompt.token_ids) for place in places],
+        "images": [[shown(image.source) for image in member.prompt.images] for member in members],
+        "prompt_tokens": [len(member.prompt.token_ids) for member in members],
         "response_tokens": [len(rollout.token_ids) for rollout in rollouts],
         "seconds": [rollout.seconds for rollout in rollouts],
         "server": [rollout.server for rollout in rollouts],
         "turns": [
-            conversation.turns(place.rollout, responses.spoken[place.row] if responses.spoken else None)
-            for place in places
+            conversation.turns(member.rollout, responses.spoken[member.row] if responses.spoken else None)
+            for member in members
         ],
         "messages": [conversation.messages(rollout) for rollout in rollouts],
     }
@@ -161,20 +161,20 @@ class _Numbers(NamedTuple):
 
 def _trained(updates: Sequence[TrainedRows]) -> dict[int, _Numbers]:
     """The numbers of the rows of all updates, by the response's place in the step."""
-    found: dict[int, _Numbers] = {}
+    numbers: dict[int, _Numbers] = {}
     for update in updates:
         rows = update.rows
         assert rows.place_n is not None, "the trainer numbers the rows of a step"
         has_advantages = rows.advantage_n is not None or rows.advantage_r is not None
         columns = (update.logp_r, rows.token_advantages() if has_advantages else None, update.weight_r)
         arrays = [None if column is None else column.numpy() for column in columns]
-        for i, place in enumerate(rows.place_n.tolist()):
+        for i, index in enumerate(rows.place_n.tolist()):
             begin, end = rows.offsets[i : i + 2]
-            found[place] = _Numbers(*(None if array is None else array[begin:end] for array in arrays))
-    return found
+            numbers[index] = _Numbers(*(None if array is None else array[begin:end] for array in arrays))
+    return numbers
 
 
-def _places(groups: Sequence[Group], limit: int | None) -> Iterator[_Place]:
+def _places(groups: Sequence[Group], limit: int | None) -> Iterator[_Member]:
     """The responses of at most `limit` groups, which are evenly spread over all."""
     count = len(groups) if limit is None else min(limit, len(groups))
     chosen = {i * len(groups) // count for i in range(count)}
@@ -182,7 +182,7 @@ def _places(groups: Sequence[Group], limit: int | None) -> Iterator[_Place]:
     for g, group in enumerate(groups):
         for member, rollout in enumerate(group.rollouts):
             if g in chosen:
-                yield _Place(row, g, member, group.prompt, rollout)
+                yield _Member(row, g, member, group.prompt, rollout)
             row += 1
 
 

@@ -3,6 +3,7 @@
 #include "nullcuda.h"
 #include <dlfcn.h>
 #include <initializer_list>
+#include <stdexcept>
 #include <transformer_engine/fused_attn.h>
 #include <transformer_engine/transformer_engine.h>
 
@@ -54,7 +55,7 @@ extern "C" EXPORT NVTE_Fused_Attn_Backend nvte_get_fused_attn_backend_v2(NVTEFus
 extern "C" EXPORT void nvte_fused_attn_fwd_v2(NVTEFusedAttnFwdParams params) {
   auto workspace = get<NVTETensor>(params, kNVTEFusedAttnFwdParamsWorkspace);
   if (REAL(nvte_tensor_data)(workspace)) {
-    nullcuda_count(KERNEL_LAUNCHES, 1);
+    if (!nullcuda_launch("cuDNN's attention")) throw std::runtime_error("cuDNN's attention was not permitted");
     return;
   }
   auto q = REAL(nvte_tensor_shape)(get<NVTETensor>(params, kNVTEFusedAttnFwdParamsQ));
@@ -71,7 +72,7 @@ extern "C" EXPORT void nvte_fused_attn_fwd_v2(NVTEFusedAttnFwdParams params) {
 extern "C" EXPORT void nvte_fused_attn_bwd_v2(NVTEFusedAttnBwdParams params) {
   auto workspace = get<NVTETensor>(params, kNVTEFusedAttnBwdParamsWorkspace);
   if (REAL(nvte_tensor_data)(workspace)) {
-    nullcuda_count(KERNEL_LAUNCHES, 1);
+    if (!nullcuda_launch("cuDNN's attention")) throw std::runtime_error("cuDNN's attention was not permitted");
     return;
   }
   auto q = REAL(nvte_tensor_shape)(get<NVTETensor>(params, kNVTEFusedAttnBwdParamsQ));

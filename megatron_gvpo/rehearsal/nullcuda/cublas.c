@@ -1,9 +1,11 @@
 // cuBLAS and cuBLASLt: handles that need no device, and products that are counted and not computed. Descriptions
 // of matrices are the real library's own, which needs no device for them: what it refuses, it refuses here.
 // stubs.c answers the library's other functions.
+#define _GNU_SOURCE
 #include "nullcuda.h"
 #include <cublasLt.h>
 #include <cublas_v2.h>
+#include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -32,7 +34,7 @@ EXPORT cublasStatus_t cublasLtDestroy(cublasLtHandle_t handle) {
 
 static cublasStatus_t product(long m, long n, long k, long batch, int is_fp8) {
   long flops = 2 * m * n * k * batch;
-  nullcuda_count(KERNEL_LAUNCHES, 1);
+  if (!nullcuda_launch("a product of cuBLAS")) return CUBLAS_STATUS_NOT_SUPPORTED;
   nullcuda_count(MATRIX_PRODUCTS, 1);
   nullcuda_count(MATRIX_FLOPS, flops);
   if (is_fp8) nullcuda_count(MATRIX_FLOPS_FP8, flops);
@@ -76,10 +78,18 @@ EXPORT cublasStatus_t cublasGemmStridedBatchedEx(GEMM_INPUTS(void, void), cudaDa
   return product(m, n, k, batch, 0);
 }
 
+// The real library's functions: PyTorch loads it for itself alone, so that the linker does not find them here.
+#define TEXT(x) #x
+#define LIBRARY(major) "libcublasLt.so." TEXT(major)
+static void *real(const char *name) {
+  return dlsym(dlopen(LIBRARY(CUBLAS_VER_MAJOR), RTLD_LAZY | RTLD_NOLOAD), name);
+}
+#define REAL(function) ((typeof(&function))real(#function))
+
 static long of_layout(cublasLtMatrixLayout_t layout, cublasLtMatrixLayoutAttribute_t attribute, size_t bytes) {
   long value = 0;  // attributes of four or eight bytes, little end first
   size_t written;
-  cublasLtMatrixLayoutGetAttribute(layout, attribute, &value, bytes, &written);
+  REAL(cublasLtMatrixLayoutGetAttribute)(layout, attribute, &value, bytes, &written);
   return value;
 }
 EXPORT cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t description, const void *alpha,
@@ -90,7 +100,7 @@ EXPORT cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc
                                      cudaStream_t stream) {
   int32_t transposed = CUBLAS_OP_N;
   size_t written;
-  cublasLtMatmulDescGetAttribute(description, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed, &written);
+  REAL(cublasLtMatmulDescGetAttribute)(description, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed, &written);
   long rows = of_layout(layout_a, CUBLASLT_MATRIX_LAYOUT_ROWS, 8);
   long columns = of_layout(layout_a, CUBLASLT_MATRIX_LAYOUT_COLS, 8);
   long n = of_layout(layout_d, CUBLASLT_MATRIX_LAYOUT_COLS, 8);

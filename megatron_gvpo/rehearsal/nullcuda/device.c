@@ -98,13 +98,16 @@ EXPORT cudaError_t cudaGetLastError(void) {
 }
 EXPORT cudaError_t cudaPeekAtLastError(void) { return nullcuda_last_error; }
 EXPORT const char *cudaGetErrorString(cudaError_t error) {
+  static __thread char text[1000];
   switch (error) {
     case cudaSuccess: return "no error";
     case cudaErrorMemoryAllocation: return "out of memory";
     case cudaErrorInvalidDevice: return "invalid device ordinal";
     case cudaErrorInvalidConfiguration: return "invalid configuration argument";
     case cudaErrorInvalidValue: return "invalid argument";
-    case cudaErrorNotSupported: return "operation not supported by the null CUDA";
+    case cudaErrorNotSupported:
+      snprintf(text, sizeof text, "operation not supported by the null CUDA: %.900s", nullcuda_refused());
+      return text;
     default: return "error of the null CUDA";
   }
 }

@@ -103,7 +103,7 @@ EXPORT CUresult cuOccupancyMaxActiveClusters(int *clusters, CUfunction function,
 }
 
 static CUresult launch(unsigned x, unsigned y, unsigned z, unsigned threads, unsigned shared) {
-  nullcuda_count(KERNEL_LAUNCHES, 1);
+  if (!nullcuda_launch("a kernel of Triton")) return CUDA_ERROR_NOT_SUPPORTED;
   int fits = x && y && z && y <= 65535 && z <= 65535 && threads && threads <= 1024;
   return fits && shared <= nullcuda_device()->shared_bytes ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }

@@ -2,9 +2,15 @@
 // (an empty grid, too many threads, too much shared memory), but never run.
 #include "nullcuda.h"
 #include <cuda_runtime_api.h>
+#include <stdlib.h>
 #include <string.h>
 
 static void *module[8];
+static struct kernel {
+  const void *host;
+  const char *name;
+} *kernels;  // registered while libraries are loaded
+static size_t kernel_count, kernel_room;
 static __thread struct {
   dim3 grid, block;
   size_t shared;
@@ -19,7 +25,13 @@ EXPORT char __cudaInitModule(void **handle) { return 1; }
 EXPORT void __cudaRegisterVar(void **handle, char *host, char *address, const char *name, int external, size_t bytes,
                               int constant, int global) {}
 EXPORT void __cudaRegisterFunction(void **handle, const char *host, char *device, const char *name, int threads,
-                                   void *thread_id, void *block_id, void *block, void *grid, int *warp) {}
+                                   void *thread_id, void *block_id, void *block, void *grid, int *warp) {
+  if (kernel_count == kernel_room) {
+    kernel_room = kernel_room ? 2 * kernel_room : 4096;
+    kernels = realloc(kernels, kernel_room * sizeof *kernels);
+  }
+  kernels[kernel_count++] = (struct kernel){host, name};
+}
 EXPORT unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, struct CUstream_st *stream) {
   configuration.grid = grid;
   configuration.block = block;
@@ -35,8 +47,16 @@ EXPORT cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *s
   return cudaSuccess;
 }
 
-static cudaError_t launch(dim3 grid, dim3 block, size_t shared) {
-  nullcuda_count(KERNEL_LAUNCHES, 1);
+static const char *name_of(const void *kernel) {
+  for (size_t i = 0; i < kernel_count; i++)
+    if (kernels[i].host == kernel) return kernels[i].name;
+  return "a kernel without a name";
+}
+static cudaError_t launch(const void *kernel, dim3 grid, dim3 block, size_t shared) {
+  if (!nullcuda_launch("")) {
+    nullcuda_refuse(name_of(kernel));
+    return nullcuda_fail(cudaErrorNotSupported);
+  }
   int is_empty = !grid.x || !grid.y || !grid.z || !block.x || !block.y || !block.z;
   int is_large = grid.y > 65535 || grid.z > 65535 || (long)block.x * block.y * block.z > 1024 || block.z > 64;
   if (is_empty || is_large || shared > nullcuda_device()->shared_bytes) return nullcuda_fail(cudaErrorInvalidConfiguration);
@@ -44,18 +64,18 @@ static cudaError_t launch(dim3 grid, dim3 block, size_t shared) {
 }
 EXPORT cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
                                     cudaStream_t stream) {
-  return launch(grid, block, shared);
+  return launch(kernel, grid, block, shared);
 }
 EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
                                       cudaStream_t stream) {
-  return launch(grid, block, shared);
+  return launch(kernel, grid, block, shared);
 }
 EXPORT cudaError_t cudaLaunchCooperativeKernel(const void *kernel, dim3 grid, dim3 block, void **arguments,
                                                size_t shared, cudaStream_t stream) {
-  return launch(grid, block, shared);
+  return launch(kernel, grid, block, shared);
 }
 EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *kernel, void **arguments) {
-  return launch(config->gridDim, config->blockDim, config->dynamicSmemBytes);
+  return launch(kernel, config->gridDim, config->blockDim, config->dynamicSmemBytes);
 }
 
 EXPORT cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) {

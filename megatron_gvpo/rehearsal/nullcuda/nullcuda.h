@@ -35,6 +35,7 @@ struct device {
   size_t shared_bytes;     // NULLCUDA_SHARED_BYTES: shared memory of a block, opted in
   const char *name;        // NULLCUDA_NAME
   size_t copied_bytes;     // NULLCUDA_COPY: larger copies are not made
+  int refuses_kernels;     // NULLCUDA_KERNELS=refuse: only threads that nullcuda_permit has permitted launch any
 };
 const struct device *nullcuda_device(void);
 
@@ -47,6 +48,10 @@ int nullcuda_fail(int error);
 
 // Returns 801 (not supported) and keeps the function's name for nullcuda_refused.
 int nullcuda_refuse(const char *function);
+EXPORT const char *nullcuda_refused(void);
+
+// Counts a launch. Returns 0, and keeps the kernel's name for nullcuda_refused, where this thread may not launch it.
+int nullcuda_launch(const char *kernel);
 
 #ifdef __cplusplus
 }

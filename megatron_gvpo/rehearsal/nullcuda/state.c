@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 char nullcuda_handle[4096];
 
@@ -27,7 +28,7 @@ static long number(const char *variable, long otherwise) {
 }
 static struct device device;
 static void read_device(void) {
-  const char *name = getenv("NULLCUDA_NAME");
+  const char *name = getenv("NULLCUDA_NAME"), *kernels = getenv("NULLCUDA_KERNELS");
   device = (struct device){
       .count = (int)number("NULLCUDA_DEVICES", 1),
       .bytes = (size_t)number("NULLCUDA_BYTES", 84492288000L),
@@ -36,6 +37,7 @@ static void read_device(void) {
       .shared_bytes = (size_t)number("NULLCUDA_SHARED_BYTES", 232448),
       .name = name ? name : "null CUDA device",
       .copied_bytes = (size_t)number("NULLCUDA_COPY", 1 << 20),
+      .refuses_kernels = kernels && !strcmp(kernels, "refuse"),
   };
 }
 const struct device *nullcuda_device(void) {
@@ -53,4 +55,18 @@ int nullcuda_refuse(const char *function) {
   refused = function;
   if (getenv("NULLCUDA_TRACE")) fprintf(stderr, "nullcuda: %s is not supported\n", function);
   return 801;  // cudaErrorNotSupported and CUDA_ERROR_NOT_SUPPORTED
+}
+
+// A program that computes what kernels would permits its thread to launch them, and computes their results itself.
+static __thread int is_permitted;
+EXPORT int nullcuda_permit(int permitted) {
+  int before = is_permitted;
+  is_permitted = permitted;
+  return before;
+}
+int nullcuda_launch(const char *kernel) {
+  nullcuda_count(KERNEL_LAUNCHES, 1);
+  if (is_permitted || !nullcuda_device()->refuses_kernels) return 1;
+  nullcuda_refuse(kernel);
+  return 0;
 }

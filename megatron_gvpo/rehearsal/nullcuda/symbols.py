@@ -66,7 +66,7 @@ def _answer(name: str) -> str:
     if _SETTING.fullmatch(name):
         body = "return 0;"
     elif name.startswith("cublas"):
-        body = "nullcuda_count(KERNEL_LAUNCHES, 1); return 0;"
+        body = f'return nullcuda_launch("{name}") ? 0 : 15;'  # CUBLAS_STATUS_NOT_SUPPORTED
     else:
         body = f'return nullcuda_refuse("{name}");'
     return f"EXPORT int {name}(void) {{ {body} }}"

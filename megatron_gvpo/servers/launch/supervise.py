@@ -32,7 +32,7 @@ from megatron_gvpo.settings.servers import EngineServers
 POLL = 1.0  # seconds between looks at a process
 GRACE = 15.0  # seconds between asking a server to end and ending it
 LOG_LINES = 20  # lines of a server's log to show when it fails
-LOG_BYTES = 2**16  # the end of the log, in which they are sought
+LOG_BYTES = 2**16  # bytes at the end of the log that are searched for them
 
 # A wait for a healthy answer: when it began (time.monotonic), and the setting that limits it.
 Wait = tuple[float, str]
@@ -67,7 +67,7 @@ class ServerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a new process group, which ends as a whole
-                umask=0o077,  # for the sockets in /tmp over which its processes take orders
+                umask=0o077,  # protects the sockets in /tmp that pass orders to its processes
             )
 
     @property
@@ -84,7 +84,7 @@ class ServerProcess:
         if process is None or process.poll() is not None:
             return False
         if not self._listens and listens_alone(process.pid, *self._place()):
-            self._listens = True  # until it ends, since nobody else can listen there beside it
+            self._listens = True  # true until the process ends: no other can listen on its port
             self._forget_key()
         return self._listens
 
@@ -138,7 +138,7 @@ class ServerProcess:
 
 
 class RanksProcess(ServerProcess):
-    """Ranks of a server whose HTTP interface is on another machine: its health shows there."""
+    """Ranks of a server whose HTTP interface, and health check, is on another machine."""
 
     def is_healthy(self, timeout: float) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -343,7 +343,8 @@ def check_free(host: str, port: int) -> None:
     """Raise OSError, which says who listens there, if no server can listen at `host`:`port`."""
     for address in _addresses(host):
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, after one that ended
+            # Servers set it, to follow one that ended.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((address, port))
                 probe.listen(1)

@@ -37,7 +37,7 @@ def refuse_rearranged_experts(model: Any) -> None:
 
 
 def unpack(wire: torch.Tensor, patches: list[list[Any]]) -> list[tuple[str, torch.Tensor]]:
-    """(name, tensor) for each patch [name, dtype, shape, count]; NaN for elements that keep their value.
+    """Yield (name, tensor) for each patch [name, dtype, shape, count]; NaN marks unchanged elements.
 
     `wire`, uint8, holds the int32 positions of all patches, then their values. Count -1 is a whole tensor,
     which has no positions.
@@ -65,7 +65,7 @@ def unpack(wire: torch.Tensor, patches: list[list[Any]]) -> list[tuple[str, torc
 
 
 class KeepWhereNaN(TorchFunctionMode):
-    """In this context a copy into a tensor keeps the tensor's elements where the source is NaN.
+    """Context in which a copy into a tensor keeps the tensor's elements where the source is NaN.
 
     Loaders write `target.copy_(source)`, or `target[index] = source`, as those of convolutions do.
     """

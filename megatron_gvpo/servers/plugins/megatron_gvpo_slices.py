@@ -16,7 +16,7 @@ import torch
 Box = tuple[int, int, int, int]  # rows from, to (without), columns from, to
 
 
-class Whole:
+class FullTensor:
     """A whole tensor, as a table: its first dimension is the rows, all others are the columns."""
 
     def __init__(self, name: str, dtype: torch.dtype, shape: Iterable[int]) -> None:
@@ -39,11 +39,11 @@ class Whole:
         """The values of a view of the whole tensor. Raises RuntimeError if this rank did not get them."""
         assert self.parts is not None
         top, bottom, left, right = box = _box(view, self)
-        for mine, values in self.parts.items():
-            if _inside(box, mine):
-                width = mine[3] - mine[2]
+        for own, values in self.parts.items():
+            if _inside(box, own):
+                width = own[3] - own[2]
                 strides = [_rows(s, self) * width if _rows(s, self) else s for s in view.stride()]
-                return values.as_strided(view.shape, strides, (top - mine[0]) * width + left - mine[2])
+                return values.as_strided(view.shape, strides, (top - own[0]) * width + left - own[2])
         raise RuntimeError(
             f"{self.name}: the engine copies rows {top} to {bottom - 1}, columns {left} to {right - 1}, and "
             "did not when its layout was learned"
@@ -53,11 +53,11 @@ class Whole:
 class Slice(torch.Tensor):
     """Stands for a whole tensor, or a view of one. It is on the meta device."""
 
-    _whole: Whole | None  # None: what became of a slice by other operations than views, in a first run
+    _full: FullTensor | None  # None: the result of an operation other than a view, in the first run
 
     @staticmethod
-    def of(whole: Whole) -> Slice:
-        return _as_slice(torch.empty(whole.shape, dtype=whole.dtype, device="meta"), whole)
+    def of(tensor: FullTensor) -> Slice:
+        return _as_slice(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), tensor)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,63 +79,63 @@ class Slice(torch.Tensor):
 
 def _copy(target: torch.Tensor, source: Slice) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass():
-        whole = source._whole
+        tensor = source._full
         if target.device.type == "meta":  # vLLM counts the elements that will come
             return target.copy_(torch.empty(source.shape, dtype=source.dtype, device="meta"))
-        if whole is None or not source.numel():  # a rank may have none but padding
+        if tensor is None or not source.numel():  # a rank may hold nothing but padding
             return target
-        if whole.parts is None:
-            whole.copied.add(_box(source, whole))
+        if tensor.parts is None:
+            tensor.copied.add(_box(source, tensor))
             return target
-        return target.copy_(whole.part(source))
+        return target.copy_(tensor.part(source))
 
 
 def _wrap(result: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
-    """A view of a slice is a slice. Tensors of which anything else was made are needed as a whole."""
+    """A view of a slice is a slice. Any other operation needs the slice's tensor in full."""
     slices = [a for a in _leaves((args, kwargs)) if isinstance(a, Slice)]
-    for given in slices:
-        if result.untyped_storage()._cdata == given.untyped_storage()._cdata and result.dtype == given.dtype:
-            return _as_slice(result, given._whole)
-    for whole in {given._whole for given in slices} - {None}:
-        assert whole is not None
-        if whole.parts is not None:
+    for part in slices:
+        if result.untyped_storage()._cdata == part.untyped_storage()._cdata and result.dtype == part.dtype:
+            return _as_slice(result, part._full)
+    for tensor in {part._full for part in slices} - {None}:
+        assert tensor is not None
+        if tensor.parts is not None:
             raise RuntimeError(
-                f"{whole.name}: the engine computes with it, and this rank has only a part of it"
+                f"{tensor.name}: the engine computes with it, and this rank has only a part of it"
             )
-        whole.copied.add(whole.everything)
+        tensor.copied.add(tensor.everything)
     return _as_slice(result, None) if slices and result.device.type == "meta" else result
 
 
-def _leaves(found: Any) -> Iterable[Any]:
-    if isinstance(found, tuple | list):
-        for value in found:
-            yield from _leaves(value)
-    elif isinstance(found, dict):
-        yield from _leaves(list(found.values()))
+def _leaves(value: Any) -> Iterable[Any]:
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()))
     else:
-        yield found
+        yield value
 
 
-def _as_slice(tensor: torch.Tensor, whole: Whole | None) -> Slice:
+def _as_slice(tensor: torch.Tensor, full: FullTensor | None) -> Slice:
     made = tensor.as_subclass(Slice)
-    made._whole = whole
+    made._full = full
     return made
 
 
-def _box(view: torch.Tensor, whole: Whole) -> Box:
-    """The smallest box of whole rows or within all of them that has all elements of a view."""
-    top, left = divmod(int(view.storage_offset()), max(1, whole.columns))
+def _box(view: torch.Tensor, full: FullTensor) -> Box:
+    """The smallest box, of full rows or within them, that holds all elements of a view."""
+    top, left = divmod(int(view.storage_offset()), max(1, full.columns))
     extent = [(size - 1, stride) for size, stride in zip(view.shape, view.stride(), strict=True)]
-    down = sum(steps * _rows(stride, whole) for steps, stride in extent)
-    right = left + sum(steps * stride for steps, stride in extent if not _rows(stride, whole)) + 1
-    if right <= whole.columns:
+    down = sum(steps * _rows(stride, full) for steps, stride in extent)
+    right = left + sum(steps * stride for steps, stride in extent if not _rows(stride, full)) + 1
+    if right <= full.columns:
         return (top, top + down + 1, left, right)
-    return whole.everything
+    return full.everything
 
 
-def _rows(stride: int, whole: Whole) -> int:
-    """The rows that a stride spans; 0 if it is one between columns."""
-    return 0 if stride % max(1, whole.columns) else stride // max(1, whole.columns)
+def _rows(stride: int, full: FullTensor) -> int:
+    """The rows that a stride spans; 0 for a stride between columns."""
+    return 0 if stride % max(1, full.columns) else stride // max(1, full.columns)
 
 
 def _inside(box: Box, other: Box) -> bool:

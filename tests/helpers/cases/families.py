@@ -8,7 +8,7 @@ from typing import Any
 
 import transformers
 
-from megatron_gvpo.verify.layout import Layout, layouts_for
+from megatron_gvpo.verify.layout import ParallelLayout, layouts_for
 from megatron_gvpo.verify.shrink import shrink
 
 _SP = {"tp": 2, "sequence_parallel": True}
@@ -24,7 +24,7 @@ class Family:
     architecture: str
     config: str
     title: str
-    quick: Layout | None  # the layout of `make test`, if any
+    quick: ParallelLayout | None  # the layout of `make test`, if any
     changes: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
@@ -39,13 +39,13 @@ class Family:
         return shrink(self.released, self.architecture)
 
     @property
-    def layouts(self) -> list[Layout]:
+    def layouts(self) -> list[ParallelLayout]:
         return layouts_for(self.tiny, cores=4)
 
     @property
-    def small_layouts(self) -> list[Layout]:
+    def small_layouts(self) -> list[ParallelLayout]:
         """Layouts with overlapped communication and the sizes of small_constants.py."""
-        return [replace(Layout(2), **_SMALL), replace(Layout(4, pp=2), **_SMALL)]
+        return [replace(ParallelLayout(2), **_SMALL), replace(ParallelLayout(4, pp=2), **_SMALL)]
 
 
 _GLM = {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 2.5, "head_dim": 128}
@@ -92,16 +92,18 @@ _KIMI = {
 FAMILIES = [
     Family("DeepseekV3ForCausalLM", "DeepseekV3Config", "Kimi K2", None, _KIMI),
     Family("Exaone4ForCausalLM", "Exaone4Config", "EXAONE 4.0 (1.2B)", None, _EXAONE4),
-    Family("ExaoneMoeForCausalLM", "ExaoneMoeConfig", "K-EXAONE", Layout(1)),
+    Family("ExaoneMoeForCausalLM", "ExaoneMoeConfig", "K-EXAONE", ParallelLayout(1)),
     Family("GemmaForCausalLM", "GemmaConfig", "Gemma", None),
-    Family("Gemma3ForCausalLM", "Gemma3TextConfig", "Gemma 3 (text)", Layout(2, **_SP)),
-    Family("Glm4MoeForCausalLM", "Glm4MoeConfig", "GLM-4.5, 4.6", Layout(2, **_SP, ep=2), _GLM),
+    Family("Gemma3ForCausalLM", "Gemma3TextConfig", "Gemma 3 (text)", ParallelLayout(2, **_SP)),
+    Family("Glm4MoeForCausalLM", "Glm4MoeConfig", "GLM-4.5, 4.6", ParallelLayout(2, **_SP, ep=2), _GLM),
     Family("Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", "GLM-4.7-Flash", None),
-    Family("GptOssForCausalLM", "GptOssConfig", "GPT-OSS", Layout(2, **_SP, ep=2)),
+    Family("GptOssForCausalLM", "GptOssConfig", "GPT-OSS", ParallelLayout(2, **_SP, ep=2)),
     Family("HYV3ForCausalLM", "HYV3Config", "Hy3", None, {"first_k_dense_replace": 1}),
-    Family("MiniMaxM2ForCausalLM", "MiniMaxM2Config", "MiniMax-M2", Layout(2, ep=2), {"rotary_dim": 64}),
-    Family("OlmoeForCausalLM", "OlmoeConfig", "OLMoE", Layout(2, ep=2)),
-    Family("Qwen3NextForCausalLM", "Qwen3NextConfig", "Qwen3-Next", Layout(2, **_SP, ep=2)),
-    Family("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", "Qwen3.5", Layout(2, cp=2)),
-    Family("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", "Qwen3.5 MoE", Layout(2, pp=2)),
+    Family(
+        "MiniMaxM2ForCausalLM", "MiniMaxM2Config", "MiniMax-M2", ParallelLayout(2, ep=2), {"rotary_dim": 64}
+    ),
+    Family("OlmoeForCausalLM", "OlmoeConfig", "OLMoE", ParallelLayout(2, ep=2)),
+    Family("Qwen3NextForCausalLM", "Qwen3NextConfig", "Qwen3-Next", ParallelLayout(2, **_SP, ep=2)),
+    Family("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", "Qwen3.5", ParallelLayout(2, cp=2)),
+    Family("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", "Qwen3.5 MoE", ParallelLayout(2, pp=2)),
 ]

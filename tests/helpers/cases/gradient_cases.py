@@ -125,6 +125,11 @@ def gvpo(
     return Step(algorithm, paper, budget, at_step_start, model=model, engine_gap=gap)
 
 
+def gvpo_plus_plus(budget: int, alpha: float) -> Step:
+    loss = {"alpha": alpha, "reference": "fixed"}
+    return Step({"recipe": "gvpo_plus_plus", "loss": loss}, reference.gvpo_plus_plus(alpha), budget)
+
+
 def gpg(
     budget: int,
     age: str,
@@ -174,6 +179,8 @@ STEPS = {
     "gvpo, engine's reference, step start, groups split": gvpo(SPLIT, True, gap=0.05),
     "gvpo, engine's reference, step start, groups whole": gvpo(WHOLE, True, gap=0.05),
     "gvpo, engine's reference, without var": gvpo(WHOLE, gap=0.05, terms=("cov",)),
+    "gvpo_plus_plus, by length, groups split": gvpo_plus_plus(SPLIT, 0.5),
+    "gvpo_plus_plus, groups whole": gvpo_plus_plus(WHOLE, 0.0),
     "gpg, age by sample, one by one": gpg(ONE_BY_ONE, "sample"),
     "gpg, age by token": gpg(SPLIT, "token"),
     "gpg, age by sample, ranks without signal": gpg(ALL, "sample", "long without signal"),
@@ -216,6 +223,7 @@ CORE = [
     "gvpo, step start, groups whole",
     "gvpo, engine's reference, groups split",
     "gvpo, engine's reference, groups whole",
+    "gvpo_plus_plus, by length, groups split",
     "gpg, age by sample, ranks without signal",
     "gpg, age by token, ranks without signal, accumulated",
     "grpo with kl",
@@ -334,9 +342,9 @@ def expected(name: str, directory: Path) -> tuple[float, dict[str, Tensor]]:
     """The reference's loss and gradients."""
     rows, logp, parameters = sampled_for(STEPS[name], directory)
     loss = STEPS[name].loss(reference.sample_of(rows, logp))
-    gradients = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, allow_unused=True)
-    found = {
+    values = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, allow_unused=True)
+    gradients = {
         name: torch.zeros_like(parameter) if gradient is None else gradient
-        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
+        for (name, parameter), gradient in zip(parameters.items(), values, strict=True)
     }
-    return loss.item(), found
+    return loss.item(), gradients

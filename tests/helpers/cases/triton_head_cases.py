@@ -58,11 +58,11 @@ def test_every_mode_matches_fp64(r: int, vocab_size: int | None, scale: float):
 
     *_, dx, dw = naive(hidden, weight, labels, g, **options)
     partly = {"stash_bytes": 20 * 101 * 4}
-    found = [
+    results = [
         fused(hidden, weight, labels, g, **triton)
         for fused in (fused_weights_last, fused_weights_first, fused_stash)
     ]
-    for out, dx_, dw_ in (*found, fused_weights_last(hidden, weight, labels, g, **partly, **triton)):
+    for out, dx_, dw_ in (*results, fused_weights_last(hidden, weight, labels, g, **partly, **triton)):
         assert max(error(out.logp_r, logp), error(dx_, dx), error(dw_, dw)) < 1e-5
     out, dx_, dw_ = fused_stash(hidden, weight, labels, g, stash_dtype=torch.bfloat16, **triton)
     assert error(out.logp_r, logp) < 1e-5
@@ -141,7 +141,7 @@ def _check_tensor_parallel(group: dist.ProcessGroup, vocab_size: int) -> None:
     labels = torch.tensor(sorted({*edges, 0, vocab_size - 1} & set(range(vocab_size))))
     hidden, weight, _, g, e = problem(len(labels), 6, 80, 3.0)
     weight[vocab_size:] = 1e3  # padding that would take the whole softmax if it were not masked
-    mine = weight[rank * shard : (rank + 1) * shard]
+    own = weight[rank * shard : (rank + 1) * shard]
     options = {"temperature": 0.8, "vocab_size": vocab_size}
     parallel = {**options, **TRITON, "tp_group": group, "logits_bytes": 4 * 5 * shard}
     for mode in ("recompute", "stash", "partly stashed", "weights_first"):
@@ -149,10 +149,10 @@ def _check_tensor_parallel(group: dist.ProcessGroup, vocab_size: int) -> None:
         logp, _, dx, dw = naive(hidden, weight, labels, g, e_r, **options)
         stash = {"recompute": 0, "stash": 1 << 20, "partly stashed": 4 * shard * 3}
         if mode == "weights_first":
-            out, dx_, dw_ = fused_weights_first(hidden, mine, labels, g, **parallel)
+            out, dx_, dw_ = fused_weights_first(hidden, own, labels, g, **parallel)
         else:
             out, dx_, dw_ = fused_weights_last(
-                hidden, mine, labels, g, e_r, stash_bytes=stash[mode], **parallel
+                hidden, own, labels, g, e_r, stash_bytes=stash[mode], **parallel
             )
         dist.all_reduce(dx_, group=group)
         for got, want in ((out.logp_r, logp), (dx_, dx), (dw_, dw[rank * shard : (rank + 1) * shard])):

@@ -147,16 +147,16 @@ def make_rows(directory: Path, processor: ImageProcessor) -> TrainBatch:
 
     prompts, responses, images = [], [], []
     for row, sizes in enumerate(_SIZES):
-        prompt, found = text(2 + row), []
+        prompt, images_of_row = text(2 + row), []
         for number, (width, height) in enumerate(sizes):
             file = directory / f"{row}-{number}.png"
             Picture.fromarray(noise.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(file)
             image = processor.image(str(file))
             prompt += [START, *[IMAGE] * image.tokens, END, *text(2)]
-            found.append(image)
+            images_of_row.append(image)
         prompts.append(prompt + text(3))
         responses.append(text(5 + 2 * row))
-        images.append(tuple(found))
+        images.append(tuple(images_of_row))
     return TrainBatch(
         prompt_ids=prompts,
         response_ids=responses,
@@ -179,21 +179,25 @@ def decoded_log_probs(model: Any, rows: TrainBatch, directory: Path) -> list[Ten
 
     A token of the response is an ordinary one then, whatever it is.
     """
-    found = []
+    rows_logp = []
     for prompt, answer, images in zip(rows.prompt_ids, rows.response_ids, rows.images, strict=True):
         ids = torch.tensor([list(prompt)])
-        kinds, given = (ids == IMAGE).int(), pixels_of(images, directory)
-        places, further = model.model.get_rope_index(ids, kinds, given.get("image_grid_thw"))
-        output = model(input_ids=ids, position_ids=places, mm_token_type_ids=kinds, use_cache=True, **given)
+        kinds, pixels = (ids == IMAGE).int(), pixels_of(images, directory)
+        positions, further = model.model.get_rope_index(ids, kinds, pixels.get("image_grid_thw"))
+        output = model(
+            input_ids=ids, position_ids=positions, mm_token_type_ids=kinds, use_cache=True, **pixels
+        )
         logps = []
         for number, token in enumerate(answer):
             logps.append(torch.log_softmax(output.logits[0, -1], -1)[token])
-            place = (len(prompt) + number + further).expand(3, 1, 1)
+            position = (len(prompt) + number + further).expand(3, 1, 1)
             output = model(
-                input_ids=torch.tensor([[token]]), position_ids=place, past_key_values=output.past_key_values
+                input_ids=torch.tensor([[token]]),
+                position_ids=position,
+                past_key_values=output.past_key_values,
             )
-        found.append(torch.stack(logps))
-    return found
+        rows_logp.append(torch.stack(logps))
+    return rows_logp
 
 
 def pixels_of(images: Sequence[Image], directory: Path) -> dict[str, Tensor]:
@@ -207,11 +211,11 @@ def pixels_of(images: Sequence[Image], directory: Path) -> dict[str, Tensor]:
 
 def log_probs(model: Any, rows: TrainBatch, directory: Path) -> list[Tensor]:
     """The responses' log-probs by transformers, with its own image processor, one row at a time."""
-    found = []
+    rows_logp = []
     for prompt, answer, images in zip(rows.prompt_ids, rows.response_ids, rows.images, strict=True):
         ids = torch.tensor([[*prompt, *answer]])
-        given = pixels_of(images, directory)
-        output = model(input_ids=ids, mm_token_type_ids=(ids == IMAGE).int(), **given)
+        pixels = pixels_of(images, directory)
+        output = model(input_ids=ids, mm_token_type_ids=(ids == IMAGE).int(), **pixels)
         logp = torch.log_softmax(output.logits[0, len(prompt) - 1 : -1], -1)
-        found.append(logp.gather(1, torch.tensor(answer)[:, None])[:, 0])
-    return found
+        rows_logp.append(logp.gather(1, torch.tensor(answer)[:, None])[:, 0])
+    return rows_logp

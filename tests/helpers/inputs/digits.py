@@ -38,21 +38,21 @@ class Digits:
 
     def reset(self, prompt: Prompt, seed: int) -> None:
         self.seed = seed
-        self.said: list[str] = []
+        self.heard: list[str] = []
 
-    def step(self, said: str) -> Reply:
-        self.said.append(said)
+    def step(self, response: str) -> Reply:
+        self.heard.append(response)
         if self.down and self.seed % 3 == 0:
             raise RuntimeError("down")
-        if self.stop and len(self.said) == 2:
+        if self.stop and len(self.heard) == 2:
             try:
                 Path(self.stop).unlink()
             except FileNotFoundError:  # another worker was first
                 pass
             else:
                 os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGTERM)
-        text = "/".join([str(self.seed), *self.said])
+        text = "/".join([str(self.seed), *self.heard])
         number = int(hashlib.sha256(text.encode()).hexdigest(), 16) % 100
         if number < 20:
-            return Reply(None, reward=len(set(said)) / 10)
-        return Reply(str(number), reward=len(set(said)) / 10, counts={"even": 1 - number % 2})
+            return Reply(None, reward=len(set(response)) / 10)
+        return Reply(str(number), reward=len(set(response)) / 10, counts={"even": 1 - number % 2})

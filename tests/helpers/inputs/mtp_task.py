@@ -95,9 +95,9 @@ def renumbered(source: Path, target: Path, order: torch.Tensor) -> Path:
 def heads(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The head's tensors, for a checkpoint with these."""
     last, own = f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
-    found = {own + n.removeprefix(last): t.clone() for n, t in tensors.items() if n.startswith(last)}
-    found |= {f"{own}{name}.weight": torch.ones(HIDDEN) for name in ("enorm", "hnorm", "shared_head.norm")}
-    found[f"{own}eh_proj.weight"] = torch.randn(HIDDEN, 2 * HIDDEN) * 0.1
-    found[f"{own}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    found[f"{own}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    return found
+    renamed = {own + n.removeprefix(last): t.clone() for n, t in tensors.items() if n.startswith(last)}
+    renamed |= {f"{own}{name}.weight": torch.ones(HIDDEN) for name in ("enorm", "hnorm", "shared_head.norm")}
+    renamed[f"{own}eh_proj.weight"] = torch.randn(HIDDEN, 2 * HIDDEN) * 0.1
+    renamed[f"{own}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    renamed[f"{own}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    return renamed

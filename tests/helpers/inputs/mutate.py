@@ -48,10 +48,10 @@ ODD_BYTES = [
 ]
 
 
-def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def paths_in(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The paths to all values inside a nested value."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path for key, item in inside for path in ((*at, key), *places(item, (*at, key)))]
+    return [path for key, item in inside for path in ((*at, key), *paths_in(item, (*at, key)))]
 
 
 @st.composite
@@ -59,7 +59,7 @@ def mutated(draw: st.DrawFn, valid: Any, most: int = 3) -> Any:
     """A valid nested value with some values dropped, duplicated, moved or replaced by odd ones."""
     value = copy.deepcopy(valid)
     for _ in range(draw(st.integers(1, most))):
-        there = places(value)
+        there = paths_in(value)
         if not there:
             return value
         *above, key = draw(st.sampled_from(there))

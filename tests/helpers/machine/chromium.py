@@ -28,14 +28,14 @@ OPTIONS = (
 
 
 class Page:
-    """The one page of a browser. `said`: its console messages, errors and violated policies so far.
+    """The one page of a browser. `console`: its console messages, errors and violated policies so far.
 
-    `asked`: the URLs of all requests, except for files and data.
+    `requests`: the URLs of all requests, except for files and data.
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, loop: asyncio.AbstractEventLoop) -> None:
-        self.said: list[str] = []
-        self.asked: list[str] = []
+        self.console: list[str] = []
+        self.requests: list[str] = []
         self._socket, self._loop, self._number = socket, loop, itertools.count(1)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -57,34 +57,36 @@ class Page:
         values = event.get("params", {})
         if event["method"] == "Runtime.exceptionThrown":
             details = values["exceptionDetails"]
-            self.said.append(details.get("exception", {}).get("description", details["text"]))
+            self.console.append(details.get("exception", {}).get("description", details["text"]))
         elif event["method"] == "Log.entryAdded":
-            self.said.append(values["entry"]["text"])
+            self.console.append(values["entry"]["text"])
         elif event["method"] == "Runtime.consoleAPICalled":
-            self.said.append(" ".join(str(value.get("value")) for value in values["args"]))
+            self.console.append(" ".join(str(value.get("value")) for value in values["args"]))
         elif event["method"] == "Network.requestWillBeSent":
             url = values["request"]["url"]
             if not url.startswith(("file:", "data:", "about:", "blob:")):
-                self.asked.append(url)
+                self.requests.append(url)
 
     def look(self, expression: str) -> Any:
         """The JSON value of a JavaScript expression; a promise is awaited."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
 
     def wait(self, expression: str, what: str) -> Any:
         """Wait until the expression is true; returns its value."""
         deadline = time.monotonic() + PATIENCE
         while not (value := self.look(expression)):
-            assert time.monotonic() < deadline, f"{what}: not in {PATIENCE:.0f} s; the page said {self.said}"
+            assert time.monotonic() < deadline, (
+                f"{what}: not in {PATIENCE:.0f} s; the page said {self.console}"
+            )
             time.sleep(0.05)
         return value
 
     def open(self, url: str) -> None:
         """Open the report at `url` and wait until it is shown."""
-        self.said.clear()
-        self.asked.clear()
+        self.console.clear()
+        self.requests.clear()
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=url)
         self.wait("document.documentElement?.dataset.open", f"{url} is shown")
@@ -147,7 +149,7 @@ async def _session() -> aiohttp.ClientSession:
 
 async def _connect(session: aiohttp.ClientSession, port: int) -> aiohttp.ClientWebSocketResponse:
     async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
-        [target] = [found for found in await answer.json() if found["type"] == "page"]
+        [target] = [page for page in await answer.json() if page["type"] == "page"]
     return await session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0)
 
 

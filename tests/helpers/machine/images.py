@@ -93,20 +93,20 @@ def store() -> Iterator[Images]:
     One process at a time uses it, and another one waits. Stores that were made otherwise are deleted.
     """
     install(TOOLS, TOOLS)
-    place = _cache() / f"store-{_key(LIBRARIES, BASE, sys.version, *(_text(file) for file in DEPENDENCIES))}"
-    with _locked(place):
+    folder = _cache() / f"store-{_key(LIBRARIES, BASE, sys.version, *(_text(file) for file in DEPENDENCIES))}"
+    with _locked(folder):
         for other in _cache().glob("store-*[0-9a-f]"):
-            if other != place:
+            if other != folder:
                 with suppress(BlockingIOError), _locked(other, fcntl.LOCK_NB):
                     _remove(other)
-        images = Images(place)
-        if place.exists() and images.count() > MOST_IMAGES:
-            _remove(place)
-        if not (place / "base").exists():
-            place.mkdir(exist_ok=True)
+        images = Images(folder)
+        if folder.exists() and images.count() > MOST_IMAGES:
+            _remove(folder)
+        if not (folder / "base").exists():
+            folder.mkdir(exist_ok=True)
             with tempfile.TemporaryDirectory() as context:
                 _make_base(images, Path(context) / "base")
-            (place / "base").touch()
+            (folder / "base").touch()
         used("image")
         try:
             yield images
@@ -115,8 +115,8 @@ def store() -> Iterator[Images]:
 
 
 @contextmanager
-def _locked(place: Path, how: int = 0) -> Iterator[None]:
-    with open(place.with_name(f"{place.name}.lock"), "w") as lock:
+def _locked(folder: Path, how: int = 0) -> Iterator[None]:
+    with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | how)
         yield
 
@@ -124,8 +124,8 @@ def _locked(place: Path, how: int = 0) -> Iterator[None]:
 def _remove(store: Path) -> None:
     """Removes a store, and unmounts first what a builder that was killed has left mounted inside it."""
     mounted = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
-    for place in reversed([place for place in mounted if Path(place).is_relative_to(store)]):
-        subprocess.run(["umount", "--lazy", place], check=True)
+    for mount in reversed([mount for mount in mounted if Path(mount).is_relative_to(store)]):
+        subprocess.run(["umount", "--lazy", mount], check=True)
     shutil.rmtree(store)
 
 
@@ -180,8 +180,8 @@ def _system() -> Path:
 def _pip_settings() -> dict[str, str]:
     """This machine's settings of pip that are valid inside an image, too."""
     listed = _run([sys.executable, "-m", "pip", "config", "list"], 60)
-    found = dict(line.split("=", 1) for line in listed.splitlines())
-    known = {key.rsplit(".", 1)[1]: value.strip("'") for key, value in found.items()}
+    settings = dict(line.split("=", 1) for line in listed.splitlines())
+    known = {key.rsplit(".", 1)[1]: value.strip("'") for key, value in settings.items()}
     local = ("file:", "/opt", "/home", "/root")
     wanted = {key: known[key] for key in ("index-url", "extra-index-url", "cert", "proxy") if key in known}
     return {key: value for key, value in wanted.items() if not value.startswith(local)}
@@ -197,6 +197,6 @@ def _run(command: list[str], timeout: float, environment: Mapping[str, str] | No
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
     )
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{said[-4000:]}"
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{output[-4000:]}"
     return done.stdout

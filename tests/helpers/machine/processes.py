@@ -33,6 +33,6 @@ def left_having(marker: str, seconds: float = 60.0) -> list[int]:
     A process that was killed takes a moment to end, and more on a busy machine.
     """
     deadline = time.monotonic() + seconds
-    while (left := list(having(marker))) and time.monotonic() < deadline:
+    while (remaining := list(having(marker))) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return left
+    return remaining

@@ -74,7 +74,7 @@ class Slurm:
         deadline = time.monotonic() + PATIENCE
         while not condition():
             assert time.monotonic() < deadline, (
-                f"{what}: not in {PATIENCE:.0f} s; the job is {self.state(job)}.\n{self.said(job)}"
+                f"{what}: not in {PATIENCE:.0f} s; the job is {self.state(job)}.\n{self.logs(job)}"
             )
             time.sleep(0.2)
 
@@ -93,13 +93,13 @@ class Slurm:
             state = self.state(job)
             # It is over for a moment before each start.
             assert waited("over", state in OVER) < 120, (
-                f"the job is {state} without start {number}:\n{self.said(job)}"
+                f"the job is {state} without start {number}:\n{self.logs(job)}"
             )
             # A node refuses a job that it ended in the same second: so not at once.
             if waited("pending", state == "PENDING") > 3:
                 with suppress(AssertionError):  # its last start may not be over yet
                     self("scontrol", "update", f"jobid={job}", "starttime=now")
-            return f"start {number} on" in self.said(job)
+            return f"start {number} on" in self.logs(job)
 
         self.wait(job, started, f"start {number}")
 
@@ -119,11 +119,11 @@ class Slurm:
         )
         return datetime.fromisoformat(details["EndTime"]).timestamp()
 
-    def said(self, job: str) -> str:
+    def logs(self, job: str) -> str:
         """The job's output and the ends of all its logs."""
         file = self.output(job)
-        logs = [file, *sorted(file.parent.glob(f"{job}.*/*.log"))]
-        return "\n".join(f"== {log}\n{log.read_text()[-3000:]}" for log in logs if log.exists())
+        files = [file, *sorted(file.parent.glob(f"{job}.*/*.log"))]
+        return "\n".join(f"== {log}\n{log.read_text()[-3000:]}" for log in files if log.exists())
 
 
 @contextmanager

@@ -41,10 +41,10 @@ def forward(
     **others: Any,
 ) -> tuple[Tensor, ...]:
     assert dropout == 0 and not debug and not any(value is not None for value in others.values())
-    places = spans(query, key, value, ends_q, ends_k, max_q, max_k)
+    slices = spans(query, key, value, ends_q, ends_k, max_q, max_k)
     out = torch.empty_like(query)
     lse = torch.empty(query.shape[1], len(query), dtype=torch.promote_types(query.dtype, torch.float32))
-    for rows, columns in places:
+    for rows, columns in slices:
         scores = scores_of(query[rows], key[columns], causal, scale)
         lse[:, rows] = scores.logsumexp(-1).to(lse.dtype)
         weights = scores.softmax(-1)
@@ -76,10 +76,10 @@ def backward(
     assert grad.dtype == out.dtype == query.dtype and grad.shape == out.shape == query.shape
     assert lse.is_contiguous() and lse.shape == (query.shape[1], len(query)), "read without strides"
     assert lse.dtype == torch.promote_types(query.dtype, torch.float32)
-    places = spans(query, key, value, ends_q, ends_k, max_q, max_k)
+    slices = spans(query, key, value, ends_q, ends_k, max_q, max_k)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     dq, dk, dv = (torch.zeros_like(x) for x in (query, key, value))
-    for rows, columns in places:
+    for rows, columns in slices:
         q, k, v = wide(query[rows], query), wide(key[columns], query), wide(value[columns], query)
         g, o = wide(grad[rows], query), wide(out[rows], query)
         p = (scores_of(query[rows], key[columns], causal, scale) - lse[:, rows, None]).exp()
@@ -99,13 +99,13 @@ def spans(
     assert query.shape[1] % key.shape[1] == 0 and query.shape[2] == key.shape[2]
     assert query.shape[2] % 8 == 0 and query.shape[2] <= 256
     assert all(x.stride(-1) == 1 for x in (query, key, value))
-    found = []
+    slices = []
     for x, ends, longest in ((query, ends_q, max_q), (key, ends_k, max_k)):
         assert ends.dtype == torch.int32 and ends.is_contiguous() and ends.device == x.device
         lengths = ends.diff().tolist()
         assert int(ends[0]) == 0 and int(ends[-1]) == len(x) and min(lengths) > 0 and max(lengths) == longest
-        found.append([slice(a, b) for a, b in pairwise(ends.tolist())])
-    return list(zip(*found, strict=True))
+        slices.append([slice(a, b) for a, b in pairwise(ends.tolist())])
+    return list(zip(*slices, strict=True))
 
 
 def scores_of(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> Tensor:

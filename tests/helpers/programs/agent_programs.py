@@ -123,8 +123,8 @@ async def forgetful(prompt, endpoint, client, ask):
     """Sends earlier answers back without what was thought."""
     messages = [user("a")]
     for _ in range(3):
-        said = await ask(messages)
-        messages += [assistant(said.split("</think>")[-1]), user("b")]
+        answer = await ask(messages)
+        messages += [assistant(answer.split("</think>")[-1]), user("b")]
 
 
 async def limits(prompt, endpoint, client, ask):
@@ -288,9 +288,9 @@ async def anything(prompt, endpoint, client, ask):
             answer = await http.post(url, json=body, headers={"Authorization": f"Bearer {endpoint.api_key}"})
             assert answer.status_code == 200, answer.text
             return
-        said = await ask(chat, user=str(number))
+        answer = await ask(chat, user=str(number))
         if act != "again":
-            chat += [assistant(said), user(str(rng.randrange(3)))]
+            chat += [assistant(answer), user(str(rng.randrange(3)))]
 
     for _ in range(rng.randrange(1, 7)):
         acts = rng.choices(

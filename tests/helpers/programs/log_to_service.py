@@ -30,8 +30,8 @@ def main(service: str, output_dir: Path) -> None:
                 logger.tell(Alert(step, "no signal", "nothing to learn", "the prompts"))
             logger.log(step, {"eval/pass@1": step / 8, "train/loss": math.nan if step == 1 else 1.0})
         logger.close()
-    held = {"trackio": in_trackio, "mlflow": in_mlflow, "swanlab": in_swanlab}[service]
-    print(json.dumps(held(output_dir)))
+    readers = {"trackio": in_trackio, "mlflow": in_mlflow, "swanlab": in_swanlab}[service]
+    print(json.dumps(readers(output_dir)))
 
 
 def in_trackio(output_dir: Path) -> dict:
@@ -50,14 +50,14 @@ def in_mlflow(output_dir: Path) -> dict:
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{output_dir.resolve() / 'mlflow.db'}")
-    found = client.search_runs([client.get_experiment_by_name("project").experiment_id])
-    assert [run.info.status for run in found] == ["FINISHED"]
-    run_id = found[0].info.run_id
+    runs = client.search_runs([client.get_experiment_by_name("project").experiment_id])
+    assert [run.info.status for run in runs] == ["FINISHED"]
+    run_id = runs[0].info.run_id
     [artifacts] = (output_dir / "mlruns").glob("*/artifacts")
     return {
         "values": [[m.step, m.value] for m in client.get_metric_history(run_id, "eval/pass_at_1")],
         "samples": [int(path.stem[5:]) for path in sorted(artifacts.glob("samples/*.json"))],
-        "alerts": [text for tag, text in found[0].data.tags.items() if tag.startswith("alert")],
+        "alerts": [text for tag, text in runs[0].data.tags.items() if tag.startswith("alert")],
         "config": {"steps": 8} if "steps: 8" in (artifacts / "config.yaml").read_text() else None,
     }
 

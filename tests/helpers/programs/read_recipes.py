@@ -15,7 +15,7 @@ from megatron_gvpo.data.prompts import load_prompts
 from megatron_gvpo.settings.load import load_config
 
 RECIPES = Path(__file__).parents[3] / "examples" / "recipes"
-tokens, found = tokenizer(), {}
+tokens, recipes = tokenizer(), {}
 for argument in sys.argv[1:]:
     name, _, limit = argument.partition("=")
     limits = [f"data.{part}.limit={limit}" for part in ("train", "eval")] if limit else []
@@ -23,5 +23,5 @@ for argument in sys.argv[1:]:
     for part in ("train", "eval"):
         if (dataset := getattr(data, part)) is not None:
             prompts = load_prompts(dataset, data, tokens, longest=10**6, end_token_ids=(END,))
-            found[f"{name}/{part}"] = [asdict(prompt) for prompt in prompts]
-json.dump(found, sys.stdout)
+            recipes[f"{name}/{part}"] = [asdict(prompt) for prompt in prompts]
+json.dump(recipes, sys.stdout)

@@ -15,6 +15,7 @@ from helpers.paths import ROOT
 from helpers.servers.real_servers import engine_python
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.data.task import load_task
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.sampling.served import ServedEngine
 from megatron_gvpo.settings.config import Config
@@ -45,31 +46,31 @@ def make(directory: Path, model: str) -> None:
 
 
 def _save_qwen2_5(directory: Path) -> None:
-    given = json.loads((directory / "config.json").read_text())
-    text = {key: given["text_config"][key] for key in ("vocab_size", "eos_token_id", "pad_token_id")}
+    source = json.loads((directory / "config.json").read_text())
+    text = {key: source["text_config"][key] for key in ("vocab_size", "eos_token_id", "pad_token_id")}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}
     sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     vision = {"hidden_size": 32, "num_heads": 2, "depth": 2, "window_size": 28, "fullatt_block_indexes": [1]}
     text |= {**sizes, "intermediate_size": 96, "max_position_embeddings": 256, "initializer_range": 0.1}
     vision |= {"intermediate_size": 48, "out_hidden_size": 128, "initializer_range": 0.1}
-    vision |= {"patch_size": given["vision_config"]["patch_size"]}  # the example's processor cuts pictures
+    vision |= {"patch_size": source["vision_config"]["patch_size"]}  # the example's processor cuts pictures
     config = transformers.Qwen2_5_VLConfig(
         text_config={**text, "bos_token_id": None, "rope_parameters": rope, "tie_word_embeddings": False},
         vision_config=vision,
         tie_word_embeddings=False,
-        **{key: given[key] for key in given if key.endswith("_token_id") and key not in text},
+        **{key: source[key] for key in source if key.endswith("_token_id") and key not in text},
     )
     torch.manual_seed(0)
     transformers.Qwen2_5_VLForConditionalGeneration(config).save_pretrained(directory)
 
 
-def config_of(engine: str, place: Path, **servers: object) -> Config:
+def config_of(engine: str, folder: Path, **servers: object) -> Config:
     """The configuration of the run; `servers`: further keys of `rollout.servers`."""
     return build_config(
         {
-            "output_dir": str(place / "run"),
-            "model": {"path": str(place / "model"), "dtype": "float32", "train_vision": True},
-            "data": {"train": {"path": str(place / "data" / "train.jsonl"), "images_key": "images"}},
+            "output_dir": str(folder / "run"),
+            "model": {"path": str(folder / "model"), "dtype": "float32", "train_vision": True},
+            "data": {"train": {"path": str(folder / "data" / "train.jsonl"), "images_key": "images"}},
             "algorithm": "grpo",
             "rollout": {
                 "engine": engine,
@@ -84,19 +85,20 @@ def config_of(engine: str, place: Path, **servers: object) -> Config:
     )
 
 
-def run(engine: str, url: str, place: str, transports: str) -> None:
+def run(engine: str, url: str, folder: str, transports: str) -> None:
     """Sample, compare with the trainer and update, once more than there are `transports` to push over."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
-    directory, found = Path(place), []
+    directory, results = Path(folder), []
     config = config_of(engine, directory, urls=[url])
-    policy, task = Policy(config), load_task(config)
+    policy, task = Policy(config), load_task(config, ModelCards(config).policy)
     rows = None
     for step, transport in enumerate(transports.split(",")):
         weights = config.rollout.weights.model_copy(
-            update={"transport": transport, "directory": f"{place}/weights"}
+            update={"transport": transport, "directory": f"{folder}/weights"}
         )
         rollout = config.rollout.model_copy(update={"weights": weights})
-        with ServedEngine(config.model_copy(update={"rollout": rollout}), task, policy) as engine_of_step:
+        pushing = config.model_copy(update={"rollout": rollout})
+        with ServedEngine(pushing, ModelCards(pushing), task, policy) as engine_of_step:
             if rows is not None:
                 policy.update(rows, at_step_start=True)
             engine_of_step.sync(step)
@@ -106,20 +108,21 @@ def run(engine: str, url: str, place: str, transports: str) -> None:
             gap = (policy.score(rows) - rows.engine_logp_r).abs()
             texts = [[rollout.token_ids for rollout in group.rollouts] for group in groups]
             gaps = [gap[rows.seq_r == row].max().item() for row in range(len(rows))]
-            found.append({"transport": transport, "gaps": gaps, "tokens": texts})
+            results.append({"transport": transport, "gaps": gaps, "tokens": texts})
     if dist.get_rank() == 0:
-        (directory / "found.json").write_text(json.dumps(found))
+        (directory / "found.json").write_text(json.dumps(results))
     dist.barrier()
 
 
-def refused(engine: str, url: str, place: str) -> None:
+def refused(engine: str, url: str, folder: str) -> None:
     """Ask a server whose model has another image processor; write the error."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
-    config = config_of(engine, Path(place), urls=[url])
+    config = config_of(engine, Path(folder), urls=[url])
     try:
-        ServedEngine(config, load_task(config), Policy(config)).__enter__()
+        cards = ModelCards(config)
+        ServedEngine(config, cards, load_task(config, cards.policy), Policy(config)).__enter__()
     except (ValueError, RolloutError) as error:
-        (Path(place) / "error").write_text(str(error))
+        (Path(folder) / "error").write_text(str(error))
 
 
 def spoil_processor(directory: Path) -> None:

@@ -30,8 +30,8 @@ def assert_exported(directory: Path, dtype: str = "float32") -> None:
         scores, from_files = (
             json.loads((directory / f"scores-{step}{of}").read_text()) for of in ("", "-from-files")
         )
-        for mine, theirs in zip(scores, from_files, strict=True):
-            assert mine == pytest.approx(theirs, abs=1e-5, rel=0), f"step {step}"
+        for sampled, computed in zip(scores, from_files, strict=True):
+            assert sampled == pytest.approx(computed, abs=1e-5, rel=0), f"step {step}"
         if step:
             now, before = (json.loads((directory / f"score-{n}-0").read_text()) for n in (step, step - 1))
             assert max(abs(a - b) for a, b in zip(now, before, strict=True)) > 0.01

@@ -44,9 +44,9 @@ def parts(task: str, out: str, layout: str) -> None:
     for part in own.parts:
         assembled[part.name][part.top : part.bottom, part.left : part.right] = own.read(part)
     for tensor in assembled.values():  # a rank's NaN stands for what others have
-        found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-        dist.all_gather(found, tensor)
-        for other in found:
+        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, tensor)
+        for other in gathered:
             tensor.copy_(torch.where(tensor.isnan(), other, tensor))
     if dist.get_rank() == 0:
         torch.save(exported, Path(out) / "exported")
@@ -125,9 +125,9 @@ def _config(engine: str, urls: str, task: str, out: str, layout: str) -> Config:
 
 
 def _transport(rollouts: ServedEngine) -> Sharded:
-    found = rollouts._weights._publisher._transport
-    assert isinstance(found, Sharded)
-    return found
+    transport = rollouts._weights._publisher._transport
+    assert isinstance(transport, Sharded)
+    return transport
 
 
 def _check_bytes(transport: Sharded, metrics: dict[str, float]) -> None:

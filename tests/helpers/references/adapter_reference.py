@@ -68,13 +68,13 @@ def expected(base: Path, adapter: Path, step: Step, shared: bool) -> Expected:
     stored = load_file(base / "model.safetensors")
 
     def merged(adapters: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = {name: weight.double() for name, weight in stored.items()}
+        weights = {name: weight.double() for name, weight in stored.items()}
         for name in (name for name in adapters if name.endswith(".lora_A.weight")):
             stem = name.removesuffix(".lora_A.weight")
-            found[f"{stem.removeprefix(PREFIX)}.weight"] += (
+            weights[f"{stem.removeprefix(PREFIX)}.weight"] += (
                 scale * adapters[f"{stem}.lora_B.weight"] @ adapters[name]
             )
-        return found
+        return weights
 
     def model_of(weights: dict[str, Tensor]) -> Any:
         aside = adapter.with_name(f"{adapter.name}-merged")
@@ -92,7 +92,7 @@ def expected(base: Path, adapter: Path, step: Step, shared: bool) -> Expected:
     loss = step.loss(reference.sample_of(rows, logp))
     named = dict(model.named_parameters())
     gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    whole = reference.as_in_file(
+    full = reference.as_in_file(
         {
             n: torch.zeros_like(p) if g is None else g
             for (n, p), g in zip(named.items(), gradients, strict=True)
@@ -102,7 +102,7 @@ def expected(base: Path, adapter: Path, step: Step, shared: bool) -> Expected:
     for name in (name for name in tensors if name.endswith(".lora_A.weight")):
         stem = name.removesuffix(".lora_A.weight")
         a, b = tensors[name], tensors[f"{stem}.lora_B.weight"]
-        g = whole[f"{stem.removeprefix(PREFIX)}.weight"]
+        g = full[f"{stem.removeprefix(PREFIX)}.weight"]
         by_name[name], by_name[f"{stem}.lora_B.weight"] = scale * b.T @ g, scale * g @ a.T
     once = dict(by_name)
     if shared:  # a layer's gradient by the A that it shares is the sum of all

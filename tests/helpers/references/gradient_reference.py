@@ -145,17 +145,17 @@ def save_models(directory: Path, names: Iterable[str] | None = None) -> None:
 
 def as_in_file(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename parameters as in checkpoints: in memory, transformers keeps a layer's experts in two tensors."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in named.items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            found[name] = tensor
+            tensors[name] = tensor
             continue
         stem, kind = name.rsplit(".", 1)
         for i, expert in enumerate(tensor):
             parts = expert.chunk(2) if kind == "gate_up_proj" else (expert,)
             for part_name, part in zip(kind.removesuffix("_proj").split("_"), parts, strict=True):
-                found[f"{stem}.{i}.{part_name}_proj.weight"] = part
-    return found
+                tensors[f"{stem}.{i}.{part_name}_proj.weight"] = part
+    return tensors
 
 
 def log_probs(model: torch.nn.Module, rows: TrainBatch, temperature: float) -> list[Tensor]:
@@ -237,6 +237,20 @@ def gvpo(beta: float, var: bool = True, cov: bool = True, surrogate: bool = Fals
     return loss
 
 
+def gvpo_plus_plus(alpha: float) -> ReferenceLoss:
+    """arXiv 2609.21432: half the variance within groups of |y|^(-alpha) (log pi(y) - log pi_teacher(y))."""
+
+    def loss(sample: Sample) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        lengths = sample.sums([torch.ones_like(logp) for logp in sample.logp])
+        z = lengths**-alpha * (sample.sums(sample.logp) - sample.sums(sample.ref))
+        for group in (g for g in sample.groups if len(g) > 1):
+            total += z[group].var() / 2
+        return total / len(sample.groups)
+
+    return loss
+
+
 def token_truncate(log_ratio: Tensor) -> Tensor:
     """Truncated importance sampling: min(pi_old / pi_engine, 1.2) of every token."""
     return log_ratio.exp().minimum(torch.tensor(1.2))
@@ -260,8 +274,8 @@ def token_mask(log_ratio: Tensor) -> Tensor:
 def sequence_mask(log_ratio: Tensor) -> Tensor:
     """MIS in [0.3, 2], where no token's ratio is below 0.4."""
     ratio = log_ratio.exp().prod()
-    kept = 0.3 <= ratio <= 2 and log_ratio.exp().min() >= 0.4
-    return (ratio * kept).expand_as(log_ratio)
+    is_in_range = 0.3 <= ratio <= 2 and log_ratio.exp().min() >= 0.4
+    return (ratio * is_in_range).expand_as(log_ratio)
 
 
 Correction = Callable[[Tensor], Tensor]

@@ -82,10 +82,10 @@ class Library:
             return UNKNOWN
         if tail[0] not in names:
             return UNKNOWN if "__getattr__" in names else None
-        found = names[tail[0]]
-        if isinstance(found, str):
-            return UNKNOWN if found == dotted else self.find(".".join([found, *tail[1:]]))
-        return found if len(tail) == 1 else UNKNOWN  # a class's own attributes may be made anywhere
+        entry = names[tail[0]]
+        if isinstance(entry, str):
+            return UNKNOWN if entry == dotted else self.find(".".join([entry, *tail[1:]]))
+        return entry if len(tail) == 1 else UNKNOWN  # a class's own attributes may be made anywhere
 
     def parameters(self, definition: Node, method: str = "__init__") -> Parameters | None:
         """The parameters of a function, or of a class's method; None where the sources do not tell."""
@@ -217,8 +217,8 @@ class Uses(ast.NodeVisitor):
         if parameters is None:
             return
         self.used += 1
-        given = {k.arg for k in node.keywords if k.arg} | self._collected(node)
-        if not parameters.any_name and (unknown := given - parameters.named):
+        used = {k.arg for k in node.keywords if k.arg} | self._collected(node)
+        if not parameters.any_name and (unknown := used - parameters.named):
             self.problems.append(f"{node.lineno}: {shown} takes no {', '.join(sorted(unknown))}")
         positional = [a for a in node.args if not isinstance(a, ast.Starred)]
         if parameters.rest is None and len(positional) > len(parameters.positional):
@@ -230,16 +230,16 @@ class Uses(ast.NodeVisitor):
         passed = {k.value.id for k in node.keywords if k.arg is None and isinstance(k.value, ast.Name)}
         if not passed or not self._functions:
             return set()
-        found = set[str]()
+        keys_seen = set[str]()
         for inner in ast.walk(self._functions[-1]):
             match inner:
                 case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys=keys)) if name in passed:
-                    found |= {str(key.value) for key in keys if isinstance(key, ast.Constant)}
+                    keys_seen |= {str(key.value) for key in keys if isinstance(key, ast.Constant)}
                 case ast.Assign(
                     targets=[ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str(key)))]
                 ) if name in passed:
-                    found.add(key)
-        return found
+                    keys_seen.add(key)
+        return keys_seen
 
 
 class Newest(ast.NodeTransformer):
@@ -269,14 +269,14 @@ class Newest(ast.NodeTransformer):
                 known = [self._truth(value) for value in test.values]
                 decisive = isinstance(test.op, ast.Or)
                 return decisive if decisive in known else (None if None in known else not decisive)
-            case ast.Call(func=ast.Name(id="is_te_min_version"), args=[ast.Constant(value=str(asked)), *_]):
-                return self._version >= Version(asked)
+            case ast.Call(func=ast.Name(id="is_te_min_version"), args=[ast.Constant(value=str(wanted)), *_]):
+                return self._version >= Version(wanted)
             case ast.Compare(left=ast.Call(func=ast.Name(id="get_te_version")), comparators=[other]):
                 if numbers := re.search(r"Version\('([\d.]+)'\)", ast.unparse(other)):
-                    asked = Version(numbers[1])
+                    wanted = Version(numbers[1])
                     match test.ops[0]:
                         case ast.Lt():
-                            return self._version < asked
+                            return self._version < wanted
                         case ast.GtE():
-                            return self._version >= asked
+                            return self._version >= wanted
         return None

@@ -31,19 +31,19 @@ def source() -> Path:
     """The folder that holds `transformer_engine/`. pip downloads it once; an error of pip fails the test."""
     version = REFERENCE["transformer-engine"]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_gvpo"
-    place = home / f"transformer_engine-{version}"
+    folder = home / f"transformer_engine-{version}"
     home.mkdir(parents=True, exist_ok=True)
     with (home / "transformer_engine.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (place / ".complete").exists():
+        if not (folder / ".complete").exists():
             wanted = f"transformer-engine=={version}"
             pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-            done = subprocess.run([*pip, "--dest", place, wanted], capture_output=True, text=True)
+            done = subprocess.run([*pip, "--dest", folder, wanted], capture_output=True, text=True)
             assert done.returncode == 0, f"pip cannot download {wanted}:\n{done.stderr}"
-            [wheel] = place.glob("*.whl")
-            zipfile.ZipFile(wheel).extractall(place)
-            (place / ".complete").touch()
-    return place
+            [wheel] = folder.glob("*.whl")
+            zipfile.ZipFile(wheel).extractall(folder)
+            (folder / ".complete").touch()
+    return folder
 
 
 class _Numbers(type):

@@ -25,9 +25,9 @@ def hub_of(data_sets: Mapping[str, Files]) -> Iterator[tuple[str, list[str]]]:
             self.do_GET()
 
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             name, files = self._named(urlsplit(self.path).path.removeprefix("/api/datasets/"))
-            paths = asked.get("paths", []) if name else []
+            paths = request.get("paths", []) if name else []
             self._json([_entry(path, files[path]) for path in paths if path in files])
 
         def do_GET(self) -> None:
@@ -53,8 +53,8 @@ def hub_of(data_sets: Mapping[str, Files]) -> Iterator[tuple[str, list[str]]]:
             if self.command == "GET":
                 read.append(f"{name}/{inside}")
             code, begin = 200, 0
-            if asked := self.headers.get("Range"):
-                first, _, last = asked.removeprefix("bytes=").partition("-")
+            if wanted := self.headers.get("Range"):
+                first, _, last = wanted.removeprefix("bytes=").partition("-")
                 code, begin, end = 206, int(first), int(last or len(data) - 1) + 1
                 data = data[begin:end]
             self.send_response(code)
@@ -67,8 +67,8 @@ def hub_of(data_sets: Mapping[str, Files]) -> Iterator[tuple[str, list[str]]]:
             self._end(data)
 
         def _named(self, path: str) -> tuple[str, Files]:
-            found = next((name for name in data_sets if f"{path}/".startswith(f"{name}/")), "")
-            return found, data_sets.get(found, {})
+            name = next((name for name in data_sets if f"{path}/".startswith(f"{name}/")), "")
+            return name, data_sets.get(name, {})
 
         def _json(self, values: Any, code: int = 200, headers: Mapping[str, str] | None = None) -> None:
             self.send_response(code)
@@ -94,14 +94,14 @@ def hub_of(data_sets: Mapping[str, Files]) -> Iterator[tuple[str, list[str]]]:
 
 def _children(files: Files, folder: str) -> list[dict[str, Any]]:
     """The files and folders right inside a folder; the top one is ""."""
-    begin, found = f"{folder}/" if folder else "", dict[str, dict[str, Any]]()
+    begin, children = f"{folder}/" if folder else "", dict[str, dict[str, Any]]()
     for path, data in files.items():
         if path.startswith(begin):
             name, inside, _ = path.removeprefix(begin).partition("/")
             there = f"{begin}{name}"
             directory = {"type": "directory", "path": there, "size": 0, "oid": "0" * 40}
-            found[there] = directory if inside else _entry(path, data)
-    return list(found.values())
+            children[there] = directory if inside else _entry(path, data)
+    return list(children.values())
 
 
 def _entry(path: str, data: bytes) -> dict[str, Any]:

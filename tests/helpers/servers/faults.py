@@ -62,14 +62,14 @@ class Saboteur(Callback):
         self._thread.join()
 
     def _watch(self) -> None:
-        left = list(self.faults)
-        while left and not self._over.wait(0.001):
-            for fault in list(left):
+        remaining = list(self.faults)
+        while remaining and not self._over.wait(0.001):
+            for fault in list(remaining):
                 if self._trainer.step + 1 >= fault.step and self._moment() == fault.moment:
                     time.sleep(fault.delay)
                     fault.action()
                     self.done.append(f"{fault.moment} in step {self._trainer.step + 1}")
-                    left.remove(fault)
+                    remaining.remove(fault)
 
     def _moment(self) -> Moment:
         pool: ServerPool = self._trainer.components.engine.servers.pool

@@ -69,10 +69,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.objects[oid] = data
         self._answer(200, {})
 
-    def _create(self, asked: dict[str, Any]) -> None:
-        name = f"{asked['organization']}/{asked['name']}"
+    def _create(self, request: dict[str, Any]) -> None:
+        name = f"{request['organization']}/{request['name']}"
         known = name in self.server.repositories
-        self.server.repositories.setdefault(name, {"visibility": asked.get("visibility"), "files": {}})
+        self.server.repositories.setdefault(name, {"visibility": request.get("visibility"), "files": {}})
         self._answer(409 if known else 200, {"url": f"{self.server.url}/{name}", "name": name})
 
     def _commit(self, name: str, body: bytes) -> None:

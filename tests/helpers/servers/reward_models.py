@@ -57,12 +57,12 @@ def logits(directory: Path, chats: Sequence[Sequence[dict[str, str]]]) -> list[f
     """The logit of each chat by transformers, in fp32, one by one."""
     model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
     own = AutoTokenizer.from_pretrained(directory)
-    found = []
+    values = []
     for chat in chats:
         ids = own(own.apply_chat_template(list(chat), tokenize=False), add_special_tokens=False)["input_ids"]
         with torch.no_grad():
-            found.append(float(model(torch.tensor([ids])).logits[0, 0]))
-    return found
+            values.append(float(model(torch.tensor([ids])).logits[0, 0]))
+    return values
 
 
 @contextmanager
@@ -75,8 +75,8 @@ def standing_in(answer: Answer) -> Iterator[str]:
 
         def do_POST(self) -> None:
             data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            said = answer(self.path, json.loads(data) if data else None)
-            status, text = (said, b"") if isinstance(said, int) else (200, json.dumps(said).encode())
+            reply = answer(self.path, json.loads(data) if data else None)
+            status, text = (reply, b"") if isinstance(reply, int) else (200, json.dumps(reply).encode())
             self.send_response(status)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()

@@ -22,11 +22,11 @@ def assert_key_is_wanted(process: ServerProcess, key: str) -> None:
     """Only /health needs no key."""
     for path in PATHS:
         for headers in ({}, {"Authorization": f"Bearer {key}0"}, {"Authorization": key}):
-            asked = urllib.request.Request(f"{process.url}{path}", headers=headers)
+            request = urllib.request.Request(f"{process.url}{path}", headers=headers)
             with pytest.raises(urllib.error.HTTPError, match="401"):
-                urllib.request.urlopen(asked, timeout=30)
-    asked = urllib.request.Request(f"{process.url}/v1/models", headers={"Authorization": f"Bearer {key}"})
-    assert urllib.request.urlopen(asked, timeout=30).status == 200
+                urllib.request.urlopen(request, timeout=30)
+    request = urllib.request.Request(f"{process.url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+    assert urllib.request.urlopen(request, timeout=30).status == 200
 
 
 def assert_key_is_hidden(process: ServerProcess, key: str) -> None:
@@ -53,9 +53,9 @@ def _assert_listens_on_loopback(group: int) -> None:
 
 def _command_lines(group: int) -> list[str]:
     """The command lines of a process group's processes."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
+    lines = []
+    for process in Path("/proc").glob("[0-9]*"):
         with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
-            if os.getpgid(int(place.name)) == group:
-                found.append((place / "cmdline").read_text())
-    return found
+            if os.getpgid(int(process.name)) == group:
+                lines.append((process / "cmdline").read_text())
+    return lines

@@ -17,7 +17,7 @@ class Teacher:
     """The model, and the requests that it has answered."""
 
     model: Path
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
     loaded: Any = None
     status: int = 200  # of requests; another one is an outage, or a refusal
     last: int | None = None  # the number of requests after which an outage begins
@@ -28,16 +28,16 @@ class Teacher:
         assert path == "/generate"
         if self.status != 200:
             return self.status
-        if self.last is not None and len(self.asked) >= self.last:
+        if self.last is not None and len(self.requests) >= self.last:
             return 503
-        self.asked.append(body)
+        self.requests.append(body)
         return generated(body, self.logps(body["input_ids"], body["logprob_start_len"]))
 
     def logps(self, ids: list[int], start: int) -> list[float]:
         """Log-probs of all tokens after the place `start` but the last, which is there for the server."""
         first, rest = ids[: start + 1], ids[start + 1 : -1]
-        found: list[float] = logprobs(self.model, first, rest, loaded=self.loaded).tolist()
-        return found
+        logps: list[float] = logprobs(self.model, first, rest, loaded=self.loaded).tolist()
+        return logps
 
 
 def generated(body: dict[str, Any], logps: list[float]) -> dict[str, Any]:

@@ -51,8 +51,8 @@ def noted(journal: Path) -> list[dict[str, Any]]:
     """The journal's lines of this commit; none where files differ from it."""
     if not journal.exists() or not commit() or commit().endswith("-dirty"):
         return []
-    whole = [line for line in journal.read_text().splitlines() if line.endswith("}")]
-    return [entry for entry in map(json.loads, whole) if entry["commit"] == commit()]
+    complete = [line for line in journal.read_text().splitlines() if line.endswith("}")]
+    return [entry for entry in map(json.loads, complete) if entry["commit"] == commit()]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -106,7 +106,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     file = session.config.getoption("write_times")
     if file is None or hasattr(session.config, "workerinput"):
         return
-    found = {
+    outcomes_here = {
         "commit": commit(),
         "machine": platform.machine(),
         "total_seconds": round(_earlier + time.time() - _started),
@@ -114,4 +114,4 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         "failed": sorted(name for name, outcome in outcomes.items() if outcome == "failed"),
         "seconds": {name: round(s, 1) for name, s in sorted(_seconds.items()) if s >= 0.5},
     }
-    file.write_text(json.dumps(found, indent=1) + "\n")
+    file.write_text(json.dumps(outcomes_here, indent=1) + "\n")

@@ -30,6 +30,7 @@ PARTS = (
     "Slurm",
     "image",
     "null CUDA",
+    "emulated GPU",
     "Chromium",
     "bubblewrap",
     "MCP server",

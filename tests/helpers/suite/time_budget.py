@@ -99,9 +99,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _cut_off(config: pytest.Config, limit: float) -> None:
     """End this process, the controller. The output ends with the names of tests without a result."""
     reporter = config.pluginmanager.getplugin("terminalreporter")
-    left = [name for name in _collected if name not in outcomes]
-    reporter.section(f"cut off after {limit + GRACE:.0f} s, without a result: {len(left)}", yellow=True)
-    for name in left:
+    remaining = [name for name in _collected if name not in outcomes]
+    reporter.section(f"cut off after {limit + GRACE:.0f} s, without a result: {len(remaining)}", yellow=True)
+    for name in remaining:
         reporter.line(name)
     reporter._tw.flush()
     os._exit(int("failed" in outcomes.values()))

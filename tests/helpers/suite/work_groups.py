@@ -79,5 +79,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Without workers, and in a limited time (`--seconds`), the files' order stays.
     """
     if hasattr(config, "workerinput") and config.getoption("seconds") is None:
-        place = {group: i for i, group in enumerate(LONGEST)}
-        items.sort(key=lambda item: place.get(group_of(item.nodeid), len(place)))
+        order = {group: i for i, group in enumerate(LONGEST)}
+        items.sort(key=lambda item: order.get(group_of(item.nodeid), len(order)))

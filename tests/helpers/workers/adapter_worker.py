@@ -45,27 +45,27 @@ def run(directory: str) -> None:
     """Run one job; rank 0 writes its results."""
     from megatron.core import parallel_state
 
-    place = Path(directory)
-    jobs, cases = torch.load(place / "work.pt", weights_only=False)
+    folder = Path(directory)
+    jobs, cases = torch.load(folder / "work.pt", weights_only=False)
     job: Job = jobs[run_number()]
     with sizes_of(job.layout):
-        results = _results(job, cases[job.model], place)
+        results = _results(job, cases[job.model], folder)
     if dist.get_rank() == 0:
-        torch.save(results, place / f"{job.file}.pt")
+        torch.save(results, folder / f"{job.file}.pt")
     parallel_state.destroy_model_parallel()
 
 
-def _results(job: Job, case: Case, place: Path) -> dict[str, Any]:
+def _results(job: Job, case: Case, folder: Path) -> dict[str, Any]:
     from megatron_gvpo.megatron.checkpoint.load import load_policy
     from megatron_gvpo.megatron.checkpoint.save import save_policy
     from megatron_gvpo.megatron.policy import Policy
 
-    path = None if job.load else str(place / job.adapter)
-    config = with_adapter(config_of(case, job.layout, place), path=path, **dict(job.settings))
+    path = None if job.load else str(folder / job.adapter)
+    config = with_adapter(config_of(case, job.layout, folder), path=path, **dict(job.settings))
     policy, rows = Policy(config), case.rows
     model = policy.model
     if job.load is not None:
-        load_policy(place / f"{job.load}-checkpoint" / "step_00000001", policy)
+        load_policy(folder / f"{job.load}-checkpoint" / "step_00000001", policy)
     frozen = [p.detach().clone() for p in model.weights() if not p.requires_grad]
     result: dict[str, Any] = {
         "trained": sum(p.numel() for p in model.trained_weights()),
@@ -79,7 +79,7 @@ def _results(job: Job, case: Case, place: Path) -> dict[str, Any]:
     with model.adapters.off():
         result["base_logp_r"] = policy.score(rows)
     if job.load is None:
-        model.save_adapters(place / f"{job.file}-saved")
+        model.save_adapters(folder / f"{job.file}-saved")
     gradients: dict[str, Tensor] = {}
     apply = policy.optimizer.apply
 
@@ -98,7 +98,7 @@ def _results(job: Job, case: Case, place: Path) -> dict[str, Any]:
     now = [p for p in model.weights() if not p.requires_grad]
     result["base_kept"] = all(torch.equal(a, b) for a, b in zip(frozen, now, strict=True))
     if job.load is None:
-        save_policy(place / f"{job.file}-checkpoint", 1, policy, {}, keep=1)
+        save_policy(folder / f"{job.file}-checkpoint", 1, policy, {}, keep=1)
         policy.update(rows, at_step_start=case.at_step_start)
         result["updated_twice"] = _copy(policy.adapter_weights())
     return result

@@ -57,10 +57,10 @@ def z_loss_stays() -> Iterator[None]:
     """Context in which a router keeps Megatron-Bridge's z-loss."""
     from megatron_gvpo.megatron.model import build
 
-    ours = build.model_settings
+    original = build.model_settings
 
     def settings(*arguments: Any) -> dict[str, Any]:
-        return {name: value for name, value in ours(*arguments).items() if name != "moe_z_loss_coeff"}
+        return {name: value for name, value in original(*arguments).items() if name != "moe_z_loss_coeff"}
 
     with mock.patch.object(build, "model_settings", settings):
         yield
@@ -99,10 +99,10 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 def run(directory: str) -> None:
     from megatron_gvpo.verify.run import candidate_side, reference_side
 
-    place, layout, fault = torch.load(Path(directory) / "jobs.pt", weights_only=False)[run_number()]
+    folder, layout, fault = torch.load(Path(directory) / "jobs.pt", weights_only=False)[run_number()]
     if layout is None:
-        reference_side(json.loads((place / "config.json").read_text()), place, place.name)
+        reference_side(json.loads((folder / "config.json").read_text()), folder, folder.name)
         return
     with FAULTS[fault]():
-        candidate_side(layout, place)
+        candidate_side(layout, folder)
     forget_layout()

@@ -48,19 +48,19 @@ def run(directory: str) -> None:
     from megatron_gvpo.megatron.checkpoint.save import save_policy
     from megatron_gvpo.megatron.policy import Policy
 
-    place = Path(directory)
-    for layout, source, case in torch.load(place / "work.pt", weights_only=False)[run_number()]:
+    folder = Path(directory)
+    for layout, source, case in torch.load(folder / "work.pt", weights_only=False)[run_number()]:
         name = f"{source}-{case.model}"
         with sizes_of(layout):
-            policy = Policy(config_of(case, layout, place))
+            policy = Policy(config_of(case, layout, folder))
             if layout == source:
                 policy.update(case.rows, at_step_start=False)
-                save_policy(place / name, 1, policy, {"mine": 7}, keep=1)
+                save_policy(folder / name, 1, policy, {"mine": 7}, keep=1)
             else:
-                assert load_policy(complete_checkpoints(place / name)[-1], policy)["mine"] == 7
-            found = _continued(policy, case)
+                assert load_policy(complete_checkpoints(folder / name)[-1], policy)["mine"] == 7
+            continued = _continued(policy, case)
         if dist.get_rank() == 0:
-            torch.save(found, place / f"{layout}-of-{name}.pt")
+            torch.save(continued, folder / f"{layout}-of-{name}.pt")
         forget_layout()
 
 
@@ -101,10 +101,10 @@ def _moments(policy: Any, name: str) -> dict[str, Tensor]:
     for chunk in policy.model.chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             dist.all_reduce(buffer.param_data, group=buffer.data_parallel_group)
-    found = _copy(policy)
+    moments = _copy(policy)
     for parameter, weight in zip(parameters, weights, strict=True):
         parameter.copy_(weight)
-    return found
+    return moments
 
 
 def killed_while_saving(directory: str) -> None:
@@ -113,16 +113,16 @@ def killed_while_saving(directory: str) -> None:
     from megatron_gvpo.megatron.checkpoint.save import save_policy
     from megatron_gvpo.megatron.policy import Policy
 
-    place = Path(directory)
-    case = torch.load(place / "case.pt", weights_only=False)
-    policy = Policy(config_of(case, Layout(1), place))
+    folder = Path(directory)
+    case = torch.load(folder / "case.pt", weights_only=False)
+    policy = Policy(config_of(case, Layout(1), folder))
     policy.update(case.rows, at_step_start=False)
-    save_policy(place / "killed", 1, policy, {}, keep=1, asynchronous=True)
+    save_policy(folder / "killed", 1, policy, {}, keep=1, asynchronous=True)
     policy.update(case.rows, at_step_start=False)
-    assert [path.name for path in complete_checkpoints(place / "killed")] == ["step_00000001"]
+    assert [path.name for path in complete_checkpoints(folder / "killed")] == ["step_00000001"]
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
-    save_policy(place / "killed", 2, policy, {}, keep=1, asynchronous=True)
+    save_policy(folder / "killed", 2, policy, {}, keep=1, asynchronous=True)
     policy.model.finish_background_work()
     raise AssertionError("a file grew beyond its limit")
 
@@ -135,10 +135,10 @@ def saved_again(directory: str) -> None:
     from megatron_gvpo.megatron.checkpoint.save import save_policy
     from megatron_gvpo.megatron.policy import Policy
 
-    place = Path(directory)
-    root, instants = place / "again", place / "instants"
-    case = torch.load(place / "case.pt", weights_only=False)
-    policy = Policy(config_of(case, Layout(1), place))
+    folder = Path(directory)
+    root, instants = folder / "again", folder / "instants"
+    case = torch.load(folder / "case.pt", weights_only=False)
+    policy = Policy(config_of(case, Layout(1), folder))
     weights = []
     copying = False
 
@@ -159,7 +159,7 @@ def saved_again(directory: str) -> None:
         weights.append(_copy(policy))
         save_policy(root, 1, policy, {"mine": number}, keep=1)
     weights.append({})  # enough has been seen
-    found = []
+    results = []
     for instant in [*sorted(instants.iterdir()), root]:
         newest = find_newest(instant)
         loaded = 0 if newest is None else load_policy(newest, policy)["mine"]
@@ -169,8 +169,8 @@ def saved_again(directory: str) -> None:
         for step in (1, 2):
             save_policy(instant, step, policy, {"mine": 3}, keep=1)
             names += sorted(path.name for path in instant.iterdir())
-        found.append((loaded, same, names))
-    torch.save(found, place / "again.pt")
+        results.append((loaded, same, names))
+    torch.save(results, folder / "again.pt")
 
 
 def fails_on_one_rank(directory: str) -> None:
@@ -185,11 +185,11 @@ def fails_on_one_rank(directory: str) -> None:
     from megatron_gvpo.megatron.checkpoint.save import save_policy
     from megatron_gvpo.megatron.policy import Policy
 
-    place, rank = Path(directory), dist.get_rank()
-    case = torch.load(place / "case.pt", weights_only=False)
-    policy = Policy(config_of(case, Layout(2), place))
-    save_policy(place / "alone", 1, policy, {"mine": 7}, keep=1)
-    newest = find_newest(place / ("alone", "not mounted")[rank])
+    folder, rank = Path(directory), dist.get_rank()
+    case = torch.load(folder / "case.pt", weights_only=False)
+    policy = Policy(config_of(case, Layout(2), folder))
+    save_policy(folder / "alone", 1, policy, {"mine": 7}, keep=1)
+    newest = find_newest(folder / ("alone", "not mounted")[rank])
     assert newest is not None and newest.name == "step_00000001", "what rank 0 sees"
     heard = []
 
@@ -203,10 +203,10 @@ def fails_on_one_rank(directory: str) -> None:
     owners = {"sharded_state_dict": model, "load_state_dict": model, "save": save.Writer}
     for part, failing in PARTS_OF_A_SAVE:
         with _failing(owners.get(part, save), part) if rank == failing else contextlib.nullcontext():
-            hear(save_policy, place / "alone", 2, policy, {}, 1)
+            hear(save_policy, folder / "alone", 2, policy, {}, 1)
     for part, call, failing in PARTS_OF_A_LOAD:
         with _failing(owners.get(part, load), part, call) if rank == failing else contextlib.nullcontext():
-            hear(load_policy, place / "alone" / "step_00000001", policy)
+            hear(load_policy, folder / "alone" / "step_00000001", policy)
     own = state.weights_state
 
     def claimed(model: Any) -> Any:
@@ -215,20 +215,20 @@ def fails_on_one_rank(directory: str) -> None:
     with contextlib.ExitStack() as patches:
         for module in (state, load) if rank == 1 else ():
             patches.enter_context(unittest.mock.patch.object(module, "weights_state", claimed))
-        hear(load_policy, place / "alone" / "step_00000001", policy)
-    hear(load_policy, place / ("alone/step_00000001", "not mounted")[rank], policy)
-    assert load_policy(place / "alone" / "step_00000001", policy)["mine"] == 7
-    torch.save(heard, place / f"heard-{rank}.pt")
+        hear(load_policy, folder / "alone" / "step_00000001", policy)
+    hear(load_policy, folder / ("alone/step_00000001", "not mounted")[rank], policy)
+    assert load_policy(folder / "alone" / "step_00000001", policy)["mine"] == 7
+    torch.save(heard, folder / f"heard-{rank}.pt")
 
 
 def _failing(owner: Any, name: str, call: int = 1) -> Any:
     """Replace a function by one that fails at a given call."""
-    whole, calls, rank = getattr(owner, name), itertools.count(1), dist.get_rank()
+    original, calls, rank = getattr(owner, name), itertools.count(1), dist.get_rank()
 
     def fail(*arguments: Any, **options: Any) -> Any:
         if next(calls) == call:
             raise OSError(28, f"rank {rank} has no space left")
-        return whole(*arguments, **options)
+        return original(*arguments, **options)
 
     return unittest.mock.patch.object(owner, name, fail)
 
@@ -263,17 +263,17 @@ def peak_of_a_save(directory: str) -> None:
     from megatron_gvpo.megatron.checkpoint.save import save_policy
     from megatron_gvpo.megatron.policy import Policy
 
-    place = Path(directory)
-    case = torch.load(place / "case.pt", weights_only=False)
-    policy = Policy(config_of(case, Layout(1), place))
+    folder = Path(directory)
+    case = torch.load(folder / "case.pt", weights_only=False)
+    policy = Policy(config_of(case, Layout(1), folder))
     policy.update(case.rows, at_step_start=False)
-    save_policy(place / "peak", 1, policy, {}, keep=1)  # what a first save loads and caches
+    save_policy(folder / "peak", 1, policy, {}, keep=1)  # what a first save loads and caches
     Path("/proc/self/clear_refs").write_text("5")  # from here on, the peak is what comes
     before = _status("VmRSS")
-    save_policy(place / "peak", 2, policy, {}, keep=1, asynchronous=True)
+    save_policy(folder / "peak", 2, policy, {}, keep=1, asynchronous=True)
     policy.model.finish_background_work()
     optimizer = sum(t.nbytes for t in policy.optimizer.tensors())
-    torch.save({"rise": _status("VmHWM") - before, "optimizer": optimizer}, place / "peak.pt")
+    torch.save({"rise": _status("VmHWM") - before, "optimizer": optimizer}, folder / "peak.pt")
 
 
 def _status(name: str) -> int:

@@ -18,8 +18,8 @@ ODD = 2
 def run(out: str, faults: str) -> None:
     for fault in faults.split(","):
         with pytest.MonkeyPatch.context() as patch:
-            said = _with(fault, Path(out), patch)
-        (Path(out) / f"{fault}-{dist.get_rank()}.json").write_text(json.dumps(said))
+            outcome = _with(fault, Path(out), patch)
+        (Path(out) / f"{fault}-{dist.get_rank()}.json").write_text(json.dumps(outcome))
 
 
 def _with(fault: str, out: Path, patch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:

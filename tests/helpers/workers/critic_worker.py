@@ -40,11 +40,11 @@ def run(directory: str) -> None:
     from megatron_gvpo.megatron.checkpoint.save import save_policy
     from megatron_gvpo.megatron.policy import Policy
 
-    place, number = Path(directory), run_number()
-    runs, head_h, bias = torch.load(place / "work.pt", weights_only=False)
+    folder, number = Path(directory), run_number()
+    runs, head_h, bias = torch.load(folder / "work.pt", weights_only=False)
     layout, case = runs[number]
     with sizes_of(layout):
-        config = config_of(case, layout, place)
+        config = config_of(case, layout, folder)
         policy = Policy(config)
         critic: Any = policy.critic
         at_first_r = critic.values(case.rows)
@@ -66,7 +66,7 @@ def run(directory: str) -> None:
         critic.optimizer.apply = apply
 
         critic.update(case.rows)
-        root = place / f"checkpoint-{number}"
+        root = folder / f"checkpoint-{number}"
         save_policy(root, 1, policy, {}, keep=1)
         next_metrics = [critic.update(case.rows) for _ in range(2)]
         weights = _named(critic)
@@ -76,7 +76,7 @@ def run(directory: str) -> None:
             at_first_r, value_r, metrics, gradients, next_metrics, resumed, weights, _named(critic)
         )
     if dist.get_rank() == 0:
-        torch.save(result, place / f"{layout}-{case.model}.pt")
+        torch.save(result, folder / f"{layout}-{case.model}.pt")
 
 
 def _heads(critic: Any) -> list[Any]:
@@ -107,14 +107,14 @@ def _named(critic: Any, gradients: bool = False) -> dict[str, Tensor]:
     weights = partial(_backbone, critic)
     named = export_gradients(critic.model, weights) if gradients else _copy(weights())
     heads = _heads(critic)  # of gradients: after they were summed over all ranks, above
-    mine = {
+    local = {
         f"head.{name}": (parameter.main_grad if gradients else parameter.data).clone()
         for head in heads
         for name, parameter in head.named_parameters()
     }
     everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    of_heads = [found for found in everyones if found]
-    for found in of_heads:  # whole and equal on every rank that has it
-        assert all(torch.equal(found[name], of_heads[0][name]) for name in found)
+    dist.all_gather_object(everyones, local)
+    of_heads = [head for head in everyones if head]
+    for head in of_heads:  # whole and equal on every rank that has it
+        assert all(torch.equal(head[name], of_heads[0][name]) for name in head)
     return named | of_heads[0]

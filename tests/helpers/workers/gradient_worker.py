@@ -18,8 +18,10 @@ from megatron_gvpo.observe.mismatch import MismatchWatch
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import build_config
 from megatron_gvpo.types import TrainBatch
-from megatron_gvpo.verify.layout import Layout
+from megatron_gvpo.verify.layout import ParallelLayout
 from megatron_gvpo.verify.measures import UPDATE
+
+Layout = ParallelLayout  # the tests' word for it
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Case:
     model: str = "untied"
     first: TrainBatch | None = None
     teacher: str | None = None  # a model's name; its log-probs are results, too
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def config_of(case: Case, layout: Layout, directory: Path) -> Config:
     return build_config(
         {
             "output_dir": "unused",
-            "model": {"path": str(directory / case.model), "dtype": "float32"},
+            "model": {"path": str(directory / case.model), "dtype": case.dtype},
             "data": {"train": {"path": "unused", "demonstration_key": "unused"}},
             "algorithm": case.algorithm,
             "rollout": {"temperature": TEMPERATURE, "engine": "sglang", "router_replay": replays},
@@ -104,25 +107,25 @@ def run(directory: str) -> None:
 
     from megatron_gvpo.megatron.policy import Policy
 
-    place = Path(directory)
-    runs, probes = torch.load(place / "work.pt", weights_only=False)
+    folder = Path(directory)
+    runs, probes = torch.load(folder / "work.pt", weights_only=False)
     layout = list(dict.fromkeys(layout for layout, _ in runs))[run_number()]
     cases = [case for of, case in runs if of == layout]
     results: dict[tuple[str, str], Outcome | Probe | Tensor] = {}
     with sizes_of(layout):
         for model in dict.fromkeys(case.model for case in cases):
             probe = probes[model]
-            policy = Policy(config_of(probe, layout, place))
+            policy = Policy(config_of(probe, layout, folder))
             exported = _copy(policy.weights())
             for case in (case for case in cases if case.model == model):
                 print(f"{layout}: {case.name}", flush=True)
-                results[str(layout), case.name] = _gradients(policy, case, config_of(case, layout, place))
+                results[str(layout), case.name] = _gradients(policy, case, config_of(case, layout, folder))
             if policy.teacher is not None:
                 results[str(layout), "teacher"] = policy.score_teacher(probe.rows)
-            results[str(layout), model] = _probe(policy, probe, config_of(probe, layout, place), exported)
+            results[str(layout), model] = _probe(policy, probe, config_of(probe, layout, folder), exported)
             parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:
-        torch.save(results, place / f"results-{layout}.pt")
+        torch.save(results, folder / f"results-{layout}.pt")
 
 
 def _configure(policy: Any, config: Config) -> None:

@@ -17,12 +17,12 @@ def run(directory: str) -> None:
     from megatron_gvpo.megatron.memory_profile import _CPU
     from megatron_gvpo.megatron.policy import Policy
 
-    place, number = Path(directory), run_number()
-    layout, case = torch.load(place / "work.pt", weights_only=False)[number]
-    policy = Policy(config_of(case, layout, place))
+    folder, number = Path(directory), run_number()
+    layout, case = torch.load(folder / "work.pt", weights_only=False)[number]
+    policy = Policy(config_of(case, layout, folder))
     optimizer = policy.optimizer
     permanent = [*policy.model.weights(), *policy.model.gradient_buffers(), *optimizer.tensors()]
-    left: dict[str, int] = {}
+    leftovers: dict[str, int] = {}
     with _CPU(permanent) as meter:
         for name, call in (
             ("update", lambda: policy.update(case.rows, at_step_start=False)),
@@ -30,7 +30,7 @@ def run(directory: str) -> None:
         ):
             call()
             gc.collect()
-            left[name] = meter.level
-    left["peak"] = meter.peak
-    torch.save(left, place / f"{number}-{dist.get_rank()}.pt")
+            leftovers[name] = meter.level
+    leftovers["peak"] = meter.peak
+    torch.save(leftovers, folder / f"{number}-{dist.get_rank()}.pt")
     forget_layout()

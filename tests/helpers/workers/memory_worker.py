@@ -34,7 +34,7 @@ def run(task: str, out: str) -> None:
             options = OptimizerConfig(lr=1e-3, offload_fraction=offload)
             optimizer = Optimizer(built, options, precision, updates=1)
             states = [s for inner, host in optimizer._inner() if not host for s in inner.state.values()]
-            held = {
+            memory = {
                 "world": world,
                 "tp": tp,
                 "pp": pp,
@@ -47,5 +47,5 @@ def run(task: str, out: str) -> None:
                 "host": optimizer.host_bytes,
             }
             name = f"{world}_{tp}_{pp}_{offload:g}_{critic}_{dist.get_rank()}.json"
-            (Path(out) / name).write_text(json.dumps(held))
+            (Path(out) / name).write_text(json.dumps(memory))
         parallel_state.destroy_model_parallel()

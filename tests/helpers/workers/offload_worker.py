@@ -20,14 +20,14 @@ MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 
 def run(directory: str) -> None:
     """Run one layout; rank 0 writes {layout}-kept.pt and {layout}-moved.pt."""
-    place = Path(directory)
-    layout, case = torch.load(place / "work.pt", weights_only=False)[run_number()]
+    folder = Path(directory)
+    layout, case = torch.load(folder / "work.pt", weights_only=False)[run_number()]
     for name, modules in (("kept", ()), ("moved", MODULES)):
-        config = config_of(case, layout, place)
+        config = config_of(case, layout, folder)
         parallel = config.parallel.model_copy(update={"offload_modules": modules})
-        found = _updates(config.model_copy(update={"parallel": parallel}), cases(case))
+        results = _updates(config.model_copy(update={"parallel": parallel}), cases(case))
         if dist.get_rank() == 0:
-            torch.save(found, place / f"{layout}-{name}.pt")
+            torch.save(results, folder / f"{layout}-{name}.pt")
         forget_layout()
 
 
@@ -74,12 +74,12 @@ def _updates(config: Any, updates: list[Any]) -> dict[str, Any]:
             results.append(policy.update(case.rows, at_step_start=False))
             by_update.append(moved[-1])
         pools = offload.PipelineOffloadManager.get_instance().cpu_tensor_pool._pools.values()
-        left = sum(tensor.nbytes for pool in pools for tensor in pool["all"])
+        leftover = sum(tensor.nbytes for pool in pools for tensor in pool["all"])
     return {
         "scores": scores,
         "losses": [result.metrics["loss"] for result in results],
         "grad_norms": [result.update.grad_norm for result in results],
         "weights": {name: tensor.clone() for name, tensor in policy.weights()},
         "moved_bytes": [] if not config.parallel.offload_modules else by_update,
-        "left_bytes": left,
+        "left_bytes": leftover,
     }

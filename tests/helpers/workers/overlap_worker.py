@@ -17,20 +17,20 @@ from megatron_gvpo.types import TrainBatch
 
 def run(directory: str) -> None:
     """Run case number `run_number()` of work.pt twice; rank 0 writes {case}.pt."""
-    place, number = Path(directory), run_number()
-    layout, case = torch.load(place / "work.pt", weights_only=False)[number]
+    folder, number = Path(directory), run_number()
+    layout, case = torch.load(folder / "work.pt", weights_only=False)[number]
 
-    found: dict[bool, dict[str, Any]] = {}
+    results: dict[bool, dict[str, Any]] = {}
     for overlap in (False, True):
-        config = config_of(case, replace(layout, overlap=overlap), place)
+        config = config_of(case, replace(layout, overlap=overlap), folder)
         # Far from a minimum, where a gradient is a small difference of large terms and shows their rounding.
         slow = config.optimizer.model_copy(update={"lr": 1e-3})
         config = config.model_copy(update={"optimizer": slow})
         with small_constants(), late_gathers():
-            found[overlap] = _updates(config, case.rows, place / f"checkpoint-{number}-{overlap}")
+            results[overlap] = _updates(config, case.rows, folder / f"checkpoint-{number}-{overlap}")
         forget_layout()
     if dist.get_rank() == 0:
-        torch.save(found, place / f"{case.name}.pt")
+        torch.save(results, folder / f"{case.name}.pt")
 
 
 def _updates(config: Any, rows: TrainBatch, root: Path) -> dict[str, Any]:
@@ -42,20 +42,20 @@ def _updates(config: Any, rows: TrainBatch, root: Path) -> dict[str, Any]:
 
     policy = Policy(config)
     groups = sum(len(chunk.bucket_groups) for chunk in policy.model.chunks)
-    found: dict[str, Any] = {"bucket groups": groups}
+    results: dict[str, Any] = {"bucket groups": groups}
 
     def update(when: str, of: TrainBatch = rows) -> None:
         result = policy.update(of, at_step_start=False)
-        found[f"{when}: loss"] = result.metrics["loss"]
-        found[f"{when}: gradient norm"] = result.update.grad_norm
+        results[f"{when}: loss"] = result.metrics["loss"]
+        results[f"{when}: gradient norm"] = result.update.grad_norm
 
     def score(when: str) -> None:
         logp_r = policy.score(rows)
-        found[f"{when}: log-prob sum"] = logp_r.sum().item()
-        found[f"{when}: log-probs"] = logp_r
+        results[f"{when}: log-prob sum"] = logp_r.sum().item()
+        results[f"{when}: log-probs"] = logp_r
 
     def export(when: str) -> None:
-        found.update({f"{when}: {name}": tensor.clone() for name, tensor in policy.weights()})
+        results.update({f"{when}: {name}": tensor.clone() for name, tensor in policy.weights()})
 
     for i in range(3):
         update(f"one after the other {i}")
@@ -68,7 +68,7 @@ def _updates(config: Any, rows: TrainBatch, root: Path) -> dict[str, Any]:
     if policy.reference is not None:
         for i in range(2):
             anchor_r = policy.score_reference(rows)
-            found[f"reference {i}"] = anchor_r
+            results[f"reference {i}"] = anchor_r
             update(f"with the reference {i}", rows.with_columns(ref_logp_r=anchor_r))
             policy.end_step()
     update("before memory is released")
@@ -84,4 +84,4 @@ def _updates(config: Any, rows: TrainBatch, root: Path) -> dict[str, Any]:
         update("after a load")
     score("in the end")
     export("in the end")
-    return found
+    return results

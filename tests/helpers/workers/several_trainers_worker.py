@@ -49,26 +49,26 @@ def state_of_process() -> dict[str, Any]:
 def run(task: str, out: str) -> None:
     """A run that fails, then one from a dict in another thread, and one in a running event loop."""
     dist.destroy_process_group()  # the first run makes its own, as in a notebook
-    place = Path(out)
-    failing = Trainer(configure(Path(task), place / "failed", *STEPS), [Recorder(), Fails()])
+    folder = Path(out)
+    failing = Trainer(configure(Path(task), folder / "failed", *STEPS), [Recorder(), Fails()])
     with pytest.raises(ZeroDivisionError):
         failing.fit()
-    found = {"before": state_of_process()}
+    states = {"before": state_of_process()}
 
-    values = configure(Path(task), place / "thread", *STEPS).model_dump(mode="json", exclude_unset=True)
+    values = configure(Path(task), folder / "thread", *STEPS).model_dump(mode="json", exclude_unset=True)
     in_thread = threading.Thread(target=lambda: Trainer(values, [Recorder()]).fit())
     in_thread.start()
     in_thread.join()
-    found["between"] = state_of_process()
+    states["between"] = state_of_process()
 
     async def in_a_loop() -> Trainer:
-        trainer = Trainer(configure(Path(task), place / "loop", *STEPS), [Recorder()])
+        trainer = Trainer(configure(Path(task), folder / "loop", *STEPS), [Recorder()])
         trainer.fit()
         return trainer
 
     trainer = asyncio.run(in_a_loop())
-    found["after"] = state_of_process()
-    (place / "found.json").write_text(json.dumps(found))
+    states["after"] = state_of_process()
+    (folder / "found.json").write_text(json.dumps(states))
 
     once = r"fit\(\) of this Trainer has been called before; the run is at step 2 of train\.steps=2: con"
     with pytest.raises(ConfigError, match=once):

@@ -28,7 +28,7 @@ def run(directory: str) -> None:
     flash_on_cpu.install()
     cores = {"CPU": spec.LocalAttention, "GPU": SharedPromptAttention}
 
-    place, packs = Path(directory), []
+    folder, packs = Path(directory), []
     pack = PackedBatch.pack
 
     def counted(*args: object, **options: object) -> PackedBatch:
@@ -37,19 +37,19 @@ def run(directory: str) -> None:
         return batch
 
     PackedBatch.pack = counted  # type: ignore[method-assign, assignment]
-    for layout, budget, core, case in torch.load(place / "work.pt", weights_only=False)[run_number()]:
-        config = config_of(case, layout, place)
+    for layout, budget, core, case in torch.load(folder / "work.pt", weights_only=False)[run_number()]:
+        config = config_of(case, layout, folder)
         spec.LocalAttention = cores[core]  # type: ignore[assignment, misc]
         policy = Policy(config)
-        found = {"default": policy.model.share_prompts}
+        results = {"default": policy.model.share_prompts}
         for shared in (False, True):
             policy.model.share_prompts = shared
             packs.clear()
             outcome = _gradients(policy, case, config)
             tokens = sum(packs)
-            found[shared] = outcome, policy.score(case.rows), tokens
+            results[shared] = outcome, policy.score(case.rows), tokens
         if dist.get_rank() == 0:
-            torch.save(found, place / f"shared-{layout}-{case.model}-{budget}-{core}.pt")
+            torch.save(results, folder / f"shared-{layout}-{case.model}-{budget}-{core}.pt")
         forget_layout()
 
 
@@ -61,9 +61,9 @@ def refused(directory: str) -> None:
     from megatron_gvpo.settings.parallel import ParallelConfig
     from megatron_gvpo.settings.sections import ModelConfig
 
-    place = Path(directory)
+    folder = Path(directory)
     initialize(ParallelConfig(), seed=0)
     try:
         build(ModelConfig(path=directory, dtype="float32"), ParallelConfig(), share_prompts=True)
     except ConfigError as error:
-        (place / "refused").write_text(str(error))
+        (folder / "refused").write_text(str(error))

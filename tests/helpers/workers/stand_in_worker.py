@@ -15,9 +15,10 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.planner.packs import size_of
 from megatron_gvpo.rehearsal import stand_ins
 from megatron_gvpo.rehearsal.rank import hidden_shape
-from megatron_gvpo.rehearsal.rows import make_rows, size_of
+from megatron_gvpo.rehearsal.rows import make_rows
 from megatron_gvpo.settings.load import load_config
 
 
@@ -25,13 +26,13 @@ def run(file: str, out: str, *overrides: str) -> None:
     """Writes `out`/RANK.json: {what: [real, stand-in]}."""
     config = load_config([file], overrides)
     policy = Policy(config)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if config.parallel.ep > 1:
-        found |= _experts(policy)
+        results |= _experts(policy)
     if config.parallel.pp > 1:
-        found["shapes"] = _shapes(policy, config)
-    found["parts"] = _parts(policy)
-    Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(found))
+        results["shapes"] = _shapes(policy, config)
+    results["parts"] = _parts(policy)
+    Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(results))
 
 
 def _experts(policy: Policy, tokens: int = 52) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.microbatch import my_share
 from megatron_gvpo.megatron.policy import Policy
-from megatron_gvpo.observe.traffic_counter import Traffic
+from megatron_gvpo.observe.traffic_counter import TrafficCounter
 from megatron_gvpo.settings.load import build_config
 from megatron_gvpo.types import TrainBatch
 
@@ -37,7 +37,7 @@ def operations() -> dict[str, int]:
     rank, other = dist.get_rank(), 1 - dist.get_rank()
     one, two = torch.ones(6), torch.ones(12)
     gather: Any = dist.all_gather_into_tensor  # kept under another name, as Megatron does
-    with Traffic({dist.group.WORLD.group_name: "all"}) as traffic:
+    with TrafficCounter({dist.group.WORLD.group_name: "all"}) as traffic:
         dist.all_reduce(one)
         dist.all_reduce(one[1:3], async_op=True).wait()  # a view
         gather(two, one)
@@ -80,11 +80,11 @@ class _Reduced(torch.autograd.Function):
 
 
 def run(directory: str) -> None:
-    place = Path(directory)
-    cases: list[dict[str, Any]] = json.loads((place / "cases.json").read_text())
+    folder = Path(directory)
+    cases: list[dict[str, Any]] = json.loads((folder / "cases.json").read_text())
     case = cases[run_number()]
     if run_number() == 1:  # the first on two ranks
-        assert (found := operations()) == OPERATIONS, found
+        assert (operators := operations()) == OPERATIONS, operators
     config = build_config(
         {
             "output_dir": "unused",
@@ -102,7 +102,7 @@ def run(directory: str) -> None:
     share = my_share(policy.model, rows, case["budget"], keep_groups=True)
     shares_prompts = policy.model.shares_prompts_of(rows)
     packs = [PackedBatch.pack(pack, policy.model.padding, shares_prompts) for pack in share.packs(rows)]
-    with Traffic(parallel.group_names()) as traffic:
+    with TrafficCounter(parallel.group_names()) as traffic:
         policy.update(rows, at_step_start=case["at_step_start"])
     result = {
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
@@ -110,4 +110,4 @@ def run(directory: str) -> None:
         "sent": {" ".join(key): volume.bytes for key, volume in traffic.volumes.items()},
         "calls": {" ".join(key): volume.calls for key, volume in traffic.volumes.items()},
     }
-    (place / f"{run_number()}_{dist.get_rank()}.json").write_text(json.dumps(result))
+    (folder / f"{run_number()}_{dist.get_rank()}.json").write_text(json.dumps(result))

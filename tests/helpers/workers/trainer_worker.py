@@ -17,7 +17,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.user_functions import UserFunctionError
 
 
-def whole(task: str, out: str, *overrides: str) -> None:
+def fit_once(task: str, out: str, *overrides: str) -> None:
     """Run to the end."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
     fit(configure(Path(task), Path(out), *overrides))
@@ -33,9 +33,9 @@ def interrupted_and_not(task: str, runs: str) -> None:
     layouts = {"dp2": (overlap, small_constants()), "tp2": (("parallel.tp=2",), nullcontext())}
     for layout, (overrides, sizes) in layouts.items():
         common = (*overrides, "algorithm=gvpo", "train.mini_batches=2", "train.deterministic=true")
-        whole, parts = (Path(runs) / f"{layout}-{name}" for name in ("whole", "parts"))
+        uninterrupted, parts = (Path(runs) / f"{layout}-{name}" for name in ("whole", "parts"))
         with sizes:
-            fit(configure(Path(task), whole, *common))
+            fit(configure(Path(task), uninterrupted, *common))
             signal = reward_options(Path(task), signal_in=2 if dist.get_rank() == 0 else 0)
             stopped = fit(configure(Path(task), parts, *common, signal))
             assert stopped.step == 2
@@ -46,8 +46,8 @@ def conversations(task: str, runs: str, settings: str) -> None:
     """Run whole, and interrupted after the second step and resumed, data-parallel."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
     common = (*json.loads(settings), "train.deterministic=true")
-    whole, parts = Path(runs) / "whole", Path(runs) / "parts"
-    fit(configure(Path(task), whole, *common))
+    uninterrupted, parts = Path(runs) / "whole", Path(runs) / "parts"
+    fit(configure(Path(task), uninterrupted, *common))
     stop = [StopAfter(2)] if dist.get_rank() == 0 else []
     assert fit(configure(Path(task), parts, *common), stop).step == 2
     fit(configure(Path(task), parts, *common), resume=True)

@@ -55,15 +55,15 @@ def run(directory: str) -> None:
     from megatron_gvpo.checks.layout import check_layout
     from megatron_gvpo.megatron.policy import Policy
 
-    place = Path(directory)
-    cases, rows = torch.load(place / "work.pt", weights_only=False)
+    folder = Path(directory)
+    cases, rows = torch.load(folder / "work.pt", weights_only=False)
     case = cases[run_number()]
-    config = config_of(case, place)
+    config = config_of(case, folder)
     check_layout(config, dist.get_world_size())
     with sizes_of(case.layout):
-        found = _found(Policy(config), rows)
+        results = _found(Policy(config), rows)
     if dist.get_rank() == 0:
-        torch.save(found, place / f"found-{case}.pt")
+        torch.save(results, folder / f"found-{case}.pt")
     forget_layout()
 
 

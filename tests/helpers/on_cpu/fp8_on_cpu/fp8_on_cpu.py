@@ -8,8 +8,8 @@ import torch
 
 def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, block: list[int]) -> torch.Tensor:
     n, k = weight.shape
-    whole = scale.repeat_interleave(block[0], 0)[:n].repeat_interleave(block[1], 1)[:, :k]
-    return x.float() @ (weight.float() * whole).T
+    full = scale.repeat_interleave(block[0], 0)[:n].repeat_interleave(block[1], 1)[:, :k]
+    return x.float() @ (weight.float() * full).T
 
 
 def register_in_vllm() -> None:

@@ -1,0 +1,80 @@
+"""Collectives of `cuda` tensors: gloo, on every group in place of NCCL, over the tensors' own memory.
+
+A collective begins when it is called and ends when somebody waits for it, as with NCCL; how ranks meet,
+in which order, and with which sizes is real. gloo's sums round differently from NCCL's.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megatron_gvpo.emulation.memory import alias
+
+# Work that may not be done yet, with the tensors whose memory it reads or writes.
+_pending: list[tuple[Any, list[torch.Tensor]]] = []
+_backends: dict[int, str] = {}  # by id of a group: what was asked for
+_NCCL = "nccl"
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one operation of torch.distributed on the CPU tensors over the arguments' memory."""
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    if any(not t.is_cuda for t in tensors):
+        raise RuntimeError(f"{func}: tensors on {', '.join(sorted({str(t.device) for t in tensors}))}")
+    if any(not t.is_contiguous() for t in tensors):
+        raise RuntimeError(f"{func}: NCCL takes contiguous tensors only")
+    moves = "reduce" not in func._schema.name
+    args, kwargs = tree_map_only(torch.Tensor, functools.partial(_bytes_of, moves=moves), (args, kwargs))
+    result = func(*args, **kwargs)
+    _pending[:] = [one for one in _pending if not one[0].is_completed()]
+    work = result[-1] if isinstance(result, tuple | list) else result
+    if work is None:
+        return None
+    _pending.append((dist.Work.unbox(work), tensors))
+    by_address = {t.data_ptr(): t for t in tensors}
+    return tree_map_only(torch.Tensor, lambda t: by_address.get(t.data_ptr(), tensors[0]), result)
+
+
+def _bytes_of(tensor: torch.Tensor, moves: bool) -> torch.Tensor:
+    """The alias; where values are only moved, kinds that gloo does not know are bytes."""
+    memory = alias(tensor)
+    return memory.view(torch.uint8) if moves and memory.dtype.itemsize == 1 else memory
+
+
+def install() -> None:
+    """Use gloo wherever NCCL is asked for, and still name NCCL. Before megatron-core is imported."""
+    init, new_group, get_backend = dist.init_process_group, dist.new_group, dist.get_backend
+
+    @functools.wraps(init)
+    def init_gloo(backend: str | None = None, *args: Any, **options: Any) -> None:
+        options.pop("pg_options", None)
+        options.pop("device_id", None)
+        init("gloo", *args, **options)
+        _backends[id(dist.group.WORLD)] = _NCCL if backend is None or _NCCL in backend else backend
+
+    @functools.wraps(new_group)
+    def new_gloo(
+        ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **options: Any
+    ) -> Any:
+        named = {k: v for k, v in options.items() if k not in ("pg_options", "device_id")}
+        group = new_group(ranks, timeout, "gloo", **named)
+        _backends[id(group)] = backend or _backends[id(dist.group.WORLD)]
+        return group
+
+    @functools.wraps(get_backend)
+    def named(group: Any = None) -> str:
+        group = dist.group.WORLD if group is None else group
+        return _backends[id(group)] if id(group) in _backends else str(get_backend(group))
+
+    for name, function in [
+        ("init_process_group", init_gloo),
+        ("new_group", new_gloo),
+        ("get_backend", named),
+    ]:
+        for module in (dist, dist.distributed_c10d):
+            setattr(module, name, function)

@@ -1,0 +1,288 @@
+"""Computes every ATen operation on `cuda` tensors with the CPU's kernel, over the same memory.
+
+An operation first runs as on a GPU: PyTorch's CUDA code checks devices, dtypes and shapes and allocates
+results from its own allocator, while the null CUDA leaves the kernels out. Then the CPU's kernel computes
+into that memory. An operation whose CUDA code reads what a kernel wrote (the count of `nonzero`), or that
+asks cuDNN or cuSOLVER, is computed first, and its results are put on the device.
+
+Random numbers depend on the seed and offset of the CUDA generator, which CUDA's own code advances: they
+are repeated wherever a GPU would repeat its own. They are not a GPU's numbers.
+
+Memory that `empty` and its like return is filled with NaN, or with numbers far out of range: a result that
+depends on it is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+from torch._library.custom_ops import OPDEFS
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from megatron_gvpo.emulation import collectives, decompositions
+from megatron_gvpo.emulation.memory import alias, aliases
+
+aten = torch.ops.aten
+
+
+class EmulationError(RuntimeError):
+    """An operation that the emulated GPU cannot compute; the text names it."""
+
+
+# Nothing to compute: memory, descriptions of it, and copies of bytes that CUDA makes itself.
+_MEMORY = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted"}
+_AS_ON_CUDA = {
+    *("set_", "resize_", "resize_as_", "record_stream", "is_pinned", "_pin_memory", "lift", "lift_fresh"),
+    *(
+        "_local_scalar_dense",
+        "is_set_to",
+        "is_same_size",
+        "_unsafe_view",
+        "_reshape_alias",
+        "_debug_has_internal_overlap",
+    ),
+    *("_nested_tensor_from_mask_left_aligned", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset"),
+}
+# CUDA's code reads on the host what its kernels write, or calls cuDNN, cuSOLVER or cuFFT.
+_FROM_HOST = re.compile(
+    r"nonzero|masked_select|_?unique\w*|repeat_interleave|bincount|histc|embedding_dense_backward|_embedding_bag\w*"
+    r"|multinomial|equal|mode|median|nanmedian|_?linalg_\w+|_cholesky\w*|cholesky\w*|triangular_solve|_fft_\w+"
+    r"|convolution\w*|_convolution\w*|_is_any_true|_is_all_true|_assert_async|isin|masked_scatter\w*|_?segment_reduce\w*"
+    r"|log_sigmoid_forward|_?native_batch_norm\w*|_batch_norm\w*|cudnn_\w+|grid_sampler\w*|geqrf|ormqr"
+    r"|_to_sparse\w*|_coalesce"
+)
+_BOOLS = (torch.bool, torch.uint8)
+
+
+class Values(TorchDispatchMode):
+    """Computes on `cuda` tensors, in the thread that enters it and in its backward passes."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if any(hasattr(type(t), "__torch_dispatch__") and _is_wrapper(t) for t in tensors):
+            return NotImplemented  # a tensor that holds others: its own code comes back with those
+        device = kwargs.get("device")
+        is_made_there = device is not None and torch.device(device).type == "cuda"
+        if not is_made_there and not any(t.is_cuda for t in tensors):
+            return func(*args, **kwargs)
+        return _run(func, args, kwargs)
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func.namespace == "c10d":
+        return collectives.run(func, args, kwargs)
+    if (custom := OPDEFS.get(func._schema.name)) is not None:
+        with Values():  # it is made of other operations
+            return custom._init_fn(*args, **kwargs)
+    if func.namespace not in ("aten", "prims"):
+        raise EmulationError(f"the emulated GPU cannot compute {func}")
+    if _is_composed(func):  # within a custom operation it has not become its parts yet
+        with Values():
+            return func.decompose(*args, **kwargs)
+    name = func._schema.name.split("::")[1]
+    if func.is_view or name in _AS_ON_CUDA or torch.Tag.inplace_view in func.tags:
+        return func(*args, **kwargs)
+    if name in _MEMORY:
+        made = func(*args, **kwargs)
+        _fill_unwritten(made)
+        return made
+    if name in ("_to_copy", "copy_"):
+        return _copy(func, args, kwargs)
+    with _random_numbers(func, args, kwargs):
+        if _FROM_HOST.fullmatch(name) or (name.startswith(("index", "_index")) and _has_mask(args)):
+            return _from_host(func, args, kwargs)
+        with launches():
+            made = func(*args, **kwargs)
+        computed = compute(func, args, kwargs)
+    return _fill(func, made, computed)
+
+
+@functools.cache
+def _is_composed(func: Any) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+
+
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A copy, between devices or dtypes: CUDA's checks and allocations, then the bytes."""
+    with launches():
+        made: torch.Tensor = func(*args, **kwargs)
+    source = args[1] if func._schema.name == "aten::copy_" else args[0]
+    if made.device.type != "meta":
+        alias(made).copy_(alias(source))
+    return made
+
+
+def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The operation's results on the CPU; arguments that it changes are changed in their own memory."""
+    host_args, host_kwargs = aliases(args), aliases(kwargs)
+    host_kwargs.pop("pin_memory", None)
+    if host_kwargs.get("generator") is not None:
+        host_kwargs["generator"] = None  # _random_numbers has seeded the CPU's own
+    if (own := decompositions.TABLE.get(func)) is not None:
+        return own(*host_args, **host_kwargs)
+    try:
+        return func(*host_args, **host_kwargs)
+    except NotImplementedError as error:
+        if (decomposition := decomposition_table.get(func)) is None:
+            raise EmulationError(f"the emulated GPU cannot compute {func}: {_first_line(error)}") from None
+        return decomposition(*host_args, **host_kwargs)
+
+
+def _fill(func: Any, made: Any, computed: Any) -> Any:
+    """Write what was computed into the memory that CUDA's code allocated for it; returns that."""
+    outs, tree = tree_flatten(made)
+    results = tree_leaves(computed)
+    if len(outs) != len(results):
+        raise EmulationError(f"{func}: {len(outs)} results on CUDA, {len(results)} on the CPU")
+    values = []
+    for out, result in zip(outs, results, strict=True):
+        if not isinstance(out, torch.Tensor):
+            values.append(result)
+            continue
+        values.append(out)
+        if not isinstance(result, torch.Tensor):
+            continue
+        if out.shape != result.shape:
+            raise EmulationError(f"{func}: {list(out.shape)} on CUDA, {list(result.shape)} on the CPU")
+        memory = alias(out)
+        if memory.data_ptr() != result.data_ptr():
+            memory.copy_(result)
+    return tree_unflatten(values, tree)
+
+
+def _from_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute first; results that are not an argument go to the device of the first argument there."""
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.is_cuda]
+    by_address = {t.data_ptr(): t for t in tensors if t.numel()} if func._schema.is_mutable else {}
+    device = tensors[0].device if tensors else torch.device(kwargs["device"])
+
+    def on_device(result: torch.Tensor) -> torch.Tensor:
+        if (own := by_address.get(result.data_ptr())) is not None:
+            return own
+        made = torch.empty_strided(result.size(), result.stride(), dtype=result.dtype, device=device)
+        alias(made).copy_(result)
+        return made
+
+    return tree_map_only(torch.Tensor, on_device, compute(func, args, kwargs))
+
+
+def _has_mask(args: tuple[Any, ...]) -> bool:
+    indices = [t for a in args[1:2] if isinstance(a, list | tuple) for t in a if t is not None]
+    return any(t.dtype in _BOOLS for t in indices)
+
+
+_UNWRITTEN = 0x7F  # NaN of both kinds of float8, and the largest int8
+
+
+def _fill_unwritten(made: Any) -> None:
+    """NaN, or an integer's largest value; bytes and booleans stay as they are."""
+    if isinstance(made, torch.Tensor) and made.is_cuda and made.numel() and made.dtype != torch.bool:
+        memory = alias(made)
+        if memory.dtype.is_floating_point and memory.dtype.itemsize > 1:
+            memory.fill_(float("nan"))
+        elif memory.dtype.itemsize == 1 and memory.dtype != torch.uint8:
+            memory.view(torch.uint8).fill_(_UNWRITTEN)
+        elif not memory.dtype.is_floating_point and memory.dtype.itemsize > 1 and not memory.is_complex():
+            memory.fill_(torch.iinfo(memory.dtype).max)
+
+
+@contextlib.contextmanager
+def _random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Inside, the CPU's generator is seeded by the CUDA generator's state from before the operation."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        yield
+        return
+    generator = next(
+        (g for g in tree_leaves((args, kwargs)) if isinstance(g, torch.Generator)),
+        torch.cuda.default_generators[torch.cuda.current_device()],
+    )
+    offset = generator.get_offset()
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(hash((generator.initial_seed(), offset)) & (2**63 - 1))
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+    if generator.get_offset() == offset:  # computed without CUDA's own code
+        generator.set_offset(offset + 4)
+
+
+@contextlib.contextmanager
+def launches() -> Iterator[None]:
+    """Inside, this thread may launch kernels: whoever enters computes their results. Elsewhere they raise."""
+    permit = _library().nullcuda_permit
+    before = permit(1)
+    try:
+        yield
+    finally:
+        permit(before)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
+
+
+def install() -> Values:
+    """Compute in this thread, and in every thread that Python starts from now on."""
+    mode = Values()
+    mode.__enter__()
+    start = threading.Thread.start
+
+    def start_with_values(self: threading.Thread) -> None:
+        self.run = _within_mode(self.run)  # type: ignore[method-assign]
+        start(self)
+
+    threading.Thread.start = start_with_values  # type: ignore[method-assign]
+    _show_values()
+    _use_plain_attention()
+    return mode
+
+
+def _use_plain_attention() -> None:
+    """PyTorch's own attention as separate operations: its fused kernels exist for CUDA alone."""
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def _show_values() -> None:
+    """Print tensors as those of a CPU: torch prints them outside of every mode."""
+    from torch import _tensor_str
+
+    show = _tensor_str._str
+
+    def shown(self: torch.Tensor, **options: Any) -> str:
+        if not self.is_cuda:
+            return show(self, **options)
+        return f"{show(alias(self), **options)[:-1]}, device='{self.device}')"
+
+    _tensor_str._str = shown
+
+
+def _within_mode(run: Callable[[], None]) -> Callable[[], None]:
+    def within() -> None:
+        with Values():
+            run()
+
+    return within

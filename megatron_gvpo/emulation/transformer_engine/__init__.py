@@ -1,0 +1,1 @@
+"""References in PyTorch for the functions of Transformer Engine's compiled extension."""

@@ -1,0 +1,312 @@
+"""Attention with its saved statistics. Source: csrc/extensions/attention.cpp and common/fused_attn.
+
+Every sequence is computed by itself, in fp32, with all of its scores in memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_gvpo.emulation.memory import alias
+from megatron_gvpo.emulation.transformer_engine.references import reference
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """Which keys a query sees, counted from the diagonal; -1 is without a limit."""
+
+    is_causal: bool
+    window: tuple[int, int]  # keys before and after the diagonal
+    is_bottom_right: bool  # the diagonal ends at the last query and key; else it begins at the first ones
+
+    @classmethod
+    def of(cls, mask_type: Any, window: Any, bottom_right_diagonal: bool) -> AttentionMask:
+        name = mask_type.name
+        is_bottom_right = bottom_right_diagonal or name.endswith("BOTTOM_RIGHT_MASK")
+        return cls("CAUSAL" in name, (window[0], window[1]), is_bottom_right)
+
+    def hidden(self, queries: int, keys: int) -> Tensor:
+        """[queries, keys], true where a query does not see a key."""
+        diagonal = torch.arange(queries)[:, None] + (keys - queries if self.is_bottom_right else 0)
+        key = torch.arange(keys)[None]
+        hidden = torch.zeros(queries, keys, dtype=torch.bool)
+        left, right = self.window
+        if self.is_causal:
+            hidden |= key > diagonal
+        if left >= 0:
+            hidden |= key < diagonal - left
+        if right >= 0:
+            hidden |= key > diagonal + right
+        return hidden
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One sequence's scores: q [q, h, d], k [k, g, d], h / g queries' heads for each of the keys'."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    hidden: Tensor
+    scale: float
+
+    def scores(self) -> Tensor:
+        """[g, h / g, q, k], minus infinity where a query does not see a key."""
+        q_grqd = self._by_group(self.q)
+        scores = torch.einsum("grqd,kgd->grqk", q_grqd, self.k) * self.scale
+        return scores.masked_fill(self.hidden, -torch.inf)
+
+    def _by_group(self, x_qhd: Tensor) -> Tensor:
+        return x_qhd.unflatten(1, (self.k.shape[1], -1)).permute(1, 2, 0, 3)
+
+    def forward(self, sink_h: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Outputs [q, h, dv] and the logarithms [h, q] of the softmax' sums, with the sink's part."""
+        scores = self.scores()
+        stats = scores.logsumexp(-1).flatten(0, 1)
+        if sink_h is not None:
+            stats = torch.logaddexp(stats, sink_h[:, None])
+        out = torch.einsum("grqk,kgd->qgrd", self.weights(scores, stats), self.v)
+        return out.flatten(1, 2), stats
+
+    def weights(self, scores: Tensor, stats_hq: Tensor) -> Tensor:
+        """The softmax; zeros for a query that sees no key."""
+        weights = torch.exp(scores - stats_hq.view(*scores.shape[:2], -1, 1))
+        return torch.where(torch.isneginf(scores), 0.0, weights)
+
+    def backward(self, stats_hq: Tensor, out: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v, and the products [h, q] of outputs and their gradients."""
+        weights = self.weights(self.scores(), stats_hq)
+        grad_grqd = self._by_group(grad)
+        d_v = torch.einsum("grqk,grqd->kgd", weights, grad_grqd)
+        d_weights = torch.einsum("grqd,kgd->grqk", grad_grqd, self.v)
+        dots = (out * grad).sum(-1).T  # [h, q]
+        d_scores = weights * (d_weights - dots.reshape(*weights.shape[:2], -1, 1)) * self.scale
+        d_q = torch.einsum("grqk,kgd->qgrd", d_scores, self.k).flatten(1, 2)
+        d_k = torch.einsum("grqk,grqd->kgd", d_scores, self._by_group(self.q))
+        return d_q, d_k, d_v, dots
+
+
+@dataclass(frozen=True)
+class Side:
+    """Where the sequences of the queries, or of the keys, are in their tensor."""
+
+    format: str  # sbhd, bshd, bhsd or thd
+    length_b: list[int]
+    begin_b: list[int]  # in a pack
+
+    @classmethod
+    def of(
+        cls, format: str, tensor: Tensor, cu_seqlens: Tensor, padded: Tensor | None, is_padded: bool
+    ) -> Side:
+        """Packs and padded batches have the lengths of `cu_seqlens` [b + 1]; the others are full."""
+        ends = alias(cu_seqlens).tolist()
+        lengths = [end - begin for begin, end in itertools.pairwise(ends)]
+        begins = ends if padded is None else alias(padded).tolist()
+        if format != "thd" and not is_padded:
+            length = tensor.shape[format.index("s")]
+            lengths = [length] * len(lengths)
+        return cls(format, lengths, begins[: len(lengths)])
+
+    def sequence(self, tensor: Tensor, number: int) -> Tensor:
+        """A view [tokens, heads, width] of one sequence."""
+        length = self.length_b[number]
+        if self.format == "thd":
+            return tensor[self.begin_b[number] : self.begin_b[number] + length]
+        if self.format == "sbhd":
+            return tensor[:length, number]
+        return (tensor[number] if self.format == "bshd" else tensor[number].transpose(0, 1))[:length]
+
+    def stats(self, tensor: Tensor, number: int, heads: int) -> Tensor:
+        """A view [heads, tokens] of one sequence in statistics [t, h, 1] of a pack, or [b, h, s, 1]."""
+        if self.format == "thd":
+            return self.sequence(tensor.view(-1, heads, 1), number)[..., 0].T
+        return tensor.view(len(self.length_b), heads, -1)[number, :, : self.length_b[number]]
+
+
+def _formats(layout: Any) -> tuple[str, str]:
+    """The formats of queries and keys: ("thd", "thd") of NVTE_THD_T2HD."""
+    names = re.sub(r"\d", "", layout.name.removeprefix("NVTE_").removeprefix("Paged_KV_")).lower().split("_")
+    return names[0], names[-1]
+
+
+def _check(
+    bias_type: Any, dropout: float, pages: Any, quantizers: tuple[Any, ...], tensors: tuple[Any, ...]
+) -> None:
+    refused = {
+        f"bias {bias_type.name}": bias_type.name != "NVTE_NO_BIAS",
+        "dropout": dropout > 0,
+        "a paged cache": pages is not None,
+        "FP8": any(q is not None for q in quantizers) or any(hasattr(t, "_quantizer") for t in tensors),
+    }
+    for name, is_refused in refused.items():
+        if is_refused:
+            raise NotImplementedError(f"fused attention with {name}")
+
+
+def _sink(softmax_type: Any, offset: Tensor | None, heads: int) -> Tensor | None:
+    """[h], the score of a key without a value: 0 for `off by one`, learnable, or None."""
+    if "VANILLA" in softmax_type.name:
+        return None
+    return torch.zeros(heads) if offset is None else alias(offset).float().view(heads)
+
+
+def _sequences(
+    q: Tensor, k: Tensor, v: Tensor, sides: tuple[Side, Side], mask: AttentionMask, scale: float
+) -> Iterator[Heads]:
+    for number, (queries, keys) in enumerate(zip(sides[0].length_b, sides[1].length_b, strict=True)):
+        parts = [
+            side.sequence(alias(t), number).float()
+            for side, t in zip((sides[0], sides[1], sides[1]), (q, k, v), strict=True)
+        ]
+        yield Heads(parts[0], parts[1], parts[2], mask.hidden(queries, keys), scale)
+
+
+@reference
+def fused_attn_fwd(
+    result: list[Any],
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    is_training: bool,
+    attn_scale: float,
+    p_dropout: float,
+    set_zero: bool,
+    qkv_layout: Any,
+    o_format: Any,
+    qkv_scale_inv_format: Any,
+    bias_type: Any,
+    attn_mask_type: Any,
+    softmax_type: Any,
+    window_size: Any,
+    bottom_right_diagonal: bool,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    fake_dtype: torch.dtype,
+    cu_seqlens_q_padded: Tensor | None,
+    cu_seqlens_kv_padded: Tensor | None,
+    page_table_k: Tensor | None,
+    page_table_v: Tensor | None,
+    s_quantizer: Any,
+    o_quantizer: Any,
+    bias: Tensor | None,
+    softmax_offset: Tensor | None,
+    rng_gen: Any,
+    rng_elts_per_thread: int,
+    return_max_logit: bool,
+    cuda_graph: bool,
+) -> None:
+    """result: outputs, statistics, with `return_max_logit` each query's largest score, ...
+
+    The statistics are the logarithms of the softmax' sums, fp32. Those of padding are not written; outputs of
+    padding in a pack are zeros.
+    """
+    _check(bias_type, p_dropout, page_table_k, (s_quantizer, o_quantizer), (q, k, v))
+    q_format, kv_format = _formats(qkv_layout)
+    is_padded = "PADDING" in attn_mask_type.name
+    sides = (
+        Side.of(q_format, q, cu_seqlens_q, cu_seqlens_q_padded, is_padded),
+        Side.of(kv_format, k, cu_seqlens_kv, cu_seqlens_kv_padded, is_padded),
+    )
+    out_side = Side(o_format.name.removeprefix("NVTE_").lower(), sides[0].length_b, sides[0].begin_b)
+    heads = q.shape[1 if q_format in ("thd", "bhsd") else 2]
+    mask = AttentionMask.of(attn_mask_type, window_size, bottom_right_diagonal)
+    sink_h = _sink(softmax_type, softmax_offset, heads)
+    out, stats = alias(result[0]), alias(result[1])
+    if out_side.format == "thd":
+        out.zero_()
+    for number, sequence in enumerate(_sequences(q, k, v, sides, mask, attn_scale)):
+        out_qhd, stats_hq = sequence.forward(sink_h)
+        out_side.sequence(out, number).copy_(out_qhd)
+        sides[0].stats(stats, number, heads).copy_(stats_hq)
+        if return_max_logit:
+            sides[0].stats(alias(result[2]), number, heads).copy_(sequence.scores().amax(-1).flatten(0, 1))
+
+
+@reference
+def fused_attn_bwd(
+    result: list[Any],
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    attn_scale: float,
+    p_dropout: float,
+    set_zero: bool,
+    qkv_layout: Any,
+    o_format: Any,
+    do_format: Any,
+    dqkv_layout: Any,
+    qkv_scale_inv_format: Any,
+    do_scale_inv_format: Any,
+    bias_type: Any,
+    attn_mask_type: Any,
+    softmax_type: Any,
+    window_size: Any,
+    bottom_right_diagonal: bool,
+    deterministic: bool,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    d_out: Tensor,
+    fake_dtype: torch.dtype,
+    saved: list[Tensor],
+    cu_seqlens_q_padded: Tensor | None,
+    cu_seqlens_kv_padded: Tensor | None,
+    s_quantizer: Any,
+    dp_quantizer: Any,
+    dqkv_quantizer: Any,
+    cuda_graph: bool,
+) -> None:
+    """result: gradients of queries, keys, values, of a bias or None, and of the softmax' offset [1, h, 1, 1].
+
+    `saved`: what the forward saved after its outputs. Padding of a pack gets zeros.
+    """
+    _check(bias_type, p_dropout, None, (s_quantizer, dp_quantizer, dqkv_quantizer), (q, k, v, out, d_out))
+    q_format, kv_format = _formats(qkv_layout)
+    is_padded = "PADDING" in attn_mask_type.name
+    sides = (
+        Side.of(q_format, q, cu_seqlens_q, cu_seqlens_q_padded, is_padded),
+        Side.of(kv_format, k, cu_seqlens_kv, cu_seqlens_kv_padded, is_padded),
+    )
+    lengths, begins = sides[0].length_b, sides[0].begin_b
+    out_side, grad_side = (
+        Side(format.name.removeprefix("NVTE_").lower(), lengths, begins) for format in (o_format, do_format)
+    )
+    made_q, made_kv = _formats(dqkv_layout)
+    made = (
+        Side(made_q, lengths, begins),
+        Side(made_kv, sides[1].length_b, sides[1].begin_b),
+        Side(made_kv, sides[1].length_b, sides[1].begin_b),
+    )
+    heads = q.shape[1 if q_format in ("thd", "bhsd") else 2]
+    mask = AttentionMask.of(attn_mask_type, window_size, bottom_right_diagonal)
+    stats = alias(saved[0])
+    offset = None if "LEARNABLE" not in softmax_type.name else saved[-1]
+    sink_h = _sink(softmax_type, offset, heads)
+    d_sink_h = torch.zeros(heads)
+    gradients = [alias(tensor) for tensor in result[:3]]
+    for gradient, side in zip(gradients, made, strict=True):
+        if side.format == "thd":
+            gradient.zero_()
+    for number, sequence in enumerate(_sequences(q, k, v, sides, mask, attn_scale)):
+        stats_hq = sides[0].stats(stats, number, heads)
+        out_qhd = out_side.sequence(alias(out), number).float()
+        grad_qhd = grad_side.sequence(alias(d_out), number).float()
+        *values, dots_hq = sequence.backward(stats_hq, out_qhd, grad_qhd)
+        for gradient, side, value in zip(gradients, made, values, strict=True):
+            side.sequence(gradient, number).copy_(value)
+        if sink_h is not None:
+            d_sink_h -= (torch.exp(sink_h[:, None] - stats_hq) * dots_hq).sum(1)
+    if sink_h is not None:
+        alias(result[4]).view(heads).copy_(d_sink_h)

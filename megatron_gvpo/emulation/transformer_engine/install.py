@@ -1,0 +1,92 @@
+"""Puts the references in place of the compiled functions of `transformer_engine_torch`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron_gvpo.emulation.mode import launches
+from megatron_gvpo.emulation.transformer_engine import (
+    activations,
+    attention,
+    context_parallel,
+    gemm,
+    multi_tensor,
+    norms,
+    packs,
+    quantization,
+    rotary,
+)
+from megatron_gvpo.emulation.transformer_engine.references import TABLE, Reference
+
+# Importing them fills the table.
+_MODULES = (
+    *(activations, attention, context_parallel, gemm, multi_tensor, norms, packs, quantization, rotary),
+)
+# Functions that answer from the host, or allocate memory without writing it.
+QUESTIONS = {
+    *("get_cublasLt_version", "get_cudnn_version", "get_num_cublas_streams", "get_stream_priority_range"),
+    *("get_fused_attn_backend", "get_grouped_gemm_setup_workspace_size", "ubuf_built_with_mpi"),
+    *("device_supports_multicast", "create_empty_quantized_tensor", "bulk_allocate"),
+    *("ep_zero_copy_supported", "ep_get_zero_copy", "ep_handle_mem_size"),
+}
+
+
+def install() -> None:
+    """Replace every function that would start a kernel, in the extension and where it was imported by name.
+
+    Imports Transformer Engine. One without a reference raises NotImplementedError with its name when it is
+    called. Once is enough; a second call changes nothing.
+    """
+    import transformer_engine.pytorch  # noqa: F401 - it loads the extension
+    import transformer_engine_torch as extension
+
+    replaced: dict[int, tuple[Any, Any]] = {}
+    for name, function in functions(extension).items():
+        if name in QUESTIONS or hasattr(function, "emulated"):
+            continue
+        replacement = _computed(function, TABLE[name]) if name in TABLE else _refused(name)
+        replaced[id(function)] = (function, replacement)
+        setattr(extension, name, replacement)
+    for module in [module for name, module in sys.modules.items() if _may_import_it(name)]:
+        for name, value in list(vars(module).items()):
+            original, replacement = replaced.get(id(value), (None, None))
+            if original is not None and original is value:
+                setattr(module, name, replacement)
+
+
+def functions(extension: Any) -> dict[str, Callable[..., Any]]:
+    """The extension's functions by name; its classes and enumerations are not among them."""
+    names = [name for name in dir(extension) if not name.startswith("_")]
+    values = {name: getattr(extension, name) for name in names}
+    return {name: value for name, value in values.items() if callable(value) and not isinstance(value, type)}
+
+
+def _may_import_it(name: str) -> bool:
+    return name.split(".")[0] in ("transformer_engine", "megatron", "megatron_gvpo")
+
+
+def _computed(function: Callable[..., Any], reference: Reference) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        with launches():
+            result = function(*args, **options)
+        with _disable_current_modes(), torch.no_grad():
+            reference(result, *args, **options)
+        return result
+
+    run.emulated = True  # type: ignore[attr-defined]
+    return run
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def run(*args: Any, **options: Any) -> Any:
+        raise NotImplementedError(f"the emulated GPU has no reference for Transformer Engine's {name}")
+
+    run.emulated = True  # type: ignore[attr-defined]
+    return run

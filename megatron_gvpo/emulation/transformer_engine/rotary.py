@@ -1,0 +1,121 @@
+"""Rotary position embedding of heads. Source: transformer_engine/common/fused_rope/fused_rope.cu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_gvpo.emulation.memory import alias
+from megatron_gvpo.emulation.transformer_engine.memory import read_strided
+from megatron_gvpo.emulation.transformer_engine.references import reference
+
+Tensor = torch.Tensor
+
+
+def _position(index: Tensor, length: int, cp_size: int, cp_rank: int) -> Tensor:
+    """Positions of tokens in their sequence; a rank of context parallelism has two chunks of it."""
+    if cp_size == 1:
+        return index
+    half = length // 2
+    second = length * cp_size - (cp_rank + 1) * length // 2 - half
+    return torch.where(index < half, index + cp_rank * length // 2, index + second)
+
+
+def positions(
+    shape: torch.Size,
+    format: str,
+    start_positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cp_size: int,
+    cp_rank: int,
+) -> Tensor:
+    """The position of each token, of the shape of its first sizes: [t], [s, b] or [b, s]. Without one: -1."""
+    if format == "thd":
+        assert cu_seqlens is not None
+        ends = (alias(cu_seqlens) // cp_size).tolist()
+        starts = [0] * (len(ends) - 1) if start_positions is None else alias(start_positions).tolist()
+        position_t = torch.full((shape[0],), -1)
+        for begin, end, first in zip(ends, ends[1:], starts, strict=False):
+            index = torch.arange(end - begin)
+            position_t[begin:end] = first + _position(index, end - begin, cp_size, cp_rank)
+        return position_t
+    length, batch = (shape[0], shape[1]) if format == "sbhd" else (shape[1], shape[0])
+    position_s = _position(torch.arange(length), length, cp_size, cp_rank)
+    starts_b = torch.zeros(batch, dtype=torch.int64) if start_positions is None else alias(start_positions)
+    position_sb = position_s[:, None] + starts_b
+    return position_sb if format == "sbhd" else position_sb.T
+
+
+def rotate(x: Tensor, angle: Tensor, is_interleaved: bool, is_backward: bool) -> Tensor:
+    """Rotate the first sizes of x [..., h, d] by the angles [..., d2]; the others stay.
+
+    A number becomes itself times its cosine plus its pair's times a sine; the backward is the transpose.
+    """
+    width = angle.shape[-1]
+    part, rest = x[..., :width], x[..., width:]
+    cos, sin = angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
+    weighted = part * sin if is_backward else part
+    if is_interleaved:
+        first, second = weighted[..., ::2], weighted[..., 1::2]
+        turned = torch.stack([second, -first] if is_backward else [-second, first], -1).flatten(-2)
+    else:
+        first, second = weighted.chunk(2, -1)
+        turned = torch.cat([second, -first] if is_backward else [-second, first], -1)
+    return torch.cat([part * cos + (turned if is_backward else turned * sin), rest], -1)
+
+
+def _apply(
+    out: Tensor,
+    input: Tensor,
+    freqs: Tensor,
+    start_positions: Tensor | None,
+    qkv_format: Any,
+    interleaved: bool,
+    cu_seqlens: Tensor | None,
+    cp: tuple[int, int],
+    is_backward: bool,
+) -> None:
+    format = qkv_format.name.removeprefix("NVTE_").lower()
+    position = positions(input.shape, format, start_positions, cu_seqlens, *cp)
+    is_written = position >= 0  # a pack's tokens after its last sequence are not
+    angle = alias(freqs)[position[is_written], 0, 0]
+    alias(out)[is_written] = rotate(read_strided(input)[is_written], angle, interleaved, is_backward).to(
+        out.dtype
+    )
+
+
+@reference
+def fused_rope_forward(
+    out: Tensor,
+    input: Tensor,
+    freqs: Tensor,
+    start_positions: Tensor | None,
+    qkv_format: Any,
+    interleaved: bool,
+    cu_seqlens: Tensor | None,
+    cp_size: int,
+    cp_rank: int,
+) -> None:
+    """input [t, h, d], [s, b, h, d] or [b, s, h, d]; freqs [positions, 1, 1, d2] fp32, the angles."""
+    cp = (cp_size, cp_rank)
+    _apply(out, input, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp, is_backward=False)
+
+
+@reference
+def fused_rope_backward(
+    out: Tensor,
+    output_grads: Tensor,
+    freqs: Tensor,
+    start_positions: Tensor | None,
+    qkv_format: Any,
+    interleaved: bool,
+    cu_seqlens: Tensor | None,
+    cp_size: int,
+    cp_rank: int,
+) -> None:
+    """The gradient of the input."""
+    cp = (cp_size, cp_rank)
+    _apply(
+        out, output_grads, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp, is_backward=True
+    )

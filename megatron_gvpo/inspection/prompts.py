@@ -1,0 +1,119 @@
+"""Looks at the prompts as the model sees them: template, special tokens, lengths."""
+
+from __future__ import annotations
+
+import re
+from statistics import median
+
+from megatron_gvpo.data.task import Task
+from megatron_gvpo.groups import Prompt
+from megatron_gvpo.huggingface.tokenizer import rendered
+from megatron_gvpo.inspection.verdict import RunVerdict, failure, ok, warning
+from megatron_gvpo.settings.config import Config
+
+SHOWN = 3  # prompts
+_CROWDED = 0.9  # share of the limit from which a prompt's length is mentioned
+_EXAMPLE = [{"role": "user", "content": "What is 1 + 1?"}]
+
+
+def shown_prompts(task: Task) -> list[str]:
+    """The first prompts as texts in which special tokens are visible."""
+    return [str(task.tokenizer.decode(prompt.token_ids)) for prompt in task.prompts[:SHOWN]]
+
+
+def inspect_prompts(config: Config, task: Task) -> list[RunVerdict]:
+    return [_lengths(config, task), *_template(task), *_end(task), *_enough(config, task)]
+
+
+def _lengths(config: Config, task: Task) -> RunVerdict:
+    lengths = sorted(len(prompt.token_ids) for prompt in (*task.prompts, *task.eval_prompts))
+    sizes = f"{len(lengths)} prompts of {lengths[0]} to {lengths[-1]} tokens, median {median(lengths):.0f}"
+    limit = task.longest_prompt
+    if config.data.prompt_too_long == "drop":
+        sizes += "; longer ones are dropped"
+    if limit and lengths[-1] >= _CROWDED * limit:
+        return warning(
+            "lengths",
+            f"{sizes}; the longest fills {lengths[-1] / limit:.0%} of the limit of {limit}",
+            "raise data.max_prompt_tokens if the data has longer prompts to come",
+        )
+    return ok("lengths", f"{sizes}; the limit is {limit}, and {config.rollout.max_tokens} for a response")
+
+
+def _template(task: Task) -> list[RunVerdict]:
+    """A verdict on the template: without an opened turn, the model would write the user's text."""
+    if not task.chat:
+        return [ok("template", "prompts are texts that the model continues: no chat template is used")]
+    plain = rendered(task.tokenizer, _EXAMPLE)
+    opened = rendered(task.tokenizer, _EXAMPLE, add_generation_prompt=True)
+    if plain == opened:
+        return [
+            failure(
+                "template",
+                "the chat template ignores add_generation_prompt: it does not open the model's turn",
+                "end the template with {% if add_generation_prompt %} and what begins the model's turn",
+            )
+        ]
+    missing = _marks_in_pieces(task, opened)
+    if missing:
+        return [
+            failure(
+                "template",
+                f"the tokenizer has no token for {', '.join(missing)}: the template is another model's",
+                "take the model's own chat_template, or add the marks to the tokenizer and train them",
+            )
+        ]
+    return [ok("template", f"it opens the model's turn with {opened[len(plain) :]!r}")]
+
+
+def _marks_in_pieces(task: Task, text: str) -> list[str]:
+    """Marks such as <|im_start|> in a rendered chat that the tokenizer takes apart."""
+    known = {str(token) for token in task.tokenizer.get_added_vocab()}
+    known |= set(task.tokenizer.all_special_tokens)
+    marks = dict.fromkeys(re.findall(r"<\|[^|<>\s]+\|>|<(?:start|end)_of_turn>", text))
+    vocabulary = task.tokenizer.get_vocab()
+    return [mark for mark in marks if mark not in known and mark not in vocabulary]
+
+
+def _end(task: Task) -> list[RunVerdict]:
+    ends = [repr(task.tokenizer.decode([token])) for token in task.end_token_ids]
+    if not task.chat:
+        return [ok("end", f"a response ends with {' or '.join(ends)}")]
+    answer = [*_EXAMPLE, {"role": "assistant", "content": "2"}]
+    token_ids = task.tokenizer(rendered(task.tokenizer, answer), add_special_tokens=False)["input_ids"]
+    if not set(task.end_token_ids) & set(token_ids):
+        return [
+            warning(
+                "end",
+                f"the chat template ends a turn without any of the end tokens {', '.join(ends)}: a model "
+                "that was trained with it never writes them",
+                "name the template's own end as rollout.stop_token_ids",
+            )
+        ]
+    return [ok("end", f"a response ends with {' or '.join(ends)}, as the chat template ends a turn")]
+
+
+def _enough(config: Config, task: Task) -> list[RunVerdict]:
+    wanted, there = config.train.prompts_per_step, len(task.prompts)
+    if wanted > there:
+        return [
+            warning(
+                "data",
+                f"train.prompts_per_step={wanted}, and there are {there} prompts: a step repeats prompts",
+                "lower train.prompts_per_step, or give more data",
+            )
+        ]
+    known = {_key(prompt) for prompt in task.prompts}
+    if shared := sum(_key(prompt) in known for prompt in task.eval_prompts):
+        return [
+            warning(
+                "data",
+                f"{shared} of {len(task.eval_prompts)} held-out prompts are among those to train on",
+                "leave them out of data.train: held-out figures would be too good",
+            )
+        ]
+    return [ok("data", f"{there} prompts to train on, {len(task.eval_prompts)} held out")]
+
+
+def _key(prompt: Prompt) -> tuple[int, ...]:
+    return prompt.token_ids

@@ -1,0 +1,116 @@
+"""One training step of the same configuration with a tiny model of the same architecture, in a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.image_families import takes_images
+from megatron_gvpo.inspection.on_laptop import laptop_values
+from megatron_gvpo.inspection.verdict import RunVerdict, failure, not_tried, ok
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.verify.shrink import save_tiny, shrink
+
+PATIENCE = 300.0  # seconds
+_TOKENS = 8  # tokens in a response
+_MOST = 4  # responses to a prompt
+_ROOM = 64  # tokens of a micro-batch beside prompt and response
+_VOCABULARY = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+_REWARD = "megatron_gvpo.inspection.made_up_reward:reward"
+
+
+class TinyStep:
+    """The process of the step. It runs beside the other verdicts: `start`, then `verdict`."""
+
+    def __init__(self, config: Config, card: ModelCard, folder: Path) -> None:
+        self._config, self._card, self._folder = config, card, folder
+        self._reason: str | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = folder / "tiny_step.log"
+
+    def start(self) -> None:
+        config = self._config
+        if takes_images(self._card):
+            self._reason = "no tiny model is made of one that takes images"
+        elif config.rollout.conversation is not None or config.rewards.is_served:
+            self._reason = "it would need the environment, or servers"
+        elif config.teacher is not None:
+            self._reason = "no tiny teacher is made"
+        elif config.algorithm.critic is not None and config.algorithm.critic.path is not None:
+            self._reason = "no tiny critic is made of another model"
+        if self._reason is not None:
+            return
+        try:
+            _make_model(Path(config.model.path), self._card, self._folder / "model")
+        except ConfigError as error:
+            self._reason = str(error)
+            return
+        values = laptop_values(config, **_sizes(config, self._folder))
+        values["data"].pop("eval", None)
+        values.pop("eval", None)
+        values["checkpoint"] = {"export_hf": False}
+        values["output_dir"] = str(self._folder / "run")
+        file = self._folder / "tiny.yaml"
+        file.write_text(json.dumps(values))  # JSON is YAML
+        self._begin = time.perf_counter()
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "megatron_gvpo", "train", str(file)]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+    def verdict(self) -> RunVerdict:
+        """Wait for the step. It is a failure only where the step itself ends with an error."""
+        if self._process is None:
+            return not_tried("tiny step", str(self._reason))
+        try:
+            code = self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.stop()
+            return not_tried("tiny step", f"it took more than {PATIENCE:.0f} s on this machine")
+        seconds = time.perf_counter() - self._begin
+        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        last = next((line for line in reversed(lines) if "error" in line.lower()), (lines or ["no word"])[-1])
+        if code == 0:
+            return ok("tiny step", f"sampled, scored and trained with a tiny model in {seconds:.0f} s")
+        return failure("tiny step", f"it ended with exit code {code}: {last[:400]}")
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+def _sizes(config: Config, folder: Path) -> dict[str, dict[str, Any]]:
+    """The sections that make a step take seconds; the method stays as it is."""
+    prompts = config.train.mini_batches * (2 if config.train.mini_batches < 8 else 1)
+    changes: dict[str, dict[str, Any]] = {
+        "model": {"path": str(folder / "model")},
+        "train": {
+            "steps": 1,
+            "prompts_per_step": prompts,
+            "max_tokens_per_micro_batch": config.train.max_tokens_per_micro_batch,
+        },
+        "rollout": {"n": min(config.rollout.n, _MOST), "max_tokens": min(config.rollout.max_tokens, _TOKENS)},
+        "optimizer": {"warmup_steps": 0},
+    }
+    if config.algorithm.samples_from_policy:
+        changes["rewards"] = {"components": [{"name": "made_up", "function": _REWARD}]}
+    return changes
+
+
+def _make_model(model: Path, card: ModelCard, tiny: Path) -> None:
+    """Write a tiny model of the same architecture, with the tokenizer and the vocabulary of `model`.
+
+    Raises ConfigError for an architecture of which there is no tiny one.
+    """
+    shutil.copytree(model, tiny, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin", "*.gguf", "*.pt*"))
+    vocabulary = {key: card[key] for key in _VOCABULARY if key in card}
+    save_tiny(shrink(dict(card), "no tiny model") | vocabulary, tiny, "no tiny model")

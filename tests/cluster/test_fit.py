@@ -1,0 +1,93 @@
+"""A configuration that the planner expects not to fit is told before a start; those that we ship fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.paths import ROOT
+
+from megatron_gvpo.cli import main
+from megatron_gvpo.core.gpus import LocalGpu
+from megatron_gvpo.planner.fit import COMMON_GIB, excess, usable_gib
+from megatron_gvpo.planner.prediction import least
+from megatron_gvpo.rehearsal import made_model
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.load import load_config
+
+EXAMPLES = ROOT / "examples"
+PAPERS = ("gvpo_math_7b", "gpg_math_7b")
+# GPUs of the trainer where a file's text does not say eight, and the file before a file that is an overlay.
+GPUS = {"recipes/dapo_math_17k": 16}
+BASES = {"papers/gvpo_math_1.5b": "papers/gvpo_math_7b", "papers/gpg_zero_7b": "papers/gpg_math_7b"}
+EVALUATE = {"recipes/aime_2024", "recipes/aime_2025"}  # they train nothing
+KEPT = ["parallel.recompute=none", "parallel.recompute_modules=[core_attn]"]
+
+
+def shipped() -> list[str]:
+    """Files in examples/ of a model that is known by name: the others train tiny models that they make."""
+    known = {name.rpartition("/")[2] for name in made_model.known_models()}
+    found = []
+    for file in sorted(EXAMPLES.rglob("*.yaml")):
+        path = (yaml.safe_load(file.read_text()).get("model") or {}).get("path", "")
+        if Path(path).name in known:
+            found.append(str(file.relative_to(EXAMPLES).with_suffix("")))
+    return [name for name in found if name not in EVALUATE]
+
+
+def loaded(name: str, folder: Path, *changes: str) -> Config:
+    files = [str(EXAMPLES / f"{file}.yaml") for file in (BASES.get(name), name) if file is not None]
+    path = load_config(files, changes).model.path
+    return load_config(files, [*changes, f"model.path={made_model.prepare(path, 'model.path', folder)}"])
+
+
+def test_the_papers_are_among_them():
+    assert {f"papers/{name}" for name in PAPERS} <= set(shipped())
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_example_fits_the_gpus_that_it_names(name: str, tmp_path: Path):
+    config, gpus = loaded(name, tmp_path), GPUS.get(name, 8)
+    assert excess(config, gpus, COMMON_GIB) is None
+    assert least(config, gpus) < 74  # GiB: what sleeping servers leave of 80 GB
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_papers_steps_did_not_fit_before_the_mlp_was_recomputed(name: str, tmp_path: Path):
+    """Both examples were shipped so: 105 of 79.6 GiB, for 32,768 tokens a micro-batch."""
+    config = loaded(f"papers/{name}", tmp_path, *KEPT)
+    assert "the update needs about 1" in excess(config, 8, COMMON_GIB)
+    assert excess(config, 8, 139.8) is None  # an H200
+    assert excess(config, 7, COMMON_GIB) is None  # tp=2 does not divide 7 ranks: another check's error
+
+
+def test_a_sleeping_server_takes_its_part():
+    assert usable_gib(79.6, colocated=True) == pytest.approx(74.0, abs=0.1)
+    assert usable_gib(79.6, colocated=False) == pytest.approx(74.8, abs=0.1)
+
+
+def test_train_warns_on_a_gpu_that_is_too_small(monkeypatch, tmp_path, capsys):
+    from megatron_gvpo.cli import train
+
+    config = loaded("papers/gvpo_math_7b", tmp_path, *KEPT)
+    for memory, said in ((79.6, "warning: the update needs about 1"), (139.8, "")):
+        monkeypatch.setattr(
+            "megatron_gvpo.checks.preflight.torch_gpus",
+            lambda memory=memory: [LocalGpu(0, "H", memory, (9, 0), 18)],
+        )
+        train._warn_of_memory(config, 8)
+        assert capsys.readouterr().err.startswith(said) and bool(said) == (memory < 100)
+
+
+@pytest.mark.parametrize("changes", [KEPT, []], ids=["kept", "recomputed"])
+def test_slurm_warns_before_the_job_waits(changes, tmp_path, capsys):
+    path = made_model.prepare("Qwen2.5-Math-7B", "model.path", tmp_path)
+    (tmp_path / "p.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    values = [f"model.path={path}", f"data.train.path={tmp_path / 'p.jsonl'}", "eval.every=0"]
+    values += [f"output_dir={tmp_path / 'run'}", "data.eval=null", "rollout.servers.count=8", *changes]
+    file = str(EXAMPLES / "papers/gvpo_math_7b.yaml")
+    code = main(["slurm", file, *values, "--nodes", "1", "--dry-run"])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    assert ("warning: on a GPU of 80 GB the update needs about 1" in captured.err) == bool(changes)

@@ -1,0 +1,213 @@
+"""The GPU's own layers compute the reference's loss and gradient, in every layout, on emulated GPUs.
+
+Transformer Engine's layers, its FusedAdam, its attention and the head's Triton kernels run as on a GPU, with
+values (megatron_gvpo/emulation/). The cases, the fp64 reference and the measure are those of
+test_gradient_invariance.py, which runs the layers of a CPU.
+
+fp32: as exact as there, 1e-5. Transformer Engine then computes attention in separate operations, and has no
+context parallelism. bf16: its fused attention, in every layout. There the bound is the error of
+transformers, in bf16 as well, from the same fp64 gradient: a gradient that is wrong differs by more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import on_null_cuda
+from helpers.cases.gradient_cases import (
+    MODELS,
+    STEPS,
+    TEMPERATURE,
+    TOLERANCE,
+    expected,
+    sampled,
+    sampled_for,
+)
+from helpers.distributed import launch
+from helpers.references import gradient_reference as reference
+from helpers.workers.gradient_worker import UPDATE, Case, Layout, Outcome, Probe
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
+
+_SP = {"tp": 2, "sequence_parallel": True}
+_GVPO, _GPG = "gvpo, groups split", "gpg, age by token, ranks without signal, accumulated"
+Run = tuple[Layout, str]
+# `make test`: one launch of few ranks for each precision.
+QUICK: dict[str, list[Run]] = {
+    "float32": [(Layout(1), _GVPO), (Layout(2, **_SP, overlap=True), _GPG)],
+    "bfloat16": [(Layout(2, cp=2), _GVPO)],
+}
+_LAYOUTS = [
+    *(Layout(1, recompute="full"), Layout(2), Layout(2, overlap=True), Layout(2, tp=2), Layout(2, **_SP)),
+    *(Layout(2, pp=2), Layout(2, pp=2, vpp=2), Layout(4, **_SP, pp=2, vpp=2), Layout(4, tp=2, overlap=True)),
+]
+_OF_CP = [Layout(4, cp=2, overlap=True), Layout(4, cp=2, **_SP), Layout(4, cp=2, pp=2, vpp=2)]
+_STEPS = [_GVPO, _GPG, "grpo with kl", "gvpo, step start, groups whole", "sft"]
+_MIXTURE, _LATENT = "qwen3_moe, gvpo, groups split", "deepseek_v3, gvpo, groups split"
+_EXPERTS = [
+    Layout(1),
+    Layout(2, ep=2),
+    Layout(2, **_SP, ep=2),
+    Layout(2, **_SP, etp=2),
+    Layout(4, ep=2, pp=2),
+]
+_PROOF = [(Layout(1), name) for name in _STEPS]
+_PROOF += [(layout, name) for layout in _LAYOUTS for name in (_GVPO, _GPG)]
+_PROOF += [(Layout(2, tp=2), "tied, gvpo, groups split"), (Layout(2, pp=2), "tied, gvpo, groups split")]
+_PROOF += [(layout, _MIXTURE) for layout in _EXPERTS]
+_PROOF += [(Layout(1), f"{family}, gvpo, groups split") for family in ("qwen3", "llama3", "mistral")]
+_PROOF += [(layout, _LATENT) for layout in (Layout(1), Layout(2, **_SP, ep=2))]
+PROOF: dict[str, list[Run]] = {
+    "float32": _PROOF,
+    "bfloat16": [*_PROOF, *((layout, _GVPO) for layout in _OF_CP)],
+}
+
+
+def _cases(*dtypes: str) -> list[Any]:
+    params = []
+    for dtype in dtypes:
+        for run in dict.fromkeys([*QUICK[dtype], *PROOF[dtype]]):
+            marks = () if run in QUICK[dtype] else pytest.mark.proof
+            params.append(pytest.param(dtype, *run, id=f"{dtype}, {run[0]}: {run[1]}", marks=marks))
+    return params
+
+
+each_run = pytest.mark.parametrize(("dtype", "layout", "name"), _cases("float32", "bfloat16"))
+each_fp32_run = pytest.mark.parametrize(("dtype", "layout", "name"), _cases("float32"))
+each_bf16_run = pytest.mark.parametrize(("dtype", "layout", "name"), _cases("bfloat16"))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reference's models, with weights that bf16 has: one fp64 gradient is right for both precisions."""
+    path = tmp_path_factory.mktemp("emulated")
+    reference.save_models(path)
+    for file in path.glob("*/model.safetensors"):
+        save_file({name: t.bfloat16() for name, t in load_file(file).items()}, file, {"format": "pt"})
+    return path
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, directory: Path) -> dict[tuple[str, str, str], Any]:
+    """{(dtype, layout, step): Outcome, (dtype, layout, model): Probe} of the runs that tests need."""
+    items = [item for item in request.session.items if item.path == request.path]
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    wanted = dict.fromkeys((p["dtype"], p["layout"], p["name"]) for p in params)
+    results: dict[tuple[str, str, str], Any] = {}
+    for dtype in dict.fromkeys(dtype for dtype, *_ in wanted):
+        runs = [(layout, name) for of, layout, name in wanted if of == dtype]
+        results |= {(dtype, *key): value for key, value in _launched(directory, dtype, runs).items()}
+    return results
+
+
+def _launched(directory: Path, dtype: str, runs: list[Run]) -> dict[tuple[str, str], Any]:
+    """The results of the runs of one precision: one launch has all their layouts."""
+    cases = {}
+    for name in {name for _, name in runs} | {MODELS[STEPS[name].model] for _, name in runs}:
+        step = STEPS[name]
+        rows, *_ = sampled_for(step, directory)
+        case = Case(name, step.algorithm, rows, step.budget, step.at_step_start, step.model, dtype=dtype)
+        cases[name] = case
+    probes = {STEPS[name].model: cases[MODELS[STEPS[name].model]] for _, name in runs}
+    torch.save(([(layout, cases[name]) for layout, name in runs], probes), directory / "work.pt")
+    ranks = [layout.ranks for layout in dict.fromkeys(layout for layout, _ in runs)]
+    launch("helpers.workers.gradient_worker:run", ranks, str(directory), timeout=3000, emulated=True)
+    results = {}
+    for file in directory.glob("results-*.pt"):
+        results |= torch.load(file, weights_only=False)
+        file.unlink()
+    return results
+
+
+@each_fp32_run
+def test_loss_and_gradients_are_those_of_the_reference(
+    found: dict[tuple[str, str, str], Any], directory: Path, dtype: str, layout: Layout, name: str
+) -> None:
+    outcome: Outcome = found[dtype, str(layout), name]
+    loss, gradients = expected(name, directory)
+    gradients = reference.as_in_file(gradients)
+    assert outcome.metrics["loss"] == pytest.approx(loss, rel=TOLERANCE, abs=1e-6)
+    assert outcome.gradients.keys() == gradients.keys()
+    nothing = 1e-8 * max(gradient.abs().max() for gradient in gradients.values())
+    for key, gradient in gradients.items():
+        difference = (outcome.gradients[key] - gradient).abs().max()
+        assert difference <= TOLERANCE * gradient.abs().max() + nothing, key
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+    assert outcome.grad_norm == pytest.approx(norm, rel=TOLERANCE)
+
+
+def _errors(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    """The norm of each parameter's error, over the norm of its gradient."""
+    return {key: ((gradients[key] - exact[key]).norm() / exact[key].norm()).item() for key in exact}
+
+
+def _transformers_in_bf16(name: str, directory: Path) -> dict[str, Tensor]:
+    """The step's gradient by transformers' model in bf16, with the loss in fp64."""
+    step = STEPS[name]
+    rows, *_ = sampled_for(step, directory)
+    temperature = 1.0 if step.algorithm["recipe"] == "sft" else TEMPERATURE
+    model = reference.load(directory / step.model).bfloat16()
+    logp = [logp.double() for logp in reference.log_probs(model, rows, temperature)]
+    step.loss(reference.sample_of(rows, logp)).backward()
+    return {
+        key: torch.zeros_like(p) if p.grad is None else p.grad.double() for key, p in model.named_parameters()
+    }
+
+
+@each_bf16_run
+def test_in_bf16_the_error_is_that_of_transformers(
+    found: dict[tuple[str, str, str], Any], directory: Path, dtype: str, layout: Layout, name: str
+) -> None:
+    outcome: Outcome = found[dtype, str(layout), name]
+    _, exact = expected(name, directory)
+    exact = reference.as_in_file(exact)
+    errors = _errors(outcome.gradients, exact)
+    bounds = _errors(reference.as_in_file(_transformers_in_bf16(name, directory)), exact)
+    print(
+        name,
+        layout,
+        max((errors[k] / bounds[k], errors[k], bounds[k], k) for k in errors),
+        max(errors.values()),
+        max(bounds.values()),
+    )
+    assert max(errors.values()) <= 2 * max(bounds.values()), max(errors, key=errors.__getitem__)
+
+
+@each_run
+def test_export_is_what_was_loaded_bit_for_bit(
+    found: dict[tuple[str, str, str], Any], directory: Path, dtype: str, layout: Layout, name: str
+) -> None:
+    exported = found[dtype, str(layout), STEPS[name].model].exported
+    loaded = load_file(directory / STEPS[name].model / "model.safetensors")
+    assert exported.keys() == loaded.keys()
+    for key, tensor in loaded.items():
+        assert torch.equal(exported[key].cpu().to(tensor.dtype), tensor), key
+
+
+@each_fp32_run
+def test_scores_and_an_update_are_those_of_transformers_and_adamw(
+    found: dict[tuple[str, str, str], Any], directory: Path, dtype: str, layout: Layout, name: str
+) -> None:
+    """Transformer Engine's FusedAdam against PyTorch's; the tolerance as in test_gradient_invariance.py."""
+    model = STEPS[name].model
+    probe: Probe = found[dtype, str(layout), model]
+    _, logp, parameters = sampled(directory, model, TEMPERATURE, "ragged")
+    torch.testing.assert_close(probe.logp_r.cpu(), torch.cat(logp).detach().float(), rtol=0, atol=1e-5)
+    _, gradients = expected(MODELS[model], directory)
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+    assert norm > UPDATE["clip_grad"], "nothing would be clipped"
+    assert probe.grad_norm == pytest.approx(norm, rel=TOLERANCE)
+    weights = {key: parameter.detach().clone() for key, parameter in parameters.items()}
+    for key, weight in weights.items():
+        weight.grad = gradients[key] * UPDATE["clip_grad"] / norm
+    decayed = [weight for weight in weights.values() if weight.dim() > 1]
+    others = [weight for weight in weights.values() if weight.dim() == 1]
+    options = {key: UPDATE[key] for key in ("lr", "eps", "betas", "weight_decay")}
+    torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], **options).step()
+    for key, weight in reference.as_in_file(weights).items():
+        assert (probe.updated[key].cpu() - weight).abs().max() < 5e-3 * UPDATE["lr"], key

@@ -1,0 +1,228 @@
+"""`megatron-gvpo check` finds what would make a run fail or teach nothing, and passes a run that is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.distributed import forget_layout
+from helpers.inputs.chat_tokenizer import CHATML, tokenizer
+from helpers.suite.real_parts import used
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatron_gvpo.data.task import load_task
+from megatron_gvpo.huggingface.card import ModelCards
+from megatron_gvpo.inspection.prompts import inspect_prompts
+from megatron_gvpo.inspection.responses import inspect_responses
+from megatron_gvpo.inspection.rewards import inspect_rewards
+from megatron_gvpo.inspection.rules import inspect_engine, inspect_learning_rate, inspect_memory
+from megatron_gvpo.inspection.verdict import RunVerdict
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.load import build_config
+
+REWARD = """
+def blind(prompt, rollout): return 0.5
+def kind(prompt, rollout): return float(bool(rollout.text))
+def right(prompt, rollout): return float(prompt.answer in rollout.text)
+def strict(prompt, rollout): return float(rollout.text.strip() == f"#### {prompt.answer}")
+def broken(prompt, rollout): return prompt.record["no such field"]
+def odd(prompt, rollout): return float(rollout.token_ids[0] % 2)
+def short(prompt, rollout): return 1 - len(rollout.text) / 1000 + (prompt.answer in rollout.text) / 1000
+"""
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("check")
+    made = tokenizer()
+    made.save_pretrained(folder / "model")
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(made), **SIZES)).save_pretrained(folder / "model")
+    (folder / "reward.py").write_text(REWARD)
+    records = [{"prompt": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(100, 116)]
+    for name, part in (("train", records[:12]), ("test", records[12:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in part))
+    return folder
+
+
+def configure(task: Path, reward: str = "right", **sections: dict[str, Any]) -> Config:
+    return build_config(values(task, reward, **sections))
+
+
+def values(task: Path, reward: str = "right", **sections: dict[str, Any]) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "output_dir": str(task / "run"),
+        "model": {"path": str(task / "model"), "dtype": "float32"},
+        "data": {"train": {"path": str(task / "train.jsonl")}, "max_prompt_tokens": 256},
+        "algorithm": {"recipe": "gvpo"},
+        "rollout": {"n": 4, "max_tokens": 8},
+        "rewards": {"components": [{"name": "graded", "function": f"{task}/reward.py:{reward}"}]},
+        "train": {"steps": 2, "prompts_per_step": 4, "mini_batches": 2, "max_tokens_per_micro_batch": 512},
+        "optimizer": {"lr": 1e-4},
+    }
+    for section, own in sections.items():
+        base[section] = {**base[section], **own}
+    return base
+
+
+def verdict(verdicts: list[RunVerdict], topic: str) -> RunVerdict:
+    return next(each for each in verdicts if each.topic == topic)
+
+
+def prompts_of(task: Path, template: str | None = CHATML, **sections: dict[str, Any]) -> list[RunVerdict]:
+    made = tokenizer(template)
+    made.save_pretrained(task / "model")
+    try:
+        config = configure(task, **sections)
+        return inspect_prompts(config, load_task(config, ModelCards(config).policy))
+    finally:
+        tokenizer().save_pretrained(task / "model")
+
+
+def test_prompts_that_are_right_pass(task: Path) -> None:
+    held_out = {"path": str(task / "test.jsonl")}
+    verdicts = prompts_of(task, data={"eval": held_out})
+    assert {each.level for each in verdicts} == {"ok"}, verdicts
+
+
+def test_a_template_that_does_not_open_the_models_turn_is_found(task: Path) -> None:
+    template = CHATML.replace("add_generation_prompt", "false")
+    problem = verdict(prompts_of(task, template), "template")
+    assert problem.level == "failure" and "add_generation_prompt" in problem.sentence
+
+
+def test_marks_of_another_model_are_found(task: Path) -> None:
+    template = CHATML.replace("<|im_start|>", "<|start_header_id|>")
+    problem = verdict(prompts_of(task, template), "template")
+    assert problem.level == "failure" and "<|start_header_id|>" in problem.sentence
+
+
+def test_an_end_that_the_template_never_writes_is_found(task: Path) -> None:
+    template = CHATML.replace("<|im_end|>", "</call>")
+    problem = verdict(prompts_of(task, template), "end")
+    assert problem.level == "warning" and "stop_token_ids" in problem.remedy
+
+
+def test_prompts_at_the_limit_and_too_few_prompts_are_found(task: Path) -> None:
+    config = configure(task)
+    lengths = [len(p.token_ids) for p in load_task(config, ModelCards(config).policy).prompts]
+    limit = {"max_prompt_tokens": max(lengths)}
+    assert verdict(prompts_of(task, data=limit), "lengths").level == "warning"
+    assert "repeats" in verdict(prompts_of(task, train={"prompts_per_step": 100}), "data").sentence
+
+
+def test_held_out_prompts_that_are_trained_on_are_found(task: Path) -> None:
+    shared = verdict(prompts_of(task, data={"eval": {"path": str(task / "train.jsonl")}}), "data")
+    assert shared.level == "warning" and "12 of 12" in shared.sentence
+
+
+@pytest.mark.parametrize(
+    ("reward", "level", "words"),
+    [
+        ("right", "ok", "best"),
+        ("strict", "ok", "best"),
+        ("blind", "failure", "the same"),
+        ("kind", "failure", "wrong answer scores as much"),
+        ("broken", "failure", "no such field"),
+        ("short", "warning", "stop early"),
+    ],
+)
+def test_rewards_are_judged_by_responses_whose_quality_is_known(
+    task: Path, reward: str, level: str, words: str
+) -> None:
+    config = configure(task, reward)
+    judged = inspect_rewards(config, load_task(config, ModelCards(config).policy))[0]
+    assert judged.level == level
+    assert words in judged.sentence + judged.remedy
+
+
+@pytest.mark.parametrize(
+    ("reward", "topic", "level"),
+    [("odd", "signal", "ok"), ("strict", "signal", "warning"), ("broken", "reward", "failure")],
+)
+def test_first_responses_show_whether_they_teach(task: Path, reward: str, topic: str, level: str) -> None:
+    used("megatron-core and Megatron-Bridge, 1 rank")
+    config = configure(task, reward)
+    try:
+        verdicts, groups = inspect_responses(
+            config, ModelCards(config), load_task(config, ModelCards(config).policy)
+        )
+    finally:
+        forget_layout()
+    assert verdict(verdicts, topic).level == level
+    assert [len(group.rollouts) for group in groups] == [4] * 8
+    assert verdict(verdicts, "ends").level == "warning"  # a model that knows nothing does not end
+
+
+def test_a_learning_rate_for_another_size_is_found(task: Path) -> None:
+    from megatron_gvpo.planner import architecture
+
+    assert inspect_learning_rate(configure(task, optimizer={"lr": 1e-3})).level == "ok"
+    assert inspect_learning_rate(configure(task, optimizer={"lr": 1.0})).level == "failure"
+    known = json.loads((Path(architecture.__file__).parent / "models.json").read_text())
+    large = task / "7b"
+    large.mkdir()
+    (large / "config.json").write_text(json.dumps(known["Qwen/Qwen2.5-7B"]))
+    named = {"path": str(large)}
+    for lr, level in ((1e-6, "ok"), (1e-4, "warning"), (1e-2, "failure")):
+        judged = inspect_learning_rate(configure(task, model=named, optimizer={"lr": lr}))
+        assert judged.level == level, judged
+    on_gpu = configure(task, model={**named, "dtype": "bfloat16"})
+    assert inspect_memory(on_gpu, 1, 79.6).level == "warning"
+    assert inspect_memory(on_gpu, 8, 79.6).level == "ok"
+
+
+def test_an_engine_that_is_not_there_is_found(task: Path) -> None:
+    servers = {"engine": "sglang", "servers": {"count": 1, "python": sys.executable}}
+    assert "has no package sglang" in inspect_engine(configure(task, rollout=servers)).sentence
+    servers["servers"] = {"count": 1, "python": "/no/such/python"}
+    assert "no such program" in inspect_engine(configure(task, rollout=servers)).sentence
+
+
+def check(task: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatron_gvpo", "check", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def test_the_command_tries_a_whole_run(task: Path) -> None:
+    file = task / "right.json.yaml"
+    file.write_text(json.dumps(values(task, "odd")))
+    before = sorted(task.rglob("*"))
+    done = check(task, str(file), "--json")
+    result = json.loads(done.stdout)
+    assert done.returncode == 1, "it does not see the answer"
+    levels = {each["topic"]: each["level"] for each in result["verdicts"]}
+    assert levels["reward"] == "failure"
+    assert levels["tiny step"] == levels["signal"] == levels["configuration"] == "ok", result
+    assert "<|im_start|>assistant" in result["prompts"][0]
+    assert sorted(task.rglob("*")) == before, "it leaves nothing behind"
+
+
+def test_the_command_refuses_bad_input_in_a_line(task: Path) -> None:
+    file = task / "wrong.yaml"
+    file.write_text(json.dumps(values(task) | {"optimizr": {}}))
+    for words in ([str(file)], [str(task / "none.yaml")], [str(file), "--world", "0"]):
+        refused = check(task, *words)
+        assert refused.returncode == 2
+        assert refused.stderr.startswith("error: ") and "Traceback" not in refused.stderr
+
+
+def test_data_that_cannot_be_read_is_a_verdict(task: Path) -> None:
+    file = task / "absent.yaml"
+    absent = {"train": {"path": str(task / "absent.jsonl")}}
+    file.write_text(json.dumps(values(task, data=absent)))
+    done = check(task, str(file))
+    assert done.returncode == 1
+    assert "FAILURE" in done.stdout and "absent.jsonl" in done.stdout
