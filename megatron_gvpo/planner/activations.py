@@ -37,11 +37,12 @@ class Activations:
     def __init__(
         self, model: Architecture, layout: Layout, tokens: float, responses: float | None = None
     ) -> None:
-        self._model, self._layout = model, layout
+        self._model, self._layout, self.tokens = model, layout, tokens
         self._n = tokens / layout.cp
         self._u = self._n / (layout.tp if layout.sequence_parallel else 1)
         self._r = (tokens if responses is None else responses) / layout.cp
         self._again = frozenset(() if layout.recompute else layout.recompute_modules)
+        self._layers: dict[bool, Layer] = {}
 
     @property
     def stream(self) -> float:
@@ -49,6 +50,12 @@ class Activations:
         return _B * self._u * self._model.hidden
 
     def layer(self, mixture: bool) -> Layer:
+        """One of the model's layers: with an MLP, or with a mixture of experts."""
+        if mixture not in self._layers:
+            self._layers[mixture] = self._layer(mixture)
+        return self._layers[mixture]
+
+    def _layer(self, mixture: bool) -> Layer:
         """A layer with attention and an MLP, or a mixture of experts; recomputed modules keep nothing."""
         attention, inside = self._attention(), self._mixture() if mixture else self._mlp()
         norms = 2 * (self.stream + _F * self._u)

@@ -204,9 +204,10 @@ def memory(
     A critic is trained after the policy, so its activations take no more than the policy's and are not added.
     The pass of a teacher that the trainer holds comes before the policy's: the fuller of both moments counts.
     """
+    activations = Activations(model, layout, tokens, responses)
     return max(
         (
-            stage_memory(model, layout, stage, tokens, micro_batches, critic, teacher, responses)
+            _of_stage(model, layout, stage, activations, micro_batches, critic, teacher)
             for stage in stages_of_a_kind(layout, model.layers)
         ),
         key=lambda m: m.total,
@@ -231,19 +232,31 @@ def stage_memory(
     responses: float | None = None,
 ) -> Memory:
     """Predicts the memory of a GPU of one pipeline stage; the arguments are those of `memory`."""
+    activations = Activations(model, layout, tokens, responses)
+    return _of_stage(model, layout, stage, activations, micro_batches, critic, teacher)
+
+
+def _of_stage(
+    model: Architecture,
+    layout: Layout,
+    stage: int,
+    activations: Activations,
+    micro_batches: int,
+    critic: bool,
+    teacher: PlannedTeacher | None,
+) -> Memory:
     is_last = stage == layout.pp - 1
     second = sum(state(model, layout, stage, critic=True)) if critic else 0.0
     state_here = (*state(model, layout, stage), second)
     layers, mixtures = stage_layers(model, layout, stage)
-    activations = Activations(model, layout, tokens, responses)
     kept, head = activations.stage(
         layers - mixtures, mixtures, is_last, in_flight(layout, stage, micro_batches)
     )
     beside = own = 0.0
     if teacher is not None and teacher.is_on_trainer:
-        own = teacher_pass(teacher, layout, stage, tokens)
+        own = teacher_pass(teacher, layout, stage, activations.tokens)
         if teacher.divergence and is_last:
-            beside = teacher_in_head(teacher, layout, tokens)
+            beside = teacher_in_head(teacher, layout, activations.tokens)
     if own > kept + head + beside:  # the teacher's pass, before the policy's
         kept, head, beside = 0.0, 0.0, own
     workspaces = activations.workspaces(layers - mixtures, mixtures, is_last)
