@@ -12,7 +12,6 @@ no GPU is needed (docs/howto/rehearse.md). Both numbers are without CUDA's conte
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lib.planner.rehearsed_rows import DELTA_ROWS, OTHERS, ROWS, Row
+from lib.planner.rehearsed_rows import ROWS, Row
 
 from megatron_gvpo.planner.prediction import predict
 from megatron_gvpo.rehearsal import made_model
@@ -47,10 +46,7 @@ def job_of(row: Row, folder: Path) -> RankJob:
     """Write the row's model and configuration into a new folder, and return what a process rehearses."""
     directory = folder / "model"
     directory.mkdir(parents=True)
-    config = _config_of(row)
-    (directory / "config.json").write_text(json.dumps(config))
-    if "vision_config" in config:
-        (directory / "preprocessor_config.json").write_text(json.dumps(_processor(config["vision_config"])))
+    (directory / "config.json").write_text(json.dumps(_config_of(row)))
     file = folder / "config.yaml"
     file.write_text(CONFIG)
     keys = [*row.keys, f"model.path={directory}", f"train.max_tokens_per_micro_batch={row.tokens}"]
@@ -59,24 +55,11 @@ def job_of(row: Row, folder: Path) -> RankJob:
 
 def _config_of(row: Row) -> dict[str, Any]:
     """The model's config.json with as many layers as the row has; one of them is dense, if any was."""
-    known = made_model.known_models() | OTHERS
-    config: dict[str, Any] = json.loads(json.dumps({"torch_dtype": "bfloat16", **known[row.model]}))
-    text = config.get("text_config", config)
-    text["num_hidden_layers"] = row.layers
+    config: dict[str, Any] = {"torch_dtype": "bfloat16", **made_model.known_models()[row.model]}
+    config["num_hidden_layers"] = row.layers
     if "first_k_dense_replace" in config:
         config["first_k_dense_replace"] = 1
     return config
-
-
-def _processor(tower: dict[str, Any]) -> dict[str, Any]:
-    """A preprocessor_config.json that fits the model's vision tower."""
-    return {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "patch_size": tower["patch_size"],
-        "temporal_patch_size": tower["temporal_patch_size"],
-        "merge_size": tower["spatial_merge_size"],
-        "size": {"shortest_edge": 3136, "longest_edge": 12845056},
-    }
 
 
 def predicted(row: Row, folder: Path) -> dict[str, float]:
@@ -130,15 +113,10 @@ def of_interest(result: dict[str, Any]) -> dict[str, Any]:
 
 def with_prediction(result: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The result of a row, with what the planner says of it."""
-    [row] = [row for row in ROWS + DELTA_ROWS if row.name == result["row"]]
+    [row] = [row for row in ROWS if row.name == result["row"]]
     planned = predicted(row, folder)
     ratio = round(planned["peak"] / result["rehearsed_gib"]["peak"], 4)
     return {**result, "predicted_gib": planned, "ratio": ratio}
-
-
-def rows_here() -> tuple[Row, ...]:
-    """All rows that this machine can rehearse."""
-    return ROWS + (DELTA_ROWS if importlib.util.find_spec("fla") else ())
 
 
 def main() -> int:
@@ -148,9 +126,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="words of the rows' names; default: all rows")
     parser.add_argument("--predict", action="store_true", help="rehearse nothing")
     options = parser.parse_args()
-    named = [
-        row for row in rows_here() if not options.names or any(word in row.name for word in options.names)
-    ]
+    named = [row for row in ROWS if not options.names or any(word in row.name for word in options.names)]
     results = []
     with tempfile.TemporaryDirectory(prefix="planner-") as folder:
         measured = (

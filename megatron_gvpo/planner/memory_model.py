@@ -84,7 +84,7 @@ def stage_layers(model: Architecture, layout: Layout, stage: int) -> tuple[int, 
     """
     if layout.stages is not None:
         sizes = list(layout.stages)
-    elif layout.vpp > 1:
+    elif model.layers % (layout.pp * layout.vpp) == 0:
         sizes = [model.layers // (layout.pp * layout.vpp)] * (layout.pp * layout.vpp)
     else:
         sizes = list(layout.stage_layers(model.layers))

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from helpers import on_null_cuda
-from helpers.cases import vision_cases
 from helpers.on_null_cuda import MIXTURE, QWEN
 from helpers.paths import ROOT
 
@@ -108,8 +107,6 @@ OPTIONS: dict[str, Case] = {
     "dense": Case("qwen", 8),
     "experts": Case("mixture", 8, ("parallel.ep=4",)),
     "latent attention": Case("latent", 8, ("parallel.ep=4",)),
-    "vision": Case("qwen2_5_vl", 2),
-    "vision, deep": Case("qwen3_vl", 2),
     "adapters": Case("qwen", 2, ("model.adapter={rank: 8, alpha: 8}",)),
     "critic": Case("qwen", 2, ("algorithm=ppo",)),
     "reference and entropy": Case("qwen", 2, ("algorithm=grpo", "algorithm.loss.entropy_coef=0.01")),
@@ -142,14 +139,7 @@ def test_the_page_has_layouts() -> None:
 
 def _job(case: Case, folder: Path) -> RankJob:
     folder.mkdir(parents=True)
-    if case.model in MODELS:
-        file, made = on_null_cuda.write_model(folder, MODELS[case.model]), [str(folder / "model")]
-    else:
-        file, made = on_null_cuda.write_model(folder, {}), []
-        vision_cases.save_model(folder, case.model)
-        (folder / "model" / "config.json").unlink()
-        (folder / "model").rmdir()
-        (folder / case.model).rename(folder / "model")
+    file, made = on_null_cuda.write_model(folder, MODELS[case.model]), [str(folder / "model")]
     words = [word.replace("teacher.path=model", f"teacher.path={folder / 'model'}") for word in case.words]
     return RankJob([str(file)], words, case.rank, case.world, 2 if case.world < 4 else None, made)
 
