@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from megatron_gvpo.cli.terminal import loading
 from megatron_gvpo.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megatron_gvpo.planner.command import Planned
     from megatron_gvpo.planner.own_layout import LayoutAnswer
     from megatron_gvpo.settings.config import Config
 
@@ -40,7 +42,13 @@ def add_parser(commands: Any) -> None:
         metavar="FILE.yaml",
         help="write the best layout as a configuration file, which is given after the others",
     )
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="print the plan as JSON")
+    shown.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="also rehearse the best three layouts, each about a minute (docs/howto/rehearse.md)",
+    )
     parser.set_defaults(run=run, nproc=0, named=None)
 
 
@@ -152,7 +160,7 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan, as a table or as JSON; 1 if a configuration does not fit. Raises ConfigError."""
+    """Print the plan, as a table or as JSON; 1 if what was asked for does not fit. Raises ConfigError."""
     if options.config:
         return _of_configuration(options)
     if missing := [name for name in (*OF_CONFIGURATION, "gpu") if getattr(options, name) is None]:
@@ -162,14 +170,28 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--nodes {options.nodes}: goes with a configuration; --gpus counts all GPUs")
     with loading("the methods"):
         from megatron_gvpo.planner.command import run as plan
-    return plan(options)
+    planned = plan(options)
+    return _rehearse(planned, options) if options.rehearse else 0
+
+
+def _rehearse(planned: Planned, options: argparse.Namespace) -> int:
+    from megatron_gvpo.rehearsal import of_plan
+    from megatron_gvpo.rehearsal.process import RankFailedError
+
+    try:
+        return of_plan.show(planned, options)
+    except RankFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
 
 
 def _of_configuration(options: argparse.Namespace) -> int:
-    """LayoutAnswer for the layout of a configuration; with --write, also search for the best one."""
+    """Answer for the layout of a configuration; with --write, also search for the best one."""
     for name in ("model", "prompts", "k"):
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name}: the configuration says it; leave it out, or give no configuration")
+    if options.rehearse:
+        raise ConfigError(f"--rehearse: megatron-gvpo rehearse {options.config[0]} rehearses a configuration")
     if options.json and options.write is not None:
         raise ConfigError("--json and --write: with a configuration, give one of them")
     if options.nodes is not None and options.gpus is not None:

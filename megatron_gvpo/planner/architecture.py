@@ -424,7 +424,7 @@ class _Sizes:
         return value
 
 
-RUNTIME_BYTES = 4e9  # CUDA context, NCCL buffers, Transformer Engine's workspaces, fragmentation
+RUNTIME_BYTES = 4e9  # CUDA's context, NCCL's buffers, fragmentation
 
 
 def engine_room(model: Architecture, tp: int, gpu_gib: float) -> float:

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,17 +29,42 @@ PREDICTED = "# Predicted, not measured:"  # every config file written by --write
 LARGEST = 10**7  # limit for any count on the command line
 
 
-def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns exit code 0. Raises ConfigError for a wrong option or if nothing can run."""
+@dataclass(frozen=True)
+class Planned:
+    """The model and the work of the options, and the plan that the search gave."""
+
+    plan: Plan
+    model: architecture.Architecture
+    work: workload.Workload
+    saved: Sharing | None  # what sharing prompts would save; None if the model cannot
+    trained: int  # GPUs without those of reward models', judges' and a teacher's servers
+
+
+def run(options: argparse.Namespace) -> Planned:
+    """Finds and prints the plan. Raises ConfigError for a wrong option or if nothing can run."""
+    planned = _planned(options)
+    plan, model, saved = planned.plan, planned.model, planned.saved
+    if options.write:
+        target = (Path(options.write), f"--write {options.write}", "a plan", PREDICTED)
+        write_named_file(*target, overlay(plan.best[0], model.layers, planned.work, options))
+    if options.json:
+        servers = {"server_gpus": options.gpus - planned.trained}
+        print(json.dumps(to_dict(plan, options, model, saved) | servers, indent=2))
+    else:
+        _print(plan, options, model, planned.work, saved)
+    return planned
+
+
+def _planned(options: argparse.Namespace) -> Planned:
+    """Checks the options and searches. Raises ConfigError."""
     _check_counts(options)
     gpus = options.gpus - _server_gpus(options)
     if gpus > NODE and gpus % NODE:
         raise ConfigError(
             f"--gpus {options.gpus}: more than one node of {NODE} GPUs; give a multiple of {NODE}"
         )
-    target = (Path(options.write or ""), f"--write {options.write}", "a plan", PREDICTED)
     if options.write:
-        check_named_file(*target)
+        check_named_file(Path(options.write), f"--write {options.write}", "a plan", PREDICTED)
     model, gpu = architecture.load(options.model), workload.gpu(options.gpu)
     _check_adapters(options, model)
     model = replace(model, adapter_rank=options.adapter_rank)
@@ -59,15 +84,7 @@ def run(options: argparse.Namespace) -> int:
         offload=options.offload,
         colocated=options.colocated,
     )
-    if options.write:
-        write_named_file(*target, overlay(plan.best[0], model.layers, work, options))
-    if options.json:
-        print(
-            json.dumps(to_dict(plan, options, model, saved) | {"server_gpus": options.gpus - gpus}, indent=2)
-        )
-    else:
-        _print(plan, options, model, work, saved)
-    return 0
+    return Planned(plan, model, work, saved, gpus)
 
 
 def _check_counts(options: argparse.Namespace) -> None:

@@ -3,9 +3,7 @@
 Parameters and optimizer state follow Megatron's distributed optimizer (its guide "dist_optimizer"). Each bf16
 weight takes 2 bytes, its gradient 4, and its fp32 copy and Adam's two moments take 12 / dp. Weights under
 adapters take 2 bytes, and the adapters the rest. Optimizer state
-on the host takes 16 / dp there, because an update also copies the gradients. Activations are those that the
-layers keep for the backward pass with flash attention, counted as in arXiv 2205.05198, section 4, for a gated
-MLP and grouped-query attention.
+on the host takes 16 / dp there, because an update also copies the gradients. activations.py counts the rest.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from megatron_gvpo.planner.activations import TILE_BYTES, Activations
 from megatron_gvpo.planner.architecture import GIB, RUNTIME_BYTES, Architecture
 from megatron_gvpo.planner.workload import Layout
 
@@ -20,9 +19,7 @@ if TYPE_CHECKING:
     from megatron_gvpo.planner.teacher import PlannedTeacher
 
 
-HEAD_BYTES = 800e6  # working memory of the fused head's tiles (kernels/linear_logprob.py)
-STASH_BYTES = 1024 * 2**20  # default of train.head_stash_mb
-TILE_BYTES = 512 * 2**20  # a tile of logits; a divergence also needs a tile of the teacher's
+HEAD_BYTES = 800e6  # working memory of the fused head's tiles in a pass without a gradient
 
 
 @dataclass(frozen=True)
@@ -47,6 +44,7 @@ class Memory:
     critic: float  # parameters, gradients and optimizer state of the critic
     activations: float
     head: float
+    workspaces: float  # of Transformer Engine and cuBLAS
     teacher: float  # a teacher on the trainer: weights and a layer's activations, or its head
     runtime: float
 
@@ -61,12 +59,10 @@ class Memory:
 def shard(model: Architecture, layout: Layout, stage: int, critic: bool = False) -> Shard:
     """Counts the parameters that a rank of pipeline stage `stage` holds.
 
-    Mixture-of-experts layers are assumed to come last, as they do in all models known here. `critic`: count
-    the same model with an output layer of one number per token, which is not split among ranks.
+    `critic`: count the same model with an output layer of one number per token, which is not split among
+    ranks.
     """
-    sizes = layout.stage_layers(model.layers)
-    before, here = sum(sizes[:stage]), sizes[stage]
-    mixtures = min(here, max(0, before + here - (model.layers - model.moe_layers)))
+    here, mixtures = stage_layers(model, layout, stage)
     dense = (
         here * (model.attention / layout.tp + model.replicated)
         + (here - mixtures) * model.mlp / layout.tp
@@ -77,7 +73,27 @@ def shard(model: Architecture, layout: Layout, stage: int, critic: bool = False)
     dense += tables * model.embedding / layout.tp + last * model.hidden
     dense += last * critic * (model.hidden + 1)
     dense += first * _tower(model, layout)
-    return Shard(dense, mixtures * model.experts * model.expert / layout.ep)
+    return Shard(dense, mixtures * model.experts * model.expert / (layout.ep * layout.etp))
+
+
+def stage_layers(model: Architecture, layout: Layout, stage: int) -> tuple[int, int]:
+    """Returns the layers of a pipeline stage, and how many of them are mixtures of experts.
+
+    These come last in the model, as in all models known here. With virtual stages a stage has several chunks
+    of layers, spread over the model.
+    """
+    if layout.stages is not None:
+        sizes = list(layout.stages)
+    elif model.layers % (layout.pp * layout.vpp) == 0:
+        sizes = [model.layers // (layout.pp * layout.vpp)] * (layout.pp * layout.vpp)
+    else:
+        sizes = list(layout.stage_layers(model.layers))
+    dense = model.layers - model.moe_layers
+    mixtures = 0
+    for chunk in range(stage, len(sizes), layout.pp):
+        before = sum(sizes[:chunk])
+        mixtures += min(sizes[chunk], max(0, before + sizes[chunk] - dense))
+    return sum(sizes[stage :: layout.pp]), mixtures
 
 
 def _tower(model: Architecture, layout: Layout) -> float:
@@ -91,12 +107,10 @@ def trained_shard(model: Architecture, layout: Layout, stage: int, critic: bool 
     if not model.adapter_rank or critic:
         stage_shard = shard(model, layout, stage, critic)
         return replace(stage_shard, dense=stage_shard.dense - (stage == 0) * _tower(model, layout))
-    sizes = layout.stage_layers(model.layers)
-    before, here = sum(sizes[:stage]), sizes[stage]
-    mixtures = min(here, max(0, before + here - (model.layers - model.moe_layers)))
+    here, mixtures = stage_layers(model, layout, stage)
     dense = here * model.attention_adapters + (here - mixtures) * model.mlp_adapters(model.ffn)
     routed = mixtures * model.experts * model.mlp_adapters(model.expert_ffn)
-    return Shard(dense / layout.tp, routed / layout.ep)
+    return Shard(dense / layout.tp, routed / (layout.ep * layout.etp))
 
 
 def state(
@@ -109,7 +123,7 @@ def state(
     """
     stage_shard, trained = shard(model, layout, stage, critic), trained_shard(model, layout, stage, critic)
     copies = layout.dp * layout.cp
-    expert_copies = layout.gpus // (layout.pp * layout.ep)
+    expert_copies = layout.gpus // (layout.pp * layout.ep * layout.etp)
     own = 12 if bytes_each == 2 else 8
     added = trained.total if model.adapter_rank and not critic else 0.0
     return (
@@ -126,28 +140,19 @@ def host_state(model: Architecture, layout: Layout, stage: int, critic: bool = F
     """
     trained = trained_shard(model, layout, stage, critic)
     updated = trained.dense / (layout.dp * layout.cp) + trained.experts / (
-        layout.gpus // (layout.pp * layout.ep)
+        layout.gpus // (layout.pp * layout.ep * layout.etp)
     )
     return 16 * layout.offload * updated
 
 
 def activation_bytes(model: Architecture, layout: Layout, tokens: float) -> float:
-    """Returns the bytes that one layer keeps for the backward pass of `tokens` tokens.
-
-    Activations are in bf16. With tp > 1 sequence parallelism is assumed.
-    """
+    """Returns the bytes that one layer keeps for the backward pass of `tokens` tokens; the mean of layers."""
+    activations = Activations(model, layout, tokens)
     if layout.recompute:
-        return 2 * model.hidden * tokens / (layout.cp * layout.tp)
-    if (m := model.latent) is not None:
-        attention = model.heads * (3 * (m.nope_dim + m.rope_dim) + 2 * m.v_dim) + m.q_rank + m.kv_rank
-    else:
-        attention = model.head_dim * (2 * model.heads + 2 * model.kv_heads)
-    if model.moe_layers:
-        ffn = 3 * (model.experts_per_token * model.expert_ffn + model.shared_ffn)
-        ffn += 2 * model.experts_per_token * model.hidden  # dispatched and returned tokens
-    else:
-        ffn = 3 * model.ffn
-    return 2 * (4 * model.hidden + attention + ffn) * tokens / (layout.cp * layout.tp)
+        return activations.stream
+    dense = model.layers - model.moe_layers
+    saved = dense * activations.layer(False).saved + model.moe_layers * activations.layer(True).saved
+    return saved / model.layers
 
 
 def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
@@ -190,32 +195,69 @@ def memory(
     micro_batches: int,
     critic: bool = False,
     teacher: PlannedTeacher | None = None,
+    responses: float | None = None,
 ) -> Memory:
     """Predicts the memory of a GPU of the fullest pipeline stage, with `tokens` tokens per micro-batch.
+
+    `responses`: how many of them have a label; default: all.
 
     A critic is trained after the policy, so its activations take no more than the policy's and are not added.
     The pass of a teacher that the trainer holds comes before the policy's: the fuller of both moments counts.
     """
-    if teacher is not None and not teacher.is_on_trainer:
-        teacher = None
-    stages, sizes = [], layout.stage_layers(model.layers)
-    for stage in sorted({0, sizes.index(max(sizes)), layout.pp - 1}):
-        parameters, gradients, optimizer = state(model, layout, stage)
-        activations = activation_bytes(model, layout, tokens) * sizes[stage]
-        activations *= in_flight(layout, stage, micro_batches)
-        if layout.recompute:  # the layer that is being recomputed holds all its activations
-            plain = Layout(layout.gpus, layout.tp, layout.pp, cp=layout.cp, ep=layout.ep)
-            activations += activation_bytes(model, plain, tokens)
-        head = HEAD_BYTES + 4 * model.hidden * tokens / (layout.cp * layout.tp)
-        head += min(STASH_BYTES, 2 * model.vocab * tokens / (layout.cp * layout.tp))
-        last = head if stage == layout.pp - 1 else 0.0
-        second = sum(state(model, layout, stage, critic=True)) if critic else 0.0
-        state_here = (parameters, gradients, optimizer, second)
-        beside = 0.0
-        if teacher is not None:
-            own = teacher_pass(teacher, layout, stage, tokens)
-            stages.append(Memory(*state_here, 0.0, 0.0, own, RUNTIME_BYTES))
-            if teacher.divergence and stage == layout.pp - 1:
-                beside = teacher_in_head(teacher, layout, tokens)
-        stages.append(Memory(*state_here, activations, last, beside, RUNTIME_BYTES))
-    return max(stages, key=lambda m: m.total)
+    activations = Activations(model, layout, tokens, responses)
+    return max(
+        (
+            _of_stage(model, layout, stage, activations, micro_batches, critic, teacher)
+            for stage in stages_of_a_kind(layout, model.layers)
+        ),
+        key=lambda m: m.total,
+    )
+
+
+def stages_of_a_kind(layout: Layout, layers: int) -> list[int]:
+    """Returns the first, the fullest and the last pipeline stage."""
+    sizes = layout.stage_layers(layers)
+    middle = max(range(layout.pp), key=lambda stage: (sizes[stage], 0 < stage < layout.pp - 1))
+    return sorted({0, middle, layout.pp - 1})
+
+
+def stage_memory(
+    model: Architecture,
+    layout: Layout,
+    stage: int,
+    tokens: float,
+    micro_batches: int,
+    critic: bool = False,
+    teacher: PlannedTeacher | None = None,
+    responses: float | None = None,
+) -> Memory:
+    """Predicts the memory of a GPU of one pipeline stage; the arguments are those of `memory`."""
+    activations = Activations(model, layout, tokens, responses)
+    return _of_stage(model, layout, stage, activations, micro_batches, critic, teacher)
+
+
+def _of_stage(
+    model: Architecture,
+    layout: Layout,
+    stage: int,
+    activations: Activations,
+    micro_batches: int,
+    critic: bool,
+    teacher: PlannedTeacher | None,
+) -> Memory:
+    is_last = stage == layout.pp - 1
+    second = sum(state(model, layout, stage, critic=True)) if critic else 0.0
+    state_here = (*state(model, layout, stage), second)
+    layers, mixtures = stage_layers(model, layout, stage)
+    saved, head = activations.stage(
+        layers - mixtures, mixtures, is_last, in_flight(layout, stage, micro_batches)
+    )
+    beside = own = 0.0
+    if teacher is not None and teacher.is_on_trainer:
+        own = teacher_pass(teacher, layout, stage, activations.tokens)
+        if teacher.divergence and is_last:
+            beside = teacher_in_head(teacher, layout, activations.tokens)
+    if own > saved + head + beside:  # the teacher's pass, before the policy's
+        saved, head, beside = 0.0, 0.0, own
+    workspaces = activations.workspaces(layers - mixtures, mixtures, is_last)
+    return Memory(*state_here, saved, head, workspaces, beside, RUNTIME_BYTES)

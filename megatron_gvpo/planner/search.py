@@ -219,13 +219,15 @@ def _fit(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> tuple
         if tokens < least_tokens and of_rank != max(MICRO_TOKENS):
             break
         batches = max(1, int(share // tokens))
-        used = memory(model, layout, min(tokens, share), batches, work.critic, work.teacher)
+        in_pack = min(tokens, share)
+        responses = in_pack * work.responses * work.lengths.mean / work.tokens
+        used = memory(model, layout, in_pack, batches, work.critic, work.teacher, responses)
         least = min(least, used.total / 2**30)
         if used.total / 2**30 > USABLE * gpu.memory_gib:
             continue
         if best is None:
             layout = replace(layout, transport=push_time.fastest(model, gpu, layout))
-        took = seconds(model, gpu, layout, work, min(tokens, share))
+        took = seconds(model, gpu, layout, work, in_pack)
         if best is None or took.step < best.seconds.step:
             peak = took.training * layout.gpus * gpu.bf16_tflops * 1e12
             mfu = model_flops(model, work) / peak

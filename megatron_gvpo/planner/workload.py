@@ -176,7 +176,11 @@ class Layout:
     vpp: int = 1  # chunks of layers on every pipeline stage
     cp: int = 1
     ep: int = 1
+    etp: int = 1  # tensor-parallel ranks of the experts
+    sequence_parallel: bool = True  # with tp > 1
     recompute: bool = False  # recompute all activations
+    recompute_modules: tuple[str, ...] = ()  # or these parts of every layer
+    stages: tuple[int, ...] | None = None  # layers of the pp x vpp stages; None: as equal as can be
     fp8: bool = False
     offload: float = 0.0  # fraction of the optimizer's states in host memory
     rollout_gpus: int = 0  # the servers' own GPUs; 0: colocated with the trainer
@@ -189,10 +193,12 @@ class Layout:
         return self.gpus // (self.tp * self.pp * self.cp)
 
     def stage_layers(self, layers: int) -> tuple[int, ...]:
-        """Returns the number of layers of every pipeline stage.
+        """Returns the number of layers of every pipeline stage, the sum of its chunks.
 
         If the stages cannot be equal, the first and last have fewer: they also hold the embedding and head.
         """
+        if self.stages is not None:
+            return tuple(sum(self.stages[stage :: self.pp]) for stage in range(self.pp))
         each, more = divmod(layers, self.pp)
         fewer = [self.pp - 1, 0, *range(self.pp - 2, 0, -1)][: self.pp - more]
         return tuple(each + (stage not in fewer) for stage in range(self.pp))

@@ -51,7 +51,17 @@ def _build() -> int:
 
 
 def _rehearse(options: argparse.Namespace, folder: Path) -> int:
-    """Check everything, then rehearse the ranks, one after the other, and show the result."""
+    """Rehearse, and show the result; returns the exit code."""
+    result = rehearsed(options, folder)
+    print(json.dumps(result, indent=1)) if options.json else report.show(result)
+    return 0 if result["fits"] else 1
+
+
+def rehearsed(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Check everything, then rehearse the ranks, one after the other; files go to `folder`.
+
+    Raises ConfigError, and RankFailedError for a rank that ends otherwise.
+    """
     device = _device(options.gpu)
     config, job = _checked(options, device, folder)
     ranks = chosen(options.ranks, options.rank, config.parallel, options.world)
@@ -63,6 +73,9 @@ def _rehearse(options: argparse.Namespace, folder: Path) -> int:
         raise ConfigError(f"--memory {options.memory}: {remaining}")
     variables = environment_of_ranks(device, min(options.world, NODE), usable)
     results = list(run_jobs([replace(job, rank=rank) for rank in ranks], variables, folder))
+    for one in results:
+        stage = one["role"].get("pp", 0)
+        one["predicted"] = predict(config, options.world, options.micro_batches, stage)
     result: dict[str, Any] = {
         "gpu": device.name,
         "world": options.world,
@@ -70,11 +83,8 @@ def _rehearse(options: argparse.Namespace, folder: Path) -> int:
         "usable_gib": usable / GIB,
         "reserves_gib": {name: size / GIB for name, size in reserves.items()},
         "ranks": results,
-        "predicted": predict(config, options.world, options.micro_batches),
     }
-    result |= _judged(config, results, options.gpu, usable)
-    print(json.dumps(result, indent=1)) if options.json else report.show(result)
-    return 0 if result["fits"] else 1
+    return result | _judged(config, results, options.gpu, usable)
 
 
 def _checked(options: argparse.Namespace, device: Device, folder: Path) -> tuple[Config, RankJob]:

@@ -63,7 +63,9 @@ def fill(directory: Path) -> None:
     from megatron_gvpo.huggingface.complete_weights import _expected
 
     config = transformers.AutoConfig.from_pretrained(directory)
-    tied = bool(config.get_text_config().tie_word_embeddings)
+    # Files of vision-language models may say it beside the language model's section.
+    text = config.get_text_config()
+    tied = bool(getattr(text, "tie_word_embeddings", getattr(config, "tie_word_embeddings", False)))
     shards: list[dict[str, Any]] = [{}]
     end = 0
     for name, shape in _expected(config, tied).items():

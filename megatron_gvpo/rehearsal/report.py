@@ -19,7 +19,7 @@ def show(result: dict[str, Any]) -> None:
         f"{result['memory_gib']:.1f} (less {reserves}; assumed). Rehearsed: no value was computed."
     )
     for rank in result["ranks"]:
-        _rank(console, rank, result)
+        _rank(console, rank)
     if len(result["ranks"]) > 1:
         console.print(f"\nfullest: rank {result['fullest']}")
     for line in result["bounds"]:
@@ -27,7 +27,7 @@ def show(result: dict[str, Any]) -> None:
     console.print(f"\n{result['verdict']}")
 
 
-def _rank(console: Any, rank: dict[str, Any], result: dict[str, Any]) -> None:
+def _rank(console: Any, rank: dict[str, Any]) -> None:
     from rich.table import Table
 
     role = " ".join(f"{name}{index}" for name, index in rank["role"].items())
@@ -74,7 +74,7 @@ def _rank(console: Any, rank: dict[str, Any], result: dict[str, Any]) -> None:
         )
     console.print(table)
     if rank["parts"]:
-        _parts(console, rank, result["predicted"] or {})
+        _parts(console, rank, rank["predicted"] or {})
     _collectives(console, rank)
 
 
@@ -84,7 +84,8 @@ def _parts(console: Any, rank: dict[str, Any], predicted: dict[str, float]) -> N
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column, justify in (("part, GiB", "left"), ("rehearsed", "right"), ("planner", "right")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    for name in ("weights", "gradients", "optimizer", "critic", "activations", "head", "teacher", "runtime"):
+    names = ("weights", "gradients", "optimizer", "critic", "activations", "head", "workspaces", "teacher")
+    for name in (*names, "runtime"):
         if name in rank["parts"] or name in predicted:
             table.add_row(name, _number(rank["parts"].get(name)), _number(predicted.get(name)))
     highest = max(phase["peak"] for phase in rank["phases"])

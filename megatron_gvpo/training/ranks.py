@@ -19,7 +19,8 @@ from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.gpus import list_gpus
 from megatron_gvpo.planner import architecture
-from megatron_gvpo.planner.memory_model import STASH_BYTES, activation_bytes, state
+from megatron_gvpo.planner.activations import STASH_BYTES
+from megatron_gvpo.planner.memory_model import activation_bytes, state
 from megatron_gvpo.planner.workload import Layout
 from megatron_gvpo.settings.config import Config
 

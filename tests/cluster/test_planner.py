@@ -189,7 +189,8 @@ def test_the_memory_is_that_of_the_micro_batches_that_the_trainer_makes():
         budget = candidate.micro_tokens * layout.cp  # of Policy
         assert budget >= work.longest
         tokens, batches = min(budget, share), max(1, int(share // budget))
-        assert candidate.memory == memory.memory(model, layout, tokens, batches)
+        responses = tokens * work.responses * work.lengths.mean / work.tokens
+        assert candidate.memory == memory.memory(model, layout, tokens, batches, responses=responses)
 
 
 @pytest.mark.parametrize(

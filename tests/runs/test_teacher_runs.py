@@ -49,7 +49,7 @@ def test_a_run_asks_for_every_response_once_and_survives_an_outage(
     few = (*few, "checkpoint.export_hf=true", "checkpoint.every=1")
     with teaching(teacher) as (url, served):
         fit(taught(task, tmp_path / "whole", teacher, url, *few))
-        asked = [tuple(body["input_ids"]) for body in served.asked[1:]]
+        sent = [tuple(body["input_ids"]) for body in served.requests[1:]]
         different: list[set[tuple[int, ...]]] = []
         for step in (1, 2):
             rows = pq.read_table(tmp_path / "whole" / "rollouts" / f"step_{step:06}.parquet").to_pylist()
@@ -66,9 +66,9 @@ def test_a_run_asks_for_every_response_once_and_survives_an_outage(
             assert logged["advantage/teacher_kl"] == pytest.approx(sum(means) / 2, abs=1e-4)
             assert logged["train/grad_norm"] > 0 and math.isfinite(logged["train/loss"])
         once = [*different[0], *different[1] - different[0]]
-        assert sorted(asked) == sorted(once), "two epochs of two mini-batches ask once"
+        assert sorted(sent) == sorted(once), "two epochs of two mini-batches ask once"
 
-        served.last = len(served.asked) + 1 + len(different[0]) + 2  # in the second step
+        served.last = len(served.requests) + 1 + len(different[0]) + 2  # in the second step
         with pytest.raises(RolloutError, match=r"for teacher\.server\.start_timeout=0\.3 s"):
             fit(taught(task, tmp_path / "parts", teacher, url, *few))
         assert [line["step"] for line in records(tmp_path / "parts")] == [0, 1]

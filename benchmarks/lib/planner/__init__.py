@@ -1,0 +1,1 @@
+"""Layouts whose rehearsed memory is compared with the planner's."""

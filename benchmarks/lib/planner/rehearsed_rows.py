@@ -1,0 +1,76 @@
+"""The layouts that planner_rehearsals.py rehearses: models of few layers with true widths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DENSE, TIED, QWEN3 = "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-8B"
+LLAMA, LARGE = "meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-72B"
+A3B, A22B = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"
+V2, V3 = "deepseek-ai/DeepSeek-V2", "deepseek-ai/DeepSeek-V3"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rank of a layout: `keys` are words KEY=VALUE of the configuration."""
+
+    model: str
+    layers: int
+    world: int
+    keys: tuple[str, ...] = ()
+    rank: int = 0
+    tokens: int = 8192  # of a micro-batch of a rank
+
+    @property
+    def name(self) -> str:
+        words = [word.removeprefix("parallel.") for word in self.keys]
+        where = f"rank {self.rank} of {self.world}"
+        model = self.model.partition("/")[2]
+        return ", ".join([f"{model}, {self.layers} layers", *words, f"{self.tokens} tokens", where])
+
+
+def _row(model: str, layers: int, world: int, words: str = "", rank: int = 0, tokens: int = 8192) -> Row:
+    return Row(model, layers, world, tuple(f"parallel.{word}" for word in words.split()), rank, tokens)
+
+
+_SP = "sequence_parallel=true"
+_AGAIN = "recompute=selective recompute_modules"
+ROWS = (
+    _row(DENSE, 4, 8),
+    _row(DENSE, 28, 8, f"tp=2 {_SP}"),
+    _row(DENSE, 8, 8, "tp=2"),
+    _row(DENSE, 8, 8, f"tp=4 {_SP}", 0, 16384),
+    _row(DENSE, 8, 8, "tp=4"),
+    _row(DENSE, 8, 8, "recompute=full", 0, 16384),
+    _row(DENSE, 8, 8, f"tp=2 {_SP} {_AGAIN}=[mlp]"),
+    _row(DENSE, 8, 8, "cp=2"),
+    _row(DENSE, 8, 8, "pp=2"),
+    _row(DENSE, 8, 8, "pp=2", 7),
+    _row(QWEN3, 8, 8, f"tp=2 {_SP}"),
+    _row(QWEN3, 8, 8, "pp=4 recompute=full", 2),
+    _row(QWEN3, 8, 8, "pp=2 vpp=2"),
+    _row(QWEN3, 7, 8, "pp=2 stage_layers=[4,3]", 7),
+    _row(QWEN3, 8, 8, f"{_AGAIN}=[core_attn]"),
+    _row(TIED, 12, 8, "", 0, 16384),
+    _row(TIED, 12, 8, "pp=2", 4),
+    _row(LLAMA, 6, 8, f"tp=2 {_SP} cp=2"),
+    _row(LLAMA, 6, 8, "tp=8"),
+    _row(LARGE, 4, 64, f"tp=8 {_SP}"),
+    _row(LARGE, 4, 64, f"tp=8 pp=2 {_SP}", 0),
+    _row(A3B, 4, 8, "ep=8"),
+    _row(A3B, 4, 8, "ep=8 recompute=full"),
+    _row(A3B, 4, 8, f"tp=2 ep=4 {_SP}"),
+    _row(A3B, 4, 8, f"tp=2 ep=4 etp=2 {_SP}"),
+    _row(A3B, 4, 8, f"ep=8 {_AGAIN}=[moe]"),
+    _row(A3B, 8, 16, "ep=8 pp=2"),
+    _row(A3B, 8, 16, "ep=8 pp=2", 15),
+    _row(A3B, 4, 8, "ep=8 cp=2"),
+    _row(A22B, 4, 256, f"tp=4 ep=64 {_SP} recompute=full"),
+    _row(A22B, 4, 64, f"tp=4 ep=16 pp=2 {_SP}"),
+    _row(V2, 4, 32, "ep=32", 0, 4096),
+    _row(V2, 4, 64, f"tp=4 ep=32 {_SP}", 0, 4096),
+    _row(V3, 6, 256, "ep=64 pp=2 recompute=full", 0, 4096),
+    _row(V3, 6, 256, "ep=64 pp=2 recompute=full", 255, 4096),
+    _row(V3, 6, 256, "ep=64 pp=2", 128, 4096),
+    _row(V3, 4, 64, f"ep=64 {_AGAIN}=[moe,mla_up_proj]", 0, 4096),
+)

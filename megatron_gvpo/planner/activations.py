@@ -1,0 +1,201 @@
+"""Counts the bytes of activations on a GPU: what layers keep for the backward pass, and what a pass needs.
+
+Every term is a tensor that Transformer Engine 2.20 or megatron-core 0.19 saves or still has, on the fullest
+moment of a pass. Rehearsals show them by the line of code that allocates each; a test compares the sums.
+Names in the formulas: n, the tokens of a context-parallel rank; u, the tokens of its part of the stream of
+hidden states: n / tp with sequence parallelism, else n; b, bytes of an element, 2 in bf16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_gvpo.planner.architecture import Architecture
+    from megatron_gvpo.planner.workload import Layout
+
+STASH_BYTES = 1024 * 2**20  # default of train.head_stash_mb
+TILE_BYTES = 512 * 2**20  # a tile of logits in fp32 (kernels/linear_logprob.py)
+CUBLAS_BYTES = 32 * 2**20  # of a workspace, from Hopper on
+_B = 2  # bytes of an element in bf16
+_F = 4  # bytes of an element in fp32
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Bytes of one layer: `saved` until its backward pass, and the most beside them in each pass."""
+
+    saved: float
+    forward: float
+    backward: float
+
+
+class Activations:
+    """The activations of a micro-batch of `tokens` tokens, `responses` of which have a label."""
+
+    def __init__(
+        self, model: Architecture, layout: Layout, tokens: float, responses: float | None = None
+    ) -> None:
+        self._model, self._layout, self.tokens = model, layout, tokens
+        self._n = tokens / layout.cp
+        self._u = self._n / (layout.tp if layout.sequence_parallel else 1)
+        self._r = (tokens if responses is None else responses) / layout.cp
+        self._again = frozenset(() if layout.recompute else layout.recompute_modules)
+        self._layers: dict[bool, Layer] = {}
+
+    @property
+    def stream(self) -> float:
+        """The hidden states between two layers."""
+        return _B * self._u * self._model.hidden
+
+    def layer(self, mixture: bool) -> Layer:
+        """One of the model's layers: with an MLP, or with a mixture of experts."""
+        if mixture not in self._layers:
+            self._layers[mixture] = self._layer(mixture)
+        return self._layers[mixture]
+
+    def _layer(self, mixture: bool) -> Layer:
+        """A layer with attention and an MLP, or a mixture of experts; recomputed modules keep nothing."""
+        attention, inside = self._attention(), self._mixture() if mixture else self._mlp()
+        norms = 2 * (self.stream + _F * self._u)
+        sums = 2 * self.stream  # behind attention, and behind the MLP or experts
+        again = 0.0
+        if ("moe" if mixture else "mlp") in self._again:
+            again = inside.saved
+            norms -= 0.0 if mixture else self.stream  # a dense MLP's norm belongs to its first product
+        saved = attention.saved + inside.saved - again + norms + sums
+        # While attention goes back, the MLP's tensors are gone.
+        backward = max(again + inside.backward, attention.backward - (inside.saved - again))
+        return Layer(saved, again + inside.forward, backward)
+
+    def _attention(self) -> Layer:
+        """Queries, keys, values, what attention returns, and its softmax's statistics."""
+        m, n, tp = self._model, self._n, self._layout.tp
+        if m.latent is not None:
+            return self._latent_attention()
+        wide, narrow = _B * n * m.heads * m.head_dim / tp, _B * n * m.kv_heads * m.head_dim / tp
+        statistics = _F * n * m.heads / tp
+        saved = 2 * wide + 2 * narrow + statistics
+        if m.qk_norm or m.wide_qk_norm:  # what enters the norms, and a number for each head of each token
+            saved += wide + narrow + _F * n * (m.heads + m.kv_heads) / tp
+        if "core_attn" in self._again:
+            # Values are a view of the joint product, all of which is then saved; only statistics go.
+            saved += wide + narrow - statistics
+        # Gradients of what attention returned, of queries, keys and values, and fp32 sums for queries.
+        return Layer(saved, 0.0, 4 * wide + 2 * narrow)
+
+    def _latent_attention(self) -> Layer:
+        """Keys and queries are [n, heads, nope + rope]; values are padded to that width."""
+        m, n, tp = self._model, self._n, self._layout.tp
+        assert m.latent is not None
+        a = m.latent
+        per_head = _B * n * m.heads / tp
+        wide = per_head * (a.nope_dim + a.rope_dim)
+        padded = a.v_dim != a.nope_dim + a.rope_dim
+        up = 3 * wide + (wide + per_head * a.v_dim if padded else wide)  # q, k, v; what attention returns
+        statistics = _F * n * m.heads / tp
+        # Of queries the down-projection and its norm, of keys and values their compressed part and its norm.
+        down = _B * self._u * (2 * a.q_rank + 2 * a.kv_rank)
+        saved = up + statistics + down
+        if "mla_up_proj" in self._again:
+            saved -= 3 * wide
+        if "core_attn" in self._again:
+            saved -= statistics
+        return Layer(saved, 0.0, 6 * wide)
+
+    def _mlp(self) -> Layer:
+        """The first product's output, gate and up, and the activation's."""
+        part = _B * self._n * self._model.ffn / self._layout.tp
+        # Going back: the gradients of both, when the activation's own output is gone, and of the stream.
+        return Layer(3 * part, 0.0, 2 * part + self.stream)
+
+    def _mixture(self) -> Layer:
+        """Every token goes to `experts_per_token` experts: as many rows, on average, come to this rank."""
+        m, layout = self._model, self._layout
+        rows = self._u * m.experts_per_token * layout.etp
+        width = m.expert_ffn / layout.etp
+        sent = _B * rows * m.hidden
+        saved = sent + _B * rows * 3 * width  # the sorted tokens, gate and up, the activation's output
+        if "moe_act" in self._again:
+            saved -= _B * rows * width
+        saved += _F * self._u * m.experts * 1.5  # routing probabilities
+        saved += _F * self._u * (2 * m.experts + 1)  # the permutation's map
+        saved += _F * rows * 3  # probabilities of rows, before and after they are sorted
+        forward = 4 * sent  # permuted, exchanged, computed, and sorted back
+        if m.shared_ffn:
+            if "shared_experts" not in self._again:
+                saved += _B * self._n * 3 * m.shared_ffn / layout.tp
+                if layout.sequence_parallel and layout.tp > 1:
+                    saved += _B * self._n * m.hidden  # gathered
+            forward += _B * self._n * m.hidden
+        return Layer(saved, forward, forward)
+
+    def head(self) -> float:
+        """The fused head's own memory, whichever way it takes (docs/explanation/head.md)."""
+        m, tp = self._model, self._layout.tp
+        logits = _F * self._r * m.vocab / tp
+        tile = min(TILE_BYTES, logits)
+        halves = tile if logits > TILE_BYTES else tile / 2  # the gradient of a tile in bf16, and of the next
+        table, states = m.vocab * m.hidden / tp, self._r * m.hidden
+        known_first = _F * (table + states) + tile + halves
+        stash = min(STASH_BYTES, logits / 2)
+        known_last = stash + 2 * _B * states
+        known_last += tile + max(halves, _B * table) if stash < logits / 2 else _B * table
+        return max(known_first, known_last)
+
+    def workspaces(self, dense: int, mixtures: int, is_last: bool) -> float:
+        """Bytes that stay between two updates on a stage with these layers.
+
+        Transformer Engine gives autograd a tensor of each shape of weight that it has, which nobody fills,
+        because products add to Megatron's gradients (its get_dummy_wgrad). cuBLAS has a workspace for
+        Transformer Engine, four for grouped products, and one for PyTorch, whose products are the head's.
+        """
+        shapes = self._weights(dense > 0, mixtures > 0)
+        cublas = 1 + 4 * (mixtures > 0) + (is_last or mixtures > 0)
+        return _B * sum(rows * columns for rows, columns in shapes) + cublas * CUBLAS_BYTES
+
+    def _weights(self, dense: bool, mixture: bool) -> set[tuple[float, float]]:
+        """The shapes [rows, columns] of a rank's weights that Transformer Engine's layers have."""
+        m, tp, etp = self._model, self._layout.tp, self._layout.etp
+        if (a := m.latent) is not None:
+            shapes: set[tuple[float, float]] = {
+                (a.q_rank, m.hidden),
+                (m.heads * (a.nope_dim + a.rope_dim) / tp, a.q_rank),
+            }
+            shapes |= {(a.kv_rank + a.rope_dim, m.hidden), (m.hidden, m.heads * a.v_dim / tp)}
+            shapes.add((m.heads * (a.nope_dim + a.v_dim) / tp, a.kv_rank))
+        else:
+            queries, keys = (1 + m.gate) * m.heads * m.head_dim / tp, m.kv_heads * m.head_dim / tp
+            shapes |= {(queries + 2 * keys, m.hidden), (m.hidden, m.heads * m.head_dim / tp)}
+        widths = [m.ffn / tp] if dense else []
+        widths += [m.expert_ffn / etp] if mixture else []
+        widths += [m.shared_ffn / tp] if mixture and m.shared_ffn else []
+        for width in widths:
+            shapes |= {(2 * width, m.hidden), (m.hidden, width)}
+        return shapes
+
+    def stage(self, dense: int, mixtures: int, is_last: bool, in_flight: float) -> tuple[float, float]:
+        """Bytes of activations and of the head on a pipeline stage, at its fullest moment.
+
+        `dense`, `mixtures`: its layers. `in_flight`: the micro-batches whose activations it keeps. The head
+        is 0 where a layer's pass is the fullest moment.
+        """
+        counts = {False: dense, True: mixtures}
+        kinds = {mixture: self.layer(mixture) for mixture, count in counts.items() if count}
+        passing = max(max(kind.forward, kind.backward) for kind in kinds.values())
+        if self._layout.recompute:  # every layer keeps what enters it; one is computed again
+            saved = self.stream * (dense + mixtures)
+            passing = max(kind.saved + max(kind.forward, kind.backward) for kind in kinds.values())
+        else:
+            saved = sum(kind.saved * counts[mixture] for mixture, kind in kinds.items())
+            saved += self.stream  # what enters the first layer
+            saved -= 0 if is_last else self.stream  # a stage does not keep what it sends
+        if is_last:  # the final norm's output, and its input; the states that predict the labels
+            saved += self.stream * (2 if self._layout.recompute else 1)
+            saved += _B * self._r * self._model.hidden
+        passing += self.stream if self._layout.pp > 1 else 0.0  # a gradient that has arrived
+        head = self.head() if is_last else 0.0
+        if head > passing:
+            return in_flight * saved, head
+        return in_flight * saved + passing, 0.0
