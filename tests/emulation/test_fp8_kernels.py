@@ -24,7 +24,7 @@ DTYPES = {name: fp8.dtype_of(SimpleNamespace(name=name)) for name in FORMATS}
 
 
 def table_of(name: str) -> list[Fraction]:
-    """The positive numbers of a format, by byte; from the definition of its bits (Micikevicius et al., 2022)."""
+    """The positive numbers of a format, by byte, from the definition of its bits (arXiv 2209.05433)."""
     _, mantissa_bits, bias, end = FORMATS[name]
     numbers = []
     for byte in range(end):
@@ -224,7 +224,7 @@ def assert_near(values: Tensor, x: Tensor, is_2d: bool = True) -> None:
 
 
 class MXFP8Data(SimpleNamespace):
-    """What Transformer Engine's MXFP8Tensor holds."""
+    """The fields of Transformer Engine's MXFP8Tensor."""
 
 
 def mxfp8(rows: int, columns: int, is_swizzled: bool) -> tuple[Any, Any]:
@@ -292,7 +292,7 @@ def test_products_read_the_copy_that_the_hardware_would() -> None:
 
 
 def test_parts_of_masters_become_blockwise_weights() -> None:
-    """What a rank of the distributed optimizer has of a weight is a flat part of it."""
+    """A rank of the distributed optimizer has a flat part of a weight."""
     torch.manual_seed(0)
     weight, start, end = torch.randn(130, 140), 1000, 9000
     flat = weight.flatten()

@@ -20,15 +20,15 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Mask:
-    """Which keys a query sees, counted from the diagonal; -1 is without a limit."""
+class SeenKeys:
+    """The keys that a query sees, counted from the diagonal; -1 is without a limit."""
 
     is_causal: bool
     window: tuple[int, int]  # keys before and after the diagonal
     is_bottom_right: bool  # the diagonal ends at the last query and key; else it begins at the first ones
 
     @classmethod
-    def of(cls, mask_type: Any, window: Any, bottom_right_diagonal: bool) -> Mask:
+    def of(cls, mask_type: Any, window: Any, bottom_right_diagonal: bool) -> SeenKeys:
         name = mask_type.name
         is_bottom_right = bottom_right_diagonal or name.endswith("BOTTOM_RIGHT_MASK")
         return cls("CAUSAL" in name, (window[0], window[1]), is_bottom_right)
@@ -159,7 +159,7 @@ def _sink(softmax_type: Any, offset: Tensor | None, heads: int) -> Tensor | None
 
 
 def _sequences(
-    q: Tensor, k: Tensor, v: Tensor, sides: tuple[Side, Side], mask: Mask, scale: float
+    q: Tensor, k: Tensor, v: Tensor, sides: tuple[Side, Side], mask: SeenKeys, scale: float
 ) -> Iterator[Heads]:
     for number, (queries, keys) in enumerate(zip(sides[0].length_b, sides[1].length_b, strict=True)):
         parts = [
@@ -219,7 +219,7 @@ def fused_attn_fwd(
     )
     out_side = Side(o_format.name.removeprefix("NVTE_").lower(), sides[0].length_b, sides[0].begin_b)
     heads = q.shape[1 if q_format in ("thd", "bhsd") else 2]
-    mask = Mask.of(attn_mask_type, window_size, bottom_right_diagonal)
+    mask = SeenKeys.of(attn_mask_type, window_size, bottom_right_diagonal)
     sink_h = _sink(softmax_type, softmax_offset, heads)
     out, stats = alias(result[0]), alias(result[1])
     if out_side.format == "thd":
@@ -290,7 +290,7 @@ def fused_attn_bwd(
         Side(made_kv, sides[1].length_b, sides[1].begin_b),
     )
     heads = q.shape[1 if q_format in ("thd", "bhsd") else 2]
-    mask = Mask.of(attn_mask_type, window_size, bottom_right_diagonal)
+    mask = SeenKeys.of(attn_mask_type, window_size, bottom_right_diagonal)
     stats = alias(saved[0])
     offset = None if "LEARNABLE" not in softmax_type.name else saved[-1]
     sink_h = _sink(softmax_type, offset, heads)

@@ -32,8 +32,8 @@ _MODULES = (
 QUESTIONS = {
     *("get_cublasLt_version", "get_cudnn_version", "get_num_cublas_streams", "get_stream_priority_range"),
     *("get_fused_attn_backend", "get_grouped_gemm_setup_workspace_size", "ubuf_built_with_mpi"),
+    "nvte_built_with_cublasmp",
     *("device_supports_multicast", "create_empty_quantized_tensor", "bulk_allocate"),
-    *("ep_zero_copy_supported", "ep_get_zero_copy", "ep_handle_mem_size"),
 }
 
 

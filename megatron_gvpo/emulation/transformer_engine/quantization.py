@@ -22,7 +22,7 @@ _LARGEST_FP32 = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a kernel writes between its fp32 results and a quantized tensor.
+    """The form of results between a kernel's fp32 and a quantized tensor.
 
     `dtype`: of the operation. Kernels that cannot write FP8 themselves write this first. `has_fused_mxfp8`: a
     kernel of this operation writes mxfp8 itself.
@@ -107,7 +107,7 @@ def _write_mxfp8(out: Any, values: Tensor, quantizer: Any) -> None:
 
 
 def _copies(tensor: Any) -> list[tuple[bool, Tensor, Tensor]]:
-    """Whether it is the rowwise copy, data and inverse scales of each copy that a block-scaled tensor has."""
+    """For each copy of a block-scaled tensor: whether it is rowwise, its data, its inverse scales."""
     pairs = [
         (True, tensor._rowwise_data, tensor._rowwise_scale_inv),
         (False, tensor._columnwise_data, tensor._columnwise_scale_inv),
@@ -274,7 +274,7 @@ def fused_amax_and_scale_update_after_reduction(
         history[0] = newest
         rolled = history.roll(-1, 0)
         amax = history[0].clone() if amax_compute_algo == "most_recent" else history.amax(0)
-        updated = (largest / amax).clamp(max=_LARGEST_FP32)
+        updated = (torch.full_like(amax, largest) / amax).clamp(max=_LARGEST_FP32)
         scale.copy_(torch.where(amax.isfinite() & (amax > 0), updated, scale))
         rolled[0] = 0
         history.copy_(rolled)
