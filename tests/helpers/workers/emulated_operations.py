@@ -76,8 +76,8 @@ def results(operation: Any, sample: Any, device: str, with_gradient: bool) -> li
         inputs = [t for t in tree_leaves((first, args, options)) if isinstance(t, Tensor) and t.requires_grad]
         summed = [t.double().sum() for t in leaves if t.requires_grad and t.is_floating_point()]
         if summed:
-            found = torch.autograd.grad(torch.stack(summed).sum(), inputs, allow_unused=True)
-            gradients = [gradient for gradient in found if gradient is not None]
+            of_inputs = torch.autograd.grad(torch.stack(summed).sum(), inputs, allow_unused=True)
+            gradients = [gradient for gradient in of_inputs if gradient is not None]
     return [t.detach().cpu() for t in (*leaves, *gradients)]
 
 
@@ -90,14 +90,14 @@ def compared(operation: Any, dtype: torch.dtype, count: int) -> str:
         except Exception:
             continue  # a sample that the CPU refuses says nothing
         try:
-            found = results(operation, sample, "cuda", with_gradient)
+            computed = results(operation, sample, "cuda", with_gradient)
         except mode.EmulationError:
             return "named"
         except Exception as error:
             return f"refused: {str(error).splitlines()[0]}"
-        if len(found) != len(wanted):
-            return f"{len(found)} results instead of {len(wanted)}"
-        for a, b in zip(found, wanted, strict=True):
+        if len(computed) != len(wanted):
+            return f"{len(computed)} results instead of {len(wanted)}"
+        for a, b in zip(computed, wanted, strict=True):
             try:
                 torch.testing.assert_close(a, b, equal_nan=True, check_dtype=False)
             except AssertionError as error:

@@ -1,0 +1,48 @@
+"""`python -m megatron_gvpo.emulation PROGRAM [ARGUMENT ...]`: runs a Python program on emulated GPUs.
+
+PROGRAM is a file, or `-m` and a module. Example: `python -m megatron_gvpo.emulation -m megatron_gvpo train
+CONFIG.yaml`. Processes that the program starts have no emulated GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.emulation import process
+from megatron_gvpo.rehearsal.nullcuda import counters
+from megatron_gvpo.rehearsal.nullcuda.devices import DEVICES, GIB
+
+_GPUS = 8
+
+
+def main(arguments: list[str]) -> int:
+    """Start again with the null CUDA, or run the program where that is loaded; returns the exit code."""
+    program = arguments[1:] if arguments[:1] == ["-m"] else arguments
+    if not program:
+        print("usage: python -m megatron_gvpo.emulation PROGRAM.py|-m MODULE [ARGUMENT ...]", file=sys.stderr)
+        return 2
+    if not counters.is_loaded():
+        try:
+            variables = process.environment(DEVICES["h100"], _GPUS, 16 * GIB)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        command = [sys.executable, "-m", "megatron_gvpo.emulation", *arguments]
+        os.execve(sys.executable, command, os.environ | variables)
+    os.environ.pop("LD_PRELOAD", None)  # this process has it; what it starts does not need it
+    from megatron_gvpo.emulation import emulated_gpu
+
+    emulated_gpu.install()
+    sys.argv = program
+    if arguments[0] == "-m":
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(program[0], run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
