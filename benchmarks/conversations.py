@@ -70,11 +70,11 @@ class Lockstep:
 
     def __init__(self, policy: Speakers, live: int) -> None:
         self._policy, self._live = policy, live
-        self._asked: list[tuple[int, Request, asyncio.Future[Rollout]]] = []
+        self._requests: list[tuple[int, Request, asyncio.Future[Rollout]]] = []
 
     async def respond(self, conversation: int, request: Request) -> Rollout:
         answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
-        self._asked.append((conversation, request, answer))
+        self._requests.append((conversation, request, answer))
         self._begin_round()
         return await answer
 
@@ -84,8 +84,8 @@ class Lockstep:
         self._begin_round()
 
     def _begin_round(self) -> None:
-        if self._asked and len(self._asked) == self._live:
-            requests, self._asked = self._asked, []
+        if self._requests and len(self._requests) == self._live:
+            requests, self._requests = self._requests, []
             self._round = asyncio.create_task(self._answer(requests))
 
     async def _answer(self, batch: Sequence[tuple[int, Request, asyncio.Future[Rollout]]]) -> None:

@@ -240,11 +240,12 @@ def fp8(name: str, tensor: Tensor) -> Tensor:
 
 def engine(config: Any, task: Any, policy: Any, *, rounded: Any = None, stale: int = 0) -> Any:
     """The embedded engine with weights that are rounded, or older by `stale` pushes."""
+    from megatron_gvpo.huggingface.card import ModelCards
     from megatron_gvpo.sampling.embedded import EmbeddedEngine
 
     class OffPolicyEngine(EmbeddedEngine):
         def __init__(self) -> None:
-            super().__init__(config, task, policy)
+            super().__init__(config, ModelCards(config), task, policy)
             self._pushes: deque[list[tuple[str, Tensor]]] = deque(maxlen=stale + 1)
 
         def sync(self, version: int) -> None:

@@ -47,6 +47,7 @@ from lib.sync.ranks import measure_ranks
 from lib.sync.server import ROOT, cpu_seconds, device, engine_python, served, two_gpus
 from torch import Tensor
 
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.sampling.local_model import LocalModel
 from megatron_gvpo.servers.launch.start import DIALECTS
@@ -63,6 +64,7 @@ from megatron_gvpo.weights.publisher import Publisher
 from megatron_gvpo.weights.receivers import receiver_class
 from megatron_gvpo.weights.relay import ORDERS, Relays
 from megatron_gvpo.weights.shared import Shared
+from megatron_gvpo.weights.transport import PushSettings
 
 CPU = torch.device("cpu")
 TIMEOUT = 120.0  # seconds for one step of a push
@@ -221,7 +223,8 @@ class Pushing:
             self._timed = Timed(Disk(receiver, Path(config.output_dir) / "weights", TIMEOUT))
             where = CPU
         elif transport == "adapter":
-            self._timed = Timed(Adapter.create(config, receiver, CPU))
+            settings = PushSettings.of(config, ModelCards(config), CPU)
+            self._timed = Timed(Adapter.create(settings, receiver))
             where = CPU
         elif transport == "shared":
             memory = NodeMemory(f"megatron_gvpo-{os.getpid()}", where)

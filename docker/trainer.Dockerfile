@@ -32,7 +32,7 @@ COPY megatron_gvpo /tmp/source/megatron_gvpo
 ARG REVISION
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     echo "${REVISION}" >/tmp/source/megatron_gvpo/commit.txt \
-    && pip install --constraint /tmp/source/constraints.txt /tmp/source \
+    && pip install --constraint /tmp/source/constraints.txt /tmp/source flash-linear-attention \
     && pip install --constraint /tmp/source/constraints.txt --no-deps megatron-bridge
 # The servers' NCCL, which is newer than what torch asks for: NCCL refuses a group of two versions.
 ARG NCCL_VERSION

@@ -102,8 +102,11 @@ def write_problems(
 def run_example(name: str, *overrides: str) -> int:
     """Make the task, warm start, GVPO: the three commands of `examples/<name>`; the exit status.
 
-    `overrides` and the arguments of the command line go to the GVPO run.
+    `overrides` and the arguments of the command line go to the GVPO run; `--help` describes the example.
     """
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(sys.modules["__main__"].__doc__)
+        return 0
     example, directory = HERE / name, Path("runs") / name
     begin = time.perf_counter()
     seconds: dict[str, float] = {}

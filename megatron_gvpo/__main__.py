@@ -4,13 +4,17 @@ import os
 import sys
 import traceback
 
+# A thread of OpenMP would spin while it waits for one that the scheduler has taken away: beside one busy
+# process a step took three times as long (docs/explanation/cpu_speed.md). torch reads it when it is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 try:
     from megatron_gvpo.cli import main
     from megatron_gvpo.core.redaction import hide
 
     code = main()
 except KeyboardInterrupt:
-    sys.exit(130)  # Ctrl-C before, or outside of, what handles it
+    sys.exit(130)  # Ctrl-C where no handler of ours catches it
 except SystemExit:
     raise
 except BaseException:  # a panic in a Rust library, such as tokenizers, is not an Exception

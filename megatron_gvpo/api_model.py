@@ -26,7 +26,7 @@ from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rewards.judge import as_text
 
 log = logging.getLogger(__name__)
-_LINE = 300  # characters that an error message shows of an answer
+_LINE = 300  # characters of an answer in an error message
 
 
 class ApiModelError(RuntimeError):

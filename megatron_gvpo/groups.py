@@ -57,9 +57,9 @@ class Prompt:
     answer: str | None = None
     demonstration: tuple[int, ...] | None = None  # a solution's token ids, end token included
     record: Mapping[str, Any] = field(default_factory=dict)  # the raw data record, for user rewards
-    responses: tuple[Scored, ...] = ()  # for `sampler: file`
+    responses: tuple[Scored, ...] = ()  # read by `sampler: file`
     images: tuple[Image, ...] = ()  # `token_ids` have `Image.tokens` placeholders for each, in this order
-    demonstration_chat: Chat | None = None  # where the solution has several turns
+    demonstration_chat: Chat | None = None  # set for a solution of several turns
 
     @property
     def demonstration_length(self) -> int:

@@ -20,17 +20,17 @@ class Turn(NamedTuple):
 
     begin: int  # the index, among the rollout's own tokens, of the turn's first
     after: int = -1  # the earlier turn whose end it continues; -1: the prompt
-    keep: int | None = None  # how many tokens of that context stay; None: all
+    keep: int | None = None  # tokens of that context to keep; None: all
     given: tuple[int, ...] = ()  # tokens from outside, before the turn's own: never trained
-    agent: str = ""  # who speaks, where several agents share the policy
-    reward: float | None = None  # what the environment paid for the turn; None: it did not answer
+    agent: str = ""  # the speaker, if several agents share the policy
+    reward: float | None = None  # reward from the environment for this turn; None: it did not answer
 
 
 class Segment(NamedTuple):
     """A sequence of tokens, and where in it the rollout's own tokens are."""
 
     ids: list[int]
-    own: list[tuple[int, int, int]]  # (place in `ids`, index among the rollout's own tokens, how many)
+    own: list[tuple[int, int, int]]  # (index in `ids`, index among the rollout's own tokens, count)
 
 
 def turn_of(values: Sequence[Any]) -> Turn:
@@ -55,7 +55,7 @@ def segments(prompt: Sequence[int], own: Sequence[int], turns: Sequence[Turn]) -
     if not turns:
         return [Segment([*prompt, *own], [(len(prompt), 0, len(own))])]
     sequences: list[Segment] = []
-    ends: list[tuple[int, int]] = []  # of every turn: its segment, and the length there when it ended
+    ends: list[tuple[int, int]] = []  # by turn: (its segment, the segment's length at its end)
     if turns[0].begin != 0:
         raise ValueError(f"the first turn begins with own token {turns[0].begin}: want 0")
     for i, turn in enumerate(turns):

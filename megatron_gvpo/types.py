@@ -40,7 +40,7 @@ _DERIVED = (
     "offsets",
     "seq_r",
     "groups",
-)  # from lengths and groups alone
+)  # depends on lengths and groups alone
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -64,7 +64,7 @@ class TrainBatch:
     reward_n: Tensor
     truncated_n: Tensor  # bool: the response hit the token limit
     advantage_n: Tensor | None = None
-    advantage_r: Tensor | None = None  # where a response's tokens have advantages of their own
+    advantage_r: Tensor | None = None  # set if tokens of one response have different advantages
     prior_n: Tensor | None = None  # the expected reward of the prompt; NaN where it is not known
     trained_n: Tensor | None = None  # bool; rows that are not trained count in group statistics only
     demonstration_n: Tensor | None = None  # bool: a given solution, not sampled from any policy
@@ -76,15 +76,16 @@ class TrainBatch:
     value_r: Tensor | None = None  # the critic's value before the token and before the step's updates
     return_r: Tensor | None = None  # the critic's targets
     place_n: Tensor | None = None  # int64: the row's number among all responses of the step
-    item_r: Tensor | None = None  # int64: which item of its response the token belongs to
+    group_tokens_n: Tensor | None = None  # int64: response tokens of the row's whole group in the update
+    item_r: Tensor | None = None  # int64: number of the item of its response that the token belongs to
     # The part of `reward_n` that was paid for a turn, at the turn's last token; else 0.
     turn_reward_r: Tensor | None = None
     weight_r: Tensor | None = None  # dL/dlogp, if known before the forward
     # The teacher's last hidden states of a micro-batch's tokens on this rank, [tokens, h] in its own dtype.
     teacher_rh: Tensor | None = None
     routing: list[Routing | None] | None = None  # the experts that each row is sent through
-    turns: list[Sequence[Turn]] | None = None  # of conversations; a row without turns is one response
-    images: list[tuple[Image, ...]] | None = None  # of the prompts, in the order of their tokens
+    turns: list[Sequence[Turn]] | None = None  # a row without turns is a single response
+    images: list[tuple[Image, ...]] | None = None  # images of the prompts, in the order of their tokens
     # How many sequences, and response tokens in them, `trained` has left out.
     left_out: tuple[int, int] = (0, 0)
 
@@ -131,6 +132,12 @@ class TrainBatch:
         """(dense group index [n], group sizes [g]) of the batch."""
         _, index_n, size_g = torch.unique(self.group_n, return_inverse=True, return_counts=True)
         return index_n, size_g
+
+    def with_group_tokens(self) -> TrainBatch:
+        """The same rows, which are whole groups, with `group_tokens_n`."""
+        index_n, size_g = self.groups
+        tokens_g = torch.zeros_like(size_g).index_add(0, index_n, self.length_n)
+        return self.with_columns(group_tokens_n=tokens_g[index_n])
 
     def group_mean(self, value_n: Tensor) -> Tensor:
         """Mean of a per-sequence value over its group, broadcast back to [n]."""
@@ -194,7 +201,8 @@ class TrainBatch:
         }
         moved["component_n"] = {key: on_device(value, device) for key, value in self.component_n.items()}
         rows = TrainBatch(**moved)
-        if self.group_n.device != device:  # computed here: on the GPU the host would wait for their sizes
+        # Group sizes are computed on the CPU; on a GPU the host would wait for them.
+        if self.group_n.device != device:
             derived: dict[str, Any] = {
                 "offsets": self.offsets,
                 "groups": tuple(on_device(t, device) for t in self.groups),

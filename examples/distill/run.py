@@ -23,6 +23,9 @@ HERE, RUN = Path(__file__).parent, Path("runs/distill")
 
 
 def main() -> int:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return 0
     spent: dict[str, dict[str, float]] = {}
 
     def run(title: str, *command: str) -> None:

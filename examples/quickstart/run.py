@@ -20,6 +20,9 @@ RUN = Path("runs/quickstart")
 
 
 def main() -> int:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return 0
     arguments = sys.argv[1:]
     seconds: dict[str, float] = {}
     begin = time.perf_counter()

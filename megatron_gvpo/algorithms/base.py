@@ -92,7 +92,7 @@ class Block(Section):
 
     @property
     def unset_length(self) -> str | None:
-        """The option that is null and that the longest possible response must fill in, else None."""
+        """The option that is null and takes the length of the longest response; None if all are set."""
         return None
 
     def sized(self, max_tokens: int) -> Self:
@@ -107,7 +107,7 @@ class Block(Section):
         return self.model_copy(update=changes)
 
     def problem(self) -> str | None:
-        """The reason why a sized block cannot work, beginning with its option; None if it can."""
+        """The reason why a block with its lengths filled in cannot work, option first; None if it can."""
         return None
 
     def blocks_inside(self, above: str = "") -> Iterator[BlockAt]:
@@ -123,7 +123,7 @@ class Block(Section):
 
 
 def unless(**options: tuple[bool, str]) -> dict[str, str]:
-    """The options that are idle, of (True if it has an effect, what it goes with) for each."""
+    """The options without effect, given (True if it has an effect, what it goes with) for each."""
     return {option: needed for option, (effective, needed) in options.items() if not effective}
 
 
@@ -247,7 +247,7 @@ class Advantage(Block):
     per_token: ClassVar[bool] = False
     # It numbers the items of responses (`rows.item_r`).
     finds_items: ClassVar[bool] = False
-    # It reads components of the reward, and the reward, which shapers change, nowhere.
+    # It reads components of the reward, and never the total reward, which shapers change.
     by_components: ClassVar[bool] = False
 
     @property
@@ -328,7 +328,7 @@ class Loss(Block):
 
     @property
     def reads_members(self) -> str | None:
-        """The option, with its value, that is for responses of members alone; None where it has none."""
+        """The option, with its value, that serves responses of members alone; None without one."""
         return None
 
     @property

@@ -45,7 +45,8 @@ def as_json() -> str:
 
 def show(name: str) -> str:
     """A recipe's composition with every effective value, as YAML. Raises ValueError for an unknown one."""
-    from megatron_gvpo.algorithms.config import AlgorithmConfig  # every block: the list needs none
+    # Imports every block, which the list itself does not.
+    from megatron_gvpo.algorithms.config import AlgorithmConfig
 
     _, about = read_recipe(name)
     values = _name_first(AlgorithmConfig.model_validate(name).model_dump(mode="json"))
@@ -62,7 +63,7 @@ def _name_first(value: Any) -> Any:
         return [_name_first(item) for item in value]
     if not isinstance(value, dict):
         return value
-    keys = sorted(value, key=lambda key: key != "name")  # stable
+    keys = sorted(value, key=lambda key: key != "name")  # the sort is stable: the other keys keep their order
     return {key: _name_first(value[key]) for key in keys}
 
 
@@ -78,16 +79,16 @@ def markdown() -> str:
         )
     parts.append("\n".join(f"- *{name}*: {meaning}" for name, meaning in PROVENANCE.items()))
     parts.append("## The blocks")
-    for key, annotation in _places().items():
+    for key, annotation in _block_keys().items():
         parts.append(f"### `algorithm.{key}`")
         parts += [_block(block) for block in _blocks(annotation)]
     return "\n\n".join(parts) + "\n"
 
 
-def _places() -> dict[str, Any]:
+def _block_keys() -> dict[str, Any]:
     """The keys of `algorithm` that hold blocks, each with the annotation that names its blocks."""
     from megatron_gvpo.algorithms import config as blocks
-    from megatron_gvpo.algorithms.losses.correction import AnyImportance
+    from megatron_gvpo.algorithms.losses.pg import AnyImportance
 
     return {
         "prompts": blocks.AnyPrompts,

@@ -63,13 +63,13 @@ class AlgorithmConfig(Block):
     # Members join the groups besides the policy's own responses, in this order.
     members: tuple[AnyMember, ...] = ()
     shapers: tuple[AnyShaper, ...] = ()  # Shapers change rewards, and mask or drop responses, in this order.
-    # Which groups make a batch, and when another one is sampled first.
+    # Decides which groups form the training batch, and whether to sample more before training.
     batch_policy: AnyBatchPolicy = batch_policy.KeepAll()
     # How rewards become advantages, for losses that are weighted by advantages.
     estimator: AnyEstimator | None = None
     critic: CriticOptions | None = None  # The value model of the estimator `gae`.
     loss: AnyLoss = GVPO()  # The loss.
-    # Who computes the log-probs of the policy at step start that the loss compares with. `engine` takes those
+    # The source of the log-probs of the policy at step start, for the loss. `engine` takes those
     # that came with the responses, corrected by their mean gap a token, and saves the scoring pass.
     reference_logprobs: Literal["trainer", "engine"] = "trainer"
 
@@ -85,7 +85,7 @@ class AlgorithmConfig(Block):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        """Refuse combinations of blocks that mean nothing."""
+        """Refuse combinations of blocks that cannot work together."""
         loss, estimator = self.loss, self.estimator
         if not self.samples_from_policy:
             self._without_engine()
@@ -136,8 +136,8 @@ class AlgorithmConfig(Block):
             raise ValueError("loss.ratio=item needs the estimator rank, which finds the items")
         if early := [member.name for member in self.members[:-1] if member.adds_groups]:
             raise ValueError(
-                f"members: {early[0]} adds groups of prompts that it has changed, and the members behind it "
-                "would take these for the data's: put it last"
+                f"members: {early[0]} adds groups of prompts that it has changed, and later members "
+                "would take these for prompts of the data: put it last"
             )
         if (unread := self._unread_shaper()) is not None:
             raise ValueError(f"{unread}: leave it out, or make it a component (rewards.components)")
@@ -146,13 +146,13 @@ class AlgorithmConfig(Block):
         return self
 
     def _unread_shaper(self) -> str | None:
-        """The shaper of rewards that nothing behind it reads, with the reason; None without one."""
+        """The shaper whose rewards no later block reads, with the reason; None without one."""
         estimator = self.estimator
         distils = isinstance(estimator, distillation.Distillation) and estimator.rewards is None
         if estimator is None or self.batch_policy.needs_rewards or not (estimator.by_components or distils):
             return None
         last = self.shapers[-1] if self.shapers else None
-        if last is None or not last.changes_rewards:  # one that keeps or drops responses may read them
+        if last is None or not last.changes_rewards:  # a shaper that keeps or drops responses may read them
             return None
         reads = "components of the reward" if estimator.by_components else "no reward"
         return (
@@ -161,7 +161,7 @@ class AlgorithmConfig(Block):
         )
 
     def _learns_from_itself(self) -> str | None:
-        """The key of the only policy to learn from, if that is what the policy begins as, else None."""
+        """The key of the only reference to learn from, if the policy starts equal to it; otherwise None."""
         loss, estimator = self.loss, self.estimator
         if TEACHER in self.reference_policies or loss.entropy_coef or loss.reads_members:
             return None

@@ -42,7 +42,7 @@ class Distillation(Advantage):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.reference == STEP_START:
-            raise ValueError("reference=step_start: the policy would learn from itself, and nothing")
+            raise ValueError("reference=step_start: the policy would learn from itself alone")
         return self
 
     @property

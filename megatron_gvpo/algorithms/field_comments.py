@@ -25,7 +25,7 @@ def field_comments(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _comments(source: str) -> dict[str, str]:
-    own: dict[int, str] = {}  # comments that have a line of their own, and comments behind code
+    own: dict[int, str] = {}  # comments on lines of their own; `behind` has those after code
     behind: dict[int, str] = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:

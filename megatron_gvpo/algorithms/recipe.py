@@ -28,7 +28,7 @@ class About(Block):
     provenance: Literal["paper", "code", "second-hand", "textbook", "inspired by"] = Field(
         validation_alias=AliasChoices("provenance", "sure")
     )
-    chosen: str | None = None  # the choices where the source is silent
+    chosen: str | None = None  # choices that the source does not make
     needs: tuple[str, ...] = ()  # requirements on the data, the rewards or other models
     settings: dict[str, Any] = Field(default_factory=dict)  # settings of the run that go with the method
 
@@ -66,7 +66,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = {**base, **over}
     for key in base.keys() & over.keys():
         old, new = base[key], over[key]
-        if isinstance(old, str) and not (isinstance(new, Mapping) and new.keys() == {"env"}):  # a variable
+        # {env: NAME} stands for a variable.
+        if isinstance(old, str) and not (isinstance(new, Mapping) and new.keys() == {"env"}):
             old = {"recipe" if key == "algorithm" else "name": old}
         if isinstance(old, list) and isinstance(new, Mapping):
             merged[key] = _merge_items(old, new)

@@ -11,7 +11,7 @@ from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.image_families import TOKENS, takes_images
 from megatron_gvpo.settings.config import Config
 
-# Keys of preprocessor_config.json and the keys of vision_config that say the same.
+# Keys of preprocessor_config.json, and the keys of vision_config with the same meaning.
 _PATCHES = {
     "patch_size": "patch_size",
     "temporal_patch_size": "temporal_patch_size",
@@ -61,7 +61,7 @@ def _check_unsupported(config: Config, where: str) -> None:
         f"parallel.vpp={parallel.vpp}": parallel.vpp > 1,
         "model.fp8": config.model.fp8 is not None,
         "model.adapter": config.model.adapter is not None,
-        "train.share_prompts=true": config.train.share_prompts,
+        "train.share_prompts=true": config.train.requires_shared_prompts,
         "rollout.conversation": config.rollout.conversation is not None,
         "rollout.speculation": config.rollout.speculation is not None,
         "teacher": config.teacher is not None,
@@ -103,7 +103,7 @@ def _check_model(card: ModelCard, where: str) -> None:
 def _check_patches(directory: Path, vision: dict[str, Any], where: str) -> None:
     """The image processor must cut an image into the patches that the vision tower takes."""
     file = directory / "preprocessor_config.json"
-    if not file.is_file():  # reading the data says so, where a prompt has an image
+    if not file.is_file():  # the data reader reports it if a prompt has an image
         return
     processor = read_json_object(file)
     for key, key_of_tower in _PATCHES.items():

@@ -13,19 +13,21 @@ from typing import Any
 from megatron_gvpo.checks.adapters import check_adapter
 from megatron_gvpo.checks.images import check_images
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.huggingface.trainable_models import check_trainable
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.lengths import check_lengths
 from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.reward_servers import TeacherConfig
 
 
-def check_layout(config: Config, world_size: int) -> ModelCard:
-    """Returns the card of the model of `model.path`.
+def check_layout(config: Config, world_size: int) -> ModelCards:
+    """Returns the cards of the configuration's models.
 
     Raises ConfigError if the model or the layout does not fit config.json or the number of processes.
     """
-    card = ModelCard.read(config.model.path)
+    cards = ModelCards(config)
+    card = cards.policy
     architecture = check_trainable(card, f"model.path={config.model.path}")
     _check_processes(config.parallel, world_size)
     check_division(config.parallel, card)
@@ -39,29 +41,13 @@ def check_layout(config: Config, world_size: int) -> ModelCard:
     _check_stop_tokens(config, card)
     _check_top_k(config, card)
     _check_shared_prompts(config, card)
-    if (critic := config.algorithm.critic) is not None and critic.path is not None:
-        of_critic = ModelCard.read(critic.path, "algorithm.critic.path")
-        check_trainable(of_critic, f"algorithm.critic.path={critic.path}")
-        _check_widths(config.parallel, of_critic)
-        _check_depth(config.parallel, of_critic)
-        _check_experts(config.parallel, of_critic)
-        if of_critic.get("vocab_size") != card.get("vocab_size"):
-            raise ConfigError(
-                f"algorithm.critic.path={critic.path}: vocab_size={of_critic.get('vocab_size')}, and "
-                f"the policy's is {card.get('vocab_size')}: a critic reads the policy's tokens"
-            )
-    if (teacher := config.teacher) is not None and teacher.server is None:
-        of_teacher, key = ModelCard.read(teacher.path, "teacher.path"), f"teacher.path={teacher.path}"
-        check_trainable(of_teacher, key)
-        try:
-            for check in (_check_window, _check_widths, _check_depth, _check_experts):
-                check(config.parallel, of_teacher)
-            _check_shared_prompts(config, of_teacher)
-        except ConfigError as error:
-            raise ConfigError(f"{key} is held in the policy's layout: {error}") from None
+    _check_delta_nets(config, card)
+    _check_critic(config, card)
+    if config.teacher is not None and config.teacher.server is None:
+        _check_teacher(config, config.teacher, cards.teacher)
     _check_fp8(config, card)
     check_adapter(config, card, architecture)
-    return card
+    return cards
 
 
 def check_division(parallel: ParallelConfig, values: Mapping[str, Any]) -> None:
@@ -72,6 +58,43 @@ def check_division(parallel: ParallelConfig, values: Mapping[str, Any]) -> None:
     _check_depth(parallel, card)
     _check_recompute(parallel, card)
     _check_experts(parallel, card)
+
+
+def _check_delta_nets(config: Config, card: ModelCard) -> None:
+    """Raises ConfigError for a promise that megatron-core's gated delta nets do not keep over packs."""
+    if card.has_delta_nets and config.train.deterministic:
+        raise ConfigError(
+            f"train.deterministic=true: model.path={config.model.path} has gated delta nets, which "
+            "megatron-core computes over packs without that promise only; leave it out"
+        )
+
+
+def _check_critic(config: Config, policy: ModelCard) -> None:
+    """Raises ConfigError for a critic of another model that cannot be trained in the policy's layout."""
+    critic = config.algorithm.critic
+    if critic is None or critic.path is None:
+        return
+    card = ModelCard.read(critic.path, "algorithm.critic.path")
+    check_trainable(card, f"algorithm.critic.path={critic.path}")
+    for check in (_check_widths, _check_depth, _check_experts):
+        check(config.parallel, card)
+    if card.get("vocab_size") != policy.get("vocab_size"):
+        raise ConfigError(
+            f"algorithm.critic.path={critic.path}: vocab_size={card.get('vocab_size')}, and "
+            f"the policy's is {policy.get('vocab_size')}: a critic reads the policy's tokens"
+        )
+
+
+def _check_teacher(config: Config, teacher: TeacherConfig, card: ModelCard) -> None:
+    """Raises ConfigError for a teacher of the trainer's that the policy's layout cannot hold."""
+    key = f"teacher.path={teacher.path}"
+    check_trainable(card, key)
+    try:
+        for check in (_check_window, _check_widths, _check_depth, _check_experts):
+            check(config.parallel, card)
+        _check_shared_prompts(config, card)
+    except ConfigError as error:
+        raise ConfigError(f"{key} is held in the policy's layout: {error}") from None
 
 
 def _check_fp8(config: Config, card: ModelCard) -> None:
@@ -91,8 +114,8 @@ def _check_fp8(config: Config, card: ModelCard) -> None:
         if card.get(name) and card[name] // ranks % block:
             of_a_rank = f" with parallel.{by}={ranks}" if ranks > 1 else ""
             raise ConfigError(
-                f"model.fp8.recipe={fp8.recipe} takes multiples of {block} on a rank, and the model's "
-                f"{name}={card[name]}{of_a_rank} is {card[name] // ranks}"
+                f"model.fp8.recipe={fp8.recipe} needs sizes that are multiples of {block} on each rank, and "
+                f"the model's {name}={card[name]}{of_a_rank} is {card[name] // ranks}"
             )
 
 
@@ -245,7 +268,7 @@ def _check_experts(parallel: ParallelConfig, card: ModelCard) -> None:
 
 
 def _check_shared_prompts(config: Config, card: ModelCard) -> None:
-    if not config.train.share_prompts:
+    if not config.train.requires_shared_prompts:
         return
     reason = None
     if config.parallel.cp > 1:

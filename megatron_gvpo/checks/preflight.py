@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -14,8 +16,9 @@ from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.checks.output_dir import check_output_dir
 from megatron_gvpo.checks.teacher import check_teacher
 from megatron_gvpo.checks.user_source import check_source
+from megatron_gvpo.core.environment import check_rank_variables
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.core.gpu_packages import check_gpu_packages, check_no_null_cuda
+from megatron_gvpo.core.gpu_packages import check_delta_nets, check_gpu_packages, check_no_null_cuda
 from megatron_gvpo.core.gpus import LocalGpu, list_gpus
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.megatron.model.attention_kernel import (
@@ -25,6 +28,7 @@ from megatron_gvpo.megatron.model.attention_kernel import (
     has_flash_attention,
 )
 from megatron_gvpo.observe.loggers.services import SERVICES
+from megatron_gvpo.observe.loggers.wandb_login import is_ready
 from megatron_gvpo.runs.existing_run import Earlier, check_earlier_run, newest_step
 from megatron_gvpo.runs.lock import check_unlocked
 from megatron_gvpo.runs.record import check_unchanged
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
     from megatron_gvpo.settings.reward_servers import RewardModelConfig
 
 
+_ENVIRONMENT = "name the one of the engine's own environment (docs/howto/rollout_servers.md)"
 Command = Literal["train", "eval", "export", "slurm"]
 
 
@@ -64,13 +69,15 @@ def preflight(
     """
     trains = command in ("train", "slurm")
     check_no_null_cuda()
-    card = check_layout(config, world_size)
-    if command != "slurm" and torch_gpus():  # a job's nodes have others
+    cards = check_layout(config, world_size)
+    if command != "slurm" and torch_gpus():  # a job's nodes have other GPUs
         check_gpu_packages()
+        if cards.policy.has_delta_nets:
+            check_delta_nets(f"model.path={config.model.path}")
     if command in ("train", "eval"):
-        _check_attention(config, card)
+        _check_attention(config, cards.policy)
     if trains:
-        check_teacher(config)
+        check_teacher(config, cards)
         check_output_dir(config)
         if command == "train":  # a job may wait in the queue for the end of the run before it
             check_unlocked(config.output_dir)
@@ -91,7 +98,25 @@ def preflight(
     if command == "eval" or (command == "train" and config.samples_responses):
         _check_tools(config)
         if not torch_gpus():
-            check_rollout_model(config)
+            check_rollout_model(config, cards)
+
+
+def preflight_on_ranks(
+    config: Config, command: Command, *, earlier: Earlier | None = None, allowed: Sequence[str] = ()
+) -> None:
+    """Raise ConfigError on every rank for what `preflight` refuses on any: one node may lack a file.
+
+    For a Python program, in which every rank calls an entry point with the same configuration. Without a
+    process group each rank raises its own. Loads torch.
+    """
+    import torch.distributed as dist
+
+    from megatron_gvpo.core.collectives import all_ranks_agree
+
+    with all_ranks_agree(ConfigError):
+        if not dist.is_initialized():
+            check_rank_variables()
+        preflight(config, command, int(os.environ.get("WORLD_SIZE", "1")), earlier=earlier, allowed=allowed)
 
 
 def torch_gpus() -> list[LocalGpu]:
@@ -108,8 +133,34 @@ def _check_attention(config: Config, card: ModelCard) -> None:
             continue
         attention = Attention.of(config.model, config.parallel, config.train.deterministic, card)
         check_attention(attention, capability, has_flash_attention())
-        if config.train.share_prompts:
+        if config.train.requires_shared_prompts:
             check_shared_prompts(attention, capability)
+
+
+def check_interpreter(config: Config) -> None:
+    """Raise ConfigError if `rollout.servers.python` is not an interpreter that has the engine.
+
+    Only where this process will start servers; what the engine itself lacks, its own start says.
+    """
+    servers, engine = config.rollout.servers, config.rollout.engine
+    starts_servers = config.samples_responses and config.rollout.uses_servers and not servers.urls
+    if not starts_servers or os.environ.get("RANK", "0") != "0":
+        return
+    where = f"rollout.servers.python={servers.python}"
+    if shutil.which(servers.python) is None:
+        raise ConfigError(f"{where}: there is no such program, or it may not be run; {_ENVIRONMENT}")
+    code = f"import importlib.util; raise SystemExit(3 * (importlib.util.find_spec({engine!r}) is None))"
+    try:
+        done = subprocess.run([servers.python, "-c", code], capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{where}: it did not end in 60 s; {_ENVIRONMENT}") from None
+    except OSError as error:
+        raise ConfigError(f"{where}: it cannot be run: {error.strerror}; {_ENVIRONMENT}") from None
+    if done.returncode == 3:
+        raise ConfigError(f"{where}: it has no package {engine}; {_ENVIRONMENT}")
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise ConfigError(f"{where}: it is not a working Python interpreter ({last[:200]}); {_ENVIRONMENT}")
 
 
 def _check_converters(config: Config) -> None:
@@ -128,6 +179,11 @@ def _check_loggers(config: Config) -> None:
                 f"logging.{service.key}={project}: {service.title} is not installed: "
                 f"pip install {service.install}, or leave it out"
             )
+    if config.logging.wandb_project is not None and not is_ready():
+        raise ConfigError(
+            f"logging.wandb_project={config.logging.wandb_project}: this machine is not logged in to Weights "
+            "& Biases: run `wandb login`, set WANDB_API_KEY, or log offline with WANDB_MODE=offline"
+        )
     if config.logging.opentelemetry and find_spec("opentelemetry.exporter.otlp.proto.http") is None:
         raise ConfigError(
             "logging.opentelemetry=true: its packages are not installed: "
@@ -170,7 +226,7 @@ def _check_rewards(config: Config) -> None:
 
 
 def _check_source(key: str, spec: str, check: Callable[[Any], None] | None = None) -> None:
-    """Raises ConfigError if the user's file lacks what `spec` names, or `check` refuses that."""
+    """Raises ConfigError if the user's file lacks what `spec` names, or `check` refuses it."""
     try:
         stub = check_source(spec)
         if stub is not None and check is not None:

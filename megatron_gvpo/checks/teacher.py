@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.huggingface.vocabulary import vocabulary
 from megatron_gvpo.settings.config import Config
 
@@ -15,24 +14,24 @@ from megatron_gvpo.settings.config import Config
 _VOCABULARIES = ("tekken.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
 
 
-def check_teacher(config: Config) -> None:
+def check_teacher(config: Config, cards: ModelCards) -> None:
     """Raises ConfigError for a teacher without a checkpoint, another tokenizer, or too few positions."""
     teacher = config.teacher
     if teacher is None:
         return
-    own = ModelCard.read(teacher.path, "teacher.path")
+    card = cards.teacher
     if (problem := _difference(Path(config.model.path), Path(teacher.path))) is not None:
         raise ConfigError(
             f"teacher.path={teacher.path}: {problem}: a teacher reads the tokens that the policy samples, "
             "so it needs the tokenizer of model.path"
         )
-    _check_lengths(config, own)
+    _check_lengths(config, card)
 
 
-def _check_lengths(config: Config, own: dict[str, Any]) -> None:
+def _check_lengths(config: Config, card: ModelCard) -> None:
     """Raises ConfigError if the longest prompt and response, as far as they are known, are too long."""
     assert config.teacher is not None, "called for a teacher"
-    servers, room, key = config.teacher.server, own.get("max_position_embeddings"), "max_position_embeddings"
+    servers, room, key = config.teacher.server, card.get("max_position_embeddings"), "max_position_embeddings"
     if servers is not None and servers.context_length is not None:
         room, key = servers.context_length, "teacher.server.context_length"
     if room is None or not config.algorithm.samples_from_policy:

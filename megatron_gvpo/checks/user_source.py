@@ -56,7 +56,7 @@ def _names(tree: ast.Module) -> dict[str, ast.AST] | None:
         node = waiting.pop()
         if isinstance(node, _Function | ast.ClassDef):
             definitions[node.name] = node
-            continue  # its names are its own
+            continue  # a nested function's names are local to it
         if isinstance(node, ast.alias):
             definitions[(node.asname or node.name).partition(".")[0]] = node
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

@@ -38,7 +38,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns 0 if the run could work, else 1. Raises ConfigError for a configuration that is not one."""
+    """Returns 0 if the run could work, else 1. Raises ConfigError for an invalid configuration."""
     config = configured.load(options)
     parallel = config.parallel
     fewest = parallel.pp * max(parallel.tp * parallel.cp, parallel.ep * parallel.etp)

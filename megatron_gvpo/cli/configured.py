@@ -13,7 +13,7 @@ from megatron_gvpo.core.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config
 
-MOST_PROCESSES = 1024  # on one machine
+MOST_PROCESSES = 1024  # ranks on one machine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_processes,
         default=0,
         metavar="N",
-        help="start N ranks on this machine (torchrun works, too)",
+        help="start N ranks on this machine (torchrun works, too); without it and without a GPU, `train` "
+        "starts one for each core that memory allows, where OMP_NUM_THREADS is not set",
     )
 
 

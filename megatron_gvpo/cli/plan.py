@@ -1,49 +1,101 @@
-"""`megatron-gvpo plan`: predicted memory and step time for every layout of some GPUs."""
+"""`megatron-gvpo plan`: whether a configuration's layout fits, or memory and step time of every layout."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from megatron_gvpo.cli import configured
 from megatron_gvpo.cli.terminal import loading
+from megatron_gvpo.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_gvpo.planner.own_layout import LayoutAnswer
+    from megatron_gvpo.settings.config import Config
+
+NODE = 8  # GPUs
+# What a search needs, and a configuration says.
+OF_CONFIGURATION = ("model", "gpus", "prompts", "k", "response_length")
+
+_NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
-        help="predict memory and step time of every parallel layout",
-        description="All results are predictions; docs/explanation/planner.md reports their accuracy.",
+        help="predict whether a configuration fits, or memory and step time of every parallel layout",
+        description="With a configuration: says whether its layout fits, which part is largest and what to "
+        "change first. Without one: searches all layouts of --gpus for a --model. All results are "
+        "predictions; docs/explanation/planner.md reports their accuracy.",
     )
-    number = {"type": int, "metavar": "N"}
+    _add_cluster(parser)
+    _add_step(parser)
+    _add_method(parser)
+    parser.add_argument("--top", default=5, help="number of layouts to show (default: 5)", **_NUMBER)
     parser.add_argument(
-        "--model", required=True, metavar="NAME|DIR|config.json", help="a known model, or one's config.json"
+        "--write",
+        metavar="FILE.yaml",
+        help="write the best layout as a configuration file, which is given after the others",
     )
-    parser.add_argument("--gpus", required=True, help="number of GPUs, with those of all servers", **number)
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.set_defaults(run=run, nproc=0, named=None)
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config",
+        nargs="*",
+        metavar="CONFIG.yaml | key.sub=value",
+        help="configuration files, of which later ones win, and single values such as parallel.tp=4",
+    )
+    parser.add_argument(
+        "--nodes", help=f"with a configuration: the trainer's nodes of {NODE} GPUs (default: 1)", **_NUMBER
+    )
+    parser.add_argument("--engine", choices=["sglang", "vllm"], help="the engine of the rollout servers")
+    parser.add_argument(
+        "--colocated",
+        action="store_true",
+        help="servers on the trainer's GPUs alone, which take turns with the trainer",
+    )
+    parser.add_argument("--model", metavar="NAME|DIR|config.json", help="a known model, or one's config.json")
+    parser.add_argument(
+        "--gpus",
+        help="number of GPUs, with those of all servers; with a configuration, the trainer's",
+        **_NUMBER,
+    )
     parser.add_argument(
         "--reward-gpus",
         default=0,
         help="how many of --gpus serve reward models and judges: the sum of their count x tp (default: 0); "
         "on several nodes they take whole nodes, together with those of --teacher-gpus",
-        **number,
+        **_NUMBER,
     )
-    parser.add_argument("--gpu", required=True, metavar="NAME", help="h800, h100, h200, a800 or b200")
-    parser.add_argument("--prompts", required=True, help="prompts per step", **number)
-    parser.add_argument("--k", required=True, help="responses per prompt", **number)
+    parser.add_argument("--gpu", metavar="NAME", help="h800, h100, h200, a100, a800 or b200")
+
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", help="prompts per step", **_NUMBER)
+    parser.add_argument("--k", help="responses per prompt", **_NUMBER)
     parser.add_argument(
         "--response-length",
-        required=True,
         metavar="MEAN[,p95=TOKENS][,max=TOKENS]",
         help="tokens of a response",
     )
     parser.add_argument(
-        "--prompt-tokens", default=256, help="mean tokens of a prompt (default: 256)", **number
+        "--prompt-tokens", default=256, help="mean tokens of a prompt (default: 256)", **_NUMBER
     )
     parser.add_argument(
         "--image-tokens",
         default=0,
         help="how many of --prompt-tokens stand for images (default: 0)",
-        **number,
+        **_NUMBER,
     )
+
+
+def _add_method(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipe",
         default="gvpo",
@@ -54,17 +106,19 @@ def add_parser(commands: Any) -> None:
         "--mini-batches",
         default=1,
         help="optimizer updates per pass over a step's batch (default: 1)",
-        **number,
+        **_NUMBER,
     )
-    parser.add_argument("--batch-epochs", default=1, help="passes over a step's batch (default: 1)", **number)
     parser.add_argument(
-        "--async-steps", default=1, help="largest number of batches sampled ahead (default: 1)", **number
+        "--batch-epochs", default=1, help="passes over a step's batch (default: 1)", **_NUMBER
+    )
+    parser.add_argument(
+        "--async-steps", default=1, help="largest number of batches sampled ahead (default: 1)", **_NUMBER
     )
     parser.add_argument(
         "--adapter-rank",
         default=0,
         help="train adapters of this rank on all linear layers (default: 0, train all weights)",
-        **number,
+        **_NUMBER,
     )
     parser.add_argument("--fp8", action="store_true", help="train the layers in FP8")
     parser.add_argument(
@@ -93,16 +147,98 @@ def add_parser(commands: Any) -> None:
         "--teacher-gpus",
         default=0,
         help="how many of --gpus serve the teacher instead (default: 0, the trainer holds it)",
-        **number,
+        **_NUMBER,
     )
-    parser.add_argument("--top", default=5, help="number of layouts to show (default: 5)", **number)
-    parser.add_argument("--write", metavar="FILE.yaml", help="write the best layout as a configuration file")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan, as a table or as JSON. Raises ConfigError."""
+    """Print the plan, as a table or as JSON; 1 if a configuration does not fit. Raises ConfigError."""
+    if options.config:
+        return _of_configuration(options)
+    if missing := [name for name in (*OF_CONFIGURATION, "gpu") if getattr(options, name) is None]:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        raise ConfigError(f"{names}: missing; or give a configuration: megatron-gvpo plan CONFIG.yaml")
+    if options.nodes is not None:
+        raise ConfigError(f"--nodes {options.nodes}: goes with a configuration; --gpus counts all GPUs")
     with loading("the methods"):
         from megatron_gvpo.planner.command import run as plan
     return plan(options)
+
+
+def _of_configuration(options: argparse.Namespace) -> int:
+    """LayoutAnswer for the layout of a configuration; with --write, also search for the best one."""
+    for name in ("model", "prompts", "k"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name}: the configuration says it; leave it out, or give no configuration")
+    if options.json and options.write is not None:
+        raise ConfigError("--json and --write: with a configuration, give one of them")
+    if options.nodes is not None and options.gpus is not None:
+        raise ConfigError("--nodes and --gpus: give one of them")
+    nodes = 1 if options.nodes is None else options.nodes
+    world = NODE * nodes if options.gpus is None else options.gpus
+    if not 1 <= world <= 65536:
+        raise ConfigError(f"{world} GPUs: must be from 1 to 65536")
+    if options.engine is not None:
+        options.config.append(f"rollout.engine={options.engine}")
+    if options.colocated:
+        options.config += ["rollout.servers.colocated=true", "rollout.weights.transport=shared"]
+    config = configured.load(options)
+    with loading("the methods"):
+        from megatron_gvpo.planner import workload
+        from megatron_gvpo.planner.own_layout import answer
+        from megatron_gvpo.rehearsal.made_model import prepare
+    gpu = workload.gpu(options.gpu or "h100")
+    with tempfile.TemporaryDirectory(prefix="plan-") as folder:
+        path = str(prepare(config.model.path, "model.path", Path(folder)))
+        local = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+        result = answer(local, world, gpu)
+        print(json.dumps(result.to_dict(), indent=2)) if options.json else _print(result, config)
+        if options.write is not None:
+            _search(options, local, config.model.path, world)
+    return 0 if result.fits else 1
+
+
+def _print(result: LayoutAnswer, config: Config) -> None:
+    parts = ", ".join(f"{name} {gib:.1f}" for name, gib in result.parts_gib.items())
+    least = "at least " if result.is_lower_bound else ""
+    largest = max(result.parts_gib, key=lambda name: result.parts_gib[name])
+    print(f"{config.model.path} on {result.gpus} x {result.gpu}, GiB on the fullest GPU (predicted): {parts}")
+    if result.fits:
+        print(f"fits: {least}{result.needed_gib:.1f} of {result.usable_gib:.1f} usable GiB")
+        if result.is_lower_bound:
+            print("what parallel.recompute keeps of the activations comes on top: see megatron-gvpo rehearse")
+        return
+    if result.needed_gib > result.usable_gib:
+        print(
+            f"does not fit: needs {least}{result.needed_gib:.1f} GiB, and {result.usable_gib:.1f} are "
+            f"usable; the largest part is {largest}. What to change, the cheapest first:"
+        )
+    for change in result.changes:
+        print(
+            f"  {change.settings}: {change.gib:.1f} GiB, {'fits' if change.fits else 'is not enough alone'}"
+        )
+    if result.server is not None:
+        print(f"does not fit: {result.server}")
+
+
+def _search(options: argparse.Namespace, config: Config, name: str, world: int) -> None:
+    """Search the best layout for what the configuration trains, and write it for the same engine."""
+    from megatron_gvpo.planner.command import run as plan
+
+    rollout, train = config.rollout, config.train
+    options.model, options.gpus, options.gpu = config.model.path, world, options.gpu or "h100"
+    options.engine = rollout.engine if rollout.uses_servers else options.engine
+    options.colocated = options.colocated or rollout.servers.colocated
+    options.prompts, options.k = train.prompts_per_step, rollout.n
+    options.mini_batches, options.batch_epochs = train.mini_batches, train.batch_epochs
+    options.recipe = config.algorithm.recipe or options.recipe
+    options.async_steps = rollout.async_steps
+    options.adapter_rank = 0 if config.model.adapter is None else config.model.adapter.rank
+    options.fp8, options.share_prompts = config.model.fp8 is not None, train.share_prompts is True
+    options.offload = config.optimizer.offload_fraction
+    options.named = name
+    if options.response_length is None:
+        longest = rollout.max_tokens
+        options.response_length = f"{longest * 0.4:g},p95={longest},max={longest}"
+        print(f"--response-length: not given; {longest * 0.4:g} tokens on average are assumed")
+    plan(options)

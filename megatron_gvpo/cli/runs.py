@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from megatron_gvpo.runs.listing import RunSummary
 
 
+MOST_KEYS, LONGEST_VALUE = 4, 24  # columns of keys, and characters of a value
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("runs", help="list the runs below a directory: state, step, best evaluation")
     parser.add_argument(
@@ -36,32 +39,47 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the table. Raises ConfigError for a directory that cannot be read."""
-    from megatron_gvpo.runs.listing import find_runs
+    from megatron_gvpo.runs.listing import differing, find_runs
 
     try:
         runs = find_runs(options.directory, options.best)
     except OSError as error:
         raise ConfigError(f"{options.directory}: {error.strerror}") from None
     if options.json:
-        fields = [{name: getattr(run, name) for name in run.__dataclass_fields__} for run in runs]
+        columns = differing(runs)
+        fields = [
+            {name: getattr(run, name) for name in run.__dataclass_fields__}
+            | {"settings": {key: column[i] for key, column in columns.items()}}
+            for i, run in enumerate(runs)
+        ]
         say(json.dumps(fields, indent=2, default=str))
     elif runs:
-        say(_table(runs, options))
+        say(_table(runs, differing(runs), options))
     else:
         say(f"{options.directory}: no runs there")
     return 0
 
 
-def _table(runs: list[RunSummary], options: argparse.Namespace) -> str:
-    rows = [("run", "state", "step", "checkpoint", "reward", f"best {options.best}")]
-    for run in runs:
+def _table(runs: list[RunSummary], columns: dict[str, list[Any]], options: argparse.Namespace) -> str:
+    """The table; keys that differ among the runs are its last columns, as many as have room."""
+    shown = list(columns)[:MOST_KEYS]
+    rows = [("run", "state", "step", "checkpoint", "reward", f"best {options.best}", *shown)]
+    for i, run in enumerate(runs):
         best = "-" if run.best is None else f"{run.best:.4g} at step {run.best_step}"
         name = run.directory.relative_to(options.directory)
         reward = "-" if run.reward is None else f"{run.reward:.3f}"
-        rows.append((str(name), run.state, _number(run.step), _number(run.checkpoint), reward, best))
+        numbers = (_number(run.step), _number(run.checkpoint), reward, best)
+        rows.append((str(name), run.state, *numbers, *(_short(columns[key][i]) for key in shown)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if more := list(columns)[MOST_KEYS:]:
+        lines.append(f"{len(more)} more keys differ: {', '.join(more)}; report RUN RUN ... shows all")
     return "\n".join(lines)
+
+
+def _short(value: Any) -> str:
+    text = "-" if value is None else json.dumps(value, default=str).strip('"')
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
 
 
 def _number(value: int | None) -> str:

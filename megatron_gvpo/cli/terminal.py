@@ -15,7 +15,7 @@ from typing import Any, TextIO, cast
 from megatron_gvpo.core.redaction import hide
 
 SILENCE = 1.0  # seconds before a notice says what is being loaded
-SCREENFUL, END = 2000, 400  # characters of an error's message that are shown, and of its end among them
+SCREENFUL, END = 2000, 400  # characters shown of an error's message; the last END of them are its end
 
 
 def say(text: str, file: TextIO | None = None) -> None:

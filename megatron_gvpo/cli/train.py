@@ -47,21 +47,27 @@ def run(options: argparse.Namespace) -> int:
     """Check the configuration, then train: here, or in the ranks that it starts. Raises ConfigError."""
     with outliving_terminal(), ExitStack() as starting:
         starting.enter_context(_ends_at_once())
-        from megatron_gvpo.checks.preflight import preflight
+        from megatron_gvpo.checks.preflight import check_interpreter, preflight
         from megatron_gvpo.runs.existing_run import earlier_of, finished
         from megatron_gvpo.training.environment import prepare
+        from megatron_gvpo.training.ranks import choose_ranks
 
         if options.quiet:
             options.config.append("logging.progress=off")
         if options.verbose:
             options.config.append("logging.progress=all")
         config = configured.load(options)
+        if not options.nproc and "WORLD_SIZE" not in os.environ:
+            options.nproc, reason = choose_ranks(config)
+            if reason and not options.quiet:
+                say(reason)
         earlier = earlier_of(options.resume, options.overwrite)
         allowed = options.allow_change
         preflight(config, "train", configured.world_size(options), earlier=earlier, allowed=allowed)
         if options.resume and "WORLD_SIZE" not in os.environ and (message := finished(config)) is not None:
             say(message)
             return 0
+        check_interpreter(config)
         if configured.is_launcher(options):
             from megatron_gvpo.core.launch import launch
 

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both sides compute on the CPU, in float32 and float64
     os.environ["OMP_NUM_THREADS"] = "1"
     quieten()
-    with loading("transformers"), heavy_imports():  # a wrong file is told before Megatron is needed
+    with loading("transformers"), heavy_imports():  # report a wrong file before Megatron is imported
         from megatron_gvpo.verify.shrink import check_known
 
         check_known(config, named[0], where)

@@ -32,7 +32,7 @@ def run_with_model(work: Callable[[], None]) -> int:
         from megatron_gvpo.data.image_files import ImageError
         from megatron_gvpo.runs.hub import HubError
         from megatron_gvpo.training.callbacks import OutputError
-    gc.freeze()  # what the libraries made stays to the end: later collections need not look through it
+    gc.freeze()  # the libraries' objects live to the end: spare later collections a look through them
 
     code = 0
     try:

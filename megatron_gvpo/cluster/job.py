@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -88,11 +89,7 @@ def check(config: Config, job: Job, shown: bool = False) -> None:
             f"--rollout-nodes {job.rollout_nodes} must be a multiple of {servers.nodes}"
         )
     elif job.gpus and servers.count * servers.tp // servers.nodes > job.ranks_per_node:
-        over = f" / rollout.servers.nodes={servers.nodes}" if servers.nodes > 1 else ""
-        raise ConfigError(
-            f"rollout.servers.count={servers.count} x rollout.servers.tp={servers.tp}{over} needs more than "
-            f"the {job.ranks_per_node} GPUs of a node (--ranks-per-node); rollout.servers.nodes divides it"
-        )
+        raise ConfigError(_too_many_servers(config, job))
     elif job.gpus and job.rollout_nodes and servers.colocated:
         raise ConfigError(
             f"rollout.servers.colocated=true: with --rollout-nodes {job.rollout_nodes} the servers have GPUs "
@@ -104,6 +101,24 @@ def check(config: Config, job: Job, shown: bool = False) -> None:
             "which cannot hold both at once; set rollout.servers.colocated=true and "
             "rollout.weights.transport=shared, so that they take turns, or give the servers --rollout-nodes"
         )
+
+
+def _too_many_servers(config: Config, job: Job) -> str:
+    """The error for servers that need more GPUs than a node has, with what would do."""
+    servers, gpus = config.rollout.servers, job.ranks_per_node
+    over = f" / rollout.servers.nodes={servers.nodes}" if servers.nodes > 1 else ""
+    if servers.tp // servers.nodes <= gpus:
+        most = gpus * servers.nodes // servers.tp
+        remedy = f"count is that of each node: at most {most} here, and N nodes have N times as many"
+    else:
+        remedy = (
+            f"a server of {servers.tp} GPUs needs rollout.servers.nodes={math.ceil(servers.tp / gpus)} and "
+            "--rollout-nodes"
+        )
+    return (
+        f"rollout.servers.count={servers.count} x rollout.servers.tp={servers.tp}{over} needs more than the "
+        f"{gpus} GPUs of a node (--ranks-per-node); {remedy}"
+    )
 
 
 def _check_options(job: Job) -> None:

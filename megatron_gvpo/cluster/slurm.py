@@ -50,7 +50,8 @@ def render(config: Config, arguments: Sequence[str], job: Job, program: str = "t
     served = config.rollout.uses_servers
     rollout_image = job.rollout_container or job.container
     return environment.get_template("job.sbatch.j2").render(
-        command=shlex.join(["megatron-gvpo", *sys.argv[1:]]).replace("\n", " "),  # a comment
+        # The script shows the command in a comment.
+        command=shlex.join(["megatron-gvpo", *sys.argv[1:]]).replace("\n", " "),
         job=job,
         options=[_directive(option) for option in job.sbatch],
         name=shlex.quote(Path(os.path.realpath(config.output_dir)).name),
@@ -58,7 +59,9 @@ def render(config: Config, arguments: Sequence[str], job: Job, program: str = "t
         config=shlex.join(arguments),
         program=shlex.join([*RANK, program]),
         split=job.rollout_nodes > 0,
+        ordered=config.parallel.tp * config.parallel.cp > 1,  # as in training/environment.py
         served=served,
+        colocated=config.rollout.servers.colocated,
         servers=config.rollout.servers.count,
         over=config.rollout.servers.nodes,
         started=sum(started_gpus(config).values()),
@@ -95,7 +98,7 @@ def unseen(config: Config, arguments: Sequence[str], job: Job) -> list[str]:
 
 
 def _inside(image: str | None, job: Job) -> str:
-    """Returns the text between `srun` and a command that runs the command in an image."""
+    """Returns the srun options that run a command inside the container image."""
     if image is None:
         return ""
     mounts = [str(Path.cwd()), *(os.path.abspath(mount) for mount in job.mounts)]

@@ -87,7 +87,7 @@ class _Conversation:
         self._rollout = Rollout([], [], "", "stop")
         self._context = prompt
         self._remaining = limits.max_tokens  # the number of tokens that the conversation may still have
-        self._shared = SharedPrefix(-1, None, len(prompt))  # what the context shares with earlier turns
+        self._shared = SharedPrefix(-1, None, len(prompt))  # context in common with earlier turns
         self._ends = TurnEnds(prompt)
         self._counts = {"environment_reward": 0.0, "observation_tokens": 0.0}
 
@@ -230,8 +230,8 @@ class SharedPrefix(NamedTuple):
     """The tokens that a context shares with what the turn `after` ended with (-1: with the prompt)."""
 
     after: int
-    keep: int | None  # the number of tokens; None: all of that end
-    length: int  # the number of tokens, also where `keep` is None
+    keep: int | None  # tokens to keep; None: all up to that end
+    length: int  # tokens kept, known even if `keep` is None
 
 
 class _End(NamedTuple):
@@ -253,7 +253,7 @@ class TurnEnds:
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self._ends = [_End(-1, 0, tuple(prompt))]  # the prompt's, and then the turns'
+        self._ends = [_End(-1, 0, tuple(prompt))]  # ends of the prompt and of each turn
 
     def shared_prefix(self, context: tuple[int, ...]) -> SharedPrefix:
         """The longest shared prefix; of several equally long ones, a complete end, then the latest."""
@@ -283,7 +283,7 @@ class TurnEnds:
 
 
 def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    """The number of tokens with which both sequences begin."""
+    """The number of tokens in the common beginning of both sequences."""
     low, high = 0, min(len(first), len(second))
     if first[:high] == second[:high]:
         return high
@@ -294,7 +294,7 @@ def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
 
 
 class Responder(Protocol):
-    """The policy in the conversations of a batch, which have numbers."""
+    """The policy as it answers in the numbered conversations of a batch."""
 
     async def respond(self, conversation: int, request: Request) -> Rollout:
         """The policy's next turn in the conversation: one response to the request. Raises RolloutError."""

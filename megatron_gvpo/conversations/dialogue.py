@@ -32,7 +32,7 @@ class Dialogue:
     ) -> None:
         self.failed: asyncio.Future[None] = (
             asyncio.get_running_loop().create_future()
-        )  # with the engine's error
+        )  # raised with the engine's error
         self.first_call = asyncio.Event()
         self.counts: Counter[str] = Counter()
         self.limited = False  # a call was refused because no turns, tokens or time were left
@@ -199,7 +199,7 @@ def tools_text(tools: list[dict[str, Any]]) -> str:
 class AnsweredCall:
     """A call that was answered. `messages` ends with the answer; it is empty for a call in tokens."""
 
-    number: int  # in the order of the answers, from 0
+    number: int  # counts the answers, from 0
     context: tuple[int, int]  # its length, and a hash of its tokens
     response: Rollout
     agent: str = ""
@@ -267,7 +267,7 @@ class AnsweredCalls:
         return sorted(counted, key=lambda call: call.number)
 
     def _shown(self, attempts: Sequence[AnsweredCall], others: Sequence[AnsweredCall]) -> list[AnsweredCall]:
-        """Those of the attempts whose answers the contexts of the others show."""
+        """The attempts whose answers appear in the contexts of other calls."""
         ends, shown = [self.end(call) for call in attempts], set[int]()
         for other in others:
             context = self.end(other)[: other.context[0]]

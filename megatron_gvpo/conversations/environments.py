@@ -21,12 +21,12 @@ from megatron_gvpo.workers.process import AsyncWorkerProcess, CallFailed
 from megatron_gvpo.workers.tools import tool_message
 
 ATTEMPTS = 2  # a step that fails this often is not tried again
-AT_ONCE = 64  # at most so many steps run at once in a process, if they overlap
+AT_ONCE = 64  # limit for overlapping steps in one process
 _GRACE = 2.0  # seconds beyond a step's limit in which the worker itself may report that it is late
 
 
 class EnvironmentLost(Exception):  # noqa: N818 - it is not a fault of this program
-    """An environment failed, which is not the policy's doing: the conversation leaves its group."""
+    """An environment failed, which is not the policy's fault: the conversation leaves its group."""
 
 
 class Answer(NamedTuple):
@@ -70,7 +70,7 @@ class _EnvironmentWorker:
 
     @asynccontextmanager
     async def admit(self, alone: bool) -> AsyncIterator[None]:
-        """Wait until a step may run, inside: alone, or beside others if the process can do that."""
+        """Context of one step, which waits until it may run: alone, or beside others if the process can."""
         self.steps += 1
         self._alone += alone
         try:
@@ -188,7 +188,7 @@ class Environments:
             raise
 
     def end_step(self) -> None:
-        """The next step's lines of what environments print are counted from 0."""
+        """Begin the next step: its limit on lines that environments print counts from 0."""
         self._printout.end_step()
 
 
@@ -206,8 +206,8 @@ class Episode:
         self._turns = turns
         self.seconds = 0.0  # time of its answers, without failures, repetitions, and waiting for a process
         self._worker: _EnvironmentWorker | None = None
-        self._workers = set[_EnvironmentWorker]()  # all that have been asked: any may run tools
-        self._process: EnvironmentProcess | None = None  # the one that knows this conversation
+        self._workers = set[_EnvironmentWorker]()  # processes that were asked; any of them may run tools
+        self._process: EnvironmentProcess | None = None  # the process that holds this conversation's state
 
     async def step(self, text: str) -> Answer:
         """The environment's answer to the policy's turn. Raises EnvironmentLost with the reason.

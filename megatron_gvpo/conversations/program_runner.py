@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_gvpo.conversations.converse import Responder
     from megatron_gvpo.data.task import Task
 
-_TEMPLATES = 200  # at most so many templates, for different tools, are kept
+_TEMPLATES = 200  # limit for cached templates, one for each set of tools
 _BEGIN = 0.25  # seconds after which the next program may start, if one has not asked the policy by then
 
 
@@ -162,7 +162,7 @@ class Starter:
         self._printout.end_step()
 
     def end_step(self) -> None:
-        """The next step's lines of what programs print are counted from 0."""
+        """Begin the next step: its limit on lines that programs print counts from 0."""
         self._printout.end_step()
 
     async def run(self, prompt: bytes, endpoint: Endpoint, dialogue: Dialogue) -> CallResult:

@@ -1,4 +1,4 @@
-"""The endpoint at which programs ask the policy: OpenAI's interface, and vLLM's for requests in tokens.
+"""The endpoint for programs that ask the policy: OpenAI's interface, and vLLM's for requests in tokens.
 
 It listens on this machine's loopback address alone. Every rollout has a key, which ends with the rollout.
 """
@@ -88,7 +88,7 @@ class Proxy:
         await self._runner.cleanup()
 
     def open(self, dialogue: Dialogue, seed: int) -> Endpoint:
-        """Open an endpoint at which a program has the dialogue."""
+        """Open an endpoint at which a program asks the policy within the dialogue."""
         key = secrets.token_urlsafe(24)
         self._dialogues[key] = dialogue
         return Endpoint(f"{self._address}/v1", key, seed)

@@ -19,7 +19,7 @@ def known(table: Mapping[str, object], name: str) -> str:
     """Returns a known name, a key of `table`. Raises ValueError, which lists the keys, for any other."""
     if name not in table:
         *others, last = map(repr, table)
-        raise ValueError(f"Input should be {', '.join(others)} or {last}")  # as pydantic's for a Literal
+        raise ValueError(f"Input should be {', '.join(others)} or {last}")  # pydantic's wording for a Literal
     return name
 
 

@@ -85,7 +85,7 @@ def all_have_failed(seconds: float) -> bool:
     store, key = dist.distributed_c10d._get_default_store(), f"megatron_gvpo/failed/{next(_votes)}"
     if store.add(f"{key}/ranks", 1) == dist.get_world_size():
         return bool(store.compare_set(key, "", "all") == b"all")
-    with suppress(RuntimeError):  # the time is over, or the rank with the store has gone
+    with suppress(RuntimeError):  # the wait timed out, or the rank with the store has gone
         store.wait([key], timedelta(seconds=seconds))
     with suppress(RuntimeError):
         return bool(store.compare_set(key, "", "not all") == b"all")
@@ -120,7 +120,7 @@ def _unpack(data: Tensor) -> Any:
 
 
 def _long(value: Any) -> msgpack.ExtType:
-    """An integer of more than 64 bits: the policy may write one in a call of a tool."""
+    """Encode an integer of more than 64 bits, which the policy may write in a tool call."""
     if not isinstance(value, int):
         raise TypeError(f"ranks cannot exchange a {type(value).__name__}")
     return msgpack.ExtType(0, hex(value).encode())

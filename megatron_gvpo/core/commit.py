@@ -9,7 +9,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-FILE = "commit.txt"  # in the package's directory of wheels and images
+FILE = "commit.txt"  # stands in the package's directory in wheels and images
 _SECONDS = 10.0  # how long git may take
 
 
@@ -19,7 +19,7 @@ class Commit:
     dirty: bool  # tracked files differ from the commit
 
     def __str__(self) -> str:
-        """As commit.txt has it: the commit's name, and ` changed` where files differ from it."""
+        """The line of commit.txt: the commit's name, and ` changed` if files differ from it."""
         return f"{self.commit} changed" if self.dirty else self.commit
 
 

@@ -28,7 +28,7 @@ _REMEDY = (
 
 
 def check_rank_variables(processes: int = 0, environment: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError for variables that no launcher has set together, such as RANK without WORLD_SIZE.
+    """Raises ConfigError for variables that no launcher sets alone, such as RANK without WORLD_SIZE.
 
     `processes`: the number that --nproc asks for; 0 without it.
     """

@@ -17,7 +17,7 @@ REHEARSAL = "MEGATRON_GVPO_REHEARSAL"  # set by `rehearse` in its own processes,
 
 
 def check_gpu_packages() -> None:
-    """Raises ConfigError if torch would not find the GPUs, or Megatron not Transformer Engine.
+    """Raises ConfigError if torch would not find the GPUs, or Megatron would lack Transformer Engine.
 
     Without this check a run would train on the CPU in silence, or end in an import.
     """
@@ -34,6 +34,16 @@ def check_gpu_packages() -> None:
         raise ConfigError(
             "this machine's GPUs: Transformer Engine with its compiled torch extension is missing, which "
             f"Megatron's layers need there: {install} (docs/howto/install.md), {HIDE}"
+        )
+
+
+def check_delta_nets(key: str) -> None:
+    """Raises ConfigError, which names `key`, if this environment has no kernels for gated delta nets."""
+    if util.find_spec("fla") is None:
+        [install] = [one.install for one in COMPONENTS if one.name == "flash-linear-attention"]
+        raise ConfigError(
+            f"{key}: its gated delta nets need flash-linear-attention on a GPU, which is missing: {install}, "
+            f"{HIDE}"
         )
 
 
@@ -54,7 +64,7 @@ def check_no_gpu_is_missed() -> None:
 
 
 def check_no_null_cuda() -> None:
-    """Raises ConfigError in a process on the null CUDA of a rehearsal that is not a rehearsal.
+    """Raises ConfigError in a process that has a rehearsal's null CUDA without being a rehearsal.
 
     Nothing would be computed there, and a GPU of this machine would stay unused.
     """

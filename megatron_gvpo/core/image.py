@@ -12,7 +12,7 @@ class Image(NamedTuple):
     source: str  # an absolute path, or a data: URL with the file's content
     digest: str  # BLAKE2b of the file's content, 128 bits in hexadecimal digits
     grid: tuple[int, int, int]  # the patches in time, height and width
-    tokens: int  # how many tokens of the prompt stand for the image
+    tokens: int  # prompt tokens that stand for the image
 
 
 def image_of(values: Sequence[Any]) -> Image:

@@ -97,7 +97,7 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]], patience: float) -> None:
 def _environment(processes: int) -> dict[str, str]:
     [port] = free_ports(1, "127.0.0.1")
     return {
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)),
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes)),
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

@@ -17,7 +17,7 @@ class Metric(NamedTuple):
     meaning: str
 
 
-OF_EVERY_LOSS = "Training, means over the step's updates"  # the trainer adds these to a loss's own
+OF_EVERY_LOSS = "Training, means over the step's updates"  # the trainer adds these to the metrics of a loss
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Rewards": (
@@ -204,7 +204,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("eval/all@<k>", "share", "Unbiased estimate that all of k samples are right (k > 1)."),
         Metric("eval/avg@n", "score", "Mean score of the n samples, which is their first reward component."),
-        Metric("eval/maj@n", "share", "Prompts whose most frequent answer is right."),
+        Metric(
+            "eval/maj@n",
+            "share",
+            "Prompts whose most frequent answer is right; as texts: 1/2 and 0.5 are two answers.",
+        ),
         Metric("eval/response_length", "tokens", "Mean length of the samples."),
         Metric("eval/truncated", "share", "Samples that were cut off at eval.sampling.max_tokens."),
         Metric("eval/errors", "share", "Samples for which a reward failed and counted as 0."),

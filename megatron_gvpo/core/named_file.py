@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_gvpo.core.errors import ConfigError
 
-# A page of `report` begins so.
+# The first bytes of a page that `report` writes.
 PAGE = "<!doctype html>\n<!-- Written by: megatron-gvpo report -->\n"
 
 
@@ -23,7 +23,7 @@ def check_named_file(file: Path, name: str, kind: str, begins: str | None) -> No
     """
     try:
         target = Path(os.path.realpath(file))
-        if os.path.exists(file) or os.path.lexists(target):  # a pipe's path leads nowhere, and exists
+        if os.path.exists(file) or os.path.lexists(target):  # `lexists` is false for the path of a pipe
             if begins is None or not begins_with(target, begins):
                 raise ConfigError(f"{name}: this exists and is not {kind}; give another name")
         elif not target.parent.is_dir():

@@ -16,15 +16,15 @@ from typing import Any
 from urllib.parse import quote, quote_plus, unquote, unquote_plus
 
 REDACTED = "<redacted>"
-SHORTEST = 6  # a secret of fewer characters is not searched for: it would be a part of many words
-CUT = 12  # from so many characters on, a secret is also recognised by its first third where a text is cut off
+SHORTEST = 6  # shorter secrets are not hidden: they would match parts of words
+CUT = 12  # a secret of this length or more is also recognised by its first third at the end of a cut text
 
 _USER_IN_URL = re.compile(r'://([^/?#\s"]+)@')
 _QUERY_OF_URL = re.compile(r"([?&][\w-]*(?:key|token|secret|password|signature)=)([^&#\s]+)", re.I)
 _ELLIPSIS = re.compile(r"\s*(?:\.\.\.|\N{HORIZONTAL ELLIPSIS}|\Z)")
 
 _known: dict[str, str] = {}  # secrets, each with the text that takes its place
-_spelled: list[tuple[str, str]] = []  # all their spellings likewise, the longest first
+_spelled: list[tuple[str, str]] = []  # every spelling of each secret, with its replacement; the longest first
 
 
 def add_secret(secret: str, instead: str = REDACTED) -> None:

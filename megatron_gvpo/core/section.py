@@ -15,8 +15,8 @@ LARGEST_COUNT = 2**31 - 1
 LARGEST_NUMBER = 1e12
 MIB = 2**20  # bytes
 
-Seconds = Annotated[float, Field(gt=0, le=1e6)]  # how long to wait; the system's poll takes at most 2^31 ms
-Processes = Annotated[int, Field(gt=0, le=1024)]  # how many to start on one machine
+Seconds = Annotated[float, Field(gt=0, le=1e6)]  # a wait; the system's poll takes at most 2^31 ms
+Processes = Annotated[int, Field(gt=0, le=1024)]  # processes to start on one machine
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # numpy's, torch's and the engines' generators take it
 
 
@@ -39,7 +39,7 @@ def _bound_numbers(schema: Any, model: type[BaseModel]) -> None:
         for part in schema:
             _bound_numbers(part, model)
     if not isinstance(schema, dict) or (schema.get("type") == "model" and schema["cls"] is not model):
-        return  # an inner section has done its own
+        return  # an inner section has checked itself
     largest = {"int": LARGEST_COUNT, "float": LARGEST_NUMBER}.get(str(schema.get("type")))
     if largest is not None:
         schema["strict"] = True

@@ -52,14 +52,22 @@ class Interrupt:
 
     def check(self) -> None:
         """Raise Interrupted if any rank has received a signal. A collective, because the ranks must agree."""
+        self.check_and_agree(False)
+
+    def check_and_agree(self, wish: bool) -> bool:
+        """True if any rank has the wish; the same check and the same single collective.
+
+        Raises Interrupted as `check` does.
+        """
         import torch
         import torch.distributed as dist
 
-        told = torch.tensor([float(self._told)])
+        told = torch.tensor([float(self._told), float(wish)])
         if dist.is_initialized():
             dist.all_reduce(told, dist.ReduceOp.MAX)
-        if told.item():
+        if told[0].item():
             raise Interrupted
+        return bool(told[1].item())
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._told = True
@@ -67,7 +75,7 @@ class Interrupt:
             # The kernel's own handling: a second Ctrl-C ends the process even in the middle of a long call.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if os.environ.get("RANK", "0") == "0":
-                with suppress(OSError):  # not `print`, which may be what the signal has interrupted
+                with suppress(OSError):  # not `print`: the signal may have interrupted a print
                     os.write(2, NOTICE)
 
 

@@ -38,4 +38,4 @@ def slow_work(name: str) -> Iterator[Callable[[str], None]]:
         yield now
     finally:
         ended.set()
-        teller.join(timeout=1.0)  # so that no line comes after the block; a full terminal could hold it
+        teller.join(timeout=1.0)  # no line may come after the block; a blocked terminal could delay one

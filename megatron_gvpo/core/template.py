@@ -1,4 +1,4 @@
-"""Fills in texts that have {names} in them."""
+"""Fills in the {names} in a text."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ MOVED = {
 
 
 MESSAGE = 500  # an error's text is cut after so many characters
-# The paths of modules that are not the user's begin so: those of Python, of packages and of this one.
+# Begins the paths of modules that are not the user's: Python's, other packages' and this package's.
 _INSTALLED = (
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
     str(Path(__file__).parents[1]) + os.sep,
@@ -142,7 +142,7 @@ def described(error: BaseException) -> str:
     """
     try:
         message = " ".join(str(error).split())
-    except Exception:  # the error is of a type of the user's
+    except Exception:  # the user's code may raise its own types
         message = "(its message cannot be shown)"
     text = f"{type(error).__name__}: {message[:MESSAGE]}{' ...' if len(message) > MESSAGE else ''}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -155,7 +155,7 @@ def described(error: BaseException) -> str:
 
 def _load_file(source: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"user_{Path(source).stem}", source)
-    assert spec is not None and spec.loader is not None  # always so for a name that ends with .py
+    assert spec is not None and spec.loader is not None  # always true for a name that ends with .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses, among others, look up their module
     if source in _contents:

@@ -105,7 +105,9 @@ COMPONENTS = (
         need="on GPUs",
         instead="on a CPU, our own attention and norm",
         # By itself it would look for a wheel of its own, and compile NCCL's expert parallelism.
-        install="NVTE_WITH_NCCL_EP=0 NVTE_PYTORCH_FORCE_BUILD=TRUE pip install --no-build-isolation "
+        # A CUDA toolkit has not all the headers that it needs; NVIDIA's wheels have them.
+        install=f"pip install 'cuda-toolkit[crt,cccl]~={REFERENCE['cuda-toolkit']}' && NVTE_WITH_NCCL_EP=0 "
+        "NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 pip install --no-build-isolation "
         f"'transformer-engine[core-cu13,pytorch]=={REFERENCE['transformer-engine']}'",
     ),
     Component(
@@ -115,6 +117,14 @@ COMPONENTS = (
         instead="cuDNN's attention on H100 and newer; elsewhere a run is refused",
         install=f"pip install --no-build-isolation flash-attn=={REFERENCE['flash-attn']}",
         tested=">=2.7.3,<2.8.4",
+    ),
+    Component(
+        name="flash-linear-attention",
+        purpose="gated delta nets (Qwen3-Next, Qwen3.5)",
+        need="optional",
+        instead="on a CPU, our own gated delta rule; on a GPU such models are refused",
+        install=f"pip install flash-linear-attention=={REFERENCE['flash-linear-attention']}",
+        tested=f"=={REFERENCE['flash-linear-attention']}",
     ),
     Component(
         name="triton",

@@ -57,7 +57,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
         if not file.is_file():
             raise ConfigError(f"{file}: no such configuration file")
         if file.stat().st_size > LARGEST_FILE:
-            raise ConfigError(f"{file}: longer than 1 MiB, which no configuration is")
+            raise ConfigError(f"{file}: longer than 1 MiB, the limit for a configuration")
         values = _parse(file.read_bytes())
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from None
@@ -83,7 +83,7 @@ def parse_value(text: str) -> Any:
 
 
 class _NotYamlError(Exception):
-    """Not YAML. The message begins with the line, where it is known, and continues a sentence."""
+    """The text is not YAML. The message begins with the line, if known, and continues a sentence."""
 
 
 def _parse(text: bytes | str) -> Any:

@@ -71,19 +71,39 @@ def dapo(record: Record) -> dict[str, Any]:
 
 
 def preference_pair(record: Record) -> dict[str, Any]:
-    """HuggingFaceH4/ultrafeedback_binarized: `chosen` and `rejected`, two chats that differ in the last turn.
+    """The pair `chosen` and `rejected`: texts after `prompt`, or chats that differ in the last turn.
 
-    The prompt is the chat before it; the chosen response has the reward 1, the rejected one 0. Raises
-    ValueError for chats that differ before it.
+    HuggingFaceH4/ultrafeedback_binarized has chats that begin with the prompt; others have the answers alone,
+    as texts or messages, beside a `prompt`. The chosen response has the reward 1, the rejected one 0. Raises
+    ValueError for chats that differ before the last message, and where there is no prompt.
     """
-    (*prompt, chosen), (*other, rejected) = record["chosen"], record["rejected"]
-    if other != prompt:
+    chosen, rejected, prompt = record["chosen"], record["rejected"], record.get("prompt")
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        texts = chosen, rejected
+    else:
+        before, texts = _last_turns(chosen, rejected)
+        prompt = before or prompt
+    if prompt is None:
+        raise ValueError("chosen and rejected have no prompt before them, and there is no field 'prompt'")
+    responses = [{"response": text, "reward": reward} for text, reward in zip(texts, (1.0, 0.0), strict=True)]
+    return {**record, "prompt": prompt, "responses": responses}
+
+
+def _last_turns(chosen: Any, rejected: Any) -> tuple[list[dict[str, Any]], tuple[str, str]]:
+    """(the messages that two chats share, the last message of each). Raises ValueError."""
+    for chat in (chosen, rejected):
+        if not isinstance(chat, list) or not all(isinstance(message, Mapping) for message in chat):
+            raise ValueError("chosen and rejected are neither two texts nor two chats")
+        if not chat or chat[-1].get("role") != "assistant" or not isinstance(chat[-1].get("content"), str):
+            raise ValueError("chosen and rejected must end with a message of the assistant")
+    (*before, last), (*other, other_last) = chosen, rejected
+    if other != before:
         raise ValueError(
             "chosen and rejected differ before the last message: no prompt has both as responses"
         )
-    responses = [{"response": chosen["content"], "reward": 1.0}]
-    responses.append({"response": rejected["content"], "reward": 0.0})
-    return {**record, "prompt": [dict(message) for message in prompt], "responses": responses}
+    if before and before[0].get("role") == "assistant":
+        raise ValueError("chosen and rejected begin with the assistant's message: a pair is of one turn")
+    return [dict(message) for message in before], (last["content"], other_last["content"])
 
 
 def _answer(record: Record) -> str | None:

@@ -98,7 +98,7 @@ class DemonstrationReader:
 
 @contextmanager
 def _named_messages() -> Iterator[None]:
-    """Let an error that names a message follow the name of the demonstration."""
+    """Begin an error about a message with the name of the demonstration."""
     try:
         yield
     except DataError as error:

@@ -16,7 +16,7 @@ from zlib import crc32
 from megatron_gvpo.settings.built_in_rewards import check_installed
 
 PREFIX = "reasoning_gym:"
-KEY = "reasoning_gym"  # the record's field that says which problem it is
+KEY = "reasoning_gym"  # the record's field that identifies the problem
 
 
 def generated_problems(path: str, split: str) -> Iterator[dict[str, Any]]:

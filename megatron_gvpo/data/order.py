@@ -74,7 +74,7 @@ class SuccessTracker:
         self._counts: dict[str, Counts] = {}
 
     def known(self, prompt: Prompt, field: str | None = None) -> PromptHistory | None:
-        """The record of a prompt; before its first visit from the rate in `field` of its data, else None."""
+        """Counts of a prompt; before its first visit, from the rate in its record's `field`; else None."""
         if (counts := self._counts.get(prompt.id)) is not None:
             success = counts.won / (counts.won + counts.lost)
             return PromptHistory(success, self.rule.posterior(counts), sum(counts))

@@ -97,7 +97,7 @@ def as_parts(text: str, count: int) -> str | list[dict[str, Any]]:
 
 
 def images_in(messages: Sequence[Mapping[str, Any]]) -> int:
-    """How many parts of chat messages are images."""
+    """The number of parts of chat messages that are images."""
     contents = [message["content"] for message in messages if isinstance(message["content"], list)]
     return sum(part["type"] == "image" for content in contents for part in content)
 

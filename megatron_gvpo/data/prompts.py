@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,6 +20,7 @@ from megatron_gvpo.core.image import Image
 from megatron_gvpo.core.real_number import LARGEST, finite_number
 from megatron_gvpo.core.slow_work import slow_work
 from megatron_gvpo.data.demonstrations import DemonstrationReader
+from megatron_gvpo.data.known_forms import as_dataset, recogniser
 from megatron_gvpo.data.prompt_images import PromptImages, as_parts, images_in, is_part, short_names
 from megatron_gvpo.data.roles import check_roles
 from megatron_gvpo.data.sources import Record, converted, read_records
@@ -47,8 +49,11 @@ def load_prompts(
     positions: int | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
     images: PromptImages | None = None,
+    sampler: str = "engine",
 ) -> list[Prompt]:
     """All prompts of a data set, in the order of its records.
+
+    `sampler`: `algorithm.sampler`; records of a known form get what it trains on without a key for it.
 
     With `data.chat_template` and a tokenizer that has one, a plain string becomes a user message, and
     `data.system_prompt` comes first unless the record has a system message of its own. A prompt has at most
@@ -58,11 +63,13 @@ def load_prompts(
     `tools`: JSON schemas for the chat template. `images`: of a model that takes images. A prompt's tokens
     include those that stand for its images. Raises DataError.
     """
+    recognise = recogniser(dataset, sampler)
+    dataset = as_dataset(dataset, sampler)
     render = _Renderer(data, tokenizer, tools, images)
     reader = _PromptReader(dataset, data, tokenizer, render, longest, end_token_ids, positions, tools)
     prompts = []
     records = pictured = 0
-    for record, text, ids, pictures in _encoded(dataset, render, tokenizer):
+    for record, text, ids, pictures in _encoded(dataset, recognise, render, tokenizer):
         records += 1
         pictured += bool(pictures)
         if (prompt := reader.read(record, text, ids, pictures)) is not None:
@@ -83,7 +90,19 @@ def load_prompts(
         raise DataError(f"{dataset.path}: every prompt is longer than {longest} tokens")
     if (warning := reader.unknown.warning()) is not None:
         log.warning(warning)
+    if render.chat and (broken := broken_marks(tokenizer, prompts[0].text)):
+        log.warning(
+            "the chat template writes %s, which the tokenizer has no token for: the model reads it as "
+            "text, or not at all. It is the template of another model, or its tokens are missing",
+            ", ".join(broken),
+        )
     return prompts
+
+
+def broken_marks(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
+    """The marks like <|im_start|> in a rendered prompt that are not tokens of the tokenizer."""
+    marks = dict.fromkeys(re.findall(r"<\|[^|<>\s]{1,40}\|>", text))
+    return [mark for mark in marks if len(tokenizer(mark, add_special_tokens=False)["input_ids"]) != 1]
 
 
 class _PromptReader:
@@ -181,12 +200,15 @@ class _PromptReader:
 
 
 def _encoded(
-    dataset: DatasetConfig, render: _Renderer, tokenizer: PreTrainedTokenizerBase
+    dataset: DatasetConfig,
+    recognise: Callable[[Record], Record],
+    render: _Renderer,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[tuple[Record, str, list[int], tuple[Image, ...]]]:
     """The records of a data set, each with its prompt as text and as tokens, and its images."""
     done = 0
     pictures_of = _reader(dataset, render)
-    records = _records(dataset)
+    records = _records(dataset, recognise)
     with slow_work(f"reading {dataset.path}") as now, ThreadPoolExecutor() as pool:
         for some in batched(records, _AT_ONCE):
             now(f"{done} records so far, tokenising {len(some)} more")
@@ -217,11 +239,11 @@ def _reader(dataset: DatasetConfig, render: _Renderer) -> Callable[[Record], tup
     return partial(images.of, key=key, directory=directory)
 
 
-def _records(dataset: DatasetConfig) -> Iterator[Record]:
-    """The records of a data set, converted."""
+def _records(dataset: DatasetConfig, recognise: Callable[[Record], Record]) -> Iterator[Record]:
+    """The records of a data set, converted by the user's function, or recognised."""
     for record in read_records(dataset.path, dataset.split, dataset.subset, dataset.limit):
         if dataset.convert is None:
-            yield record
+            yield recognise(record)
         elif (changed := converted(record, dataset.convert)) is not None:
             yield changed
 
@@ -240,7 +262,7 @@ def _tokens(
         ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return ids
     except Exception as error:  # tokenizers raises no narrower one
-        if len(texts) > 1:  # find the text
+        if len(texts) > 1:  # find the text that fails
             pairs = zip(texts, sources, strict=True)
             return [_tokens(tokenizer, [text], [source], special)[0] for text, source in pairs]
         raise DataError(f"{sources[0]}: the tokenizer cannot write {_shown(texts[0])}: {error}") from None
@@ -370,7 +392,7 @@ class _Renderer:
         if messages[-1]["role"] == "assistant":
             raise DataError(
                 f"{record.where}: the prompt ends with a message of the assistant, and the response would be "
-                "another one: end it before that message"
+                "another one: end it before that message (data.train.convert names a function that does)"
             )
         try:
             check_roles(messages, self._tokenizer)
@@ -397,7 +419,10 @@ def _field(record: Record, key: str) -> Any:
     value = record.fields.get(key)
     if value is None:
         problem = "is null" if key in record.fields else "is missing"
-        raise DataError(f"{record.where}: field {key!r} {problem}; fields there: {', '.join(record.fields)}")
+        raise DataError(
+            f"{record.where}: field {key!r} {problem}; fields there: {', '.join(record.fields)}. A key of "
+            "data.train names another field, and data.train.convert a function that makes it"
+        )
     return value
 
 
@@ -450,7 +475,7 @@ class UnknownCharacters:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._first: dict[str, tuple[str, str]] = {}  # where a character first came up, and in which text
+        self._first: dict[str, tuple[str, str]] = {}  # by character: the first record and text
 
     def see(self, where: str, texts: Iterable[str]) -> None:
         """Collect the characters of texts; `where`: the record that has them."""
@@ -463,12 +488,12 @@ class UnknownCharacters:
 
         None if all are known, or the tokenizer cannot tell.
         """
-        if not self._tokenizer.is_fast:  # a slow one does not tell where its tokens are in the text
+        if not self._tokenizer.is_fast:  # a slow tokenizer does not report where tokens are in the text
             return None
         seen = [c for c in self._first if not c.isspace()]
         try:
             alone = self._tokenizer(seen, add_special_tokens=False)["input_ids"] if seen else []
-        except Exception:  # tokenizers raises no narrower one; what it cannot write it does not leave out
+        except Exception:  # tokenizers raises no narrower one, and drops no character it cannot write
             return None
         unknown = self._unknown
         suspects = [c for c, ids in zip(seen, alone, strict=True) if set(ids) <= {unknown}]

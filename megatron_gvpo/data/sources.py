@@ -98,7 +98,7 @@ def _read_jsonl(file: Path) -> Iterator[Record]:
             if not line:
                 return
             if len(line) > LONGEST_LINE:
-                raise DataError(f"{where}: longer than {LONGEST_LINE >> 20} MiB, which no record is")
+                raise DataError(f"{where}: longer than {LONGEST_LINE >> 20} MiB, the limit for a record")
             if not line.strip():
                 continue
             try:
@@ -145,7 +145,7 @@ def _read_parquet(file: Path) -> Iterator[Record]:
         OSError,
         ValueError,
         OverflowError,
-    ) as error:  # of damaged files
+    ) as error:  # damaged files raise these
         message = " ".join(str(error).split())[:300]
         raise DataError(f"{file}: not a readable Parquet file after row {row}: {message}") from None
 

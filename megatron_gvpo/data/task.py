@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.data.chat_template import Template
+from megatron_gvpo.data.known_forms import RESPONSES, SOLUTION
 from megatron_gvpo.data.prompt_images import PromptImages, prompt_images
 from megatron_gvpo.data.prompts import load_prompts
 from megatron_gvpo.data.tool_calls import parser_of
 from megatron_gvpo.groups import Prompt
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.end_tokens import end_token_ids
-from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer
+from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer, set_template_variables
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.lengths import longest_prompt
 
@@ -25,24 +26,25 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Task:
     tokenizer: PreTrainedTokenizerBase
-    end_token_ids: tuple[int, ...]  # all that end a response; the first ends texts that are given as one
+    end_token_ids: tuple[int, ...]  # every token that ends a response; the first one is appended to solutions
     prompts: list[Prompt]
     eval_prompts: list[Prompt]  # empty if the configuration names none
-    longest_prompt: int = 0  # tokens
+    longest_prompt: int = 0  # in tokens
     chat: bool = False  # the prompts are rendered by the chat template
     tools: tuple[dict[str, Any], ...] = ()  # the schemas of the tools that the policy may call
     images: PromptImages | None = None  # None for a model that takes no images
 
 
-def load_task(config: Config, tools: tuple[dict[str, Any], ...] = ()) -> Task:
+def load_task(config: Config, card: ModelCard, tools: tuple[dict[str, Any], ...] = ()) -> Task:
     """Read the data; no model is loaded, so bad data costs seconds. Raises ConfigError, DataError.
 
-    `tools`: the schemas of the tools that the policy may call, which chat templates write into prompts.
+    `card`: that of `model.path`. `tools`: the schemas of the tools that the policy may call, which chat
+    templates write into prompts.
     """
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    set_template_variables(tokenizer, config.data.chat_template_kwargs)
     end = end_token_id(tokenizer)
-    model = ModelCard.read(config.model.path)
-    vocabulary = model.get("vocab_size", math.inf)
+    vocabulary = card.get("vocab_size", math.inf)
     if end >= vocabulary:
         raise DataError(
             f"model.path={config.model.path}: the tokenizer's end token {tokenizer.eos_token!r} has id "
@@ -50,14 +52,15 @@ def load_task(config: Config, tools: tuple[dict[str, Any], ...] = ()) -> Task:
             "tokenizer_config.json"
         )
     chat = config.data.chat_template and bool(tokenizer.chat_template)
-    ends = end_token_ids(config.model.path, tokenizer, config.rollout.stop_token_ids, chat)
-    positions = None if config.algorithm.samples_from_policy else model.get("max_position_embeddings")
-    longest = longest_prompt(config, model)
+    ends = end_token_ids(config.model.path, card, tokenizer, config.rollout.stop_token_ids, chat)
+    positions = None if config.algorithm.samples_from_policy else card.get("max_position_embeddings")
+    longest = longest_prompt(config, card)
     _check_parser(config)
-    images = prompt_images(config.model.path, model, tokenizer)
+    images = prompt_images(config.model.path, card, tokenizer)
     data, held_out = config.data, config.data.eval
     common: dict[str, Any] = {"longest": longest, "end_token_ids": ends, "tools": tools, "images": images}
-    prompts = load_prompts(data.train, data, tokenizer, positions=positions, **common)
+    sampler = config.algorithm.sampler
+    prompts = load_prompts(data.train, data, tokenizer, positions=positions, sampler=sampler, **common)
     eval_prompts = []
     if held_out is not None:
         eval_prompts = load_prompts(held_out, data, tokenizer, **common)
@@ -90,7 +93,7 @@ def _check_turns(config: Config, prompts: list[Prompt]) -> None:
     """Raises DataError if settings cannot go with demonstrations of several turns."""
     talks = config.rollout.conversation
     reason = None
-    if config.train.share_prompts:
+    if config.train.requires_shared_prompts:
         reason = "train.share_prompts=true is for single responses: leave it out"
     elif talks is not None and talks.history == "template":
         reason = (
@@ -99,8 +102,8 @@ def _check_turns(config: Config, prompts: list[Prompt]) -> None:
         )
     if reason is not None and any(prompt.demonstration_chat is not None for prompt in prompts):
         raise DataError(
-            f"{config.data.train.path}: the demonstrations (field {config.data.train.demonstration_key!r}) "
-            f"have several turns, and {reason}"
+            f"{config.data.train.path}: the demonstrations (field "
+            f"{config.data.train.demonstration_key or SOLUTION!r}) have several turns, and {reason}"
         )
 
 
@@ -165,8 +168,8 @@ def _check_differences(config: Config, prompts: list[Prompt]) -> None:
     if compares and not any(len({r.reward for r in prompt.responses}) > 1 for prompt in prompts):
         raise DataError(
             f"{config.data.train.path}: no record has responses with different rewards (field "
-            f"{config.data.train.responses_key!r}), and the loss {algorithm.loss.name} compares them: "
-            "nothing would be learned"
+            f"{config.data.train.responses_key or RESPONSES!r}), and the loss {algorithm.loss.name} compares "
+            "them: nothing would be learned"
         )
 
 

@@ -1,4 +1,4 @@
-r"""How a policy writes tool calls in a turn, by the name of the format.
+r"""Formats in which a policy writes tool calls in a turn, by name.
 
     hermes  <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>, as often as wanted
     json    the whole turn, or one ```json block in it: {"name": ..., "arguments": {...}}, or a list of these
@@ -94,7 +94,7 @@ def parser_of(spec: str) -> Parser:
 
 
 def _own(spec: str, text: str) -> list[ToolCall]:
-    """The calls that the user's function finds; what it raises is said of the policy's text.
+    """The calls that the user's parser finds. Its errors are reported as errors in the policy's text.
 
     Raises UserFunctionError for anything but a list of calls.
     """

@@ -17,7 +17,7 @@ from megatron_gvpo.emulation.memory import alias
 
 # Work that may not be done yet, with the tensors whose memory it reads or writes.
 _pending: list[tuple[Any, list[torch.Tensor]]] = []
-_backends: dict[int, str] = {}  # by id of a group: what was asked for
+_backends: dict[int, str] = {}  # requested backend, by id of the group
 _NCCL = "nccl"
 
 
@@ -41,7 +41,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _bytes_of(tensor: torch.Tensor, moves: bool) -> torch.Tensor:
-    """The alias; where values are only moved, kinds that gloo does not know are bytes."""
+    """The alias, as bytes if values are only moved and gloo does not know their dtype."""
     memory = alias(tensor)
     return memory.view(torch.uint8) if moves and memory.dtype.itemsize == 1 else memory
 

@@ -72,7 +72,7 @@ class Values(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if any(hasattr(type(t), "__torch_dispatch__") and _is_wrapper(t) for t in tensors):
-            return NotImplemented  # a tensor that holds others: its own code comes back with those
+            return NotImplemented  # a tensor that wraps others: its own code calls again with those
         device = kwargs.get("device")
         is_made_there = device is not None and torch.device(device).type == "cuda"
         if not is_made_there and not any(t.is_cuda for t in tensors):
@@ -88,11 +88,11 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.namespace == "c10d":
         return collectives.run(func, args, kwargs)
     if (custom := OPDEFS.get(func._schema.name)) is not None:
-        with Values():  # it is made of other operations
+        with Values():  # it consists of other operations
             return custom._init_fn(*args, **kwargs)
     if func.namespace not in ("aten", "prims"):
         raise EmulationError(f"the emulated GPU cannot compute {func}")
-    if _is_composed(func):  # within a custom operation it has not become its parts yet
+    if _is_composed(func):  # inside a custom operation it is not decomposed yet
         with Values():
             return func.decompose(*args, **kwargs)
     name = func._schema.name.split("::")[1]
@@ -133,7 +133,7 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     host_args, host_kwargs = aliases(args), aliases(kwargs)
     host_kwargs.pop("pin_memory", None)
     if host_kwargs.get("generator") is not None:
-        host_kwargs["generator"] = None  # _random_numbers has seeded the CPU's own
+        host_kwargs["generator"] = None  # `_random_numbers` has seeded the CPU's generator
     if (own := decompositions.TABLE.get(func)) is not None:
         return own(*host_args, **host_kwargs)
     try:
@@ -204,7 +204,7 @@ def _fill_unwritten(made: Any) -> None:
 
 @contextlib.contextmanager
 def _random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """Inside, the CPU's generator is seeded by the CUDA generator's state from before the operation."""
+    """Context in which the CPU's generator is seeded by the CUDA generator's state before the operation."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         yield
         return

@@ -7,27 +7,27 @@ from collections.abc import Mapping, Sequence
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.settings.adapter import AdapterConfig, possible_targets
-from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that its --max-lora-rank takes (0.32.0)
-_PREFIX = "base_model.model."  # all names in an adapter of Hugging Face PEFT begin so
+_PREFIX = "base_model.model."  # begins every tensor's name in a Hugging Face PEFT adapter
 
 
-def adapter_of(config: Config) -> AdapterConfig:
+def adapter_of(model: ModelConfig) -> AdapterConfig:
     """`model.adapter`; the checks of the configuration make sure that there is one for this transport."""
-    assert config.model.adapter is not None
-    return config.model.adapter
+    assert model.adapter is not None
+    return model.adapter
 
 
-def adapted_layers(config: Config) -> tuple[str, ...]:
-    """Hugging Face's names of the layers with adapters, such as q_proj, sorted."""
-    [architecture] = ModelCard.read(config.model.path)["architectures"]
-    return adapter_of(config).selected(possible_targets(architecture))
+def adapted_layers(model: ModelConfig, card: ModelCard) -> tuple[str, ...]:
+    """Hugging Face's names of the layers with adapters, such as q_proj, sorted. `card`: the policy's."""
+    [architecture] = card.architectures
+    return adapter_of(model).selected(possible_targets(architecture))
 
 
-def served_rank(config: Config) -> int:
+def served_rank(model: ModelConfig) -> int:
     """The adapter rank that vLLM reserves memory for. Raises ConfigError if the rank is too large for it."""
-    rank = adapter_of(config).rank
+    rank = adapter_of(model).rank
     if rank > VLLM_RANKS[-1]:
         raise ConfigError(
             f"model.adapter.rank={rank}: vLLM serves adapters of rank {VLLM_RANKS[-1]} at most: use a "
@@ -61,18 +61,17 @@ def adapter_shapes(
 _TOGETHER = ((("q_proj", "v_proj"), ("k_proj",)), (("gate_proj",), ("up_proj",)))
 
 
-def check_limits(config: Config) -> None:
-    """Raise ConfigError for adapters that servers of `rollout.engine` cannot serve."""
-    layers, engine = adapted_layers(config), config.rollout.engine
-    servers = config.rollout.servers
-    if servers.model_path and servers.model_path != config.model.path:
+def check_limits(rollout: RolloutConfig, model: ModelConfig, card: ModelCard) -> None:
+    """Raise ConfigError for adapters that servers of `rollout.engine` cannot serve. `card`: the policy's."""
+    layers, engine, servers = adapted_layers(model, card), rollout.engine, rollout.servers
+    if servers.model_path and servers.model_path != model.path:
         raise ConfigError(
             f"rollout.servers.model_path={servers.model_path}: with rollout.weights.transport=adapter "
             f"servers keep the weights that they start with, and an adapter fits those of "
-            f"model.path={config.model.path}: leave it out, or use broadcast, which sends merged weights"
+            f"model.path={model.path}: leave it out, or use broadcast, which sends merged weights"
         )
     if engine == "vllm":
-        served_rank(config)
+        served_rank(model)
         if "kv_b_proj" in layers:  # vLLM (0.32.0) decodes with products of the base's, made at its start
             raise ConfigError(
                 "model.adapter.targets: vLLM applies an adapter of kv_b_proj to prompts, and not when it "

@@ -158,7 +158,7 @@ def _check_assumed(card: ModelCard, architecture: str, where: str) -> None:
     for key, assumed in ARCHITECTURES[architecture].items():
         value = card.get(key)
         if architecture == "GemmaForCausalLM" and (key, value) == ("hidden_act", "gelu"):
-            continue  # the first release means gelu_pytorch_tanh by it
+            continue  # Gemma 1 calls gelu_pytorch_tanh by this name
         if value not in (assumed, None):
             raise ConfigError(
                 f"{where}: {key}={value} in config.json; Megatron-Bridge builds {architecture} with "
@@ -199,7 +199,7 @@ def _check_rope(card: ModelCard, architecture: str, where: str) -> None:
     elif architecture in ("Exaone4ForCausalLM", "LlamaForCausalLM"):
         known.append("llama3")
     elif architecture in FAMILIES:
-        known.append("mrope")  # the former name of default with a mrope_section
+        known.append("mrope")  # former name of `default` with a mrope_section
     if kind not in known:
         raise ConfigError(
             f"{where}: rope_type={kind} in config.json; supported for this architecture: {', '.join(known)}"
@@ -303,5 +303,6 @@ def add_model_types() -> None:
 
     for named, same in SAME_MODEL.items():
         CONFIG_MAPPING.register(named, CONFIG_MAPPING[same], exist_ok=True)
-        files = get_checkpoint_conversion_mapping(same)  # how the files' tensors become those in memory
+        # Conversions of the files' tensors to those in memory.
+        files = get_checkpoint_conversion_mapping(same)
         register_checkpoint_conversion_mapping(named, files, overwrite=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,10 +15,11 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.json_files import read_json_object
 from megatron_gvpo.core.real_number import finite_number
 from megatron_gvpo.huggingface.image_families import text_values
+from megatron_gvpo.settings.config import Config
 
 # Architectures whose first layers are dense: one layer if config.json does not say how many.
 DENSE_FIRST = ("ExaoneMoeForCausalLM", "Glm4MoeLiteForCausalLM", "HYV3ForCausalLM")
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")  # the names of one number
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")  # several names for the number of experts
 
 
 class ModelCard(dict[str, Any]):
@@ -29,6 +32,8 @@ class ModelCard(dict[str, Any]):
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(text_values(values))
+        # The keys as the file has them. Of a key that both parts of the file have, the card shows one value.
+        self.in_file: Mapping[str, Any] = values.in_file if isinstance(values, ModelCard) else values
 
     @classmethod
     def read(cls, directory: str | Path, key: str = "model.path") -> ModelCard:
@@ -42,8 +47,11 @@ class ModelCard(dict[str, Any]):
         except OSError as error:  # no permission, or a name that is too long
             raise ConfigError(f"{file}: {error.strerror}") from None
         if not exists:
+            remedy = ""
+            if re.fullmatch(r"[\w.-]+/[\w.-]+", str(directory)) and not Path(directory).exists():
+                remedy = f"; names of the hub are not downloaded: hf download {directory} --local-dir DIR"
             raise ConfigError(
-                f"{key}={directory}: no config.json there (a Hugging Face checkpoint directory)"
+                f"{key}={directory}: no config.json there (a Hugging Face checkpoint directory){remedy}"
             )
         return cls(read_json_object(file))
 
@@ -69,6 +77,11 @@ class ModelCard(dict[str, Any]):
     def is_mla(self) -> bool:
         """True if the attention has a latent for keys and values (multi-head latent attention)."""
         return bool(self.get("kv_lora_rank"))
+
+    @property
+    def has_delta_nets(self) -> bool:
+        """True if most layers have a gated delta net in place of attention (Qwen3-Next, Qwen3.5)."""
+        return bool(self.get("linear_num_value_heads"))
 
     @property
     def window(self) -> int | None:
@@ -102,6 +115,43 @@ class ModelCard(dict[str, Any]):
             raise ConfigError(f"{where}: moe_intermediate_size=null in config.json: the model has experts")
         if not self.is_mla:  # the sizes of latent attention's heads have keys of their own
             _check_heads(values, where)
+
+
+class ModelCards:
+    """The cards of the models that a configuration names. Each is read once, when it is first needed.
+
+    A process makes one of these at its edge, a command or the trainer, and hands it on: nothing else reads
+    these models' config.json. Every card raises ConfigError, which names the model's key, where it cannot be
+    read.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    @cached_property
+    def policy(self) -> ModelCard:
+        """The card of `model.path`."""
+        return ModelCard.read(self._config.model.path)
+
+    @cached_property
+    def served(self) -> ModelCard:
+        """The card of the model that rollout servers start with, which is mostly the policy's."""
+        if self._config.served_path == self._config.model.path:
+            return self.policy
+        return ModelCard.read(self._config.served_path, self._config.served_key)
+
+    @cached_property
+    def teacher(self) -> ModelCard:
+        """The card of `teacher.path`, in a configuration with a teacher."""
+        assert self._config.teacher is not None, "the run has no teacher"
+        return ModelCard.read(self._config.teacher.path, "teacher.path")
+
+    @cached_property
+    def draft(self) -> ModelCard:
+        """The card of `rollout.speculation.model`, in a configuration that names one."""
+        speculation = self._config.rollout.speculation
+        assert speculation is not None and speculation.model is not None, "servers load no draft"
+        return ModelCard.read(speculation.model, "rollout.speculation.model")
 
 
 # The largest sizes are far beyond any model.

@@ -8,27 +8,30 @@ generation_config.json, or of config.json where that file is missing; SGLang 0.5
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.json_files import read_json_object
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.tokenizer import end_token_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megatron_gvpo.settings.config import Config
 
-
-_SAID = "\u2042said\u2042"  # a made-up message
+_SAID = "\u2042said\u2042"  # a message that only the template's probe uses
 # SGLang stops at these added tokens, whatever the files say (`attach_additional_stop_token_ids`).
 _ALWAYS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 
 
 def end_token_ids(
-    path: str, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int] = (), chat: bool = False
+    path: str,
+    card: ModelCard,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: Sequence[int] = (),
+    chat: bool = False,
 ) -> tuple[int, ...]:
     """All tokens at which responses of the model in `path` end; the first ends a text that is given as one.
 
@@ -40,20 +43,20 @@ def end_token_ids(
     own = end_token_id(tokenizer)
     added = tokenizer.get_added_vocab()
     always = [added[token] for token in _ALWAYS if token in added]
-    tokens = (own, *ids_in_files(Path(path)), *always, *stop_token_ids)
+    tokens = (own, *ids_in_files(Path(path), card), *always, *stop_token_ids)
     first = _written(tokenizer, tokens) if chat else None
     return tuple(dict.fromkeys(tokens if first is None else (first, *tokens)))
 
 
-def ids_in_files(directory: Path) -> list[int]:
+def ids_in_files(directory: Path, card: ModelCard) -> list[int]:
     """The tokens in `eos_token_id` of generation_config.json and config.json in a model's directory.
 
-    Raises ConfigError, which names the file, for values that are not tokens of the model.
+    `card`: the model's. Raises ConfigError, which names the file, for values that are not tokens of the
+    model.
     """
     config = directory / "config.json"
-    model = read_json_object(config)
-    text = model.get("text_config")
-    parts = [model, text] if isinstance(text, dict) else [model]
+    text = card.in_file.get("text_config")
+    parts = [card.in_file, text] if isinstance(text, dict) else [card.in_file]
     vocabulary = next((part["vocab_size"] for part in parts if "vocab_size" in part), math.inf)
     tokens = [number for part in parts for number in _ids(config, part, vocabulary)]
     recommended = directory / "generation_config.json"
@@ -67,7 +70,7 @@ def ended(ids: Sequence[int], end_token_ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(ids) if ids and ids[-1] in end_token_ids else (*ids, end_token_ids[0])
 
 
-def _ids(file: Path, content: dict[str, Any], vocabulary: float) -> list[int]:
+def _ids(file: Path, content: Mapping[str, Any], vocabulary: float) -> list[int]:
     value = content.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for number in ids:
@@ -95,19 +98,17 @@ def _written(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int | No
     return None
 
 
-def other_end(config: Config, end_token_ids: Sequence[int]) -> str | None:
+def other_end(teacher: str, card: ModelCard, end_token_ids: Sequence[int]) -> str | None:
     """A warning if no token that ends the teacher's responses ends the policy's; otherwise None.
 
     The policy would learn to write that token, and what follows it. A base model and a chat model often
-    differ in this.
+    differ in this. `teacher`, `card`: the teacher's directory and its card; `end_token_ids`: the policy's.
     """
-    if config.teacher is None:
-        return None
-    tokens = ids_in_files(Path(config.teacher.path))
+    tokens = ids_in_files(Path(teacher), card)
     if not tokens or set(tokens) & set(end_token_ids):
         return None
     return (
-        f"teacher.path={config.teacher.path}: its responses end at token {tokens[0]}, and the policy's at "
+        f"teacher.path={teacher}: its responses end at token {tokens[0]}, and the policy's at "
         f"{', '.join(map(str, end_token_ids))}: it will learn to write {tokens[0]} and to go on. Name it in "
         "rollout.stop_token_ids"
     )

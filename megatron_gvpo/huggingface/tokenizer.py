@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -60,6 +61,33 @@ def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
             "name it as eos_token in tokenizer_config.json"
         )
     return int(tokenizer.eos_token_id)
+
+
+# Variables of every chat template that transformers sets itself.
+_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
+
+
+def set_template_variables(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> None:
+    """Give the chat template variables that it reads, in every chat that this tokenizer writes.
+
+    They are set at the top of the template, so that prompts, conversations and solutions agree. Raises
+    DataError for one that the template does not read.
+    """
+    if not variables:
+        return
+    key, template = "data.chat_template_kwargs", tokenizer.chat_template
+    if not template:
+        raise DataError(f"{key}: the tokenizer in {tokenizer.name_or_path} has no chat template")
+    texts = template if isinstance(template, Mapping) else {"": template}
+    for name in variables:
+        if name in _OWN_VARIABLES or not name.isidentifier():
+            raise DataError(f"{key}.{name}: not a variable that a configuration may set")
+        if not any(re.search(rf"\b{name}\b", str(text)) for text in texts.values()):
+            raise DataError(f"{key}.{name}: the chat template does not read it; leave it out")
+    # Jinja writes values of JSON as Python does.
+    header = "".join(f"{{%- set {name} = {value!r} -%}}" for name, value in variables.items())
+    changed = {name: header + str(text) for name, text in texts.items()}
+    tokenizer.chat_template = changed if isinstance(template, Mapping) else changed[""]
 
 
 def rendered(

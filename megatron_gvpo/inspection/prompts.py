@@ -12,7 +12,7 @@ from megatron_gvpo.inspection.verdict import RunVerdict, failure, ok, warning
 from megatron_gvpo.settings.config import Config
 
 SHOWN = 3  # prompts
-_CROWDED = 0.9  # the share of the limit at which a prompt's length is worth a word
+_CROWDED = 0.9  # share of the limit from which a prompt's length is mentioned
 _EXAMPLE = [{"role": "user", "content": "What is 1 + 1?"}]
 
 
@@ -41,7 +41,7 @@ def _lengths(config: Config, task: Task) -> RunVerdict:
 
 
 def _template(task: Task) -> list[RunVerdict]:
-    """A template that opens no turn for the model leaves the model to write the user's text."""
+    """A verdict on the template: without an opened turn, the model would write the user's text."""
     if not task.chat:
         return [ok("template", "prompts are texts that the model continues: no chat template is used")]
     plain = rendered(task.tokenizer, _EXAMPLE)

@@ -9,6 +9,7 @@ from statistics import fmean
 
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Group
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.inspection.on_laptop import laptop_config
 from megatron_gvpo.inspection.verdict import RunVerdict, failure, not_tried, ok, warning
 from megatron_gvpo.settings.config import Config
@@ -22,7 +23,7 @@ def weight_bytes(path: str) -> int:
     return sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
 
 
-def inspect_responses(config: Config, task: Task) -> tuple[list[RunVerdict], list[Group]]:
+def inspect_responses(config: Config, cards: ModelCards, task: Task) -> tuple[list[RunVerdict], list[Group]]:
     """Verdicts on the start model's responses to the first prompts, and the responses. Loads the model."""
     if not config.algorithm.samples_from_policy:
         return [not_tried("start model", "the method samples no responses from the policy")], []
@@ -34,12 +35,12 @@ def inspect_responses(config: Config, task: Task) -> tuple[list[RunVerdict], lis
     if not size:
         return [not_tried("start model", f"no safetensors files in {config.model.path}")], []
     begin = time.perf_counter()
-    groups = _sample(config, task)
+    groups = _sample(config, cards, task)
     seconds = time.perf_counter() - begin
     return [*_judged(config, groups, seconds)], groups
 
 
-def _sample(config: Config, task: Task) -> list[Group]:
+def _sample(config: Config, cards: ModelCards, task: Task) -> list[Group]:
     """Groups of the first prompts, sampled as the run would and scored by its rewards."""
     from megatron_gvpo.megatron.scorer import Scorer
     from megatron_gvpo.observe import PhaseTimer
@@ -49,7 +50,7 @@ def _sample(config: Config, task: Task) -> list[Group]:
     most = min(config.rollout.max_tokens, LONGEST)
     local = laptop_config(config, rollout={"max_tokens": most})
     prepare(local)
-    with Rollouts(local, task, Scorer(local), PhaseTimer()) as rollouts:
+    with Rollouts(local, cards, task, Scorer(local), PhaseTimer()) as rollouts:
         rollouts.sync(0)
         sampler = rollouts.sampler(min(config.rollout.n, RESPONSES))
         return sampler.finish(sampler.begin(task.prompts[:PROMPTS], config.train.seed))

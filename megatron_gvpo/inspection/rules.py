@@ -10,13 +10,14 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.inspection.verdict import RunVerdict, failure, not_tried, ok, warning
 from megatron_gvpo.planner import architecture
 from megatron_gvpo.planner.fit import excess
+from megatron_gvpo.planner.prediction import least
 from megatron_gvpo.settings.config import Config
 
 # The highest learning rates that published RL runs use: 1e-6 to 1e-5 for whole models of 0.5B and more, ten
 # times as much for adapters; smaller models bear more.
 _USUAL = ((5e8, 1e-5), (5e7, 1e-4), (0, 3e-3))
-_FAR = 5.0  # times the usual rate that is worth a warning
-_HOPELESS = 100.0  # times the usual rate with which runs diverge
+_FAR = 5.0  # multiples of the usual rate that cause a warning
+_HOPELESS = 100.0  # multiples of the usual rate at which runs diverge
 _ASK = "import importlib.metadata as m, json, sys; print(json.dumps(m.version(sys.argv[1])))"
 _PATIENCE = 60.0  # seconds for an interpreter on a slow disk
 
@@ -27,7 +28,7 @@ def inspect_learning_rate(config: Config) -> RunVerdict:
     try:
         weights = architecture.load(config.model.path, "model.path").parameters
     except ConfigError:
-        return not_tried("learning rate", "the planner does not know this architecture, nor so its size")
+        return not_tried("learning rate", "the planner does not know this architecture and its size")
     usual = next(rate for size, rate in _USUAL if weights >= size)
     usual *= 10 if config.model.adapter is not None else 1
     times = lr / usual
@@ -67,6 +68,8 @@ def inspect_memory(config: Config, world: int, gpu_gib: float) -> RunVerdict:
     """The planner's memory of the fullest GPU; it knows nothing of a CPU."""
     if config.model.dtype == "float32":
         return not_tried("memory", "model.dtype=float32 is for CPUs, and the planner predicts GPUs")
+    if least(config, world) is None:
+        return not_tried("memory", "the planner does not know this architecture")
     problem = excess(config, world, gpu_gib)
     if problem is None:
         return ok("memory", f"the update fits into {gpu_gib:.0f} GiB on {world} GPUs, by the planner")

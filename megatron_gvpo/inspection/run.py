@@ -13,6 +13,7 @@ from megatron_gvpo.core.errors import ConfigError, DataError, RolloutError
 from megatron_gvpo.core.gpus import list_gpus
 from megatron_gvpo.data.task import Task, load_task
 from megatron_gvpo.groups import Group
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.inspection.prompts import inspect_prompts, shown_prompts
 from megatron_gvpo.inspection.responses import inspect_responses
 from megatron_gvpo.inspection.rewards import inspect_rewards
@@ -28,7 +29,7 @@ SHOWN_RESPONSES = 2
 @dataclass
 class Inspection:
     verdicts: list[RunVerdict] = field(default_factory=list)
-    prompts: list[str] = field(default_factory=list)  # as the model sees them
+    prompts: list[str] = field(default_factory=list)  # rendered as the model sees them
     responses: list[str] = field(default_factory=list)
 
     @property
@@ -58,13 +59,15 @@ def inspect(config: Config, world: int, gpu_gib: float, tell: Callable[[RunVerdi
             tell(verdict)
 
     layout = _layout(config, world)
-    add(layout, inspect_learning_rate(config), inspect_engine(config), inspect_memory(config, world, gpu_gib))
-    if layout.level == "failure":
+    add(layout, inspect_engine(config))
+    if layout.level == "failure":  # without its model nothing else can be said
         return inspection
+    add(inspect_learning_rate(config), inspect_memory(config, world, gpu_gib))
     with tempfile.TemporaryDirectory(prefix="check-") as folder:
-        step = TinyStep(config, Path(folder))
+        cards = ModelCards(config)
+        step = TinyStep(config, cards.policy, Path(folder))
         try:
-            task = _task(config, add)
+            task = _task(config, cards, add)
             if task is None:
                 return inspection
             inspection.prompts = shown_prompts(task)
@@ -72,7 +75,7 @@ def inspect(config: Config, world: int, gpu_gib: float, tell: Callable[[RunVerdi
             step.start()
             add(*_tried("reward", lambda: inspect_rewards(config, task)))
             groups: list[Group] = []
-            verdicts = _tried("start model", lambda: _responses(config, task, groups))
+            verdicts = _tried("start model", lambda: _responses(config, cards, task, groups))
             inspection.responses = [group.rollouts[0].text for group in groups[:SHOWN_RESPONSES]]
             add(*verdicts)
             add(step.verdict())
@@ -90,22 +93,22 @@ def _layout(config: Config, world: int) -> RunVerdict:
     return ok("configuration", f"complete, and its layout is possible on {world} ranks")
 
 
-def _task(config: Config, add: Callable[[RunVerdict], None]) -> Task | None:
+def _task(config: Config, cards: ModelCards, add: Callable[[RunVerdict], None]) -> Task | None:
     try:
-        return load_task(config, configured_schemas(config))
+        return load_task(config, cards.policy, configured_schemas(config.rollout.conversation))
     except (ConfigError, DataError) as error:
         add(failure("data", str(error)))
         return None
 
 
-def _responses(config: Config, task: Task, groups: list[Group]) -> list[RunVerdict]:
-    verdicts, sampled = inspect_responses(config, task)
+def _responses(config: Config, cards: ModelCards, task: Task, groups: list[Group]) -> list[RunVerdict]:
+    verdicts, sampled = inspect_responses(config, cards, task)
     groups += sampled
     return verdicts
 
 
 def _tried(topic: str, look: Callable[[], list[RunVerdict]]) -> list[RunVerdict]:
-    """Verdicts of a look that may fail for a reason of the user's, such as a reward that cannot be loaded."""
+    """Verdicts of a check that the user's input may break, such as a reward that cannot be loaded."""
     try:
         return look()
     except (ConfigError, DataError, RolloutError) as error:

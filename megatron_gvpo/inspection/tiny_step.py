@@ -20,7 +20,7 @@ from megatron_gvpo.settings.config import Config
 from megatron_gvpo.verify.shrink import save_tiny, shrink
 
 PATIENCE = 300.0  # seconds
-_TOKENS = 8  # of a response
+_TOKENS = 8  # tokens in a response
 _MOST = 4  # responses to a prompt
 _ROOM = 64  # tokens of a micro-batch beside prompt and response
 _VOCABULARY = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -30,16 +30,15 @@ _REWARD = "megatron_gvpo.inspection.made_up_reward:reward"
 class TinyStep:
     """The process of the step. It runs beside the other verdicts: `start`, then `verdict`."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
-        self._config, self._folder = config, folder
+    def __init__(self, config: Config, card: ModelCard, folder: Path) -> None:
+        self._config, self._card, self._folder = config, card, folder
         self._reason: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._log = folder / "tiny_step.log"
 
     def start(self) -> None:
         config = self._config
-        card = ModelCard.read(config.model.path)
-        if takes_images(card):
+        if takes_images(self._card):
             self._reason = "no tiny model is made of one that takes images"
         elif config.rollout.conversation is not None or config.rewards.is_served:
             self._reason = "it would need the environment, or servers"
@@ -50,7 +49,7 @@ class TinyStep:
         if self._reason is not None:
             return
         try:
-            _make_model(Path(config.model.path), self._folder / "model")
+            _make_model(Path(config.model.path), self._card, self._folder / "model")
         except ConfigError as error:
             self._reason = str(error)
             return
@@ -90,7 +89,7 @@ class TinyStep:
 
 
 def _sizes(config: Config, folder: Path) -> dict[str, dict[str, Any]]:
-    """The sections of a step that takes seconds; what the method does stays."""
+    """The sections that make a step take seconds; the method stays as it is."""
     prompts = config.train.mini_batches * (2 if config.train.mini_batches < 8 else 1)
     changes: dict[str, dict[str, Any]] = {
         "model": {"path": str(folder / "model")},
@@ -107,12 +106,11 @@ def _sizes(config: Config, folder: Path) -> dict[str, dict[str, Any]]:
     return changes
 
 
-def _make_model(model: Path, tiny: Path) -> None:
+def _make_model(model: Path, card: ModelCard, tiny: Path) -> None:
     """Write a tiny model of the same architecture, with the tokenizer and the vocabulary of `model`.
 
     Raises ConfigError for an architecture of which there is no tiny one.
     """
     shutil.copytree(model, tiny, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin", "*.gguf", "*.pt*"))
-    card = dict(ModelCard.read(model))
     vocabulary = {key: card[key] for key in _VOCABULARY if key in card}
-    save_tiny(shrink(card, "no tiny model") | vocabulary, tiny, "no tiny model")
+    save_tiny(shrink(dict(card), "no tiny model") | vocabulary, tiny, "no tiny model")

@@ -28,7 +28,7 @@ from megatron_gvpo.kernels.head import Head
 
 Kind = Literal["forward", "reverse", "js"]
 
-_BLOCKS = 16  # how many blocks a tile is worked on in
+_BLOCKS = 16  # blocks into which a tile is cut
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Divergence:
     """
 
     kind: Kind
-    beta: float = 0.5  # only `js` has it
+    beta: float = 0.5  # only `js` reads it
     top_k: int | None = None
 
     def statistics(self, logp_rv: Tensor, teacher_rv: Tensor) -> Tensor:

@@ -31,9 +31,9 @@ from megatron_gvpo.kernels.mathematics import (
 class TeacherLogits(NamedTuple):
     """The inputs of the teacher's logits; its h need not be the student's."""
 
-    hidden_rh: Tensor  # [r, h] of the same tokens as the student's
+    hidden_rh: Tensor  # [r, h], for the same tokens as the student's
     weight_vh: Tensor  # [v, h], rows of the same tokens as the student's shard, or fewer
-    vocab_size: int  # of the whole vocabulary
+    vocab_size: int  # entries of the whole vocabulary, not of this rank's shard
 
 
 class LinearDivergence(NamedTuple):

@@ -44,7 +44,7 @@ class LinearLogprob(NamedTuple):
     logp_r: Tensor  # detached if the caller gave weights
     entropy_r: Tensor | None = None  # None unless asked for; detached if the caller gave weights
     surrogate: Tensor | None = None  # scalar sum(weight_r * logp_r); None unless the caller gave weights
-    mode: Mode = "forward"  # how the gradient is computed; "forward": no gradient is wanted
+    mode: Mode = "forward"  # how the gradient is computed; "forward": no gradient
     stash_bytes: int = 0  # bytes that this rank keeps until the backward
     stash_share: float = 0.0  # share of the rows whose exponentials are kept
     # linear_divergence.py's, where the trainer adds one: each token's, in nats, detached, and a scalar that

@@ -218,7 +218,7 @@ class TritonTiles(Tiles):
         tiles = triton.cdiv(head.columns, tile["COLUMNS"])
         splits = min(tiles, max(SPLITS, triton.cdiv(PROGRAMS, blocks)))
         per_split = triton.cdiv(tiles, splits) * tile["COLUMNS"]
-        splits = triton.cdiv(head.columns, per_split)  # none is empty
+        splits = triton.cdiv(head.columns, per_split)  # every split has columns
         temperature = head.temperature_of(rows)
         stats_ksr = x_rh.new_empty(splits, 3 + head.entropy, len(x_rh), dtype=torch.float32)
         scan_kernel[(blocks * splits,)](

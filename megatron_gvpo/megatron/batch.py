@@ -1,6 +1,6 @@
 """Packs the rows of a micro-batch into one sequence of tokens, without more padding than the layout needs.
 
-`settings/padding.py` says how much the layout needs. microbatch.py decides which rows a micro-batch has.
+`settings/parallel.py` says how much the layout needs. microbatch.py decides which rows a micro-batch has.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_gvpo.groups import Routing
-from megatron_gvpo.settings.padding import Padding
+from megatron_gvpo.settings.parallel import Padding
 from megatron_gvpo.types import TrainBatch, on_device
 
 
@@ -167,7 +167,7 @@ def _pack_shared(rows: TrainBatch, padding: Padding) -> PackedBatch:
     """
     prompts: list[_Sequence] = []
     responses: list[_Sequence] = []
-    others: list[_Sequence] = []  # prompt and response in one, of rows that share nothing
+    others: list[_Sequence] = []  # rows that share nothing: prompt and response in one sequence
     followers: list[int] = []
     # A sequence, the first of its tokens that predict a part of a response, and this part: where in the rows'
     # token columns it begins, and its number of tokens.
@@ -217,7 +217,7 @@ def _pack_shared(rows: TrainBatch, padding: Padding) -> PackedBatch:
 def _by_prompt(rows: TrainBatch) -> list[int]:
     """Return the rows so that those of a group that share a prompt are neighbours, the shortest first."""
     keys: list[tuple[int, int, int]] = []
-    last: dict[int, int] = {}  # the row before, of every group
+    last: dict[int, int] = {}  # last row seen of every group
     for i, group in enumerate(rows.group_n.tolist()):
         before = last.get(group)
         shares = before is not None and rows.prompt_ids[before] == rows.prompt_ids[i]

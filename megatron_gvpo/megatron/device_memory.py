@@ -42,7 +42,7 @@ class DeviceMemory:
         weights = storages(w for model in self._models for w in model.weights())
         gradients = storages(g for model, _ in self._trained for g in model.gradient_buffers())
         offloaded = weights
-        if part == "training":  # in fp32, the master weights are the model's own weights
+        if part == "training":  # in fp32 the model's weights are themselves the master weights
             states = storages(s for _, optimizer in self._trained for s in optimizer.tensors())
             offloaded = {address: storage for address, storage in states.items() if address not in weights}
         released = [_Released(s, self._copy(s, (part, i))) for i, s in enumerate(offloaded.values())]

@@ -28,14 +28,14 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob, linear_logprob
-from megatron_gvpo.megatron.attention.core import OwnPackedSeqParams
+from megatron_gvpo.megatron.attention.core import OwnPackedSeqParams, frequencies
 from megatron_gvpo.megatron.attention.merged import Sequences
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.memory_profile import MemoryProfile
-from megatron_gvpo.megatron.model.leftovers import drop_leftovers
-from megatron_gvpo.megatron.model.model import Model
+from megatron_gvpo.megatron.model.model import Model, drop_leftovers
 from megatron_gvpo.megatron.model.settings import offloaded_activations
 from megatron_gvpo.megatron.parallel import device, megatron_device
+from megatron_gvpo.megatron.pipeline import planned_messages
 from megatron_gvpo.megatron.teacher_head import HeadDivergence
 from megatron_gvpo.types import TrainBatch
 
@@ -67,10 +67,13 @@ def run(
         part, result = loss_function(rows, output)
         return part * scale, result
 
-    def forward_step(data: Iterator[TrainBatch], chunk: Any) -> tuple[Any, Callable[..., Any]]:
-        rows = next(data)
-        pack = PackedBatch.pack(rows, model.padding, model.shares_prompts_of(rows))
-        batch = pack.cut(cp_group.size(), cp_group.rank()).to(device())
+    def packs() -> Iterator[PackedBatch]:
+        for rows in micro_batches:
+            pack = PackedBatch.pack(rows, model.padding, model.shares_prompts_of(rows))
+            yield pack.cut(cp_group.size(), cp_group.rank())
+
+    def forward_step(data: Iterator[PackedBatch], chunk: Any) -> tuple[Any, Callable[..., Any]]:
+        batch = next(data).to(device())
         if model.replay is not None:
             model.replay.set_experts(chunk, batch.experts_t, sequence_parallel=model.config.sequence_parallel)
         packed = _packed_params(model, batch)
@@ -92,15 +95,21 @@ def run(
     if model.replay is not None:
         model.replay.begin(training=not forward_only)
     offloaded = offloaded_activations(model.chunks, forward_only)
+    iterators, messages = [packs() for _ in model.chunks], {}
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1 and len(model.chunks) == 1:
+        of_pass = list(iterators[0])  # all at first: their lengths are the shapes of messages between stages
+        messages = planned_messages(model.config, [len(batch.token_t) for batch in of_pass])
+        iterators = [iter(of_pass)]
     with megatron_device(), torch.set_grad_enabled(not forward_only), offloaded:
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=[iter(micro_batches) for _ in model.chunks],
+            data_iterator=iterators,
             model=model.chunks,
             num_microbatches=len(micro_batches),
             seq_length=1,  # unused: packs carry their own lengths (variable_seq_lengths)
             micro_batch_size=1,
             forward_only=forward_only,
+            **messages,
         )
     drop_leftovers(model)
     return results
@@ -230,11 +239,14 @@ def _packed_params(model: Model, batch: PackedBatch) -> PackedSeqParams:
         common |= {"cu_seqlens_q_padded": ends, "cu_seqlens_kv_padded": ends}
     if not model.own_attention:
         return PackedSeqParams(**common)
-    freqs_t = angles_t = None
-    if model.rotary:
-        freqs_t = model.rotary[0](batch.positions, packed_seq=True)[batch.position_t]
-        if model.local:
-            from megatron_gvpo.megatron.cpu.rotary import angles
+    if not model.rotary:
+        return OwnPackedSeqParams(**common, sequences=sequences)
+    freqs_t, scale = frequencies(model.rotary[0], batch.positions, batch.position_t)
+    angles_t = None
+    if model.local:
+        from megatron_gvpo.megatron.cpu.rotary import angles
 
-            angles_t = angles(freqs_t, model.config.rotary_interleaved)
-    return OwnPackedSeqParams(**common, sequences=sequences, freqs_t=freqs_t, angles_t=angles_t)
+        angles_t = angles(freqs_t, model.config.rotary_interleaved, scale)
+    return OwnPackedSeqParams(
+        **common, sequences=sequences, freqs_t=freqs_t, rotary_scale=scale, angles_t=angles_t
+    )

@@ -18,8 +18,10 @@ from megatron_gvpo.settings.parallel import ParallelConfig
 
 # Set these before the import: Megatron logs the modules that it cannot import, and later every parameter.
 logging.getLogger("megatron").setLevel(logging.WARNING)
-logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # it warns of deprecations
-logging.getLogger("megatron.bridge").setLevel(logging.ERROR)  # it warns of missing kernels, on every rank
+# Silence its warnings of deprecations.
+logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
+# Silence its warnings of missing kernels, which come from every rank.
+logging.getLogger("megatron.bridge").setLevel(logging.ERROR)
 
 if not torch.cuda.is_available():
     from megatron_gvpo.megatron.cpu import device as cpu_device
@@ -114,7 +116,7 @@ def release() -> None:
     torch.cuda.empty_cache()
     if not parallel_state.is_initialized():
         return
-    dist.barrier()  # until no rank communicates through them any more
+    dist.barrier()  # wait until no rank communicates through the groups any more
     groups = parallel_state._global_process_group_list or []
     parallel_state.destroy_model_parallel()
     for group in groups:

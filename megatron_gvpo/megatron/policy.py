@@ -107,7 +107,7 @@ class Policy(Scorer):
         Raises UserFunctionError on all ranks, with the weights as they were, where the user's loss fails on
         any.
         """
-        loss, totals = self._loss, BatchTotals.of(rows)
+        loss, totals, rows = self._loss, BatchTotals.of(rows), rows.with_group_tokens()
         share = my_share(self.model, rows, self._budget, loss.couples_groups)
         is_split = (share.split_groups and loss.couples_groups) or share.split_rows or loss.couples_step
         rows = self._with_weights_first(rows, totals, at_step_start, is_split)

@@ -41,7 +41,7 @@ class ReferenceWeights:
         """Copy the model's present weights."""
         self._finish_param_gather()
         dtype = None if self._decay is None else torch.float32
-        self._copies = [_host(p, dtype or p.dtype).copy_(p) for p in self._parameters]
+        self._copies = [host_like(p, dtype or p.dtype).copy_(p) for p in self._parameters]
 
     def sharded(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Return the model's sharded state (`checkpoint.weights_state`) with these weights in it."""
@@ -86,7 +86,7 @@ class ReferenceWeights:
     def swapped_in(self) -> Iterator[None]:
         """Inside the block the model has these weights; after it, its own again."""
         if not self._own and self._decay is not None:
-            self._own = [_host(p, p.dtype) for p in self._parameters]
+            self._own = [host_like(p, p.dtype) for p in self._parameters]
         # Fixed weights have the model's dtype, so its own weights can stay in their place meanwhile.
         own, back = (self._copies, self._copies) if self._decay is None else (self._own, None)
         self._swap(self._copies, own)
@@ -108,7 +108,7 @@ class ReferenceWeights:
         _wait()
 
 
-def _host(like: Tensor, dtype: torch.dtype) -> Tensor:
+def host_like(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Return an empty host tensor of this shape; with CUDA it is pinned, for several times faster copies."""
     return torch.empty(like.shape, dtype=dtype, pin_memory=torch.cuda.is_available())
 

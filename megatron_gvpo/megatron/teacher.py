@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_gvpo.megatron import forward
 from megatron_gvpo.megatron.device_memory import DeviceMemory
 from megatron_gvpo.megatron.model.build import build
+from megatron_gvpo.megatron.reference_weights import host_like
 from megatron_gvpo.megatron.scorer import score
 from megatron_gvpo.megatron.teacher_head import OutputWeight
 from megatron_gvpo.settings.parallel import ParallelConfig
@@ -119,7 +120,8 @@ class _KeepStates:
     def __call__(
         self, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, batch: PackedBatch
     ) -> Tensor:
-        self.hidden.append(forward.response_states(hidden_states, output_layer, batch).cpu())
+        states_rh = forward.response_states(hidden_states, output_layer, batch)
+        self.hidden.append(host_like(states_rh, states_rh.dtype).copy_(states_rh))
         if self.output is None:
             weight_vh = output_layer.weight if output_weight is None else output_weight
             self.output = OutputWeight(weight_vh, self._vocab_size)

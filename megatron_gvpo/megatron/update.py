@@ -49,7 +49,7 @@ class LossPass(ABC):
 
     def __init__(self, loss: Loss, totals: BatchTotals) -> None:
         self._loss, self._totals = loss, totals
-        self._problem: UserFunctionError | None = None  # the first that the user's loss raised
+        self._problem: UserFunctionError | None = None  # the first error that the user's loss raised
 
     def __call__(self, rows: TrainBatch, values: tuple[Any, ...]) -> tuple[Tensor, MicroBatchResult]:
         """Return the scalar, whose gradient is the micro-batch's part of the loss's, and the result."""

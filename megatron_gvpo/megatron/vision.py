@@ -36,7 +36,7 @@ def vision_settings(hf_config: Any) -> dict[str, Any]:
     """Return the provider's fields that must differ from Megatron-Bridge's values."""
     rope = hf_config.get_text_config().rope_parameters
     return {
-        "mrope_section": list(rope["mrope_section"]),  # Qwen2.5-VL's bridge assumes that of its 7B model
+        "mrope_section": list(rope["mrope_section"]),  # Qwen2.5-VL's bridge assumes the value of its 7B model
         "apply_rope_fusion": False,  # the fused kernel knows one axis
     }
 
@@ -55,7 +55,7 @@ class VisionInputs:
     """Runs the micro-batches of one model chunk, with the images of their rows."""
 
     def __init__(self, chunk: Any, hf_config: Any, processor: ImageProcessor, trained: bool) -> None:
-        """`chunk`: Megatron-Bridge's model, not yet wrapped; changed here. `trained`: its vision tower is."""
+        """Change `chunk`, Megatron-Bridge's model before wrapping. `trained`: its vision tower trains."""
         self._first: bool = chunk.pre_process
         self._processor = processor
         self._placeholders = torch.tensor([getattr(hf_config, key) for key in TOKENS])
@@ -77,7 +77,7 @@ class VisionInputs:
             language.forward = lambda *args, **kwargs: plain(*args, **kwargs, **self._head)
 
     def check(self, micro_batches: Sequence[TrainBatch]) -> None:
-        """Raise ImageError on all ranks if an image of any rank's micro-batches is gone, or another one.
+        """Raise ImageError on all ranks if an image of any rank's micro-batches is gone or has changed.
 
         A collective, before the pass: a rank that found it there would leave the others in the schedule.
         """
@@ -100,7 +100,7 @@ class VisionInputs:
         try:
             return chunk(
                 input_ids=self._without_sampled_placeholders(batch)[None],
-                position_ids=None,  # the model's own, in three axes
+                position_ids=None,  # None: the model makes its own, in three axes
                 attention_mask=None,
                 packed_seq_params=packed,
                 pixel_values=pixels,

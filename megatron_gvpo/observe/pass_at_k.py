@@ -1,4 +1,4 @@
-"""When a sample counts as correct, and the unbiased estimator of pass@k."""
+"""Correct samples, and the unbiased estimator of pass@k from their number."""
 
 from __future__ import annotations
 

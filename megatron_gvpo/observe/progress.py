@@ -106,7 +106,7 @@ class LineDisplay:
         self._total = total_steps
         self._every_step = every_step
         self._phase = phase
-        self._step: int | None = None  # the last that ended
+        self._step: int | None = None  # the last step that ended
         self._spoke = time.monotonic()
         self._over = threading.Event()
         self._lock = threading.Lock()

@@ -12,7 +12,7 @@ from megatron_gvpo.groups import Group, Rollout
 
 
 def rollout_statistics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Return means over all responses of the batch; `version` is the policy's that they will train.
+    """Return means over all responses of the batch; `version`: weights of the policy that they will train.
 
     Staleness is the number of steps since the oldest weights that sampled a part of the response.
     """
@@ -55,7 +55,7 @@ def _length_correlation(groups: Sequence[Group]) -> float | None:
 
 
 def _server_times(rollouts: Iterable[Rollout]) -> dict[str, float]:
-    """Tokens a second of one response; seconds a token on each of several servers, by the median server's.
+    """Mean tokens a second of a response; seconds a token of each server, divided by the median server's.
 
     Empty where no server sampled the responses.
     """

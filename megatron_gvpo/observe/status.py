@@ -13,7 +13,7 @@ class Status:
     def __init__(self, total_steps: int) -> None:
         self.total_steps = total_steps
         self.step = 0
-        self.metrics: dict[str, float] = {}  # the last step's
+        self.metrics: dict[str, float] = {}  # metrics of the last step
         self.latest: dict[str, float] = {}  # each metric of the last step that had it
         self.reward_history: list[float] = []
         self.phase_seconds: dict[str, float] = {}

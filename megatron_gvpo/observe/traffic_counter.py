@@ -45,7 +45,7 @@ _OPERATORS = {
     "barrier": ("barrier", None),
     "monitored_barrier_": ("barrier", None),
 }
-_SILENT = {"check_for_nan"}  # sends nothing
+_SILENT = {"check_for_nan"}  # operations that send nothing
 
 
 @dataclass

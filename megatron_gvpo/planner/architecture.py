@@ -34,12 +34,12 @@ class Latent:
 class DeltaNet:
     """Gated delta net in place of attention (Qwen3-Next; arXiv 2412.06464)."""
 
-    layers: int  # that have it; the others have attention
+    layers: int  # layers with delta attention; the others have softmax attention
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-    kernel: int  # tokens of the convolution
+    kernel: int  # tokens that the convolution spans
 
     @property
     def _widths(self) -> tuple[int, int]:
@@ -68,15 +68,15 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class VisionTower:
-    """The vision tower of Qwen2.5-VL or Qwen3-VL. It is not trained, as `model.train_vision` has it."""
+    """The vision tower of Qwen2.5-VL or Qwen3-VL. By default (`model.train_vision`) it is not trained."""
 
     parameters: int
     split: bool  # tensor parallelism splits it
-    block_parameters: int  # that a patch is multiplied with in all layers
-    merger_parameters: int  # that a token is multiplied with
-    width: int  # of the attention, in all layers that attend to a whole image
+    block_parameters: int  # parameters in all layers that multiply each patch
+    merger_parameters: int  # parameters that multiply each merged token
+    width: int  # summed over the layers whose attention spans a whole image
     deep: int  # features for the first layers of the language model
-    merge: int  # patches of a token
+    merge: int  # patches merged into one token
 
     def flops(self, tokens: float, patches_of_an_image: float) -> float:
         """Operations of the forward pass for images of so many tokens together."""
@@ -127,21 +127,21 @@ class Architecture:
     wide_qk_norm: bool = False  # over all heads together
     gate: bool = False  # queries come with a gate of the same size
     sinks: bool = False  # a learned score a head
-    norms: int = 2  # of a layer, over the hidden size
+    norms: int = 2  # norms over the hidden size in each layer
     moe_layers: int = 0
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0  # total width of the experts that every token goes through
     shared_gate: bool = False
-    expert_bias: bool = False  # of experts and router
+    expert_bias: bool = False  # experts and router have biases
     delta_net: DeltaNet | None = None
     latent: Latent | None = None
     positions: int | None = None  # longest sequence in tokens; None: the model has no limit
     window: bool = False  # sliding-window attention
     adapted: tuple[str, ...] = ()  # Hugging Face's names of the layers that can have adapters
-    vision: VisionTower | None = None  # of a model that takes images
-    adapter_rank: int = 0  # of the adapters that train in place of the weights; 0: the weights train
+    vision: VisionTower | None = None  # set for a model that takes images
+    adapter_rank: int = 0  # rank of trained adapters; 0: the weights themselves train
 
     @property
     def embedding(self) -> int:
@@ -366,7 +366,7 @@ def _vision(config: dict[str, Any], architecture: str, where: str) -> VisionTowe
 
 # Facts about a family that its config.json does not have.
 _GATED = {"qk_norm": True, "gate": True}
-_TIED = ("GemmaForCausalLM", "Gemma3ForCausalLM")  # where config.json does not say it
+_TIED = ("GemmaForCausalLM", "Gemma3ForCausalLM")  # tied even if config.json is silent
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "Exaone4ForCausalLM": {"qk_norm": True},
     "ExaoneMoeForCausalLM": {"qk_norm": True},

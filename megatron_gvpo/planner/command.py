@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -20,13 +21,57 @@ from megatron_gvpo.planner.sharing import Sharing, sharing
 from megatron_gvpo.planner.step_time import NODE, rollout_seconds, served_seconds
 from megatron_gvpo.planner.workload import Layout
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 PREDICTED = "# Predicted, not measured:"  # every config file written by --write begins with this
 
-LARGEST = 10**7  # of any count on the command line
+LARGEST = 10**7  # limit for any count on the command line
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns exit code 0. Raises ConfigError for a wrong option or if nothing can run."""
+    _check_counts(options)
+    gpus = options.gpus - _server_gpus(options)
+    if gpus > NODE and gpus % NODE:
+        raise ConfigError(
+            f"--gpus {options.gpus}: more than one node of {NODE} GPUs; give a multiple of {NODE}"
+        )
+    target = (Path(options.write or ""), f"--write {options.write}", "a plan", PREDICTED)
+    if options.write:
+        check_named_file(*target)
+    model, gpu = architecture.load(options.model), workload.gpu(options.gpu)
+    _check_adapters(options, model)
+    model = replace(model, adapter_rank=options.adapter_rank)
+    _check_images(options, model)
+    work = _workload(options, gpu)
+    saved = sharing(model, work)
+    if options.share_prompts and saved is None:
+        what = "latent attention" if model.latent else "a sliding window"
+        raise ConfigError(f"--share-prompts: a model with {what} cannot share prompts; leave it out")
+    plan = search(
+        model,
+        gpu,
+        gpus,
+        work,
+        ahead=options.async_steps,
+        fp8=options.fp8,
+        offload=options.offload,
+        colocated=options.colocated,
+    )
+    if options.write:
+        write_named_file(*target, overlay(plan.best[0], model.layers, work, options))
+    if options.json:
+        print(
+            json.dumps(to_dict(plan, options, model, saved) | {"server_gpus": options.gpus - gpus}, indent=2)
+        )
+    else:
+        _print(plan, options, model, work, saved)
+    return 0
+
+
+def _check_counts(options: argparse.Namespace) -> None:
+    """Raises ConfigError for a number that is out of its range, whatever the model."""
     for name in ("gpus", "prompts", "k", "prompt_tokens", "mini_batches", "batch_epochs", "top"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
@@ -42,23 +87,19 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--mini-batches {options.mini_batches} does not divide --prompts {options.prompts}"
         )
-    gpus = options.gpus - _server_gpus(options)
-    if gpus > NODE and gpus % NODE:
-        raise ConfigError(
-            f"--gpus {options.gpus}: more than one node of {NODE} GPUs; give a multiple of {NODE}"
-        )
-    target = (Path(options.write or ""), f"--write {options.write}", "a plan", PREDICTED)
-    if options.write:
-        check_named_file(*target)
-    model, gpu = architecture.load(options.model), workload.gpu(options.gpu)
+
+
+def _check_adapters(options: argparse.Namespace, model: architecture.Architecture) -> None:
     if not 0 <= options.adapter_rank <= 4096:
         raise ConfigError(f"--adapter-rank {options.adapter_rank}: must be from 1 to 4096, or 0 for none")
     if options.adapter_rank and options.fp8:
         raise ConfigError("--adapter-rank with --fp8: adapters on FP8 layers have not been proven")
     if options.adapter_rank and not model.adapted:
         raise ConfigError(f"--adapter-rank with --model {options.model}: adapters on it have not been proven")
-    model = replace(model, adapter_rank=options.adapter_rank)
-    _check_images(options, model)
+
+
+def _workload(options: argparse.Namespace, gpu: architecture.Gpu) -> workload.Workload:
+    """Returns a step's work. Raises ConfigError if method and options do not go together."""
     lengths = workload.parse_lengths(options.response_length)
     asks = method(options.recipe, options.mini_batches)
     if asks.compares and options.k < 2:
@@ -66,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
             f"--k {options.k}: must be at least 2; --recipe {options.recipe} compares the responses to a "
             "prompt"
         )
-    work = workload.Workload(
+    return workload.Workload(
         options.prompts,
         options.k,
         options.prompt_tokens,
@@ -80,20 +121,6 @@ def run(options: argparse.Namespace) -> int:
         options.image_tokens,
         teacher.teacher(options, asks, gpu, options.prompt_tokens + lengths.maximum),
     )
-    saved = sharing(model, work)
-    if options.share_prompts and saved is None:
-        what = "latent attention" if model.latent else "a sliding window"
-        raise ConfigError(f"--share-prompts: a model with {what} cannot share prompts; leave it out")
-    plan = search(model, gpu, gpus, work, ahead=options.async_steps, fp8=options.fp8, offload=options.offload)
-    if options.write:
-        write_named_file(*target, overlay(plan.best[0], model.layers, work, options))
-    if options.json:
-        print(
-            json.dumps(to_dict(plan, options, model, saved) | {"server_gpus": options.gpus - gpus}, indent=2)
-        )
-    else:
-        _print(plan, options, model, work, saved)
-    return 0
 
 
 def _server_gpus(options: argparse.Namespace) -> int:
@@ -141,21 +168,22 @@ def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: ar
     """Returns the layout as the YAML text of a config file. `layers`: layers of the model."""
     layout = chosen.layout
     own = layout.rollout_gpus or layout.gpus
-    rollout: dict[str, Any] = {"engine": "sglang", "n": work.k, "max_tokens": work.lengths.maximum}
+    rollout: dict[str, Any] = {
+        "engine": options.engine or "sglang",
+        "n": work.k,
+        "max_tokens": work.lengths.maximum,
+    }
     rollout["servers"] = {"tp": layout.rollout_tp, "count": max(1, min(NODE, own) // layout.rollout_tp)}
     if layout.rollout_tp > NODE:
         rollout["servers"]["nodes"] = layout.rollout_tp // NODE
-    # Colocated servers take turns with the trainer, so they cannot share a process group with it.
-    if not layout.rollout_gpus:
-        rollout["servers"]["colocated"] = True
-        rollout["weights"] = {"transport": "shared"}
-    elif layout.transport != Layout.transport:
-        rollout["weights"] = {"transport": layout.transport}
+    # All is written, to replace what the files before this one say. Colocated servers take turns with the
+    # trainer, so they cannot share a process group with it.
+    rollout["servers"]["colocated"] = not layout.rollout_gpus
+    rollout["weights"] = {"transport": layout.transport if layout.rollout_gpus else "shared"}
     if work.speculation is not None:
         method = "ngram" if work.speculation.from_text else "mtp"
         rollout["speculation"] = {"method": method, "tokens": work.speculation.tokens}
-    if layout.async_steps:
-        rollout["async_steps"] = layout.async_steps
+    rollout["async_steps"] = layout.async_steps
     train = {"prompts_per_step": work.prompts, "mini_batches": work.mini_batches}
     train |= {"batch_epochs": work.batch_epochs} if work.batch_epochs > 1 else {}
     train |= {"share_prompts": True} if work.share_prompts else {}
@@ -185,7 +213,7 @@ def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: ar
         command = f"train CONFIG.yaml THIS.yaml --nproc {layout.gpus}"
     return (
         f"{PREDICTED} {chosen.seconds.step:.0f} s a step on {options.gpus} x {options.gpu} "
-        f"for {options.model}.\n# megatron-gvpo {command}\n{text}"
+        f"for {options.named or options.model}.\n# megatron-gvpo {command}\n{text}"
     )
 
 
@@ -227,11 +255,24 @@ def _print(
     saved: Sharing | None,
 ) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(highlight=False, markup=False, width=None if Console().is_terminal else 180)
+    _print_task(console, options, model, work)
+    console.print(f"All numbers are predicted. {plan.considered} layouts considered; the best:\n")
+    _print_table(console, plan.best[: options.top], work)
+    _print_best(console, plan.best[0], options, model, work, saved)
+    for title, lines in (("why not otherwise", plan.losers), ("what cannot run", plan.impossible)):
+        if lines:
+            console.print(f"\n{title} (predicted)")
+        for line in lines:
+            console.print(f"  {line}")
+
+
+def _print_task(
+    console: Console, options: argparse.Namespace, model: architecture.Architecture, work: workload.Workload
+) -> None:
     console.print(
-        f"{options.model}: {model.parameters:,} parameters. {options.gpus} x {options.gpu}, "
+        f"{options.named or options.model}: {model.parameters:,} parameters. {options.gpus} x {options.gpu}, "
         f"{work.responses} responses a step of {work.lengths.mean:g} tokens "
         f"(95 % under {work.lengths.p95:g}, at most {work.lengths.maximum}), {work.updates} update(s) a step."
     )
@@ -247,13 +288,17 @@ def _print(
             f"{2 * model.parameters / architecture.GIB:.3g} GiB merged, "
             f"or {2 * model.adapters / 2**20:.3g} MiB of adapters alone."
         )
-    console.print(f"All numbers are predicted. {plan.considered} layouts considered; the best:\n")
+
+
+def _print_table(console: Console, candidates: Sequence[Candidate], work: workload.Workload) -> None:
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     taught = ("teacher",) if work.teacher is not None else ()
     phases = ("step", "rollout", "scoring", *taught, "training", "optimizer", "sync", "waiting")
     for column in ("predicted layout", *(f"{phase} s" for phase in phases), "GiB", "MFU", "micro-batch"):
         table.add_column(column, justify="left" if column == "predicted layout" else "right")
-    for candidate in plan.best[: options.top]:
+    for candidate in candidates:
         took, used = candidate.seconds.by_phase(), candidate.memory.in_gib()
         cells = [f"{took[phase]:.1f}" for phase in phases]
         table.add_row(
@@ -264,7 +309,16 @@ def _print(
             f"{candidate.micro_tokens} tokens",
         )
     console.print(table)
-    best = plan.best[0]
+
+
+def _print_best(
+    console: Console,
+    best: Candidate,
+    options: argparse.Namespace,
+    model: architecture.Architecture,
+    work: workload.Workload,
+    saved: Sharing | None,
+) -> None:
     parts = ", ".join(
         f"{name} {value:.1f}" for name, value in best.memory.in_gib().items() if value and name != "total"
     )
@@ -290,21 +344,14 @@ def _print(
     if best.layout.rollout_gpus:
         gpu = workload.gpu(options.gpu)
         took = {name: kind(model, gpu, best.layout).seconds for name, kind in push_time.TRANSPORTS.items()}
-        chosen, slower = (
-            took.pop(best.layout.transport),
-            ", ".join(f"{s:.1f} s with {n}" for n, s in took.items()),
-        )
+        chosen = took.pop(best.layout.transport)
+        slower = ", ".join(f"{s:.1f} s with {n}" for n, s in took.items())
         console.print(
             f"predicted for a weight push: {chosen:.1f} s with "
             f"rollout.weights.transport={best.layout.transport}, which is counted above, and {slower}"
         )
     else:
         console.print("colocated: assumes that trainer and servers use the GPU's memory in turn")
-    for title, lines in (("why not otherwise", plan.losers), ("what cannot run", plan.impossible)):
-        if lines:
-            console.print(f"\n{title} (predicted)")
-        for line in lines:
-            console.print(f"  {line}")
 
 
 def _of_teacher(

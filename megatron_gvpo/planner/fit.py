@@ -7,8 +7,8 @@ from megatron_gvpo.settings.config import Config
 
 USABLE = 0.94  # fraction of a GPU's memory that a layout may fill
 SERVER_GIB = 4.0  # a colocated server that sleeps: its context and its CUDA graphs
-_ALONE = 0.98  # of a GPU's memory beside a sleeping server: the driver has the rest
-COMMON_GIB = 79.6  # of an "80 GB" H100 or H800: what a Slurm job is compared with
+_ALONE = 0.98  # usable share of a GPU beside a sleeping server; the driver takes the rest
+COMMON_GIB = 79.6  # memory of an "80 GB" H100 or H800, assumed for the GPUs of a Slurm job
 
 
 def usable_gib(gpu_gib: float, colocated: bool) -> float:

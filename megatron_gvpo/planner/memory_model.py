@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 HEAD_BYTES = 800e6  # working memory of the fused head's tiles (kernels/linear_logprob.py)
 STASH_BYTES = 1024 * 2**20  # default of train.head_stash_mb
-TILE_BYTES = 512 * 2**20  # a tile of logits; a divergence has one of the teacher's beside the policy's
+TILE_BYTES = 512 * 2**20  # a tile of logits; a divergence also needs a tile of the teacher's
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Memory:
     critic: float  # parameters, gradients and optimizer state of the critic
     activations: float
     head: float
-    teacher: float  # that the trainer holds: weights and a layer in its pass, or its part in the head
+    teacher: float  # a teacher on the trainer: weights and a layer's activations, or its head
     runtime: float
 
     @property
@@ -159,7 +159,7 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
 
 
 def teacher_pass(teacher: PlannedTeacher, layout: Layout, stage: int, tokens: float) -> float:
-    """Returns the bytes of a held teacher in its pass over a micro-batch, which keeps no activations.
+    """Returns the bytes of a trainer's teacher in its pass over a micro-batch, which keeps no activations.
 
     They are its weights, the layer that is being computed, and on the last stage the head's tile or a copy
     of the output weight.

@@ -17,7 +17,7 @@ class Method:
     scoring: float  # the policy's own forward passes over a step's tokens before the first update
     critic: bool = False
     compares: bool = False  # compares the responses to a prompt with each other
-    teacher_passes: int = 0  # a teacher's log-probs of a step's responses: how many times they are read
+    teacher_passes: int = 0  # passes of a teacher over a step's responses, for their log-probs
     teacher_divergence: bool = False  # every update compares whole distributions with a teacher's
     loss_terms: bool = True  # the loss has other terms than that divergence
 

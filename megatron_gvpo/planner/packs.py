@@ -15,7 +15,7 @@ class Size:
     """An update's rows: `micro_batches` packs on every data-parallel rank, of `rows_of_a_pack` rows each."""
 
     rows_of_a_pack: int
-    prompt: int  # tokens
+    prompt: int  # in tokens
     response: int
     micro_batches: int
     micro_batches_of_run: int  # an update of the run has this many; its peak is the same
@@ -26,7 +26,7 @@ class Size:
 
 
 def size_of(config: Config, data_parallel: int, micro_batches: int | None = None) -> Size:
-    """Sizes of the rows of an update on `data_parallel` ranks; `micro_batches`: default what peaks need.
+    """Sizes of the rows of an update on `data_parallel` ranks; `micro_batches`: default enough for the peak.
 
     Packs are filled to train.max_tokens_per_micro_batch with rows of one length, at most the longest. Where
     whole groups fit into a pack and stay together, a pack has whole groups.
@@ -36,7 +36,7 @@ def size_of(config: Config, data_parallel: int, micro_batches: int | None = None
     prompt = min(PROMPT, config.data.max_prompt_tokens or PROMPT)
     longest = prompt + rollout.max_tokens
     rows = math.ceil(train.prompts_per_step * rollout.n / train.mini_batches / data_parallel)
-    together = config.algorithm.loss.couples_groups or bool(train.share_prompts)
+    together = config.algorithm.loss.couples_groups or train.requires_shared_prompts
     unit = rollout.n if together and rollout.n * longest <= budget else 1
     fitting = max(1, math.ceil(budget / (unit * longest))) * unit if longest <= budget else 1
     of_a_pack = min(fitting, rows)

@@ -36,7 +36,7 @@ def predict(config: Config, world: int, micro_batches: int | None = None) -> dic
 
 
 def least(config: Config, world: int) -> float | None:
-    """The total in GiB, or what it is at least where `predict` does not know it; None for other models.
+    """The total in GiB, or a lower bound if `predict` cannot tell; None for other models.
 
     No option keeps less on the GPU than computing all activations again.
     """

@@ -26,7 +26,7 @@ class Candidate:
     """A layout that can run. All numbers are predicted."""
 
     layout: Layout
-    micro_tokens: int  # train.max_tokens_per_micro_batch: of one rank
+    micro_tokens: int  # train.max_tokens_per_micro_batch, for one rank
     memory: Memory
     seconds: Seconds
     mfu: float  # model operations over the bf16 peak of the trainer's GPUs, while they train
@@ -68,11 +68,13 @@ def search(
     ahead: int = 1,
     fp8: bool = False,
     offload: float = 0.0,
+    colocated: bool = False,
 ) -> Plan:
     """Searches all layouts of `gpus` GPUs, which are not a teacher's, for the fastest step.
 
     `ahead`: the largest async depth to consider. `offload`: the fraction of the optimizer's states in host
-    memory. Raises ConfigError with the reasons if no layout can run.
+    memory. `colocated`: consider servers on the trainer's GPUs alone. Raises ConfigError with the reasons if
+    no layout can run.
     """
     if fp8 and gpu.fp8_tflops is None:
         raise ConfigError(f"--fp8: the GPU {gpu.name} does not support FP8")
@@ -87,7 +89,7 @@ def search(
     reasons: Counter[str] = Counter()
     smallest: float | None = None
     with_host = False  # a layout that does not fit would fit with all optimizer states in host memory
-    for where in _places(model, gpu, gpus, work, ahead):
+    for where in _placements(model, gpu, gpus, work, ahead, colocated):
         divided = replace(where, offload=offload)
         for layout in _layouts(model, divided, fp8, reasons, work.share_prompts, work.teacher):
             if work.responses / work.mini_batches < layout.dp:
@@ -116,10 +118,12 @@ def search(
     return Plan(candidates, list(_losers(candidates)), impossible, len(candidates) + reasons.total())
 
 
-def _places(model: Architecture, gpu: Gpu, gpus: int, work: Workload, ahead: int) -> Iterator[Layout]:
+def _placements(
+    model: Architecture, gpu: Gpu, gpus: int, work: Workload, ahead: int, colocated: bool
+) -> Iterator[Layout]:
     """Yields each placement of the rollout servers: on the trainer's GPUs, or on nodes of their own."""
     yield from _with_engines(model, gpu, Layout(gpus), work)
-    nodes = gpus // NODE
+    nodes = 0 if colocated else gpus // NODE
     for own in sorted({round(nodes * share) for share in (0.25, 0.375, 0.5, 0.625, 0.75)} - {0, nodes}):
         for depth in range(ahead + 1):
             split = Layout((nodes - own) * NODE, rollout_gpus=own * NODE, async_steps=depth)
@@ -147,7 +151,7 @@ def _engine_sizes(model: Architecture) -> list[int]:
 
 
 def _no_server(model: Architecture, gpu: Gpu, work: Workload) -> str:
-    """Says that no rollout server fits on the GPUs, and which would."""
+    """Says that no rollout server fits on the GPUs, and which GPUs would do."""
     fits = [tp for tp in _engine_sizes(model) if rollout_seconds(model, gpu, 1, tp, work) < float("inf")]
     weights = f"the {2 * model.parameters / 2**30:.0f} GiB of bf16 weights and the longest response's cache"
     if not fits:

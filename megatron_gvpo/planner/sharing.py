@@ -15,9 +15,9 @@ class Cost:
     """The mean cost of a group's responses in one micro-batch."""
 
     tokens: float
-    pairs: float  # of tokens that attend to each other
-    flops: float  # of forward and backward pass, without recomputation
-    activation_gib: float  # what all layers keep for the backward pass, without recomputation, on one GPU
+    pairs: float  # number of pairs of tokens that attend to each other
+    flops: float  # forward and backward pass, without recomputation
+    activation_gib: float  # activations of all layers for the backward pass on one GPU, without recomputation
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Sharing:
     shared: Cost
 
     def ratio(self, name: str) -> float:
-        """Returns what is left of a cost when the prompt is shared: 1 if nothing is saved."""
+        """Returns the cost with a shared prompt over the cost without: 1 if nothing is saved."""
         ratio: float = getattr(self.shared, name) / getattr(self.unshared, name)
         return ratio
 

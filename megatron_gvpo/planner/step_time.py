@@ -91,7 +91,7 @@ def seconds(model: Architecture, gpu: Gpu, layout: Layout, work: Workload, micro
     if (teacher := work.teacher) is not None:
         if teacher.is_on_trainer:
             taught = _trainer_teacher(teacher, model, gpu, layout, work, micro_batches)
-        else:  # it answers while the trainer scores
+        else:  # a served teacher answers while the trainer scores
             taught = max(0.0, served_seconds(teacher, gpu, work) - scoring)
     overlapped = layout.rollout_gpus > 0 and layout.async_steps > 0
     if overlapped:
@@ -141,7 +141,7 @@ def served_seconds(teacher: PlannedTeacher, gpu: Gpu, work: Workload) -> float:
 
 
 def _bubble(model: Architecture, layout: Layout, micro_batches: float) -> float:
-    """Returns a pass's seconds over those of its work: the pipeline's bubble and its fullest stage."""
+    """Returns a pass's seconds divided by its work's: the pipeline's bubble and its fullest stage."""
     stage = max(layout.stage_layers(model.layers)) * layout.pp / model.layers  # fullest stage over mean stage
     return stage * (1 + (layout.pp - 1) / (layout.vpp * micro_batches))
 
@@ -202,7 +202,7 @@ def _passes(
 
 
 def _backward_work(model: Architecture, critic: bool) -> int:
-    """Returns the operations of the backward pass over those of the forward pass.
+    """Returns the operations of the backward pass divided by those of the forward pass.
 
     Weights under adapters need no gradients of their own, only those of what enters them.
     """

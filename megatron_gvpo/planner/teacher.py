@@ -19,10 +19,10 @@ class PlannedTeacher:
     """A teacher that the trainer holds, or one on servers with GPUs of their own."""
 
     model: Architecture
-    passes: int  # over a step's responses, for their log-probs
+    passes: int  # passes over a step's responses, for their log-probs
     divergence: bool = False  # every update compares whole distributions in the head
     beside: bool = False  # the loss has other terms than that divergence
-    gpus: int = 0  # of its servers; 0: the trainer holds it, on the host between its passes
+    gpus: int = 0  # GPUs of its servers; 0: the trainer holds it, in host memory between its passes
     tp: int = 1  # GPUs of one server
 
     @property

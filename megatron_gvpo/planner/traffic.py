@@ -48,7 +48,7 @@ STATISTICS = 3 * 4  # bytes per token in the head: maximum, sum, the label's log
 class Pack:
     """One micro-batch of a data-parallel rank."""
 
-    tokens: int  # with padding
+    tokens: int  # padding included
     responses: int  # tokens that the loss is computed on
 
 

@@ -85,7 +85,7 @@ def parse_lengths(text: str) -> Lengths:
 class Speculation:
     """Speculative decoding of the rollouts (`rollout.speculation`)."""
 
-    tokens: int  # proposed at a time
+    tokens: int  # tokens proposed at a time
     acceptance: float  # share of the proposed tokens that the policy accepts
     from_text: bool = (
         False  # the text proposes, at no cost; else a layer with the model's sizes, and its head
@@ -128,7 +128,7 @@ class Workload:
     batch_epochs: int = 1  # passes of updates over the mini-batches
     share_prompts: bool = False  # a group's prompt is computed once (train.share_prompts)
     speculation: Speculation | None = None
-    image_tokens: int = 0  # of `prompt_tokens`, those that stand for the prompt's images
+    image_tokens: int = 0  # how many of `prompt_tokens` stand for images
     teacher: PlannedTeacher | None = None
 
     @property
@@ -182,7 +182,7 @@ class Layout:
     rollout_gpus: int = 0  # the servers' own GPUs; 0: colocated with the trainer
     rollout_tp: int = 1
     async_steps: int = 0
-    transport: str = "broadcast"  # of weights to servers on GPUs of their own
+    transport: str = "broadcast"  # transport of weights to servers on GPUs of their own
 
     @property
     def dp(self) -> int:

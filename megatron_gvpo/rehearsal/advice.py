@@ -7,7 +7,7 @@ from typing import Any
 from megatron_gvpo.planner.architecture import Gpu
 from megatron_gvpo.settings.config import Config
 
-LAUNCH_SECONDS = 5e-6  # of the host for a kernel, with PyTorch and Megatron around it (an assumption)
+LAUNCH_SECONDS = 5e-6  # host time to launch a kernel through PyTorch and Megatron (an assumption)
 
 
 def remedy(config: Config, parts: dict[str, float], phase: str) -> str:

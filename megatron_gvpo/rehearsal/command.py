@@ -90,7 +90,7 @@ def _checked(options: argparse.Namespace, device: Device, folder: Path) -> tuple
     if options.memory is not None and not 0 < options.memory < LARGEST_GIB:
         raise ConfigError(f"--memory {options.memory}: must be above 0 and below {LARGEST_GIB} GiB")
     config, added, made = _with_models(files, overrides, folder)
-    card = check_layout(config, options.world)
+    card = check_layout(config, options.world).policy
     attention = Attention.of(config.model, config.parallel, config.train.deterministic, card)
     major, minor = divmod(device.capability, 10)
     check_attention(attention, (major, minor), has_flash_attention())

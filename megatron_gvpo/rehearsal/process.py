@@ -1,4 +1,4 @@
-"""Starts the process of rehearsed ranks: its environment, with the null CUDA, and what it hands back."""
+"""Starts the process of rehearsed ranks: its environment, with the null CUDA, and its results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def environment_of_ranks(device: Device, count: int, usable: int) -> dict[str, s
     try:
         engine = transformer_engine.find()
         if engine is None:
-            build.pytorch_libraries()  # the first thing to mend
+            build.pytorch_libraries()  # fails first if PyTorch's libraries are missing
             raise ConfigError(
                 "Transformer Engine with its compiled extension is missing: `megatron-gvpo rehearse --build` "
                 f"compiles it once, in about ten minutes, and keeps it in {build.cache()}"
@@ -87,7 +87,7 @@ def run_jobs(jobs: Sequence[RankJob], variables: dict[str, str], folder: Path) -
 
 
 class RankFailedError(Exception):
-    """A rank's process ended with an error that is not one of the configuration."""
+    """A rank's process ended with an error that the configuration did not cause."""
 
     def __init__(self, rank: int, code: int, log: str) -> None:
         lines = [line for line in log.splitlines() if line.strip()]

@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankJob:
-    """A rank to rehearse. `micro_batches`: of an update; None: as many as its peak of memory needs."""
+    """A rank to rehearse. `micro_batches`: in an update; None: enough to reach its peak of memory."""
 
-    files: list[str]  # of the configuration
+    files: list[str]  # configuration files
     overrides: list[str]
     rank: int
     world: int
     micro_batches: int | None = None
-    made: list[str] = dataclasses.field(default_factory=list)  # directories without weights: `fill` adds them
+    # Directories that lack weights; `fill` adds them.
+    made: list[str] = dataclasses.field(default_factory=list)
     until: str | None = None  # the last phase; None: all
 
 
@@ -134,7 +135,7 @@ Results = dict[str, Any] | None
 
 
 class RankRun:
-    """The phases of a rank, in the order of a run; each returns what is worth showing."""
+    """The phases of a rank, in the order of a run; each returns values to show."""
 
     def __init__(self, config: Any, micro_batches: int | None) -> None:
         self._config, self._micro_batches = config, micro_batches
@@ -279,7 +280,7 @@ class RankRun:
         return {"tensors": len(own.tensors), "parts": len(own.parts), "elements": elements}
 
     def hand_over(self) -> Results:
-        """A turn of colocated servers: how much of the device the trainer leaves occupied."""
+        """Hand the device to colocated servers, and measure how much of it the trainer leaves occupied."""
         import torch
 
         from megatron_gvpo.rehearsal.recorder import GIB

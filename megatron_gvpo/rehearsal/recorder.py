@@ -1,4 +1,4 @@
-"""Records each phase of a rehearsal: memory, seconds of the host, and what was asked of the device."""
+"""Records each phase of a rehearsal: memory, seconds of the host, and calls to the device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Phase:
     counts: dict[str, int] = field(default_factory=dict)  # the null CUDA's counters, those above 0
     collectives: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)  # by group and operation
     results: dict[str, Any] = field(default_factory=dict)
-    out_of_memory: str | None = None  # PyTorch's own words; the phase ended there
+    out_of_memory: str | None = None  # PyTorch's message, with which the phase ended
 
 
 class PhaseRecorder:

@@ -97,7 +97,7 @@ def _number(value: float | None) -> str:
 
 
 def _collectives(console: Any, rank: dict[str, Any]) -> None:
-    """Those of the last update that was rehearsed."""
+    """The collectives of the last rehearsed update."""
     updates = [phase for phase in rank["phases"] if phase["name"].endswith("update")]
     if not updates or not updates[-1]["collectives"]:
         return

@@ -40,7 +40,7 @@ def balanced(total: int, experts: int) -> list[int]:
 
 
 def take_first_configuration() -> None:
-    """Triton's autotuner would compile every configuration and time it."""
+    """Have Triton\'s autotuner take its first configuration, instead of compiling and timing all."""
     from triton.runtime.autotuner import Autotuner
 
     run = Autotuner.run
@@ -53,7 +53,7 @@ def take_first_configuration() -> None:
 
 
 def _balance_experts() -> None:
-    """The counts of tokens that routers' kernels and a gather over ranks would give (mcore 0.19.2)."""
+    """Give the counts of tokens that routers' kernels and a gather over ranks would give (mcore 0.19.2)."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
 
     preprocess = Dispatcher.preprocess
@@ -68,7 +68,7 @@ def _balance_experts() -> None:
             self.input_splits.copy_(torch.tensor(sent))
             self.output_splits.copy_(torch.full((self.ep_size,), sum(own)))
             self.output_splits_tp.copy_(torch.full((self.tp_size,), self.ep_size * sum(own)))
-        if local > 1:  # made anew: it may share memory with `tokens_e`
+        if local > 1:  # made anew, because it may share memory with `tokens_e`
             by_rank = torch.tensor(own, device=routing_map.device).repeat(ranks, 1)
             self.num_global_tokens_per_local_expert = by_rank
         return torch.tensor([n * ranks for n in own], device=tokens_e.device)
@@ -108,7 +108,7 @@ def _leave_adapters() -> None:
 
 
 def know_shapes(shape: list[int]) -> None:
-    """Pipeline stages send each other the shapes of hidden states; here all of them are `shape` [t, 1, h]."""
+    """Let all hidden states have `shape` [t, 1, h]: pipeline stages would send each other the shapes."""
     from megatron.core.pipeline_parallel import p2p_communication as p2p
 
     communicate = p2p.P2PCommunicator._communicate_shapes
@@ -125,7 +125,7 @@ def know_shapes(shape: list[int]) -> None:
 
 @contextlib.contextmanager
 def positions_of_all_ranks() -> Iterator[None]:
-    """Inside, `own_weights` numbers weights on the host, and other ranks' numbers follow this rank's.
+    """Context in which `own_weights` numbers weights on the host, and derives other ranks' numbers.
 
     A device would not compute the numbers, and the other ranks do not send theirs.
     """
@@ -136,7 +136,7 @@ def positions_of_all_ranks() -> Iterator[None]:
     host = _OnHost()
 
     def gather(self: Any, tensor: torch.Tensor) -> list[torch.Tensor]:
-        if tensor.is_floating_point():  # the zeros that show what a conversion adds
+        if tensor.is_floating_point():  # zeros, which show what a conversion adds
             return [tensor] * self.tp_size
         return [tensor + (rank - self.tp_rank) * host.size for rank in range(self.tp_size)]
 

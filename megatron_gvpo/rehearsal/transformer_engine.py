@@ -39,7 +39,7 @@ _LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python", "c10_cuda", "torch_cu
 @dataclass(frozen=True)
 class TransformerEngine:
     package: Path  # the folder transformer_engine
-    path: Path | None  # what Python's path needs for it; None: it is installed
+    path: Path | None  # directory to add to Python's path; None: it is installed
 
 
 def find() -> TransformerEngine | None:
@@ -103,7 +103,7 @@ def _build(report: Callable[[str], None]) -> TransformerEngine:
 
 
 def _folder() -> Path:
-    """Its name has the versions that a compiled extension fits."""
+    """The cache's folder, whose name has the versions that a compiled extension fits."""
     release = REFERENCE["transformer-engine"]
     python = f"{sys.version_info.major}{sys.version_info.minor}"
     return cache() / f"transformer-engine-{release}-torch-{version('torch')}-python{python}"
@@ -139,7 +139,7 @@ def _flags(source: Path, include: list[Path]) -> list[str]:
 
 
 def _compile(command: list[str], out: Path) -> None:
-    """One file at low priority; a compiler that is stopped leaves nothing behind under the file's name."""
+    """Compile one file, at low priority; a compiler that is stopped leaves no file of that name."""
     part = out.with_name(f"{out.name}.part")
     done = subprocess.run(["nice", "-n", "15", *command, "-o", str(part)], capture_output=True, text=True)
     if done.returncode:

@@ -37,7 +37,7 @@ class FakeWorld:
 
     def __init__(self) -> None:
         self.traffic: dict[tuple[str, str], Traffic] = {}  # by (group's name, collective)
-        self._backends: dict[int, str | None] = {}  # by id of the group: what was asked for
+        self._backends: dict[int, str | None] = {}  # requested backend, by id of the group
         self._names: dict[int, str] = {}
         self._answer_as_fake()
         for name in _COUNTED:
@@ -75,7 +75,7 @@ class FakeWorld:
             return str(get_backend(group))
 
         def keep_own_objects(*_: Any, **__: Any) -> None:
-            """No rank sends: what would come is taken to be like this rank's own."""
+            """Take other ranks' objects, which nobody sends, to equal this rank's own."""
 
         self._replace("broadcast_object_list", keep_own_objects)
         self._replace("new_group", fake_group)

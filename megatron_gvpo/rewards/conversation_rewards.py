@@ -26,7 +26,7 @@ def count(prompt: Prompt, rollout: Rollout, *, of: str) -> float:
 
 
 class NamedCounts:
-    """The counts that components name, until a conversation has had them: a misspelt one would always be 0.
+    """Checks the counts that components name when conversations first report counts, for misspelt names.
 
     `components` are given by their indices in rewards.components. Counts in `known` need no check.
     """
@@ -38,11 +38,11 @@ class NamedCounts:
     def check(self, groups: Sequence[Group]) -> None:
         """Check the first batch in which a conversation came to its end.
 
-        Raises ConfigError for a count that none of the batch's conversations has.
+        Raises ConfigError for a count that no conversation of the batch reports.
         """
         conversations = [rollout for group in groups for rollout in group.rollouts if rollout.turns]
         if not self._unseen or not any(c.finish_reason == "stop" for c in conversations):
-            return  # cut off before an environment could count
+            return  # cut off before the environment could count
         counted = {name for conversation in conversations for name in conversation.counts}
         for name, i in self._unseen.items():
             if name not in counted:

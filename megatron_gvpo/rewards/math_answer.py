@@ -15,7 +15,7 @@ from megatron_gvpo.data.boxed import boxed
 from megatron_gvpo.data.generated import entry_of
 from megatron_gvpo.groups import Prompt, Rollout
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its time limits are off
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 _LATEX = [LatexExtractionConfig()]

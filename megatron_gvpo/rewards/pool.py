@@ -191,7 +191,7 @@ class RewardPool:
                     chunk = todo.popleft()
                     try:
                         worker.give(chunk)
-                    except OSError as error:  # it died while idle, so no job is to blame
+                    except OSError as error:  # the worker died while idle, so no job is to blame
                         todo.appendleft(chunk)
                         self._note_death(f"a worker cannot be given its jobs: {error}")
                         self._replace(i)
@@ -238,10 +238,11 @@ class _RewardWorker:
         notice = min(NOTICE, timeout / 4)
         self.process = WorkerProcess("rewards", "rewards", functions, files, printout, notice)
         self.pending: deque[_Job] = deque()
-        self.failure: _Failure | None = None  # why the first of `pending` gets no answer, and no later one
+        # Why the first job in `pending` gets no answer, and no later one.
+        self.failure: _Failure | None = None
         self._timeout = timeout
-        self._deadline = math.inf  # for the first of `pending`
-        self._latest_deadline = math.inf  # the same, however long its function imports modules
+        self._deadline = math.inf  # deadline of the first job in `pending`
+        self._latest_deadline = math.inf  # deadline of that job, however long its function imports modules
 
     @property
     def is_free(self) -> bool:
@@ -284,7 +285,7 @@ class _RewardWorker:
             for reply in self.process.replies():
                 if not self.pending or reply.call != self.pending[0].number:
                     if isinstance(reply, Importing):
-                        continue  # it crossed the call's result
+                        continue  # the message crossed the call's result
                     raise WireError("not an answer to the job")
                 match reply:
                     case Importing():

@@ -145,7 +145,7 @@ class RewardModel:
 
 
 def _read_sglang(answer: Any) -> tuple[list[list[float]], int]:
-    """(scores of each text, tokens that the server has read)."""
+    """Returns (scores of each text, tokens that the server has read)."""
     return [one["embedding"] for one in answer], sum(one["meta_info"]["prompt_tokens"] for one in answer)
 
 

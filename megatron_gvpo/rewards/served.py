@@ -50,7 +50,7 @@ class ServedRewards:
         held_out = config.data.eval
         self._keys = [config.data.train.prompt_key, *([held_out.prompt_key] if held_out else [])]
         self._opened = ExitStack()
-        self._loop: BackgroundLoop | None = None  # on rank 0
+        self._loop: BackgroundLoop | None = None  # runs on rank 0
         self._served: list[_ServedComponent] = []
         self.metrics: dict[str, float] = {}  # metrics of the last batch, on rank 0
 
@@ -129,9 +129,9 @@ class ServedRewards:
         self, component: _ServedComponent, pairs: Sequence[tuple[Prompt, Rollout]]
     ) -> list[Verdict]:
         """One component's verdicts; equal responses to a prompt are scored once."""
-        first: dict[tuple[str, str], int] = {}  # the index of the request for the same conversation
+        first: dict[tuple[str, str], int] = {}  # index of the request for each conversation
         requests: list[Any] = []
-        indices = []  # the request of each pair
+        indices = []  # index of each pair's request
         for prompt, rollout in pairs:
             messages = scored_chat(prompt, rollout, self._keys)
             key = (prompt.id, repr(messages))
@@ -196,7 +196,7 @@ class ServedRewards:
 
 
 def _hash(path: str | None) -> dict[str, float]:
-    """The metric that shows when a model has been replaced; empty for a model without files here."""
+    """The metric that shows when a model has been replaced; empty if its files are not on this machine."""
     hashes = None if path is None else fingerprint(Path(path))
     return {} if hashes is None else {"model_hash": float(int(hashes["sha256"][:8], 16))}
 

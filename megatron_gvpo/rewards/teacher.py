@@ -49,7 +49,8 @@ class ServedTeacher:
         self._loop: BackgroundLoop | None = None
         self._servers: Servers | None = None
         self._probe: list[float] | None = None  # log-probs of PROBE by the first server
-        self._answers: dict[LogProbRequest, concurrent.futures.Future[list[float]]] = {}  # the present step's
+        # Requests of the present step.
+        self._answers: dict[LogProbRequest, concurrent.futures.Future[list[float]]] = {}
         self._sent_tokens = self._waited_s = 0.0
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The output directory while a run uses it: locked, and emptied of what the run replaces."""
+"""The output directory while a run uses it: locked, without the files that the run replaces."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def check_earlier_run(config: Config, earlier: Earlier) -> None:
 
 
 def _check_continued(config: Config, directory: Path) -> None:
-    """Raises ConfigError for damaged metrics, and for files in the way of what the run writes from now on."""
+    """Raises ConfigError for damaged metrics, and for files in the way of those that the run will write."""
     _check_name(directory)
     _check_metrics(directory / "metrics.jsonl")
     if not (recorded := recorded_names(directory) - {CONFIG}):
@@ -68,7 +68,7 @@ def _check_continued(config: Config, directory: Path) -> None:
 
 
 def _check_new(config: Config, directory: Path, earlier: Earlier) -> None:
-    """Raises ConfigError if a run may not start, or would remove what no run has written."""
+    """Raises ConfigError if a run may not start, or would remove files that no run has written."""
     there, foreign = present(directory), foreign_files(directory)
     listed = ", ".join(there)
     if earlier == "refuse" and there:
@@ -197,7 +197,7 @@ def finished(config: Config) -> str | None:
     if newest is None or newest < steps:
         return None
     if config.checkpoint.export_hf and exported_step(directory / "hf") != newest:
-        return None  # none, or one of fewer steps: the run was ended before it
+        return None  # no file, or one of fewer steps: the run ended before that step
     if _is_unreported(directory, newest):
         return None
     return (
@@ -231,7 +231,7 @@ def _check_metrics(file: Path) -> None:
 
 
 def _has_lost_checkpoints(config: Config, there: list[str]) -> bool:
-    """True if a run without checkpoints has had some: it cannot be started again without losing something.
+    """True if a run without checkpoints once had some: starting it again would lose its work.
 
     A run makes the directory `checkpoints` before it writes anything else.
     """
@@ -244,7 +244,7 @@ def _has_lost_checkpoints(config: Config, there: list[str]) -> bool:
         return False
     with metrics.open(
         "rb"
-    ) as lines:  # one line for step 0, of an evaluation or empty, and one for every step
+    ) as lines:  # one line for step 0 (an evaluation, or empty), and one for every later step
         return sum(1 for _ in lines) > every + 1
 
 

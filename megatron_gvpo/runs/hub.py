@@ -27,7 +27,7 @@ def prepare_repository(settings: HubConfig) -> None:
     """
     api = _api(settings)
     try:
-        _asked(lambda: api.create_repo(settings.repo, private=settings.private, exist_ok=True))
+        _answer(lambda: api.create_repo(settings.repo, private=settings.private, exist_ok=True))
     except HubError as error:
         raise ConfigError(f"checkpoint.push_to_hub.repo={settings.repo}: {error}") from None
 
@@ -48,7 +48,7 @@ def upload(settings: HubConfig, directory: Path, message: str) -> str:
     """
     api = _api(settings)
     try:
-        done = _asked(
+        done = _answer(
             lambda: api.upload_folder(
                 repo_id=settings.repo, folder_path=str(directory), commit_message=message
             )
@@ -68,7 +68,7 @@ def _api(settings: HubConfig) -> Any:
     return HfApi(token=settings.token)
 
 
-def _asked(ask: Callable[[], Any]) -> Any:
+def _answer(ask: Callable[[], Any]) -> Any:
     """The hub's answer. Raises HubError with one line of what went wrong."""
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -78,7 +78,7 @@ def _asked(ask: Callable[[], Any]) -> Any:
         answer = error.response
         reason = getattr(error, "server_message", None) or answer.reason_phrase
         raise HubError(f"the hub answered {answer.status_code} ({reason})") from None
-    except (OSError, ValueError, RuntimeError) as error:  # no connection, and what the uploader raises
+    except (OSError, ValueError, RuntimeError) as error:  # raised without a connection, or by the uploader
         raise HubError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from None
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in ("httpx", "httpcore", "httpx2", "httpcore2"):

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.jsonl import checked_record
 from megatron_gvpo.core.real_number import finite_number
 from megatron_gvpo.runs.existing_run import checkpoint_steps
 from megatron_gvpo.runs.lock import is_locked
+from megatron_gvpo.runs.written import CONFIG
 
 State = Literal["running", "finished", "stopped"]
 
-_DEPTH = 4  # of directories below the one that is searched
+_DEPTH = 4  # levels of directories that are searched
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class RunSummary:
     state: State
     step: int | None
     checkpoint: int | None
-    reward: float | None  # mean of the last step
+    reward: float | None  # mean reward of the last step
     best: float | None
     best_step: int | None
 
@@ -44,6 +46,36 @@ def find_runs(root: Path, metric: str) -> list[RunSummary]:
     Raises OSError for a `root` that cannot be read.
     """
     return [_summary(directory, metric) for directory in _directories(root, _DEPTH)]
+
+
+def differing(runs: Sequence[RunSummary]) -> dict[str, list[Any]]:
+    """The keys of the runs' configurations that differ, each with its values in the order of the runs.
+
+    A run without the key, or without a configuration that can be read, has None. `output_dir` is the run's
+    name. Lists count as one value.
+    """
+    settings = [_settings(run.directory / CONFIG) for run in runs]
+    keys = dict.fromkeys(key for values in settings for key in values if key != "output_dir")
+    columns = {key: [values.get(key) for values in settings] for key in keys}
+    return {key: column for key, column in columns.items() if any(value != column[0] for value in column)}
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    from megatron_gvpo.core.yaml_files import read_yaml  # takes a while; a list without runs needs none
+
+    with suppress(ConfigError):
+        return dict(_leaves(read_yaml(file), ""))
+    return {}
+
+
+def _leaves(values: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
 
 
 def _directories(directory: Path, depth: int) -> Iterator[Path]:

@@ -96,7 +96,8 @@ class RunLock:
     def _take(self) -> None:
         path = self._directory / FILE
         while self._descriptor is None:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)  # a link is another's
+            # A link could lead to another user's file.
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             try:
                 if _lock(descriptor, path):
                     self._descriptor = descriptor
@@ -153,7 +154,7 @@ def is_locked(directory: Path) -> bool:
     """True if a run writes to the output directory."""
     try:
         descriptor = os.open(directory / FILE, os.O_RDONLY)
-    except OSError:  # no such file; where it cannot be read, writing to it says why
+    except OSError:  # no such file; if it cannot be read, a write will say why
         return False
     try:
         answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))

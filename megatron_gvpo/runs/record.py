@@ -173,7 +173,7 @@ def _read_run(directory: Path) -> dict[str, Any]:
 
 
 def _replace(file: Path, text: str) -> None:
-    """Write a file as a whole: a full disk or a kill leaves the file before it."""
+    """Replace a file as a whole: a full disk or a kill leaves the old one."""
     aside = file.with_name(file.name + ".tmp")
     with aside.open("w") as content:
         content.write(text)

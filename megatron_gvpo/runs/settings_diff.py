@@ -27,7 +27,7 @@ class Change:
     key: str
     old: Any
     new: Any
-    fixed: bool  # it changes the mathematics
+    fixed: bool  # the key changes the mathematics
 
     def __str__(self) -> str:
         return f"{self.key} was {_shown(self.old)} and is {_shown(self.new)}"

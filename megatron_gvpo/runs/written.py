@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # The first line of config.yaml, which distinguishes it from a user's own file.
 HEADER = "# The configuration of the run in this directory, as merged. Written by megatron-gvpo.\n"
 CONFIG, RUN = "config.yaml", "run.json"
-EXPORT = "export.json"  # in an exported model, with the step of its weights and the list of its files
+EXPORT = "export.json"  # file of an exported model, with the step of its weights and a list of its files
 
 _STEP = r"step_\d{8,}"
 _SHARDS = r"(critic/)?(\.metadata(\.tmp)?|metadata\.json|checksums\.json|__\d+_\d+\.distcp)"
@@ -108,7 +108,7 @@ def present(directory: Path) -> list[str]:
 
 
 def foreign_files(directory: Path, among: Collection[str] = (*OWN,)) -> str:
-    """The first files, as a text, at the names `among` that the run in `directory` has not written; or "".
+    """The first files named in `among` that the run in `directory` has not written, as text; or "".
 
     A link is none of a run's, and where there is no record of a run, no file is. Directories without files
     are not counted. Raises OSError for a directory that cannot be read.
@@ -160,7 +160,7 @@ def json_object(file: Path) -> dict[str, Any]:
 
 
 def _files(directory: Path, name: str) -> Iterator[tuple[Path, bool]]:
-    """Every file at and below `directory`/`name`, as a path from `directory`: and True if a run wrote it.
+    """Every file at and below `directory`/`name`: (path from `directory`, True if a run wrote it).
 
     The names of the files decide, not the record of the run.
     """

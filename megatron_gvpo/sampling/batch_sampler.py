@@ -105,14 +105,14 @@ class BatchContext:
     end_token_ids: Sequence[int]
     scorer: Callable[[list[Group]], None] | None
     policy: Callable[[TrainBatch], Tensor] | None = None  # log-probs of all response tokens
-    requests: int = 0  # that the members have made so far
+    requests: int = 0  # requests that the members have made so far
 
     def ask(self, prompts: Sequence[Prompt], n: int) -> list[Group]:
         assert self.sampler is not None, "without an engine there is nobody to ask"
         self.requests += 1
         sampler = self.sampler(n)
         pending = sampler.begin(prompts, derived_seed(self.seed, self.requests))
-        groups = deque(sampler.finish(pending))  # of conversations, whole groups may be lost
+        groups = deque(sampler.finish(pending))  # a whole group of conversations may be lost
         return [
             groups.popleft() if groups and groups[0].prompt == prompt else Group(prompt, [])
             for prompt in prompts
@@ -202,7 +202,8 @@ class BatchQueue[Pending]:
         self, order: Order, prompts: Sequence[Prompt], sampler: BatchSampler[Pending], size: int
     ) -> None:
         self._order, self._prompts, self._sampler, self._size = order, prompts, sampler, size
-        self._pending: deque[tuple[dict[str, Any], Pending]] = deque()  # with the order's state before each
+        # Each with the order's state before it.
+        self._pending: deque[tuple[dict[str, Any], Pending]] = deque()
 
     def request(self, count: int) -> None:
         """Keep `count` batches in progress or ready."""

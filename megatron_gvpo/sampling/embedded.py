@@ -19,7 +19,7 @@ from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.data.image_files import ImageError
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
-from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.sampling.local_model import LocalModel
 from megatron_gvpo.servers.request import Request, pack, requests_for, unpack
@@ -44,10 +44,10 @@ class QueuedPrompts:
 class EmbeddedEngine:
     """Samples in the trainer's processes, when groups are collected (see `RolloutEngine`)."""
 
-    shares_gpus = False  # it fits beside the trainer
+    shares_gpus = False  # the engine fits beside the trainer
 
-    def __init__(self, config: Config, task: Task, policy: Scorer) -> None:
-        check_embedded_engine(config, ModelCard.read(config.model.path))
+    def __init__(self, config: Config, cards: ModelCards, task: Task, policy: Scorer) -> None:
+        check_embedded_engine(config, cards.policy)
         self._policy = policy
         self._model = LocalModel(
             config.model.path,

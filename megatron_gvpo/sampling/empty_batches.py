@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config
     from megatron_gvpo.types import TrainBatch
 
-SHAPED = "shaped"  # the kind of batches of which shapers leave nothing
+SHAPED = "shaped"  # batches whose groups are all removed by shapers
 
 
 class EmptyBatches:
-    """Warns of the first batch of each kind that teaches nothing; train.max_empty_batches end the run.
+    """Warns of the first batch of each kind that teaches nothing; too many in a row end the run.
 
     A batch teaches nothing where shapers leave none of its groups, where the loss has no signal in any group,
     or where a component of the reward failed for every response. Every rank has the same groups, so all come
@@ -26,11 +26,11 @@ class EmptyBatches:
 
     def __init__(self, config: Config) -> None:
         self._loss, self._limit = config.algorithm.loss, config.train.max_empty_batches
-        self._taught = config.algorithm.needs_teacher  # who teaches where rewards do not, too
+        self._taught = config.algorithm.needs_teacher  # a signal even if all rewards are equal
         self._weights = {c.name: c.weight for c in config.rewards.components}
         self._max_tokens = config.rollout.max_tokens
-        self._in_a_row = Counter[str]()  # batches, by what is wrong with them
-        self._said: set[str] = set()
+        self._in_a_row = Counter[str]()  # empty batches in a row, by kind
+        self._warned: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
         return {"in_a_row": dict(self._in_a_row)}
@@ -80,7 +80,7 @@ class EmptyBatches:
         return self._count(step, {} if remaining else {SHAPED: sentence}, {SHAPED})
 
     def _count(self, step: int, problems: Mapping[str, Callable[[], str]], looked_for: Set[str]) -> list[str]:
-        """Count what was found in a batch, and forget what was looked for and not found."""
+        """Count the kinds found in a batch, and reset those that were checked and not found."""
         for kind in looked_for - problems.keys():
             self._in_a_row.pop(kind, None)
         self._in_a_row.update(problems.keys())
@@ -94,9 +94,9 @@ class EmptyBatches:
         return [f"step {step}: {text()}; {limit}" for kind, text in problems.items() if self._first(kind)]
 
     def _first(self, kind: str) -> bool:
-        """True when the run meets this kind for the first time."""
-        new = kind not in self._said
-        self._said.add(kind)
+        """True the first time that the run meets this kind."""
+        new = kind not in self._warned
+        self._warned.add(kind)
         return new
 
     def _failed(self, sampled: Sequence[Rollout]) -> dict[str, Callable[[], str]]:

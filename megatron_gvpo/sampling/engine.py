@@ -1,7 +1,7 @@
 """A rollout engine samples responses from the policy: the protocol, and the engines by name.
 
-A new engine needs a class with the methods of `RolloutEngine`, built from (config, task, policy), and an
-entry in `ENGINES`. Nothing here loads torch, so the configuration may ask for the names.
+A new engine needs a class with the methods of `RolloutEngine`, built from (config, cards, task, policy), and
+an entry in `ENGINES`. Nothing here loads torch, so the configuration may ask for the names.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megatron_gvpo.types import OnWait
 if TYPE_CHECKING:
     from megatron_gvpo.data.task import Task
     from megatron_gvpo.groups import Group, Prompt
+    from megatron_gvpo.huggingface.card import ModelCards
     from megatron_gvpo.megatron.scorer import Scorer
     from megatron_gvpo.settings.config import Config
     from megatron_gvpo.settings.sections import SamplingConfig
@@ -90,7 +91,7 @@ class NoEngine:
         pass
 
 
-def engine_class(name: str) -> Callable[[Config, Task, Scorer], RolloutEngine[Any]]:
+def engine_class(name: str) -> Callable[[Config, ModelCards, Task, Scorer], RolloutEngine[Any]]:
     """The engine of this name, a key of ENGINES. Imports its module, which loads torch."""
-    engine: Callable[[Config, Task, Scorer], RolloutEngine[Any]] = load_class(ENGINES[name])
+    engine: Callable[[Config, ModelCards, Task, Scorer], RolloutEngine[Any]] = load_class(ENGINES[name])
     return engine

@@ -58,7 +58,7 @@ class LocalModel:
         end_token_ids: Sequence[int],
         trust_remote_code: bool = False,
     ) -> None:
-        self.version = -1  # of the weights
+        self.version = -1  # version of the weights
         self.device = torch.device(device)
         self.batch_size = batch_size
         self._tokenizer = tokenizer
@@ -188,7 +188,7 @@ class LocalModel:
         mask = (column >= start[:, None]).long()
         cache = KeyValueCache(self.model.config.get_text_config(), width + steps)
         positions = (column[:width] - start[:, None]).clamp(min=0)
-        further = torch.zeros_like(start)  # a token's position less its place, after a prompt with images
+        further = torch.zeros_like(start)  # positions minus indices, for tokens after a prompt with images
         vision: dict[str, Tensor] = {}
         if self._vision is not None:
             vision = self._vision.inputs([request.images for request in requests], device)
@@ -217,7 +217,7 @@ class LocalModel:
                 break
             end = width + step + 1
             positions = (end - 1 - start + further)[:, None]
-            if self._vision is not None:  # the same in all three axes
+            if self._vision is not None:  # all three axes have the same positions
                 positions = positions.expand(3, -1, -1)
             logits = self._forward(token[:, None], positions, mask[:, :end], cache)
 
@@ -309,7 +309,7 @@ def grouped_sdpa(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Output [batch, tokens, query heads, dim]; for anything but one plain query token, transformers' own."""
+    """Output [batch, tokens, query heads, dim]; transformers' own for anything but one plain query token."""
     batch, heads, tokens, dim = query.shape
     if tokens > 1 or kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None:
         output: Tensor = sdpa_attention_forward(
@@ -322,7 +322,7 @@ def grouped_sdpa(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """As scaled_dot_product_attention; in fp32 on a CPU by two products over all rows and heads at once.
+    """Compute scaled_dot_product_attention; in fp32 on a CPU by two products over all rows and heads at once.
 
     PyTorch's CPU kernel multiplies for each row and head on its own, and takes twice the time. The products
     read the room behind the columns, too: of keys with gaps between the heads they would make a copy.
@@ -345,7 +345,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
 
 
 def _with_room(view: Tensor) -> Tensor:
-    """`held` [rows, heads, columns, dim] with the columns of its memory behind these: see `kv_cache.py`."""
+    """`stored` [rows, heads, columns, dim] extended to all columns of its memory, used or not."""
     rows, heads, columns, dim = view.shape
     room = view.stride(1) // dim
     contiguous = (heads * room * dim, room * dim, dim, 1)
@@ -428,31 +428,31 @@ class _Memory:
         self._data: Tensor | None = None  # [rows or more, heads, columns or more, dim]
 
     def append(self, new: Tensor) -> Tensor:
-        """Write the columns `new` behind those that are held; returns all."""
+        """Write the columns `new` behind the stored ones; returns all."""
         rows, heads, columns, dim = new.shape
         begin, end = self._columns, self._columns + columns
         if self._data is None or end > self._data.shape[2]:
             room = min(end + max(_LEAST_GROWTH, end // 8), max(end, self._most))
-            data = new.new_zeros(rows, heads, room, dim)  # attention reads the room, too
+            data = new.new_zeros(rows, heads, room, dim)  # zeros, because attention reads unused columns, too
             if self._data is not None:
                 data[:, :, :begin] = self._data[:rows, :, :begin]
             self._data, self._rows = data, rows
         self._data[:rows, :, begin:end] = new
         self._columns = end
-        return self._held()
+        return self._used()
 
     def select(self, rows: Tensor) -> Tensor:
-        """Copy the rows at `rows`, without room: the next column makes it."""
-        self._data, self._rows = self._held()[rows], len(rows)
+        """Copy the rows at `rows` without spare columns, which the next column allocates."""
+        self._data, self._rows = self._used()[rows], len(rows)
         return self._data
 
     def move(self, moved: Tensor, free: Tensor, remaining: int) -> Tensor:
-        memory = self._held()
+        memory = self._used()
         memory[free] = memory[moved]
         self._rows = remaining
-        return self._held()
+        return self._used()
 
-    def _held(self) -> Tensor:
+    def _used(self) -> Tensor:
         assert self._data is not None
         return self._data[: self._rows, :, : self._columns]
 

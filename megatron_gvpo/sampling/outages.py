@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 class LostTo(NamedTuple):
     """A kind of outage, in messages and metrics."""
 
-    what: str  # is lost
+    what: str  # the thing that is lost
     cause: str
-    key: str  # of the largest share, in the configuration
-    metrics: str  # the prefix of their names
+    key: str  # configuration key of the largest share
+    metrics: str  # prefix of the metrics' names
 
 
 ENVIRONMENTS = LostTo(
@@ -39,8 +39,8 @@ class Outages:
 
     def __init__(self, most: float, kind: LostTo = ENVIRONMENTS) -> None:
         self._most, self._kind = most, kind
-        self.metrics: dict[str, float] = {}  # of the last batch that was sampled
-        self._told = 0.0  # the largest share that was told
+        self.metrics: dict[str, float] = {}  # metrics of the last sampled batch
+        self._told = 0.0  # the largest share that was reported
 
     def taken_out(self, groups: Sequence[Group]) -> list[Group]:
         """The groups without the responses that were lost. Every rank has the same."""

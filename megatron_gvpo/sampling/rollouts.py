@@ -11,6 +11,7 @@ from megatron_gvpo.core.collectives import all_ranks_agree
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Group
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.megatron.scorer import Scorer
 from megatron_gvpo.observe import PhaseTimer
 from megatron_gvpo.rewards.pool import RewardPool
@@ -32,7 +33,13 @@ class Rollouts:
     """
 
     def __init__(
-        self, config: Config, task: Task, policy: Scorer, timer: PhaseTimer, heartbeat: OnWait = None
+        self,
+        config: Config,
+        cards: ModelCards,
+        task: Task,
+        policy: Scorer,
+        timer: PhaseTimer,
+        heartbeat: OnWait = None,
     ) -> None:
         """`heartbeat` is called on every rank at once from time to time during a wait."""
         self._config, self._task, self._timer, self._heartbeat = config, task, timer, heartbeat
@@ -44,7 +51,7 @@ class Rollouts:
         self._served = ServedRewards(config) if config.rewards.is_served else None
         self._unscored = self._unscored_now()
         self.engine: RolloutEngine[Any] = (
-            engine_class(config.rollout.engine)(config, task, policy) if self._samples else NoEngine()
+            engine_class(config.rollout.engine)(config, cards, task, policy) if self._samples else NoEngine()
         )
 
     def sampler(
@@ -77,7 +84,7 @@ class Rollouts:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the engine's last sync, of reward models, and of what the last batch lost to outages."""
+        """Metrics of the engine's last sync, of reward models, and of the last batch's losses to outages."""
         parts = (self._served, self._outages, self._unscored)
         metrics = dict(self.engine.metrics)
         for part in parts:
@@ -112,7 +119,7 @@ class Rollouts:
         return groups, metrics
 
     def __enter__(self) -> Self:
-        with ExitStack() as opened:  # closes what is open where the next part cannot be opened
+        with ExitStack() as opened:  # closes earlier parts if a later one fails to open
             if self._samples:
                 with all_ranks_agree(ConfigError):  # a file may be missing on one node alone
                     opened.enter_context(self._rewards)

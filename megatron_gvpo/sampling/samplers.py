@@ -87,7 +87,7 @@ class EngineSampler[Ticket]:
         return PendingGroups(prompts, tickets)
 
     def finish(self, pending: PendingGroups[Ticket]) -> list[Group]:
-        """The groups that outages left, scored."""
+        """The scored groups, without responses that outages took."""
         groups = self._generate(pending)
         if self._outages is not None:
             groups = self._outages.taken_out(groups)
@@ -106,8 +106,8 @@ class EngineSampler[Ticket]:
     def score(self, groups: list[Group]) -> None:
         """Fill in the rewards, of functions and of models on servers.
 
-        Raises RolloutError, on all ranks, if a rank cannot replace a reward worker that is gone or a
-        reward model's server does not fit, and for a count of conversations that none has.
+        Raises RolloutError, on all ranks, if a rank cannot replace a reward worker that is gone, if a
+        reward model's server does not fit, or if a reward reads a count that no conversation reports.
         """
         if self._served is None:
             self._score(groups)

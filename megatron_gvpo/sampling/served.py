@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Self
 import torch.distributed as dist
 
 from megatron_gvpo.conversations.conversations import conversations_of
-from megatron_gvpo.core.collectives import broadcast_msgpack
+from megatron_gvpo.core.collectives import all_gather_msgpack, broadcast_msgpack
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
-from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.card import ModelCards
+from megatron_gvpo.megatron import parallel
 from megatron_gvpo.sampling.server_checks import check_server
 from megatron_gvpo.servers import leader
 from megatron_gvpo.servers.handle import ServerHandle
+from megatron_gvpo.servers.launch.first_turn import give_turn
 from megatron_gvpo.servers.leader import Command, Done, Failed, Push, Wait, lead
 from megatron_gvpo.servers.pool import PendingRequest, ServerPool
 from megatron_gvpo.servers.request import Request, check_request, pack, requests_for, unpack
@@ -30,6 +32,7 @@ from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.types import OnWait
 from megatron_gvpo.weights.publisher import WeightSync
+from megatron_gvpo.weights.transport import PushSettings
 
 if TYPE_CHECKING:
     from megatron_gvpo.megatron.scorer import Scorer
@@ -50,15 +53,14 @@ class ServedEngine:
     awake, the "training" part of the trainer's memory is theirs, and after the push the "weights" part too.
     """
 
-    def __init__(self, config: Config, task: Task, policy: Scorer) -> None:
-        self._config, self._task = config, task
-        self._model = ModelCard.read(config.model.path)
-        self._weights = WeightSync(config, policy, task.prompts)
+    def __init__(self, config: Config, cards: ModelCards, task: Task, policy: Scorer) -> None:
+        self._config, self._cards, self._task = config, cards, task
+        self._weights = WeightSync(PushSettings.of(config, cards, parallel.device()), policy, task.prompts)
         self._memory = policy.memory if config.rollout.servers.colocated else None
         talks = config.rollout.conversation
         self._conversations = None if talks is None else conversations_of(talks, task)
-        self._opened = ExitStack()  # rank 0's conversations
-        self.servers: ServerSession | None = None  # rank 0's, while they run
+        self._opened = ExitStack()  # conversations, on rank 0
+        self.servers: ServerSession | None = None  # set on rank 0 while the servers run
         self.asleep = False
         self._version = -1
         self._drafts = DraftCounter() if config.rollout.speculation is not None else None
@@ -81,7 +83,9 @@ class ServedEngine:
         """Start or find the servers. Raises ConfigError for one that does not fit, RolloutError for none."""
         if self._memory is not None:
             self._memory.release("training")
-            self._memory.release("weights")
+            self._give_weights()
+            if dist.get_rank() == 0:
+                give_turn()
         try:
             next_command = self._start() if dist.get_rank() == 0 else None
             while isinstance(command := lead(next_command), Wait):
@@ -101,7 +105,7 @@ class ServedEngine:
         """Push the weights to all healthy servers, and prove the first pushes by a probe's log-probs."""
         if self._version < 0:
             self._weights.connect(self.servers)
-        expected = self._weights.expected_probe()  # now: the push may take the weights' memory
+        expected = self._weights.expected_probe()  # asked now, because the push may take the weights' memory
         self._push(version)
         self._version = version
         if expected is not None:
@@ -111,9 +115,10 @@ class ServedEngine:
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int
     ) -> PendingResponses:
         requests = requests_for(prompts, n, seed)
-        room = self._model.get("max_position_embeddings")
+        model = self._cards.policy
+        room = model.get("max_position_embeddings")
         for prompt, request in zip(prompts, requests, strict=True):
-            if problem := check_request(request, sampling, self._model["vocab_size"], room):
+            if problem := check_request(request, sampling, model["vocab_size"], room):
                 raise ValueError(f"prompt {prompt.id}: {problem}")
         if self.servers is None:
             return PendingResponses(prompts, None)
@@ -195,12 +200,17 @@ class ServedEngine:
             if self.servers is not None:
                 self.servers.pool.wake()
             self._weights.push(version)
-            self._memory.release("weights")
-            broadcast_msgpack(None)  # every rank has released its memory: servers may take the rest of theirs
+            self._give_weights()
             self._weights.open_servers()
         except BaseException:
             self._sleep()
             raise
+
+    def _give_weights(self) -> None:
+        """Returns when every rank has given the memory of its weights away, so that servers may take it."""
+        assert self._memory is not None
+        self._memory.release("weights")
+        all_gather_msgpack(None)  # a barrier; a broadcast would end on rank 0 before the others have released
 
     def _sleep(self) -> None:
         """Colocated servers give their memory back, and the trainer takes its own. A collective."""
@@ -220,12 +230,12 @@ class ServedEngine:
                 self._opened.enter_context(self._conversations)
             self.servers = ServerSession(
                 self._config,
-                self._model,
+                self._cards,
                 self._task.end_token_ids,
                 partial(
                     check_server,
                     config=self._config,
-                    model=self._model,
+                    cards=self._cards,
                     end_token_ids=self._task.end_token_ids,
                 ),
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.data.image_files import ImageError
 from megatron_gvpo.data.image_processor import ImageProcessor
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_of
-from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.huggingface.end_tokens import ids_in_files
-from megatron_gvpo.huggingface.image_families import takes_images, text_values
+from megatron_gvpo.huggingface.image_families import takes_images
 from megatron_gvpo.huggingface.vocabulary import vocabulary
 from megatron_gvpo.servers.http import ServerRefused
 from megatron_gvpo.servers.routed_experts import Routers
@@ -39,7 +38,7 @@ SHAPE = (
 
 
 async def check_server(
-    server: Server, config: Config, model: ModelCard, end_token_ids: Sequence[int]
+    server: Server, config: Config, cards: ModelCards, end_token_ids: Sequence[int]
 ) -> None:
     """Compare the server's release, model and tokenizer with the run's. Raises ConfigError if they differ.
 
@@ -64,6 +63,7 @@ async def check_server(
             f"{where} has {info.http_processes} HTTP processes (--tokenizer-worker-num), each of which sees "
             "a part of a weight push and asks for no key: start it with one"
         )
+    model = cards.policy
     prompt = longest_prompt(config, model)
     needed = prompt + config.rollout.max_tokens
     if 0 < info.context_length < needed:
@@ -77,30 +77,38 @@ async def check_server(
     if config.rollout.router_replay:
         await _check_routing(server, config, model)
     if config.rollout.weights.traits.sends_adapter:
-        await _check_adapters(server, config)
+        await _check_adapters(server, config, model)
     if takes_images(model):
         await _check_image(server, config, model)
     served = Path(info.model_path)
-    if not (served / "config.json").is_file():  # on another machine; the first push compares log-probs
-        return
-    other_config = text_values(json.loads((served / "config.json").read_text()))
+    if (served / "config.json").is_file():  # else on another machine; the first push compares log-probs
+        _check_files(where, served, config, cards, end_token_ids)
+
+
+def _check_files(
+    where: str, served: Path, config: Config, cards: ModelCards, end_token_ids: Sequence[int]
+) -> None:
+    """Compare the directory of the served model with the configured one. Raises ConfigError."""
+    model = cards.policy
+    is_configured = served == Path(config.served_path)
+    other_config = cards.served if is_configured else ModelCard.read(served, where)
     for key in SHAPE:
         if other_config.get(key) != model.get(key):
             raise ConfigError(
-                f"{where} serves {info.model_path} with {key}={other_config.get(key)!r}, but "
+                f"{where} serves {served} with {key}={other_config.get(key)!r}, but "
                 f"model.path={config.model.path} has {key}={model.get(key)!r}: start it with the "
                 "trainer's model"
             )
-    if further := [number for number in ids_in_files(served) if number not in end_token_ids]:
+    if further := [number for number in ids_in_files(served, other_config) if number not in end_token_ids]:
         raise ConfigError(
-            f"{where} serves {info.model_path}, whose eos_token_id in config.json or generation_config.json "
+            f"{where} serves {served}, whose eos_token_id in config.json or generation_config.json "
             f"has {further[0]}, at which responses of model.path={config.model.path} do not end: make the "
             "files alike, or name the token in rollout.stop_token_ids"
         )
-    expected = ModelCard.read(config.served_path).get("quantization_config")
+    expected = cards.served.get("quantization_config")
     if other_config.get("quantization_config") != expected:
         raise ConfigError(
-            f"{where} serves {info.model_path} with quantization_config="
+            f"{where} serves {served} with quantization_config="
             f"{other_config.get('quantization_config')}, but {config.served_path} has {expected}: set "
             "rollout.servers.model_path to the model that the server serves"
         )
@@ -110,7 +118,7 @@ async def check_server(
     if own and other and own != other:
         differing = sorted(token for token, _ in own.items() ^ other.items())[:5]
         raise ConfigError(
-            f"{where} serves {info.model_path} with another tokenizer than model.path={config.model.path}: "
+            f"{where} serves {served} with another tokenizer than model.path={config.model.path}: "
             f"they differ in {', '.join(map(repr, differing))}"
         )
 
@@ -168,10 +176,11 @@ def _check_processor(where: str, served: Path, path: str) -> None:
             )
 
 
-async def _check_adapters(server: Server, config: Config) -> None:
+async def _check_adapters(server: Server, config: Config, model: ModelCard) -> None:
     transport = config.rollout.weights.transport
     receiver: Any = receiver_class(config.rollout.engine, transport)(server)
-    refusal = await receiver.refusal(adapter_of(config).rank, adapted_layers(config), TIMEOUT)
+    layers = adapted_layers(config.model, model)
+    refusal = await receiver.refusal(adapter_of(config.model).rank, layers, TIMEOUT)
     if refusal is not None:
         raise ConfigError(
             f"rollout.weights.transport={transport}: rollout server {server.url} takes no such adapters: "

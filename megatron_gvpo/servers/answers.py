@@ -22,7 +22,7 @@ class SampleFailure(NamedTuple):
 class Expected:
     """The limits of an answer."""
 
-    version: int  # of the weights that are to sample it
+    version: int  # weight version that should sample the response
     max_tokens: int
     stops: Sequence[int]  # the tokens that end a response
     vocabulary: float  # the model's token ids are below it
@@ -32,7 +32,7 @@ class Expected:
 def trusted(
     url: str, sample: Completion, expected: Expected, *, is_serving: bool
 ) -> Completion | SampleFailure:
-    """The part of an answer that the response takes over, or why the server cannot be trusted.
+    """The part of an answer that joins the response, or the reason to distrust the server.
 
     `is_serving`: the server has been given no reason to stop responses. Raises RolloutError for a response
     that ended at another token than the run's.

@@ -5,11 +5,9 @@ Such a server does not start, or starts and dies of the first prompt. With GPUs 
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.architectures import check_family
-from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.settings.adapter import OF_MLPS, possible_targets
 from megatron_gvpo.settings.config import Config
 
@@ -43,27 +41,26 @@ NOT_ON_CPU: dict[str, dict[str, str]] = {
 }
 
 
-def check_rollout_model(config: Config) -> None:
+def check_rollout_model(config: Config, cards: ModelCards) -> None:
     """Raises ConfigError where rollout servers that this machine starts on CPUs could not serve the model."""
     servers = config.rollout.servers
     if config.rollout.engine not in NOT_ON_CPU or servers.urls:
         return
-    where = f"{'rollout.servers.model_path' if servers.model_path else 'model.path'}={config.served_path}"
-    model = ModelCard.read(config.served_path, where.partition("=")[0])
+    where, model = f"{config.served_key}={config.served_path}", cards.served
     check_family(model, where)
     check_on_cpu(model, config.rollout.engine, config.model.dtype, "rollout.engine", where)
     if config.rollout.weights.traits.sends_adapter and model.experts:
         _check_adapters(config, model)
 
 
-def _check_adapters(config: Config, model: dict[str, Any]) -> None:
+def _check_adapters(config: Config, model: ModelCard) -> None:
     """Raises ConfigError for adapters beside experts, which the engines compute by Triton kernels.
 
     vLLM (0.32.0) does so wherever it takes adapters, SGLang (0.5.23) where experts have some.
     """
     engine, adapter = config.rollout.engine, config.model.adapter
     assert adapter is not None, "checked with the configuration"
-    possible = possible_targets(model["architectures"][0])
+    possible = possible_targets(model.architectures[0])
     of_experts = sorted(set(adapter.selected(possible)) & set(OF_MLPS))
     if engine == "vllm" or of_experts:
         named = f"adapters of experts ({', '.join(of_experts)})" if of_experts else "adapters beside experts"
@@ -74,14 +71,14 @@ def _check_adapters(config: Config, model: dict[str, Any]) -> None:
         )
 
 
-def check_on_cpu(model: dict[str, Any], engine: str, dtype: str, key: str, where: str) -> None:
+def check_on_cpu(model: ModelCard, engine: str, dtype: str, key: str, where: str) -> None:
     """Raises ConfigError where an engine could not serve a model on CPUs.
 
-    `model`: its config.json. `key`, `where`: the key that names the engine, and the key that names the model,
+    `model`: its card. `key`, `where`: the key that names the engine, and the key that names the model,
     with its value.
     """
     refusal = f"{key}={engine} on a machine without a GPU: {where} "
-    architecture = (model.get("architectures") or [""])[0]
+    architecture = next(iter(model.architectures), "")
     if (why := NOT_ON_CPU[engine].get(architecture)) is not None:
         others = [other for other in NOT_ON_CPU if architecture not in NOT_ON_CPU[other]]
         raise ConfigError(f"{refusal}is {architecture}: {why}: use {key}={others[0]}, or a GPU")
@@ -92,7 +89,7 @@ def check_on_cpu(model: dict[str, Any], engine: str, dtype: str, key: str, where
             f"{refusal}is {architecture}, whose gated delta nets vLLM's kernels for CPUs compute in bfloat16 "
             f"only: use model.dtype=bfloat16 in place of {dtype}"
         )
-    if model.get("kv_lora_rank"):
+    if model.is_mla:
         sizes = (model["kv_lora_rank"], model.get("qk_rope_head_dim"))
         if sizes != CPU_LATENT_SIZES:
             raise ConfigError(

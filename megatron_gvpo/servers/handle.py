@@ -73,7 +73,7 @@ class ServerHandle:
     server: Server
     state: State = Lost("not seen yet")
     since: float = field(default_factory=time.monotonic)  # when a state of this kind began
-    version: int = -1  # of the weights that it got last; -1 since it was lost
+    version: int = -1  # version of the weights that it got last; -1 since it was lost
     losses: int = 0  # a process group with the server lasts until its next loss
     asleep: Asleep | None = None
     outstanding: int = 0  # tokens that requests in flight may still give

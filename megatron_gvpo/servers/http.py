@@ -103,7 +103,7 @@ class Http:
             async with self._session.request(
                 method, where, headers=self._headers, timeout=limit, allow_redirects=False, **arguments
             ) as response:
-                text = await _whole(response)
+                text = await _text(response)
                 status = response.status
         except aiohttp.ClientConnectorError as error:
             refused = isinstance(error.os_error, ConnectionRefusedError)
@@ -127,8 +127,8 @@ class Http:
         return answer
 
 
-async def _whole(response: aiohttp.ClientResponse) -> str:
-    """The text of an answer. Raises ServerGone for one that is longer than any of a rollout server."""
+async def _text(response: aiohttp.ClientResponse) -> str:
+    """The text of an answer. Raises ServerGone for one longer than a rollout server can mean."""
     parts, size = [], 0
     async for part in response.content.iter_chunked(2**20):
         parts.append(part)

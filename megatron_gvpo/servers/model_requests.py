@@ -37,7 +37,7 @@ class ModelServer:
         self.slots = asyncio.Semaphore(parallel)
         self.busy = 0  # requests in flight, and those that wait for a slot
         self.failed_at = float("-inf")
-        self.suspect = True  # it is not known to serve the right model
+        self.suspect = True  # the server has not proven that it serves the right model
 
 
 class Servers:
@@ -56,7 +56,7 @@ class Servers:
     ) -> None:
         https = [Http(session, url, addresses.api_key, addresses.listens.get(url)) for url in addresses.urls]
         self._servers = [ModelServer(http, settings.parallel) for http in https]
-        self._place, self._settings, self._check = addresses, settings, check
+        self._addresses, self._settings, self._check = addresses, settings, check
         self.requests = self.failures = 0
 
     @property
@@ -68,7 +68,7 @@ class Servers:
         """Wait until every server is up, and check it. Raises Unanswered, or what `check` raises."""
         checks = (self._repeat(self._check_one, partial(_itself, server)) for server in self._servers)
         await asyncio.gather(*checks)
-        self.failures = 0  # of servers that were still starting
+        self.failures = 0  # failed requests to servers that were still starting
 
     async def ask[T](self, call: Callable[[Http], Awaitable[T]]) -> T:
         """The answer to `call(http)`, of the least busy server.
@@ -97,7 +97,7 @@ class Servers:
         self, call: Callable[[ModelServer], Awaitable[T]], choose: Callable[[], ModelServer]
     ) -> T:
         since: float | None = None
-        limit, key = self._settings.start_timeout, f"{self._place.section}.start_timeout"
+        limit, key = self._settings.start_timeout, f"{self._addresses.section}.start_timeout"
         while True:
             server = choose()
             server.busy += 1
@@ -115,7 +115,7 @@ class Servers:
             server.failed_at, server.suspect = time.monotonic(), True
             since = server.failed_at if since is None else since
             self.failures += 1
-            if (supervisor := self._place.supervisor) is not None and supervisor.failed is not None:
+            if (supervisor := self._addresses.supervisor) is not None and supervisor.failed is not None:
                 raise Unanswered(supervisor.failed)
             if time.monotonic() - since > limit:
                 raise Unanswered(f"{problem}, for {key}={limit:g} s")
@@ -168,11 +168,11 @@ def _has_weights_of(served: str, path: str) -> bool:
 
 
 class Verdict(NamedTuple):
-    """The score of a response by one component; None if there is none, which `explanation` explains."""
+    """The score of a response by one component; None without one, for the reason in `explanation`."""
 
     score: float | None
     explanation: str = ""  # a judge's words, or why there is no score
 
 
 class Misfit(RuntimeError):  # noqa: N818
-    """The run cannot go on with a server, a model or a response, which the message names."""
+    """A server, a model or a response, named in the message, with which the run cannot go on."""

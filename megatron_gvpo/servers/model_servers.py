@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,11 +28,11 @@ from megatron_gvpo.settings.reward_servers import MODEL, RewardServers, model_se
 class ServerAddresses:
     """The servers of one model: their addresses and key, and their supervisor if the run started them."""
 
-    section: str  # of the configuration: rewards.components.0.model.servers
+    section: str  # key of its section, such as rewards.components.0.model.servers
     urls: list[str]
     api_key: str | None = None
     supervisor: Supervisor | None = None
-    listens: dict[str, Callable[[], bool]] = field(default_factory=dict)  # by URL, of started servers
+    listens: dict[str, Callable[[], bool]] = field(default_factory=dict)  # by URL
 
 
 @dataclass(frozen=True)
@@ -98,13 +97,13 @@ def open_servers(
 def command(
     servers: RewardServers,
     checkpoint: Checkpoint,
-    model: dict[str, Any],
+    model: ModelCard,
     section: str,
     port: int,
     api_key: str,
     on_gpu: bool,
 ) -> Launch:
-    """The command that starts a server of the checkpoint, whose config.json is `model`."""
+    """The command that starts a server of the checkpoint, whose card is `model`."""
     environment = {"PYTHONPATH": str(PLUGINS)}
     trust = ["--trust-remote-code"] if checkpoint.trust_remote_code else []
     if servers.engine == "sglang":
@@ -113,7 +112,8 @@ def command(
         words += ["--served-model-name", MODEL, "--tp-size", str(servers.tp), "--skip-server-warmup", *trust]
         if not checkpoint.generates:
             words += ["--is-embedding"]
-            environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "megatron_gvpo_reward_models"  # one of PLUGINS
+            # A package in PLUGINS.
+            environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "megatron_gvpo_reward_models"
         if servers.context_length:
             words += ["--context-length", str(servers.context_length)]
         return sglang.finished_launch(words, environment, servers, api_key, on_gpu, section)

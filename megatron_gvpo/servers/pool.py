@@ -41,7 +41,7 @@ from megatron_gvpo.settings.servers import ServersConfig
 
 CONTROL = 30.0  # seconds for a control request, such as to abort
 POLL = 1.0  # seconds between two checks of a server's health
-ATTEMPTS = 5  # a request that fails on so many servers is taken for the cause
+ATTEMPTS = 5  # a request that fails on this many servers is blamed itself
 
 
 @dataclass
@@ -74,7 +74,7 @@ class ServerPool:
         self._vocabulary = vocabulary
         self.prefix_cache = PrefixCache()
         self._changed = asyncio.Event()  # set when a server's state changes
-        self._connections = asyncio.Semaphore(spare_connections())  # of requests
+        self._connections = asyncio.Semaphore(spare_connections())  # limits open requests
         self._monitors: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -137,7 +137,7 @@ class ServerPool:
         return targets
 
     def push_ended(self, handles: Sequence[ServerHandle]) -> None:
-        """The push to these servers has ended. Those that did not get all weights wait for another one."""
+        """Note the end of a push to these servers. Those without all of the weights wait for another one."""
         for handle in handles:
             if isinstance(handle.state, Receiving):
                 self._move(handle, Pending())
@@ -184,7 +184,7 @@ class ServerPool:
         asleep, server = handle.asleep, handle.server
         slept_at = asleep.version if asleep is not None and asleep.parts == ALL_PARTS else None
         if slept_at is not None and await server.weight_version(CONTROL) != slept_at:
-            handle.asleep = None  # it has restarted, with memory of its own
+            handle.asleep = None  # the server has restarted, with memory of its own
         if handle.asleep is not None and part in handle.asleep.parts:
             parts = tuple(p for p in handle.asleep.parts if p != part)
             handle.asleep = replace(handle.asleep, parts=parts) if parts else None
@@ -192,7 +192,7 @@ class ServerPool:
 
     async def _drain(self, handle: ServerHandle, abort: bool) -> None:
         while handle.calls and not handle.is_lost:
-            if abort:  # again and again: a request may still be on its way to the server
+            if abort:  # repeated, because a request may still be on its way to the server
                 try:
                     await handle.server.abort(CONTROL)
                 except (ServerGone, ServerRefused) as error:
@@ -236,7 +236,8 @@ class ServerPool:
 
     async def respond(self, pending: PendingRequest, index: int, sampling: SamplingConfig) -> Rollout:
         """One response, from as many servers and weight versions as it takes."""
-        pending.images = await images_of(pending.request, self._images)  # first: weights may come meanwhile
+        # Fetch images first: weights may change meanwhile.
+        pending.images = await images_of(pending.request, self._images)
         token_ids, logprobs, failures = list[int](), list[float](), list[str]()
         spans: list[tuple[int, int, int]] = []
         begin: float | None = None
@@ -328,7 +329,7 @@ class ServerPool:
         return trusted(handle.server.url, sample, expected, is_serving=handle.has(version))
 
     async def _choose(self, pending: PendingRequest) -> ServerHandle:
-        """A ready server; the same one for all samples of a request, while it stays ready."""
+        """A serving server; the same one for all samples of a request, while it serves."""
         while True:
             ready = [h for h in self.handles if h.is_ready]
             if ready:
@@ -384,7 +385,7 @@ class PrefixCache:
     """Counts the prompt tokens of the requests that servers have answered, and those that were cached."""
 
     def __init__(self) -> None:
-        self._counts = self._taken = (0, 0)  # tokens, and those of them that were cached
+        self._counts = self._taken = (0, 0)  # (prompt tokens, cached prompt tokens)
 
     def count(self, prompt: int, cached: int | None) -> None:
         """Count a request. `cached` is None where the server does not report it; then nothing is counted."""
@@ -393,7 +394,7 @@ class PrefixCache:
             self._counts = tokens + prompt, hits + cached
 
     def take(self) -> dict[str, float]:
-        """The share of tokens since the last call, as a metric; empty if no request was counted.
+        """The share of cached prompt tokens since the last call, as a metric; empty without any request.
 
         Another thread may count meanwhile.
         """

@@ -26,8 +26,8 @@ class Request:
     prompt_ids: tuple[int, ...]
     n: int
     seed: int
-    max_tokens: int | None = None  # of a sample; None: the sampling's
-    images: tuple[Image, ...] = ()  # of the prompt
+    max_tokens: int | None = None  # longest response; None: the limit of `sampling`
+    images: tuple[Image, ...] = ()  # images in the prompt
 
     def longest(self, sampling: SamplingConfig) -> int:
         """The largest number of tokens of a sample."""

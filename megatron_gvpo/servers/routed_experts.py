@@ -42,7 +42,7 @@ class Routers:
         width, kind = (1, "<u1") if self.experts <= 256 else (2, "<i2")
         routed = chosen[:, self.sparse]
         if routed.size and not 0 <= routed.min() <= routed.max() < self.experts:
-            raise ValueError(f"an expert {routed.max()} of a model with {self.experts}")
+            raise ValueError(f"expert {routed.max()} is out of range: the model has {self.experts} experts")
         # A server leaves zeros for a token that it did not record. Comparing all pairs of a token's experts
         # would take seconds a step.
         if self.per_token > 1 and (routed[..., 0] == routed[..., 1]).any():

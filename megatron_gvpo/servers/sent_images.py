@@ -17,7 +17,7 @@ from megatron_gvpo.core.image import Image
 from megatron_gvpo.data.image_files import data_url
 from megatron_gvpo.data.image_processor import ImageProcessor
 
-_KEPT_BYTES = 1 << 28  # of URLs in memory
+_KEPT_BYTES = 1 << 28  # limit for the URLs in memory
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class SentImage:
     """An image in a request to a server."""
 
     url: str  # data:image/png;base64,...
-    digest: str  # of the image's file
-    tokens: int  # of the prompt that stand for it
+    digest: str  # hash of the image's file
+    tokens: int  # number of prompt tokens that stand for the image
     placeholder: int  # the id of these tokens
 
 
@@ -37,7 +37,7 @@ class ImageSender:
         """`model`: the config.json of the directory `path`. Raises ImageError without an image processor."""
         self._processor = ImageProcessor(path)
         self.placeholder: int = model["image_token_id"]
-        self._kept: OrderedDict[str, str] = OrderedDict()
+        self._urls: OrderedDict[str, str] = OrderedDict()
         self._bytes = 0
         self._turns = threading.Lock()  # requests are written in several threads
 
@@ -53,16 +53,16 @@ class ImageSender:
 
     def _url(self, image: Image) -> str:
         with self._turns:
-            if (url := self._kept.get(image.digest)) is not None:
-                self._kept.move_to_end(image.digest)
+            if (url := self._urls.get(image.digest)) is not None:
+                self._urls.move_to_end(image.digest)
                 return url
         url = data_url(self._processor.png(image))
         with self._turns:
-            if image.digest not in self._kept:  # another thread may have written it meanwhile
-                self._kept[image.digest] = url
+            if image.digest not in self._urls:  # another thread may have written it meanwhile
+                self._urls[image.digest] = url
                 self._bytes += len(url)
-            while self._bytes > _KEPT_BYTES and len(self._kept) > 1:
-                self._bytes -= len(self._kept.popitem(last=False)[1])
+            while self._bytes > _KEPT_BYTES and len(self._urls) > 1:
+                self._bytes -= len(self._urls.popitem(last=False)[1])
         return url
 
 
@@ -97,7 +97,7 @@ def with_one_placeholder(token_ids: Sequence[int], images: Sequence[SentImage]) 
 
 
 def difference(sent: Sequence[int], used: Any, placeholder: int) -> str | None:
-    """How a server's prompt differs from the trainer's; None if they are equal."""
+    """The difference between a server's prompt and the trainer's; None if they are equal."""
     if not isinstance(used, list):
         return "its answer does not say which prompt it used"
     if used == list(sent):

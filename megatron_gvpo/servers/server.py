@@ -16,6 +16,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.http import Http, ServerGone, ServerRefused
 from megatron_gvpo.servers.sent_images import SentImage, difference
 from megatron_gvpo.settings.config import Config
@@ -74,7 +75,7 @@ class Completion:
         return replace(self, token_ids=self.token_ids[:end], logprobs=self.logprobs[:end])
 
     def ended_elsewhere(self, stops: Sequence[int]) -> str | None:
-        """The problem of a server that ended the response at another token than these, else None."""
+        """The problem if the server ended the response at another token than these; otherwise None."""
         if self.finish_reason != "stop" or self.token_ids[-1] in stops:
             return None
         return (
@@ -85,7 +86,7 @@ class Completion:
         )
 
     def before(self, token: int) -> Completion:
-        """An aborted sample up to the first such token."""
+        """An aborted sample up to the first of these tokens."""
         end = self.token_ids.index(token) if token in self.token_ids else len(self.token_ids)
         return replace(self, token_ids=self.token_ids[:end], logprobs=self.logprobs[:end])
 
@@ -124,7 +125,7 @@ class Launch:
 
 
 def meeting_of_ranks(servers: ServersConfig) -> tuple[str, int]:
-    """Where the ranks of a server on several machines meet: the address of machine 0, and a port there."""
+    """The meeting point of a server's ranks on several machines: machine 0's address, and a port there."""
     return servers.leader or servers.host, servers.port + AFTER_PORT["ranks"]
 
 
@@ -161,7 +162,7 @@ class Server(Protocol):
     def url(self) -> str: ...
 
     @staticmethod
-    def launch(config: Config, port: int, api_key: str | None, on_gpu: bool) -> Launch:
+    def launch(config: Config, cards: ModelCards, port: int, api_key: str | None, on_gpu: bool) -> Launch:
         """The command that starts such a server on `rollout.servers.host`:`port`."""
 
     async def check_health(self, timeout: float) -> None:
@@ -261,7 +262,7 @@ def named_adapter(server: Server, name: str | None) -> Iterator[None]:
 
 
 def log_probs(values: Iterable[Any]) -> list[float]:
-    """The values, each the log-prob of a token. Raises ValueError, which names the first that is not one."""
+    """The values, each the log-prob of a token. Raises ValueError, which names the first wrong one."""
     logprobs = list(values)
     for index, value in enumerate(logprobs):
         if type(value) not in (int, float) or not LOWEST_LOGPROB <= value <= HIGHEST_LOGPROB:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 
 from megatron_gvpo.core.errors import ConfigError, RolloutError
-from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.huggingface.image_families import takes_images
 from megatron_gvpo.servers import leader
 from megatron_gvpo.servers.http import Http, ServerGone, open_session
@@ -29,22 +29,22 @@ MISSED = 3.0  # health checks without which a server gives up a push whose train
 class ServerSession:
     """Starts the servers, or connects to those of `rollout.servers.urls`; `close` ends what it started.
 
-    `pool` holds the servers and runs in `loop`. `model` is the model's config.json. The constructor returns
-    before the servers are healthy: `next_command` tells when they are. It raises ConfigError for servers
-    that cannot be started. `check` raises ConfigError for a healthy server that does not fit the run.
+    `pool` holds the servers and runs in `loop`. The constructor returns before the servers are healthy:
+    `next_command` tells when they are. It raises ConfigError for servers that cannot be started. `check`
+    raises ConfigError for a healthy server that does not fit the run.
     """
 
     def __init__(
         self,
         config: Config,
-        model: ModelCard,
+        cards: ModelCards,
         end_token_ids: Sequence[int],
         check: Callable[[Server], Awaitable[None]],
     ) -> None:
-        self._check = check
+        self._check, model = check, cards.policy
         servers, dialect = config.rollout.servers, DIALECTS[config.rollout.engine]
-        with ExitStack() as opened:  # ends what was started where a later part fails
-            self.supervisor, urls, key = _servers(config)
+        with ExitStack() as opened:  # ends earlier parts if a later one fails to start
+            self.supervisor, urls, key = _servers(config, cards)
             if self.supervisor is not None:
                 opened.callback(self.supervisor.close)  # last, so that no request waits for a dead server
             self.loop = BackgroundLoop("rollout client")
@@ -101,7 +101,7 @@ def _keeps_weights(rollout: RolloutConfig) -> bool:
     return rollout.weights.traits.sends_adapter or (draft is not None and draft.own_weights)
 
 
-def _servers(config: Config) -> tuple[Supervisor | None, list[str], str | None]:
+def _servers(config: Config, cards: ModelCards) -> tuple[Supervisor | None, list[str], str | None]:
     """(supervisor, URLs, API key) of servers that run elsewhere, or are started here. Raises ConfigError."""
     servers = config.rollout.servers
     if not servers.urls:
@@ -111,6 +111,6 @@ def _servers(config: Config) -> tuple[Supervisor | None, list[str], str | None]:
                 "start these with megatron-gvpo serve on each of theirs, and give rollout.servers.urls"
             )
         key = secrets.token_hex(16)
-        supervisor = start_servers(config, key, report)
+        supervisor = start_servers(config, cards, key, report)
         return supervisor, [process.url for process in supervisor.processes], key
     return None, list(servers.urls), given_key(servers)

@@ -13,6 +13,7 @@ import numpy as np
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.versions import REFERENCE
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers
+from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.servers.http import Http
 from megatron_gvpo.servers.sent_images import SentImage, with_one_placeholder
 from megatron_gvpo.servers.server import (
@@ -56,7 +57,7 @@ def finished_launch(
     on_gpu: bool,
     key: str,
 ) -> Launch:
-    """The launch with what every SGLang server gets; `key` is the configuration's, of `servers`."""
+    """The launch with the options of every SGLang server; `key` is the configuration's, of `servers`."""
     if not on_gpu:
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
         if servers.tp > 1:  # otherwise SGLang wants a NUMA node for each rank
@@ -87,16 +88,16 @@ class SGLang:
     tested: ClassVar[Sequence[str]] = (REFERENCE["sglang"],)
 
     def __init__(self, http: Http, keeps_weights: bool = False) -> None:
-        self.http = http  # a server that keeps its weights is started so: see `launch`
+        self.http = http  # no reserve if the server keeps its weights in sleep: see `launch`
         self._adapter: str | None = None
-        self._drafts = Drafts()  # of the responses so far: SGLang tells them with each
+        self._drafts = Drafts()  # summed over responses, because SGLang reports them with each response
 
     @property
     def url(self) -> str:
         return self.http.url
 
     @staticmethod
-    def launch(config: Config, port: int, api_key: str | None, on_gpu: bool) -> Launch:
+    def launch(config: Config, cards: ModelCards, port: int, api_key: str | None, on_gpu: bool) -> Launch:
         servers = config.rollout.servers
         command = [servers.python, "-m", "sglang.launch_server", "--model-path", config.served_path]
         command += ["--host", servers.host, "--port", str(port), "--dtype", config.model.dtype]
@@ -116,13 +117,14 @@ class SGLang:
         if config.rollout.router_replay:
             command += ["--enable-return-routed-experts"]
         if config.rollout.weights.traits.sends_adapter:
-            command += _serving_adapters(config, on_gpu)
+            command += _serving_adapters(config, cards.policy, on_gpu)
         if config.rollout.speculation is not None:
             if not on_gpu:
                 raise ConfigError(f"rollout.speculation.method={config.rollout.speculation.method}: {ON_CPU}")
-            command += _speculation(config.rollout.speculation)
+            command += _speculation(config.rollout.speculation, cards)
             if config.rollout.speculation.own_weights and servers.colocated:
-                command += ["--enable-draft-weights-cpu-backup"]  # no push brings back what a sleep loses
+                # No push restores draft weights after a sleep.
+                command += ["--enable-draft-weights-cpu-backup"]
         environment = {"PYTHONPATH": str(PLUGINS)}
         if config.model.train_vision:  # the cache of image features would outlive the weights that made them
             environment["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
@@ -164,7 +166,7 @@ class SGLang:
                 "top_p": sampling.top_p,
                 "max_new_tokens": max_tokens,
                 "stop_token_ids": list(stop_ids),
-                "sampling_seed": seed % 2**31,  # has an effect with --enable-deterministic-inference
+                "sampling_seed": seed % 2**31,  # takes effect with --enable-deterministic-inference
             },
             "return_logprob": True,
             "return_routed_experts": sampling.wants_routing,
@@ -183,7 +185,7 @@ class SGLang:
                 if entry[1] != token:
                     other = shortened(entry[1])
                     raise ValueError(f"at index {index} the log-prob of token {other}, not of {token}")
-            experts = meta.get("routed_experts")  # of all tokens but the last, in all layers
+            experts = meta.get("routed_experts")  # experts of all tokens but the last, in all layers
             return Completion(
                 token_ids=answer["output_ids"],
                 logprobs=[entry[0] for entry in entries],
@@ -258,9 +260,9 @@ class SGLang:
         await self.http.post("/resume_memory_occupation", {"tags": tags}, timeout=timeout)
 
 
-def _serving_adapters(config: Config, on_gpu: bool) -> list[str]:
+def _serving_adapters(config: Config, card: ModelCard, on_gpu: bool) -> list[str]:
     """Options of a server that takes adapters. It refuses one of whose tensors it would use only a part."""
-    layers, adapter = adapted_layers(config), config.model.adapter
+    layers, adapter = adapted_layers(config.model, card), config.model.adapter
     assert adapter is not None, "checked with the configuration"
     options = ["--enable-lora", "--lora-strict-loading", "--max-lora-rank", str(adapter.rank)]
     options += ["--max-loras-per-batch", "2"]  # the model itself counts as one
@@ -271,10 +273,10 @@ def _serving_adapters(config: Config, on_gpu: bool) -> list[str]:
     return [*options, "--lora-target-modules", *layers]
 
 
-def _speculation(chosen: SpeculationConfig) -> list[str]:
+def _speculation(chosen: SpeculationConfig, cards: ModelCards) -> list[str]:
     """Options of a server that decodes speculatively, with one chain of tokens at a time."""
     algorithms = {"ngram": "NGRAM", "draft": "STANDALONE", "mtp": "NEXTN"}
-    algorithm = algorithms.get(chosen.method) or eagle_kind(chosen).upper()
+    algorithm = algorithms.get(chosen.method) or eagle_kind(cards.draft).upper()
     options = ["--speculative-algorithm", algorithm]
     # With the last token of the text, from which a chain begins.
     options += ["--speculative-num-draft-tokens", str(chosen.tokens + 1)]

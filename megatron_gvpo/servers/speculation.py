@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.huggingface.complete_weights import check_files, has_heads
-from megatron_gvpo.huggingface.image_families import text_values
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
 from megatron_gvpo.servers.server import Drafts
 from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.servers import SpeculationConfig
 
 if TYPE_CHECKING:
     from megatron_gvpo.servers.server import Server
@@ -27,7 +25,7 @@ class DraftCounter:
     """Counts the tokens that the servers of a run draft and accept from one call to the next."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, Drafts] = {}  # by the server's URL
+        self._seen: dict[str, Drafts] = {}  # last counters, by the server's URL
 
     async def take(self, servers: Iterable[Server]) -> Drafts:
         """The counts of all servers since the last call. A server that does not answer is left out."""
@@ -42,12 +40,12 @@ class DraftCounter:
         return counts.since(earlier)
 
 
-def check_draft(config: Config) -> None:
+def check_draft(config: Config, cards: ModelCards) -> None:
     """Raise ConfigError for a draft that servers cannot run with the policy's model."""
     chosen = config.rollout.speculation
     if chosen is None:
         return
-    policy = ModelCard.read(config.served_path)
+    policy = cards.served
     if chosen.method == "mtp" and not has_heads(Path(config.served_path), policy):
         raise ConfigError(
             f"rollout.speculation.method=mtp: {config.served_path} has no weights of heads for further "
@@ -56,9 +54,8 @@ def check_draft(config: Config) -> None:
     if chosen.model is None:
         return
     key = "rollout.speculation.model"
-    draft = ModelCard.read(chosen.model, key)
+    draft_size, policy_size = cards.draft.get("vocab_size"), policy.get("vocab_size")
     check_files(Path(chosen.model), key)
-    draft_size, policy_size = (text_values(each).get("vocab_size") for each in (draft, policy))
     if chosen.method == "draft" and draft_size != policy_size:
         raise ConfigError(
             f"{key}={chosen.model} has vocab_size={draft_size}, and the policy {policy_size}: a draft needs "
@@ -66,9 +63,6 @@ def check_draft(config: Config) -> None:
         )
 
 
-def eagle_kind(chosen: SpeculationConfig) -> str:
-    """The engines' name of the head, eagle3 or eagle, by its config.json."""
-    assert chosen.model is not None, "checked with the configuration"
-    head = ModelCard.read(chosen.model, "rollout.speculation.model")
-    names: Sequence[str] = head.get("architectures") or ()
-    return "eagle3" if any("eagle3" in name.lower() for name in names) else "eagle"
+def eagle_kind(head: ModelCard) -> str:
+    """The engines' name of a head that drafts, eagle3 or eagle."""
+    return "eagle3" if any("eagle3" in name.lower() for name in head.architectures) else "eagle"

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_gvpo.core.versions import REFERENCE
 from megatron_gvpo.huggingface.adapter_layers import served_rank
-from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.huggingface.image_families import takes_images
 from megatron_gvpo.servers.cpu_engines import DELTA_NETS
 from megatron_gvpo.servers.http import Http, ServerRefused
@@ -43,7 +43,7 @@ from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.settings.servers import EngineServers, SpeculationConfig
 
 MODEL = "policy"  # the served model's name in the server's own messages
-LOOKUP = (2, 4)  # fewest and most last tokens that n-gram drafting looks for in the text so far
+LOOKUP = (2, 4)  # shortest and longest suffix that n-gram drafting looks up in the text so far
 DRAFTS = ("drafts", "draft_tokens", "accepted_tokens")  # vLLM's counters of the fields of Drafts
 RETRY = 0.05  # seconds between attempts to drop the prefix cache
 GENERATE = "/inference/v1/generate"  # takes images with token ids
@@ -55,9 +55,9 @@ def finished_launch(
     servers: EngineServers,
     api_key: str | None,
     on_gpu: bool,
-    model: dict[str, Any],
+    model: ModelCard,
 ) -> Launch:
-    """The launch with what every vLLM server gets. `model`: its config.json."""
+    """The launch with the options of every vLLM server. `model`: its card."""
     if api_key:
         environment["VLLM_API_KEY"] = api_key
         # vLLM itself asks for the key under /v1 and the like, and not on the paths that load weights.
@@ -67,10 +67,10 @@ def finished_launch(
         # A seeded request whose prompt is computed in parts ends the engine: it sets back the offset of
         # its random state, and those of CPUs have none.
         command += ["--no-enable-chunked-prefill"]
-        if set(model.get("architectures") or ()) & set(DELTA_NETS):
+        if set(model.architectures) & set(DELTA_NETS):
             # Its cache of recurrent states computes prompts in parts.
             command += ["--no-enable-prefix-caching"]
-        if model.get("kv_lora_rank"):
+        if model.is_mla:
             # The compiled kernel of plain rotary embeddings takes all heads of latent attention for one.
             command += ["--compilation-config", '{"custom_ops": ["-rotary_embedding"]}']
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
@@ -91,14 +91,15 @@ class VLLM:
         self.http, self._keeps_weights = http, keeps_weights
         self._adapter: str | None = None
         self._names = CacheNames()
-        self._brought: dict[tuple[str, ...], asyncio.Future[Any]] = {}  # a request by its images' names
+        # Pending requests, by their images' names.
+        self._brought: dict[tuple[str, ...], asyncio.Future[Any]] = {}
 
     @property
     def url(self) -> str:
         return self.http.url
 
     @staticmethod
-    def launch(config: Config, port: int, api_key: str | None, on_gpu: bool) -> Launch:
+    def launch(config: Config, cards: ModelCards, port: int, api_key: str | None, on_gpu: bool) -> Launch:
         servers = config.rollout.servers
         refuse_http_processes(servers, "--api-server-count", "rollout.servers")
         # Not `vllm serve`, which needs a distribution called vllm: the CPU build's has another name.
@@ -117,7 +118,7 @@ class VLLM:
         command += ["--logprobs-mode", "processed_logprobs"]
         command += ["--weight-transfer-config", '{"backend": "megatron_gvpo"}']
         command += ["--middleware", "megatron_gvpo_watch.Watch"]
-        command += ["--enable-prompt-tokens-details"]  # tells what the prefix cache had
+        command += ["--enable-prompt-tokens-details"]  # reports prompt tokens that the prefix cache had
         if config.model.trust_remote_code:
             command += ["--trust-remote-code"]
         if servers.context_length:
@@ -126,21 +127,21 @@ class VLLM:
             # vLLM's default share, 0.92, is refused where less is free: trainer processes keep some GiB.
             command += ["--enable-sleep-mode", "--gpu-memory-utilization", "0.85"]
         traits = config.rollout.weights.traits
-        if on_gpu and traits.sends_changes and ModelCard.read(config.model.path).experts:
+        if on_gpu and traits.sends_changes and cards.policy.experts:
             # Others rearrange the experts' weights after loading, and patches name elements as they load.
             command += ["--moe-backend", "triton"]
         if traits.sends_adapter:
-            command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(served_rank(config))]
+            rank = served_rank(config.model)
+            command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        model = ModelCard.read(config.served_path)
-        if takes_images(model):
-            command += ["--enable-scale-out"]  # has the path GENERATE
+        if takes_images(cards.served):
+            command += ["--enable-scale-out"]  # provides the path GENERATE
         if config.rollout.router_replay:
             command += ["--enable-return-routed-experts"]
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older runner does not return experts
         if config.rollout.speculation is not None:
-            command += ["--speculative-config", json.dumps(_speculation(config.rollout.speculation))]
-        return finished_launch(command, environment, servers, api_key, on_gpu, model)
+            command += ["--speculative-config", json.dumps(_speculation(config.rollout.speculation, cards))]
+        return finished_launch(command, environment, servers, api_key, on_gpu, cards.served)
 
     async def check_health(self, timeout: float) -> None:
         await self.http.get("/health", timeout=timeout)
@@ -299,7 +300,7 @@ class VLLM:
             await asyncio.sleep(RETRY)
 
     async def _reset_prefix_cache(self, timeout: float) -> bool:
-        """False while vLLM has not let go of requests that were aborted: it then keeps the whole cache."""
+        """False while vLLM still holds aborted requests, and therefore the whole cache."""
         answer = await self.http.post("/reset_prefix_cache", timeout=timeout)
         with answer_of(self, "/reset_prefix_cache"):
             return bool(answer["success"])
@@ -319,18 +320,18 @@ class VLLM:
 
 
 def _cached(answer: Any) -> int | None:
-    """Prompt tokens that the prefix cache had; None from a server that was started without telling them."""
+    """Prompt tokens that the prefix cache had; None if the server was not started to report them."""
     details = (answer.get("usage") or {}).get("prompt_tokens_details")
     return None if details is None else details["cached_tokens"]
 
 
-def _speculation(chosen: SpeculationConfig) -> dict[str, Any]:
+def _speculation(chosen: SpeculationConfig, cards: ModelCards) -> dict[str, Any]:
     """The value of --speculative-config. A token is accepted by vLLM's standard rejection sampling."""
     options: dict[str, Any] = {"num_speculative_tokens": chosen.tokens}
     if chosen.method == "draft":
         return options | {"method": "draft_model", "model": chosen.model}
     if chosen.method == "eagle":
-        return options | {"method": eagle_kind(chosen), "model": chosen.model}
+        return options | {"method": eagle_kind(cards.draft), "model": chosen.model}
     if chosen.method == "ngram":
         options |= dict(zip(("prompt_lookup_min", "prompt_lookup_max"), LOOKUP, strict=True))
     return options | {"method": chosen.method}

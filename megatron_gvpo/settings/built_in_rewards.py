@@ -22,8 +22,8 @@ class BuiltIn(NamedTuple):
     """A reward that comes with the package; `function` names it, so that it is imported only where used."""
 
     function: str
-    needs_answer: bool = False  # it compares with `prompt.answer`
-    pays_turns: bool = False  # it sums the rewards that an environment gave for the turns
+    needs_answer: bool = False  # the reward compares with `prompt.answer`
+    pays_turns: bool = False  # the reward sums an environment's rewards for the turns
     check: Callable[[], None] = lambda: None  # raises ValueError, with a remedy, for a missing package
 
 

@@ -60,6 +60,11 @@ class Config(Section):
         """The checkpoint directory that rollout servers start with."""
         return self.rollout.servers.model_path or self.model.path
 
+    @property
+    def served_key(self) -> str:
+        """The key that names `served_path`."""
+        return "rollout.servers.model_path" if self.rollout.servers.model_path else "model.path"
+
     @model_validator(mode="before")
     @classmethod
     def _with_secrets(cls, values: Any) -> Any:
@@ -72,7 +77,7 @@ class Config(Section):
         rollout = _keys_of(values, "rollout")
         own, evaluation = _keys_of(values, "eval", "sampling"), _keys_of(values, "eval")
         if not isinstance(values, Mapping) or rollout is None or own is None or evaluation is None:
-            return values  # the sections refuse them, in their own words
+            return values  # the sections report the errors
         keys = (rollout.keys() & SamplingConfig.model_fields) - own.keys()
         inherited = {key: rollout[key] for key in keys}
         try:

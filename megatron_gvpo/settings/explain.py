@@ -1,4 +1,4 @@
-"""Rewrites pydantic's errors in the user's terms: the key as in the file, and the name probably meant."""
+"""Rewrites pydantic's errors in the user's terms: the key as in the file, and the nearest known name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BRIEF = _Brief(maxstring=100, maxother=100, maxlong=40, maxlevel=3, maxdict=6, 
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
-    """One line per error: `key: what is wrong (value)`, for an unknown key with the one meant.
+    """One line per error: `key: problem (value)`; for an unknown key, the nearest known one.
 
     Of many errors the first are shown, and of long values the beginning.
 

@@ -1,4 +1,4 @@
-"""Keys of TRL, verl, slime and NeMo-RL that a user types here: ours of the same meaning, or why not."""
+"""Keys of TRL, verl, slime and NeMo-RL: for each, our key of the same meaning, or why there is none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def answers(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def foreign(key: str) -> str | None:
-    """Another trainer's key as it is called here, or that it is not supported; None for other keys.
+    """The name of another trainer's key here, or a note that it is not supported; None for other keys.
 
     `key`: a dotted path, as in the other trainer's configuration or in a section of ours. The entry with most
     parts counts; then one for all keys of a section, the last part alone, and one for a section's other keys.
@@ -33,7 +33,7 @@ def foreign(key: str) -> str | None:
     endings = [".".join(parts[start:]) for start in range(len(parts))]
     sections = [
         ".".join(parts[start:end]) for end in range(len(parts), 0, -1) for start in range(end)
-    ]  # the innermost first
+    ]  # innermost keys first
     names = [*endings[:-1], *(name + _ALL for name in sections), endings[-1]]
     names += [name + _OTHERS for name in sections]
     table = _table()

@@ -58,7 +58,7 @@ def _check_weights(config: Config) -> None:
 
 
 def _idle(config: Config) -> Iterator[tuple[str, str]]:
-    """Keys that nothing reads, each with the reason."""
+    """Keys that have no reader in this run, each with the reason."""
     data, algorithm = config.data, config.algorithm
     if "eval" not in data.model_fields_set:  # data.eval=null, an override, switches evaluation off
         yield "eval.every", "data.eval names the held-out prompts, and is missing"

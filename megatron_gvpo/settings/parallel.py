@@ -1,12 +1,18 @@
-"""The section `parallel`: how the model and a step's tokens are divided among the ranks."""
+"""The section `parallel`: how the model and a step's tokens are divided among the ranks, with padding."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megatron_gvpo.core.section import EVERY_KEY, Section
+
+if TYPE_CHECKING:
+    from megatron_gvpo.settings.sections import ModelConfig
+
 
 OffloadedModule = Literal[
     "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"
@@ -89,3 +95,25 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"offload_modules={modules}: attn_proj needs core_attn, whose backward needs the same tensor"
             )
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Multiples, in tokens, to which packs are padded. No other code computes them."""
+
+    sequence: int  # each sequence's length is a multiple of this
+    pack: int  # the whole pack's length is a multiple of this, which is a multiple of `sequence`
+
+    @staticmethod
+    def of(model: ModelConfig, parallel: ParallelConfig) -> Padding:
+        """Returns the padding that a model and its parallel layout need.
+
+        Context parallelism cuts every sequence into 2 cp chunks. Sequence parallelism cuts a rank's tokens
+        into tp shards. FP8 kernels process a shard in blocks of tokens. Separate adapters of q, k and v are
+        interleaved for tp tokens at a time.
+        """
+        sequence = 2 * parallel.cp if parallel.cp > 1 else 1
+        in_shards = parallel.sequence_parallel or model.adapter is not None
+        shards = parallel.cp * (parallel.tp if in_shards else 1)
+        block = 1 if model.fp8 is None else model.fp8.tokens
+        return Padding(sequence, math.lcm(sequence, shards * block))

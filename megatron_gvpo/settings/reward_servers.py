@@ -42,7 +42,8 @@ class RewardModelConfig(Section):
     """A Hugging Face sequence-classification model with one label, whose logit is the reward."""
 
     fixed_keys = ("too_long",)
-    free_keys = ("path", "dtype", "trust_remote_code", "batch_size")  # of `path` the content is compared
+    # The content at `path` is compared, not the path.
+    free_keys = ("path", "dtype", "trust_remote_code", "batch_size")
 
     # The checkpoint's directory: config.json, weights, and the tokenizer with the chat template that the
     # conversations are written in. Servers in `urls` serve the same model.
@@ -160,7 +161,7 @@ class TeacherServers(RewardServers):
 class TeacherConfig(Section):
     """A language model of any size with the policy's tokenizer, from whose log-probs the policy learns."""
 
-    free_keys = ("path", "trust_remote_code", "server")  # of `path` the content is compared
+    free_keys = ("path", "trust_remote_code", "server")  # the content at `path` is compared, not the path
 
     # A Hugging Face checkpoint directory: config.json, weights, and the same tokenizer as model.path has.
     # Servers in `server.urls` serve the same model. Its weights and activations have the type model.dtype.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config
 
 
-MOST_RESPONSES = 10**7  # in a step; more would take gigabytes on the host
+MOST_RESPONSES = 10**7  # limit for a step; more would take gigabytes on the host
 
 
 def cross_check(config: Config) -> None:
@@ -182,7 +182,7 @@ def _router_replay(config: Config) -> None:
         reason = f"algorithm.sampler={config.algorithm.sampler} has no engine that could tell experts"
     elif not config.rollout.uses_servers:
         reason = f"rollout.engine={config.rollout.engine} does not tell experts: choose sglang or vllm"
-    elif config.train.share_prompts:
+    elif config.train.requires_shared_prompts:
         reason = (
             "train.share_prompts computes a prompt once, and the engine may have routed it differently for "
             "each of its responses: use one of the two"
@@ -192,19 +192,16 @@ def _router_replay(config: Config) -> None:
 
 
 def _data(config: Config) -> None:
-    """Check that the data set names the fields that the sampler, the members and the rewards read."""
+    """Check that the data set names the fields that the members and the rewards read.
+
+    The samplers `dataset` and `file` know some forms of records without a key (data/known_forms.py).
+    """
     algorithm, fields = config.algorithm, config.data.train
     readers = [f"algorithm.{p.label}" for p in algorithm.blocks_inside() if p.block.needs_demonstrations]
-    readers += ["algorithm.sampler=dataset"] if algorithm.trains_on_demonstrations else []
     if readers and fields.demonstration_key is None:
         raise ValueError(
             f"data.train.demonstration_key is missing: {readers[0]} trains on worked "
-            "solutions, so name the field that holds them"
-        )
-    if algorithm.trains_on_scored_responses and fields.responses_key is None:
-        raise ValueError(
-            "data.train.responses_key is missing: algorithm.sampler=file trains on scored responses, so "
-            "name the field that holds them"
+            "solutions, so name the field that holds them (or a function that makes it, data.train.convert)"
         )
     compares = [component.name for component in config.rewards.components if component.needs_answer]
     judged = {"train": fields if algorithm.samples_from_policy else None, "eval": config.data.eval}
@@ -240,7 +237,7 @@ def _rewards(config: Config) -> None:
 
 
 def _served_rewards(config: Config) -> None:
-    """Refuse blocks that need every response that they asked for: a server may fail to score one."""
+    """Refuse blocks that need a score for every response: a server may fail to give one."""
     served = next((c.name for c in config.rewards.components if c.served is not None), None)
     algorithm, reason = config.algorithm, None
     if served is None:
@@ -281,7 +278,7 @@ def _components(config: Config) -> None:
 
 
 def _teacher(config: Config) -> None:
-    """Check that there is a teacher where a block reads one, and that it can say what the block reads."""
+    """Check that there is a teacher if a block reads one, and that it provides what the block reads."""
     teacher, needed, rollout = config.teacher, config.algorithm.needs_teacher, config.rollout
     if teacher is None and needed:
         raise ValueError(
@@ -387,7 +384,7 @@ def _offload(config: Config) -> None:
 
 
 def _fp8_weights(config: Config) -> None:
-    """Refuse features that copy weights as plain memory: Transformer Engine has several tensors for one."""
+    """Refuse features that copy weights as plain memory: an FP8 weight consists of several tensors."""
     if config.model.fp8 is None or not config.model.fp8.weights:
         return
     reason = None
@@ -457,7 +454,7 @@ def _possible(config: Config) -> None:
     algorithm, reason = config.algorithm, None
     if config.rollout.router_replay:
         reason = "rollout.router_replay=true: the experts of several turns are not recorded"
-    elif config.train.share_prompts:
+    elif config.train.requires_shared_prompts:
         reason = "train.share_prompts=true: every turn has a context of its own"
     elif single := [member.name for member in algorithm.members if not member.takes_conversations]:
         reason = f"algorithm.members: {single[0]} adds or changes single responses"
@@ -468,7 +465,7 @@ def _possible(config: Config) -> None:
 
 
 def _conversation_components(config: Config) -> None:
-    """Refuse reward components that read something which no conversation has: they would always be 0.
+    """Refuse reward components that read a value no conversation has: they would always be 0.
 
     The counts of a user's environment are known only when it has answered; they are checked then.
     """

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    JsonValue,
+    NonNegativeInt,
+    PositiveInt,
+    model_validator,
+)
 
 from megatron_gvpo.core.secrets import from_variable
 from megatron_gvpo.core.section import EVERY_KEY, MIB, LocalPath, Section, Seed
@@ -50,7 +58,7 @@ class FP8Config(Section):
 
 
 class ModelConfig(Section):
-    fixed_keys = ("dtype", "fp8", "adapter", "train_vision")
+    fixed_keys = ("dtype", "fp8", "adapter", "train_vision", "freeze")
     free_keys = ("path", "trust_remote_code")
 
     path: LocalPath  # A Hugging Face checkpoint directory: config.json, safetensors files, tokenizer.
@@ -60,6 +68,9 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     # Train the vision tower of a model that takes images, too; by default its weights stay as they are.
     train_vision: bool = False
+    # Weights that stay as they are, by Megatron's names; `*` stands for any text, and a module for all in it:
+    # [embedding, decoder.layers.0, "*.router"]. Layers are counted from 0.
+    freeze: tuple[str, ...] = ()
     fp8: FP8Config | None = None
     adapter: AdapterConfig | None = None  # Train low-rank adapters (LoRA), and keep the weights as they are.
 
@@ -67,6 +78,8 @@ class ModelConfig(Section):
     def _possible(self) -> Self:
         if self.fp8 is not None and self.dtype != "bfloat16":
             raise ValueError(f"fp8 needs dtype=bfloat16 for what is not in FP8, and dtype={self.dtype}")
+        if self.freeze and self.adapter is not None:
+            raise ValueError("freeze has no effect with adapter, which keeps all weights as they are")
         return self
 
 
@@ -99,21 +112,31 @@ class DatasetConfig(Section):
     # The field with the answer that rewards compare with; null where no reward needs one.
     answer_key: str | None = "answer"
     # The field with a worked solution, for SFT or as a member of the group: a string, or a list of chat
-    # messages of which the assistant's are the solution.
+    # messages of which the assistant's are the solution. Without it, SFT recognises the commonest records.
     demonstration_key: str | None = None
     # The field with scored responses, `[{"response": ..., "reward": ...}, ...]`, for algorithm.sampler=file.
+    # Without it, records with `chosen` and `rejected` are recognised.
     responses_key: str | None = None
     # Read only this many records, the first; of a hub data set only the files that they are in.
     limit: PositiveInt | None = None
 
 
 class DataConfig(Section):
-    fixed_keys = ("chat_template", "system_prompt", "max_prompt_tokens", "prompt_too_long", "shuffle")
+    fixed_keys = (
+        "chat_template",
+        "chat_template_kwargs",
+        "system_prompt",
+        "max_prompt_tokens",
+        "prompt_too_long",
+        "shuffle",
+    )
     free_keys = ("eval",)
 
     train: DatasetConfig
     eval: DatasetConfig | None = None
     chat_template: bool = True  # Apply the tokenizer's chat template where it has one.
+    # Variables that the chat template reads, such as {enable_thinking: false} for Qwen3.
+    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     system_prompt: str | None = None  # System message for prompts that have none; needs a chat template.
     # The longest prompt, in tokens, chat template included. Default: what the longest response leaves of the
     # model's max_position_embeddings.
@@ -125,7 +148,7 @@ class DataConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How responses are sampled. `eval.sampling` takes the keys that it does not set from `rollout`."""
+    """Settings of sampling. `eval.sampling` takes the keys that it does not set from `rollout`."""
 
     fixed_keys: ClassVar[tuple[str, ...]] = ("temperature", "top_p", "max_tokens", "stop_token_ids")
 
@@ -182,6 +205,7 @@ class TrainConfig(Section):
     fixed_keys = ("prompts_per_step", "mini_batches", "batch_epochs", "seed")
     free_keys = (
         "steps",
+        "max_hours",
         "max_tokens_per_micro_batch",
         "max_empty_batches",
         "share_prompts",
@@ -190,6 +214,9 @@ class TrainConfig(Section):
     )
 
     steps: PositiveInt  # Steps of the run. A step samples one batch of prompts and trains on it.
+    # End the run after the step in which so many hours of wall time have passed since its start, with a
+    # checkpoint and an export; --resume goes on, for as many hours again. Default: no limit.
+    max_hours: float | None = Field(None, gt=0, le=10**5)
     prompts_per_step: int = Field(gt=0, le=10**6)  # Prompts of a step, over all ranks.
     mini_batches: PositiveInt = 1  # Optimizer updates of a step; each trains on an equal part of its groups.
     batch_epochs: PositiveInt = 1  # Passes over the mini-batches of a step (PPO's epochs, GRPO's mu).
@@ -198,13 +225,19 @@ class TrainConfig(Section):
     # End the run after this many batches in a row that teach nothing: algorithm.shapers drop every group, no
     # group has a signal for the loss (all its rewards are equal), or a reward fails for every response.
     max_empty_batches: PositiveInt = 20
-    # Compute a prompt once for all responses to it in a micro-batch. Default: true on a CPU where possible.
-    share_prompts: bool | None = None
+    # Compute a prompt once for all responses to it in a micro-batch. `auto`: on a CPU, where model and layout
+    # allow it; the run says so, or why not.
+    share_prompts: bool | Literal["auto"] = "auto"
     # MiB that a rank may keep between a micro-batch's forward and backward for the output layer's gradient; 0
     # keeps nothing and recomputes (docs/explanation/head.md).
     head_stash_mb: NonNegativeInt = 1024
     seed: Seed = 0  # Seed of sampling, order and initialisation.
     deterministic: bool = False  # Repeat the metrics bit for bit under the same layout; slower on a GPU.
+
+    @property
+    def requires_shared_prompts(self) -> bool:
+        """True if the run must not start where prompts cannot be shared."""
+        return self.share_prompts is True
 
     @property
     def head_stash_bytes(self) -> int:
@@ -230,7 +263,8 @@ class OptimizerConfig(Section):
     decay: Literal["constant", "linear", "cosine"] = "constant"
     betas: tuple[Decay, Decay] = (0.9, 0.95)  # AdamW's decay rates of the first and second moments.
     eps: float = Field(1e-8, gt=1e-30, le=1)  # AdamW's epsilon.
-    weight_decay: float = Field(0.0, ge=0, le=10)  # AdamW's weight decay.
+    # AdamW's weight decay. Megatron does not apply it to norms and biases, as torch's AdamW would.
+    weight_decay: float = Field(0.0, ge=0, le=10)
     clip_grad: float = Field(1.0, ge=0)  # Clip the gradient's global norm to this; 0 does not clip.
     # Share of the fp32 master weights and moments that is kept in host memory and updated there.
     offload_fraction: float = Field(0.0, ge=0, le=1)
@@ -288,7 +322,7 @@ class CheckpointConfig(Section):
     push_to_hub: HubConfig | None = None
 
     def exports(self, step: int) -> bool:
-        """True if the checkpoint of this step is exported on the way."""
+        """True if the checkpoint of this step is exported during the run."""
         return self.export_every > 0 and step % (self.every * self.export_every) == 0
 
 

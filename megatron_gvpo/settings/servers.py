@@ -31,7 +31,8 @@ class EngineServers(Section):
     free_keys = EVERY_KEY
 
     urls: tuple[str, ...] = ()  # Addresses of running servers; empty: the trainer starts its own.
-    count: Processes = 1  # Servers to start.
+    # Servers to start on a machine: beside the trainer's first rank, or on every node of `slurm` and `serve`.
+    count: Processes = 1
     tp: PositiveInt = 1  # Tensor-parallel GPUs of one server.
     host: str = "127.0.0.1"  # The address on which started servers listen.
     # Port of the first started server; the others follow. 0 finds free ports.
@@ -111,7 +112,7 @@ class ServersConfig(EngineServers):
 
 
 def _check_address(url: str) -> None:
-    """Raise ValueError for a text that is not a server's address, or that has more in it."""
+    """Raise ValueError for a text that is not a server's address alone."""
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"urls: {url!r} does not begin with http:// or https://")
     try:
@@ -136,7 +137,7 @@ def _check_address(url: str) -> None:
 
 
 class WeightSyncConfig(Section):
-    """How new weights reach the servers after every step."""
+    """Settings of the push of new weights to the servers after every step."""
 
     fixed_keys = ("in_flight",)
     free_keys = ("transport", "bucket_mb", "address", "directory", "attempts", "timeout")

@@ -13,16 +13,16 @@ from megatron_gvpo.core.by_name import known
 
 @dataclass(frozen=True)
 class Traits:
-    """How a transport moves weights, and where it works. All checks ask this, and not for its name."""
+    """The traits of a transport. Checks read them, and never compare a transport's name."""
 
     implementation: str  # "module:class" of its class; the import loads torch
-    forms_group: bool = False  # it forms a process group with the servers, over NCCL on GPUs
-    colocated_ok: bool = True  # it reaches servers on the trainer's own GPUs
-    nodes_ok: bool = True  # it reaches all parts of a server on several machines
-    fp8_ok: bool = True  # it can change a model that the servers keep in FP8
+    forms_group: bool = False  # forms a process group with the servers, over NCCL on GPUs
+    colocated_ok: bool = True  # reaches servers on the trainer's own GPUs
+    nodes_ok: bool = True  # reaches all parts of a server on several machines
+    fp8_ok: bool = True  # can change a model that the servers keep in FP8
     sends_own: bool = False  # every rank sends the weights that it has itself, in place of buckets
-    sends_adapter: bool = False  # its buckets hold the adapter that trains, and no other weights
-    sends_changes: bool = False  # it sends changed elements with their positions in a checkpoint's tensors
+    sends_adapter: bool = False  # sends the trained adapter, and no other weights
+    sends_changes: bool = False  # sends changed elements with their positions in a checkpoint's tensors
     sends_files: bool = False  # the engines read them with their own loaders
 
 

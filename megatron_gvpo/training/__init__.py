@@ -1,1 +1,5 @@
 """The training loop: a step, its checkpoints, callbacks, evaluation, and conversion of checkpoints."""
+
+from megatron_gvpo.training.environment import quieten_libraries
+
+quieten_libraries()  # before they are imported: many warn then

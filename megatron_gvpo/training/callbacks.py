@@ -34,6 +34,7 @@ class Callback:
     """Base class of callbacks: override the methods that you need.
 
     The trainer calls them on every rank; `trainer.is_main` is True on the one rank that should print.
+    `trainer.stop(reason)` ends the run after the present step, with a checkpoint and an export.
     """
 
     def on_start(self, trainer: Trainer) -> None:
@@ -76,7 +77,7 @@ class Recorder(Callback):
     def __init__(self) -> None:
         self._opened = ExitStack()
         self._monitor: DeviceMonitor | None = None
-        self._responses: list[Responses] = []  # of the present step
+        self._responses: list[Responses] = []  # responses of the present step
 
     def on_start(self, trainer: Trainer) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -139,7 +140,7 @@ class Recorder(Callback):
         components = [component.name for component in config.rewards.components]
         self._rollouts = RolloutWriter(self._directory, config.logging.rollouts, components, resume_step)
         self._opened.callback(self._rollouts.close)
-        self._opened.callback(self._write_responses)  # of a step that the run has not come to report
+        self._opened.callback(self._write_responses)  # includes an unreported step's
         self._progress = Progress(
             config.logging.progress,
             config.train.steps,
@@ -147,6 +148,8 @@ class Recorder(Callback):
             phase=trainer.components.timer.current,
         )
         self._opened.callback(self._progress.close)
+        if config.train.share_prompts == "auto" and config.samples_responses and config.rollout.n > 1:
+            self._progress.note(f"train.share_prompts=auto: {_prompt_sharing(trainer)}")
         self._alerts = Finder()
         if resume_step is not None:
             for record in read_metrics(self._directory / "metrics.jsonl"):
@@ -190,10 +193,20 @@ class Recorder(Callback):
         self._progress.close()
 
 
+def _prompt_sharing(trainer: Trainer) -> str:
+    """Say if a prompt is computed once for its responses, or why not."""
+    model, rollout = trainer.components.policy.model, trainer.config.rollout
+    if rollout.conversation is not None:
+        return "off: every turn of a conversation has a context of its own"
+    if model.share_prompts:
+        return f"on, a prompt is computed once for its {rollout.n} responses"
+    return f"off: {model.obstacle_to_sharing}"
+
+
 def _refused(trainer: Trainer, problem: OSError) -> str:
     directory = Path(trainer.config.output_dir)
     begin = f"cannot write the records in output_dir={directory}: {problem}"
-    if not (directory / RUN).is_file():  # a checkpoint or a file of rollouts makes the directory again
+    if not (directory / RUN).is_file():  # a checkpoint or rollouts file can make the directory again
         return (
             f"{begin}; the record of the run is gone, so the directory was removed, moved or emptied while "
             "the run wrote to it, and its checkpoints with it: put them back and continue with --resume, or "

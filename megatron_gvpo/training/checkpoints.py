@@ -1,4 +1,4 @@
-"""The checkpoints and exports of a run: when one is written, which is the best, and where a run goes on."""
+"""The checkpoints and exports of a run: writes them when due, tracks the best, and resumes from them."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Checkpoints:
         self._state = RunState(components)
         self._best = Best(self._options.keep_best)
         self._pending: Path | None = None  # a checkpoint that may not be complete yet
-        self.last: Path | None = None  # the last complete one that this process wrote
-        self.last_step = 0  # the step of the last one, which may be one that was resumed from
+        self.last: Path | None = None  # the last complete checkpoint that this process wrote
+        self.last_step = 0  # the step of the last checkpoint, written or resumed from
         # A step's end, from which a run goes on: a step that fails half-way is trained again from here.
         self._resume_point: dict[str, Any] = {}
         self.mark()
 
     def mark(self) -> None:
-        """Take the present state of the samplers and blocks as the one that the next checkpoint keeps."""
+        """Record the present state of samplers and blocks for the next checkpoint."""
         self._resume_point = self._state.state_dict()
 
     def resume(self) -> tuple[int, Metrics | None] | None:
@@ -109,7 +109,7 @@ class Checkpoints:
                 model.finish_background_work()
 
     def complete_exports(self, step: int) -> None:
-        """Write the exports of the resumed checkpoint of `step` that its run did not come to write."""
+        """Write the exports of the resumed checkpoint of `step` that its run did not get to write."""
         exports = self._directories(step, self._best.step == step)
         missing = broadcast_msgpack([i for i, path in enumerate(exports) if exported_step(path) != step])
         self._export_all([exports[i] for i in missing], step)
@@ -130,6 +130,6 @@ class Checkpoints:
 
     def _export_all(self, directories: Sequence[Path], step: int) -> None:
         if directories:
-            self._wait()  # first: no export is of a step whose checkpoint is lost
+            self._wait()  # first, so that every exported step has its checkpoint
         for directory in directories:
             self.export(directory, step)

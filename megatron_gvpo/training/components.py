@@ -18,6 +18,7 @@ from megatron_gvpo.data.order import PromptOrder, SuccessTracker, WeightedOrder
 from megatron_gvpo.data.prompts import PromptWriter
 from megatron_gvpo.data.task import Task, load_task
 from megatron_gvpo.groups import Group
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.huggingface.end_tokens import other_end
 from megatron_gvpo.huggingface.tokenizer import set_date
 from megatron_gvpo.megatron.policy import Policy
@@ -52,14 +53,21 @@ class Components:
         `heartbeat` is called on every rank at once from time to time while the ranks wait for responses.
         """
         set_date(first_start(config.output_dir) if resumes else None)
-        prepare(config)  # the command line has done so; a user of the Python API has not
+        prepare(config)  # the command line did this already; a user of the Python API did not
         self.config = config
         rank = int(os.environ.get("RANK", "0"))  # there is no process group before the policy
         self._markers = phase_markers(config.logging, config.output_dir, rank)
         self.timer = PhaseTimer(synchronize=torch.cuda.is_available(), markers=self._markers)
-        task = load_task(config, configured_schemas(config))
-        if not rank and (warning := other_end(config, task.end_token_ids)) is not None:
+        cards = ModelCards(config)
+        task = load_task(config, cards.policy, configured_schemas(config.rollout.conversation))
+        teacher, ends = config.teacher, task.end_token_ids
+        if not rank and teacher is not None and (warning := other_end(teacher.path, cards.teacher, ends)):
             log.warning(warning)
+        if not rank and (count := len(task.prompts)) < config.train.prompts_per_step:
+            log.warning(
+                "train.prompts_per_step=%d, and %s has %d prompts: a step trains a prompt several times",
+                *(config.train.prompts_per_step, config.data.train.path, count),
+            )
         algorithm = config.algorithm.sized(config.rollout.max_tokens)
         self.prompts, self.tokenizer = task.prompts, task.tokenizer
         self.tracker = SuccessTracker(algorithm.tracker) if algorithm.needs_tracker else None
@@ -79,7 +87,7 @@ class Components:
         self.profiler: ProfileWindow = profile_window(
             config.logging, Path(config.output_dir), dist.get_rank()
         )
-        self._rollouts = Rollouts(config, task, self.policy, self.timer, heartbeat)
+        self._rollouts = Rollouts(config, cards, task, self.policy, self.timer, heartbeat)
         self.engine = self._rollouts.engine
         self.sampler = self._compose(task, algorithm)
         self.batches = BatchQueue(self.order, self.prompts, self.sampler, config.train.prompts_per_step)
@@ -116,7 +124,7 @@ class Components:
 
     def shape(self, groups: list[Group], step: int) -> tuple[list[Group], list[str]]:
         """The groups that the method's shapers leave, and warnings. A collective. Raises RolloutError."""
-        with self.timer.phase("reward"):  # they may ask a judge
+        with self.timer.phase("reward"):  # members may ask a judge
             remaining, dropped = run_shapers(self._shapers, groups, step)
         return remaining, self.empty_batches.check_shaped(step, groups, remaining, dropped)
 
@@ -137,7 +145,7 @@ class Components:
         return self._rollouts.evaluate(version)
 
     def __enter__(self) -> Self:
-        with ExitStack() as opened:  # closes what is open where the next part cannot be opened
+        with ExitStack() as opened:  # closes earlier parts if a later one fails to open
             opened.enter_context(self._rollouts)
             if self.teacher is not None:
                 opened.enter_context(self.teacher)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_gvpo.checks.preflight_on_ranks import preflight_on_ranks
+from megatron_gvpo.checks.preflight import preflight_on_ranks
 from megatron_gvpo.core.errors import CheckpointError, ConfigError
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
@@ -120,7 +120,7 @@ def write_hugging_face(model: Model, source: ModelConfig, target: Path, step: in
 
     def finish() -> None:
         load_tokenizer(source.path, source.trust_remote_code).save_pretrained(partial)
-        for name in (*_PROCESSOR, "generation_config.json"):  # where the model has them
+        for name in (*_PROCESSOR, "generation_config.json"):  # the model may lack these files
             if (Path(source.path) / name).is_file():
                 shutil.copy(Path(source.path) / name, partial)
         files = sorted(path.relative_to(partial).as_posix() for path in partial.rglob("*") if path.is_file())

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config
 
 
-OPEN_FILES = 256  # of a process with its libraries, workers and servers
+LIBRARIES = ("megatron", "torch", "transformers", "transformer_engine", "apex", "modelopt", "triton")
+OPEN_FILES = 256  # open files that a process needs for libraries, workers and servers
 
 
 def prepare(config: Config) -> None:
@@ -34,6 +35,8 @@ def prepare(config: Config) -> None:
         # Megatron launches a communication before the matrix product that hides it. GPUs up to Hopper keep
         # that order only with a single queue. Megatron-LM refuses to run without it.
         wanted[MEGATRONS] = "1"
+    if rollout.servers.colocated or parallel.offload_layers or parallel.offload_modules:
+        wanted |= _pinned_exactly()
     if rollout.engine == "sglang" and rollout.weights.traits.forms_group:
         # SGLang sets it in its own processes (0.5.23, engine.py). If ranks of one process group differ in it,
         # they exchange handles of GPU memory that the other side cannot open.
@@ -42,6 +45,18 @@ def prepare(config: Config) -> None:
         wanted |= ON_LOOPBACK
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
+
+
+def _pinned_exactly() -> dict[str, str]:
+    """PyTorch's allocator setting with which pinned host memory above 64 MiB is as large as was asked for.
+
+    Otherwise it rounds up to a power of two, and 8.6 GB of weights on the host take 16. The user's own
+    settings stay.
+    """
+    name = "PYTORCH_ALLOC_CONF"
+    if "PYTORCH_CUDA_ALLOC_CONF" in os.environ or name in os.environ:
+        return {}
+    return {name: "pinned_max_round_threshold_mb:64"}
 
 
 def _only_this_machine(config: Config) -> bool:
@@ -63,11 +78,19 @@ def _allow_open_files() -> None:
 
 
 def quieten() -> None:
-    """Keep libraries' warnings off the terminal; python -W or PYTHONWARNINGS brings them back.
+    """Keep warnings off the terminal; python -W or PYTHONWARNINGS brings them back.
 
     The libraries warn of packages that this machine lacks, which `doctor` reports better, and of each other.
     """
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+    quieten_libraries()
+
+
+def quieten_libraries() -> None:
+    """Keep the libraries' warnings off a Python user's terminal, and nobody else's."""
+    if not sys.warnoptions:
+        for library in LIBRARIES:
+            warnings.filterwarnings("ignore", module=rf"{library}(\.|$)")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_gvpo.checks.preflight_on_ranks import preflight_on_ranks
+from megatron_gvpo.checks.preflight import preflight_on_ranks
 from megatron_gvpo.data.task import load_task
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.huggingface.tokenizer import set_date
 from megatron_gvpo.megatron.scorer import Scorer
 from megatron_gvpo.observe import PhaseTimer
@@ -29,8 +30,9 @@ def evaluate(config: Config, resume: bool, step: int | None = None) -> dict[str,
     preflight_on_ranks(config, "eval")
     prepare(config)
     set_date(first_start(config.output_dir) if resume else None)  # prompts are those of the run
-    task = load_task(config, configured_schemas(config))
+    cards = ModelCards(config)
+    task = load_task(config, cards.policy, configured_schemas(config.rollout.conversation))
     policy = Scorer(config)
     loaded = load_checkpoint(config, policy.model, step) if resume else 0
-    with Rollouts(config, task, policy, PhaseTimer()) as rollouts:
+    with Rollouts(config, cards, task, policy, PhaseTimer()) as rollouts:
         return rollouts.evaluate(loaded)[1]

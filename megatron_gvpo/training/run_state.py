@@ -79,14 +79,14 @@ class RunState:
             )
 
     def _load_members(self, saved: list[tuple[str, dict[str, Any]]]) -> None:
-        """Give each member the first saved state of a member with its name, which no other member has got."""
+        """Give each member the first saved state under its name that no other member has taken."""
         for name, member in zip(self._blocks()["members"], self._components.members, strict=True):
             index = next((i for i, (other, _) in enumerate(saved) if other == name), None)
             if index is not None and isinstance(member, Stateful):
                 member.load_state_dict(saved.pop(index)[1])
 
     def _blocks(self) -> dict[str, Any]:
-        """The names of the blocks that may have a state, which says whose state it is."""
+        """The names of the blocks that may have a state, so that a state finds its owner."""
         algorithm = self._components.config.algorithm
         return {
             "batch_policy": algorithm.batch_policy.name,
@@ -109,7 +109,7 @@ def _digest_of_prompts(prompts: Sequence[Prompt]) -> str:
 
 
 def _digest_of_images(prompts: Sequence[Prompt]) -> str | None:
-    """A hash of all images, None without any; the record of a run has that of the data, which names them."""
+    """A hash of all images, None without any; run.json has only the hash of the data that names them."""
     digests = [image.digest for prompt in prompts for image in prompt.images]
     return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest() if digests else None
 

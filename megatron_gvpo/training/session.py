@@ -16,12 +16,12 @@ from megatron_gvpo.data.image_files import ImageError
 if TYPE_CHECKING:
     from megatron_gvpo.training.trainer import Trainer
 
-FAILING = 10.0  # seconds between the first and the last rank that a user's function fails on
+FAILING = 10.0  # seconds from the first to the last rank's failure of a user's function
 
 
 @contextmanager
 def running(trainer: Trainer) -> Iterator[None]:
-    """Holds the run's directory, engine and callbacks open, and saves a checkpoint where the block stops.
+    """Holds the run's directory, engine and callbacks open; saves a checkpoint if a signal stops the block.
 
     Raises Interrupted after a signal and RolloutError without servers, both after a checkpoint; every rank
     raises them at the same point.
@@ -53,7 +53,7 @@ def naming_the_step(trainer: Trainer, step: int) -> Iterator[None]:
 
 
 def _where_to_resume(trainer: Trainer) -> str:
-    """Save the step before the one that failed, where all ranks know of the failure; say where to go on.
+    """Save the step before the failed one, if all ranks know of the failure; say where to resume.
 
     A step that failed after an update of the weights leaves nothing to save.
     """

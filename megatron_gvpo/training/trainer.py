@@ -15,8 +15,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megatron_gvpo.algorithms.base import STEP_START, TEACHER, Reference
-from megatron_gvpo.checks.preflight_on_ranks import preflight_on_ranks
-from megatron_gvpo.core.collectives import all_ranks_agree, broadcast_msgpack
+from megatron_gvpo.checks.preflight import preflight_on_ranks
+from megatron_gvpo.core.collectives import all_gather_msgpack, all_ranks_agree, broadcast_msgpack
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.signals import Interrupt
@@ -86,9 +86,10 @@ class Trainer:
         self._metrics: Metrics = unreported or {}
         self._is_reported = self.resumed and unreported is None  # else on_step is due
         self.is_mid_update = False  # the weights are no longer those of `step`
+        self._stop_reason: str | None = None  # of this rank
 
     def fit(self) -> Metrics:
-        """Train to the last step; returns that step's metrics, or none if the run was finished before.
+        """Train to the last step, or to a `stop`; returns its metrics, or none if the run had ended before.
 
         Raises Interrupted after SIGTERM, SIGUSR1, SIGINT or SIGHUP, and RolloutError when no server answers
         any more, a teacher or judge of the user's fails, or train.max_empty_batches batches in a row teach
@@ -98,6 +99,7 @@ class Trainer:
         HubError, on rank 0, where the finished run's export cannot be pushed.
         """
         steps, every = self.config.train.steps, self.config.checkpoint.every
+        self._begun = time.monotonic()
         with self._single.fit(lambda: self.step, steps):
             if self._was_finished_before():
                 return {}
@@ -107,11 +109,15 @@ class Trainer:
                     with naming_the_step(self, step):
                         self._train_step(step)
                     self._report()
-                    if step == steps or (every and step % every == 0):
+                    is_due = step == steps or (every > 0 and step % every == 0)
+                    if is_due:
                         self.save()
-                    self.interrupt.check()
+                    reason = self._reason_to_stop()
+                    if self.interrupt.check_and_agree(reason is not None) and step < steps:
+                        self._stop_here(reason, is_saved=is_due)
+                        break
                 self._finish()
-            if self.is_main:  # the other ranks do not wait: it may take long
+            if self.is_main:  # other ranks do not wait, because it may take long
                 upload_export(self.config.checkpoint, Path(self.config.output_dir), self.step)
             return self._metrics
 
@@ -132,6 +138,27 @@ class Trainer:
         self._push(step)
         metrics |= self._step_metrics(groups, time.perf_counter() - begin)
 
+    def stop(self, reason: str) -> None:
+        """End the run after the present step with a checkpoint and an export, as after the last one.
+
+        A callback calls it, on one rank or on all. `fit` returns as usual; the run can be resumed.
+        """
+        self._stop_reason = reason
+
+    def _reason_to_stop(self) -> str | None:
+        """Why this rank ends the run before its last step; None if it goes on."""
+        hours = self.config.train.max_hours
+        if self._stop_reason is None and hours is not None and time.monotonic() - self._begun >= 3600 * hours:
+            return f"train.max_hours={hours:g} have passed"
+        return self._stop_reason
+
+    def _stop_here(self, reason: str | None, is_saved: bool) -> None:
+        """Save the step, and say why the run ends with it. A collective."""
+        if not is_saved:
+            self.save()
+        why = next(text for text in all_gather_msgpack(reason) if text is not None)
+        self._warn(f"stopped after step {self.step} of {self.config.train.steps}: {why}; --resume goes on")
+
     def close(self) -> None:
         """Free the model's memory and its process groups, as the construction of another Trainer does."""
         self._single.end()
@@ -150,7 +177,7 @@ class Trainer:
         return metrics
 
     def notify(self, event: str, *args: Any) -> None:
-        """Call this method of every callback."""
+        """Call the method of this name of every callback."""
         for callback in self.callbacks:
             getattr(callback, event)(self, *args)
 
@@ -160,7 +187,7 @@ class Trainer:
         parallel.release()
 
     def begin(self) -> None:
-        """Take the output directory, and write what an earlier run left undone; the input is right by now."""
+        """Claim the output directory, and finish the exports of an earlier run. The input is checked."""
         settings = self.config.checkpoint.push_to_hub
         with all_ranks_agree(ConfigError):
             if settings is not None and self.is_main:
@@ -178,15 +205,15 @@ class Trainer:
         return message is not None
 
     def _report_start(self) -> None:
-        """Report the policy before the first step, or the step that a resumed run could not report."""
+        """Report the policy before the first step, or the step that the resumed run could not report."""
         self._warn(advice(self.config))
         if not self._is_reported:
             self._report()
             if self.resumed:
-                self.save()  # with the evaluation, by which it may be the best
+                self.save()  # after the evaluation, which may make it the best
 
     def _report(self) -> None:
-        """Evaluate, if it is time to, and tell the callbacks of the step. A resumed run makes up for it."""
+        """Evaluate if due, and tell the callbacks of the step. A resumed run makes up for a missed report."""
         every = self.config.eval.every
         if self.step in (0, self.config.train.steps) or (every and self.step % every == 0):
             self.interrupt.check()
@@ -205,7 +232,7 @@ class Trainer:
         self.components.profiler.step(step)
 
     def _complete_step(self, step: int, metrics: Metrics) -> None:
-        """The step's weights are those of the policy from here on, whatever fails later, as a push may."""
+        """Count the step as trained from here on, even if a later push fails."""
         self.step, self.is_mid_update = step, False
         self._metrics, self._is_reported = metrics, False
         self.checkpoints.mark()
@@ -222,7 +249,7 @@ class Trainer:
             values = {f"train/{name}": value for name, value in result.metrics.items()} | result.head
             for name, value in values.items():
                 metrics[name] = metrics.get(name, 0.0) + value / len(results)
-        if results:  # unless every response was masked
+        if results:  # empty if every response was masked
             metrics["train/grad_norm"] = sum(r.update.grad_norm for r in results) / len(results)
             metrics["train/lr"] = results[-1].update.lr
             metrics |= results[0].memory
@@ -326,7 +353,8 @@ class Trainer:
         be REINFORCE. The first mini-batch needs no scoring by that policy: it is still the one that trains.
         """
         references, policy = self.config.algorithm.loss.reference_policies, self.components.policy
-        columns: dict[str, Tensor | None] = {"old_logp_r": None, "ref_logp_r": None}  # not the estimator's
+        # The loss's own columns, not the estimator's.
+        columns: dict[str, Tensor | None] = {"old_logp_r": None, "ref_logp_r": None}
         now_r = None
         if not (first or self._engine_reference) and STEP_START in references.values():
             now_r = policy.score(rows) if rows.old_logp_r is None else rows.old_logp_r
@@ -387,7 +415,7 @@ class Trainer:
         return result
 
     def _warn(self, *warnings: str | None) -> None:
-        """Write those of the warnings that are there, on one rank."""
+        """Write the warnings that are not None, on one rank."""
         for warning in warnings:
             if warning is not None and self.is_main:
                 log.warning(hide(warning))

@@ -1,4 +1,4 @@
-"""Parallel layouts by name, such as `tp2-sp`, and those in which a model is compared."""
+"""Parallel layouts by name, such as `tp2-sp`, and the layouts in which a model is compared."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.settings.parallel import ParallelConfig
 
-MOST_RANKS = 4  # of a layout in which a model is compared
+MOST_RANKS = 4  # layouts with more ranks are not compared
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class ParallelLayout:
     recompute: str = "none"
     recompute_layers: int | None = None
     recompute_modules: tuple[str, ...] = ("core_attn",)
-    offload: float = 0.0  # of the optimizer's states
-    small: bool = False  # a test's layout, with sizes of libraries cut down
+    offload: float = 0.0  # share of the optimizer's states in host memory
+    small: bool = False  # for tests: sizes inside libraries are cut down
 
     @property
     def dp(self) -> int:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_gvpo.types import TrainBatch
 
-TEMPERATURE = 1.0  # of supervised fine-tuning, whose loss both sides differentiate
-MICRO_BATCH = 32  # tokens: the rows are several packs of several rows
+TEMPERATURE = 1.0  # both sides differentiate the loss of supervised fine-tuning
+MICRO_BATCH = 32  # in tokens: the rows fill several packs of several rows
 # Adam's first step is g / (|g| + eps): with the usual 1e-8 it is the sign of g, so that a rounding error in a
 # gradient of 1e-9 flips the update. This eps is comparable to the gradients, and the update continuous.
 UPDATE: dict[str, Any] = {
@@ -30,19 +30,19 @@ _LENGTHS = [(3, 4), (3, 1), (1, 20), (7, 5), (5, 8), (2, 12), (4, 3)]
 class Computed:
     """Results of one side; tensors have the names of the checkpoint's files."""
 
-    logp_r: Tensor  # of all response tokens
+    logp_r: Tensor  # log-probs of all response tokens
     gradients: dict[str, Tensor]
-    norm: float  # of all gradients, by which the optimizer clips
+    norm: float  # norm over all gradients, which the optimizer clips by
     updated: dict[str, Tensor]  # weights after one update
-    exported: dict[str, Tensor]  # weights before it
+    exported: dict[str, Tensor]  # weights before the update
 
 
 @dataclass(frozen=True)
 class Limits:
     """The largest differences that rounding explains."""
 
-    logp: float = 1e-5  # nats
-    gradient: float = 2e-5  # of the largest entry of the same tensor's gradient
+    logp: float = 1e-5  # in nats
+    gradient: float = 2e-5  # relative to the largest entry of the same tensor's gradient
     norm: float = 1e-5  # relative
 
     @property
@@ -56,10 +56,10 @@ class Limits:
 
     @staticmethod
     def for_rounding(own: Difference) -> Limits:
-        """`own`: between transformers in float32 and in float64, which has the same rounding to live with."""
+        """`own`: the difference between transformers in float32 and float64, which rounds alike."""
 
         def limit(least: float, rounding: float) -> float:
-            return min(max(least, 4 * rounding), 1e-3)  # what is computed wrongly differs by more
+            return min(max(least, 4 * rounding), 1e-3)  # errors in the computation differ by more
 
         least = Limits()
         return Limits(
@@ -69,7 +69,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one side is from the other, and the tensors that are the farthest."""
+    """The largest differences between the two sides, and the tensors that have them."""
 
     logp: float
     gradient: float
@@ -77,7 +77,7 @@ class Difference:
     norm: float
     update: float
     update_name: str
-    exported: str | None  # the first tensor that an export changes; None: no bit differs
+    exported: str | None  # first tensor that the export changes; None: every bit is equal
 
     def problem(self, limits: Limits) -> str | None:
         """The message that says what is wrong, and how far; None if all is within the limits."""
@@ -142,7 +142,7 @@ def _worst(computed: Mapping[str, Tensor], wanted: Mapping[str, Tensor], measure
 
 
 def _of_largest(difference: float, wanted: Tensor, floor: float) -> float:
-    """A gradient is a sum of terms that may cancel; an expert may get no token, and none at all."""
+    """The difference relative to the largest entry: terms may cancel, and an expert's gradient may be 0."""
     return max(0.0, difference - floor) / max(float(wanted.abs().max()), floor)
 
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from megatron_gvpo.types import TrainBatch
 
 
-SECONDS = 600.0  # that a side may take in one layout
+SECONDS = 600.0  # limit for one side in one layout
 _COLLECTIVE = timedelta(seconds=120)
 
 

@@ -70,13 +70,13 @@ def shrink(config: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _shrink_heads(config: dict[str, Any], tiny: dict[str, Any]) -> None:
-    """Keep multi-head, multi-query or grouped attention, with a head size that is set apart or not."""
+    """Keep multi-head, multi-query or grouped attention, with or without a head size of its own."""
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     tiny["num_attention_heads"] = 4
     if config.get("rotary_dim") and config.get("head_dim"):
         tiny["rotary_dim"] = tiny["head_dim"] * config["rotary_dim"] // config["head_dim"]
     if config.get("head_dim") and config.get("head_dim") == config.get("qk_rope_head_dim"):
-        tiny["head_dim"] = tiny["qk_rope_head_dim"]  # as transformers writes it for latent attention
+        tiny["head_dim"] = tiny["qk_rope_head_dim"]  # transformers' convention for latent attention
     if config.get("qk_head_dim"):
         tiny["qk_head_dim"] = tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"]
     if groups is not None:
@@ -88,7 +88,7 @@ def _shrink_heads(config: dict[str, Any], tiny: dict[str, Any]) -> None:
 
 
 def _shrink_experts(config: dict[str, Any], tiny: dict[str, Any]) -> None:
-    """Keep groups of experts, and how many experts a token takes of a group."""
+    """Keep groups of experts, and the number of experts that a token takes from a group."""
     count = ModelCard(config).experts
     if not count:
         return
@@ -159,7 +159,7 @@ def save_tiny(config: dict[str, Any], directory: Path, where: str) -> None:
         ) from None
     scatter(model)
     model.save_pretrained(directory)
-    if (named := config.get("model_type")) in SAME_MODEL:  # transformers writes its own
+    if (named := config.get("model_type")) in SAME_MODEL:  # transformers writes its own model_type
         file = directory / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": named}))
 
@@ -170,9 +170,9 @@ def scatter(model: torch.nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "inv_freq" in name or not tensor.is_floating_point():
             continue
-        if name.endswith("A_log"):  # decays under which a state lasts for several tokens
+        if name.endswith("A_log"):  # decay rates that keep a state for several tokens
             tensor.uniform_(-3.0, 0.0)
-        elif name.endswith(".sinks"):  # a good part of the attention, so that the gradient's norm shows them
+        elif name.endswith(".sinks"):  # sinks take much attention, so that the gradient's norm shows them
             tensor.uniform_(1.0, 4.0)
         elif "norm" in name or "bias" in name or tensor.dim() == 1:
             tensor += 0.1 * torch.randn_like(tensor)

@@ -1,4 +1,4 @@
-"""Adapters by files that every server can read: the engine's own way to serve one, named by its version.
+"""Adapters as files that every server can read; the engine serves each under a name with its version.
 
 The servers keep the weights that they started with, and each push is an adapter of a new name. A request
 names the adapter that it wants, so a server that has restarted refuses it rather than sample from the base.
@@ -15,19 +15,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
-import torch
 from torch import Tensor
 
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_of, check_limits
 from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.server import Server
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.servers import run_directory
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.disk import writing
-from megatron_gvpo.weights.transport import Transport, WeightReceiver, each
+from megatron_gvpo.weights.transport import PushSettings, Transport, WeightReceiver, each
 
-PREFIX = "gvpo-"  # of the names of all adapters that a run gives to servers
+PREFIX = "gvpo-"  # begins the names of all adapters that a run gives to servers
 
 
 class AdapterReceiver(WeightReceiver, Protocol):
@@ -84,15 +81,17 @@ class Adapter(Transport):
         self._version, self._tensors = -1, dict[str, Tensor]()
 
     @classmethod
-    def check(cls, config: Config) -> None:
-        check_limits(config)
+    def check(cls, settings: PushSettings) -> None:
+        check_limits(settings.rollout, settings.model, settings.cards.policy)
 
     @classmethod
-    def create(cls, config: Config, receiver: Callable[[Server], Any], device: torch.device) -> Self:
-        from megatron_gvpo.megatron.adapters.directory import adapter_config  # the trainer alone has xxhash
+    def create(cls, settings: PushSettings, receiver: Callable[[Server], Any]) -> Self:
+        # Late: only the trainer has xxhash.
+        from megatron_gvpo.megatron.adapters.directory import adapter_config
 
-        description = adapter_config(adapter_of(config), adapted_layers(config), config.model.path)
-        return cls(receiver, run_directory(config), description, config.rollout.weights.timeout)
+        model, layers = settings.model, adapted_layers(settings.model, settings.cards.policy)
+        description = adapter_config(adapter_of(model), layers, model.path)
+        return cls(receiver, settings.directory, description, settings.rollout.weights.timeout)
 
     async def begin(self, handles: Sequence[ServerHandle], version: int) -> None:
         self._handles, self._version, self._tensors = list(handles), version, {}
@@ -134,7 +133,7 @@ class Adapter(Transport):
         The server is paused and has no requests of this run in flight, so none uses an earlier adapter.
         """
         earlier = [old for old in await receiver.adapters(self._timeout) if old.startswith(PREFIX)]
-        if name in earlier:  # from a push that did not end
+        if name in earlier:  # left by a push that did not end
             await receiver.unload_adapter(name, self._timeout)
         await receiver.load_adapter(name, directory, self._timeout)
         receiver.use_adapter(name)

@@ -7,18 +7,23 @@ import contextlib
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
-import torch
 from torch import Tensor
 
 from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
 from megatron_gvpo.servers.server import Server
-from megatron_gvpo.settings.config import Config
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.group import Rendezvous, WeightGroup, group_address
-from megatron_gvpo.weights.transport import PushFailed, Transport, WeightReceiver, each, raise_failed
+from megatron_gvpo.weights.transport import (
+    PushFailed,
+    PushSettings,
+    Transport,
+    WeightReceiver,
+    each,
+    raise_failed,
+)
 
 POLL = 0.001  # seconds between two checks of a broadcast
 LEAVE = 5.0  # seconds that a server has to leave a group
@@ -57,6 +62,8 @@ class Broadcast(Transport):
     at the sender all the same, and the server would take it for the next one's data.
     """
 
+    max_ctas: ClassVar[int | None] = None  # see Rendezvous
+
     def __init__(
         self,
         receiver: Callable[[Server], Any],
@@ -70,23 +77,24 @@ class Broadcast(Transport):
         self._address, self._backend, self._timeout = address, backend, timeout
         self._group: WeightGroup | None = None
         self._handles: list[ServerHandle] = []
-        self._members: list[tuple[str, int]] = []  # the servers in the group, see _lives
-        self._offsets: dict[str, int] = {}  # by url
+        self._members: list[tuple[str, int]] = []  # (url, life) of the servers in the group, see _lives
+        self._offsets: dict[str, int] = {}  # first rank in the group, by url
         self._version = -1
         self._wire_s = 0.0
 
     @classmethod
-    def check(cls, config: Config) -> None:
-        group_address(config)
+    def check(cls, settings: PushSettings) -> None:
+        group_address(settings.rollout)
 
     @classmethod
-    def create(cls, config: Config, receiver: Callable[[Server], Any], device: torch.device) -> Self:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        return cls(receiver, group_address(config), backend, config.rollout.weights.timeout)
+    def create(cls, settings: PushSettings, receiver: Callable[[Server], Any]) -> Self:
+        backend = "nccl" if settings.device.type == "cuda" else "gloo"
+        rollout = settings.rollout
+        return cls(receiver, group_address(rollout), backend, rollout.weights.timeout)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`sync/wire_s`: seconds until the servers had the bytes of all buckets, before they load them."""
+        """`sync/wire_s`: seconds to bring the bytes of all buckets to the servers, without loading."""
         return {"sync/wire_s": self._wire_s}
 
     async def begin(self, handles: Sequence[ServerHandle], version: int) -> None:
@@ -124,7 +132,7 @@ class Broadcast(Transport):
                 work.wait()
                 self._wire_s += time.monotonic() - begin
                 await asyncio.wait(posts)
-            except RuntimeError as error:  # from torch, when a rank dies in the middle
+            except RuntimeError as error:  # torch raises it when a rank dies during the broadcast
                 await asyncio.wait(posts, timeout=5.0)
                 self._raise_failed(posts)
                 raise PushFailed(f"the broadcast failed: {error}", self._handles) from None
@@ -153,10 +161,10 @@ class Broadcast(Transport):
             self._offsets[handle.server.url] = world
             try:
                 world += (await handle.server.info(self._timeout)).processes
-            except (ServerGone, ServerRefused) as error:  # it died after its last health check
+            except (ServerGone, ServerRefused) as error:  # the server died after its last health check
                 raise PushFailed(str(error), [handle]) from None
         self._group = group = WeightGroup(
-            self._address, world, self._backend, min(60.0, self._timeout), self._timeout
+            self._address, world, self._backend, min(60.0, self._timeout), self._timeout, self.max_ctas
         )
 
         async def join(handle: ServerHandle) -> None:

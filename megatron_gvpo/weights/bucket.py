@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_FUSED = ("kv_a_proj_with_mqa", "q_a_proj")  # the projections down of latent attention
+_FUSED = ("kv_a_proj_with_mqa", "q_a_proj")  # down-projections of latent attention, which engines fuse
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Weights by their changes: positions and values of the elements that differ in a bit from the last push.
+"""Weights as changes: positions and values of the elements that differ in any bit from the last push.
 
 At the learning rates of post-training most bf16 weights do not change in a step, because the update is below
 half a unit in their last place. Rank 0 keeps a copy of the weights that it sent, on the host.
@@ -21,7 +21,7 @@ from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.group import Rendezvous
 from megatron_gvpo.weights.transport import each
 
-_MOST = 2**31  # elements of a tensor whose positions int32 holds; a larger one is sent whole
+_MOST = 2**31  # elements whose positions fit into int32; a larger tensor is sent in full
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -44,7 +44,7 @@ class DeltaReceiver(GroupReceiver, Protocol):
 
     @abstractmethod
     async def check_patches(self, timeout: float) -> None:
-        """After all patches of a push: refuse them if they changed more than the elements they name."""
+        """Refuse a push, after all patches, if they changed other elements than those they name."""
 
 
 class Delta(Broadcast):
@@ -52,7 +52,7 @@ class Delta(Broadcast):
 
     def __init__(self, receiver: Callable[[Server], Any], address: str, backend: str, timeout: float) -> None:
         super().__init__(receiver, address, backend, timeout)
-        self._sent: dict[str, Tensor] = {}  # on the host
+        self._sent: dict[str, Tensor] = {}  # last sent weights, on the host
         self._sent_version = -1  # -1: some server may lack `_sent`
         self._changed = self._elements = 0
         self._sparse = False

@@ -10,16 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.server import Server
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.servers import run_directory
 from megatron_gvpo.weights.bucket import Bucket
-from megatron_gvpo.weights.transport import PushFailed, Transport, WeightReceiver, each
+from megatron_gvpo.weights.transport import PushFailed, PushSettings, Transport, WeightReceiver, each
 
 
 class DiskReceiver(WeightReceiver, Protocol):
@@ -44,8 +41,8 @@ class Disk(Transport):
         self._version, self._files = -1, 0
 
     @classmethod
-    def create(cls, config: Config, receiver: Callable[[Server], Any], device: torch.device) -> Self:
-        return cls(receiver, run_directory(config), config.rollout.weights.timeout)
+    def create(cls, settings: PushSettings, receiver: Callable[[Server], Any]) -> Self:
+        return cls(receiver, settings.directory, settings.rollout.weights.timeout)
 
     async def begin(self, handles: Sequence[ServerHandle], version: int) -> None:
         self._handles, self._version, self._files = list(handles), version, 0

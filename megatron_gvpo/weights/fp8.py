@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.weights.bucket import Stored
 
-SCALE = "_scale_inv"  # suffix of a weight's name: the name of its scales
+SCALE = "_scale_inv"  # a weight's name plus this is the name of its scales
 MAX = 448.0  # the largest float8_e4m3fn
 SMALLEST = 1e-4  # lower bound of a block's largest magnitude, so that a block of zeros has a scale
 
@@ -31,7 +31,7 @@ class Fp8Layout:
     power_of_two: bool  # scales are rounded up to powers of two (scale_fmt ue8m0)
 
     def quantised(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Quantise a stream: each FP8 weight is followed by its scales. Holds one tensor at a time."""
+        """Quantise a stream: each FP8 weight is followed by its scales. One tensor is in memory at a time."""
         for name, tensor in stream:
             if name not in self.weights:
                 yield name, tensor
@@ -92,7 +92,7 @@ def quantise(
     # The divisor is a tensor because a GPU multiplies by a Python number's reciprocal, which rounds
     # differently.
     scale = amax / torch.full_like(amax, MAX)
-    if power_of_two:  # keeps the exponent alone, rounded up: any mantissa but 0 gives the next one
+    if power_of_two:  # round up to a power of two: a mantissa other than 0 gives the next exponent
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     quantised = (blocks * (1.0 / scale)).to(torch.float8_e4m3fn).view_as(padded)[:n, :k]
     return quantised.contiguous(), scale.squeeze(3).squeeze(1)

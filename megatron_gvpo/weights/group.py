@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_gvpo.core.environment import LOOPBACK
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.store import host_store
-from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.sections import RolloutConfig
 
 _numbers = itertools.count()
 
@@ -38,39 +38,51 @@ class Rendezvous:
     # Never used twice in a run: a broadcast that a server refused would become the next one's data.
     name: str
     backend: str  # "gloo" or "nccl"
+    max_ctas: int | None = None  # blocks of an operation of NCCL's; None: its own choice
 
 
-class Sending:
-    """A broadcast in progress.
+class Background:
+    """A call in a thread of its own, which the caller can leave behind.
 
-    In the call that begins a group's first broadcast NCCL connects the ranks, so that call returns only when
-    all ranks have begun theirs. It is made in its own thread, because the caller still has to tell the
-    servers.
+    The thread is a daemon, because NCCL (2.30) never returns from a call that connects the ranks if one of
+    them does not come.
     """
 
-    def __init__(self, begin: Callable[[], dist.Work]) -> None:
-        self._begin = begin
-        self._work: dist.Work | None = None
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
         self._problem: Exception | None = None
-        # A daemon, because NCCL (2.30) never returns from that call if a rank does not come.
-        threading.Thread(target=self._run, name="broadcast", daemon=True).start()
+        self._has_returned = False
+        self.result: Any = None
+        threading.Thread(target=self._run, name="connect", daemon=True).start()
 
     def is_completed(self) -> bool:
-        """True when the broadcast is done. Raises the error of the call that began it, if any."""
+        """True when the call has returned. Raises its error, if any."""
         if self._problem is not None:
             raise self._problem
-        return self._work is not None and self._work.is_completed()
-
-    def wait(self) -> None:
-        """Call it after `is_completed`. Raises torch's RuntimeError if a rank has died."""
-        assert self._work is not None
-        self._work.wait()
+        return self._has_returned
 
     def _run(self) -> None:
         try:
-            self._work = self._begin()
+            self.result = self._call()
+            self._has_returned = True
         except Exception as error:  # raised in the thread that calls is_completed
             self._problem = error
+
+
+class Sending(Background):
+    """A broadcast in progress.
+
+    In the call that begins a group's first broadcast NCCL connects the ranks, so that call returns only when
+    all ranks have begun theirs. The caller still has to tell the servers meanwhile.
+    """
+
+    def is_completed(self) -> bool:
+        """True when the broadcast is done. Raises the error of the call that began it, if any."""
+        return super().is_completed() and bool(self.result.is_completed())
+
+    def wait(self) -> None:
+        """Call it after `is_completed`. Raises torch's RuntimeError if a rank has died."""
+        self.result.wait()
 
 
 @dataclass(frozen=True)
@@ -102,21 +114,45 @@ def _form(
     # After this time torch's watchdog ends the whole process. The caller's patience ends earlier, and costs
     # only one push.
     options._timeout = datetime.timedelta(seconds=2 * patience + 60)
+    if rendezvous.max_ctas is not None:
+        options.config.max_ctas = rendezvous.max_ctas
     with _failures_reach_the_caller():
         return dist.ProcessGroupNCCL(store, rank, rendezvous.world_size, options)
+
+
+def send_together(group: Any, wires: Sequence[tuple[int, Tensor]]) -> list[Any]:
+    """Begin to send each tensor to its rank; returns the operations to wait for.
+
+    With NCCL they are one operation on the communicator that all ranks share. Messages that are not grouped
+    would each get a communicator of two ranks, with buffers and a kernel of its own.
+    """
+    if not group.supports_coalescing or not wires:
+        return [group.send([wire], target, 0) for target, wire in wires]
+    group._start_coalescing()
+    for target, wire in wires:
+        group.send([wire], target, 0)
+    return [group._end_coalescing()]
 
 
 class WeightGroup:
     """Rank 0's side of the process group."""
 
-    def __init__(self, address: str, world_size: int, backend: str, timeout: float, patience: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        world_size: int,
+        backend: str,
+        timeout: float,
+        patience: float,
+        max_ctas: int | None = None,
+    ) -> None:
         """`timeout` limits the rendezvous; after `patience` the caller closes the group of a broadcast that
-        is not done. Both are in seconds."""
+        is not done. Both are in seconds. `max_ctas` as in Rendezvous."""
         self._timeout = datetime.timedelta(seconds=timeout)
         self._patience = patience
         self._tcp = host_store(address, 0, world_size, self._timeout)
         name = f"weights-{os.getpid()}-{next(_numbers)}"
-        self.rendezvous = Rendezvous(address, self._tcp.port, world_size, name, backend)
+        self.rendezvous = Rendezvous(address, self._tcp.port, world_size, name, backend, max_ctas)
         self._group: Any = None  # in torch's stubs a backend is not a process group
 
     def connect(self, prefixes: Sequence[str]) -> None:
@@ -163,23 +199,23 @@ def _failures_reach_the_caller() -> Iterator[None]:
             os.environ[name] = before
 
 
-def group_address(config: Config) -> str:
+def group_address(rollout: RolloutConfig) -> str:
     """The address where servers meet rank 0: from the configuration, or from torchrun.
 
     Raises ConfigError if a server on another machine cannot reach it, and for a name that nobody knows.
     """
-    servers = config.rollout.servers
-    address = config.rollout.weights.address or os.environ.get("MASTER_ADDR", "127.0.0.1")
+    servers, weights = rollout.servers, rollout.weights
+    address = weights.address or os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
         # MASTER_ADDR needs no check, because the ranks have met there.
-        socket.getaddrinfo(config.rollout.weights.address or "127.0.0.1", None)
+        socket.getaddrinfo(weights.address or "127.0.0.1", None)
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"rollout.weights.address={address} is not a known host: {error}") from None
     for url in servers.urls if address in LOOPBACK else ():
         if not is_this_machine(urlsplit(url).hostname or ""):
             raise ConfigError(
                 f"rollout.weights.address: rollout server {url} cannot meet the trainer at {address}"
-                f"{'' if config.rollout.weights.address else ' (the default here)'}: give an address of the "
+                f"{'' if weights.address else ' (the default here)'}: give an address of the "
                 "trainer's first node that the server's node reaches"
             )
     return address

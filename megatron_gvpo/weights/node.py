@@ -56,7 +56,7 @@ class NodeMemory:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def seen(self) -> dict[str, Any]:
-        """The servers that were seen here, and this rank's GPU.
+        """The servers whose ranks see this node's files, and this rank's GPU.
 
         "gpu" is the UUID of the GPU that has the buckets, "" for buckets on the host. "told" has, on a node's
         first rank, the GPUs that each rank of a server sees, by the server's number.
@@ -88,7 +88,8 @@ class NodeMemory:
         file = self.directory / "bucket"
         if len(self._buffer) < len(flat):
             try:
-                with file.open("ab") as stream:  # reserves memory: a write without would kill the process
+                # Reserves memory, without which a write would kill the process.
+                with file.open("ab") as stream:
                     os.posix_fallocate(stream.fileno(), 0, len(flat))
             except OSError as error:
                 raise PushFailed(
@@ -130,7 +131,7 @@ FIELDS = ("allocation", "bytes", "offset", "counter", "counter_offset", "event",
 
 
 def shared_storage(flat: Tensor) -> dict[str, Any]:
-    """A handle, in JSON values, with which `megatron_gvpo_ipc.opened` maps the storage that `flat` begins.
+    """A handle, in JSON values, with which `megatron_gvpo_ipc.opened` maps the storage of `flat`.
 
     It is good for one mapping. The storage must not change until the other process has released it. If that
     process never maps it, its memory is held until this process ends. Raises ValueError for a tensor on the
@@ -141,7 +142,7 @@ def shared_storage(flat: Tensor) -> dict[str, Any]:
             f"CUDA IPC shares memory of a GPU, and this bucket is on the {flat.device.type}: "
             "processes without a GPU share host memory instead"
         )
-    torch.cuda.synchronize(flat.device)  # until its bytes are written
+    torch.cuda.synchronize(flat.device)  # wait until its bytes are written
     _, *values = flat.untyped_storage()._share_cuda_()
     return plain(gpu_uuid(flat.device), values)
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_of, adapter_shapes
-from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.mtp_heads import head_pattern
 from megatron_gvpo.megatron.model.own_weights import OwnWeights
 from megatron_gvpo.servers import leader
@@ -35,13 +34,12 @@ from megatron_gvpo.types import TrainBatch
 from megatron_gvpo.weights.bucket import DoubleBuffer, buckets, stored_tensors
 from megatron_gvpo.weights.fp8 import Fp8Layout, fp8_layout
 from megatron_gvpo.weights.receivers import receiver_class
-from megatron_gvpo.weights.transport import PushFailed, Transport, each, transport_class
+from megatron_gvpo.weights.transport import PushFailed, PushSettings, Transport, each, transport_class
 
 if TYPE_CHECKING:
     from megatron_gvpo.groups import Prompt
     from megatron_gvpo.megatron.scorer import Scorer
     from megatron_gvpo.servers.session import ServerSession
-    from megatron_gvpo.settings.config import Config
     from megatron_gvpo.settings.sections import ModelConfig
     from megatron_gvpo.weights.transport import Follower
 
@@ -60,7 +58,7 @@ Weights = Iterator[tuple[str, Tensor]] | OwnWeights
 
 @dataclass(frozen=True)
 class ProbeOutcome:
-    """The result of a probe: the server has the weights that were sent, was lost since, or has others."""
+    """The result of a probe: the server has the pushed weights, was lost since, or has other weights."""
 
     outcome: Literal["right", "lost", "wrong"]
     problem: str = ""  # the error, where the outcome is "wrong"
@@ -72,31 +70,29 @@ class WeightSync:
     Raises ConfigError for servers that cannot take the weights of this run.
     """
 
-    def __init__(self, config: Config, policy: Scorer, prompts: Sequence[Prompt]) -> None:
-        self._config, self._policy = config, policy
-        key = "rollout.servers.model_path" if config.rollout.servers.model_path else "model.path"
-        self._served = ModelCard.read(config.served_path, key)
-        self._stored = stored_tensors(Path(config.served_path))
-        self._fp8 = fp8_layout(config.served_path, self._served, self._stored)
-        if self._fp8 is not None and config.model.dtype != "bfloat16":
+    def __init__(self, settings: PushSettings, policy: Scorer, prompts: Sequence[Prompt]) -> None:
+        self._settings, self._policy = settings, policy
+        model, served = settings.model, f"{settings.served_key}={settings.served_path}"
+        self._stored = stored_tensors(Path(settings.served_path))
+        self._fp8 = fp8_layout(settings.served_path, settings.cards.served, self._stored)
+        if self._fp8 is not None and model.dtype != "bfloat16":
             raise ConfigError(
-                f"model.dtype={config.model.dtype}: {key}={config.served_path} is in FP8, which the engines "
-                "compute with in bfloat16: set model.dtype=bfloat16"
+                f"model.dtype={model.dtype}: {served} is in FP8, which the engines compute with in bfloat16: "
+                "set model.dtype=bfloat16"
             )
-        name = config.rollout.weights.transport
-        self._transport_class, self._traits = transport_class(name), config.rollout.weights.traits
-        self._receiver = receiver_class(config.rollout.engine, name)
-        self._transport_class.check(config)
+        name, self._traits = settings.rollout.weights.transport, settings.rollout.weights.traits
+        self._transport_class = transport_class(name)
+        self._receiver = receiver_class(settings.rollout.engine, name)
+        self._transport_class.check(settings)
         if self._fp8 is not None and not self._traits.fp8_ok:
             raise ConfigError(
-                f"rollout.weights.transport={name} cannot change a model in FP8 "
-                f"({key}={config.served_path}): engines keep it in another arrangement than they load; use "
-                "broadcast"
+                f"rollout.weights.transport={name} cannot change a model in FP8 ({served}): engines keep it "
+                "in another arrangement than they load; use broadcast"
             )
-        precision = lowest_precision(config.model, self._fp8 is not None, torch.cuda.is_available())
+        precision = lowest_precision(model, self._fp8 is not None, torch.cuda.is_available())
         self._tolerance = TOLERANCE[precision]
         self._probe = _probe(prompts)
-        self._servers: ServerSession | None = None  # rank 0's, and so is the publisher
+        self._servers: ServerSession | None = None  # on rank 0, like the publisher
         self._publisher: Publisher | None = None
         # Another rank's part in a push, and its buffers; rank 0's are the publisher's.
         self._follower: tuple[Follower, DoubleBuffer] | None = None
@@ -104,7 +100,7 @@ class WeightSync:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last push; empty but on rank 0."""
+        """Metrics of the last push, on rank 0; empty on other ranks."""
         return self._publisher.metrics if self._publisher is not None else {}
 
     def connect(self, servers: ServerSession | None) -> None:
@@ -112,9 +108,9 @@ class WeightSync:
         self._servers = servers
         if servers is not None:
             self._publisher = self._publish(servers)
-        elif (follower := self._transport_class.follower(self._config, _device())) is not None:
-            limit = self._config.rollout.weights.bucket_bytes
-            self._follower = follower, DoubleBuffer(limit, _device())
+        elif (follower := self._transport_class.follower(self._settings)) is not None:
+            limit = self._settings.rollout.weights.bucket_bytes
+            self._follower = follower, DoubleBuffer(limit, self._settings.device)
 
     def expected_probe(self) -> Tensor | None:
         """Log-probs that a server with the present weights gives the probe, fp32 [tokens - 1].
@@ -158,7 +154,7 @@ class WeightSync:
         if self._fp8 is not None:
             stream = self._fp8.quantised(stream)
         try:
-            follower.follow(buckets(stream, halves, getattr(torch, self._config.model.dtype)))
+            follower.follow(buckets(stream, halves, getattr(torch, self._settings.model.dtype)))
         finally:
             halves.rest()
             if torch.cuda.is_available():
@@ -180,7 +176,7 @@ class WeightSync:
         assert self._servers is not None
         where, limit = f"rollout server {handle.server.url}", self._tolerance
         try:
-            logprobs = await handle.server.score(self._probe, self._config.rollout.weights.timeout)
+            logprobs = await handle.server.score(self._probe, self._settings.rollout.weights.timeout)
         except (ServerGone, ServerRefused) as error:
             if isinstance(error, ServerRefused) and error.is_request:
                 return ProbeOutcome("wrong", f"{where} refuses the probe that proves a push: {error}")
@@ -198,24 +194,24 @@ class WeightSync:
         )
 
     def _publish(self, servers: ServerSession) -> Publisher:
-        config, device = self._config, _device()
-        transport = self._transport_class.create(config, self._receiver, device)
+        settings, model = self._settings, self._settings.model
+        transport = self._transport_class.create(settings, self._receiver)
         expected: dict[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in self._stored.items()}
-        optional = not_pushed(self._served, expected)
+        optional = not_pushed(settings.cards.served, expected)
         if self._traits.sends_adapter:
-            layers, rank = adapted_layers(config), adapter_of(config).rank
-            expected, optional = adapter_shapes(expected, layers, rank)
+            layers = adapted_layers(model, settings.cards.policy)
+            expected, optional = adapter_shapes(expected, layers, adapter_of(model).rank)
         return Publisher(
             servers.pool,
             servers.loop,
             transport,
-            config.rollout.weights,
-            dtype=getattr(torch, config.model.dtype),
-            device=torch.device("cpu") if transport.host_buckets else device,
+            settings.rollout.weights,
+            dtype=getattr(torch, model.dtype),
+            device=torch.device("cpu") if transport.host_buckets else settings.device,
             expected=expected,
             optional=optional,
             fp8=self._fp8,
-            colocated=config.rollout.servers.colocated,
+            colocated=settings.rollout.servers.colocated,
             report=report,
         )
 
@@ -232,7 +228,7 @@ def push_until_done(
     rank iterates every stream to its end, whatever happens to the servers. Raises RolloutError on every rank
     when no server is available, or for a stream that does not fit the servers' model.
     """
-    failures: list[Failed] = []  # rank 0's
+    failures: list[Failed] = []  # on rank 0
 
     def next_command(publisher: Publisher) -> Command:
         return failures[0] if failures else publisher.next_command(version)
@@ -253,7 +249,7 @@ def push_until_done(
                         failures.append(Failed(str(error)))
                 elif follow is not None:
                     follow(stream)
-                for _ in stream:  # gathering it is a collective: every rank takes part to its end
+                for _ in stream:  # every rank iterates to the end, because each item is a collective
                     pass
 
 
@@ -286,7 +282,7 @@ class Publisher:
         self._unopened: list[ServerHandle] = []  # they have the weights and wait for `open`
         # The servers of the next attempt, once they have no requests in flight.
         self._targets: Future[list[ServerHandle]] | None = None
-        self._failures: dict[str, int] = {}  # in a row, by url
+        self._failures: dict[str, int] = {}  # consecutive failures, by url
         self._problem, self._in_a_row = "", 0
         self.metrics: dict[str, float] = {}
 
@@ -301,7 +297,7 @@ class Publisher:
             if self._targets is None and any(not h.has(version) for h in healthy):
                 carry = self._settings.in_flight == "carry"
                 self._targets = self._loop.submit(self._pool.take_out(version, abort=carry))
-            if self._targets is not None:  # responses may take longer than the others wait for a collective
+            if self._targets is not None:  # responses may take longer than other ranks wait in a collective
                 wait([self._targets], timeout=max(0.0, deadline - time.monotonic()))
                 return Push() if self._targets.done() else Wait()
             if healthy:
@@ -370,7 +366,7 @@ class Publisher:
             return sent + (sending.result() if sending is not None else 0)
         finally:
             if sending is not None:
-                sending.cancel()  # without effect if it has ended
+                sending.cancel()  # no effect if it has ended
             self._halves.rest()
 
     def _checked(self, stream: Stream, version: int) -> Iterator[tuple[str, Tensor]]:
@@ -442,7 +438,7 @@ class Publisher:
 
 
 def not_pushed(served: Mapping[str, Any], stored: Iterable[str]) -> frozenset[str]:
-    """The tensors of the servers' checkpoint that a push need not have; `served`: its config.json.
+    """The tensors of the servers' checkpoint that a push may omit; `served`: its config.json.
 
     These are an output layer beside tied embeddings, and heads for further tokens, which never change.
     """
@@ -456,13 +452,6 @@ def lowest_precision(model: ModelConfig, served_in_fp8: bool, on_gpu: bool) -> s
     if served_in_fp8 or model.fp8 is not None:
         return "fp8"
     return "tf32" if on_gpu and model.dtype == "float32" else model.dtype
-
-
-def _device() -> torch.device:
-    """The device on which buckets are filled."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _probe(prompts: Sequence[Prompt]) -> list[int]:

@@ -103,7 +103,7 @@ class Relays[T]:
 
 
 class Orders[T]:
-    """Rank 0's `orders` to `rank`, and the answers."""
+    """The orders that rank 0 sends to `rank`, and the answers."""
 
     def __init__(self, store: dist.Store, rank: int, timeout: float, orders: Messages[T]) -> None:
         # A connection of its own, because one that waits blocks all other threads that use it.
@@ -139,7 +139,7 @@ class Relay(Follower):
         self._orders, self._memory = Orders(store, rank, timeout, ORDERS), memory
 
     def follow(self, buckets: Iterator[Bucket]) -> None:
-        """Carry out the orders of one push, to its end. Raises RuntimeError if rank 0 falls silent.
+        """Carry out the orders of one push until it ends. Raises RuntimeError if rank 0 falls silent.
 
         The caller must iterate the rest of the stream.
         """

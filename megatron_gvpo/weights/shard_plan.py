@@ -6,8 +6,13 @@ these cells is sent by one trainer rank that holds it to the first server rank t
 it on from server to server, and inside a server to its other ranks that need it, so that a trainer rank
 sends every cell once, however many servers there are.
 
-Cells are sent in rounds of at most `limit` bytes for a rank, so that a chain passes one round on while the
-next one comes. All that a rank sends another in one round is one message.
+Cells are sent in rounds of at most `limit` bytes for a rank. A server rank passes on in a round what came in
+the round before, while the next cells come. All that a rank sends another in one round is one message, and
+all that a rank sends and receives in one round is one operation of its GPU. Ranks go through the rounds in
+one order, so none waits for another in a circle.
+
+A server rank gets from few trainer ranks, because every pair of ranks that exchange messages takes buffers
+of NCCL's on both GPUs.
 """
 
 from __future__ import annotations
@@ -15,14 +20,17 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-ROUNDS = 8  # rounds for each link of the longest way: it fills in an eighth of the push's time
-LEAST = 2**20  # bytes of a round that are worth a message
+ROUNDS = 8  # rounds for each link of the longest path, which then fills in 1/8 of the push
+LEAST = 2**20  # smallest worthwhile size of a round, in bytes
+# A trainer rank may send this much more than its share, as a fraction of the mean, if that saves a link;
+# or as much as the largest cell.
+SLACK = 0.02
 
 
 class Box(NamedTuple):
@@ -69,16 +77,21 @@ class Parcel(NamedTuple):
     owner: int
     first: int
     route: tuple[tuple[int, int], ...]
-    round: int
+    round: int  # in which the owner sends it
 
     @property
     def links(self) -> tuple[tuple[int, int], ...]:
         return ((self.owner, self.first), *self.route)
 
+    @property
+    def rounds(self) -> list[int]:
+        """The round of each of `links`."""
+        return [self.round, *(self.round + hop for hop in _hops(self.first, self.route))]
+
 
 @dataclass(frozen=True)
 class Message:
-    """All that goes from one rank to another in a round, in this order."""
+    """The cells that go from one rank to another in a round, in this order."""
 
     source: int
     target: int
@@ -137,8 +150,8 @@ class PushPlan:
         """The messages of each rank."""
         messages: dict[tuple[int, int, int], list[Cell]] = defaultdict(list)
         for parcel in self.parcels:
-            for source, target in parcel.links:
-                messages[parcel.round, source, target].append(parcel.cell)
+            for number, (source, target) in zip(parcel.rounds, parcel.links, strict=True):
+                messages[number, source, target].append(parcel.cell)
         parts = {
             rank: Part([[] for _ in range(self.rounds)], [[] for _ in range(self.rounds)])
             for rank in range(self.world)
@@ -156,8 +169,8 @@ def plan_push(
     """Plan a push of `tables` from trainer ranks that hold `sources` to servers whose ranks need `needed`.
 
     `limit`: bytes that a trainer rank sends, and that a server rank gets from the trainer, in one round at
-    most. Of the ranks that hold a cell, the one that sends least sends it. Raises ValueError for a part that
-    a server needs and no trainer rank holds.
+    most. The ranks that hold the same cells share them evenly. Raises ValueError for a part that a server
+    needs and no trainer rank holds.
     """
     trainers = len(sources)
     ranks = [layout for server in needed for layout in server]
@@ -178,7 +191,7 @@ def plan_push(
                 )
             receivers = _union([needed_boxes[other] for other in to])
             loose.append((Cell(number, box), box.elements * table.itemsize, owners, receivers))
-    owner = _balanced([(size, owners) for _, size, owners, _ in loose], trainers)
+    owner = _owners([(size, owners, to[0]) for _, size, owners, to in loose], trainers)
     rounds = _rounds(
         [(rank, to[0], size) for rank, (_, size, _, to) in zip(owner, loose, strict=True)], limit
     )
@@ -186,7 +199,8 @@ def plan_push(
         Parcel(cell, size, rank, receivers[0], _route(receivers, servers, trainers), number)
         for (cell, size, _, receivers), rank, number in zip(loose, owner, rounds, strict=True)
     ]
-    return PushPlan(list(tables), trainers, trainers + len(ranks), parcels, max(rounds, default=-1) + 1)
+    last = max((max(parcel.rounds) for parcel in parcels), default=-1)
+    return PushPlan(list(tables), trainers, trainers + len(ranks), parcels, last + 1)
 
 
 def fair_shares(plan: PushPlan, sources: Sequence[Layout]) -> list[float]:
@@ -211,20 +225,100 @@ def fair_shares(plan: PushPlan, sources: Sequence[Layout]) -> list[float]:
     return shares
 
 
-def _balanced(cells: Sequence[tuple[int, tuple[int, ...]]], ranks: int) -> list[int]:
-    """The owner of each cell (bytes, the ranks that hold it); cells with the fewest holders choose first."""
+def _owners(cells: Sequence[tuple[int, tuple[int, ...], int]], ranks: int) -> list[int]:
+    """The owner of each cell (bytes, the ranks that hold it, its first receiver).
+
+    Ranks that hold the same cells send equally much, as far as other cells allow it, and each of them sends
+    to as few receivers as that takes. Cells with the fewest holders choose first.
+    """
+    alike: dict[tuple[int, ...], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for index, (_, owners, target) in enumerate(cells):
+        alike[owners][target].append(index)
     load = [0] * ranks
+    links: set[tuple[int, int]] = set()
+    sizes_of_all = [size for size, *_ in cells]
+    slack = max([SLACK * sum(sizes_of_all) / ranks, *sizes_of_all])
     owner = [0] * len(cells)
-    for index in sorted(range(len(cells)), key=lambda i: len(cells[i][1])):
-        size, owners = cells[index]
-        owner[index] = chosen = min(owners, key=load.__getitem__)
-        load[chosen] += size
+    for owners in sorted(alike, key=len):
+        sizes = {target: sum(cells[i][0] for i in indices) for target, indices in alike[owners].items()}
+        level = _level([load[rank] for rank in owners], sum(sizes.values()))
+        for target, indices in alike[owners].items():
+            linked = [rank for rank in owners if (rank, target) in links]
+            shares = _shares(owners, linked, sizes[target], load, level, slack)
+            for index, rank in zip(
+                indices, _interleaved([cells[i][0] for i in indices], shares), strict=True
+            ):
+                owner[index] = rank
+                load[rank] += cells[index][0]
+            links |= {(owner[index], target) for index in indices}
     return owner
+
+
+def _level(loads: Sequence[float], more: float) -> float:
+    """The load of the ranks that get a part of `more`, when the least loaded of them get it."""
+    before = sorted(loads)
+    total = more
+    for count, load in enumerate(before):
+        if count and total / count <= load:
+            return total / count
+        total += load
+    return total / len(before)
+
+
+def _shares(
+    owners: Sequence[int],
+    linked: Sequence[int],
+    size: int,
+    load: Sequence[float],
+    level: float,
+    slack: float,
+) -> dict[int, float]:
+    """The bytes that each owner sends to one receiver, which gets `size` bytes: few owners send all they can.
+
+    First come those that send to it already; then those that have begun to send, so that the others stay
+    free. An owner may exceed `level` by `slack` where that saves a link.
+    """
+    room = {rank: level - load[rank] for rank in owners}
+
+    def order(rank: int) -> tuple[bool, bool, float]:
+        is_full = room[rank] < slack
+        return rank not in linked, is_full, -room[rank] if is_full or rank in linked else room[rank]
+
+    shares: dict[int, float] = {}
+    remaining = float(size)
+    for rank in sorted(owners, key=order):
+        most = room[rank] + slack
+        if remaining > 0 and (most if rank in linked else room[rank]) > 0:
+            shares[rank] = remaining if remaining <= most else max(room[rank], 0.0) or min(most, remaining)
+            remaining -= shares[rank]
+    if remaining > 0:  # a rest by rounding
+        rank = next(iter(shares), min(owners, key=lambda rank: load[rank]))
+        shares[rank] = shares.get(rank, 0.0) + remaining
+    return shares
+
+
+def _interleaved(sizes: Sequence[int], shares: Mapping[int, float]) -> Iterator[int]:
+    """The owner of each of a receiver's cells, in their order: all owners progress alike.
+
+    So a layer comes from all of them at about the same time, and few layers are on their way at once.
+    """
+    if len(shares) == 1:
+        yield from list(shares) * len(sizes)
+        return
+    due = dict.fromkeys(shares, 0.0)
+    total = sum(shares.values())
+    for size in sizes:
+        for rank, share in shares.items():
+            due[rank] += size * share / total
+        chosen = max(due, key=due.__getitem__)
+        due[chosen] -= size
+        yield chosen
 
 
 def _by_box(layouts: Sequence[Layout], first: int) -> dict[int, dict[Box, tuple[int, ...]]]:
     """The ranks, counted from `first`, that hold each box of each tensor."""
-    alike: dict[int, list[int]] = defaultdict(list)  # ranks with the very same layout, such as many servers'
+    # Ranks that share a layout, such as those of many servers.
+    alike: dict[int, list[int]] = defaultdict(list)
     for rank, layout in enumerate(layouts, first):
         alike[id(layout)].append(rank)
     by_tensor: dict[int, dict[Box, tuple[int, ...]]] = defaultdict(dict)
@@ -258,6 +352,15 @@ def _rounds(cells: Sequence[tuple[int, int, int]], limit: int) -> list[int]:
 
 
 @lru_cache(maxsize=4096)
+def _hops(first: int, route: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    """For each link of a route, the rounds after the first receiver got the cell: each rank adds one."""
+    at = {first: 0}
+    for source, target in route:
+        at[target] = at[source] + 1
+    return tuple(at[target] for _, target in route)
+
+
+@lru_cache(maxsize=4096)
 def _route(
     receivers: tuple[int, ...], servers: tuple[int, ...], trainers: int
 ) -> tuple[tuple[int, int], ...]:
@@ -278,7 +381,7 @@ def _route(
 
 
 def _most(tables: Sequence[Table], sources: Sequence[Layout], ranks: Sequence[Layout]) -> int:
-    """About the bytes of the rank that sends or gets most."""
+    """An estimate of the bytes of the rank that sends or gets most."""
     different = {id(layout): layout for layout in ranks}.values()
     gets = (
         sum(box.elements * tables[number].itemsize for number, boxes in layout.items() for box in boxes)
@@ -292,7 +395,7 @@ def _longest(needed: Sequence[Sequence[Layout]]) -> int:
     return max(map(len, needed), default=1)
 
 
-@lru_cache(maxsize=4096)  # most tensors of a model are cut like others
+@lru_cache(maxsize=4096)  # many tensors of a model are cut alike
 def _cells(
     size: tuple[int, int, int], sources: tuple[Box, ...], needed: tuple[Box, ...], limit: int
 ) -> list[tuple[Box, tuple[Box, ...], tuple[Box, ...]]]:

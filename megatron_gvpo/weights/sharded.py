@@ -8,6 +8,7 @@ over a group reads the servers' layouts, and rank 0 plans from them and from the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 import zlib
@@ -25,14 +26,21 @@ from torch import Tensor
 from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.servers.leader import Done, Failed, Messages
 from megatron_gvpo.servers.server import Server
-from megatron_gvpo.settings.config import Config
 from megatron_gvpo.weights.broadcast import LEAVE, Broadcast, GroupReceiver
 from megatron_gvpo.weights.bucket import Bucket, sent_as
-from megatron_gvpo.weights.group import Membership, Rendezvous, WeightGroup, group_address, join
+from megatron_gvpo.weights.group import (
+    Background,
+    Membership,
+    Rendezvous,
+    WeightGroup,
+    group_address,
+    join,
+    send_together,
+)
 from megatron_gvpo.weights.node import new_name
 from megatron_gvpo.weights.relay import EndPush, Orders, Relays
 from megatron_gvpo.weights.shard_plan import Box, Layout, PushPlan, Table, plan_push, unpack_sends
-from megatron_gvpo.weights.transport import Follower, PushFailed
+from megatron_gvpo.weights.transport import Follower, PushFailed, PushSettings
 
 if TYPE_CHECKING:
     from megatron_gvpo.megatron.model.own_weights import OwnPart, OwnWeights
@@ -80,6 +88,9 @@ class Sharded(Broadcast):
     again after a failure.
     """
 
+    # Messages need few of a GPU's blocks, and servers have little memory for the buffers of each.
+    max_ctas = 4
+
     def __init__(
         self,
         receiver: Callable[[Server], Any],
@@ -95,29 +106,30 @@ class Sharded(Broadcast):
         self._relays, self._dtype, self._limit = relays, dtype, limit
         self._sender: Sender | None = None
         self.plan: PushPlan | None = None
-        self.layouts: list[Layout] = []  # of the trainer's ranks
+        self.layouts: list[Layout] = []  # one for each trainer rank
         self.counted: Counter[tuple[int, int]] = Counter()  # bytes over each link in the last push
 
     @classmethod
-    def create(cls, config: Config, receiver: Callable[[Server], Any], device: torch.device) -> Self:
+    def create(cls, settings: PushSettings, receiver: Callable[[Server], Any]) -> Self:
         name = broadcast_msgpack(new_name())
-        timeout, others = config.rollout.weights.timeout, range(1, dist.get_world_size())
+        weights = settings.rollout.weights
+        timeout, others = weights.timeout, range(1, dist.get_world_size())
         return cls(
             receiver,
-            group_address(config),
-            "nccl" if device.type == "cuda" else "gloo",
+            group_address(settings.rollout),
+            "nccl" if settings.device.type == "cuda" else "gloo",
             timeout,
             Relays(_store(name), list(others), timeout, ORDERS),
-            getattr(torch, config.model.dtype),
-            config.rollout.weights.bucket_mb * 2**19,  # a half, as for other transports
+            getattr(torch, settings.model.dtype),
+            weights.bucket_mb * 2**19,  # half a bucket, as for other transports
         )
 
     @classmethod
-    def follower(cls, config: Config, device: torch.device) -> Follower | None:
+    def follower(cls, settings: PushSettings) -> Follower | None:
         name = broadcast_msgpack(None)
-        timeout = config.rollout.weights.timeout
+        timeout = settings.rollout.weights.timeout
         orders = Orders(_store(name), dist.get_rank(), timeout, ORDERS)
-        return ShardFollower(orders, getattr(torch, config.model.dtype), timeout)
+        return ShardFollower(orders, getattr(torch, settings.model.dtype), timeout)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -236,14 +248,15 @@ class Sharded(Broadcast):
             task.cancel()
         self._raise_failed({task: m for task, m in posts.items() if task.done() and not task.cancelled()})
         problem = failed[0].exception()
-        if isinstance(problem, RuntimeError | Stopped | PushFailed):  # RuntimeError: torch's, of a dead rank
+        # RuntimeError is torch's, for a dead rank.
+        if isinstance(problem, RuntimeError | Stopped | PushFailed):
             raise PushFailed(f"a sharded push failed: {problem}", self._handles) from None
         assert problem is not None
         raise problem
 
     def _raise_reported(self, store: dist.Store) -> None:
         """Raise PushFailed for the servers of which a rank has reported a failure in the group's store."""
-        failed: dict[str, str] = {}  # by url
+        failed: dict[str, str] = {}  # problem, by url
         for rank in range(self._trainers, self._rendezvous.world_size):
             if store.check([f"failed.{rank}"]):
                 [*_, url] = [url for url, first in self._offsets.items() if first <= rank]
@@ -259,7 +272,7 @@ class Sharded(Broadcast):
         await super()._discard()
 
     def _counts(self, member: Membership) -> Counter[tuple[int, int]]:
-        """The bytes over each link, as both its ends have counted them. Raises ValueError if they differ."""
+        """The bytes over each link, counted at both ends. Raises ValueError if the counts differ."""
         ends: dict[str, set[int]] = {}
         for rank in range(self._rendezvous.world_size):
             for link, size in json.loads(member.store.get(f"counted.{rank}")).items():
@@ -380,7 +393,7 @@ class Sender:
     ) -> None:
         self._member, self._dtype, self._timeout, self._stopped = member, dtype, timeout, stopped
         self._rounds: list[list[Message]] | None = None
-        self._parts: dict[int, list[OwnPart]] = {}  # by number of the tensor
+        self._parts: dict[int, list[OwnPart]] = {}  # own parts, by number of the tensor
         self._buffers: dict[tuple[int, int], Tensor] = {}
 
     def send_layout(self, own: OwnWeights) -> None:
@@ -399,11 +412,10 @@ class Sender:
         for number, messages in enumerate(self._rounds):
             while len(under_way) >= AHEAD:
                 self._wait(under_way.pop(0))
-            under_way.append([])
-            for message in messages:
-                wire = self._fill(own, message, number % AHEAD)
-                under_way[-1].append(self._member.group.send([wire], message.target, 0))
-                counted[f"{message.source}-{message.target}"] += len(wire)
+            wires = [(message.target, self._fill(own, message, number % AHEAD)) for message in messages]
+            under_way.append(send_together(self._member.group, wires))
+            for target, wire in wires:
+                counted[f"{self._member.rank}-{target}"] += len(wire)
         for works in under_way:
             self._wait(works)
         self._member.store.set(f"counted.{self._member.rank}", json.dumps(counted))
@@ -413,16 +425,31 @@ class Sender:
         self._member.group.abort()
 
     def _connect(self, own: OwnWeights) -> None:
-        """Read this rank's part of the plan, and try each link: all ranks try theirs in one order."""
+        """Read this rank's part of the plan, and let NCCL connect all ranks, and this one with its targets.
+
+        It happens in a thread that this one does not wait for when the push has failed elsewhere. Gloo
+        connects all ranks when they join.
+        """
         store, rank = self._member.store, self._member.rank
         numbers = {table[0]: i for i, table in enumerate(json.loads(zlib.decompress(store.get("tables"))))}
-        self._rounds = unpack_sends(store.get(f"plan.{rank}"), rank)
+        rounds = unpack_sends(store.get(f"plan.{rank}"), rank)
         for part in own.parts:
             self._parts.setdefault(numbers.get(part.name, -1), []).append(part)
         device = own.tensors[0].device
-        for target in sorted({message.target for messages in self._rounds for message in messages}):
-            byte = torch.zeros(1, dtype=torch.uint8, device=device)
-            self._wait([self._member.group.send([byte], target, 0)])
+        targets = sorted({message.target for messages in rounds for message in messages})
+
+        def meet() -> None:
+            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                byte = torch.zeros(1, dtype=torch.uint8, device=device)
+                self._member.group.broadcast([byte], dist.BroadcastOptions()).wait()
+                for work in send_together(self._member.group, [(target, byte) for target in targets]):
+                    work.wait()
+                if device.type == "cuda":
+                    torch.cuda.current_stream().synchronize()
+
+        if self._member.backend == "nccl":
+            self._until_completed(Background(meet))
+        self._rounds = rounds
 
     def _wait(self, works: Sequence[Any]) -> None:
         """Wait until messages are sent.
@@ -430,18 +457,23 @@ class Sender:
         Gloo's end with an error when the other end's process ends or leaves the group, or after the group's
         timeout. NCCL's may never end, so there this rank asks whether the push has failed elsewhere.
         """
-        begin = last_check = time.monotonic()
         for work in works:
-            while self._member.backend == "nccl" and not work.is_completed():
-                now = time.monotonic()
-                if now - last_check > STOP_POLL:
-                    last_check = now
-                    if self._stopped():
-                        raise Stopped("the push failed elsewhere")
-                if now - begin > self._timeout:
-                    raise Stopped(f"a message took over {self._timeout:g} s")
-                time.sleep(POLL)
+            if self._member.backend == "nccl":
+                self._until_completed(work)
             work.wait()
+
+    def _until_completed(self, work: Any) -> None:
+        """Raises Stopped if the push has failed elsewhere, or after the timeout."""
+        begin = last_check = time.monotonic()
+        while not work.is_completed():
+            now = time.monotonic()
+            if now - last_check > STOP_POLL:
+                last_check = now
+                if self._stopped():
+                    raise Stopped("the push failed elsewhere")
+            if now - begin > self._timeout:
+                raise Stopped(f"a message took over {self._timeout:g} s")
+            time.sleep(POLL)
 
     def _fill(self, own: OwnWeights, message: Message, turn: int) -> Tensor:
         """The bytes of a message, uint8, in the buffer that its target has in this turn."""

@@ -23,11 +23,17 @@ import torch.distributed as dist
 from megatron_gvpo.core.collectives import all_gather_msgpack, broadcast_msgpack
 from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.server import Server
-from megatron_gvpo.settings.config import Config
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.node import NodeMemory, new_name, seen_by_all
 from megatron_gvpo.weights.relay import ORDERS, Discover, EndPush, JoinStream, Relay, Relays, ShareBucket
-from megatron_gvpo.weights.transport import Follower, PushFailed, Transport, WeightReceiver, each
+from megatron_gvpo.weights.transport import (
+    Follower,
+    PushFailed,
+    PushSettings,
+    Transport,
+    WeightReceiver,
+    each,
+)
 
 # Where the bytes of a bucket are: a file in shared memory; or the memory of GPUs, with a handle for each rank
 # of the server (megatron_gvpo.weights.node.shared_storage).
@@ -49,10 +55,10 @@ class SharedReceiver(WeightReceiver, Protocol):
 
 
 class Home(NamedTuple):
-    """The owners of the memory that a server maps, by number: rank 0 is 0, then the relays in order."""
+    """The owners of the memory that a server maps: 0 is rank 0, and relays follow in order."""
 
-    file: int  # the owner of the file on the server's node
-    gpus: tuple[int, ...]  # the owner of the GPU that each rank of the server maps; empty: they map the file
+    file: int  # trainer rank that owns the file on the server's node
+    gpus: tuple[int, ...]  # trainer rank whose GPU each server rank maps; empty: they map the file
 
 
 class Shared(Transport):
@@ -64,23 +70,23 @@ class Shared(Transport):
         self._receiver, self._timeout = receiver, timeout
         self._memory, self._relays = memory, relays
         self._handles: list[ServerHandle] = []
-        self._homes: dict[str, Home] = {}  # by url
+        self._homes: dict[str, Home] = {}  # memory that each server maps, by url
         self._numbers = itertools.count()
         self._version = -1
 
     @classmethod
-    def create(cls, config: Config, receiver: Callable[[Server], Any], device: torch.device) -> Self:
-        memory, store, relays = _meet(device)
-        timeout = config.rollout.weights.timeout
+    def create(cls, settings: PushSettings, receiver: Callable[[Server], Any]) -> Self:
+        memory, store, relays = _meet(settings.device)
+        timeout = settings.rollout.weights.timeout
         assert memory is not None, "rank 0 is the first of its node"
         return cls(receiver, timeout, memory, Relays(store, relays, timeout, ORDERS))
 
     @classmethod
-    def follower(cls, config: Config, device: torch.device) -> Follower | None:
-        memory, store, _ = _meet(device)
+    def follower(cls, settings: PushSettings) -> Follower | None:
+        memory, store, _ = _meet(settings.device)
         if memory is None:
             return None
-        return Relay(store, dist.get_rank(), memory, config.rollout.weights.timeout)
+        return Relay(store, dist.get_rank(), memory, settings.rollout.weights.timeout)
 
     @property
     def metrics(self) -> dict[str, float]:

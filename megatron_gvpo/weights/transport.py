@@ -5,20 +5,51 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 
 from megatron_gvpo.core.by_name import load_class
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
 from megatron_gvpo.servers.server import Server
 from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig
+from megatron_gvpo.settings.servers import run_directory
 from megatron_gvpo.settings.transports import TRANSPORTS
 from megatron_gvpo.weights.bucket import Bucket
 
 if TYPE_CHECKING:
     from megatron_gvpo.megatron.model.own_weights import OwnWeights
+
+
+@dataclass(frozen=True)
+class PushSettings:
+    """The settings of a run that pushes and their transports need."""
+
+    rollout: RolloutConfig
+    model: ModelConfig
+    cards: ModelCards
+    served_path: str  # directory of the model that servers start with
+    served_key: str  # key of the configuration that names it
+    directory: Path  # holds files of this run alone; servers may read it
+    device: torch.device  # device that holds the buckets, unless the transport has them on the host
+
+    @classmethod
+    def of(cls, config: Config, cards: ModelCards, device: torch.device) -> PushSettings:
+        """The settings of a run's pushes."""
+        return cls(
+            config.rollout,
+            config.model,
+            cards,
+            config.served_path,
+            config.served_key,
+            run_directory(config),
+            device,
+        )
 
 
 class PushFailed(Exception):  # noqa: N818 - an outcome that the publisher handles
@@ -55,7 +86,7 @@ class WeightReceiver(Protocol):
     def __init__(self, server: Server) -> None: ...
 
     async def begin_update(self, timeout: float) -> None:
-        """Announce a push. One that was begun and never ended is abandoned."""
+        """Announce a push. An earlier one that never ended is abandoned."""
 
     async def end_update(self, version: str, timeout: float) -> None:
         """The weights are complete. The server reports this version from here on."""
@@ -82,23 +113,23 @@ class Transport(Protocol):
     `follow_own` that of `follow`.
     """
 
-    host_buckets: ClassVar[bool] = False  # it reads its buckets on the host, so they are filled there
+    host_buckets: ClassVar[bool] = False  # the transport reads buckets on the host, so they are filled there
 
     @classmethod
-    def check(cls, config: Config) -> None:
-        """Every rank calls it at the start of a run. Raises ConfigError for settings that cannot work."""
+    def check(cls, settings: PushSettings) -> None:
+        """Check the settings at the start of a run, on every rank. Raises ConfigError."""
         return None
 
     @classmethod
     @abstractmethod
-    def create(cls, config: Config, receiver: Callable[[Server], Any], device: torch.device) -> Self:
-        """Rank 0's transport. `receiver` makes a server's receiver; the buckets are on `device`.
+    def create(cls, settings: PushSettings, receiver: Callable[[Server], Any]) -> Self:
+        """Rank 0's transport. `receiver` makes a server's receiver.
 
         The other ranks call `follower` meanwhile, so both may use collectives.
         """
 
     @classmethod
-    def follower(cls, config: Config, device: torch.device) -> Follower | None:
+    def follower(cls, settings: PushSettings) -> Follower | None:
         """Another rank's part in each push, if it has one."""
         return None
 
@@ -132,11 +163,11 @@ class Transport(Protocol):
         """Return when all servers have all weights, under the version given to `begin`."""
 
     def over(self) -> None:
-        """The push has ended, successful or not, and also if it failed before `begin`."""
+        """Note that the push has ended, in success or failure; called even if it failed before `begin`."""
         return None
 
     async def close(self) -> None:
-        """The run ends: release everything."""
+        """Release everything at the end of the run."""
         return None
 
 

@@ -45,7 +45,7 @@ class WrongValue(ValueError):  # noqa: N818
 
 
 class Outage(Exception):  # noqa: N818
-    """A tool raises it when a service that it needs is down, which is not the policy's doing.
+    """Raised by a tool when a service that it needs is down, which is not the policy's fault.
 
     The step is tried once more, and then the conversation leaves its group.
     """

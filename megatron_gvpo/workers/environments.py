@@ -33,7 +33,7 @@ from megatron_gvpo.workers.messages import (
 from megatron_gvpo.workers.worker import Worker, reason_of
 
 _CLOSE = 60.0  # seconds that an environment has to close
-_LONGEST = MAX_REPLY - 4096  # bytes of the messages of a reply
+_LONGEST = MAX_REPLY - 4096  # bytes for the messages of a reply
 TOOLS = "megatron_gvpo.workers.tools:Tools"  # the environment of tools
 _Make = Callable[[], Environment]
 

@@ -28,7 +28,7 @@ from megatron_gvpo.groups import Prompt, Rollout, prompt_of, rollout_of
 
 MAX_TEXT = 1000  # characters of an error message
 MAX_REPLY = 1 << 16  # bytes of a reply
-_SHORT = 1 << 16  # bytes of an order that goes through the socket itself
+_SHORT = 1 << 16  # an order of at most so many bytes is sent in the socket's message itself
 HUNG_UP = 74  # exit code of a process whose socket does not work any more
 
 Number = Annotated[float, msgspec.Meta(ge=-LARGEST, le=LARGEST)]  # NaN is refused, too
@@ -44,7 +44,7 @@ class _Message(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=
 
 
 class Endpoint(NamedTuple):
-    """Where a program asks the policy: arguments of an OpenAI client. The key is good for one rollout.
+    """Arguments of the OpenAI client with which a program asks the policy. The key is valid for one rollout.
 
     The members of a group have the same `seed`, for whatever else the program draws at random.
     """
@@ -105,7 +105,7 @@ class Step(_Message):
     conversation: int
     begin: Begin | None
     text: str
-    seconds: float  # limit of the answer
+    seconds: float  # time limit for the answer
 
 
 class RunProgram(_Message):
@@ -279,7 +279,7 @@ def _encode(value: Any) -> Any:
         return [type(value).__name__, *msgspec.structs.astuple(value)]
     if isinstance(value, msgspec.Struct):
         return msgspec.structs.astuple(value)
-    if isinstance(value, int):  # one of more than 64 bits
+    if isinstance(value, int):  # an integer of more than 64 bits
         return msgpack.ExtType(_INTEGER, hex(value).encode())
     if isinstance(value, Decimal):
         return msgpack.ExtType(_DECIMAL, str(value).encode())

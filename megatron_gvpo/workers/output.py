@@ -12,7 +12,7 @@ from megatron_gvpo.core.redaction import hide
 
 LINES = 20  # lines of a function that are shown in a step, on every rank
 WIDTH = 500  # characters of a line that are shown
-_LONGEST = 4 * WIDTH  # bytes of a line that are kept: a character has up to 4
+_LONGEST = 4 * WIDTH  # bytes of a line to keep: a character takes up to 4
 _AT_ONCE = 1 << 16  # bytes of a read: a pipe has room for no more
 _MARK = re.compile(rb"\0(\d{1,6})\0")  # the worker writes it where another function's output begins
 _PART_OF_MARK = re.compile(rb"\0\d{0,6}\Z")
@@ -58,8 +58,8 @@ class Output:
         self.descriptor: int | None = descriptor  # None: all of its processes have closed it
         os.set_blocking(descriptor, False)
         self._printout = printout
-        self._function = 0  # the index of the one that prints
-        self._line = b""  # the beginning of a line whose end has not come
+        self._function = 0  # index of the function that prints
+        self._line = b""  # an unfinished line
         self._mark = b""  # bytes that may be the beginning of a mark
 
     def drain(self) -> bool:
@@ -87,7 +87,7 @@ class Output:
 
     def end_step(self) -> None:
         """Show the rest of what the step's functions have printed: at most what the pipe has room for."""
-        for _ in range(4):  # a read may give less than has come
+        for _ in range(4):  # one read may return less than has arrived
             if not self.drain():
                 break
         self.flush()

@@ -37,7 +37,7 @@ from megatron_gvpo.workers.reaper import PATIENCE
 
 START = 600.0  # seconds that a process has to import its functions
 NOTICE = 0.5  # seconds between two notices that a function imports a module
-_AGAIN = 0.05  # seconds until an order is sent again for which there was no room
+_AGAIN = 0.05  # seconds until an order that found no room is sent again
 
 
 class WorkerProcess:
@@ -76,15 +76,16 @@ class WorkerProcess:
             channel_of_worker.close()
             os.close(end)
             os.close(output_of_worker)
-        self.is_ready = False  # its functions are loaded
+        self.is_ready = False  # the worker has loaded its functions
         self.overlaps = False  # several calls may run at once
         self._section, self._functions = section, functions
         self._start_ends = time.monotonic() + START
         try:
-            path = [entry for entry in sys.path if isinstance(entry, str)]  # as Python itself reads it
+            # Python ignores other entries, too.
+            path = [entry for entry in sys.path if isinstance(entry, str)]
             send_order(self.channel, Load(path, dict(files), list(functions), notice))
         except ConnectionError:
-            pass  # it is gone, which `replies` tells
+            pass  # the worker is gone; `replies` reports it
         except (OSError, WireError) as error:
             self.stop()
             raise ConfigError(f"{section}: a worker cannot be told its functions: {error}") from None
@@ -198,7 +199,7 @@ class AsyncWorkerProcess(WorkerProcess):
     ) -> None:
         super().__init__(handler, "rollout.conversation", [function], files, printout)
         self._numbers = count()
-        self._results: dict[int, asyncio.Future[CallResult]] = {}  # of the calls that wait, by number
+        self._results: dict[int, asyncio.Future[CallResult]] = {}  # calls that wait for a result, by number
         self._watched = set[int]()  # descriptors that the event loop watches
         self._ending: asyncio.Task[None] | None = None
 
@@ -225,7 +226,7 @@ class AsyncWorkerProcess(WorkerProcess):
         finally:
             del self._results[number]
             if result.done() and not result.cancelled():
-                result.exception()  # it is retrieved, even if nobody has waited for it
+                result.exception()  # mark it retrieved, even if nobody has waited for it
             if not self._results:
                 self._unwatch(loop)
 
@@ -242,7 +243,7 @@ class AsyncWorkerProcess(WorkerProcess):
         await self._ending
         result = self._results[order.call]
         if result.done():
-            result.result()  # raises how the process ended
+            result.result()  # raises the error with which the process ended
         raise CallFailed("its process had ended before", is_gone=True)
 
     def cancel(self, numbers: list[int]) -> None:
@@ -296,7 +297,7 @@ class AsyncWorkerProcess(WorkerProcess):
             self.end(wrong_message(error))
         except (EOFError, OSError):
             self.end(None)
-        for descriptor in self._watched - set(self.descriptors()):  # an output that was closed
+        for descriptor in self._watched - set(self.descriptors()):  # its output was closed
             loop.remove_reader(descriptor)
             self._watched.discard(descriptor)
 

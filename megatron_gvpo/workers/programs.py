@@ -39,7 +39,7 @@ from megatron_gvpo.workers.messages import (
 from megatron_gvpo.workers.process import how_it_ended
 from megatron_gvpo.workers.worker import PRIVATE, Worker, reason_of
 
-_LONGEST = MAX_REPLY - 4096  # bytes of a program's result: its pipe has room for them
+_LONGEST = MAX_REPLY - 4096  # limit for a program's result, which must fit into its pipe
 # Modules that the openai package imports at the first call of a client: here, and not in every program.
 _LATE = ("openai.resources.chat.completions", "anyio._backends._asyncio", "httpcore")
 Program = Callable[..., Any]
@@ -94,7 +94,7 @@ class _Child(NamedTuple):
     call: int
     process: int
     ends: int  # a descriptor that is readable when the process has ended
-    result: int  # a pipe
+    result: int  # descriptor of a pipe
 
 
 def _start(program: Program, children: dict[int, _Child], run: RunProgram) -> _Child:
@@ -117,7 +117,7 @@ def _run(program: Program, run: RunProgram, result: int) -> NoReturn:
     """The life of a program's process."""
     process = os.getpid()
     os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"] = run.endpoint.base_url, run.endpoint.api_key
-    for name in ("no_proxy", "NO_PROXY"):  # a proxy of the environment does not reach this machine
+    for name in ("no_proxy", "NO_PROXY"):  # a proxy would not reach this machine
         os.environ[name] = ",".join(filter(None, ["127.0.0.1", os.environ.get(name)]))
     try:
         value = program(read_prompt(run.prompt), run.endpoint)

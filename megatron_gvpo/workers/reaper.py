@@ -51,7 +51,7 @@ def main() -> NoReturn:
 
 
 def _be_first_to_die() -> None:
-    """Where memory runs out, the kernel kills the worker before the trainer; a crash writes no core file."""
+    """Have the kernel kill the worker before the trainer if memory runs out; a crash writes no core file."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
@@ -69,7 +69,7 @@ def _follow(worker: int, leash: int, trainer: int) -> int:
             process, status = os.waitpid(-1, os.WNOHANG)  # orphans, too
             if process == worker:
                 return os.waitstatus_to_exitcode(status)
-            if process == 0:  # the others run on
+            if process == 0:  # the other processes run on
                 break
 
 
@@ -80,8 +80,8 @@ def _end_children() -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
-            return  # there are none
-        import psutil  # not before it is needed
+            return  # no children are left
+        import psutil  # late, because it is rarely needed
 
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):

@@ -26,7 +26,7 @@ _ENVIRONMENT = {
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
     "LD_LIBRARY_PATH": "/python/lib",
-    "PYTHONHASHSEED": "0",  # the same program prints the same
+    "PYTHONHASHSEED": "0",  # makes a program's output reproducible
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
@@ -133,7 +133,7 @@ class Sandbox:
         output.read_until(mark, time.monotonic() + START)
         if not select.select([mark], [], [], 0)[0]:
             raise SandboxFailed(f"a sandbox did not start in {START:g} seconds")
-        if not os.read(mark, 1):  # it has ended
+        if not os.read(mark, 1):  # the process has ended
             output.read_until(None, time.monotonic() + 1.0)
             raise SandboxFailed(f"a sandbox did not start: {' '.join(output.text().split())[-300:]}")
         output.read_until(None, time.monotonic() + self._seconds)
@@ -213,7 +213,7 @@ def _interpreter() -> dict[str, str]:
 
 
 def _ending(code: int) -> str:
-    """How a program ended, from bubblewrap's exit code; "" for a good end."""
+    """Describes a program's end from bubblewrap's exit code; "" for a normal end."""
     if code == 0:
         return ""
     number = -code if code < 0 else code - 128

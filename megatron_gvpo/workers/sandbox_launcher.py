@@ -13,7 +13,7 @@ import sys
 import traceback
 from types import ModuleType, TracebackType
 
-DESCRIPTORS = 64  # a program may have so many open
+DESCRIPTORS = 64  # open files that a program may have
 NAME = "/tmp/program.py"
 PACKAGES = "/packages"
 
@@ -35,7 +35,7 @@ def main() -> None:
     os.closerange(3, 1 << 16)
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
 
-    with open(NAME, "wb") as file:  # tracebacks show its lines
+    with open(NAME, "wb") as file:  # lets tracebacks show its lines
         file.write(source)
     if os.path.isdir(PACKAGES):
         sys.path.append(PACKAGES)

@@ -13,8 +13,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.user_functions import described, load_function
 from megatron_gvpo.data.tool_calls import ToolCall, parser_of
 from megatron_gvpo.groups import Prompt
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.conversation import PYTHON
+from megatron_gvpo.settings.conversation import PYTHON, ConversationConfig
 from megatron_gvpo.workers.environment import Outage, Reply
 from megatron_gvpo.workers.mcp_servers import server, server_schemas
 from megatron_gvpo.workers.sandbox import SCHEMA, Sandbox
@@ -176,9 +175,8 @@ def _describable(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def configured_schemas(config: Config) -> tuple[dict[str, Any], ...]:
-    """The schemas of the tools that the policy may call. Raises ConfigError."""
-    talks = config.rollout.conversation
+def configured_schemas(talks: ConversationConfig | None) -> tuple[dict[str, Any], ...]:
+    """The schemas of the tools that the policy may call in these conversations. Raises ConfigError."""
     if talks is None or not talks.has_tools:
         return ()
     try:

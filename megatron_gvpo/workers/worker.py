@@ -73,7 +73,7 @@ class Worker:
         self.channel = socket.socket(fileno=_private(channel))
         self._output = _private(1, is_kept=True)
         self._process = os.getpid()
-        self._announced: int | None = None  # the function whose output comes
+        self._announced: int | None = None  # the function that prints now
 
     def receive(self) -> Order:
         """The next order, for which it waits. Raises EOFError if the trainer is gone, OSError, WireError."""

@@ -44,6 +44,19 @@ def test_masked_responses_may_count_in_the_denominator_as_in_trl(name):
     assert (plain(trained, BatchTotals.of(trained)) > block(trained, BatchTotals.of(trained))).all()
 
 
+def test_gpgs_normaliser_inside_the_mean_over_prompts():
+    """GPG's eq. 5 as a loop: each group's sum is divided by its own tokens, and groups are averaged."""
+    lengths = [1, 3, 2, 4, 5]
+    rows = make_rows([[1, 0, 0], [1, 0]], lengths=lengths).with_group_tokens()
+    expected = [1 / (2 * 6)] * 6 + [1 / (2 * 9)] * 9
+    block = Aggregation(name="group_token_mean")
+    assert block(rows, BatchTotals.of(rows)).tolist() == pytest.approx(expected)
+    part = rows.select([1, 4])  # a micro-batch of parts of groups
+    assert block(part, BatchTotals.of(rows)).tolist() == pytest.approx([1 / 12] * 3 + [1 / 18] * 5)
+    with pytest.raises(ValueError, match="does not go with group_token_mean"):
+        Aggregation(name="group_token_mean", count_masked=True)
+
+
 def test_group_coefficients_with_ragged_groups():
     rows = make_rows([[1, 0, 0], [1, 0], [1]])
     totals = BatchTotals(groups=10, sequences=99, tokens=99)

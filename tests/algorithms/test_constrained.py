@@ -11,15 +11,15 @@ from helpers.inputs.groups import make_group, rewards_of
 from helpers.inputs.rows import make_logp, make_rows
 from test_members import Asked
 
-from megatron_gvpo.algorithms.advantages.care import ConfidenceEstimator
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.algorithms.advantages.fgrpo import LagrangianEstimator
+from megatron_gvpo.algorithms.advantages.likelihood import ConfidenceEstimator
 from megatron_gvpo.algorithms.base import token_weights
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.curriculum.prior import FunctionPrior
 from megatron_gvpo.algorithms.losses.ppo import PPO
 from megatron_gvpo.algorithms.members.osla import OneMore, expected_drop
-from megatron_gvpo.algorithms.shapers.consistency import InformationConsistency
+from megatron_gvpo.algorithms.shapers.rewards import InformationConsistency
 from megatron_gvpo.groups import Prompt, Rollout
 from megatron_gvpo.rewards.ranking import alignment, listed, ndcg
 from megatron_gvpo.types import BatchTotals

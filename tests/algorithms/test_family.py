@@ -12,21 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import beta as beta_distribution
 
+from megatron_gvpo.algorithms.advantages.baselines import MedianEstimator, ShrunkEstimator
 from megatron_gvpo.algorithms.advantages.bnpo import BNPO
-from megatron_gvpo.algorithms.advantages.care import ConfidenceEstimator
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.algorithms.advantages.fgrpo import LagrangianEstimator
 from megatron_gvpo.algorithms.advantages.gae import GAE
-from megatron_gvpo.algorithms.advantages.gdpo import ComponentEstimator
-from megatron_gvpo.algorithms.advantages.grao import ReferenceAnswerEstimator
+from megatron_gvpo.algorithms.advantages.likelihood import ConfidenceEstimator, NoveltyEstimator
 from megatron_gvpo.algorithms.advantages.m_grpo import RoleEstimator
-from megatron_gvpo.algorithms.advantages.mc_grpo import MedianEstimator
-from megatron_gvpo.algorithms.advantages.ngrpo import VirtualEstimator
+from megatron_gvpo.algorithms.advantages.normalised import (
+    ComponentEstimator,
+    ReferenceAnswerEstimator,
+    StratifiedEstimator,
+    VirtualEstimator,
+)
 from megatron_gvpo.algorithms.advantages.rank_grpo import RankEstimator
-from megatron_gvpo.algorithms.advantages.stratified import StratifiedEstimator
 from megatron_gvpo.algorithms.advantages.tempo import PrefixTreeEstimator, value_changes
-from megatron_gvpo.algorithms.advantages.v05 import ShrunkEstimator
-from megatron_gvpo.algorithms.advantages.xrpo import NoveltyEstimator
 from megatron_gvpo.turns import Turn
 from megatron_gvpo.types import TrainBatch
 

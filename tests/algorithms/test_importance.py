@@ -16,8 +16,7 @@ from helpers.inputs.rows import make_logp, make_rows
 from megatron_gvpo.algorithms.base import Loss, token_weights
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.importance.base import effective_share
-from megatron_gvpo.algorithms.losses.cispo import CISPO
-from megatron_gvpo.algorithms.losses.pg import PolicyGradient
+from megatron_gvpo.algorithms.losses.pg import CISPO, PolicyGradient
 from megatron_gvpo.algorithms.losses.ppo import PPO
 from megatron_gvpo.turns import Turn
 from megatron_gvpo.types import BatchTotals, TrainBatch

@@ -9,14 +9,13 @@ import torch
 from helpers.inputs.rows import make_logp, make_rows
 
 from megatron_gvpo.algorithms.base import token_weights
-from megatron_gvpo.algorithms.losses.cispo import CISPO
 from megatron_gvpo.algorithms.losses.disco import DisCO
 from megatron_gvpo.algorithms.losses.dpo import DPO
 from megatron_gvpo.algorithms.losses.gvpo import GVPO
-from megatron_gvpo.algorithms.losses.nll import NLL
-from megatron_gvpo.algorithms.losses.pg import PolicyGradient
+from megatron_gvpo.algorithms.losses.pg import CISPO, PolicyGradient
 from megatron_gvpo.algorithms.losses.ppo import PPO
 from megatron_gvpo.algorithms.losses.reg_grpo import RegGRPO
+from megatron_gvpo.algorithms.losses.supervised import NLL
 from megatron_gvpo.types import BatchTotals, LossInputs
 
 EMA = {"name": "ema", "decay": 0.9}

@@ -15,13 +15,11 @@ from helpers.inputs.groups import make_group, rewards_of
 from megatron_gvpo import api_model
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.algorithms.config import AlgorithmConfig
-from megatron_gvpo.algorithms.importance.truncate import Truncate
+from megatron_gvpo.algorithms.importance.weights import Truncate
 from megatron_gvpo.algorithms.members.base import taught
-from megatron_gvpo.algorithms.members.demonstration import Demonstration
 from megatron_gvpo.algorithms.members.early_exit import Exits, before
 from megatron_gvpo.algorithms.members.hinted import Hinted
-from megatron_gvpo.algorithms.members.replay import Replay
-from megatron_gvpo.algorithms.members.teacher_member import TeacherMember
+from megatron_gvpo.algorithms.members.off_policy import Demonstration, Replay, TeacherMember
 from megatron_gvpo.core.user_functions import load_function
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.sampling.batch_sampler import _checked
@@ -172,8 +170,8 @@ def test_igrpo_trains_the_refinements_of_the_best_draft():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "one of both"),
-        ({"fields": ["a"], "best_draft": True}, "one of both"),
+        ({}, "and not both"),
+        ({"fields": ["a"], "best_draft": True}, "and not both"),
         ({"fields": ["a"], "template": "none"}, "no {hint}"),
         ({"fields": ["a"], "prompt": "hinted", "place": "replace"}, "a group of its own"),
     ],

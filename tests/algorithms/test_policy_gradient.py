@@ -12,9 +12,9 @@ from helpers.inputs.rows import make_logp, make_rows, sequence_weights
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.algorithms.base import token_weights
 from megatron_gvpo.algorithms.config import AlgorithmConfig
-from megatron_gvpo.algorithms.losses.nll import NLL
 from megatron_gvpo.algorithms.losses.pg import PolicyGradient
 from megatron_gvpo.algorithms.losses.ppo import PPO
+from megatron_gvpo.algorithms.losses.supervised import NLL
 from megatron_gvpo.types import BatchTotals
 
 

@@ -12,7 +12,7 @@ from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.curriculum.batch_policy import Accumulate
 from megatron_gvpo.algorithms.losses.gvpo import GVPO
-from megatron_gvpo.algorithms.losses.nll import NLL
+from megatron_gvpo.algorithms.losses.supervised import NLL
 from megatron_gvpo.algorithms.recipe import About, read_recipe, recipe_names
 from megatron_gvpo.algorithms.shapers.filters import Keep
 from megatron_gvpo.algorithms.shapers.length import Overlong
@@ -36,7 +36,7 @@ def test_the_provenance_of_formulas_has_a_former_key(key):
 
 def test_one_item_of_a_recipes_list_can_be_changed():
     values = {"recipe": "dapo", "shapers": {"0": {"buffer": 100}}}
-    assert AlgorithmConfig.model_validate(values).shapers == (Overlong(buffer=100),)
+    assert AlgorithmConfig.model_validate(values).shapers == (Overlong(buffer=100, weight=0.5),)
     replaced = {"recipe": "dapo", "shapers": {0: {"name": "keep", "which": "best"}}}
     assert AlgorithmConfig.model_validate(replaced).shapers == (Keep(which="best"),)
     with pytest.raises(ValueError, match="shapers"):

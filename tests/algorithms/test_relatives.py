@@ -11,9 +11,9 @@ import torch
 from helpers.inputs.rows import make_logp, make_rows, sequence_weights
 
 from megatron_gvpo.algorithms.base import token_weights
-from megatron_gvpo.algorithms.losses.cispo import CISPO
 from megatron_gvpo.algorithms.losses.disco import DisCO
 from megatron_gvpo.algorithms.losses.dpo import DPO
+from megatron_gvpo.algorithms.losses.pg import CISPO
 from megatron_gvpo.algorithms.losses.ppo import PPO
 from megatron_gvpo.algorithms.losses.reg_grpo import RegGRPO
 from megatron_gvpo.types import BatchTotals, TrainBatch

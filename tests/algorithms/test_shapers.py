@@ -33,6 +33,11 @@ def test_affine_makes_the_two_values_of_w_reinforce():
     assert shaped(Affine(scale=1.1, shift=-1.0), make_group([1, 0])) == [pytest.approx([0.1, -1])]
 
 
+def test_the_weight_of_overlong_is_what_the_full_punishment_takes_off():
+    group = make_group([1] * 3, lengths=[80, 90, 100])
+    assert shaped(Overlong(weight=0.5).sized(100), group) == [pytest.approx([1, 0.75, 0.5])]
+
+
 def test_overlong_falls_linearly_inside_its_buffer():
     group = make_group([1] * 5, lengths=[10, 60, 70, 100, 120])
     expected = [pytest.approx([1, 1, 0.75, 0, 0])]

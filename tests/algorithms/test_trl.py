@@ -21,9 +21,8 @@ from helpers.suite.real_parts import used
 
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.algorithms.base import Loss, token_weights
-from megatron_gvpo.algorithms.losses.cispo import CISPO
 from megatron_gvpo.algorithms.losses.dpo import DPO
-from megatron_gvpo.algorithms.losses.pg import PolicyGradient
+from megatron_gvpo.algorithms.losses.pg import CISPO, PolicyGradient
 from megatron_gvpo.algorithms.losses.ppo import PPO
 from megatron_gvpo.types import BatchTotals, TrainBatch
 

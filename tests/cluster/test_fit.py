@@ -9,7 +9,7 @@ import yaml
 from helpers.paths import ROOT
 
 from megatron_gvpo.cli import main
-from megatron_gvpo.core.gpus import Gpu
+from megatron_gvpo.core.gpus import LocalGpu
 from megatron_gvpo.planner.fit import COMMON_GIB, excess, usable_gib
 from megatron_gvpo.planner.prediction import least
 from megatron_gvpo.rehearsal import made_model
@@ -74,7 +74,7 @@ def test_train_warns_on_a_gpu_that_is_too_small(monkeypatch, tmp_path, capsys):
     for memory, said in ((79.6, "warning: the update needs about 1"), (139.8, "")):
         monkeypatch.setattr(
             "megatron_gvpo.checks.preflight.torch_gpus",
-            lambda memory=memory: [Gpu(0, "H", memory, (9, 0), 18)],
+            lambda memory=memory: [LocalGpu(0, "H", memory, (9, 0), 18)],
         )
         train._warn_of_memory(config, 8)
         assert capsys.readouterr().err.startswith(said) and bool(said) == (memory < 100)

@@ -15,6 +15,7 @@ from transformers import Qwen2Tokenizer
 
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.chat_template import Template
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.end_tokens import end_token_ids
 from megatron_gvpo.workers.tools import tool_message
 
@@ -115,9 +116,8 @@ def test_a_text_that_is_given_ends_as_the_models_template_ends_a_turn(
     of = of_model(templates[name], ends[0])
     of.add_special_tokens({"additional_special_tokens": list(ends[1:])})
     numbers = of.convert_tokens_to_ids(list(ends))
-    (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": numbers}))
-    found = end_token_ids(str(tmp_path), of, chat=True)
+    found = end_token_ids(str(tmp_path), ModelCard({}), of, chat=True)
     assert of.convert_ids_to_tokens(found[0]) == last and set(found) == set(numbers)
 
 

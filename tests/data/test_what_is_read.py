@@ -13,13 +13,19 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.prompts import PromptWriter, load_prompts
-from megatron_gvpo.data.task import load_task
+from megatron_gvpo.data.task import Task, load_task
 from megatron_gvpo.groups import Prompt
+from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import load_config
 from megatron_gvpo.settings.sections import DataConfig, DatasetConfig
 
 BEGIN, END = 0, 1
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+
+
+def read(config: Config) -> Task:
+    return load_task(config, ModelCard.read(config.model.path))
 
 
 @pytest.fixture
@@ -96,7 +102,7 @@ def test_a_field_that_a_block_reads_and_no_record_has(
     of_run = [f"output_dir={tmp_path}", "data.eval=null", "data.train.limit=3"]
     config = load_config([task / "run.yaml"], [*of_run, f"algorithm={algorithm}"])
     with pytest.raises(DataError) as error:
-        load_task(config)
+        read(config)
     said = f"algorithm.{key}: no record of {config.data.train.path} has this field; fields of the first: "
     assert str(error.value).startswith(said)
 
@@ -108,7 +114,7 @@ def test_a_field_that_a_judge_reads_and_no_record_has(task: Path, tmp_path: Path
     rewards = f"rewards.components={json.dumps([{'name': 'quality', 'judge': judge}])}"
     config = load_config([task / "run.yaml"], [f"output_dir={tmp_path}", "data.train.limit=3", rewards])
     with pytest.raises(DataError, match=r"rewards.components.0.judge.template: no record .* field 'rubic'"):
-        load_task(config)
+        read(config)
 
 
 @pytest.mark.parametrize(
@@ -134,10 +140,10 @@ def test_a_judge_grades_by_what_every_record_has(
     ]
     config = load_config([task / "run.yaml"], given)
     if said is None:
-        load_task(config)
+        read(config)
         return
     with pytest.raises(DataError, match=rf"rewards.components.0.judge.template:? .*{said}"):
-        load_task(config)
+        read(config)
 
 
 def test_demonstrations_of_turns_are_not_trained_in_other_contexts(task: Path, tmp_path: Path) -> None:
@@ -153,7 +159,7 @@ def test_demonstrations_of_turns_are_not_trained_in_other_contexts(task: Path, t
     given += [f"data.train={{path: {tmp_path}/a.jsonl, demonstration_key: solution}}"]
     given += ["rollout.conversation={environment: 'm:E', history: template}"]
     with pytest.raises(DataError, match=r"have several turns, and they are written turn after turn"):
-        load_task(load_config([task / "run.yaml"], given))
+        read(load_config([task / "run.yaml"], given))
 
 
 def test_an_empty_answer_is_none(task: Path, tmp_path: Path) -> None:
@@ -162,6 +168,6 @@ def test_an_empty_answer_is_none(task: Path, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     data = f"data.train={{path: {tmp_path}/a.jsonl, demonstration_key: null}}"
     given = [f"output_dir={tmp_path}", data, "data.eval=null"]
-    load_task(load_config([task / "run.yaml"], given))  # rewards variety alone
+    read(load_config([task / "run.yaml"], given))  # rewards variety alone
     with pytest.raises(DataError, match=r"a.jsonl:2: its answer is empty, and the reward math .*2 of 3 prom"):
-        load_task(load_config([task / "run.yaml"], [*given, "rewards.components=[{name: math}]"]))
+        read(load_config([task / "run.yaml"], [*given, "rewards.components=[{name: math}]"]))

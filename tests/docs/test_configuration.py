@@ -15,12 +15,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "docs"))
 import configuration
 
 from megatron_gvpo.algorithms.base import Block
-from megatron_gvpo.algorithms.catalog import _blocks, _places
+from megatron_gvpo.algorithms.catalog import _block_keys, _blocks
 from megatron_gvpo.algorithms.field_comments import field_comments
 from megatron_gvpo.algorithms.recipe import recipe_names
 
 SECTIONS = list(configuration.sections())
-BLOCKS = {block.__name__: block for place in _places().values() for block in _blocks(place)}
+BLOCKS = {block.__name__: block for place in _block_keys().values() for block in _blocks(place)}
 
 
 @pytest.mark.parametrize(("path", "section"), SECTIONS, ids=[path or "top" for path, _ in SECTIONS])

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "docs"))
 
 import configuration
 
-from megatron_gvpo.algorithms.catalog import _blocks, _places
+from megatron_gvpo.algorithms.catalog import _block_keys, _blocks
 from megatron_gvpo.algorithms.recipe import recipe_names
 from megatron_gvpo.core.metric_names import entry
 
@@ -32,7 +32,7 @@ def dotted(text: str) -> list[str]:
 
 def options(place: str) -> set[str]:
     """The options of all blocks that the configuration takes at a place, such as `loss`."""
-    return {field for block in _blocks(_places()[place]) for field in block.model_fields}
+    return {field for block in _blocks(_block_keys()[place]) for field in block.model_fields}
 
 
 def exists(key: str) -> bool:

@@ -21,6 +21,7 @@ from megatron_gvpo.cli.terminal import refuse
 from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.data import task as task_module
 from megatron_gvpo.data.task import load_task
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.settings.load import build_config, load_config
 
@@ -175,7 +176,7 @@ def data_is_read_or_refused(task: Path, file: Path, method: str, capsys: Any) ->
         [task / "run.yaml"], [method, f"output_dir={file.parent}", KEYS % file, "data.eval=null"]
     )
     try:
-        load_task(config)
+        load_task(config, ModelCard.read(config.model.path))
     except (ConfigError, DataError) as error:
         is_said_well(error, capsys)
         assert str(file) in str(error)

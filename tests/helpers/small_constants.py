@@ -119,7 +119,7 @@ def small_constants() -> Iterator[None]:
     """Context with every size of CONSTANTS cut down. Raises AssertionError where one is not the real one."""
     with contextlib.ExitStack() as stack:
         for constant in CONSTANTS:
-            read, write = _place(constant.location)
+            read, write = _accessors(constant.location)
             assert read() == constant.real, f"{constant.location} is {read()}, and not {constant.real}"
             write(constant.small)
             stack.callback(write, constant.real)
@@ -159,7 +159,7 @@ def late_gathers() -> Iterator[set[int]]:
         yield late
 
 
-def _place(location: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+def _accessors(location: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     """Return functions that read and write the constant."""
     module, path = location.split(":")
     path, _, parameter = path.removesuffix(")").partition("(")

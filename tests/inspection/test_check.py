@@ -16,6 +16,7 @@ from helpers.suite.real_parts import used
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_gvpo.data.task import load_task
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.inspection.prompts import inspect_prompts
 from megatron_gvpo.inspection.responses import inspect_responses
 from megatron_gvpo.inspection.rewards import inspect_rewards
@@ -85,7 +86,7 @@ def prompts_of(task: Path, template: str | None = CHATML, **sections: dict[str, 
     made.save_pretrained(task / "model")
     try:
         config = configure(task, **sections)
-        return inspect_prompts(config, load_task(config))
+        return inspect_prompts(config, load_task(config, ModelCards(config).policy))
     finally:
         tokenizer().save_pretrained(task / "model")
 
@@ -115,7 +116,8 @@ def test_an_end_that_the_template_never_writes_is_found(task: Path) -> None:
 
 
 def test_prompts_at_the_limit_and_too_few_prompts_are_found(task: Path) -> None:
-    lengths = [len(p.token_ids) for p in load_task(configure(task)).prompts]
+    config = configure(task)
+    lengths = [len(p.token_ids) for p in load_task(config, ModelCards(config).policy).prompts]
     limit = {"max_prompt_tokens": max(lengths)}
     assert verdict(prompts_of(task, data=limit), "lengths").level == "warning"
     assert "repeats" in verdict(prompts_of(task, train={"prompts_per_step": 100}), "data").sentence
@@ -141,7 +143,7 @@ def test_rewards_are_judged_by_responses_whose_quality_is_known(
     task: Path, reward: str, level: str, words: str
 ) -> None:
     config = configure(task, reward)
-    judged = inspect_rewards(config, load_task(config))[0]
+    judged = inspect_rewards(config, load_task(config, ModelCards(config).policy))[0]
     assert judged.level == level
     assert words in judged.sentence + judged.remedy
 
@@ -154,7 +156,9 @@ def test_first_responses_show_whether_they_teach(task: Path, reward: str, topic:
     used("megatron-core and Megatron-Bridge, 1 rank")
     config = configure(task, reward)
     try:
-        verdicts, groups = inspect_responses(config, load_task(config))
+        verdicts, groups = inspect_responses(
+            config, ModelCards(config), load_task(config, ModelCards(config).policy)
+        )
     finally:
         forget_layout()
     assert verdict(verdicts, topic).level == level

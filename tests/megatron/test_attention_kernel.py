@@ -86,6 +86,7 @@ def choose() -> Iterator[Choice]:
                     cp_size=attention.cp,
                     deterministic=attention.deterministic,
                     core_attention_bias_requires_grad=False,  # there is none
+                    softmax_type="learnable" if attention.sinks else "vanilla",
                 )
             )
             names = {"cuDNN": fused, "FlashAttention": flash_2, "unfused": unfused}
@@ -98,15 +99,18 @@ def choose() -> Iterator[Choice]:
 
 def test_it_is_transformer_engines_own_choice(choose: Choice) -> None:
     differ = {}
-    for capability, dtype, deterministic, (cp, exchange), dims, flash in itertools.product(
+    for capability, dtype, deterministic, (cp, exchange), dims, flash, sinks in itertools.product(
         CAPABILITIES,
         ("bfloat16", "float32"),
         (False, True),
         ((1, "p2p"), (2, "p2p"), (2, "all_gather"), (2, "a2a")),
         HEAD_DIMS,
         (False, True),
+        (False, True),
     ):
-        attention = Attention(dtype, deterministic, cp, *dims)
+        if sinks and cp > 1 and exchange != "a2a":
+            continue  # such models have sliding windows, with which other exchanges are refused
+        attention = Attention(dtype, deterministic, cp, *dims, sinks)
         theirs, ours = choose(attention, exchange, capability, flash), kernel(attention, capability, flash)
         if theirs != ours:
             differ[capability, exchange, flash, attention] = (theirs, ours)
@@ -132,6 +136,8 @@ def test_what_has_no_kernel_is_refused_with_the_remedy() -> None:
             r"float32, parallel\.cp=2 .* use model\.dtype=bfloat16",
         ),
         (Attention("bfloat16", False, 1, 256, 256), (10, 0), r"head dimensions 256 and 256 .* flash-attn=="),
+        (Attention("bfloat16", False, 1, 64, 64, True), (8, 0), r"attention sinks .* use another model"),
+        (Attention("bfloat16", True, 1, 64, 64, True), (9, 0), r"sinks, train\.deterministic=true .*=false"),
     ]:
         with pytest.raises(ConfigError, match=message):
             check_attention(attention, capability, False)
@@ -167,6 +173,11 @@ def test_the_first_second_of_a_run_asks_the_machines_gpus(
     preflight(config, "slurm", 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     preflight(config, "train", 1)
+
+
+def test_the_sinks_of_gpt_oss_are_known() -> None:
+    shape = {"architectures": ["GptOssForCausalLM"], "head_dim": 64}
+    assert Attention.of(ModelConfig(path="unused"), ParallelConfig(), False, shape).sinks
 
 
 def test_latent_attention_has_two_head_dimensions() -> None:

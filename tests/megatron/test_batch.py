@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.microbatch import MicroBatchPlan, plan
-from megatron_gvpo.settings.padding import Padding
+from megatron_gvpo.settings.parallel import Padding
 from megatron_gvpo.types import TrainBatch
 
 HIDDEN = 64

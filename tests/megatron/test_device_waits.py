@@ -10,11 +10,10 @@ import torch
 from helpers.inputs.rows import make_logp, make_rows
 
 from megatron_gvpo.algorithms.base import Loss
-from megatron_gvpo.algorithms.losses.cispo import CISPO
 from megatron_gvpo.algorithms.losses.gvpo import GVPO
-from megatron_gvpo.algorithms.losses.nll import NLL
-from megatron_gvpo.algorithms.losses.pg import PolicyGradient
+from megatron_gvpo.algorithms.losses.pg import CISPO, PolicyGradient
 from megatron_gvpo.algorithms.losses.ppo import PPO
+from megatron_gvpo.algorithms.losses.supervised import NLL
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.types import BatchTotals, LossInputs
 

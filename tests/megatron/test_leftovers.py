@@ -1,4 +1,4 @@
-"""Updates and scores leave no activations behind, on real megatron-core models (megatron/model/leftovers.py).
+"""Updates and scores leave no activations behind, on real megatron-core models (megatron/model/model.py).
 
 All memory that an operation takes is followed until it is freed, also what only autograd's graph holds.
 """
@@ -14,7 +14,7 @@ from helpers.distributed import launch
 from helpers.references import gradient_reference as reference
 from helpers.workers.gradient_worker import Case, Layout
 
-from megatron_gvpo.megatron.model.leftovers import _drop_routing
+from megatron_gvpo.megatron.model.model import _drop_routing
 
 LEAST = 1024  # bytes: columns of rows, and numbers that Megatron keeps
 EXPERTS, LATENT, DENSE = (

@@ -188,7 +188,7 @@ def test_the_layers_of_gpu_runs_get_the_core_attention(core: Any, monkeypatch: p
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt import gpt_layer_specs
 
-    from megatron_gvpo.megatron.attention.core import attend_to_shared_prompts
+    from megatron_gvpo.megatron.attention.core import SharedPromptAttention, with_core_attention
     from megatron_gvpo.megatron.cpu.bridge import import_bridge
     from megatron_gvpo.megatron.cpu.spec import local_block_spec
 
@@ -198,8 +198,8 @@ def test_the_layers_of_gpu_runs_get_the_core_attention(core: Any, monkeypatch: p
     monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", LocalSpecProvider, raising=False)
     provider = GPTModelProvider(num_layers=2, hidden_size=32, num_attention_heads=4)
     plain = provider.transformer_layer_spec(provider)
-    changed = attend_to_shared_prompts(provider.transformer_layer_spec)(provider)
-    stage = attend_to_shared_prompts(local_block_spec)(provider, vp_stage=None)
+    changed = with_core_attention(provider.transformer_layer_spec, SharedPromptAttention)(provider)
+    stage = with_core_attention(local_block_spec, SharedPromptAttention)(provider, vp_stage=None)
     for layer in (changed, *stage.layer_specs):
         assert layer.submodules.self_attention.submodules.core_attention is type(core)
     assert plain.submodules.self_attention.submodules.core_attention is not type(core)

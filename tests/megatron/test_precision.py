@@ -19,8 +19,7 @@ from megatron_gvpo.megatron.checkpoint.load import load_policy
 from megatron_gvpo.megatron.checkpoint.save import save_policy
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import build_config
-from megatron_gvpo.settings.padding import Padding
-from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.parallel import Padding, ParallelConfig
 from megatron_gvpo.settings.sections import FP8Config, ModelConfig
 
 

@@ -19,8 +19,9 @@ from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.microbatch import plan
+from megatron_gvpo.megatron.model.build import _obstacle_to_sharing
 from megatron_gvpo.settings.load import build_config
-from megatron_gvpo.settings.padding import Padding
+from megatron_gvpo.settings.parallel import Padding
 from megatron_gvpo.types import TrainBatch
 from megatron_gvpo.verify.shrink import save_tiny
 
@@ -174,6 +175,17 @@ def test_what_cannot_share_prompts_is_refused(tmp_path: Path, model, parallel, r
     )
     with pytest.raises(ConfigError, match=f"train.share_prompts=true is not possible here: .*{reason}"):
         check_layout(config, 2)
+
+
+def test_auto_says_why_it_repeats_prompts() -> None:
+    for obstacle, reason in (
+        ((False, True, False, 1), "no GPU has run it yet"),
+        ((True, False, False, 1), "not a plain softmax"),
+        ((True, True, True, 1), "rollout.router_replay=true"),
+        ((True, True, False, 2), "parallel.cp=2"),
+    ):
+        assert reason in _obstacle_to_sharing(*obstacle)
+    assert _obstacle_to_sharing(True, True, False, 1) == ""
 
 
 OTHERS = [f for f in FAMILIES if f.architecture in ("GptOssForCausalLM", "Qwen3_5ForCausalLM")]

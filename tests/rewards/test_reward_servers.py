@@ -81,15 +81,15 @@ def test_scores_equal_the_models_logits(
         served.score(first, lambda: None)
         check(first, expected)
         assert served.metrics["reward/quality/failed_requests"] == 0
-        for place in (scorer.servers._place for scorer in served._served):
+        for place in (scorer.servers._addresses for scorer in served._served):
             assert place.supervisor is not None and place.api_key is not None
             [process] = place.supervisor.processes
             assert_key_is_wanted(process, place.api_key)
             assert_key_is_hidden(process, place.api_key)
         if kill:
             for scorer in served._served:
-                assert scorer.servers._place.supervisor is not None
-                [process] = scorer.servers._place.supervisor.processes
+                assert scorer.servers._addresses.supervisor is not None
+                [process] = scorer.servers._addresses.supervisor.processes
                 assert process.pid is not None
                 os.killpg(process.pid, signal.SIGKILL)
             again = groups()

@@ -80,8 +80,8 @@ def test_a_server_that_the_run_started_answers_again_after_it_was_killed(
     rows, own = batch(), {"engine": engine, "python": engine_python(engine)}
     with teacher(good, model, own, f"output_dir={tmp_path / 'run'}") as asked:
         torch.testing.assert_close(asked.score(rows), expected(model, rows), rtol=0, atol=2e-4)
-        assert asked._servers is not None and asked._servers._place.supervisor is not None
-        [process] = asked._servers._place.supervisor.processes
+        assert asked._servers is not None and asked._servers._addresses.supervisor is not None
+        [process] = asked._servers._addresses.supervisor.processes
         assert process.pid is not None
         os.killpg(process.pid, signal.SIGKILL)
         asked.ask([])  # a new step: nothing is known any more

@@ -55,6 +55,24 @@ def test_another_metric_and_json(runs: Path, capsys: pytest.CaptureFixture[str])
     assert [(run["best"], run["best_step"]) for run in found] == [(0.4, 4), (0.4, 4), (None, None)]
 
 
+def test_keys_that_differ_are_columns(runs: Path, capsys: pytest.CaptureFixture[str]):
+    for name, lr in (("a", "1.0e-05"), ("sweep/b", "0.001")):
+        text = f"output_dir: {name}\noptimizer: {{lr: {lr}, betas: [0.9, 0.95]}}\ntrain: {{steps: 4}}\n"
+        (runs / name / "config.yaml").write_text(text)
+    assert main(["runs", str(runs / "sweep"), "--json"]) == 0
+    assert [run["settings"]["optimizer.lr"] for run in json.loads(capsys.readouterr().out)] == [0.001, None]
+    shutil.rmtree(runs / "sweep" / "c")
+    assert main(["runs", str(runs)]) == 0
+    header, first, second = capsys.readouterr().out.splitlines()
+    assert header.endswith("best eval/pass@1  optimizer.lr")
+    assert first.endswith(" 1e-05") and second.endswith(" 0.001")
+    for name in ("a", "sweep/b"):
+        file = runs / name / "config.yaml"
+        file.write_text(file.read_text() + f"model: {{path: {name}, a: {name}1, b: {name}2, c: {name}3}}\n")
+    assert main(["runs", str(runs)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("1 more keys differ: model.c; report RUN RUN")
+
+
 def test_a_directory_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["runs", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path}: no runs there\n"

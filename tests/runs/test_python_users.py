@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +47,11 @@ def test_export_and_conversion_keep_what_is_there(task: Path, tmp_path: Path) ->
             configure(task, tmp_path / "run", "parallel.tp=2"), tmp_path / "o"
         )
     assert kept.read_text() == "x" and dist.is_initialized() == before
+
+
+def test_importing_the_trainer_says_nothing() -> None:
+    """Fails on the old code: megatron-core warned of Apex and Transformer Engine. Other warnings stay."""
+    code = "from megatron_gvpo import Trainer; import warnings; warnings.warn('mine')"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert "Apex" not in done.stderr and done.stderr.count("Warning") == 1 and "mine" in done.stderr

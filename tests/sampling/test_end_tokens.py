@@ -19,6 +19,7 @@ from megatron_gvpo.data.chat_template import Template
 from megatron_gvpo.data.demonstrations import DemonstrationReader
 from megatron_gvpo.data.prompts import PromptWriter, load_prompts
 from megatron_gvpo.data.task import load_task
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.end_tokens import end_token_ids, ended
 from megatron_gvpo.sampling.batch_sampler import BatchContext
 from megatron_gvpo.sampling.local_model import LocalModel
@@ -82,8 +83,8 @@ def test_end_tokens_are_the_tokenizers_and_those_of_both_files(
     tmp_path: Path, generation: Any, config: Any, expected: list[int]
 ) -> None:
     path = model_with(tmp_path / "model", generation, config)
-    assert end_token_ids(path, OF) == tuple(expected)
-    assert end_token_ids(path, OF, stop_token_ids=(30, END)) == (*expected, 30)
+    assert end_token_ids(path, ModelCard.read(path), OF) == tuple(expected)
+    assert end_token_ids(path, ModelCard.read(path), OF, stop_token_ids=(30, END)) == (*expected, 30)
 
 
 @pytest.mark.parametrize("value", [10**6, -1, "2", [2, None], [[2]], True, 2.0, {}])
@@ -92,7 +93,7 @@ def test_what_is_no_token_is_refused_with_its_file(tmp_path: Path, file: str, va
     content = {"eos_token_id": value}
     path = model_with(tmp_path / "model", *((content,) if file != "config.json" else (None, content)))
     with pytest.raises(ConfigError, match=rf"model/{file}: eos_token_id=.* is not a token") as said:
-        end_token_ids(path, OF)
+        end_token_ids(path, ModelCard.read(path), OF)
     assert f"vocab_size={USER + 1}" in str(said.value)
 
 
@@ -100,14 +101,14 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     path = model_with(tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"generation_config.json, line 1: not valid JSON"):
-        end_token_ids(path, OF)
+        end_token_ids(path, ModelCard.read(path), OF)
 
 
 def test_the_token_that_sglang_always_stops_at_is_one_everywhere(tmp_path: Path) -> None:
     of = of_family(CHATML)
     of.add_special_tokens({"additional_special_tokens": ["<|eom_id|>"]})
     path = model_with(tmp_path / "model", config={"vocab_size": len(of)})
-    assert end_token_ids(path, of) == (EOS, of.convert_tokens_to_ids("<|eom_id|>"))
+    assert end_token_ids(path, ModelCard.read(path), of) == (EOS, of.convert_tokens_to_ids("<|eom_id|>"))
 
 
 # ---------------------------------------------------------------- how a text that is given ends
@@ -131,9 +132,11 @@ def test_a_text_ends_with_the_token_that_the_template_writes(
 ) -> None:
     of = of_family(template)
     path = model_with(tmp_path / "model", {"eos_token_id": generation})
-    found = end_token_ids(path, of, stop, chat=True)
+    found = end_token_ids(path, ModelCard.read(path), of, stop, chat=True)
     assert found[0] == first and set(found) == {EOS, *(generation or ()), *stop}
-    assert end_token_ids(path, of, stop)[0] == EOS, "without the template it is the tokenizer's"
+    assert end_token_ids(path, ModelCard.read(path), of, stop)[0] == EOS, (
+        "without the template it is the tokenizer's"
+    )
 
 
 def test_every_text_that_is_given_as_a_response_ends_there_once(tmp_path: Path) -> None:
@@ -194,7 +197,7 @@ def test_the_embedded_engine_stops_where_transformers_does(task: Path, tmp_path:
     model = AutoModelForCausalLM.from_pretrained(path).eval()
     of = AutoTokenizer.from_pretrained(path)
     how = {"device": "cpu", "dtype": torch.float32, "batch_size": 64}
-    engine = LocalModel(path, of, end_token_ids=end_token_ids(path, of), **how)
+    engine = LocalModel(path, of, end_token_ids=end_token_ids(path, ModelCard.read(path), of), **how)
     used("embedded rollout engine")
     engine.load(model.state_dict().items(), version=1)
     requests = [Request((a, b), 1, seed=0) for a in range(3, 12) for b in range(3, 8)]
@@ -229,4 +232,5 @@ def test_a_run_ends_its_responses_there_and_exports_the_file(task: Path, tmp_pat
 def test_a_task_has_the_tokens_of_the_file_and_of_the_configuration(task: Path, tmp_path: Path) -> None:
     model = with_further_ends(task, tmp_path / "model", [4])
     settings = (f"model.path={model}", "rollout.stop_token_ids=[5]", "data.eval=null")
-    assert load_task(configure(task, tmp_path / "run", *settings)).end_token_ids == (1, 4, 5)
+    config = configure(task, tmp_path / "run", *settings)
+    assert load_task(config, ModelCard.read(config.model.path)).end_token_ids == (1, 4, 5)

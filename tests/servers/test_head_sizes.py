@@ -17,6 +17,7 @@ from helpers.tiny_run import configure
 from megatron_gvpo.checks.preflight import preflight
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.architectures import SAME_MODEL
+from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.servers.cpu_engines import CPU_HEAD_SIZES, check_on_cpu, check_rollout_model
 from megatron_gvpo.servers.launch.start import start_servers
 from megatron_gvpo.servers.model_servers import Checkpoint, open_servers
@@ -63,7 +64,7 @@ def test_a_model_without_a_kernel_is_refused(
     with pytest.raises(ConfigError, match=said):
         preflight(config, "train", 1)
     with pytest.raises(ConfigError, match=said):  # as `megatron-gvpo serve` calls it
-        start_servers(config, None, print)
+        start_servers(config, ModelCards(config), None, print)
     preflight(with_heads(task, tmp_path / "32", 32, "rollout.engine=vllm"), "train", 1)
     preflight(with_heads(task, tmp_path / "sglang", 16, "rollout.engine=sglang"), "train", 1)
     elsewhere = "rollout.servers.urls=['http://127.0.0.1:1']"  # it may have GPUs
@@ -115,10 +116,10 @@ def test_a_family_that_an_engine_lacks_on_a_cpu_is_refused(
         config["head_dim"] = 32
     where = f"model.path={tmp_path}"
     if said is None:
-        check_on_cpu(config, engine, dtype, "rollout.engine", where)
+        check_on_cpu(ModelCard(config), engine, dtype, "rollout.engine", where)
         return
     with pytest.raises(ConfigError, match=f"rollout.engine={engine} .* {re.escape(where)} .*{said}"):
-        check_on_cpu(config, engine, dtype, "rollout.engine", where)
+        check_on_cpu(ModelCard(config), engine, dtype, "rollout.engine", where)
 
 
 @pytest.mark.parametrize(
@@ -146,10 +147,10 @@ def test_adapters_that_only_gpus_serve_are_refused(
     )
     config = configure(task, tmp_path, *own, "rollout.weights.transport=adapter")
     if said is None:
-        check_rollout_model(config)
+        check_rollout_model(config, ModelCards(config))
         return
     with pytest.raises(ConfigError, match=f"{said}.*transport=broadcast"):
-        check_rollout_model(config)
+        check_rollout_model(config, ModelCards(config))
 
 
 def test_engines_read_the_same_model_types_as_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.observe.mismatch import MismatchWatch
 from megatron_gvpo.servers.request import Request
 from megatron_gvpo.servers.routed_experts import Routers
-from megatron_gvpo.settings.padding import Padding
+from megatron_gvpo.settings.parallel import Padding
 from megatron_gvpo.training.callbacks import Callback
 from megatron_gvpo.training.trainer import Trainer
 from megatron_gvpo.types import TrainBatch
@@ -135,7 +135,7 @@ def test_what_no_router_of_the_model_chose_is_refused():
     assert wide.width == 2 and np.frombuffer(wide.ids, "<i2").max() == 293
     with pytest.raises(ValueError, match="8 experts for 4 tokens: want 2 in each of 2 layers for every"):
         routers.pack(good, 4)
-    with pytest.raises(ValueError, match="an expert 4 of a model with 4"):
+    with pytest.raises(ValueError, match="expert 4 is out of range: the model has 4"):
         routers.pack(good + (good == 3), 3)
     with pytest.raises(ValueError, match="the same expert twice: the server recorded none"):
         routers.pack(np.zeros_like(good), 3)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.servers.fake_servers import admit_at_once
 from helpers.tiny_run import configure
 
@@ -23,6 +24,7 @@ from megatron_gvpo.core import launch
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.launch import _environment, free_ports
 from megatron_gvpo.data.task import Task
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.sampling.served import ServedEngine
 from megatron_gvpo.servers import http, leader
 from megatron_gvpo.servers.handle import Asleep
@@ -40,6 +42,7 @@ from megatron_gvpo.settings.servers import ServersConfig
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.disk import Disk
 from megatron_gvpo.weights.group import group_address
+from megatron_gvpo.weights.transport import PushSettings
 
 SOON = 60.0  # seconds
 
@@ -112,6 +115,16 @@ def test_a_server_that_never_becomes_healthy_is_started_again(tmp_path: Path):
         supervisor.start()
         why = failure(supervisor)
     assert "has not answered for rollout.servers.start_timeout=0.5 s, after 1 restarts" in why
+
+
+def test_a_server_that_ends_without_ever_answering_is_started_twice_and_no_more(tmp_path: Path):
+    """Fails on the old code, which started a broken interpreter four times by default."""
+    supervisor = supervised(tmp_path, ["sh", "-c", f"echo start >> {tmp_path}/starts; exit 3"])
+    with closing(supervisor):
+        supervisor.start()
+        why = failure(supervisor)
+    assert "ended with status 3, after 1 restarts" in why
+    assert (tmp_path / "starts").read_text() == "start\n" * 2
 
 
 def test_a_server_that_cannot_be_started_again_is_a_failure(tmp_path: Path):
@@ -189,13 +202,17 @@ def test_a_secret_is_in_a_file_of_this_users_alone_while_the_server_lives(tmp_pa
         log.write_text("")
 
 
+def launched(config: Config, key: str | None) -> Launch:
+    return SGLang.launch(config, ModelCards(config), 1, key, False)
+
+
 def test_sglangs_key_is_not_on_its_command_line(good: Path):
-    launch = SGLang.launch(config_of(good, "rollout.servers.args=[--own, '1']"), 1, "the key", False)
+    launch = launched(config_of(good, "rollout.servers.args=[--own, '1']"), "the key")
     assert not any("the key" in word for word in (*launch.command, *launch.environment.values()))
     assert launch.command[-3:] == ["--own", "1", "--config"] and "the key" in launch.secret
-    assert SGLang.launch(config_of(good), 1, None, False).secret == ""
+    assert launched(config_of(good), None).secret == ""
     with pytest.raises(ConfigError, match=r"rollout\.servers\.args: SGLang takes one --config"):
-        SGLang.launch(config_of(good, "rollout.servers.args=[--config, own.yaml]"), 1, "the key", False)
+        launched(config_of(good, "rollout.servers.args=[--config, own.yaml]"), "the key")
 
 
 @pytest.mark.parametrize("asleep", [None, Asleep(("cache",), "0")])
@@ -240,11 +257,11 @@ def a_pool(url: str, supervisor: Supervisor | None = None) -> Iterator[tuple[Bac
 
 def test_logs_that_cannot_be_written_are_said_to_be_the_reason(good: Path, task: Path, tmp_path: Path):
     (tmp_path / "run").write_text("a file")
-    own = (f"model.path={task}/model", f"output_dir={tmp_path}/run")
+    config = config_of(good, f"model.path={task}/model", f"output_dir={tmp_path}/run")
     with pytest.raises(
         ConfigError, match=r"cannot be started: .*run/servers'\. Their logs go to .*run/servers;"
     ):
-        start_servers(config_of(good, *own), None, print)
+        start_servers(config, ModelCards(config), None, print)
 
 
 def test_an_interrupted_start_leaves_no_server(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -262,7 +279,7 @@ def test_an_interrupted_start_leaves_no_server(task: Path, tmp_path: Path, monke
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     server = interpreter(tmp_path, f"echo $$ > {started}\nexec sleep 1000")
     config = configure(task, tmp_path / "run", "rollout.engine=sglang", server)
-    engine = ServedEngine(config, Task(None, (1,), [], []), None)  # type: ignore[arg-type] # nothing is sampled
+    engine = ServedEngine(config, ModelCards(config), Task(None, (1,), [], []), None)  # type: ignore[arg-type] # nothing is sampled
     with pytest.raises(KeyboardInterrupt):
         engine.__enter__()
     assert not Path(f"/proc/{int(started.read_text())}").exists()
@@ -351,23 +368,28 @@ def test_an_engine_with_another_nccl_is_refused_before_it_starts(good: Path, tmp
     check_nccl(config_of(good, "rollout.servers.python=/nowhere"), "2.30.7")
 
 
+def pushed(config: Config) -> PushSettings:
+    return PushSettings.of(config, ModelCards(config), torch.device("cpu"))
+
+
 def test_remote_servers_cannot_meet_the_trainer_on_loopback(good: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     remote = "rollout.servers.urls=[http://192.0.2.1:30000]"  # an address of documentation: nobody's
     with pytest.raises(
         ConfigError, match=r"weights\.address: .*192\.0\.2\.1:30000 cannot meet .* localhost \(the"
     ):
-        Broadcast.check(config_of(good, remote))
-    assert group_address(config_of(good, remote, "rollout.weights.address=10.0.0.1")) == "10.0.0.1"
-    Disk.check(config_of(good, remote, "rollout.weights.transport=disk"))
-    assert group_address(config_of(good, "rollout.servers.urls=[http://127.0.0.2:30000]")) == "localhost"
+        Broadcast.check(pushed(config_of(good, remote)))
+    assert group_address(config_of(good, remote, "rollout.weights.address=10.0.0.1").rollout) == "10.0.0.1"
+    Disk.check(pushed(config_of(good, remote, "rollout.weights.transport=disk")))
+    local = "rollout.servers.urls=[http://127.0.0.2:30000]"
+    assert group_address(config_of(good, local).rollout) == "localhost"
     monkeypatch.setenv("MASTER_ADDR", "node1")
-    assert group_address(config_of(good, remote)) == "node1"
+    assert group_address(config_of(good, remote).rollout) == "node1"
 
 
 def test_an_address_that_nobody_knows_is_refused_before_a_push(good: Path):
     with pytest.raises(ConfigError, match=r"rollout\.weights\.address=no\.such\.invalid is not a known host"):
-        Broadcast.check(config_of(good, "rollout.weights.address=no.such.invalid"))
+        Broadcast.check(pushed(config_of(good, "rollout.weights.address=no.such.invalid")))
 
 
 # --- what the user reads ------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from helpers.suite.real_parts import used
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.launch import free_ports
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers import session
 from megatron_gvpo.servers.launch.server_guard import PART
 from megatron_gvpo.servers.launch.start import DIALECTS, server_gpus, start_servers
@@ -62,7 +63,7 @@ def soon(is_so: Callable[[], object], seconds: float = SOON) -> bool:
 @pytest.mark.parametrize("node", [0, 1])
 def test_each_machine_gets_its_part_of_sglangs_command(node: int, task: Path, tmp_path: Path):
     config = served_config("sglang", task, tmp_path, *machine(node, 20_000))
-    command = DIALECTS["sglang"].launch(config, 20_000, None, False).command
+    command = DIALECTS["sglang"].launch(config, ModelCards(config), 20_000, None, False).command
     at = command.index("--nnodes")
     assert command[at : at + 6] == [
         "--nnodes",
@@ -78,7 +79,7 @@ def test_each_machine_gets_its_part_of_sglangs_command(node: int, task: Path, tm
 @pytest.mark.parametrize("node", [0, 1])
 def test_each_machine_gets_its_part_of_vllms_command(node: int, task: Path, tmp_path: Path):
     config = served_config("vllm", task, tmp_path, *machine(node, 20_000))
-    made = DIALECTS["vllm"].launch(config, 20_000, None, False)
+    made = DIALECTS["vllm"].launch(config, ModelCards(config), 20_000, None, False)
     at = made.command.index("--nnodes")
     expected = [
         "--nnodes",
@@ -126,7 +127,7 @@ def test_the_trainers_memory_is_not_on_several_machines(good: Path):
 def test_a_run_does_not_start_them_itself(task: Path, tmp_path: Path):
     config = served_config("sglang", task, tmp_path, *TWO)
     with pytest.raises(ConfigError, match=r"megatron-gvpo serve on each of theirs"):
-        session._servers(config)
+        session._servers(config, ModelCards(config))
 
 
 @pytest.mark.parametrize(
@@ -139,8 +140,9 @@ def test_a_run_does_not_start_them_itself(task: Path, tmp_path: Path):
 def test_where_machines_meet_is_to_be_given(
     overrides: tuple[str, ...], words: str, task: Path, tmp_path: Path
 ):
+    config = served_config("sglang", task, tmp_path, *TWO, *overrides)
     with pytest.raises(ConfigError, match=words):
-        start_servers(served_config("sglang", task, tmp_path, *TWO, *overrides), None, print)
+        start_servers(config, ModelCards(config), None, print)
 
 
 # --- life ---------------------------------------------------------------------------------------------------
@@ -204,7 +206,7 @@ def on_two_machines(engine: str, task: Path, out: Path, *overrides: str) -> Iter
         parts = []
         for node in (1, 0):
             config = served_config(engine, task, out, *machine(node, port), *overrides)
-            parts.insert(0, start_servers(config, None, print))
+            parts.insert(0, start_servers(config, ModelCards(config), None, print))
             ended.callback(parts[0].close)
         url = parts[0].processes[0].url
         logs = [supervisor.processes[0] for supervisor in parts]

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.groups import Rollout
-from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.huggingface.end_tokens import end_token_ids
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.observe import read_metrics
@@ -68,7 +68,7 @@ def speculating(
     with running("vllm", task, directory, *options) as supervisor:
         client = Client("vllm", supervisor.processes[0].url)
         config = served_config("vllm", task, directory, *options)
-        client.loop.run(check_server(client.server, config, ModelCard.read(config.model.path), ENDS))
+        client.loop.run(check_server(client.server, config, ModelCards(config), ENDS))
         yield Speculating(client, models)
         client.close()
 
@@ -76,7 +76,7 @@ def speculating(
 def test_samples_and_log_probs_are_the_policys_before_and_after_a_push(speculating: Speculating):
     client, counter = speculating.client, DraftCounter()
     own = str(speculating.models[0])
-    ends = end_token_ids(own, load_tokenizer(own))
+    ends = end_token_ids(own, ModelCard.read(own), load_tokenizer(own))
     assert sorted(ends) == sorted(ENDS)
     pool = pool_of(client, list(ends))
     for version, directory in enumerate(speculating.models):
@@ -149,7 +149,8 @@ def test_a_models_own_head_proposes_and_is_kept_as_it_was(task: Path, tmp_path: 
     of_head = {name for name in before if name.startswith(f"model.layers.{mtp_task.LAYERS}.")}
     assert len(of_head) > 20 and all(torch.equal(before[name], after[name]) for name in of_head)
     assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
-    check_draft(load_config([glm / "run.yaml"], ["output_dir=x", "rollout.engine=vllm", chosen[0]]))
+    config = load_config([glm / "run.yaml"], ["output_dir=x", "rollout.engine=vllm", chosen[0]])
+    check_draft(config, ModelCards(config))
 
 
 @pytest.mark.proof
@@ -266,6 +267,5 @@ def test_a_server_that_does_not_speculate_is_told_from_one_that_does(
     speculating: Speculating, task: Path, tmp_path: Path
 ):
     config = served_config("vllm", task, tmp_path, f"model.path={speculating.models[0]}")
-    model = ModelCard.read(config.model.path)
     with pytest.raises(ConfigError, match=r"speculates, and rollout\.speculation is not set"):
-        speculating.client.loop.run(check_server(speculating.client.server, config, model, ENDS))
+        speculating.client.loop.run(check_server(speculating.client.server, config, ModelCards(config), ENDS))

@@ -16,6 +16,7 @@ import pytest
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.launch import free_ports
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.http import Http, ServerGone, ServerRefused, open_session
 from megatron_gvpo.servers.launch.serve import serve
 from megatron_gvpo.servers.launch.start import start_servers
@@ -107,9 +108,10 @@ def test_a_port_that_another_process_has_is_refused_by_name(good: Path, tmp_path
 def test_an_address_where_no_server_can_listen_is_named(
     servers: str, problem: str, good: Path, tmp_path: Path
 ):
-    given = "{" + servers.replace("=", ": ") + "}"
+    own = "{" + servers.replace("=", ": ") + "}"
+    config = config_of(good, f"rollout.servers={own}", f"output_dir={tmp_path}")
     with pytest.raises(ConfigError, match=problem):
-        start_servers(config_of(good, f"rollout.servers={given}", f"output_dir={tmp_path}"), None, print)
+        start_servers(config, ModelCards(config), None, print)
 
 
 def test_servers_that_others_reach_need_a_key(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

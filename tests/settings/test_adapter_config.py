@@ -15,7 +15,7 @@ from megatron_gvpo.huggingface.architectures import ARCHITECTURES
 from megatron_gvpo.settings.adapter import TARGETS
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import load_config
-from megatron_gvpo.settings.padding import Padding
+from megatron_gvpo.settings.parallel import Padding
 
 SIZES = {
     "vocab_size": 64,

@@ -225,7 +225,6 @@ def test_evaluation_samples_as_training_does(good):
             "data.eval={path: e.jsonl, answer_key: null}",
             "data.eval.answer_key is null, but the reward 'math'",
         ),
-        ("algorithm=sft", "data.train.demonstration_key is missing"),
         (
             "algorithm.sampler=dataset",
             "algorithm: sampler=dataset gives one demonstration a prompt and no rewards",

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import on_null_cuda
 
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.launch.start import start_servers
 from megatron_gvpo.servers.launch.supervise import ServerProcess, Supervisor
 from megatron_gvpo.servers.server import Launch
@@ -18,8 +20,10 @@ from megatron_gvpo.settings.load import load_config
 from megatron_gvpo.settings.servers import ServersConfig
 from megatron_gvpo.training.environment import prepare
 
-NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_CUMEM_ENABLE", "NVTE_CPU_OFFLOAD_V1")
+NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_CUMEM_ENABLE", "NVTE_CPU_OFFLOAD_V1", "PYTORCH_ALLOC_CONF")
 SERVED = ("rollout.engine=sglang",)
+COLOCATED = ("rollout.servers.colocated=true", "rollout.weights.transport=shared")
+PINNED = "pinned_max_round_threshold_mb:64"
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +39,15 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
         ((), {}),
         (("parallel.tp=2",), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
         (("parallel.cp=2",), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
-        (("parallel.offload_modules=[qkv_linear]",), {"NVTE_CPU_OFFLOAD_V1": "1"}),
+        (
+            ("parallel.offload_modules=[qkv_linear]",),
+            {"NVTE_CPU_OFFLOAD_V1": "1", "PYTORCH_ALLOC_CONF": PINNED},
+        ),
         (SERVED, {"NCCL_CUMEM_ENABLE": "0"}),
         ((*SERVED, "rollout.weights.transport=delta"), {"NCCL_CUMEM_ENABLE": "0"}),
         ((*SERVED, "rollout.weights.transport=disk"), {}),
+        ((*SERVED, *COLOCATED), {"PYTORCH_ALLOC_CONF": PINNED}),
+        (("parallel.offload_layers=1",), {"PYTORCH_ALLOC_CONF": PINNED}),
         (("rollout.engine=vllm",), {}),
     ],
 )
@@ -53,6 +62,28 @@ def test_what_the_user_set_stays(good: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
     prepare(load_config([good], SERVED))
     assert os.environ["NCCL_CUMEM_ENABLE"] == "1"
+
+
+def test_the_users_own_allocator_stays(good: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    prepare(load_config([good], [*SERVED, *COLOCATED]))
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+
+
+@pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
+@pytest.mark.parametrize(("setting", "expected"), [("", 4096), (PINNED, 2100)])
+def test_pinned_memory_is_as_large_as_was_asked_for(
+    setting: str, expected: int, monkeypatch: pytest.MonkeyPatch
+):
+    """PyTorch's own allocator on the null CUDA: 2,100 MiB take 4 GiB of the host unless it is told."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting)
+    code = """
+    import torch
+    torch.cuda.init()
+    pinned = torch.empty(2100 * 2**20, dtype=torch.uint8, pin_memory=True)
+    found = torch.cuda.host_memory_stats()["allocated_bytes.current"] // 2**20
+    """
+    assert on_null_cuda.run_code(code) == expected
 
 
 def test_a_server_does_not_get_what_is_megatrons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -99,7 +130,10 @@ def test_servers_get_gpus_that_the_trainer_may_see(
     own = (f"model.path={task}/model", "rollout.weights.transport=shared", f"output_dir={tmp_path}")
     config = load_config([good], [*SERVED, *own])
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"servers": servers})})
-    launched = [process._launch.environment for process in start_servers(config, None, print).processes]
+    launched = [
+        process._launch.environment
+        for process in start_servers(config, ModelCards(config), None, print).processes
+    ]
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in launched] == expected
     settings = {environment.get("PYTORCH_CUDA_ALLOC_CONF") for environment in launched}
     assert settings == ({"expandable_segments:False"} if colocated else {None})

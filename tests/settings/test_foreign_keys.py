@@ -9,7 +9,7 @@ import pytest
 import yaml
 from helpers.inputs.good_config import GOOD, message
 
-from megatron_gvpo.algorithms.catalog import _blocks, _places
+from megatron_gvpo.algorithms.catalog import _block_keys, _blocks
 from megatron_gvpo.algorithms.recipe import recipe_names
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.settings.foreign_keys import foreign
@@ -64,7 +64,7 @@ def test_every_key_of_another_trainer_is_answered(trainer):
 def test_the_answer_is_the_same_in_a_section_of_ours(section):
     """A name that the section has itself is ours there, such as `beta` of a loss."""
     own = {name for path, part in configuration.sections() if path == section for name in part.model_fields}
-    own |= {name for block in _blocks(_places()["loss"]) for name in block.model_fields}
+    own |= {name for block in _blocks(_block_keys()["loss"]) for name in block.model_fields}
     for key in keys_of("trl"):
         if key not in own:
             assert foreign(f"{section}.{key}") is not None, key
@@ -107,7 +107,7 @@ def exists(key: str) -> bool:
     section, _, name = key.rpartition(".")
     if section.startswith("algorithm."):
         place = section.removeprefix("algorithm.")
-        blocks = _blocks(_places()[place]) if place in _places() else []
+        blocks = _blocks(_block_keys()[place]) if place in _block_keys() else []
         return name in {field for block in blocks for field in block.model_fields}
     return name in sections.get(section, ()) or key in sections or f"{key}[]" in sections
 

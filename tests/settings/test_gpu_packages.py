@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.inputs import family_task
 from helpers.tiny_run import GVPO, configure
 
 from megatron_gvpo.checks.preflight import preflight
@@ -75,3 +76,22 @@ def test_gpus_that_torch_does_not_find_end_a_run(h100: None, monkeypatch: pytest
         gpu_packages.check_no_gpu_is_missed()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     gpu_packages.check_no_gpu_is_missed()
+
+
+def test_gated_delta_nets_without_their_kernels_are_refused_on_a_gpu(
+    h100: None, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, Megatron ended with an ImportError when it built the model, on every GPU."""
+    monkeypatch.setattr(gpu_packages, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(gpu_packages.util, "find_spec", lambda name: None if name == "fla" else object())
+    shaped = family_task.make(task, tmp_path / "task", "Qwen3.5")
+    config = configure(shaped, tmp_path / "out", *GVPO, "model.dtype=bfloat16")
+    words = rf"gated delta nets .* pip install flash-linear-attention=={REFERENCE['fla-core']}"
+    with pytest.raises(ConfigError, match=words):
+        preflight(config, "train", 1)
+    preflight(config, "slurm", 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    preflight(config, "train", 1)
+    exact = configure(shaped, tmp_path / "out", *GVPO, "train.deterministic=true")
+    with pytest.raises(ConfigError, match=r"train\.deterministic=true: .* gated delta nets"):
+        preflight(exact, "train", 1)

@@ -21,6 +21,7 @@ from helpers.suite.doc_tables import Hold
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface import image_families as images
 from megatron_gvpo.huggingface.architectures import ARCHITECTURES, check_family
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.refused import REFUSED
 from megatron_gvpo.servers.cpu_engines import DELTA_NETS, NOT_ON_CPU, check_on_cpu
 
@@ -98,7 +99,7 @@ def test_what_is_served_on_a_cpu_is_not_refused_there() -> None:
     titles |= {family.title: family.architecture for family in FAMILIES}
     for engine, title, dtype in SERVED:
         config = family_task.engine_config(title)
-        check_on_cpu(config, engine, dtype, "rollout.engine", f"model.path={title}")
+        check_on_cpu(ModelCard(config), engine, dtype, "rollout.engine", f"model.path={title}")
         if engine == "vllm" and dtype == "bfloat16":
             assert titles[title] in DELTA_NETS, "it is served in float32, too"
 

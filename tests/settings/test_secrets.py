@@ -17,6 +17,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.redaction import SHORTEST, hide, hide_in, hide_secrets
 from megatron_gvpo.core.secrets import as_written, read_variable
 from megatron_gvpo.core.yaml_files import Loader
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.launch.start import start_servers
 from megatron_gvpo.settings.load import build_config, load_config
 
@@ -210,4 +211,5 @@ def test_an_argument_of_a_server_is_no_place_for_a_secret(good: Path, tmp_path: 
         f"output_dir={tmp_path}",
     ]
     with pytest.raises(ConfigError, match=r"rollout\.servers\.args: one has a secret"):
-        start_servers(load_config([good], overrides), None, print)
+        config = load_config([good], overrides)
+        start_servers(config, ModelCards(config), None, print)

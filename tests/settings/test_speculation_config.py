@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.launch.start import DIALECTS
 from megatron_gvpo.servers.server import Drafts
 from megatron_gvpo.servers.speculation import check_draft
+from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import load_config
 
 NGRAM = "rollout.speculation.method=ngram"
@@ -75,29 +77,33 @@ def model(directory: Path, *tensors: str, **values: object) -> Path:
     return directory
 
 
+def check(config: Config) -> None:
+    check_draft(config, ModelCards(config))
+
+
 def test_a_model_without_heads_has_none_to_speculate_with(good: Path, tmp_path: Path) -> None:
     layers = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
     heads = model(tmp_path / "a", "model.layers.1.a", "model.layers.2.a", **layers)
     own = model(tmp_path / "b", "mtp.fc.weight", architectures=["Qwen3NextForCausalLM"])
     for directory in (heads, own):
-        check_draft(load_config([good], [f"model.path={directory}", IN_VLLM, HEADS]))
+        check(load_config([good], [f"model.path={directory}", IN_VLLM, HEADS]))
     without = model(tmp_path / "c", "model.layers.1.a", **layers)  # an export that has lost them
     for directory in (without, model(tmp_path / "d", "mtp.fc.weight")):
         with pytest.raises(ConfigError, match=r"method=mtp: .*/[cd] has no weights of heads for further tok"):
-            check_draft(load_config([good], [f"model.path={directory}", IN_VLLM, HEADS]))
+            check(load_config([good], [f"model.path={directory}", IN_VLLM, HEADS]))
 
 
 def test_a_draft_of_another_vocabulary_is_refused(good: Path, tmp_path: Path) -> None:
     policy, other = model(tmp_path / "a", vocab_size=8), model(tmp_path / "b", vocab_size=9)
     chosen = f"rollout.speculation={{method: draft, model: {other}}}"
     with pytest.raises(ConfigError, match=r"/b has vocab_size=9, and the policy 8"):
-        check_draft(load_config([good], [f"model.path={policy}", IN_VLLM, chosen]))
+        check(load_config([good], [f"model.path={policy}", IN_VLLM, chosen]))
 
 
 def test_sglang_is_refused_on_a_cpu(good: Path) -> None:
     config = load_config([good], [IN_SGLANG, NGRAM])
     with pytest.raises(ConfigError, match=r"would not be the policy's: use a GPU, or rollout\.engine=vllm"):
-        DIALECTS["sglang"].launch(config, 1, None, False)
+        DIALECTS["sglang"].launch(config, ModelCards(config), 1, None, False)
 
 
 def test_counts_of_a_server_that_has_restarted_begin_anew() -> None:

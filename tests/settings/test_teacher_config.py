@@ -11,6 +11,7 @@ from helpers.inputs.good_config import message
 
 from megatron_gvpo.checks.teacher import check_teacher
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import load_config
 
@@ -49,16 +50,20 @@ def taught(good: Path, policy: Path, teacher: Path, *more: str) -> Config:
     return load_config([good], [f"model.path={policy}", LEARNS, own, *more])
 
 
+def accept(config: Config) -> None:
+    check_teacher(config, ModelCards(config))
+
+
 def refusal(config: Config) -> str:
     with pytest.raises(ConfigError) as error:
-        check_teacher(config)
+        accept(config)
     return str(error.value)
 
 
 def test_a_teacher_has_the_tokenizer_of_the_policy(good: Path, tmp_path: Path):
     policy = checkpoint(tmp_path / "policy", {"a": 0, "b": 1})
-    check_teacher(taught(good, policy, checkpoint(tmp_path / "same", {"b": 1, "a": 0})))
-    check_teacher(taught(good, policy, checkpoint(tmp_path / "unigram", [["a", -1.0], ["b", -2.0]])))
+    accept(taught(good, policy, checkpoint(tmp_path / "same", {"b": 1, "a": 0})))
+    accept(taught(good, policy, checkpoint(tmp_path / "unigram", [["a", -1.0], ["b", -2.0]])))
     for name, other, said in (
         ("swapped", {"a": 1, "b": 0}, "'a', 0 in model.path, the id 1"),
         ("smaller", {"a": 0}, "'b', 1 in model.path, none"),
@@ -76,7 +81,7 @@ def test_without_tokenizer_json_the_files_are_compared(good: Path, tmp_path: Pat
         directory.mkdir()
         (directory / "config.json").write_text("{}")
         (directory / "qwen.tiktoken").write_text("YQ== 0")
-    check_teacher(taught(good, one, other))
+    accept(taught(good, one, other))
     (other / "qwen.tiktoken").write_text("Yg== 0")
     assert "its tokenizer's files are not those" in refusal(taught(good, one, other))
     (other / "qwen.tiktoken").unlink()
@@ -88,4 +93,4 @@ def test_a_response_fits_into_the_teacher(good: Path, tmp_path: Path):
     short = checkpoint(tmp_path / "short", {"a": 0}, max_position_embeddings=64)
     lengths = ("rollout.max_tokens=48", "data.max_prompt_tokens=16")
     assert "need 66 positions of the teacher" in refusal(taught(good, policy, short, *lengths))
-    check_teacher(taught(good, policy, short, lengths[0], "data.max_prompt_tokens=14"))
+    accept(taught(good, policy, short, lengths[0], "data.max_prompt_tokens=14"))

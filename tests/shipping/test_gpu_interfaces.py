@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
@@ -18,10 +21,11 @@ import megatron.core
 import pytest
 from helpers.paths import ROOT
 from helpers.references.interfaces import Library, Uses
-from helpers.references.transformer_engine_source import CUDNN, source
+from helpers.references.transformer_engine_source import CUDNN, source, wheel_source
 from helpers.servers.real_servers import engine_python
 
 from megatron_gvpo.core.versions import REFERENCE
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.launch.start import DIALECTS
 from megatron_gvpo.settings.load import load_config
 
@@ -49,8 +53,8 @@ NONE_OF_OURS = {
 }
 
 
-def users(package: str) -> list[Path]:
-    imports = re.compile(r"^\s*(?:import|from) transformer_engine\b", re.MULTILINE)
+def users(package: str, library: str = "transformer_engine") -> list[Path]:
+    imports = re.compile(rf"^\s*(?:import|from) {library}\b", re.MULTILINE)
     return [f for f in sorted((SITE / package).rglob("*.py")) if imports.search(f.read_text())]
 
 
@@ -66,13 +70,66 @@ def test_transformer_engine_has_what_megatron_uses(package: str) -> None:
     assert used > 40, "the check has looked at names"
 
 
+def test_flash_linear_attention_has_what_megatron_calls() -> None:
+    """Two of megatron-core's three imports are aliases, made when it is imported: so it is, without a GPU."""
+    [folder] = {file.parent for file in users("megatron/core", "fla")}
+    imports = re.findall(r"from (fla\S*) import (\w+)", (folder / "common.py").read_text())
+    assert len(imports) == 3
+    lines = [f"from {module} import {name}; found[{name!r}] = parameters({name})" for module, name in imports]
+    program = "\n".join(
+        [
+            "import inspect, json",
+            "parameters = lambda f: [n for n, p in inspect.signature(f).parameters.items() if p.kind != 4]",
+            "found = {}",
+            *lines,
+            "print(json.dumps(found))",
+        ]
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        env=os.environ | {"PYTHONPATH": str(wheel_source("fla-core"))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    known = json.loads(done.stdout.splitlines()[-1])
+    called = [_called(file, {name for _, name in imports}) for file in folder.glob("*.py")]
+    assert {name for calls in called for name in calls} == known.keys()
+    for calls in called:
+        for name, keywords in calls.items():
+            assert keywords <= set(known[name]), name
+
+
+def _called(file: Path, names: set[str]) -> dict[str, set[str]]:
+    """The keywords of all calls of these functions."""
+    called: dict[str, set[str]] = {}
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+            called.setdefault(node.func.id, set()).update(k.arg for k in node.keywords if k.arg)
+    return called
+
+
+def test_flash_linear_attention_takes_the_pinned_triton() -> None:
+    """On Hopper it refuses Triton 3.4.0 to before 3.7.1, whose gradients of gated delta nets are wrong.
+
+    Both are pinned: a new Triton needs a look at what its text says then.
+    """
+    locked = (ROOT / "locks" / "gpu.txt").read_text()
+    assert re.search(r"^fla-core==0\.6\.0 ", locked, re.MULTILINE) and "\ntriton==3.7.1 " in locked
+    assert REFERENCE["flash-linear-attention"] == REFERENCE["fla-core"] == "0.6.0"
+    text = (wheel_source("fla-core") / "fla/ops/common/chunk_o.py").read_text()
+    assert "3.7.1" in text and "3.4.0" in text
+
+
 def test_transformer_engine_has_what_this_package_uses() -> None:
     """Attributes that are named in strings, and environment variables."""
     text = "\n".join(file.read_text() for file in (source() / "transformer_engine" / "pytorch").rglob("*.py"))
     ours = "\n".join(file.read_text() for file in PACKAGE.rglob("*.py"))
     for attribute in ("_fp8_workspaces", "fuse_wgrad_accumulation"):
         assert f'"{attribute}"' in ours and re.search(rf"self\.{attribute}\b", text), attribute
-    of_its_build = {"NVTE_WITH_NCCL_EP", "NVTE_PYTORCH_FORCE_BUILD"}  # in the command that installs it
+    # In the command that installs it.
+    of_its_build = {"NVTE_WITH_NCCL_EP", "NVTE_PYTORCH_FORCE_BUILD", "NVTE_BUILD_USE_NVIDIA_WHEELS"}
     for name in set(re.findall(r"\bNVTE_\w+", ours)) - of_its_build:
         assert re.search(rf"[\"']{name}[\"']", text), name
 
@@ -155,7 +212,8 @@ def test_the_engines_have_the_options_of_our_command_lines(engine: str, good: Pa
         ["rollout.weights.transport=delta"],
         ["rollout.servers.colocated=true", "rollout.weights.transport=adapter", "model.adapter={rank: 8}"],
     ):
-        launch = DIALECTS[engine].launch(load_config([good], [*base, *more]), 1, None, True)
+        config = load_config([good], [*base, *more])
+        launch = DIALECTS[engine].launch(config, ModelCards(config), 1, None, True)
         used |= {word for word in launch.command if word.startswith("--")}
         file = {"vllm": "vllm/envs.py", "sglang": "sglang/srt/environ.py"}[engine]
         settings = (site_of(engine) / file).read_text()
@@ -227,7 +285,7 @@ def speculative(
     with_draft = f"{{method: {method}, tokens: 4, model: {draft}}}"
     chosen = with_draft if method in ("draft", "eagle") else f"{{method: {method}, tokens: 4}}"
     config = load_config([good], [*given, f"rollout.speculation={chosen}", *more])
-    command = DIALECTS[engine].launch(config, 1, None, True).command
+    command = DIALECTS[engine].launch(config, ModelCards(config), 1, None, True).command
     first = next(i for i, word in enumerate(command) if word.startswith("--speculative"))
     return command[first:]
 

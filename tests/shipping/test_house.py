@@ -33,7 +33,7 @@ def test_at_most_a_dozen_modules_lie_at_the_top():
     assert len(list(PACKAGE.glob("*.py"))) <= 12
 
 
-LONGEST_FILE, LONGEST_FUNCTION = 600, 120  # lines; a function's without its docstring
+LONGEST_FILE, LONGEST_FUNCTION = 600, 70  # lines; a function's without its docstring
 
 
 def test_a_file_is_one_idea():
@@ -176,7 +176,7 @@ VAGUE = set(
     ]
 )
 PUBLIC = {  # these names stay, because something outside the code reads them
-    "megatron_gvpo/algorithms/members/demonstration.py: place",  # a key of the configuration
+    "megatron_gvpo/algorithms/members/off_policy.py: place",  # a key of the configuration
     "megatron_gvpo/algorithms/members/hinted.py: place",  # a key of the configuration
     "megatron_gvpo/cluster/doctor.py: found",  # a key of `doctor --json`
     "megatron_gvpo/turns.py: given",  # methods of users read Turn.given, and rollout files have the key
@@ -204,7 +204,7 @@ def test_names_are_nouns_of_the_field():
     vague = set()
     for room in ("megatron_gvpo", "examples", "tools", "benchmarks", "tests/helpers"):
         for path in (ROOT / room).rglob("*.py"):
-            names = names_bound(path)
+            names = {name.strip("_") for name in names_bound(path)}
             sides = {"left"} if "right" in names else set()  # of a box, or operands
             vague |= {f"{path.relative_to(ROOT)}: {name}" for name in names & VAGUE - sides}
     assert vague == PUBLIC

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.paths import ROOT
 from torch.utils.cpp_extension import include_paths
 
 from megatron_gvpo.core.versions import REFERENCE
@@ -78,6 +79,28 @@ def test_its_sources_compile(files: str, source: Path, wheels: Callable[..., Pat
     assert len(found) > 2
     with ThreadPoolExecutor(2) as pool:
         assert [line for line in pool.map(problem, found) if line] == []
+
+
+@pytest.mark.parametrize("wheels_alone", [False, True])
+def test_its_build_finds_headers_that_a_toolkit_lacks(
+    wheels_alone: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own build tools beside a toolkit, which CUDA_HOME names for flash-attn: cuDNN's and NCCL's headers.
+
+    The page's NVTE_BUILD_USE_NVIDIA_WHEELS=1 is needed.
+    """
+    assert "export NVTE_WITH_NCCL_EP=0" in (page := (ROOT / "docs" / "howto" / "install.md").read_text())
+    assert "NVTE_BUILD_USE_NVIDIA_WHEELS=1" in page.split("export NVTE_WITH_NCCL_EP=0")[1].split("\n")[0]
+    (tmp_path / "include").mkdir()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("NVTE_BUILD_USE_NVIDIA_WHEELS", str(int(wheels_alone)))
+    program = "from build_tools.utils import get_cuda_include_dirs as dirs; print(*dirs(), sep='\\n')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=source, capture_output=True, text=True, check=True
+    )
+    folders = [Path(line) for line in done.stdout.splitlines()]
+    missing = {name for name in ("cudnn.h", "nccl.h") if not any((f / name).exists() for f in folders)}
+    assert missing == (set() if wheels_alone else {"cudnn.h", "nccl.h"})
 
 
 def test_the_core_library_has_what_the_extension_calls(source: Path, wheels: Callable[..., Path]) -> None:

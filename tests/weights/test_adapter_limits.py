@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.pushes.adapter_pushes import RANK, make_adapter
 from helpers.servers.real_servers import ENGINES
 from helpers.tiny_run import configure
@@ -14,15 +15,20 @@ from safetensors.torch import load_file
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_shapes, check_limits
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.launch.start import DIALECTS
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.weights.bucket import stored_tensors
-from megatron_gvpo.weights.transport import transport_class
+from megatron_gvpo.weights.transport import PushSettings, transport_class
 
 
 def configured(task: Path, tmp_path: Path, engine: str, adapter: str, *more: str) -> Config:
     asked = (f"rollout.engine={engine}", "rollout.weights.transport=adapter", f"model.adapter={adapter}")
     return configure(task, tmp_path, *asked, *more)
+
+
+def pushed(config: Config) -> PushSettings:
+    return PushSettings.of(config, ModelCards(config), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -40,7 +46,7 @@ def test_what_an_engine_does_not_serve_is_refused(
 ):
     config = configured(task, tmp_path, engine, adapter, *more)
     with pytest.raises(ConfigError, match=said):
-        transport_class("adapter").check(config)
+        transport_class("adapter").check(pushed(config))
 
 
 def test_an_adapter_that_vllm_leaves_out_when_it_decodes_is_refused(task: Path, tmp_path: Path):
@@ -55,7 +61,7 @@ def test_an_adapter_that_vllm_leaves_out_when_it_decodes_is_refused(task: Path, 
     ):
         config = configured(task, tmp_path, engine, f"{{targets: {targets}}}", f"model.path={model}")
         with pytest.raises(ConfigError, match="kv_b_proj") if refused else nullcontext():
-            check_limits(config)
+            check_limits(config.rollout, config.model, ModelCards(config).policy)
 
 
 def test_without_an_adapter_there_is_none_to_send(task: Path, tmp_path: Path):
@@ -66,7 +72,7 @@ def test_without_an_adapter_there_is_none_to_send(task: Path, tmp_path: Path):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("targets", ["all", "[q_proj, v_proj]", "[gate_proj]", "[o_proj, down_proj]"])
 def test_what_both_engines_serve_is_accepted(task: Path, tmp_path: Path, engine: str, targets: str):
-    transport_class("adapter").check(configured(task, tmp_path, engine, f"{{targets: {targets}}}"))
+    transport_class("adapter").check(pushed(configured(task, tmp_path, engine, f"{{targets: {targets}}}")))
 
 
 def test_the_servers_start_with_room_for_the_adapters(task: Path, tmp_path: Path):
@@ -74,8 +80,9 @@ def test_the_servers_start_with_room_for_the_adapters(task: Path, tmp_path: Path
     words = {}
     for engine in ENGINES:
         config = configured(task, tmp_path, engine, "{rank: 12, targets: [q_proj, v_proj]}")
-        words[engine] = DIALECTS[engine].launch(config, 1, None, on_gpu=False)
-        plain = DIALECTS[engine].launch(configure(task, tmp_path, f"rollout.engine={engine}"), 1, None, False)
+        words[engine] = DIALECTS[engine].launch(config, ModelCards(config), 1, None, on_gpu=False)
+        own = configure(task, tmp_path, f"rollout.engine={engine}")
+        plain = DIALECTS[engine].launch(own, ModelCards(own), 1, None, False)
         assert "--enable-lora" in words[engine].command and "--enable-lora" not in plain.command
     sglang, vllm = words["sglang"].command, words["vllm"].command
     after = sglang[sglang.index("--lora-target-modules") + 1 :]
@@ -89,11 +96,12 @@ def test_the_expected_tensors_are_those_of_hugging_face_peft(task: Path, tmp_pat
     config = configured(task, tmp_path, "sglang", f"{{rank: {RANK}}}")
     made = load_file(make_adapter(task / "model", tmp_path / "a", 0) / "adapter_model.safetensors")
     stored = {name: tensor.shape for name, tensor in stored_tensors(task / "model").items()}
-    shapes, optional = adapter_shapes(stored, adapted_layers(config), RANK)
+    shapes, optional = adapter_shapes(stored, adapted_layers(config.model, ModelCards(config).policy), RANK)
     assert shapes == {name: tuple(tensor.shape) for name, tensor in made.items()} and not optional
 
 
 def test_a_colocated_server_keeps_the_base_while_it_sleeps(task: Path, tmp_path: Path):
     """Pushes bring adapters alone, so its own weights wait in host memory."""
     config = configured(task, tmp_path, "sglang", "{rank: 4}", "rollout.servers.colocated=true")
-    assert "--enable-weights-cpu-backup" in DIALECTS["sglang"].launch(config, 1, None, on_gpu=True).command
+    launch = DIALECTS["sglang"].launch(config, ModelCards(config), 1, None, on_gpu=True)
+    assert "--enable-weights-cpu-backup" in launch.command

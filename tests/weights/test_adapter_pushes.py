@@ -28,7 +28,7 @@ from helpers.tiny_run import fit, records
 from safetensors.torch import load_file
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.sampling.server_checks import check_server
 from megatron_gvpo.servers.handle import Pending
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
@@ -198,7 +198,7 @@ def test_a_server_that_cannot_take_the_adapters_is_refused_by_its_own_settings(
 
     def check(adapter: str) -> None:
         config = serving.configured(f"model.adapter={adapter}")
-        client.loop.run(check_server(client.server, config, ModelCard.read(config.model.path), [1]))
+        client.loop.run(check_server(client.server, config, ModelCards(config), [1]))
 
     check("{rank: 4, targets: [q_proj, v_proj]}")
     with pytest.raises(ConfigError, match=r"takes no such adapters: --max-lora-rank \d+.*rank=32"):

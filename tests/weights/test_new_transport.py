@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,10 +15,10 @@ from helpers.servers.real_servers import ENGINES, PROMPTS, SGLANG_FIRST, SharedS
 
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.launch.start import DIALECTS
 from megatron_gvpo.servers.server import Server
-from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import load_config
 from megatron_gvpo.settings.transports import TRANSPORTS, Traits
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
@@ -25,7 +26,7 @@ from megatron_gvpo.weights.node import NodeMemory, new_name
 from megatron_gvpo.weights.receivers import RECEIVERS, receiver_class
 from megatron_gvpo.weights.receivers.sglang import PluginReceiver
 from megatron_gvpo.weights.receivers.vllm import VLLMReceiver
-from megatron_gvpo.weights.transport import Transport, each
+from megatron_gvpo.weights.transport import PushSettings, Transport, each
 
 CHOSEN = ["rollout.engine=sglang", "rollout.weights.transport=raw_files"]
 ADAPTER = "model.adapter={rank: 8}"
@@ -43,8 +44,8 @@ class RawFiles(Transport):
         self._buckets = 0
 
     @classmethod
-    def create(cls, config: Config, receiver: Callable[[Server], Any], device: torch.device) -> Self:
-        return cls(receiver, NodeMemory(new_name(), torch.device("cpu")), config.rollout.weights.timeout)
+    def create(cls, settings: PushSettings, receiver: Callable[[Server], Any]) -> Self:
+        return cls(receiver, NodeMemory(new_name(), torch.device("cpu")), settings.rollout.weights.timeout)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -177,6 +178,7 @@ def test_servers_start_with_room_for_what_it_sends(
 ):
     own = [*CHOSEN, f"rollout.engine={engine}", ADAPTER, "output_dir=run"]
     config = load_config([task / "run.yaml"], own)
-    assert "--enable-lora" not in DIALECTS[engine].launch(config, 1, None, on_gpu=False).command
+    launch = partial(DIALECTS[engine].launch, config, ModelCards(config), 1, None, on_gpu=False)
+    assert "--enable-lora" not in launch().command
     monkeypatch.setitem(TRANSPORTS, "raw_files", Traits(PLACE, sends_adapter=True))
-    assert "--enable-lora" in DIALECTS[engine].launch(config, 1, None, on_gpu=False).command
+    assert "--enable-lora" in launch().command

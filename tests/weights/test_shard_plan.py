@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gvpo.weights.shard_plan import Box, Layout, PushPlan, Table, fair_shares, plan_push
+from megatron_gvpo.weights.shard_plan import SLACK, Box, Layout, PushPlan, Table, fair_shares, plan_push
 
 
 def whole(table: Table) -> Box:
@@ -42,11 +42,10 @@ def check(plan: PushPlan, held: list[Layout], servers: list[list[Layout]], limit
     parts = plan.parts()
     there: dict[int, set[tuple[int, Box]]] = defaultdict(set)
     for number in range(plan.rounds):
-        for rank in range(plan.trainers, plan.world):  # a relay passes on what came in this round
-            came = [cell for message in parts[rank].receives[number] for cell in message.cells]
-            there[rank] |= set(came)
+        for rank in range(plan.trainers, plan.world):  # a relay passes on what came in the round before
             for message in parts[rank].sends[number]:
-                assert message.source == rank < message.target and set(message.cells) <= set(came)
+                assert message.source == rank < message.target and set(message.cells) <= there[rank]
+            there[rank] = {cell for message in parts[rank].receives[number] for cell in message.cells}
         for rank in range(plan.trainers):
             assert not parts[rank].receives[number]
             sizes = [
@@ -98,8 +97,9 @@ def test_every_byte_reaches_every_rank_that_holds_it_once(sizes, trainer, server
     plan = plan_push(tables, held, needed, limit)
     check(plan, held, needed, limit)
     largest = max(parcel.nbytes for parcel in plan.parcels)
+    slack = max(largest, SLACK * sum(parcel.nbytes for parcel in plan.parcels) / plan.trainers)
     for rank, share in enumerate(fair_shares(plan, held)):
-        assert plan.sent_bytes()[rank] <= share + largest
+        assert plan.sent_bytes()[rank] <= share + largest + slack
 
 
 def test_two_servers_cost_the_trainer_no_more_than_one():
@@ -175,3 +175,95 @@ def test_a_plan_for_671b_takes_seconds(layers: int):
     assert max(sent[rank] - shares[rank] for rank in range(len(held))) <= 256 * 2**20
     assert seconds < 60, f"{seconds:.1f} s of CPU time"
     print(f"{total / 2e9:.0f}B: {len(plan.parcels)} cells, {plan.rounds} rounds, planned in {seconds:.1f} s")
+
+
+def transformer(
+    layers: int, hidden: int, q: int, kv: int, ffn: int, experts: int = 0
+) -> list[tuple[Table, str]]:
+    """The tensors of a dense model or of a mixture of `experts`, and how each is split."""
+    found = [(Table("embed", 151936, hidden, 2), "rows")]
+    for i in range(layers):
+        found += [
+            (Table(f"{i}.{name}", size, hidden, 2), "rows") for name, size in (("q", q), ("k", kv), ("v", kv))
+        ]
+        found += [(Table(f"{i}.o", hidden, q, 2), "columns"), (Table(f"{i}.norms", hidden, 2, 2), "no")]
+        if experts:
+            found.append((Table(f"{i}.router", experts, hidden, 2), "no"))
+        for name in [f"experts.{e}." for e in range(experts)] or [""]:
+            found += [(Table(f"{i}.{name}{part}", ffn, hidden, 2), "rows") for part in ("gate", "up")]
+            found.append((Table(f"{i}.{name}down", hidden, ffn, 2), "columns"))
+    return [*found, (Table("head", 151936, hidden, 2), "rows")]
+
+
+def in_megatron(
+    model: list[tuple[Table, str]], layers: int, tp: int, pp: int, dp: int, ep: int = 1, experts: int = 0
+) -> list[Layout]:
+    """The trainer's ranks; experts are divided among `ep` ranks of tp x dp, each of which has them whole."""
+    ranks: list[Layout] = []
+    for stage in range(pp):
+        for rank in range(tp * dp):
+            mine: dict[int, list[Box]] = {}
+            for i, (table, kind) in enumerate(model):
+                head, *rest = table.name.split(".")
+                at = int(head) * pp // layers if head.isdigit() else {"embed": 0, "head": pp - 1}[head]
+                if at != stage or (rest[:1] == ["experts"] and int(rest[1]) * ep // experts != rank % ep):
+                    continue
+                is_whole = kind == "no" or rest[:1] == ["experts"]
+                mine[i] = [whole(table) if is_whole else split(table, tp, rank % tp, kind == "rows")]
+            ranks.append(mine)
+    return ranks
+
+
+# Layouts of runs: the model, the trainer's ranks, servers and their ranks, and the most links of a trainer's
+# and of a server's rank. A server's rank needs a part of every expert, so it gets from all that hold others:
+# pp x ep ranks at least.
+DENSE_7B = (28, 3584, 3584, 512, 18944)
+LINKS = [
+    pytest.param(DENSE_7B, {"tp": 2, "pp": 1, "dp": 4}, (8, 1), 1, 9, id="7B, tp2 dp4 to 8 x tp1"),
+    pytest.param(DENSE_7B, {"tp": 2, "pp": 1, "dp": 4}, (1, 8), 1, 3, id="7B, tp2 dp4 to tp8"),
+    pytest.param(DENSE_7B, {"tp": 1, "pp": 1, "dp": 64}, (4, 8), 2, 16, id="7B, dp64 to 4 x tp8"),
+    pytest.param(
+        (12, 2048, 4096, 512, 768, 128),
+        {"tp": 2, "pp": 1, "dp": 8, "ep": 8},
+        (2, 4),
+        4,
+        16,
+        id="30B-A3B, tp2 ep8 to 2 x tp4",
+    ),
+    pytest.param(
+        (8, 4096, 8192, 512, 1536, 128),
+        {"tp": 4, "pp": 4, "dp": 4, "ep": 8},
+        (4, 8),
+        5,
+        38,
+        id="235B, tp4 pp4 ep8 to 4 x tp8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sizes", "ranks", "servers", "of_trainer", "of_server"), LINKS)
+def test_a_rank_has_few_links(sizes, ranks, servers, of_trainer, of_server):
+    """Each link takes buffers of NCCL's on both GPUs; with the layouts here a rank had up to 55."""
+    model, count = transformer(*sizes), dict(zip(("layers", "experts"), (sizes[0], *sizes[5:]), strict=False))
+    tables = [table for table, _ in model]
+    held = in_megatron(model, **count, **ranks)
+    number, tp = servers
+    one = [
+        {
+            i: [whole(t) if kind == "no" or tp == 1 else split(t, tp, r, kind == "rows")]
+            for i, (t, kind) in enumerate(model)
+        }
+        for r in range(tp)
+    ]
+    plan = plan_push(tables, held, number * [one], 256 * 2**20)
+    links: Counter[int] = Counter(rank for link in plan.link_bytes() for rank in link)
+    assert max(links[rank] for rank in range(plan.trainers)) <= of_trainer
+    assert max(links[rank] for rank in range(plan.trainers, plan.world)) <= of_server
+    shares, sent = fair_shares(plan, held), plan.sent_bytes()
+    assert max(sent[rank] - shares[rank] for rank in range(plan.trainers)) <= 0.15 * max(shares)
+    messages = [
+        len(part.sends[n]) + len(part.receives[n])
+        for part in plan.parts().values()
+        for n in range(plan.rounds)
+    ]
+    assert max(messages) < 256, "operations in one group"

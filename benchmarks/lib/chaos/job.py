@@ -61,7 +61,7 @@ class Job:
 
     def run(self) -> None:
         """Start the command until the run is done. Raises ChaosError."""
-        self._left, self._began = list(self.faults), time.monotonic()
+        self._remaining, self._began = list(self.faults), time.monotonic()
         fruitless = 0
         while not self.done():
             before = self._newest()
@@ -113,9 +113,9 @@ class Job:
 
     def _strike(self, step: int, in_step: float, since_start: float) -> None:
         """Commit the next fault, if its moment has come. `step` is under way, for `in_step` seconds."""
-        if not self._left or self._ending:
+        if not self._remaining or self._ending:
             return
-        fault = self._left[0]
+        fault = self._remaining[0]
         if fault.moment == "starting":
             due = len(self.starts) > 1 and step >= fault.step and since_start >= fault.delay
             due = due or step >= min(fault.step + 3, self.steps)  # nothing has made it start again
@@ -132,7 +132,7 @@ class Job:
             self.scene.strike(fault)
         except NotYet:
             return
-        self._left.pop(0)
+        self._remaining.pop(0)
         self._ending = fault.kind in ENDS
         when = time.monotonic() - self._began
         self.struck.append(f"{when:.1f} s, step {step}: {fault}")

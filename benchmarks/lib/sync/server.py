@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.http import Http, open_session
 from megatron_gvpo.servers.launch.start import DIALECTS, start_servers
 from megatron_gvpo.servers.leader import BackgroundLoop
@@ -47,7 +48,9 @@ def served(
         }
     )
     loop = BackgroundLoop("benchmark")
-    supervisor = start_servers(config, None, lambda message: print(message, file=sys.stderr))
+    supervisor = start_servers(
+        config, ModelCards(config), None, lambda message: print(message, file=sys.stderr)
+    )
     session = loop.run(open_session())
     server = DIALECTS[engine](Http(session, supervisor.processes[0].url))
     pool = ServerPool([server], config.rollout.servers, (1,), print, supervisor)

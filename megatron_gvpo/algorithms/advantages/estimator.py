@@ -169,7 +169,7 @@ def _trained(rows: TrainBatch) -> Tensor:
 
 
 def _mean_and_std(value_n: Tensor, count_n: Tensor, ddof: int) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of values that count so often, scalars; 0 where none counts."""
+    """Weighted mean and standard deviation of values, scalars; 0 if all weights are 0."""
     total = count_n.sum()
     mean = (count_n * value_n).sum() / total.clamp(min=1)
     variance = (count_n * (value_n - mean) ** 2).sum() / (total - ddof).clamp(min=1)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, PositiveInt, model_validator
 
+from megatron_gvpo.algorithms.advantages.baselines import members_of_groups
 from megatron_gvpo.algorithms.advantages.estimator import component, normalised
-from megatron_gvpo.algorithms.advantages.mc_grpo import members_of_groups
 from megatron_gvpo.algorithms.base import Advantage, Component, Metrics
 from megatron_gvpo.core.lazy_torch import torch
 from megatron_gvpo.turns import ends_of
@@ -134,8 +134,8 @@ class RoleEstimator(Advantage):
         begun: list[SubAgentCall] = []
         call_of: dict[
             int, tuple[SubAgentCall, int]
-        ] = {}  # of a turn, and the place of the call's first own token
-        lengths: list[int] = []  # of the context and the own tokens of every turn
+        ] = {}  # by turn, with the index of the call's first own token
+        lengths: list[int] = []  # tokens of each turn: its context plus its own
         for number, (turn, end) in enumerate(zip(turns, ends_of(turns, len(ids)), strict=False)):
             full = lengths[turn.after] if turn.after >= 0 else len(rows.prompt_ids[row])
             context = full if turn.keep is None else turn.keep

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
+from megatron_gvpo.algorithms.advantages.baselines import members_of_groups
 from megatron_gvpo.algorithms.advantages.estimator import group_std, rewards_differ
-from megatron_gvpo.algorithms.advantages.mc_grpo import members_of_groups
 from megatron_gvpo.algorithms.base import Advantage, Metrics
 from megatron_gvpo.core.lazy_torch import torch
 from megatron_gvpo.types import TrainBatch
@@ -50,7 +50,7 @@ class PrefixTreeEstimator(Advantage):
 
 
 def _steps(rows: TrainBatch, row: int) -> Sequence[Hashable]:
-    """The row's tokens; the first of a turn together with what was given before it."""
+    """The row's tokens; the first token of a turn stands with the observation before it."""
     tokens: list[Hashable] = list(rows.response_ids[row])
     for turn in rows.turns[row] if rows.turns else ():
         if turn.begin < len(tokens):
@@ -59,7 +59,7 @@ def _steps(rows: TrainBatch, row: int) -> Sequence[Hashable]:
 
 
 def value_changes(responses: Sequence[Sequence[Hashable]], rewards: Sequence[float]) -> list[list[float]]:
-    """V(s_{t+1}) - V(s_t) of every response up to where it is alone; 0 from there on."""
+    """V(s_{t+1}) - V(s_t) of every response while another one shares its prefix; 0 after that."""
     changes: list[list[float]] = [[] for _ in responses]
     values = [sum(rewards) / len(rewards)] * len(responses)
     node, nodes = [0] * len(responses), 1

@@ -1,1 +1,1 @@
-"""Which prompts are sampled, and which groups make a batch."""
+"""The choice of the prompts to sample, and of the groups that make a batch."""

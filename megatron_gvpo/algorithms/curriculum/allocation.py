@@ -69,7 +69,7 @@ class Knapsack(Allocation):
         for takers in ([i for i in known if success[i] == 0], known):
             rest = [(shares[i], i) for i in takers if shares[i] < self.high]
             heapq.heapify(rest)
-            while spare and rest:  # the smallest first
+            while spare and rest:  # prompts with the fewest responses first
                 count, i = heapq.heappop(rest)
                 shares[i], spare = count + 1, spare - 1
                 if shares[i] < self.high:

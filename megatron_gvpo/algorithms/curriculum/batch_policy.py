@@ -16,7 +16,7 @@ from megatron_gvpo.groups import Group, group_fields, group_of
 class BatchPolicy(Protocol):
     """Takes sampled batches until it has one to train on; its state belongs in the checkpoint."""
 
-    metrics: dict[str, float]  # of the batch that was returned last
+    metrics: dict[str, float]  # metrics of the last batch that was returned
 
     def offer(self, groups: Sequence[Group]) -> list[Group] | None:
         """The groups to train on, or None: sample another batch and offer that."""

@@ -79,7 +79,7 @@ class FunctionPrior(Prior):
 
 
 class TrackedPrior(Prior):
-    """The expected reward that earlier responses to the prompt tell (`algorithm.tracker`)."""
+    """The expected reward that follows from earlier responses to the prompt (`algorithm.tracker`)."""
 
     needs_tracker: ClassVar[bool] = True
 

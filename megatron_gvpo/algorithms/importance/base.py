@@ -11,6 +11,7 @@ from megatron_gvpo.types import BatchTotals, TrainBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
+LARGEST_LOG_RATIO = 20.0  # nats; e^88 is infinite in fp32, and weights beyond e^20 differ in nothing
 Level = Literal["token", "sequence", "geometric"]
 
 
@@ -58,7 +59,8 @@ class Importance(Block):
             if self.level == "geometric":
                 log_n = log_n / rows.sequence_sum(known_r.to(log_n.dtype)).clamp(min=1)
             log_r = log_n[rows.seq_r]
-        weight_r, truncated_r, dropped_r = self.weigh(rows, log_r.exp(), token_log_r)
+        ratio_r = log_r.clamp(max=LARGEST_LOG_RATIO).exp()
+        weight_r, truncated_r, dropped_r = self.weigh(rows, ratio_r, token_log_r)
         kept_n = rows.sequence_sum((~dropped_r).to(weight_r.dtype))
         return weight_r, {
             "importance": weight_r.sum() / totals.tokens,

@@ -25,6 +25,8 @@ class Aggregation(Block):
     With N sequences, T response tokens in all and |y_i| in sequence i:
 
         token_mean      1 / T          every token counts the same (DAPO, GPG eq. 5)
+        group_token_mean  1 / (G T_g)  T_g tokens in its group of G: the mean over groups of the groups' mean
+                                       over tokens (GPG arXiv 2504.02546 eq. 5, DAPO eq. 8, CISPO eq. 4)
         sequence_mean   1 / (N |y_i|)  every sequence counts the same (GRPO, arXiv 2402.03300 eq. 3)
         sequence_sum    1 / (N C)      C = `constant`, by default the longest response that sampling allows
                                        (Dr. GRPO, arXiv 2503.20783); REINFORCE and RLOO take 1
@@ -33,7 +35,7 @@ class Aggregation(Block):
     mask_truncated keeps from training, too, as in TRL: the more of them, the smaller the update.
     """
 
-    name: Literal["token_mean", "sequence_mean", "sequence_sum"]
+    name: Literal["token_mean", "group_token_mean", "sequence_mean", "sequence_sum"]
     constant: PositiveInt | None = None  # null with sequence_sum: rollout.max_tokens
     count_masked: bool = False  # N and T include responses that are not trained
 
@@ -41,6 +43,10 @@ class Aggregation(Block):
     def _possible(self) -> Self:
         if self.constant is not None and self.name != "sequence_sum":
             raise ValueError(f"constant={self.constant} goes with name=sequence_sum, not {self.name}")
+        if self.count_masked and self.name == "group_token_mean":
+            raise ValueError(
+                "count_masked=true does not go with group_token_mean, which counts what is trained"
+            )
         return self
 
     @property
@@ -54,6 +60,9 @@ class Aggregation(Block):
         match self.name:
             case "token_mean":
                 coef_n = rows.reward_n.new_full((len(rows),), 1 / tokens)
+            case "group_token_mean":
+                assert rows.group_tokens_n is not None, "Policy.update fills in the tokens of whole groups"
+                coef_n = 1 / (totals.groups * rows.group_tokens_n.to(rows.reward_n.dtype))
             case "sequence_mean":
                 coef_n = 1 / (sequences * rows.length_n.to(rows.reward_n.dtype))
             case "sequence_sum":

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, References, unless
+from megatron_gvpo.algorithms.losses import bounded
 from megatron_gvpo.core.lazy_torch import torch
 from megatron_gvpo.types import LossInputs, TrainBatch
 
@@ -41,7 +42,7 @@ class DisCO(Loss):
 
     signal: ClassVar[Literal["reward"]] = "reward"
     couples_groups: ClassVar[bool] = True
-    couples_step: ClassVar[bool] = True  # by the hinge on the step's KL
+    couples_step: ClassVar[bool] = True  # the hinge on the step's KL couples them
 
     @property
     def idle_options(self) -> dict[str, str]:
@@ -67,7 +68,8 @@ class DisCO(Loss):
         rows, totals = inputs.rows, inputs.totals
         assert rows.old_logp_r is not None, "DisCO needs the log-probs at step start (reference_policies)"
         log_ratio_r = inputs.logp_r - rows.old_logp_r
-        score_n = rows.sequence_mean(inputs.logp_r if self.score == "log_likelihood" else log_ratio_r.exp())
+        score_r = inputs.logp_r if self.score == "log_likelihood" else bounded.ratio(log_ratio_r)
+        score_n = rows.sequence_mean(score_r)
         gap = score_n.new_zeros(())
         index_n, size_g = rows.groups
         for g in range(len(size_g)):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References, unless
+from megatron_gvpo.algorithms.losses import bounded
 from megatron_gvpo.algorithms.losses.aggregation import GroupNorm, group_coefficients
 from megatron_gvpo.core.lazy_torch import torch
 from megatron_gvpo.types import LossInputs
@@ -98,7 +99,7 @@ class GVPO(Loss):
             # Schulman's k3 of KL(reference || policy) per token: exact in expectation over the reference's
             # samples, and never negative.
             log_ratio_r = inputs.logp_r.detach() - rows.ref_logp_r
-            metrics["kl"] = (log_ratio_r.exp() - 1 - log_ratio_r).sum() / totals.tokens
+            metrics["kl"] = bounded.k3(log_ratio_r).sum() / totals.tokens
         return share, metrics
 
     def _log_ratio(self, inputs: LossInputs) -> Tensor:

@@ -44,7 +44,7 @@ class GVPOPlusPlus(Loss):
     name: Literal["gvpo_plus_plus"] = "gvpo_plus_plus"
     alpha: float = Field(0.0, ge=-4, le=4)  # The exponent of the length weight; 0 weighs all alike.
     function: str | None = None  # A user's weight in place of the length's: `module:function`.
-    options: dict[str, Any] = Field(default_factory=dict)  # of the function
+    options: dict[str, Any] = Field(default_factory=dict)  # keyword arguments of the function
     reference: Reference = TEACHER  # The policy to become.
     norm: GroupNorm = "k-1"
     terms: tuple[Literal["var", "cov"], ...] = ("var", "cov")

@@ -9,8 +9,9 @@ from pydantic import Field
 
 from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References, unless
 from megatron_gvpo.algorithms.importance.base import effective_share
+from megatron_gvpo.algorithms.losses import bounded
 from megatron_gvpo.algorithms.losses.aggregation import Aggregation
-from megatron_gvpo.algorithms.losses.correction import AnyImportance
+from megatron_gvpo.algorithms.losses.pg import AnyImportance
 from megatron_gvpo.core.lazy_torch import torch
 from megatron_gvpo.types import LossInputs, TrainBatch
 
@@ -24,7 +25,7 @@ class PPO(Loss):
     rho = pi / pi_old with pi_old the policy at step start, A the advantage of the token or its response, c
     from `aggregation`, w the token's weight by `importance` (1 without), k3 = x_ref/x - 1 - log(x_ref/x) >= 0
     the estimate of KL(pi || pi_ref) with x = pi(y_it) (arXiv 2402.03300 eq. 3-4). Without kl_coef no
-    reference policy is kept.
+    reference policy is kept. Exponentials are bounded (`bounded.py`): rho at e^20, k3's slope from 10 nats.
 
     ratio           token     rho_it = pi(y_it) / pi_old(y_it)
                     sequence  exp of the mean over the response of log rho_it: GSPO (arXiv 2507.18071 eq. 7)
@@ -107,19 +108,19 @@ class PPO(Loss):
         drift_r = (logp_r - _old(rows)).detach()
         metrics = {
             "clip_fraction": (clipped_r < unclipped_r).sum() / totals.tokens,
-            "kl": (drift_r.exp() - 1 - drift_r).sum() / totals.tokens,
+            "kl": bounded.k3(drift_r).sum() / totals.tokens,
         }
         loss_r = -gain_r
         if self.importance:
             importance_r, shares = self.importance(rows, totals)
-            if (hinted_r := self._hinted(rows)) is not None:  # their ratio has the policy that sampled
+            # Hinted tokens: the ratio is to the policy that sampled them.
+            if (hinted_r := self._hinted(rows)) is not None:
                 importance_r = importance_r.masked_fill(hinted_r, 1)
             loss_r = importance_r * loss_r
             metrics |= shares
         if self.kl_coef:
             assert rows.ref_logp_r is not None, "kl_coef needs the reference's log-probs (reference_policies)"
-            ref_ratio_r = rows.ref_logp_r - logp_r
-            k3_r = ref_ratio_r.exp() - 1 - ref_ratio_r
+            k3_r = bounded.k3(rows.ref_logp_r - logp_r)
             loss_r = loss_r + self.kl_coef * k3_r
             metrics["kl_ref"] = k3_r.detach().sum() / totals.tokens
         return (coef_r * loss_r).sum(), metrics
@@ -134,7 +135,7 @@ class PPO(Loss):
             log_ratio_r = _part_mean(rows, log_ratio_r, rows.item_r)
         elif self.ratio == "turn":
             log_ratio_r = _part_mean(rows, log_ratio_r, rows.turn_r)
-        ratio_r, free_r = log_ratio_r.exp(), torch.zeros_like(logp_r, dtype=torch.bool)
+        ratio_r, free_r = bounded.ratio(log_ratio_r), torch.zeros_like(logp_r, dtype=torch.bool)
         if self.demonstrations in ("ratio", "likelihood") or rows.demonstration_n is None:
             return ratio_r, free_r
         given_r = rows.demonstration_n[rows.seq_r]

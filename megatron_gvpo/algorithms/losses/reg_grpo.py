@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References, unless
+from megatron_gvpo.algorithms.losses import bounded
 from megatron_gvpo.types import LossInputs
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ class RegGRPO(Loss):
         metrics = {"residual": (error_n.detach() ** 2).sum() / totals.sequences}
         if self.kl_coef:
             assert rows.ref_logp_r is not None, "kl_coef needs the reference's log-probs (reference_policies)"
-            log_ratio_r = rows.ref_logp_r - inputs.logp_r
-            k3 = (log_ratio_r.exp() - 1 - log_ratio_r).sum() / totals.tokens
+            k3 = bounded.k3(rows.ref_logp_r - inputs.logp_r).sum() / totals.tokens
             loss, metrics["kl_ref"] = loss + self.kl_coef * k3, k3.detach()
         return loss, metrics

@@ -50,7 +50,7 @@ class Skills(Member):
     size: PositiveInt = 10
     new: PositiveInt = 2
     after_step: NonNegativeInt = 500
-    template: str = "\n\nA skill that may help:\n{skill}"  # what is added to the prompt; {skill} in it
+    template: str = "\n\nA skill that may help:\n{skill}"  # added to the prompt
     # the request for a summary; {best} in it
     summary_template: str = (
         "\n\nA right answer:\n{best}\n\nSum up the skill behind it, its name on the first line."

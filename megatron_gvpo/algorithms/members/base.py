@@ -14,7 +14,7 @@ class MemberContext(Protocol):
     """The run, as a member sees it. Every rank calls with the same arguments and gets the same groups."""
 
     step: int
-    seed: int  # of this batch
+    seed: int  # changes with every batch
 
     @property
     def longest_prompt(self) -> int:
@@ -50,7 +50,7 @@ class MemberContext(Protocol):
 Sampling = MemberContext  # its former name, for one more release
 
 
-# A member at work in a run: groups in, groups with what joins them out.
+# A member at work in a run: it takes groups, and returns them with the responses that join them.
 JoinGroups = Callable[[Sequence[Group], MemberContext], list[Group]]
 
 

@@ -15,7 +15,7 @@ from megatron_gvpo.groups import Group, Prompt
 
 
 class Exemplars(Member):
-    """Where every response fails, `n` more join, to the prompt with `count` solved problems in front of it.
+    """If every response fails, sample `n` more to the prompt with `count` solved problems in front of it.
 
     These are the problems most like it (shared words over all words of the two) of which the run has seen a
     right response; the newest `keep` of them are held, with one response each, and go into checkpoints. Fewer
@@ -86,12 +86,12 @@ class Corpus:
             del self._solved[next(iter(self._solved))]
 
     def _seeded(self, prompt: Prompt, context: MemberContext) -> Prompt | None:
-        """The prompt with as many exemplars as fit; None: not one."""
+        """The prompt with as many exemplars as fit; None if not one fits."""
         problem = self._problem(prompt)
         others = [solved for name, solved in self._solved.items() if name != prompt.id]
         like = nlargest(self._options.count, others, key=lambda solved: alike(problem, solved.problem))
         for count in range(len(like), 0, -1):
-            shown = reversed(like[:count])  # the likest comes last
+            shown = reversed(like[:count])  # the most similar one comes last
             text = "".join(filled(self._options.template, solved._asdict()) for solved in shown)
             if (seeded := context.extended(prompt, text, before=True)) is not None:
                 return seeded

@@ -19,7 +19,7 @@ from megatron_gvpo.groups import Group, Prompt, Rollout
 
 
 class LearnedHint(Member):
-    """Where every response fails, the policy writes `hints` hints and answers `n` times with each of them.
+    """If every response fails, the policy writes `hints` hints and answers `n` times with each of them.
 
     The hints are a group of their own, and the hint with the best reward gives the reasoner's group, in the
     failed one's place. A hint's reward is

@@ -32,7 +32,7 @@ class Hinted(Member):
     name: Literal["hinted"] = "hinted"
     fields: tuple[str, ...] = ()
     best_draft: bool = False
-    when: Literal["always", "all_wrong"] = "all_wrong"  # in which groups
+    when: Literal["always", "all_wrong"] = "all_wrong"  # the groups that get a hint
     n: PositiveInt = 4
     template: str = "\n\nHint: {hint}"
     prompt: Literal["own", "hinted"] = "own"
@@ -47,7 +47,7 @@ class Hinted(Member):
     def _possible(self) -> Self:
         if bool(self.fields) == self.best_draft:
             raise ValueError(
-                "hinted needs `fields`, the hints in the data record, or `best_draft`: one of both"
+                "hinted needs `fields`, the hints in the data record, or `best_draft`, and not both"
             )
         if "{hint}" not in self.template:
             raise ValueError("template has no {hint} in it")

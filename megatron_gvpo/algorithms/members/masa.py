@@ -95,7 +95,7 @@ def prediction(text: str) -> dict[str, Any] | None:
     for braces in reversed(re.findall(r"\{[^{}]*\}", text)):
         try:
             value = json.loads(braces)
-        except (ValueError, RecursionError):  # a model may write JSON nested without end
+        except (ValueError, RecursionError):  # a model may nest JSON too deep for the parser
             continue
         if isinstance(value, dict):
             return value

@@ -59,6 +59,6 @@ class OneMore(Member):
 
 
 def expected_drop(apart: float, k: int) -> float:
-    """How much the error falls from k to k + 1 responses, where (m - V)^2 is `apart`."""
+    """The fall of the error from k to k + 1 responses, where (m - V)^2 is `apart`."""
     d = max(0.0, apart - 1 / k)
     return d / (k * d + 1) - d / ((k + 1) * d + 1)

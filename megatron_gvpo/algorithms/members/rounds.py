@@ -46,7 +46,7 @@ class Rounds(Member):
         return grown
 
     def shares(self, rewards: Sequence[Sequence[float]], budget: int) -> list[int]:
-        """How many of `budget` responses each prompt gets, by the rewards of those that it has."""
+        """The number of `budget` responses that each prompt gets, by the rewards of its responses so far."""
         spread = [stdev(known) if len(known) > 1 else 0.0 for known in rewards]
         bonus = self.explore**2 * math.log1p(sum(map(len, rewards)))
 

@@ -47,7 +47,7 @@ class WinRate(Shaper):
             for j in ((i + 1 + offset) % k for offset in range(reach)):
                 a, b = min(i, j), max(i, j)
                 if (a, b) not in wins:
-                    won = _asked(self, group.prompt, group.rollouts[a], group.rollouts[b])
+                    won = _number(self, group.prompt, group.rollouts[a], group.rollouts[b])
                     wins[a, b], wins[b, a] = won, 1 - won
         return [fmean([won for (a, _), won in wins.items() if a == i] or [0.5]) for i in range(k)]
 
@@ -68,7 +68,7 @@ class GroupSimilarity(Shaper):
     function: str
     options: dict[str, Any] = Field(default_factory=dict)
     across: str | None = None
-    weight: float = 0.0  # of the reward that was there
+    weight: float = 0.0  # weight of the reward before shaping
 
     @property
     def record_fields(self) -> dict[str, str]:
@@ -87,7 +87,7 @@ class GroupSimilarity(Shaper):
         if self.across is None:
             return None
         key = groups[g].prompt.record.get(self.across)
-        if key is None:  # those that name no topic are not paraphrases of each other
+        if key is None:  # prompts without a topic are not paraphrases of each other
             return []
         same = [
             group for i, group in enumerate(groups) if i != g and group.prompt.record.get(self.across) == key
@@ -100,12 +100,12 @@ class GroupSimilarity(Shaper):
             texts = others
             if texts is None:
                 texts = [other.text for j, other in enumerate(group.rollouts) if j != i]
-            values = [_asked(self, rollout.text, text) for text in texts]
+            values = [_number(self, rollout.text, text) for text in texts]
             rewards.append(self.weight * rollout.reward + fmean(values or [0.0]))
         return rewarded(group, rewards)
 
 
-def _asked(shaper: WinRate | GroupSimilarity, *arguments: Any) -> float:
+def _number(shaper: WinRate | GroupSimilarity, *arguments: Any) -> float:
     """The number that the user's function returns. Raises UserFunctionError."""
     where = ("shaper function", shaper.function)
     try:

@@ -17,12 +17,14 @@ from megatron_gvpo.groups import Group, Rollout
 class Overlong(SizedShaper):
     """DAPO's soft punishment of length (arXiv 2503.14476 eq. 13).
 
-    r' = r + p: p is 0 up to max_tokens - buffer, falls to -1 at max_tokens, and stays there. buffer: null
-    is a fifth of max_tokens, as the paper's 4096 of 20480.
+    r' = r + weight * p: p is 0 up to max_tokens - buffer, falls to -1 at max_tokens, and stays there. buffer:
+    null is a fifth of max_tokens, as the paper's 4096 of 20480. The paper's rewards are -1 and 1: with
+    rewards of 0 and 1, such as `math` has, a weight of 0.5 punishes length as much against accuracy.
     """
 
     name: Literal["overlong"] = "overlong"
     buffer: PositiveInt | None = None
+    weight: float = Field(1.0, gt=0)  # what the full punishment takes off a reward
 
     def problem(self) -> str | None:
         if (self.buffer or 0) <= self.limit:
@@ -36,7 +38,7 @@ class Overlong(SizedShaper):
         buffer = self.buffer or self.limit / 5
 
         def penalty(length: int) -> float:
-            return -min(max((length - (self.limit - buffer)) / buffer, 0.0), 1.0)
+            return -self.weight * min(max((length - (self.limit - buffer)) / buffer, 0.0), 1.0)
 
         return each(groups, lambda rollout: rollout.reward + penalty(len(rollout.token_ids)))
 

@@ -19,7 +19,7 @@ from megatron_gvpo.emulation.transformer_engine.references import reference, ref
 
 Tensor = torch.Tensor
 Function = Callable[[Tensor], Tensor]
-_QUICK = 1.702  # of GELU's approximation by a sigmoid
+_QUICK = 1.702  # factor in GELU's approximation by a sigmoid
 
 
 def gelu(x: Tensor) -> Tensor:

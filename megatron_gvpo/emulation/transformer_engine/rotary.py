@@ -78,7 +78,7 @@ def _apply(
 ) -> None:
     format = qkv_format.name.removeprefix("NVTE_").lower()
     position = positions(input.shape, format, start_positions, cu_seqlens, *cp)
-    is_written = position >= 0  # a pack's tokens after its last sequence are not
+    is_written = position >= 0  # False for a pack's tokens after its last sequence
     angle = alias(freqs)[position[is_written], 0, 0]
     alias(out)[is_written] = rotate(read_strided(input)[is_written], angle, interleaved, is_backward).to(
         out.dtype

@@ -28,7 +28,7 @@ _HARMLESS = {
     *("megatron_config", "megatron_core", "runtime_config", "eva_config", "loftq_config", "corda_config"),
     *("lora_ga_config", "qalora_group_size", "layers_pattern", "ensure_weight_tying"),
 }
-# First values with which the base keeps its weights. The others, such as PiSSA's, are taken out of them.
+# Initialisations that keep the base weights. Others, such as PiSSA's, subtract the adapter from them.
 _FIRST_VALUES = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 

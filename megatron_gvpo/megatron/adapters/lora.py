@@ -38,7 +38,7 @@ from megatron_gvpo.megatron.adapters.tensors import (
 from megatron_gvpo.settings.adapter import FUSED_NAMES, MEGATRON_NAMES, TARGETS, AdapterConfig
 from megatron_gvpo.settings.sections import ModelConfig
 
-_PREFIX = "base_model.model."  # how names in the files of Hugging Face PEFT begin
+_PREFIX = "base_model.model."  # begins every tensor's name in Hugging Face PEFT files
 
 
 class Adapters:
@@ -95,7 +95,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, the model is the base: the adapters have no effect."""
+        """Context in which the adapters have no effect: the model is the base model."""
         self._peft.disable_adapter_layers(self._chunks)
         try:
             yield
@@ -167,7 +167,7 @@ class Adapters:
 
         Megatron-Bridge's canonical LoRA needs all parts of a layer. The other parts stay 0.
         """
-        part = name.split(MARK)[1].split(".")[0]  # adapter_q, adapter_up, ..., or linear_in of a whole layer
+        part = name.split(MARK)[1].split(".")[0]  # adapter_q, adapter_up, ..., or linear_in for a whole layer
         return not part.startswith("adapter_") or f"{part.removeprefix('adapter_')}_proj" in self.selected
 
     def _fill(self) -> None:

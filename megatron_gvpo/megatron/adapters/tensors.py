@@ -134,7 +134,7 @@ class MergeRounding:
 
     @property
     def share(self) -> float:
-        """Return the share of the change that is left, by its projection; 1 without a change."""
+        """Return the share of the change that survives rounding, by projection; 1 without a change."""
         change, arrived, _ = self._sums.tolist()
         return arrived / change if change else 1.0
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
@@ -36,14 +37,19 @@ class OwnPackedSeqParams(PackedSeqParams):
 
     sequences: Sequences | None = None
     freqs_t: Tensor | None = None  # megatron-core's rotary frequencies of every token's position [t, 1, 1, d]
+    rotary_scale: float = 1.0  # of rotated queries and keys (YaRN)
     angles_t: tuple[Tensor, Tensor] | None = None  # on CPU, their cosine and sine; see cpu/rotary.py
 
 
 class _NoRotary(torch.nn.Module):
     """Returns no frequencies, so that megatron-core's attention does not rotate queries and keys."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> None:
-        return None
+    def __init__(self, nothing: Any) -> None:
+        super().__init__()
+        self._nothing = nothing
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._nothing
 
     @staticmethod
     def get_rotary_seq_len(*args: Any, **kwargs: Any) -> int:
@@ -53,12 +59,12 @@ class _NoRotary(torch.nn.Module):
 def has_plain_rotary(model: Any) -> bool:
     """Return True if one table of angles rotates all layers' queries and keys of a GPTModel.
 
-    Latent attention has a rotation of its own, YaRN also scales, Gemma 3 has two tables, and some layers of
-    K-EXAONE do not rotate: they stay in megatron-core's own path.
+    Latent attention has a rotation of its own, Gemma 3 has two tables, and some layers of K-EXAONE do not
+    rotate: they stay in megatron-core's own path.
     """
     if model.config.multi_latent_attention or model.config.no_rope_freq:
         return False
-    return type(getattr(model, "rotary_pos_emb", None)) is RotaryEmbedding
+    return type(getattr(model, "rotary_pos_emb", None)) in (RotaryEmbedding, YarnRotaryEmbedding)
 
 
 def attends_to_all_before(config: Any) -> bool:
@@ -69,8 +75,26 @@ def attends_to_all_before(config: Any) -> bool:
 
 def defer_rotary(model: Any) -> Any:
     """Remove the rotary module from a GPTModel and return it; the caller puts its frequencies into packs."""
-    rotary, model.rotary_pos_emb = model.rotary_pos_emb, _NoRotary()
+    rotary = model.rotary_pos_emb
+    model.rotary_pos_emb = _NoRotary((None, 1.0) if isinstance(rotary, YarnRotaryEmbedding) else None)
     return rotary
+
+
+def frequencies(rotary: Any, positions: int, position_t: Tensor) -> tuple[Tensor, float]:
+    """Return the frequencies [t, 1, 1, d] of tokens at `position_t`, and the scale of what they rotate.
+
+    `positions`: 1 + the largest position.
+    """
+    table = rotary(positions, packed_seq=True)
+    table, scale = table if isinstance(table, tuple) else (table, 1.0)
+    return table[position_t], scale
+
+
+def _rotated(x_tnd: Tensor, pack: OwnPackedSeqParams, config: Any) -> Tensor:
+    """Rotate queries or keys [t, n, d] of a pack by the positions of its tokens, all at once."""
+    assert pack.freqs_t is not None
+    rotated: Tensor = apply_rotary_pos_emb(x_tnd[:, None], pack.freqs_t, config, mscale=pack.rotary_scale)
+    return rotated[:, 0]
 
 
 class SharedPromptAttention(MegatronModule):
@@ -93,19 +117,37 @@ class SharedPromptAttention(MegatronModule):
         **_: Any,
     ) -> Tensor:
         pack = packed_seq_params
-        assert pack is not None and pack.sequences is not None and pack.freqs_t is not None
-        query, key = (apply_rotary_pos_emb(x[:, None], pack.freqs_t, self.config)[:, 0] for x in (query, key))
+        assert pack is not None and pack.sequences is not None
+        query, key = (_rotated(x, pack, self.config) for x in (query, key))
         return merged_attention(query, key, value, pack.sequences, FlashAttention(), self.scale).flatten(1)
 
 
-def attend_to_shared_prompts(spec_of: Callable[..., Any]) -> Callable[..., Any]:
+def rotating_attention() -> type[Any]:
+    """Return Transformer Engine's core attention with a rotation of its own before it.
+
+    megatron-core's rotation of packs with YaRN (GPT-OSS) waits for the GPU twice in every layer, to read the
+    lengths of sequences, and then goes through them one by one; its fused kernel forgets the scale.
+    """
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class RotatingAttention(TEDotProductAttention):
+        def forward(self, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            pack = kwargs["packed_seq_params"]
+            query, key = (_rotated(x, pack, self.config) for x in (query, key))
+            out: Tensor = super().forward(query, key, *args, **kwargs)
+            return out
+
+    return RotatingAttention
+
+
+def with_core_attention(spec_of: Callable[..., Any], core_attention: type[Any]) -> Callable[..., Any]:
     """Wrap `spec_of`, which returns the spec of a layer or of a stage's layers, to change core attention."""
 
     def changed(config: Any, vp_stage: int | None = None) -> Any:
         stage = {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(spec_of).parameters else {}
         spec = spec_of(config, **stage)
         for layer in getattr(spec, "layer_specs", [spec]):
-            layer.submodules.self_attention.submodules.core_attention = SharedPromptAttention
+            layer.submodules.self_attention.submodules.core_attention = core_attention
         return spec
 
     return changed
@@ -171,7 +213,7 @@ class FlashAttention:
         scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         spans = (rows.ends, columns.ends, rows.longest, columns.longest)
-        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # for dropout, which is 0
+        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # dropout's seed; dropout is 0
         # The kernel reads `lse` without its strides.
         results = (grad, query, key, value, out, lse.contiguous())
         dq, dk, dv = _backward(*results, *spans, 0.0, causal, seed, seed, scale=scale)

@@ -20,9 +20,9 @@ from megatron_gvpo.core.json_files import read_json_object
 from megatron_gvpo.core.redaction import hide_in
 from megatron_gvpo.huggingface.checksums import checksum
 
-PARTIAL = ".partial"  # it is being written
-REPLACED = ".replaced"  # a new checkpoint of the same step is about to take its name
-DAMAGED = ".damaged"  # an older one was loaded in its place
+PARTIAL = ".partial"  # suffix of a checkpoint that is being written
+REPLACED = ".replaced"  # suffix of one whose name a new checkpoint of its step will take
+DAMAGED = ".damaged"  # suffix of one that an older checkpoint replaced at loading
 
 RECORD = "state.json"  # the trainer's own small state, with a checksum
 _FORMAT = 2  # version of the optimizer's format
@@ -52,7 +52,7 @@ def read_record(directory: Path) -> dict[str, Any]:
     file = directory / RECORD
     if not file.exists():
         raise DamagedCheckpointError(f"{file} is missing")
-    file.read_bytes()  # an OSError is not damage: it is raised as it is
+    file.read_bytes()  # an OSError is not damage, so it is raised unchanged
     try:
         state = read_json_object(file)
         saved, actual = state.pop("checksum", None), _checksum(state)

@@ -346,7 +346,8 @@ def check_names(wanted: Collection[str], stored: Collection[str]) -> str | None:
     if not missing and not unexpected:
         return None
     if weights := {name for name in missing | unexpected if not name.startswith("optimizer.")}:
-        missing, unexpected = missing & weights, unexpected & weights  # the cause of the optimizer's, too
+        # These also cause the optimizer's mismatches.
+        missing, unexpected = missing & weights, unexpected & weights
     problems = []
     if missing:
         problems.append(f"it lacks {shown_names(missing)} of the model")

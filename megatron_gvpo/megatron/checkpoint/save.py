@@ -75,7 +75,7 @@ def save_policy(
     optimizer. If any rank fails to write, every rank raises CheckpointError: here or, if asynchronous, in
     `Model.finish_background_work`.
     """
-    for model in policy.models:  # only one save at a time
+    for model in policy.models:  # waits for an earlier save: only one runs at a time
         model.finish_background_work()
     final = root / f"step_{step:08d}"
     partial = final.with_suffix(PARTIAL)
@@ -172,7 +172,7 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # this file system cannot do it
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # this file system cannot sync a directory
             raise
     finally:
         os.close(descriptor)

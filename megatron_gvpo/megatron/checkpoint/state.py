@@ -143,7 +143,7 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
         return
     row = math.prod(shape[1:])
     first, last = -(-begin // row), end // row  # whole rows
-    if first > last:  # all within one row
+    if first > last:  # the range lies within one row
         cuts = [(last, begin - last * row, end - last * row)]
     else:
         cuts = [(first - 1, begin - (first - 1) * row, row)] if begin < first * row else []
@@ -181,7 +181,7 @@ def optimizer_shards(megatron: Any, weights: dict[str, Any]) -> dict[str, Sharde
 
 
 def _runs(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield (parameter, first element, last element + 1) of every run that this rank updates."""
+    """Yield (parameter, first element, last element + 1) of every range that this rank updates."""
     for of_dtypes in getattr(optimizer, "gbuf_ranges", ()):  # Megatron omits it on a rank without parameters
         for buckets in of_dtypes.values():
             for bucket in buckets:
@@ -190,11 +190,11 @@ def _runs(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
 
 
 def _states(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, flat tensor) of the master and the moments of this rank's run of a parameter."""
+    """Yield (name, flat tensor) of the master and the moments, for this rank's range of a parameter."""
     tensors = optimizer._get_main_param_and_optimizer_states(parameter)
     if (
         "master_param" in tensors
-    ):  # it is in host memory; "param" is only the fp32 weight that it is copied to
+    ):  # the master is in host memory; "param" is only the fp32 weight that it is copied to
         tensors["param"] = tensors.pop("master_param")
     for name, tensor in tensors.items():
         if name != "step":
@@ -208,7 +208,7 @@ def _parts(
     if isinstance(base, ShardedTensor):
         yield base, 0
         return
-    shape = torch.empty(parameter.shape, device="meta")  # only shows where the factory cuts
+    shape = torch.empty(parameter.shape, device="meta")  # a stand-in that shows where the factory cuts
     for part in nested_values(replace(base, data=shape).build()):
         assert part.data.is_contiguous(), f"{part.key}: not a contiguous run of its parameter's elements"
         yield part, part.data.storage_offset()

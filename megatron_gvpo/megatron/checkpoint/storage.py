@@ -45,15 +45,15 @@ from torch.futures import Future
 from megatron_gvpo.core.errors import CheckpointError, DamagedCheckpointError
 from megatron_gvpo.huggingface import checksums
 
-_LARGE = 1 << 20  # bytes of a tensor that is written, and read, without a copy of its whole entry
-_ZIP_LENGTHS = 26  # where a record's header has the lengths of its name and of its extra field
+_LARGE = 1 << 20  # bytes from which a tensor is written and read without a copy of its entry
+_ZIP_LENGTHS = 26  # offset in a record's header of the lengths of its name and extra field
 # The words with which torch.load and megatron-core's unpickler refuse a name.
 _NAMED = re.compile(r"(?:GLOBAL|class|function) '?([\w.]+\.[\w]+)")
 
 
 @dataclass(frozen=True)
 class _Written(WriteResult):
-    """An entry that a rank has written, as rank 0 gets to know it."""
+    """An entry that a rank has written, as the rank reports it to rank 0."""
 
     checksum: str
 
@@ -98,7 +98,7 @@ def _write(file: BinaryIO, data: Tensor | io.BytesIO) -> str:
     if isinstance(data, Tensor):
         tensor = data.detach().cpu().contiguous()
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()  # torch.save would write all that it is a view of
+            tensor = tensor.clone()  # torch.save would write all of a view's base tensor
         if tensor.nbytes > _LARGE:
             torch.save(tensor, file)
             return checksums.checksum(tensor)

@@ -83,7 +83,7 @@ def _name_local_layers() -> None:
     from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
     from megatron.bridge.models.conversion.param_mapping import AutoMapping
 
-    AutoMapping.register_module_type("LocalAttention", "column")  # its sinks are those of this rank's heads
+    AutoMapping.register_module_type("LocalAttention", "column")  # each rank holds the sinks of its own heads
     for linear in ("LocalRowParallelLinear", "LocalRowParallelLinearLayerNorm"):
         AutoMapping.register_module_type(linear, "row")
     add_norms = MegatronMappingRegistry._add_separate_layernorm_mappings

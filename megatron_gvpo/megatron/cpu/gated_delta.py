@@ -20,7 +20,7 @@ _CHUNK = 64  # tokens that are computed at once; shorter where all sequences are
 
 def install() -> None:
     """Let megatron-core's gated delta net run without flash-linear-attention."""
-    common.HAVE_FLA = True  # its layer asks, and then calls what follows
+    common.HAVE_FLA = True  # the layer checks it, and then calls the functions below
     common.l2norm = l2norm
     gdn.causal_conv1d = causal_conv1d
     gdn.chunk_gated_delta_rule = gated_delta_rule

@@ -9,10 +9,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def angles(freqs_t: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """megatron-core's frequencies [t, 1, 1, d] -> cosine and sine of each pair of channels [t, 1, d / 2]."""
+def angles(freqs_t: Tensor, interleaved: bool, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """megatron-core's frequencies [t, 1, 1, d] -> cosine and sine of each pair of channels [t, 1, d / 2].
+
+    Both are multiplied by `scale`, which YaRN gives to what is rotated.
+    """
     half = _pairs(freqs_t.squeeze(1), freqs_t.shape[-1], interleaved)[0]
-    return half.cos(), half.sin()
+    return half.cos() * scale, half.sin() * scale
 
 
 def rotate(x_tnd: Tensor, angles_t: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:

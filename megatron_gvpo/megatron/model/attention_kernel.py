@@ -7,7 +7,7 @@ own function the same questions. docs/reference/layouts.md has the answers as a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ class Attention:
     cp: int  # context-parallel ranks
     head_dim_qk: int
     head_dim_v: int
+    sinks: bool = False  # a learned score of every head is in the softmax's denominator (GPT-OSS)
 
     @staticmethod
     def of(
@@ -39,7 +40,8 @@ class Attention:
             qk, v = shape["qk_nope_head_dim"] + shape["qk_rope_head_dim"], shape["v_head_dim"]
         else:
             qk = v = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-        return Attention(model.dtype, deterministic, parallel.cp, qk, v)
+        sinks = "GptOssForCausalLM" in (shape.get("architectures") or [])
+        return Attention(model.dtype, deterministic, parallel.cp, qk, v, sinks)
 
 
 def kernel(attention: Attention, capability: Capability, flash_attention: bool) -> Kernel:
@@ -51,7 +53,8 @@ def kernel(attention: Attention, capability: Capability, flash_attention: bool) 
     if _cudnn(attention, capability):
         return "cuDNN"
     widest = max(attention.head_dim_qk, attention.head_dim_v)
-    if flash_attention and attention.dtype == "bfloat16" and widest <= 256 and widest % 8 == 0:
+    is_plain = attention.dtype == "bfloat16" and not attention.sinks
+    if flash_attention and is_plain and widest <= 256 and widest % 8 == 0:
         return "FlashAttention"
     return "unfused" if attention.cp == 1 else "none"
 
@@ -60,8 +63,10 @@ def _cudnn(attention: Attention, capability: Capability) -> bool:
     qk, v = attention.head_dim_qk, attention.head_dim_v
     if attention.dtype != "bfloat16" or capability < (9, 0) or qk % 8 or v % 8:
         return False
+    if attention.sinks and attention.deterministic:
+        return False
     if capability < (10, 0):
-        # Deterministically, Transformer Engine turns it off for packs of 2^30 scores or more.
+        # In deterministic mode, Transformer Engine turns this kernel off for packs of 2^30 scores or more.
         fits = max(qk, v) <= 256 and (qk == v or min(qk, v) < 128 or _mla(qk, v))
         return fits and not attention.deterministic
     return max(qk, v) <= 128 or _mla(qk, v)
@@ -82,7 +87,9 @@ def check_attention(attention: Attention, capability: Capability, flash_attentio
     named = f"compute capability {capability[0]}.{capability[1]}"
     causes = [f"model.dtype={attention.dtype}"] if attention.dtype == "float32" else []
     causes += [f"parallel.cp={attention.cp}"] if attention.cp > 1 else []
-    if attention.deterministic and (9, 0) <= capability < (10, 0):
+    if attention.sinks:
+        causes.append("the model's attention sinks")
+    if attention.deterministic and ((9, 0) <= capability < (10, 0) or attention.sinks):
         causes.append("train.deterministic=true")
     if attention.head_dim_qk > 128:
         causes += [f"head dimensions {attention.head_dim_qk} and {attention.head_dim_v}"]
@@ -91,6 +98,8 @@ def check_attention(attention: Attention, capability: Capability, flash_attentio
     elif kernel(attention, capability, flash_attention=True) == "FlashAttention":
         install = f"pip install --no-build-isolation flash-attn=={REFERENCE['flash-attn']}"
         remedy = f"install flash-attn, which the trainer's image has ({install})"
+    elif kernel(replace(attention, deterministic=False), capability, flash_attention) == "cuDNN":
+        remedy = "set train.deterministic=false"
     else:
         remedy = "no release of flash-attn has one either: use another model"
     without = "has no attention kernel for packs" if chosen == "none" else "would keep all scores of a pack"

@@ -10,7 +10,7 @@ from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,15 @@ from megatron_gvpo.huggingface.checked_weights import CheckedWeights
 from megatron_gvpo.huggingface.complete_weights import check_weights
 from megatron_gvpo.megatron.adapters.lora import make_adapters
 from megatron_gvpo.megatron.attention.core import (
-    attend_to_shared_prompts,
+    SharedPromptAttention,
     attends_to_all_before,
     correct_latent_norms,
     defer_rotary,
     has_plain_rotary,
+    rotating_attention,
+    with_core_attention,
 )
+from megatron_gvpo.megatron.model.frozen import freeze
 from megatron_gvpo.megatron.model.group_limited_router import limit_groups, routing_settings
 from megatron_gvpo.megatron.model.megatron_bridge import open_bridge
 from megatron_gvpo.megatron.model.model import Model
@@ -38,12 +41,12 @@ from megatron_gvpo.megatron.model.settings import (
     ddp_settings,
     fuse_weight_gradients,
     fusions,
+    has_yarn,
     model_settings,
 )
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.vision import VisionInputs, has_vision, local_vision, vision_settings
-from megatron_gvpo.settings.padding import Padding
-from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.parallel import Padding, ParallelConfig
 from megatron_gvpo.settings.sections import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -59,7 +62,7 @@ def build(
     trained: bool = True,
     before_wrapping: Callable[[list[Any]], list[Any]] | None = None,
     replays: bool = False,
-    share_prompts: bool | None = False,
+    share_prompts: bool | Literal["auto"] = False,
     key: str = "model.path",
     seed: int = 0,
 ) -> Model:
@@ -67,7 +70,7 @@ def build(
 
     `before_wrapping` may change the chunks after their weights are loaded, before Megatron wraps them.
     `replays`: the routers follow `TrainBatch.routing`. `share_prompts`: a group's prompt is computed once;
-    None: on a CPU, where the model's attention and the layout allow it.
+    auto: on a CPU, where the model's attention and the layout allow it.
     `key`: the user's key or option for the directory. `seed`: of new adapters, which exclude
     `before_wrapping`.
 
@@ -86,7 +89,7 @@ def build(
         if heads and trained and dist.get_rank() == 0:
             log.warning("%s=%s", key, heads)
         image_processor = _image_processor(model.path) if has_vision(hf_config) else None
-        _configure(provider, hf_config, model, parallel, deterministic, replays, bool(share_prompts))
+        _configure(provider, hf_config, model, parallel, deterministic, replays, share_prompts is True)
         if on_cpu:
             _refuse_on_cpu(model, parallel)
         else:
@@ -95,12 +98,17 @@ def build(
         if adapters is not None:
             assert before_wrapping is None, "adapters on a model that is changed otherwise"
             before_wrapping = partial(adapters.apply, trained=trained)
-        own_attention = on_cpu or bool(share_prompts)
-        preparation = _Preparation(bridge, model, key, own_attention, image_processor, before_wrapping)
+        own_attention = on_cpu or share_prompts is True or has_yarn(provider)
+        frozen = model.freeze if trained and before_wrapping is None else ()  # a critic trains whole
+        preparation = _Preparation(
+            bridge, model, key, own_attention, image_processor, before_wrapping, frozen
+        )
         chunks = _make_chunks(provider, model, parallel, trained, preparation)
     can_share = bool(preparation.rotary) and attends_to_all_before(chunks[0].config)
-    if share_prompts is None:
-        share_prompts = on_cpu and can_share and not replays and parallel.cp == 1
+    obstacle = ""
+    if share_prompts == "auto":
+        obstacle = _obstacle_to_sharing(on_cpu, can_share, replays, parallel.cp)
+        share_prompts = not obstacle
     elif share_prompts and not can_share:
         raise ConfigError(
             f"train.share_prompts=true is not possible here: the attention of {key}={model.path} is not a "
@@ -117,11 +125,23 @@ def build(
         own_attention=own_attention,
         rotary=preparation.rotary,
         share_prompts=share_prompts,
+        obstacle_to_sharing=obstacle,
         replay=RouterHooks(chunks) if replays else None,
         adapters=adapters,
         vision=preparation.vision[0] if preparation.vision else None,
         heads=heads,
     )
+
+
+def _obstacle_to_sharing(on_cpu: bool, can_share: bool, replays: bool, cp: int) -> str:
+    """The reason for which train.share_prompts=auto repeats prompts; empty if it shares them."""
+    if not on_cpu:
+        return "no GPU has run it yet; train.share_prompts=true tries it"
+    if not can_share:
+        return "the model's attention is not a plain softmax over all tokens before, with rotary positions"
+    if replays:
+        return "rollout.router_replay=true: responses may have routed the tokens of a prompt differently"
+    return f"parallel.cp={cp} cuts every sequence by itself" if cp > 1 else ""
 
 
 def _provider(bridge: Any, model: ModelConfig, key: str) -> Any:
@@ -155,8 +175,9 @@ def _configure(
         from megatron_gvpo.megatron.cpu.spec import local_spec
 
         provider.transformer_layer_spec = local_spec(provider.transformer_layer_spec)
-    elif share_prompts:
-        provider.transformer_layer_spec = attend_to_shared_prompts(provider.transformer_layer_spec)
+    elif share_prompts or has_yarn(provider):
+        core_attention = SharedPromptAttention if share_prompts else rotating_attention()
+        provider.transformer_layer_spec = with_core_attention(provider.transformer_layer_spec, core_attention)
     provider.transformer_layer_spec = limit_groups(text_config, provider.transformer_layer_spec)
     try:
         provider.finalize()
@@ -174,6 +195,7 @@ class _Preparation:
     own_attention: bool  # the layers have this package's core attention
     image_processor: ImageProcessor | None  # None: the model takes no images
     before_wrapping: Callable[[list[Any]], list[Any]] | None
+    frozen: tuple[str, ...]  # patterns of names of weights that do not train
     rotary: list[Any] = field(default_factory=list)  # taken out of the chunks; see `Model.rotary`
     vision: list[VisionInputs] = field(default_factory=list)  # one a chunk
 
@@ -187,6 +209,8 @@ class _Preparation:
                 self.vision.append(inputs)
         elif self.own_attention and all(has_plain_rotary(chunk) for chunk in chunks):
             self.rotary.extend(defer_rotary(chunk) for chunk in chunks)
+        if self.frozen:
+            freeze(chunks, self.frozen)
         if self.before_wrapping is None:
             return chunks
         self.load_weights(chunks)

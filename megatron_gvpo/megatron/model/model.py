@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_gvpo.huggingface.mtp_heads import FurtherHeads
@@ -19,7 +21,7 @@ from megatron_gvpo.megatron.model.own_weights import OwnWeights, find_own_weight
 from megatron_gvpo.megatron.model.router_replay import RouterHooks
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.vision import VisionInputs
-from megatron_gvpo.settings.padding import Padding
+from megatron_gvpo.settings.parallel import Padding
 from megatron_gvpo.types import TrainBatch
 
 
@@ -31,14 +33,15 @@ class Model:
     config: Any  # megatron-core's TransformerConfig
     bridge: Any  # Megatron-Bridge's AutoBridge
     vocab_size: int  # without the padding for tensor parallelism
-    padding: Padding  # how every pack is padded
+    padding: Padding  # the rule by which every pack is padded
     local: bool  # on CPU, with the local layers
     overlaps_param_gather: bool  # after an update, other ranks' shards of the weights are still the old ones
     own_attention: bool  # the layers have this package's core attention
     rotary: list[Any]  # one module a chunk if this package's core attention applies RoPE, else empty
     share_prompts: bool = False  # compute a group's prompt once, where its responses are single ones
+    obstacle_to_sharing: str = ""  # why train.share_prompts=auto does not share prompts
     replay: RouterHooks | None = None  # the hooks for router replay
-    adapters: Adapters | None = None  # what trains in place of the weights
+    adapters: Adapters | None = None  # trained in place of the weights
     vision: VisionInputs | None = None  # None: the model takes no images
     heads: FurtherHeads | None = None  # the checkpoint's MTP heads: exported, never computed with
     _own: OwnWeights | None = None
@@ -176,5 +179,38 @@ class Model:
                 writer.add(name, tensor)
             writer.close()
             config = copy(self.bridge.hf_pretrained.config)
-            vars(config).pop("auto_map", None)  # it names Python files, which are not written
+            vars(config).pop("auto_map", None)  # auto_map names Python files, which are not exported
             config.save_pretrained(directory)
+
+
+def drop_leftovers(model: Model) -> None:
+    """Drop the last micro-batch's routing and its pipeline stage's input, and the rotary frequencies.
+
+    megatron-core (0.19.2) replaces them in the next forward pass, and nothing reads them before. Until then
+    their memory would be missing to a rollout engine on the same GPUs, and to the head of the next pass.
+    The input of a stage comes with its gradient. Rotary classes cache up to 32 tables of frequencies, one for
+    each length of a micro-batch's longest sequence, also those of models that are gone.
+    """
+    if model.replay is not None:
+        model.replay.begin(training=False)
+    for chunk in model.chunks:
+        get_attr_wrapped_model(chunk, "set_input_tensor")([None])
+    for module in (*model.rotary, *(module for chunk in model.chunks for module in chunk.modules())):
+        dispatcher = getattr(module, "token_dispatcher", None)
+        if dispatcher is not None:
+            _drop_routing(dispatcher)
+        clear = getattr(module.forward, "cache_clear", None)
+        if clear is not None:
+            clear()
+
+
+def _drop_routing(dispatcher: Any) -> None:
+    """Drop what a dispatcher of tokens to experts keeps of a forward pass; Megatron lists the attributes.
+
+    The router's probabilities are part of the layer's graph. With full recompute it is built in the backward
+    pass, and they would keep the layer's input and its gradient.
+    """
+    for name in dispatcher.cudagraph_attrs:
+        path, _, attribute = name.rpartition(".")
+        owner = attrgetter(path)(dispatcher) if path else dispatcher
+        setattr(owner, attribute, None)

@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
-Choose = Callable[..., tuple[Tensor, Tensor]]  # how a router chooses: scores -> (values, experts)
+Choose = Callable[..., tuple[Tensor, Tensor]]  # a router's choice: scores -> (values, experts)
 
 
 class TokenReplay(RouterReplay):

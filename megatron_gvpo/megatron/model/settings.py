@@ -80,6 +80,8 @@ def _parallel_settings(parallel: ParallelConfig, dtype: torch.dtype, on_cpu: boo
         # As Megatron-LM's own scripts do: a stage keeps no output that it has sent. gloo reads what it sends
         # with virtual stages later, when the memory could be another tensor's.
         "deallocate_pipeline_outputs": not (on_cpu and parallel.vpp > 1),
+        # Against a fault of old releases of torch, stages would wait for the whole GPU after every message.
+        "batch_p2p_sync": False,
     }
     if parallel.vpp > 1:  # with gloo, batched communication gave wrong gradients without an error
         settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
@@ -89,7 +91,7 @@ def _parallel_settings(parallel: ParallelConfig, dtype: torch.dtype, on_cpu: boo
 
 
 def _memory_settings(parallel: ParallelConfig) -> dict[str, Any]:
-    """Return which activations are computed again, and which are moved to the host until the backward."""
+    """Return the settings of activations that are recomputed, or moved to the host until the backward."""
     settings: dict[str, Any] = {}
     if parallel.recompute == "full":
         settings |= {
@@ -102,6 +104,9 @@ def _memory_settings(parallel: ParallelConfig) -> dict[str, Any]:
             "recompute_granularity": "selective",
             "recompute_modules": list(parallel.recompute_modules),
         }
+        if "shared_experts" in parallel.recompute_modules:
+            # megatron-core refuses both together. Megatron-Bridge overlaps them in DeepSeek's families.
+            settings["moe_shared_expert_overlap"] = False
     if parallel.offload_layers:
         settings |= {
             "cpu_offloading": True,
@@ -158,12 +163,30 @@ def fusions(architecture: Any) -> dict[str, Any]:
     """
     settings: dict[str, Any] = {}
     # Without it megatron-core (0.19.2) rotates a pack sequence by sequence, and waits for the GPU to return
-    # the lengths twice in every layer, for queries and for keys. Latent attention has its own rotation.
-    if architecture.position_embedding_type == "rope" and not architecture.multi_latent_attention:
+    # the lengths twice in every layer, for queries and for keys.
+    is_latent = architecture.multi_latent_attention
+    plain = architecture.position_embedding_type == "rope" and not is_latent
+    if plain or (is_latent and _has_fused_latent_rotation(architecture)):
         settings["apply_rope_fusion"] = True
     if architecture.gated_linear_unit and architecture.activation_func is F.silu:
         settings["bias_activation_fusion"] = True  # also keeps only the activation's input for the backward
     return settings
+
+
+def _has_fused_latent_rotation(architecture: Any) -> bool:
+    """Return True if megatron-core's fused rotation of latent attention can serve the model.
+
+    It knows YaRN alone. Its blocks are powers of two: other head dimensions do not compile, and with another
+    number of heads it would write beyond the last one (megatron-core 0.19.2; GLM-4.7-Flash has 20).
+    """
+    sizes = ("num_attention_heads", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    are_powers = all((size := getattr(architecture, name)) & (size - 1) == 0 for name in sizes)
+    return architecture.rope_type == "yarn" and are_powers
+
+
+def has_yarn(architecture: Any) -> bool:
+    """Return True if queries and keys of ordinary attention are rotated and scaled by YaRN (GPT-OSS)."""
+    return architecture.position_embedding_type == "yarn" and not architecture.multi_latent_attention
 
 
 def fuse_weight_gradients(chunks: Iterable[Any]) -> None:
@@ -199,7 +222,7 @@ def correct_marks(chunks: Iterable[Any]) -> None:
                 parameter.tensor_model_parallel = True
                 parameter.partition_dim = 0
                 parameter.partition_stride = 1
-            of_experts = not getattr(parameter, "allreduce", True)  # only linear layers have the mark
+            of_experts = not getattr(parameter, "allreduce", True)  # only linear layers have this attribute
             if of_experts and getattr(parameter, "sequence_parallel", False):
                 parameter.sequence_parallel = False
 

@@ -28,9 +28,9 @@ class Finder:
 
     def __init__(self, rules: Sequence[Rule] = RULES) -> None:
         self._rules = rules
-        self._values: defaultdict[str, list[float]] = defaultdict(list)  # of each metric
-        self._held: dict[tuple[str, str], int] = {}  # rule and metric -> calls since it held
-        self._given = set[str]()  # rules that gave an alert
+        self._values: defaultdict[str, list[float]] = defaultdict(list)  # recent values by metric
+        self._since: dict[tuple[str, str], int] = {}  # (rule, metric) -> calls since the rule became true
+        self._raised = set[str]()  # rules that have raised an alert
         self._patterns = {c.metric: _pattern(c.metric) for rule in rules for c in rule.conditions}
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> list[Alert]:
@@ -43,22 +43,22 @@ class Finder:
             pattern = self._patterns[rule.conditions[0].metric]
             for name in filter(pattern.fullmatch, metrics):
                 if not self._holds(rule, name):
-                    if (key := (rule.name, name)) in self._held:
-                        self._held[key] += 1
+                    if (key := (rule.name, name)) in self._since:
+                        self._since[key] += 1
                 elif self._is_new(rule, name) and not self._follows(rule):
-                    self._given.add(rule.name)
+                    self._raised.add(rule.name)
                     alerts.append(self._alert(rule, name, step))
         return alerts
 
     def _is_new(self, rule: Rule, name: str) -> bool:
         """True unless the rule held for this metric in the last `steps` steps."""
-        since = self._held.get((rule.name, name))
-        self._held[rule.name, name] = 0
+        since = self._since.get((rule.name, name))
+        self._since[rule.name, name] = 0
         return since is None or since > rule.steps
 
     def _follows(self, rule: Rule) -> bool:
-        """True if an alert was given whose consequence this one would be."""
-        return rule.not_after in self._given
+        """True if this alert would only follow from one that was raised before."""
+        return rule.not_after in self._raised
 
     def _holds(self, rule: Rule, name: str) -> bool:
         first, *others = rule.conditions

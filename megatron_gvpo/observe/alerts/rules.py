@@ -27,10 +27,10 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """An alert is given when all conditions hold over `steps` steps; again only after they did not.
+    """An alert is raised when all conditions hold over `steps` steps, and again only after they failed.
 
     `says` is filled in with {now}, {before} and {most} (the largest value) of the first condition's metric,
-    the same of the next ones as {others[0][now]}, {name}, which stands for `<...>` in the first, and {steps}.
+    those of the second as {others[0][now]} and so on, {steps}, and {name}, the part that `<...>` stands for.
     `look` says what to look at. No alert is given after one of the rule `not_after`, which explains it.
     """
 

@@ -1,1 +1,1 @@
-"""The places that get a run's metrics and samples: metrics.jsonl, TensorBoard, and tracking services."""
+"""Backends for a run's metrics and samples: metrics.jsonl, TensorBoard, and tracking services."""

@@ -1,4 +1,4 @@
-"""The protocol of a place that gets a run's metrics and samples, and what it is given."""
+"""The interface of a metrics backend (TensorBoard, W&B, ...), and the records passed to it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class RunInfo(NamedTuple):
     """A run, as its backends see it when they open."""
 
     output_dir: Path
-    name: str  # what the service calls the run, if nothing else names it
+    name: str  # the run's name at the service, unless the settings give one
     resumed: bool
     config: Mapping[str, Any]  # as written, without secrets
 
 
 class Backend(Protocol):
-    """A place that gets metrics and samples, on rank 0. Steps come in order."""
+    """A backend for metrics and samples, on rank 0. Steps come in order."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the metrics of a step; values may be NaN or infinite."""

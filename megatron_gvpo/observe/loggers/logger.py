@@ -57,7 +57,7 @@ class MetricLogger:
         self._metrics.log(step, numbers)
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
-        """Give a few responses of a step to the backends that have a place for them. Call it before `log`."""
+        """Give a few responses of a step to the backends that show samples. Call it before `log`."""
         for backend in self._backends:
             backend.show(step, samples)
 

@@ -12,7 +12,7 @@ from mlflow.entities import Metric
 from megatron_gvpo.observe.alerts import Alert
 from megatron_gvpo.observe.loggers.backend import RunInfo, Sample
 
-MOST_METRICS = 1000  # in one request, MLflow's limit
+MOST_METRICS = 1000  # MLflow's limit for one request
 
 
 class MlflowWriter:

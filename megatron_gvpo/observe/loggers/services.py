@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 
 class Service(NamedTuple):
-    key: str  # of `logging`; its value is the project
+    key: str  # key of the section `logging` whose value is the project
     title: str
-    package: str  # to import
+    package: str  # imported when the key is set
     install: str
     writer: str  # the class, in the module of this package that has the package's name
 
@@ -67,7 +67,7 @@ def open_services(config: LoggingConfig, run: RunInfo, logged_until: int) -> lis
                 writer = getattr(module, service.writer)(project, run)
         except Exception as error:
             raise ServiceError(
-                f"logging.{service.key}={project}: {service.title} cannot be opened: {_said(error)}"
+                f"logging.{service.key}={project}: {service.title} cannot be opened: {_described(error)}"
             ) from None
         opened.append(_Tolerant(writer, service, logged_until))
     return opened
@@ -120,7 +120,7 @@ class _Tolerant:
             self._service.title,
             self._service.key,
             when,
-            _said(error),
+            _described(error),
         )
 
 
@@ -138,7 +138,7 @@ def _keeping_handlers() -> Generator[None]:
             signal.signal(number, handler)
 
 
-def _said(error: Exception) -> str:
+def _described(error: Exception) -> str:
     """The kind of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

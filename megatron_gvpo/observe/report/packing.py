@@ -83,7 +83,7 @@ def _blocks(table: Any, pieces: TokenTexts | None) -> tuple[dict[str, Any], dict
     tokens: dict[str, Any] = {"lengths": None}
     talks = table["turns"].to_pylist() if "turns" in table.column_names else [None] * table.num_rows
     spoken = zip(talks, texts["responses"], strict=True)
-    texts["responses"] = ["".join(map(_said, talk)) if talk else text for talk, text in spoken]
+    texts["responses"] = ["".join(map(_text_of, talk)) if talk else text for talk, text in spoken]
     if pieces is not None:
         tokens["lengths"] = [None] * table.num_rows
         for row, ids in enumerate(table["response_ids"].to_pylist()):
@@ -106,10 +106,10 @@ def _turn(turn: dict[str, Any], pieces: TokenTexts | None) -> dict[str, Any]:
     if pieces is not None and turn["given_ids"] is not None:
         observation = "".join(pieces.split(turn["given_ids"]))
     shown = {name: turn[name] for name in ("agent", "tokens", "reward", "after", "tools")}
-    return {**shown, "given": observation, "units": _units(_said(turn))}
+    return {**shown, "given": observation, "units": _units(_text_of(turn))}
 
 
-def _said(turn: dict[str, Any]) -> str:
+def _text_of(turn: dict[str, Any]) -> str:
     return turn["text"] or ""
 
 
@@ -213,7 +213,7 @@ def _compressed(values: dict[str, Any]) -> bytes:
 # Small pictures of prompts' images: the page holds them, because it loads nothing from elsewhere.
 
 SIDE = 192  # pixels at most
-MOST_BYTES = 1 << 20  # of a step's pictures together
+MOST_BYTES = 1 << 20  # limit for all pictures of a step
 
 
 def thumbnails(images: Mapping[int, Sequence[str]]) -> dict[int, list[str | None]]:

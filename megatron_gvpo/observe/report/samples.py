@@ -20,7 +20,7 @@ from megatron_gvpo.observe.rollouts.reader import DIRECTORY, saved_steps
 from megatron_gvpo.observe.rollouts.schema import Kind, file_name
 
 KINDS: tuple[Kind, ...] = ("eval", "train")
-MOST_TOKENS = 10_000_000  # of all responses in a report: the page has about 6 bytes for each
+MOST_TOKENS = 10_000_000  # limit for all responses of a report: the page takes about 6 bytes a token
 
 _File = tuple[Kind, int]  # a kind and a step
 
@@ -49,7 +49,7 @@ class Packer:
         self._correct: dict[tuple[_File, int], list[tuple[int, int]]] = {}
 
     def pack(self, pieces: TokenTexts | None, most: int, prefix: str, right_at: float = 1.0) -> Samples:
-        """Pack the responses of about `most` (`chosen`). `prefix`: of the blocks' names.
+        """Pack the responses of about `most` (`chosen`). `prefix` begins the blocks' names.
         `right_at`: the run's eval.right_at.
 
         Raises ConfigError for a damaged file. A file that the run removes meanwhile is left out.
@@ -74,14 +74,14 @@ class Packer:
         return samples
 
     def _count(self, file: _File, when: int, right_at: float) -> list[tuple[int, int]]:
-        """Correct and all samples of each prompt of an evaluation; of every one, for its interval."""
+        """For each prompt of an evaluation: how many samples are correct, and how many there are."""
         if (file, when) not in self._correct:
             wanted = ["group", "reward", "rewards"]
             self._correct[file, when] = correct_samples(read(self._directory, *file, wanted), right_at)
         return self._correct[file, when]
 
     def _written(self) -> dict[_File, int]:
-        """When each file was written, in nanoseconds; by step."""
+        """The time when each file was written, in nanoseconds, by step."""
         stamps: dict[_File, int] = {}
         for kind in KINDS:
             for step in saved_steps(self._directory, kind):
@@ -159,7 +159,7 @@ def pass_intervals(
 
 # Confidence intervals of pass@k, from the saved responses of an evaluation.
 
-Z = 1.96  # of a normal distribution's central 95 %
+Z = 1.96  # standard errors on either side that hold 95 % of a normal distribution
 
 
 def interval(value_p: Sequence[float]) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-UNFINISHED = "\ufffd"  # decoders give it for a character of which a token has only a part
+UNFINISHED = "\ufffd"  # decoders write it for a token that holds part of a character
 
 
 class TokenTexts:
@@ -66,5 +66,5 @@ class TokenTexts:
         pieces = [stream.step(self._tokenizer, token) or "" for token in token_ids]
         known, decoded = "".join(pieces), self._decode(token_ids)
         if decoded.startswith(known):
-            pieces[-1] += decoded[len(known) :]  # a last character that is not complete
+            pieces[-1] += decoded[len(known) :]  # an incomplete last character
         return pieces

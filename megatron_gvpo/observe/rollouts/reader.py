@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from megatron_gvpo.observe.rollouts.schema import Kind, file_name, step_of
 
-DIRECTORY = "rollouts"  # in the output directory
+DIRECTORY = "rollouts"  # folder in the output directory
 
 
 def saved_steps(output_dir: Path | str, kind: Kind = "train") -> list[int]:

@@ -65,7 +65,7 @@ class Responses:
 
 
 class _Member(NamedTuple):
-    """A response and where it stands."""
+    """A response, its group, and its place in the step."""
 
     row: int  # among all responses of the step
     group: int
@@ -83,7 +83,7 @@ def table(responses: Responses, components: Sequence[str], groups: int | None = 
 
     No text in it has a secret. Where one was in a row's dialogue, the row has no token ids.
     """
-    members = list(_places(responses.groups, groups))
+    members = list(_members(responses.groups, groups))
     rollouts = [member.rollout for member in members]
     trained = _trained(responses.trained)
     numbers_of_rows = [trained.get(member.row, _Numbers()) for member in members]
@@ -174,7 +174,7 @@ def _trained(updates: Sequence[TrainedRows]) -> dict[int, _Numbers]:
     return numbers
 
 
-def _places(groups: Sequence[Group], limit: int | None) -> Iterator[_Member]:
+def _members(groups: Sequence[Group], limit: int | None) -> Iterator[_Member]:
     """The responses of at most `limit` groups, which are evenly spread over all."""
     count = len(groups) if limit is None else min(limit, len(groups))
     chosen = {i * len(groups) // count for i in range(count)}

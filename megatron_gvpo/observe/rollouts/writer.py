@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SECONDS = 300.0  # that a file may take; a step's responses are megabytes
+SECONDS = 300.0  # longest wait for one file; a step's responses are megabytes
 
 
 class RolloutWriter:
@@ -75,7 +75,7 @@ class RolloutWriter:
             try:
                 self._write(responses)
                 self._drop_oldest(responses.step)
-            except Exception as error:  # raised where somebody sees it
+            except Exception as error:  # raised later, in the trainer's thread
                 self._failed = error
 
     def _write(self, responses: Responses) -> None:

@@ -19,7 +19,7 @@ class Device:
     total_bytes: int
     capability: int  # 90 is sm_90
     multiprocessors: int
-    shared_bytes: int  # shared memory of a block, opted in
+    shared_bytes: int  # largest shared memory of a block, after opting in
 
 
 DEVICES = {

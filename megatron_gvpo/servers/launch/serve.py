@@ -3,7 +3,8 @@
 On a cluster it runs on every rollout node (`srun megatron-gvpo serve CONFIG.yaml rollout.servers.host=...`),
 and the trainer gets their addresses as `rollout.servers.urls`. A server that is started again here has old
 weights: the trainer sees that, and gives it the current ones before the first request. A server on several
-machines has a `serve` on each (`rollout.servers.nodes`).
+machines has a `serve` on each (`rollout.servers.nodes`). In a Slurm job colocated servers start when the
+trainer has given its memory away.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import threading
 import time
 
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.card import ModelCards
+from megatron_gvpo.servers.launch.first_turn import wait_for_turn
 from megatron_gvpo.servers.launch.start import given_key, report, start_servers
 from megatron_gvpo.servers.launch.supervise import is_loopback
 from megatron_gvpo.settings.config import Config
@@ -44,7 +47,9 @@ def serve(config: Config) -> int:
         )
     told = threading.Event()
     previous = {n: signal.signal(n, lambda *_: told.set()) for n in (signal.SIGTERM, signal.SIGINT)}
-    supervisor = start_servers(config, key, report)
+    if settings.colocated and not wait_for_turn(told):
+        return 0
+    supervisor = start_servers(config, ModelCards(config), key, report)
     try:
         waiting = list(supervisor.processes)
         deadline = time.monotonic() + settings.start_timeout

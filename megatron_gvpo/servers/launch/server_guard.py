@@ -34,7 +34,7 @@ def main() -> int:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the server would inherit
     starter_ends = os.pidfd_open(starter)
     if os.getppid() != starter:
-        return 1  # it was gone, and another process has its number
+        return 1  # the process was gone, and another one has its number
     others: list[socket.socket] = []
     if part is not None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -50,13 +50,13 @@ def main() -> int:
             print("the server's part on another machine has ended, and so does this one", flush=True)
         os.killpg(0, signal.SIGTERM)
         select.select([server_ends], [], [], GRACE if starter_ends in ended else 1.0)
-        os.killpg(0, signal.SIGKILL)  # the guard, too
+        os.killpg(0, signal.SIGKILL)  # this also kills the guard
     code = server.wait()
     return code if code >= 0 else 128 - code
 
 
 def gather(part: dict[str, Any], starter_ends: int) -> list[socket.socket]:
-    """Machine 0 waits for the guards of all others, and has them start; returns the connections to them."""
+    """On machine 0: wait for the guards of all others and start them; returns the connections to them."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         part["host"], part["port"], type=socket.SOCK_STREAM
     )[0]
@@ -70,7 +70,7 @@ def gather(part: dict[str, Any], starter_ends: int) -> list[socket.socket]:
             if starter_ends in ready:
                 sys.exit(1)
             for ended in [node for node, other in guards.items() if other in ready]:
-                guards.pop(ended).close()  # before all were there: it has nothing to say
+                guards.pop(ended).close()  # it ended before all guards had met, and sent nothing
             if listener in ready:
                 other, _ = listener.accept()
                 node = _who(other, part)
@@ -84,7 +84,7 @@ def gather(part: dict[str, Any], starter_ends: int) -> list[socket.socket]:
 
 
 def join(part: dict[str, Any], starter_ends: int) -> socket.socket:
-    """Another machine waits for machine 0, and for its word to start; returns the connection to it."""
+    """On another machine: wait for machine 0 and its order to start; returns the connection to it."""
     while True:
         try:
             other = _watched(socket.create_connection((part["host"], part["port"]), ANSWER))
@@ -94,7 +94,7 @@ def join(part: dict[str, Any], starter_ends: int) -> socket.socket:
                 sys.exit(1)
             if _read(other, len(GO)) == GO:
                 return other
-        except OSError:  # it is not there yet, or has ended before all had met
+        except OSError:  # the store is not there yet, or has ended before all had met
             pass
         if select.select([starter_ends], [], [], 1.0)[0]:
             sys.exit(1)
@@ -134,7 +134,7 @@ def _read(other: socket.socket, count: int) -> bytes:
 
 
 def _watched(other: socket.socket) -> socket.socket:
-    """The connection, which ends within half a minute of the machine at its other end."""
+    """The connection, set to end within half a minute after the machine at its other end dies."""
     other.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
         other.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -19,7 +19,7 @@ from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.secrets import read_variable, remember
 from megatron_gvpo.core.store import shared_memory
 from megatron_gvpo.huggingface.architectures import check_family
-from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.huggingface.complete_weights import check_files
 from megatron_gvpo.servers.cpu_engines import check_rollout_model
 from megatron_gvpo.servers.launch.server_guard import PART
@@ -41,7 +41,9 @@ from megatron_gvpo.settings.transports import TRANSPORTS
 DIALECTS: dict[str, type[Server]] = {"sglang": SGLang, "vllm": VLLM}
 
 
-def start_servers(config: Config, key: str | None, report: Callable[[str], None]) -> Supervisor:
+def start_servers(
+    config: Config, cards: ModelCards, key: str | None, report: Callable[[str], None]
+) -> Supervisor:
     """Start `rollout.servers.count` servers on this machine, under a supervisor. Raises ConfigError."""
     servers = config.rollout.servers
     if any(hide(word) != word for word in servers.args):
@@ -52,11 +54,12 @@ def start_servers(config: Config, key: str | None, report: Callable[[str], None]
     if key is not None:
         remember(key)
     ports = free_ports_of(servers, "rollout.servers")
-    _check_served_model(config)
+    _check_served_model(config, cards)
     gpus = server_gpus(servers, torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     on_gpu = torch.cuda.is_available()
     processes = [
-        _process(config, key, port, gpus[number] if on_gpu else None) for number, port in enumerate(ports)
+        _process(config, cards, key, port, gpus[number] if on_gpu else None)
+        for number, port in enumerate(ports)
     ]
     supervisor = Supervisor(processes, servers, report)
     try:
@@ -70,25 +73,25 @@ def start_servers(config: Config, key: str | None, report: Callable[[str], None]
     return supervisor
 
 
-def _check_served_model(config: Config) -> None:
+def _check_served_model(config: Config, cards: ModelCards) -> None:
     """Raise ConfigError for a model, a draft or an NCCL with which no server of this machine can start."""
-    key = "rollout.servers.model_path" if config.rollout.servers.model_path else "model.path"
-    model = ModelCard.read(config.served_path, key)
-    check_family(model, f"{key}={config.served_path}")
-    check_files(Path(config.served_path), key)
-    check_draft(config)
+    check_family(cards.served, f"{config.served_key}={config.served_path}")
+    check_files(Path(config.served_path), config.served_key)
+    check_draft(config, cards)
     if torch.cuda.is_available():
         check_nccl(config, ".".join(map(str, torch.cuda.nccl.version())))
     else:
-        check_rollout_model(config)
+        check_rollout_model(config, cards)
 
 
-def _process(config: Config, key: str | None, port: int, gpus: range | None) -> ServerProcess:
-    """The process of the server at `port`, not started yet. `gpus`: None on a machine without."""
+def _process(
+    config: Config, cards: ModelCards, key: str | None, port: int, gpus: range | None
+) -> ServerProcess:
+    """The process of the server at `port`, not started yet. `gpus`: None on a machine without GPUs."""
     servers = config.rollout.servers
     # Only the server's HTTP interface asks for the key.
     server_key = None if servers.node else key
-    launch = DIALECTS[config.rollout.engine].launch(config, port, server_key, gpus is not None)
+    launch = DIALECTS[config.rollout.engine].launch(config, cards, port, server_key, gpus is not None)
     # Servers may map and read these directories alone (megatron_gvpo_allowed_paths). A user may name another
     # directory of weights.
     weights = os.environ.get("MEGATRON_GVPO_WEIGHTS", str(run_directory(config)))
@@ -123,7 +126,7 @@ def _logs(config: Config) -> Path:
 
 
 def _part(servers: ServersConfig, key: str | None) -> str:
-    """How this machine's guard meets those of the server's other machines."""
+    """The options by which this machine's guard meets the guards of the server's other machines."""
     if not servers.port:
         raise ConfigError(
             f"rollout.servers.port=0 with rollout.servers.nodes={servers.nodes}: give all its machines one "

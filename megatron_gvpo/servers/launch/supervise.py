@@ -32,7 +32,7 @@ from megatron_gvpo.settings.servers import EngineServers
 POLL = 1.0  # seconds between looks at a process
 GRACE = 15.0  # seconds between asking a server to end and ending it
 LOG_LINES = 20  # lines of a server's log to show when it fails
-LOG_BYTES = 2**16  # the end of the log, in which they are sought
+LOG_BYTES = 2**16  # bytes at the end of the log that are searched for them
 
 # A wait for a healthy answer: when it began (time.monotonic), and the setting that limits it.
 Wait = tuple[float, str]
@@ -67,7 +67,7 @@ class ServerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a new process group, which ends as a whole
-                umask=0o077,  # for the sockets in /tmp over which its processes take orders
+                umask=0o077,  # protects the sockets in /tmp that pass orders to its processes
             )
 
     @property
@@ -83,8 +83,8 @@ class ServerProcess:
         process = self._process
         if process is None or process.poll() is not None:
             return False
-        if not self._listens and listens_alone(process.pid, *self._place()):
-            self._listens = True  # until it ends, since nobody else can listen there beside it
+        if not self._listens and listens_alone(process.pid, *self._address()):
+            self._listens = True  # true until the process ends: no other can listen on its port
             self._forget_key()
         return self._listens
 
@@ -94,7 +94,7 @@ class ServerProcess:
 
     def stranger(self) -> str | None:
         """The other process that listens at the server's address, if there is one."""
-        return stranger(*self._place(), leader=self.pid)
+        return stranger(*self._address(), leader=self.pid)
 
     def stop(self, grace: float = GRACE) -> None:
         """Send SIGTERM to the process group; after `grace` seconds, SIGKILL."""
@@ -109,7 +109,7 @@ class ServerProcess:
                 time.sleep(0.05)
         self._process = None
 
-    def _place(self) -> tuple[str, int]:
+    def _address(self) -> tuple[str, int]:
         parts = urlsplit(self.url)
         return parts.hostname or "", parts.port or 0
 
@@ -138,7 +138,7 @@ class ServerProcess:
 
 
 class RanksProcess(ServerProcess):
-    """Ranks of a server whose HTTP interface is on another machine: its health shows there."""
+    """Ranks of a server whose HTTP interface, and health check, is on another machine."""
 
     def is_healthy(self, timeout: float) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -151,8 +151,9 @@ class Supervisor:
     """Keeps server processes running until it is closed; watches them from its own thread.
 
     A process is started again if it ends, if it does not answer /health within `start_timeout` seconds of its
-    start, or if it later is silent for `hang_timeout` seconds. After `restarts` restarts of one server
-    `failed` names it and the reason. `key` is the configuration's, of `settings`; `kind` names the servers.
+    start, or if it later is silent for `hang_timeout` seconds. After `restarts` restarts of one server,
+    or one of a server that ends without ever answering, `failed` names it and the reason. `key` is the
+    configuration's, of `settings`; `kind` names the servers.
     """
 
     def __init__(
@@ -167,7 +168,8 @@ class Supervisor:
         self.failed: str | None = None
         self._settings, self._report, self._key, self._kind = settings, report, key, kind
         self._unusable: set[str] = set()  # URLs of servers to start again
-        self._held, self._starting = False, threading.Lock()
+        self._is_on_hold, self._starting = False, threading.Lock()
+        self._has_answered = set[str]()  # URLs of servers that were healthy once
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch_all, name="server supervisor", daemon=True)
 
@@ -187,14 +189,14 @@ class Supervisor:
         The processes of the `unhealthy` servers, which may still be starting, are ended until then.
         """
         with self._starting:
-            self._held = True
+            self._is_on_hold = True
             for process in self.processes:
                 if process.url in unhealthy:
                     process.stop(grace=1.0)
                     self._unusable.add(process.url)
 
     def go_on(self) -> None:
-        self._held = False
+        self._is_on_hold = False
 
     def close(self) -> None:
         self._closing.set()
@@ -211,13 +213,13 @@ class Supervisor:
         restarts = dict.fromkeys((p.url for p in self.processes), 0)
         while not self._closing.wait(POLL):
             for process in self.processes:
-                if self._held:
+                if self._is_on_hold:
                     waits.clear()  # a server that rests may be silent
                     continue
                 why = self._trouble(process, waits)
                 if why is None or self._closing.is_set():
                     continue
-                if restarts[process.url] >= self._settings.restarts:
+                if restarts[process.url] >= self._most_restarts(process):
                     if self.failed is None:
                         self.failed = (
                             f"{self._kind} {process.url} {why}, after {restarts[process.url]} restarts "
@@ -230,10 +232,15 @@ class Supervisor:
                 with self._starting:
                     process.stop(grace=1.0)
                     waits.pop(process.url, None)
-                    if self._held:
+                    if self._is_on_hold:
                         self._unusable.add(process.url)
                     else:
                         self._start_again(process)
+
+    def _most_restarts(self, process: ServerProcess) -> int:
+        """One restart for a server that has ended before it ever answered: it would end so again."""
+        is_stillborn = process.exit_status() is not None and process.url not in self._has_answered
+        return min(1, self._settings.restarts) if is_stillborn else self._settings.restarts
 
     def _start_again(self, process: ServerProcess) -> None:
         try:
@@ -254,6 +261,7 @@ class Supervisor:
         since, setting = waits.setdefault(process.url, (now, "start_timeout"))
         limit = getattr(self._settings, setting)
         if process.is_healthy(min(5.0, limit)):
+            self._has_answered.add(process.url)
             waits[process.url] = (now, "hang_timeout")
         elif now - since > limit:
             return f"has not answered for {self._key}.{setting}={limit:g} s"
@@ -343,7 +351,8 @@ def check_free(host: str, port: int) -> None:
     """Raise OSError, which says who listens there, if no server can listen at `host`:`port`."""
     for address in _addresses(host):
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, after one that ended
+            # Servers set it, to follow one that ended.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((address, port))
                 probe.listen(1)

@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 
 class LoadCopies(TorchFunctionMode):
-    """In this context a copy into a parameter of `model`, which is being reloaded, goes through a loader.
+    """Context in which copies into parameters of `model`, which is being reloaded, go through a loader.
 
     Raises RuntimeError for a copy into a part of a parameter.
     """

@@ -6,7 +6,7 @@ import hmac
 import os
 from typing import Any
 
-OPEN = ("/health",)  # answers nothing but that the server lives
+OPEN = ("/health",)  # tells nothing but that the server is alive
 
 
 class Guard:

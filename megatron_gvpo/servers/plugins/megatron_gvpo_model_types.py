@@ -11,7 +11,7 @@ SAME_MODEL = {"kimi_k2": "deepseek_v3"}
 
 
 def add_model_types() -> None:
-    """From here on this process reads them. An engine's general plugin, in each of its processes."""
+    """Teach this process the model types. Each process of an engine calls this as a general plugin."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     for named, same in SAME_MODEL.items():

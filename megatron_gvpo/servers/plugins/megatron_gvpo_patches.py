@@ -37,7 +37,7 @@ def refuse_rearranged_experts(model: Any) -> None:
 
 
 def unpack(wire: torch.Tensor, patches: list[list[Any]]) -> list[tuple[str, torch.Tensor]]:
-    """(name, tensor) for each patch [name, dtype, shape, count]; NaN for elements that keep their value.
+    """Yield (name, tensor) for each patch [name, dtype, shape, count]; NaN marks unchanged elements.
 
     `wire`, uint8, holds the int32 positions of all patches, then their values. Count -1 is a whole tensor,
     which has no positions.
@@ -65,20 +65,20 @@ def unpack(wire: torch.Tensor, patches: list[list[Any]]) -> list[tuple[str, torc
 
 
 class KeepWhereNaN(TorchFunctionMode):
-    """In this context a copy into a tensor keeps the tensor's elements where the source is NaN.
+    """Context in which a copy into a tensor keeps the tensor's elements where the source is NaN.
 
     Loaders write `target.copy_(source)`, or `target[index] = source`, as those of convolutions do.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is torch.Tensor.copy_ and args[1].is_floating_point():
-            return func(args[0], _kept(args[0], args[1]))
+            return func(args[0], _merged(args[0], args[1]))
         if func is torch.Tensor.__setitem__ and isinstance(args[2], torch.Tensor):
-            return func(args[0], args[1], _kept(args[0][args[1]], args[2]))
+            return func(args[0], args[1], _merged(args[0][args[1]], args[2]))
         return func(*args, **(kwargs or {}))
 
 
-def _kept(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def _merged(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """The source in the target's dtype, with the target's elements where it is NaN."""
     source = source.to(target)
     return torch.where(torch.isnan(source), target, source)

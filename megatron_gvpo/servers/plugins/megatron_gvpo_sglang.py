@@ -19,7 +19,7 @@ from megatron_gvpo_ipc import opened, tell_gpus
 from megatron_gvpo_patches import apply_patches, check_patched
 from megatron_gvpo_shards import Shards
 
-_groups: dict[str, tuple[Any, Any]] = {}  # by name: a process group, and its store, which it needs
+_groups: dict[str, tuple[Any, Any]] = {}  # by name: a process group, and the store that keeps it alive
 _broken: list[str] = []  # the errors of broadcasts in the present group
 _shards: list[Shards] = []  # this rank's part in the group's sharded pushes, if any
 
@@ -47,7 +47,7 @@ def receive(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]
     elif order["op"] == "shards":
         _receive_shards(model)
     elif order["op"] == "leave":
-        if order["name"] in _groups:  # it may come late, when this rank is in another group
+        if order["name"] in _groups:  # the order may come late, when this rank is in another group
             _leave_shards()
     else:
         _apply(model, order)
@@ -60,6 +60,8 @@ def _join(order: dict[str, Any]) -> None:
     if order["backend"] == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
+        if order["max_ctas"] is not None:
+            options.config.max_ctas = order["max_ctas"]
         group: Any = dist.ProcessGroupNCCL(store, order["rank"], world, options)
     else:
         group = dist.ProcessGroupGloo(store, order["rank"], world, timeout)

@@ -3,6 +3,9 @@
 The rank gets parts of tensors from the trainer's ranks or from other servers' ranks, passes on what the next
 one needs, and loads what is its own. What comes from whom, and in which round, it reads in its part of the
 plan (megatron_gvpo.weights.shard_plan), which is in the store of the process group.
+
+In every round it sends what came in the round before, receives, and meanwhile loads what is complete, in one
+call: an engine's loader reads the list of all parameters in each call.
 """
 
 from __future__ import annotations
@@ -10,18 +13,23 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron_gvpo_slices import Box, FullTensor, Slice
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], Any]
 Message = tuple[int, list[list[int]]]  # the other rank, and cells: tensor, rows from, to, columns from, to
+Cell = tuple[int, ...]  # one of those cells
 # Loaders may fuse the tensors of one attention, so these are loaded together.
 _TOGETHER = re.compile(r".*\.self_attn\.")
+STOP = "stop"  # a key of the group's store: the push has failed
+STOP_POLL = 0.05  # seconds
 
 
 class Shards:
@@ -48,36 +56,24 @@ class Shards:
         """Take part in one push. Raises RuntimeError if another rank of the group fails."""
         if not self._receives:
             self._connect()
-        tensors = {i: self._full(i) for i in self._needed}
-        remaining = Counter(cell[0] for messages in self._receives for _, cells in messages for cell in cells)
-        units = _units(self._tables, remaining)
+        loading = _Loading(self._tables, self._receives, self._full, load)
         counted: Counter[str] = Counter()
-        passing: list[list[tuple[Any, torch.Tensor]]] = []  # by round, with the buffers, which they need
-        coming = self._begin(0)
-        for number, messages in enumerate(self._receives):
-            came, coming = coming, self._begin(number + 1)
-            received: dict[tuple[int, ...], torch.Tensor] = {}
-            for (source, cells), (work, wire) in zip(messages, came, strict=True):
+        came: dict[Cell, torch.Tensor] = {}  # in the round before; uint8 [bytes] each
+        for receives, sends in zip(self._receives, self._sends, strict=True):
+            outgoing = [(to, torch.cat([came[tuple(cell)] for cell in cells])) for to, cells in sends]
+            incoming = [(source, self._wire(cells)) for source, cells in receives]
+            works = _exchange(self._group, outgoing, incoming)
+            loading.take(came)
+            for work in works:
                 work.wait()
-                counted[f"{source}-{self._rank}"] += len(wire)
-                for cell, part in zip(cells, wire.split([self._size(c) for c in cells]), strict=True):
-                    received[tuple(cell)] = part
-                    _place(tensors[cell[0]], cell, part)
-            passing.append([])
-            for target, cells in self._sends[number]:
-                wire = torch.cat([received[tuple(cell)] for cell in cells])
-                passing[-1].append((self._group.send([wire], target, 0), wire))
-                counted[f"{self._rank}-{target}"] += len(wire)
-            for tensor in [cell[0] for _, cells in messages for cell in cells]:
-                remaining[tensor] -= 1
-                unit = units[tensor]
-                if remaining[tensor] == 0 and not any(remaining[other] for other in unit):
-                    load([(tensors[other].name, _loadable(tensors.pop(other))) for other in unit])
-            while len(passing) > 2:
-                for work, _ in passing.pop(0):
-                    work.wait()
-        for work, _ in [sent for round_ in passing for sent in round_]:
-            work.wait()
+            counted.update({f"{self._rank}-{target}": len(wire) for target, wire in outgoing})
+            counted.update({f"{source}-{self._rank}": len(wire) for source, wire in incoming})
+            came = {
+                tuple(cell): part
+                for (_, cells), (_, wire) in zip(receives, incoming, strict=True)
+                for cell, part in zip(cells, wire.split([self._size(c) for c in cells]), strict=True)
+            }
+        loading.take(came)
         self._store.set(f"counted.{self._rank}", json.dumps(counted))
 
     def report(self, error: Exception) -> None:
@@ -92,26 +88,49 @@ class Shards:
             group.abort()
 
     def _connect(self) -> None:
-        """Read this rank's part of the plan, and try each link: all ranks try theirs in one order."""
+        """Read this rank's part of the plan, and let NCCL connect all ranks, and this one with its others.
+
+        It happens in a daemon thread: NCCL's call never returns if a rank has died. Raises RuntimeError if
+        the trainer says so. Gloo connects all ranks when they join.
+        """
         part = json.loads(zlib.decompress(self._store.get(f"plan.{self._rank}")))
         self._receives, self._sends = part["receives"], part["sends"]
-        sources = {(source, self._rank) for messages in self._receives for source, _ in messages}
-        targets = {(self._rank, target) for messages in self._sends for target, _ in messages}
-        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        for source, target in sorted(sources | targets):
-            if source == self._rank:
-                self._group.send([byte], target, 0).wait()
-            else:
-                self._group.recv([byte], source, 0).wait()
+        if not self._group.supports_coalescing:
+            return
+        errors: list[Exception] = []
 
-    def _begin(self, number: int) -> list[tuple[Any, torch.Tensor]]:
-        """Begin to receive the messages of a round; none after the last."""
-        requests = []
-        for source, cells in self._receives[number] if number < len(self._receives) else ():
-            size = sum(self._size(cell) for cell in cells)
-            wire = torch.empty(size, dtype=torch.uint8, device=self._device)
-            requests.append((self._group.recv([wire], source, 0), wire))
-        return requests
+        def meet() -> None:
+            try:
+                self._meet()
+            except Exception as error:  # raised below
+                errors.append(error)
+
+        thread = threading.Thread(target=meet, name="connect", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(STOP_POLL)
+            if thread.is_alive() and self._store.check([STOP]):
+                raise RuntimeError("the push has failed at another rank")
+        if errors:
+            raise errors[0]
+
+    def _meet(self) -> None:
+        on_gpu = self._device.type == "cuda"
+        with torch.cuda.device(self._device) if on_gpu else contextlib.nullcontext():
+            byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            self._group.broadcast([byte], dist.BroadcastOptions()).wait()
+            sources = sorted({source for messages in self._receives for source, _ in messages})
+            targets = sorted({target for messages in self._sends for target, _ in messages})
+            incoming = [(source, torch.empty_like(byte)) for source in sources]
+            for work in _exchange(self._group, [(target, byte) for target in targets], incoming):
+                work.wait()
+            if on_gpu:
+                torch.cuda.current_stream().synchronize()
+
+    def _wire(self, cells: Sequence[Sequence[int]]) -> torch.Tensor:
+        """A buffer for the cells of a message, uint8 [bytes]."""
+        size = sum(self._size(cell) for cell in cells)
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _full(self, number: int) -> FullTensor:
         """A tensor with memory for the parts that this rank needs of it."""
@@ -127,7 +146,58 @@ class Shards:
         return (bottom - top) * (right - left) * self._tables[tensor][1].itemsize
 
 
-def _place(tensor: FullTensor, cell: Sequence[int], part: torch.Tensor) -> None:
+class _Loading:
+    """Puts the cells of one push into tensors, and loads those that are complete, in one call a round."""
+
+    def __init__(
+        self,
+        tables: list[tuple[str, torch.dtype, torch.Size]],
+        receives: list[list[Message]],
+        make: Callable[[int], FullTensor],
+        load: Load,
+    ) -> None:
+        """`make` gives a tensor with this number, with memory for what comes of it."""
+        self._remaining = Counter(cell[0] for messages in receives for _, cells in messages for cell in cells)
+        self._units = _units(tables, self._remaining)
+        self._tensors: dict[
+            int, FullTensor
+        ] = {}  # those on their way; a model's tensors together would not fit
+        self._make, self._load = make, load
+
+    def take(self, cells: dict[Cell, torch.Tensor]) -> None:
+        """Take the cells of a round, uint8 [bytes] each."""
+        complete: list[int] = []
+        for cell, part in cells.items():
+            number = cell[0]
+            if number not in self._tensors:
+                self._tensors[number] = self._make(number)
+            _write(self._tensors[number], cell, part)
+            self._remaining[number] -= 1
+            if not any(self._remaining[other] for other in self._units[number]):
+                complete += self._units[number]
+        loadable = [(self._tensors[number].name, _loadable(self._tensors.pop(number))) for number in complete]
+        if loadable:
+            self._load(loadable)
+
+
+def _exchange(
+    group: Any, outgoing: Sequence[tuple[int, torch.Tensor]], incoming: Sequence[tuple[int, torch.Tensor]]
+) -> list[Any]:
+    """Begin to send and receive tensors, each to or from its rank; returns the operations to wait for.
+
+    With NCCL they are one operation on the communicator that all ranks share. Messages that are not grouped
+    would each get a communicator of two ranks, with buffers and a kernel of its own.
+    """
+    if not (outgoing or incoming):
+        return []
+    if group.supports_coalescing:
+        group._start_coalescing()
+    works = [group.send([wire], target, 0) for target, wire in outgoing]
+    works += [group.recv([wire], source, 0) for source, wire in incoming]
+    return [group._end_coalescing()] if group.supports_coalescing else works
+
+
+def _write(tensor: FullTensor, cell: Sequence[int], part: torch.Tensor) -> None:
     """Write a cell, uint8 [bytes], into every part that has it."""
     _, top, bottom, left, right = cell
     assert tensor.parts is not None
@@ -149,7 +219,7 @@ def _loadable(tensor: FullTensor) -> torch.Tensor:
 def _units(
     tables: list[tuple[str, torch.dtype, torch.Size]], remaining: Counter[int]
 ) -> dict[int, list[int]]:
-    """The tensors that are loaded in one call, for each tensor that comes."""
+    """By tensor number: the numbers of all tensors that must be loaded in the same call."""
     units: dict[str, list[int]] = {}
     for number in sorted(remaining):
         name = tables[number][0]

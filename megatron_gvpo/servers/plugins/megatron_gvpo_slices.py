@@ -53,7 +53,7 @@ class FullTensor:
 class Slice(torch.Tensor):
     """Stands for a whole tensor, or a view of one. It is on the meta device."""
 
-    _full: FullTensor | None  # None: what became of a slice by other operations than views, in a first run
+    _full: FullTensor | None  # None: the result of an operation other than a view, in the first run
 
     @staticmethod
     def of(tensor: FullTensor) -> Slice:
@@ -82,7 +82,7 @@ def _copy(target: torch.Tensor, source: Slice) -> torch.Tensor:
         tensor = source._full
         if target.device.type == "meta":  # vLLM counts the elements that will come
             return target.copy_(torch.empty(source.shape, dtype=source.dtype, device="meta"))
-        if tensor is None or not source.numel():  # a rank may have none but padding
+        if tensor is None or not source.numel():  # a rank may hold nothing but padding
             return target
         if tensor.parts is None:
             tensor.copied.add(_box(source, tensor))
@@ -91,7 +91,7 @@ def _copy(target: torch.Tensor, source: Slice) -> torch.Tensor:
 
 
 def _wrap(result: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
-    """A view of a slice is a slice. Tensors of which anything else was made are needed as a whole."""
+    """A view of a slice is a slice. Any other operation needs the slice's tensor in full."""
     slices = [a for a in _leaves((args, kwargs)) if isinstance(a, Slice)]
     for part in slices:
         if result.untyped_storage()._cdata == part.untyped_storage()._cdata and result.dtype == part.dtype:
@@ -123,7 +123,7 @@ def _as_slice(tensor: torch.Tensor, full: FullTensor | None) -> Slice:
 
 
 def _box(view: torch.Tensor, full: FullTensor) -> Box:
-    """The smallest box of whole rows or within all of them that has all elements of a view."""
+    """The smallest box, of full rows or within them, that holds all elements of a view."""
     top, left = divmod(int(view.storage_offset()), max(1, full.columns))
     extent = [(size - 1, stride) for size, stride in zip(view.shape, view.stride(), strict=True)]
     down = sum(steps * _rows(stride, full) for steps, stride in extent)
@@ -134,7 +134,7 @@ def _box(view: torch.Tensor, full: FullTensor) -> Box:
 
 
 def _rows(stride: int, full: FullTensor) -> int:
-    """The rows that a stride spans; 0 if it is one between columns."""
+    """The rows that a stride spans; 0 for a stride between columns."""
     return 0 if stride % max(1, full.columns) else stride // max(1, full.columns)
 
 

@@ -9,7 +9,7 @@ import importlib
 import socket
 from typing import Any
 
-rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function of torch has the name, too
+rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function of torch has the same name
 _TCPStore = rendezvous.TCPStore
 
 
@@ -19,7 +19,7 @@ def bind_stores() -> None:
 
 
 def bound_store(host_name: str, port: int, *arguments: Any, **named: Any) -> Any:
-    """A TCPStore; where this process is to host it, on a socket that is bound to `host_name` alone."""
+    """A TCPStore; if this process hosts it, on a socket bound to `host_name` alone."""
     if not named.get("is_master"):
         return _TCPStore(host_name, port, *arguments, **named)
     family, _, _, _, address = socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[0]
@@ -27,7 +27,7 @@ def bound_store(host_name: str, port: int, *arguments: Any, **named: Any) -> Any
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(address)
-    except OSError:  # an address that is translated to this machine's: the store listens on all, as ever
+    except OSError:  # a translated address: the store listens on all addresses, as torch does
         listening.close()
     else:
         listening.listen(1024)

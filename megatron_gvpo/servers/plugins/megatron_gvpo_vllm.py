@@ -49,6 +49,7 @@ class RendezvousInit(WeightTransferInitInfo):
     world_size: int
     backend: str  # "gloo" or "nccl"
     timeout: float  # seconds
+    max_ctas: int | None = None  # blocks of an operation of NCCL's; None: its own choice
 
 
 @dataclass
@@ -104,6 +105,8 @@ class Receiver(WeightTransferEngine):
         if init_info.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
+            if init_info.max_ctas is not None:
+                options.config.max_ctas = init_info.max_ctas
             self._group = dist.ProcessGroupNCCL(self._store, rank, init_info.world_size, options)
         else:
             self._group = dist.ProcessGroupGloo(self._store, rank, init_info.world_size, timeout)
@@ -165,7 +168,8 @@ class Receiver(WeightTransferEngine):
         self._reload()
         if is_layout:
             self._shards = Shards(self._group, self._store, self._group_rank, self.device)
-            self._shards.read_layout(self._load_all)  # without weights, which come before the server serves
+            # Reads the layout alone; weights come before the server serves.
+            self._shards.read_layout(self._load_all)
             return
         assert self._shards is not None, "its layout was not learned"
         try:
@@ -260,7 +264,7 @@ def pack_heads_again(model: torch.nn.Module) -> None:
 
 
 def derive_again(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Compute again what attention layers keep of weights in another form.
+    """Recompute the forms of weights that attention layers derive and keep.
 
     Latent attention decodes with two products of `kv_b_proj`, and some kernels with sinks in float32. vLLM
     0.32.0 derives these after it loads a whole model. After patches it would decode with those of the weights

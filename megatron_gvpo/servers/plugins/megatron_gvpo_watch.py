@@ -113,7 +113,7 @@ class Watch:
             await self._app(scope, receive, send)
 
     async def _wait_for_weights(self) -> str | None:
-        """Wait until no push is under way; the refusal once one has left the weights half loaded."""
+        """Wait until no push is under way; returns a refusal if one left the weights half loaded."""
         while (push := self._push) is not None:
             if push.given_up and push.loads:
                 return HALF_LOADED.format(silent=push.silent)
@@ -177,7 +177,7 @@ class Watch:
 
 
 def limit_of(scope: Any) -> float | None:
-    """The seconds after which the request's trainer is to be given up; None for others' requests."""
+    """The seconds of silence after which a request's trainer counts as dead; None for others' requests."""
     for name, value in scope["headers"]:
         if name.lower() == HEADER:
             try:

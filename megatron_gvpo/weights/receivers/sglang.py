@@ -81,7 +81,7 @@ class HttpAdapterReceiver(HttpReceiver, AdapterReceiver):
         self._server.use_adapter(name)
 
 
-POLICY = {"selector": "target"}  # not the draft of speculative decoding, which SGLang would load as well
+POLICY = {"selector": "target"}  # the policy alone; SGLang would also load the draft model
 
 
 class SGLangReceiver(HttpReceiver):
@@ -169,6 +169,7 @@ class PluginGroupReceiver(PluginReceiver):
             "port": rendezvous.port,
             "world_size": rendezvous.world_size,
             "backend": rendezvous.backend,
+            "max_ctas": rendezvous.max_ctas,
             "timeout": timeout,
         }
         await self.begin_update(timeout)  # SGLang calls a custom loader only inside an update

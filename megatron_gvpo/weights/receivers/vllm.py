@@ -54,6 +54,7 @@ class VLLMGroupReceiver(VLLMReceiver):
             "rank_offset": rank_offset,
             "world_size": rendezvous.world_size,
             "backend": rendezvous.backend,
+            "max_ctas": rendezvous.max_ctas,
             "timeout": timeout,
         }
         await self._http.post("/init_weight_transfer_engine", {"init_info": info}, timeout=timeout)

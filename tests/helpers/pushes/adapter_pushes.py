@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from helpers.servers.real_servers import receiver
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_shapes
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.leader import BackgroundLoop, Push, Wait
 from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.settings.config import Config
@@ -20,6 +21,7 @@ from megatron_gvpo.settings.servers import WeightSyncConfig
 from megatron_gvpo.weights.adapter import Adapter
 from megatron_gvpo.weights.bucket import stored_tensors
 from megatron_gvpo.weights.publisher import Publisher
+from megatron_gvpo.weights.transport import PushSettings
 
 RANK, ALPHA = 4, 6
 ADAPTERS = (f"model.adapter={{rank: {RANK}, alpha: {ALPHA}}}", "rollout.weights.transport=adapter")
@@ -66,8 +68,11 @@ class AdapterRun:
         self.messages: list[str] = []
         stored = {name: tensor.shape for name, tensor in stored_tensors(Path(config.model.path)).items()}
         assert config.model.adapter is not None
-        expected, optional = adapter_shapes(stored, adapted_layers(config), config.model.adapter.rank)
-        transport = Adapter.create(config, partial(receiver, transport="adapter"), torch.device("cpu"))
+        cards = ModelCards(config)
+        layers = adapted_layers(config.model, cards.policy)
+        expected, optional = adapter_shapes(stored, layers, config.model.adapter.rank)
+        settings = PushSettings.of(config, cards, torch.device("cpu"))
+        transport = Adapter.create(settings, partial(receiver, transport="adapter"))
         self._publisher = Publisher(
             pool,
             loop,

@@ -15,6 +15,7 @@ from helpers.paths import ROOT
 from helpers.servers.real_servers import engine_python
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.data.task import load_task
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.sampling.served import ServedEngine
 from megatron_gvpo.settings.config import Config
@@ -89,14 +90,15 @@ def run(engine: str, url: str, folder: str, transports: str) -> None:
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
     directory, results = Path(folder), []
     config = config_of(engine, directory, urls=[url])
-    policy, task = Policy(config), load_task(config)
+    policy, task = Policy(config), load_task(config, ModelCards(config).policy)
     rows = None
     for step, transport in enumerate(transports.split(",")):
         weights = config.rollout.weights.model_copy(
             update={"transport": transport, "directory": f"{folder}/weights"}
         )
         rollout = config.rollout.model_copy(update={"weights": weights})
-        with ServedEngine(config.model_copy(update={"rollout": rollout}), task, policy) as engine_of_step:
+        pushing = config.model_copy(update={"rollout": rollout})
+        with ServedEngine(pushing, ModelCards(pushing), task, policy) as engine_of_step:
             if rows is not None:
                 policy.update(rows, at_step_start=True)
             engine_of_step.sync(step)
@@ -117,7 +119,8 @@ def refused(engine: str, url: str, folder: str) -> None:
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
     config = config_of(engine, Path(folder), urls=[url])
     try:
-        ServedEngine(config, load_task(config), Policy(config)).__enter__()
+        cards = ModelCards(config)
+        ServedEngine(config, cards, load_task(config, cards.policy), Policy(config)).__enter__()
     except (ValueError, RolloutError) as error:
         (Path(folder) / "error").write_text(str(error))
 

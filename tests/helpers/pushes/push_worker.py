@@ -17,6 +17,7 @@ from helpers.tiny_run import configure
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Prompt
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.sampling.served import ServedEngine
@@ -36,7 +37,8 @@ SAMPLED = SamplingConfig(max_tokens=24)
 def served_engine(config: Config, policy: Policy) -> ServedEngine:
     """The engine of a run whose prompts are PROMPTS."""
     prompts = [Prompt(str(i), tuple(prompt), "") for i, prompt in enumerate(PROMPTS)]
-    return ServedEngine(config, Task(load_tokenizer(config.model.path), (1,), prompts, []), policy)
+    task = Task(load_tokenizer(config.model.path), (1,), prompts, [])
+    return ServedEngine(config, ModelCards(config), task, policy)
 
 
 def run(engine: str, url: str, task: str, out: str, layout: str) -> None:
@@ -219,7 +221,7 @@ def unopened(task: str, out: str) -> None:
     leader.HEARTBEAT = 1.0
     overrides = ["rollout.engine=sglang", "rollout.servers.urls=[http://127.0.0.1:9]"]
     config = configure(Path(task), Path(out), *overrides, "rollout.servers.start_timeout=15")
-    rollouts = ServedEngine(config, Task(None, (1,), [], []), None)
+    rollouts = ServedEngine(config, ModelCards(config), Task(None, (1,), [], []), None)
     try:
         rollouts.__enter__()
     except RolloutError as error:

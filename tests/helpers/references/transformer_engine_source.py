@@ -26,17 +26,22 @@ CUDNN = (9, 20, 0)  # torch's, of which tests expect the attention kernels
 PACKAGES = ("transformer_engine", "transformer_engine_torch")
 
 
-@cache
 def source() -> Path:
-    """The folder that holds `transformer_engine/`. pip downloads it once; an error of pip fails the test."""
-    version = REFERENCE["transformer-engine"]
+    """The folder that holds `transformer_engine/`."""
+    return wheel_source("transformer-engine")
+
+
+@cache
+def wheel_source(package: str) -> Path:
+    """The folder with the files of a pinned wheel. pip downloads it once; an error of pip fails the test."""
+    version = REFERENCE[package]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_gvpo"
-    folder = home / f"transformer_engine-{version}"
+    folder = home / f"{package.replace('-', '_')}-{version}"
     home.mkdir(parents=True, exist_ok=True)
     with (home / "transformer_engine.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / ".complete").exists():
-            wanted = f"transformer-engine=={version}"
+            wanted = f"{package}=={version}"
             pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
             done = subprocess.run([*pip, "--dest", folder, wanted], capture_output=True, text=True)
             assert done.returncode == 0, f"pip cannot download {wanted}:\n{done.stderr}"

@@ -25,6 +25,7 @@ from helpers.paths import HELPERS, ROOT
 from helpers.servers.fake_servers import admit_at_once
 from helpers.suite.real_parts import used
 from helpers.tiny_run import configure
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.http import Http, open_session
 from megatron_gvpo.servers.launch.start import DIALECTS, start_servers
 from megatron_gvpo.servers.launch.supervise import Supervisor, is_healthy
@@ -87,7 +88,7 @@ def served(config: Config, key: str | None = None) -> Iterator[Supervisor]:
     messages: list[str] = []
     with pytest.MonkeyPatch.context() as environment:  # tests load checkpoints of their own
         environment.setenv("MEGATRON_GVPO_WEIGHTS", tempfile.gettempdir())
-        supervisor = start_servers(config, key, messages.append)
+        supervisor = start_servers(config, ModelCards(config), key, messages.append)
     try:
         deadline = time.monotonic() + START_SECONDS
         while not all(is_healthy(process.url, 5.0) for process in supervisor.processes):

@@ -76,8 +76,8 @@ def results(operation: Any, sample: Any, device: str, with_gradient: bool) -> li
         inputs = [t for t in tree_leaves((first, args, options)) if isinstance(t, Tensor) and t.requires_grad]
         summed = [t.double().sum() for t in leaves if t.requires_grad and t.is_floating_point()]
         if summed:
-            of_inputs = torch.autograd.grad(torch.stack(summed).sum(), inputs, allow_unused=True)
-            gradients = [gradient for gradient in of_inputs if gradient is not None]
+            computed = torch.autograd.grad(torch.stack(summed).sum(), inputs, allow_unused=True)
+            gradients = [gradient for gradient in computed if gradient is not None]
     return [t.detach().cpu() for t in (*leaves, *gradients)]
 
 

@@ -71,7 +71,7 @@ class Probe:
 TEMPERATURE = 0.8
 
 
-def config_of(case: Case, layout: ParallelLayout, directory: Path) -> Config:
+def config_of(case: Case, layout: Layout, directory: Path) -> Config:
     replays = case.model in ("qwen3_moe", "deepseek_v3")  # where rows say which experts; some do
     named = [{"name": name, "function": "not:called"} for name in case.rows.component_n]
     components = named or [{"name": "math"}]  # a method that learns from rewards needs one
@@ -92,7 +92,7 @@ def config_of(case: Case, layout: ParallelLayout, directory: Path) -> Config:
 
 
 @contextlib.contextmanager
-def sizes_of(layout: ParallelLayout) -> Iterator[None]:
+def sizes_of(layout: Layout) -> Iterator[None]:
     """Context in which a layout runs."""
     with contextlib.ExitStack() as stack:
         if layout.small:

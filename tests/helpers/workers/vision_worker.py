@@ -61,13 +61,13 @@ def run(directory: str) -> None:
     config = config_of(case, folder)
     check_layout(config, dist.get_world_size())
     with sizes_of(case.layout):
-        results = _found(Policy(config), rows)
+        results = _measured(Policy(config), rows)
     if dist.get_rank() == 0:
         torch.save(results, folder / f"found-{case}.pt")
     forget_layout()
 
 
-def _found(policy: Any, rows: Any) -> Found:
+def _measured(policy: Any, rows: Any) -> Found:
     logp_r = policy.score(rows)
     marked_logp_r = policy.score(with_placeholders(rows))
     exported = _copy(policy.weights())

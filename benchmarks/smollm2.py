@@ -1,0 +1,77 @@
+"""Makes the committed result and picture of a finished run of examples/smollm2.
+
+    make real
+    python benchmarks/smollm2.py --beside "nothing"     # or what else the machine did
+
+It writes benchmarks/results/smollm2_cpu.json and docs/smollm2.png: the share of held-out sums that are right
+by the strict grade (the response ends by itself, and its last number is the answer) and by the lenient one
+(the answer is anywhere in it), and the mean reward of each step, which is the strict grade of training sums.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from megatron_gvpo.core.jsonl import read_metrics
+from megatron_gvpo.observe.summary import BLUE, GREY, LINE, ORANGE, STYLE
+
+ROOT = Path(__file__).parent.parent
+NAMED = (("strict", BLUE, "ends with the right number"), ("lenient", ORANGE, "right number anywhere"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--run", type=Path, default=Path("runs/smollm2"))
+    parser.add_argument("--beside", required=True, help="what else the machine did, such as its load")
+    options = parser.parse_args()
+    result = json.loads((options.run / "result.json").read_text())
+    rewards = [m["reward/mean"] for m in read_metrics(options.run / "metrics.jsonl") if "reward/mean" in m]
+    machine = {"processor": processor(), "cores": os.cpu_count(), "beside": options.beside}
+    versions = {name: version(name) for name in ("torch", "transformers", "megatron-core", "megatron-bridge")}
+    record = {"command": "make real", "machine": machine, "versions": versions, **result, "reward": rewards}
+    file = ROOT / "benchmarks" / "results" / "smollm2_cpu.json"
+    file.write_text(json.dumps(record, indent=1) + "\n")
+    draw(result["evaluations"], rewards, ROOT / "docs" / "smollm2.png")
+    print(f"{file.relative_to(ROOT)} and docs/smollm2.png")
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def draw(evaluations: list[dict[str, Any]], rewards: list[float], png: Path) -> None:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    steps = [evaluation["step"] for evaluation in evaluations]
+    with rc_context(STYLE):
+        figure = Figure(figsize=(5.2, 2.4), layout="constrained")
+        axis = figure.subplots()
+        steps_of_training = range(1, len(rewards) + 1)
+        axis.plot(steps_of_training, [100 * r for r in rewards], color=LINE, label="training, strict")
+        for name, colour, label in NAMED:
+            shares = [100 * evaluation[name] for evaluation in evaluations]
+            axis.plot(steps, shares, "o-", color=colour, markersize=3.5, label=label)
+            axis.annotate(
+                f"{shares[-1]:.0f} %", (steps[-1], shares[-1]), xytext=(5, -3), textcoords="offset points"
+            )
+        axis.set_ylim(0, 100)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.set_title("SmolLM2-135M on held-out sums, percent right")
+        axis.set_xlabel("steps of GVPO", color=GREY)
+        axis.legend(frameon=False, loc="lower right", fontsize=8)
+        figure.savefig(png, dpi=130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Exponentials of log-ratios that stay finite: one token far from a policy is not the whole update.
+
+Within the bounds they are the formulas of the papers. A ratio above e^88 would be infinite in fp32, and
+infinity times an advantage of 0 is not a number; at 20 nats k3 alone has a gradient of 5e8 at one token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MOST_RATIO = 20.0  # nats; above it a ratio is e^20 and has no gradient, as in verl
+MOST_K3 = 10.0  # nats; above it k3 goes on as a straight line
+
+
+def ratio(log_ratio: Tensor) -> Tensor:
+    """exp(log_ratio) of any shape, at most e^20; a policy's ratio to another."""
+    return log_ratio.clamp(max=MOST_RATIO).exp()
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """x - 1 - log x with x = exp(log_ratio), of any shape: Schulman's estimate of a KL, never negative.
+
+    `log_ratio`: of the policy compared with to the one that sampled. Above 10 nats it goes on with the slope
+    that it has there, e^10 - 1, so that the gradient points the same way and is at most that.
+    """
+    bounded = log_ratio.clamp(max=MOST_K3)
+    return bounded.exp() - 1 - bounded + math.expm1(MOST_K3) * (log_ratio - bounded)

@@ -1,0 +1,173 @@
+"""The commonest forms of records, recognised by their fields: chats, preference pairs, completions.
+
+A data set whose keys (`prompt_key`, `demonstration_key`, `responses_key`, `convert`) name nothing is read so.
+Everything else needs a key, or a function of the user (`convert`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.data.converters import preference_pair
+from megatron_gvpo.data.sources import Record
+from megatron_gvpo.settings.sections import DatasetConfig
+
+Fields = Mapping[str, Any]
+Message = dict[str, Any]
+
+SOLUTION, RESPONSES = "solution", "responses"  # the fields that a recognised record gets
+FORMS = (
+    '{"messages": [{"role": ..., "content": ...}, ...]}, '
+    '{"conversations": [{"from": ..., "value": ...}, ...]}, '
+    '{"prompt": ..., "completion": ...} and {"instruction": ..., "output": ...} for SFT; '
+    '{"prompt": ..., "chosen": ..., "rejected": ...} for DPO'
+)
+_CONVERT = "data.train.convert names a function that makes another form of it"
+# ShareGPT's names of roles. `function_call` is missing: here a call is a part of the assistant's message.
+_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+
+
+def as_dataset(dataset: DatasetConfig, sampler: str) -> DatasetConfig:
+    """The data set with keys for the fields that a recognised record gets, where it names none.
+
+    `sampler`: `algorithm.sampler`, which says what is trained: `dataset` needs a solution, `file` scored
+    responses. An answer that no key names is not needed there.
+    """
+    if (field := _needed(dataset, sampler)) is None:
+        return dataset
+    key = "demonstration_key" if field == SOLUTION else "responses_key"
+    named = {"answer_key": dataset.answer_key if "answer_key" in dataset.model_fields_set else None}
+    return dataset.model_copy(update={key: field, **named})
+
+
+def recogniser(dataset: DatasetConfig, sampler: str) -> Callable[[Record], Record]:
+    """A function that adds the fields which `as_dataset` names, or the prompt alone, to a record.
+
+    It raises DataError, which names the record, for one that it does not know, or that has no such part.
+    """
+    needed = _needed(dataset, sampler)
+
+    def recognise(record: Record) -> Record:
+        try:
+            if needed == SOLUTION:
+                fields = _with_solution(record.fields, dataset.prompt_key)
+            elif needed == RESPONSES:
+                fields = _with_responses(record.fields, dataset.prompt_key)
+            else:
+                fields = _with_prompt(record.fields, dataset.prompt_key)
+        except ValueError as error:
+            raise DataError(f"{record.where}: {error}; {_CONVERT}") from None
+        return record._replace(fields=fields)
+
+    return recognise
+
+
+def _needed(dataset: DatasetConfig, sampler: str) -> str | None:
+    """The field that the method trains on, if the data set has no key for it."""
+    if dataset.convert is not None:
+        return None
+    if sampler == "dataset" and dataset.demonstration_key is None:
+        return SOLUTION
+    return RESPONSES if sampler == "file" and dataset.responses_key is None else None
+
+
+def _with_solution(fields: Fields, prompt_key: str) -> Fields:
+    if (chat := _chat(fields)) is not None:
+        prompt, solution = _divided(chat)
+    elif "completion" in fields and prompt_key in fields:
+        prompt, solution = fields[prompt_key], fields["completion"]
+    elif "instruction" in fields and "output" in fields:
+        prompt, solution = _instruction(fields), fields["output"]
+    elif SOLUTION in fields and prompt_key in fields:
+        prompt, solution = fields[prompt_key], fields[SOLUTION]
+    else:
+        raise ValueError(
+            "data.train.demonstration_key is not set, and no worked solution is recognised by the fields "
+            f"{', '.join(fields)}; recognised are {FORMS}"
+        )
+    return {**fields, prompt_key: prompt, SOLUTION: solution}
+
+
+def _with_responses(fields: Fields, prompt_key: str) -> Fields:
+    if RESPONSES in fields and prompt_key in fields:
+        return fields
+    if not {"chosen", "rejected"} <= fields.keys():
+        raise ValueError(
+            "data.train.responses_key is not set, and no pair of responses is recognised by the fields "
+            f"{', '.join(fields)}; recognised are {FORMS}"
+        )
+    pair = preference_pair({**fields, "prompt": fields.get(prompt_key)})
+    return {**fields, prompt_key: pair["prompt"], RESPONSES: pair["responses"]}
+
+
+def _with_prompt(fields: Fields, prompt_key: str) -> Fields:
+    """A chat without a prompt's field is the prompt, if it ends where the policy answers."""
+    if prompt_key in fields or (chat := _chat(fields)) is None:
+        return fields
+    if chat and chat[-1]["role"] == "assistant":
+        raise ValueError(
+            f"there is no field {prompt_key!r}, and the chat ends with the assistant's message: the policy "
+            "answers a prompt that ends before it"
+        )
+    return {**fields, prompt_key: chat}
+
+
+def _chat(fields: Fields) -> list[Message] | None:
+    """The messages of a chat in OpenAI's or ShareGPT's form; None for a record of neither."""
+    if isinstance(messages := fields.get("messages"), list):
+        return [_message(message, "messages", i) for i, message in enumerate(messages)]
+    if isinstance(turns := fields.get("conversations"), list):
+        chat = [_message(turn, "conversations", i) for i, turn in enumerate(turns)]
+        system = fields.get("system")
+        opens = isinstance(system, str) and system.strip() and (not chat or chat[0]["role"] != "system")
+        return [{"role": "system", "content": system}, *chat] if opens else chat
+    return None
+
+
+def _message(value: Any, field: str, number: int) -> Message:
+    """A message as transformers has it, with the role of ShareGPT's `from` mapped. Raises ValueError."""
+    if isinstance(value, Mapping) and isinstance(value.get("from"), str):
+        if (role := _ROLES.get(value["from"].lower())) is None:
+            known = ", ".join(_ROLES)
+            raise ValueError(f"{field}, message {number} is from {value['from'][:40]!r}; known are {known}")
+        return {"role": role, "content": value.get("value")}
+    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+        raise ValueError(f"{field}, message {number}: neither role and content nor from and value")
+    message = dict(value)
+    if message.get("content") is None and message.get("tool_calls"):
+        message["content"] = ""
+    return message
+
+
+def _divided(chat: Sequence[Message]) -> tuple[Any, Any]:
+    """(the messages before the assistant's first, the others). A single answer is a text."""
+    first = next((i for i, message in enumerate(chat) if message["role"] == "assistant"), None)
+    if first is None:
+        raise ValueError("the chat has no message of the assistant: nothing would be learned from it")
+    if first == 0:
+        raise ValueError("the chat begins with the assistant's message: there is no prompt")
+    if chat[-1]["role"] != "assistant":
+        raise ValueError(
+            f"the chat ends with a message of role {chat[-1]['role']!r}, which nobody answers: leave it out"
+        )
+    prompt, solution = list(chat[:first]), list(chat[first:])
+    single = len(solution) == 1 and not solution[0].get("tool_calls")
+    return prompt, solution[0]["content"] if single else solution
+
+
+def _instruction(fields: Fields) -> str:
+    """Alpaca's instruction, with its input below."""
+    text = str(fields["instruction"])
+    extra = fields.get("input")
+    return f"{text}\n\n{extra}" if isinstance(extra, str) and extra.strip() else text

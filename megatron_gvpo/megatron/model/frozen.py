@@ -1,0 +1,68 @@
+"""Weights that stay as they are while the rest of the model trains: `model.freeze`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_gvpo.core.collectives import all_gather_msgpack
+from megatron_gvpo.core.errors import ConfigError
+
+SHOWN = 12  # names in an error
+
+
+def freeze(chunks: Sequence[Any], patterns: Sequence[str]) -> None:
+    """Keep the weights whose names match a pattern from training; chunks are loaded or not, and not wrapped.
+
+    A collective. Raises ConfigError on all ranks for a pattern that matches nothing, and where a rank would
+    have nothing to train: Megatron's optimizer needs something there.
+    """
+    matched, names, trains = set[str](), list[str](), False
+    for name, parameter in _named(chunks):
+        names.append(name)
+        hits = {pattern for pattern in patterns if matches(name, pattern)}
+        matched |= hits
+        if hits:
+            parameter.requires_grad_(False)
+        trains = trains or parameter.requires_grad
+    for chunk in chunks:
+        for module in chunk.modules():
+            # Layers that are computed again in the backward pass lose their gradients without an error if
+            # nothing that enters them needs one, such as the first layer's behind a frozen embedding.
+            if type(module).__name__ == "LanguageModelEmbedding":
+                module.register_forward_hook(_ask_for_gradient)
+    everywhere = all_gather_msgpack([sorted(matched), names[:: max(1, len(names) // SHOWN)], trains])
+    matched = {pattern for hits, _, _ in everywhere for pattern in hits}
+    if missing := [pattern for pattern in patterns if pattern not in matched]:
+        raise ConfigError(
+            f"model.freeze: nothing in the model matches {missing[0]!r}; names are such as "
+            f"{', '.join(everywhere[0][1][:SHOWN])}"
+        )
+    if not all(rank_trains for _, _, rank_trains in everywhere):
+        raise ConfigError("model.freeze: a rank would have nothing to train: freeze less, or use a lower pp")
+
+
+def matches(name: str, pattern: str) -> bool:
+    """True if the pattern is the name of a weight, or of a module around it; `*` stands for any text."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def _named(chunks: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
+    """Each weight with its name, in which layers have their numbers in the whole model, from 0."""
+    for chunk in chunks:
+        renamed = {}
+        for name, module in chunk.named_modules():
+            if (number := getattr(module, "layer_number", None)) and name.rpartition(".")[2].isdecimal():
+                renamed[name + "."] = f"{name.rpartition('.')[0]}.{number - 1}."
+        for name, parameter in chunk.named_parameters():
+            prefix = next((prefix for prefix in renamed if name.startswith(prefix)), "")
+            yield renamed.get(prefix, "") + name[len(prefix) :], parameter
+
+
+def _ask_for_gradient(_: Any, __: Any, output: Tensor) -> None:
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_()

@@ -1,0 +1,81 @@
+"""Messages between pipeline stages whose shapes every rank knows beforehand.
+
+Packs differ in length, so megatron-core's stages send each other the shape of every message first, and wait
+for the GPU to read it. But every rank of a pipeline has the same micro-batches, and in the 1F1B schedule
+hidden states and their gradients come in their order. So the n-th message in a direction has the shape of
+pack n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+Shape = list[int]
+_NOTHING: Shape = [0, 0, 0]
+
+
+class PlannedMessages(P2PCommunicator):
+    """One pass over micro-batches without virtual stages; `shapes`: those of the hidden states [t, 1, h]."""
+
+    def __init__(self, group: Any, config: Any, shapes: Sequence[Shape]) -> None:
+        super().__init__(group, config)
+        self._plan(shapes)
+
+    def _plan(self, shapes: Sequence[Shape]) -> None:
+        self._received = {"previous": iter(shapes), "next": iter(shapes)}
+        self._sent = {"previous": iter(shapes), "next": iter(shapes)}
+
+    def _communicate_shapes(
+        self,
+        tensor_send_next: Tensor | None,
+        tensor_send_prev: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+    ) -> tuple[Shape, Shape]:
+        """Return the shapes of what comes from the previous and from the next stage; sends nothing.
+
+        Raises AssertionError for a message that has another shape than planned: the other stage would wait.
+        """
+        for direction, tensor in (("next", tensor_send_next), ("previous", tensor_send_prev)):
+            if tensor is not None and list(tensor.shape) != (planned := next(self._sent[direction])):
+                raise AssertionError(
+                    f"{list(tensor.shape)} to the {direction} stage, which waits for {planned}"
+                )
+        return (
+            next(self._received["previous"]) if recv_prev else _NOTHING,
+            next(self._received["next"]) if recv_next else _NOTHING,
+        )
+
+
+def planned_messages(config: Any, lengths: Sequence[int]) -> dict[str, Any]:
+    """Return arguments of megatron-core's 1F1B schedule; `lengths`: this rank's tokens of every pack.
+
+    `config` is the model's TransformerConfig.
+    """
+    shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    shapes = [[tokens // shards, 1, config.hidden_size] for tokens in lengths]
+    group = parallel_state.get_pipeline_model_parallel_group()
+    return {
+        "p2p_communicator": PlannedMessages(group, config, shapes),
+        "pg_collection": _process_groups(),
+    }
+
+
+def _process_groups() -> ProcessGroupCollection:
+    """Return the groups that the schedule would take by itself."""
+    state, groups = parallel_state, ProcessGroupCollection()
+    groups.tp = state.get_tensor_model_parallel_group()
+    groups.cp = state.get_context_parallel_group()
+    groups.pp = state.get_pipeline_model_parallel_group()
+    groups.embd = state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = state.get_position_embedding_group(check_initialized=False)
+    groups.dp = state.get_data_parallel_group()
+    groups.dp_cp = state.get_data_parallel_group(with_context_parallel=True)
+    groups.tp_dp_cp = state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return groups

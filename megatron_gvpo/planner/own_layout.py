@@ -1,0 +1,141 @@
+"""Answers for the layout of a configuration: does it fit, which part is largest, and what to change first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_gvpo.checks.layout import check_layout
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.planner import architecture
+from megatron_gvpo.planner.architecture import Architecture, Gpu, engine_room
+from megatron_gvpo.planner.fit import usable_gib
+from megatron_gvpo.planner.prediction import least, predict
+from megatron_gvpo.planner.step_time import NODE
+from megatron_gvpo.settings.config import Config
+
+FEWEST_TOKENS = 1024  # of a micro-batch, in what is proposed
+
+
+@dataclass(frozen=True)
+class LayoutChange:
+    """A change of settings, and the GiB on the fullest GPU after it."""
+
+    settings: str
+    gib: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class LayoutAnswer:
+    """Memory of the trainer's fullest GPU, of a rollout server, and what would help. All is predicted."""
+
+    gpus: int
+    gpu: str
+    parts_gib: dict[str, float]  # without activations where the planner does not know them
+    needed_gib: float
+    is_lower_bound: bool  # at least so many GiB: the activations that are kept are more
+    usable_gib: float
+    server: str | None  # why no rollout server fits; None where one does, or there is none
+    changes: tuple[LayoutChange, ...]  # the cheapest that is enough first; empty where it fits
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_gib <= self.usable_gib and self.server is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The answer in plain types, for --json."""
+        return {"predicted": True, "fits": self.fits} | asdict(self)
+
+
+def answer(config: Config, world: int, gpu: Gpu) -> LayoutAnswer:
+    """The answer for `world` GPUs of the trainer. Raises ConfigError for an impossible layout or model."""
+    check_layout(config, world)
+    model = architecture.load(config.model.path, "model.path")
+    needed, parts = least(config, world), predict(config, world)
+    if needed is None or parts is None:
+        raise ConfigError(f"model.path={config.model.path}: the planner does not know this architecture")
+    colocated = config.rollout.uses_servers and config.rollout.servers.colocated
+    usable = usable_gib(gpu.memory_gib, colocated)
+    changes = () if needed <= usable else tuple(_changes(config, world, usable, model))
+    return LayoutAnswer(
+        world,
+        gpu.name,
+        {name: gib for name, gib in parts.items() if name != "total"},
+        needed,
+        "total" not in parts,
+        usable,
+        _server_problem(config, model, gpu),
+        tuple(sorted(changes, key=lambda change: not change.fits)),
+    )
+
+
+def _server_problem(config: Config, model: Architecture, gpu: Gpu) -> str | None:
+    """Why a started rollout server cannot hold the weights and the longest response; None if it can."""
+    servers = config.rollout.servers
+    if not config.rollout.uses_servers or servers.urls:
+        return None
+    room = engine_room(model, servers.tp, gpu.memory_gib)
+    if room > 0:
+        return None
+    weights = 2 * model.parameters / architecture.GIB
+    enough = next((tp for tp in (2, 4, 8, 16, 32) if engine_room(model, tp, gpu.memory_gib) > 0), None)
+    remedy = "use larger GPUs" if enough is None else f"set rollout.servers.tp={enough}"
+    return (
+        f"a rollout server of rollout.servers.tp={servers.tp} cannot hold the {weights:.0f} GiB of bf16 "
+        f"weights beside its cache: {remedy}"
+    )
+
+
+def _changes(config: Config, world: int, usable: float, model: Architecture) -> Iterator[LayoutChange]:
+    """Changes that would lower the memory, the cheapest first; of the micro-batch the largest that fits."""
+
+    def change(settings: str, changed: Config, gpus: int = world) -> LayoutChange | None:
+        parallel = changed.parallel
+        if gpus % (parallel.tp * parallel.pp * parallel.cp) or gpus % (parallel.pp * parallel.ep):
+            return None
+        gib = least(changed, gpus)
+        return None if gib is None else LayoutChange(settings, gib, gib <= usable)
+
+    before = least(config, world) or 0.0
+    proposals = [
+        _fewer_tokens(config, change),
+        change("parallel.recompute=full", _with(config, "parallel", recompute="full", recompute_layers=None)),
+        change("optimizer.offload_fraction=1", _with(config, "optimizer", offload_fraction=1.0)),
+    ]
+    parallel = config.parallel
+    if 2 * parallel.tp <= NODE and model.divisible(2 * parallel.tp):
+        divided = _with(config, "parallel", tp=2 * parallel.tp, sequence_parallel=True)
+        proposals.append(change(f"parallel.tp={2 * parallel.tp} parallel.sequence_parallel=true", divided))
+    if parallel.stage_layers is None and 2 * parallel.pp <= model.layers:
+        divided = _with(config, "parallel", pp=2 * parallel.pp)
+        proposals.append(change(f"parallel.pp={2 * parallel.pp}", divided))
+    proposals.append(change(f"{2 * world} GPUs in place of {world}", config, 2 * world))
+    if not any(one is not None and one.fits for one in proposals):
+        saving = _with(config, "parallel", recompute="full", recompute_layers=None)
+        proposals.append(_fewer_tokens(saving, change, "parallel.recompute=full "))
+        saving = _with(saving, "optimizer", offload_fraction=1.0)
+        more = "parallel.recompute=full optimizer.offload_fraction=1 "
+        proposals.append(_fewer_tokens(saving, change, more))
+    yield from (one for one in proposals if one is not None and one.gib < before - 0.05)
+
+
+def _fewer_tokens(
+    config: Config, change: Callable[[str, Config], LayoutChange | None], others: str = ""
+) -> LayoutChange | None:
+    """The largest micro-batch that fits, or the smallest that is proposed; `others`: what is changed, too."""
+    tokens = config.train.max_tokens_per_micro_batch
+    best: LayoutChange | None = None
+    while tokens >= 2 * FEWEST_TOKENS and (best is None or not best.fits):
+        tokens = tokens // 2 // FEWEST_TOKENS * FEWEST_TOKENS
+        fewer = _with(config, "train", max_tokens_per_micro_batch=tokens)
+        best = change(f"{others}train.max_tokens_per_micro_batch={tokens}", fewer)
+        if best is None:
+            return None
+    return best
+
+
+def _with(config: Config, section: str, **values: Any) -> Config:
+    """The configuration with other values in one section, not validated: it is only counted."""
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

@@ -1,0 +1,46 @@
+"""`megatron-gvpo keys`: the reference on the command line, and the answer for what is not here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_gvpo.cli import main
+from megatron_gvpo.settings.reference import keys, sections
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "docs"))
+import configuration
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["cosine"], "optimizer.decay: `constant` or `linear` or `cosine`; "),
+        (["clip_high"], "algorithm.loss.clip_high [ppo]: "),
+        (["learning", "rate", "decay"], "optimizer.min_lr: number ≥ 0; 0.0. Learning rate at the end of"),
+        (["wall", "time"], "train.max_hours: "),
+        (["num_generations"], "num_generations, in another trainer: here it is rollout.n"),
+        (["top-k"], "top-k, in another trainer: not supported: sampling from the k likeliest tokens"),
+        (["muon"], "muon, in another trainer: not supported: another optimizer than AdamW"),
+        (["kubernetes"], "kubernetes, in another trainer: not supported: a launcher other than torchrun"),
+        (["early", "stopping"], "early stopping, in another trainer: not supported: early stopping by a key"),
+    ],
+)
+def test_words(words, line, capsys):
+    assert main(["keys", *words]) == 0
+    assert [text for text in capsys.readouterr().out.splitlines() if text.startswith(line)]
+
+
+def test_without_a_word_every_key_is_told_as_the_reference_page_has_it(capsys):
+    assert main(["keys"]) == 0
+    told = {line.partition(": ")[0].partition(" [")[0] for line in capsys.readouterr().out.splitlines()}
+    for path, section in sections():
+        assert {f"{path}.{key.name}".lstrip(".") for key in keys(section)} <= told
+    assert len(told) > 300 and "| `prompts_per_step` |" in configuration.page()
+
+
+def test_nothing_about_a_word(capsys):
+    assert main(["keys", "zzz"]) == 1
+    assert "nothing about 'zzz'" in capsys.readouterr().out

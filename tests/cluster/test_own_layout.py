@@ -1,0 +1,113 @@
+"""`plan CONFIG.yaml`: whether that layout fits, which part is largest, what to change; what --write keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_gvpo.cli import main
+from megatron_gvpo.planner.prediction import least
+from megatron_gvpo.rehearsal import made_model
+from megatron_gvpo.settings.load import load_config
+
+CONFIG = """
+output_dir: runs/x
+model: {path: models/Qwen2.5-7B}
+data: {train: {path: train.jsonl}}
+rollout:
+  engine: vllm
+  n: 8
+  max_tokens: 4096
+  servers: {python: /opt/vllm/bin/python, count: 4, tp: 2, colocated: true}
+  weights: {transport: shared}
+train: {steps: 20, prompts_per_step: 128, mini_batches: 2, max_tokens_per_micro_batch: 400000}
+optimizer: {lr: 1e-5}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    file = tmp_path / "run.yaml"
+    file.write_text(CONFIG)
+    return str(file)
+
+
+def test_a_layout_that_does_not_fit_names_the_part_and_changes_that_are_enough(config, tmp_path, capsys):
+    assert main(["plan", config, "--nodes", "4", "--gpu", "h100", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["fits"] and found["gpus"] == 32 and found["needed_gib"] > found["usable_gib"]
+    assert max(found["parts_gib"], key=found["parts_gib"].get) == "activations"
+    first = found["changes"][0]
+    assert first["fits"] and first["settings"].startswith("train.max_tokens_per_micro_batch=")
+    path = made_model.prepare("Qwen2.5-7B", "model.path", tmp_path)
+    changed = load_config([config], [*first["settings"].split(), f"model.path={path}"])
+    assert least(changed, 32) == pytest.approx(first["gib"])
+    assert main(["plan", config, "--nodes", "4", *first["settings"].split()]) == 0
+    assert "\nfits: " in capsys.readouterr().out
+
+
+def test_changes_together_where_none_is_enough_alone(config, capsys):
+    assert main(["plan", config]) == 1
+    printed = capsys.readouterr().out
+    assert "does not fit: needs " in printed and "the largest part is activations" in printed
+    enough = [line for line in printed.splitlines() if line.endswith(", fits")]
+    assert enough[0].startswith("  parallel.recompute=full train.max_tokens_per_micro_batch=")
+
+
+def test_servers_that_are_too_small_are_a_part_too(config, capsys):
+    small = ["model.path=Qwen/Qwen2.5-72B", "train.max_tokens_per_micro_batch=8192", "parallel.tp=8"]
+    assert main(["plan", config, *small, "--nodes", "16", "parallel.recompute=full"]) == 1
+    assert "rollout.servers.tp=2 cannot hold the 135 GiB of bf16 weights" in capsys.readouterr().out
+    enough = [*small, "rollout.servers.tp=4"]
+    assert main(["plan", config, *enough, "--nodes", "16", "parallel.recompute=full"]) == 0
+
+
+@pytest.mark.parametrize("gpu", ["a100", "A100", "b200"])
+def test_gpus_by_name(config, capsys, gpu):
+    main(["plan", config, "--gpu", gpu])
+    assert f"on 8 x {gpu.lower()}, GiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("colocated", ["true", "false"])
+def test_what_is_written_keeps_engine_and_paths_and_replaces_the_rest(config, tmp_path, colocated):
+    out = tmp_path / "plan.yaml"
+    words = [f"rollout.servers.colocated={colocated}"]
+    words += [] if colocated == "true" else ["rollout.weights.transport=broadcast", "rollout.async_steps=1"]
+    main(
+        ["plan", config, *words, "--nodes", "2", "--write", str(out), "train.max_tokens_per_micro_batch=8192"]
+    )
+    after = load_config([config, out])
+    assert after.rollout.engine == "vllm" and after.rollout.servers.python == "/opt/vllm/bin/python"
+    assert (after.rollout.n, after.train.prompts_per_step, after.train.mini_batches) == (8, 128, 2)
+    assert "for models/Qwen2.5-7B" in out.read_text()
+    if colocated == "true":
+        assert after.rollout.servers.colocated and after.rollout.weights.transport == "shared"
+
+
+def test_a_search_for_an_engine_and_colocated_servers(capsys, tmp_path):
+    asked = ["--model", "Qwen/Qwen2.5-7B", "--gpus", "32", "--gpu", "h100", "--k", "8", "--prompts", "64"]
+    out = tmp_path / "plan.yaml"
+    words = [*asked, "--response-length", "800", "--engine", "vllm", "--colocated"]
+    assert main(["plan", *words, "--write", str(out), "--json"]) == 0
+    layouts = [one["layout"] for one in json.loads(capsys.readouterr().out)["best"]]
+    assert layouts and all("colocated" in layout for layout in layouts)
+    assert "engine: vllm" in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--gpu", "h100"], "--model, --gpus, --prompts, --k, --response-length: missing; or give a config"),
+        (["CONFIG", "--k", "8"], "--k: the configuration says it"),
+        (["CONFIG", "--nodes", "2", "--gpus", "8"], "--nodes and --gpus: give one of them"),
+        (["CONFIG", "--nodes", "0"], "0 GPUs: must be from 1"),
+        (["CONFIG", "parallel.tp=3"], "tp=3"),
+        (["CONFIG", "model.path=nothing"], "model.path=nothing: no config.json there"),
+        (["CONFIG", "--gpu", "v100"], "--gpu v100: unknown"),
+    ],
+)
+def test_refused(config, capsys, words, error):
+    assert main(["plan", *(config if word == "CONFIG" else word for word in words)]) == 2
+    assert error in capsys.readouterr().err

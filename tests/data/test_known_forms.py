@@ -1,0 +1,135 @@
+"""The commonest records are read without a key or a function; what is not recognised says what to name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.inputs.chat_tokenizer import END, ids, tokenizer
+
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.data.prompts import load_prompts
+from megatron_gvpo.groups import Prompt
+from megatron_gvpo.settings.sections import DataConfig, DatasetConfig
+
+ASKED = {"role": "user", "content": "hello"}
+ANSWER = {"role": "assistant", "content": "hell"}
+WORSE = {"role": "assistant", "content": "he"}
+SYSTEM = {"role": "system", "content": "short"}
+RENDERED = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+
+
+def load(folder: Path, record: dict[str, Any], sampler: str, **keys: Any) -> Prompt:
+    file = folder / "data.jsonl"
+    file.write_text(json.dumps(record) + "\n")
+    dataset = DatasetConfig(path=str(file), **keys)
+    data = DataConfig(train=dataset)
+    of = tokenizer()
+    [prompt] = load_prompts(dataset, data, of, longest=900, end_token_ids=(END,), sampler=sampler)
+    return prompt
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [ASKED, ANSWER]},
+        {"messages": [ASKED, ANSWER], "prompt": "an id", "answer": None},
+        {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hell"}]},
+        {"conversations": [ASKED, ANSWER]},
+        {"prompt": "hello", "completion": "hell"},
+        {"prompt": [ASKED], "completion": [ANSWER]},
+        {"instruction": "hello", "input": "", "output": "hell"},
+        {"prompt": "hello", "solution": "hell"},
+    ],
+)
+def test_a_solution_is_recognised(tmp_path, record):
+    prompt = load(tmp_path, record, "dataset")
+    assert prompt.text == RENDERED and prompt.answer is None
+    assert prompt.demonstration == (*ids(tokenizer(), "hell"), END)
+
+
+def test_all_the_assistants_messages_are_trained_and_none_is_dropped(tmp_path):
+    chat = [SYSTEM, ASKED, ANSWER, {"role": "tool", "content": "42"}, WORSE]
+    shared = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hell"}]
+    shared += [{"from": "observation", "value": "42"}, {"from": "gpt", "value": "he"}]
+    for record in ({"messages": chat}, {"conversations": shared, "system": "short"}):
+        prompt = load(tmp_path, record, "dataset")
+        assert prompt.text == f"<|im_start|>system\nshort<|im_end|>\n{RENDERED}"
+        assert prompt.demonstration == (*ids(tokenizer(), "hell"), END, *ids(tokenizer(), "he"), END)
+        assert [turn.begin for turn in prompt.demonstration_chat.turns] == [
+            0,
+            len(ids(tokenizer(), "hell")) + 1,
+        ]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "hello", "chosen": "hell", "rejected": "he"},
+        {"prompt": [ASKED], "chosen": [ANSWER], "rejected": [WORSE]},
+        {"chosen": [ASKED, ANSWER], "rejected": [ASKED, WORSE]},
+        {"prompt": "hello", "chosen": [ASKED, ANSWER], "rejected": [ASKED, WORSE], "messages": [ASKED]},
+    ],
+)
+def test_a_pair_is_recognised(tmp_path, record):
+    prompt = load(tmp_path, record, "file")
+    assert prompt.text == RENDERED
+    assert [(response.text, response.reward) for response in prompt.responses] == [("hell", 1.0), ("he", 0.0)]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [ASKED], "answer": "4"},
+        {"conversations": [{"from": "user", "value": "hello"}], "answer": 4},
+    ],
+)
+def test_a_chat_is_a_prompt(tmp_path, record):
+    prompt = load(tmp_path, record, "engine")
+    assert (prompt.text, prompt.answer) == (RENDERED, "4")
+
+
+def test_keys_and_functions_of_the_user_come_first(tmp_path):
+    record = {"messages": [ASKED, ANSWER], "prompt": "he", "mine": "llo"}
+    prompt = load(tmp_path, record, "dataset", demonstration_key="mine", answer_key=None)
+    assert "he<|im_end|>" in prompt.text and prompt.demonstration == (*ids(tokenizer(), "llo"), END)
+    with pytest.raises(DataError, match="field 'answer' is missing"):
+        load(tmp_path, record, "dataset", demonstration_key="mine")
+    named = load(tmp_path, {"messages": [ASKED, ANSWER], "answer": 4}, "dataset", answer_key="answer")
+    assert named.answer == "4"
+
+
+@pytest.mark.parametrize(
+    ("record", "sampler", "error"),
+    [
+        ({"text": "x"}, "dataset", r"demonstration_key is not set, .* by the fields text; recognised are"),
+        ({"question": "x"}, "file", r"responses_key is not set, .* by the fields question"),
+        ({"messages": [ASKED]}, "dataset", "no message of the assistant"),
+        ({"messages": [ANSWER]}, "dataset", "begins with the assistant's message"),
+        ({"messages": [ASKED, ANSWER, ASKED]}, "dataset", "ends with a message of role 'user'"),
+        ({"messages": [ASKED, ANSWER], "answer": 1}, "engine", "the chat ends with the assistant's message"),
+        ({"messages": [{"content": "x"}]}, "dataset", "message 0: neither role and content nor from and"),
+        ({"conversations": [{"from": "wizard", "value": "x"}]}, "dataset", "message 0 is from 'wizard'"),
+        ({"conversations": [{"from": "function_call", "value": "x"}]}, "dataset", "from 'function_call'"),
+        ({"chosen": "a", "rejected": "b"}, "file", "no prompt before them"),
+        ({"prompt": "p", "chosen": "a", "rejected": ["b"]}, "file", "neither two texts nor two chats"),
+        ({"chosen": [ASKED, ANSWER], "rejected": [SYSTEM, WORSE]}, "file", "differ before the last message"),
+        ({"chosen": [ASKED], "rejected": [ASKED]}, "file", "must end with a message of the assistant"),
+    ],
+)
+def test_what_is_not_recognised_names_the_record_and_convert(tmp_path, record, sampler, error):
+    with pytest.raises(DataError, match=rf"data\.jsonl, line 1: .*{error}.*data\.train\.convert"):
+        load(tmp_path, record, sampler)
+
+
+def test_a_missing_field_names_convert(tmp_path):
+    with pytest.raises(DataError, match=r"field 'prompt' is missing; .*data\.train\.convert a function"):
+        load(tmp_path, {"question": "x", "answer": 1}, "engine")
+
+
+def test_an_unknown_role_is_refused(tmp_path):
+    chat = [{"role": "wizard", "content": "hello"}, ANSWER]
+    with pytest.raises(DataError, match="'wizard'"):
+        load(tmp_path, {"messages": chat}, "dataset")

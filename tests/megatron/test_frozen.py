@@ -1,0 +1,74 @@
+"""`model.freeze`: weights that match keep their values, the others train; what matches nothing is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.tiny_run import GVPO, SHORT, configure, fit
+from safetensors.torch import load_file
+
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.megatron.model.frozen import matches
+from megatron_gvpo.settings.config import Config
+
+EXPORTED = tuple(word for word in SHORT if not word.startswith("checkpoint"))
+
+
+def changed(task: Path, config: Config) -> set[str]:
+    """Names of the exported weights that are not those of the model."""
+    before = load_file(task / "model" / "model.safetensors")
+    after = load_file(Path(config.output_dir) / "hf" / "model.safetensors")
+    return {name for name, weight in before.items() if not torch.equal(weight, after[name])}
+
+
+def test_frozen_weights_keep_their_values_and_the_others_train(task: Path, tmp_path: Path):
+    whole = configure(task, tmp_path / "whole", *GVPO, *EXPORTED)
+    fit(whole)
+    everything = changed(task, whole)
+    frozen = "model.freeze=[embedding, decoder.layers.0, '*.linear_fc2']"
+    config = configure(task, tmp_path / "run", *GVPO, *EXPORTED, frozen)
+    fit(config)
+    kept = everything - changed(task, config)
+    expected = {
+        name for name in everything if "embed_tokens" in name or ".layers.0." in name or "down_proj" in name
+    }
+    assert kept == expected and len(kept) < len(everything)
+
+
+def test_the_gradient_passes_a_frozen_embedding_where_layers_are_computed_again(task: Path, tmp_path: Path):
+    words = ("model.freeze=[embedding]", "train.steps=1")
+    plain = configure(task, tmp_path / "plain", *GVPO, *EXPORTED, *words)
+    fit(plain)
+    again = configure(task, tmp_path / "again", *GVPO, *EXPORTED, *words, "parallel.recompute=full")
+    fit(again)
+    first, second = (
+        load_file(Path(config.output_dir) / "hf" / "model.safetensors") for config in (plain, again)
+    )
+    for name, weight in first.items():
+        torch.testing.assert_close(second[name], weight, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("freeze", "error"),
+    [
+        ("[embeding]", r"model\.freeze: nothing in the model matches 'embeding'; names are such as \w+"),
+        ("['*']", r"model\.freeze: a rank would have nothing to train"),
+    ],
+)
+def test_refused(task: Path, tmp_path: Path, freeze: str, error: str):
+    with pytest.raises(ConfigError, match=error):
+        fit(configure(task, tmp_path / "run", *GVPO, *SHORT, f"model.freeze={freeze}"))
+
+
+def test_with_adapters_it_has_no_effect(task: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match="freeze has no effect with adapter"):
+        configure(task, tmp_path / "run", *GVPO, "model.freeze=[embedding]", "model.adapter={rank: 2}")
+
+
+def test_patterns():
+    assert matches("decoder.layers.0.mlp.router.weight", "*.router")
+    assert matches("decoder.layers.0.mlp.router.weight", "decoder.layers.0")
+    assert not matches("decoder.layers.10.mlp.router.weight", "decoder.layers.1")
+    assert matches("embedding.word_embeddings.weight", "embedding.word_embeddings.weight")

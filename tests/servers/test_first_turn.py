@@ -1,0 +1,104 @@
+"""In a Slurm job colocated servers start after every rank of the trainer has given its memory away."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from helpers.distributed import launch
+from helpers.tiny_run import configure
+
+from megatron_gvpo.sampling.served import ServedEngine
+from megatron_gvpo.servers.launch import first_turn, serve
+from megatron_gvpo.settings.config import Config
+
+SERVERS = ("rollout.engine=vllm", "rollout.servers.colocated=true", "rollout.weights.transport=shared")
+
+
+class Supervisor:
+    """Stands for that of servers which can no longer be kept running."""
+
+    processes = ()
+    failed = "it has ended"
+
+    def close(self) -> None: ...
+
+
+def serve_in_job(config: Config, monkeypatch: pytest.MonkeyPatch, logs: Path) -> tuple[list[float], object]:
+    """When servers started, and the thread in which `serve` runs."""
+    started: list[float] = []
+
+    def start(*_: object) -> Supervisor:
+        started.append(time.monotonic())
+        return Supervisor()
+
+    logs.mkdir()
+    monkeypatch.setenv(first_turn.LOGS, str(logs))
+    monkeypatch.setattr(first_turn, "POLL", 0.05)
+    monkeypatch.setattr(serve, "start_servers", start)
+    monkeypatch.setattr(signal, "signal", lambda *_: signal.SIG_DFL)  # the test's thread is not the first
+    thread = threading.Thread(target=lambda: serve.serve(config), daemon=True)
+    thread.start()
+    return started, thread
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_colocated_servers_wait_for_the_trainer(colocated, task, tmp_path, monkeypatch):
+    own = ("rollout.servers.colocated=false", "rollout.weights.transport=broadcast")
+    config = configure(task, tmp_path, *SERVERS, *(() if colocated else own))
+    started, thread = serve_in_job(config, monkeypatch, tmp_path / "logs")
+    time.sleep(0.5)
+    assert bool(started) != colocated
+    released = time.monotonic()
+    first_turn.give_turn()
+    thread.join(20)
+    assert len(started) == 1 and (started[0] > released) == colocated
+
+
+def test_servers_that_wait_end_when_they_are_told_to(tmp_path, monkeypatch):
+    monkeypatch.setenv(first_turn.LOGS, str(tmp_path))
+    told = threading.Event()
+    threading.Timer(0.2, told.set).start()
+    assert not first_turn.wait_for_turn(told)
+
+
+def test_outside_a_job_nobody_waits(monkeypatch):
+    monkeypatch.delenv(first_turn.LOGS, raising=False)
+    first_turn.give_turn()
+    assert first_turn.wait_for_turn(threading.Event())
+
+
+def test_the_trainer_says_so_after_its_slowest_rank(tmp_path: Path):
+    launch("test_first_turn:enter", [2], str(tmp_path))
+
+
+def enter(logs: str) -> None:
+    """A rank: its memory is released late, the later the higher the rank."""
+    import os
+
+    os.environ[first_turn.LOGS] = logs
+    rank, file = dist.get_rank(), Path(logs, first_turn.FILE)
+
+    def release(part: str) -> None:
+        time.sleep(0.3 * rank)
+        assert not file.exists(), f"rank {rank} has not released its {part}"
+
+    def start() -> None:
+        assert file.exists(), "servers are looked for after they may start"
+        raise InterruptedError
+
+    engine = ServedEngine.__new__(ServedEngine)
+    engine._memory = SimpleNamespace(release=release)
+    engine._start, engine._close = start, lambda: None
+    if rank == 0:
+        with pytest.raises(InterruptedError):
+            engine.__enter__()
+    else:
+        engine._memory.release("training")
+        engine._give_weights()
+    dist.barrier()
