@@ -349,3 +349,22 @@ def test_packs_change_their_order_among_ranks() -> None:
     assert ordered.flatten().tolist()[:10] == [0, 1, 6, 7, 8, 9, 10, 17, 18, 19]
     TABLE["thd_cp_rank_order_to_sequence_order"](back, ordered, ends, 2, 20)
     assert torch.equal(back, pack)
+
+
+def test_packs_become_batches_and_come_back() -> None:
+    pack, batch, back = torch.randn(14, 2, 3), torch.empty(3, 8, 2, 3), torch.empty(14, 2, 3)
+    TABLE["convert_thd_to_bshd"](batch, pack, int32(*ENDS), 3, 8)
+    for number, (begin, end) in enumerate(itertools.pairwise(ENDS)):
+        assert torch.equal(batch[number, : end - begin], pack[begin:end])
+        assert batch[number, end - begin :].eq(0).all()
+    TABLE["convert_bshd_to_thd"](back, batch, int32(*ENDS), 14)
+    assert torch.equal(back, pack)
+
+
+def test_rows_of_experts_are_padded_with_zeros() -> None:
+    rows, padded, back = torch.randn(7, 3), torch.full((12, 3), torch.nan), torch.empty(7, 3)
+    TABLE["fused_multi_row_padding"](None, rows, padded, [3, 0, 4], [4, 0, 8])
+    assert torch.equal(padded[:3], rows[:3]) and torch.equal(padded[4:8], rows[3:])
+    assert padded[3].eq(0).all() and padded[8:].eq(0).all()
+    TABLE["fused_multi_row_unpadding"](None, padded, back, [4, 0, 8], [3, 0, 4])
+    assert torch.equal(back, rows)

@@ -30,9 +30,9 @@ from helpers.cases.gradient_cases import (
 )
 from helpers.distributed import launch
 from helpers.references import gradient_reference as reference
+from helpers.references.bf16_errors import errors, round_weights, transformers_in_bf16
 from helpers.workers.gradient_worker import UPDATE, Case, Layout, Outcome, Probe
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
@@ -85,8 +85,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The reference's models, with weights that bf16 has: one fp64 gradient is right for both precisions."""
     path = tmp_path_factory.mktemp("emulated")
     reference.save_models(path)
-    for file in path.glob("*/model.safetensors"):
-        save_file({name: t.bfloat16() for name, t in load_file(file).items()}, file, {"format": "pt"})
+    round_weights(path)
     return path
 
 
@@ -139,34 +138,15 @@ def test_loss_and_gradients_are_those_of_the_reference(
     assert outcome.grad_norm == pytest.approx(norm, rel=TOLERANCE)
 
 
-def _errors(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """The norm of each parameter's error, over the norm of its gradient."""
-    return {key: ((gradients[key] - exact[key]).norm() / exact[key].norm()).item() for key in exact}
-
-
-def _transformers_in_bf16(name: str, directory: Path) -> dict[str, Tensor]:
-    """The step's gradient by transformers' model in bf16, with the loss in fp64."""
-    step = STEPS[name]
-    rows, *_ = sampled_for(step, directory)
-    temperature = 1.0 if step.algorithm["recipe"] == "sft" else TEMPERATURE
-    model = reference.load(directory / step.model).bfloat16()
-    logp = [logp.double() for logp in reference.log_probs(model, rows, temperature)]
-    step.loss(reference.sample_of(rows, logp)).backward()
-    return {
-        key: torch.zeros_like(p) if p.grad is None else p.grad.double() for key, p in model.named_parameters()
-    }
-
-
 @each_bf16_run
 def test_in_bf16_the_error_is_that_of_transformers(
     found: dict[tuple[str, str, str], Any], directory: Path, dtype: str, layout: Layout, name: str
 ) -> None:
     outcome: Outcome = found[dtype, str(layout), name]
     _, exact = expected(name, directory)
-    exact = reference.as_in_file(exact)
-    errors = _errors(outcome.gradients, exact)
-    bounds = _errors(reference.as_in_file(_transformers_in_bf16(name, directory)), exact)
-    assert max(errors.values()) <= 2 * max(bounds.values()), max(errors, key=errors.__getitem__)
+    found_errors = errors(outcome.gradients, exact)
+    bound = 2 * max(errors(transformers_in_bf16(STEPS[name], directory), exact).values())
+    assert max(found_errors.values()) <= bound, max(found_errors, key=found_errors.__getitem__)
 
 
 @each_run

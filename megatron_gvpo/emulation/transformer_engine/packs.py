@@ -1,4 +1,4 @@
-"""Packs of sequences to padded batches and back. Source: transformer_engine/common/fused_attn/utils.cu."""
+"""Packs to padded ones and back. Source: common/fused_attn/utils.cu and common/util/padding.cu."""
 
 from __future__ import annotations
 
@@ -28,3 +28,24 @@ def convert_bshd_to_thd(result: Tensor, padded: Tensor, cu_seqlens: Tensor, *_: 
     to_t.zero_()
     for row, (begin, end) in enumerate(itertools.pairwise(ends)):
         to_t[begin:end] = from_bs[row, : end - begin]
+
+
+@reference
+def fused_multi_row_padding(
+    result: None, input: Tensor, output: Tensor, input_row_list: list[int], padded_input_row_list: list[int]
+) -> None:
+    """Rows of experts, one after the other, with zeros behind each expert's."""
+    parts, padded = alias(input).split(input_row_list), alias(output).split(padded_input_row_list)
+    for part, target in zip(parts, padded, strict=True):
+        target.zero_()
+        target[: len(part)] = part
+
+
+@reference
+def fused_multi_row_unpadding(
+    result: None, input: Tensor, output: Tensor, input_row_list: list[int], unpadded_input_row_list: list[int]
+) -> None:
+    """The rows of experts without what stands behind them."""
+    parts, plain = alias(input).split(input_row_list), alias(output).split(unpadded_input_row_list)
+    for part, target in zip(parts, plain, strict=True):
+        target.copy_(part[: len(target)])

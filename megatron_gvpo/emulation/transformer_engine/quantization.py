@@ -140,7 +140,8 @@ def operand(tensor: Any, is_rowwise: bool) -> Tensor:
     data, scale_inv = copies[is_rowwise]
     dtype = fp8.dtype_of(tensor._fp8_dtype)
     if hasattr(tensor, "_is_2D_scaled"):
-        matrix = _blockwise(rows(data), scale_inv, tensor._is_2D_scaled, dtype)
+        data = rows(data) if is_rowwise else data.flatten(1)  # columnwise: [columns, ...]
+        matrix = _blockwise(data, scale_inv, tensor._is_2D_scaled, dtype)
         return matrix if is_rowwise else matrix.T
     if "MXFP8" not in type(tensor).__name__:
         raise NotImplementedError(f"a product of {type(tensor).__name__}")

@@ -216,7 +216,7 @@ def linear(name: str) -> Errors:
         layer.weight.main_grad = torch.zeros(128, 384, device="cuda")
         on_gpu = x.cuda().requires_grad_()
         with te.autocast(enabled=True, recipe=recipes()[name]):
-            out = layer(on_gpu)
+            out = layer(on_gpu[:, None])[:, 0]  # megatron-core's shape: tokens, one sequence, width
         out.backward(grad.cuda())
         weight = (layer.weight.dequantize() if has_fp8_weight else layer.weight).detach().cpu()
         rowwise = weight.double() if has_fp8_weight else weights.along_rows(weight)
