@@ -158,11 +158,9 @@ class Activations:
     def _weights(self, dense: bool, mixture: bool) -> set[tuple[float, float]]:
         """The shapes [rows, columns] of a rank's weights that Transformer Engine's layers have."""
         m, tp, etp = self._model, self._layout.tp, self._layout.etp
+        shapes: set[tuple[float, float]] = set()
         if (a := m.latent) is not None:
-            shapes: set[tuple[float, float]] = {
-                (a.q_rank, m.hidden),
-                (m.heads * (a.nope_dim + a.rope_dim) / tp, a.q_rank),
-            }
+            shapes |= {(a.q_rank, m.hidden), (m.heads * (a.nope_dim + a.rope_dim) / tp, a.q_rank)}
             shapes |= {(a.kv_rank + a.rope_dim, m.hidden), (m.hidden, m.heads * a.v_dim / tp)}
             shapes.add((m.heads * (a.nope_dim + a.v_dim) / tp, a.kv_rank))
         else:
