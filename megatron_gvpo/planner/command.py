@@ -27,7 +27,7 @@ LARGEST = 10**7  # limit for any count on the command line
 
 @dataclass(frozen=True)
 class Planned:
-    """What the options ask for, and the plan that was found."""
+    """The model and the work of the options, and the plan for them."""
 
     plan: Plan
     model: architecture.Architecture

@@ -15,7 +15,7 @@ from megatron_gvpo.planner.search import Candidate
 from megatron_gvpo.rehearsal import command
 
 BEST = 3  # layouts that are rehearsed
-_SAME_CHIP = {"a800": "a100"}  # of the planner's GPUs, those that a rehearsal has under another name
+_SAME_CHIP = {"a800": "a100"}  # the planner's GPUs that a rehearsal has under another name
 
 
 def show(planned: Planned, options: argparse.Namespace) -> int:
