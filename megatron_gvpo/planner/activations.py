@@ -24,9 +24,9 @@ _F = 4  # bytes of an element in fp32
 
 @dataclass(frozen=True)
 class Layer:
-    """Bytes of one layer: `kept` until its backward pass, and the most beside them in each pass."""
+    """Bytes of one layer: `saved` until its backward pass, and the most beside them in each pass."""
 
-    kept: float
+    saved: float
     forward: float
     backward: float
 
@@ -62,12 +62,12 @@ class Activations:
         sums = 2 * self.stream  # behind attention, and behind the MLP or experts
         again = 0.0
         if ("moe" if mixture else "mlp") in self._again:
-            again = inside.kept
+            again = inside.saved
             norms -= 0.0 if mixture else self.stream  # a dense MLP's norm belongs to its first product
-        kept = attention.kept + inside.kept - again + norms + sums
+        saved = attention.saved + inside.saved - again + norms + sums
         # While attention goes back, the MLP's tensors are gone.
-        backward = max(again + inside.backward, attention.backward - (inside.kept - again))
-        return Layer(kept, again + inside.forward, backward)
+        backward = max(again + inside.backward, attention.backward - (inside.saved - again))
+        return Layer(saved, again + inside.forward, backward)
 
     def _attention(self) -> Layer:
         """Queries, keys, values, what attention returns, and its softmax's statistics."""
@@ -76,14 +76,14 @@ class Activations:
             return self._latent_attention()
         wide, narrow = _B * n * m.heads * m.head_dim / tp, _B * n * m.kv_heads * m.head_dim / tp
         statistics = _F * n * m.heads / tp
-        kept = 2 * wide + 2 * narrow + statistics
+        saved = 2 * wide + 2 * narrow + statistics
         if m.qk_norm or m.wide_qk_norm:  # the norms' inputs, and a number for each head of each token
-            kept += wide + narrow + _F * n * (m.heads + m.kv_heads) / tp
+            saved += wide + narrow + _F * n * (m.heads + m.kv_heads) / tp
         if "core_attn" in self._again:
-            # Values are a view of the joint product, which is then kept as a whole; only statistics go.
-            kept += wide + narrow - statistics
+            # Values are a view of the joint product, which is then saved as a whole; only statistics go.
+            saved += wide + narrow - statistics
         # Gradients of what attention returned, of queries, keys and values, and fp32 sums for queries.
-        return Layer(kept, 0.0, 4 * wide + 2 * narrow)
+        return Layer(saved, 0.0, 4 * wide + 2 * narrow)
 
     def _latent_attention(self) -> Layer:
         """Keys and queries are [n, heads, nope + rope]; values are padded to that width."""
@@ -97,12 +97,12 @@ class Activations:
         statistics = _F * n * m.heads / tp
         # The down-projection of queries and its norm; the compressed keys and values and their norm.
         down = _B * self._u * (2 * a.q_rank + 2 * a.kv_rank)
-        kept = up + statistics + down
+        saved = up + statistics + down
         if "mla_up_proj" in self._again:
-            kept -= 3 * wide
+            saved -= 3 * wide
         if "core_attn" in self._again:
-            kept -= statistics
-        return Layer(kept, 0.0, 6 * wide)
+            saved -= statistics
+        return Layer(saved, 0.0, 6 * wide)
 
     def _mlp(self) -> Layer:
         """The first product's output, gate and up, and the activation's."""
@@ -116,20 +116,20 @@ class Activations:
         rows = self._u * m.experts_per_token * layout.etp
         width = m.expert_ffn / layout.etp
         sent = _B * rows * m.hidden
-        kept = sent + _B * rows * 3 * width  # the sorted tokens, gate and up, the activation's output
+        saved = sent + _B * rows * 3 * width  # the sorted tokens, gate and up, the activation's output
         if "moe_act" in self._again:
-            kept -= _B * rows * width
-        kept += _F * self._u * m.experts * 1.5  # routing probabilities
-        kept += _F * self._u * (2 * m.experts + 1)  # the permutation's map
-        kept += _F * rows * 3  # probabilities of rows, before and after they are sorted
+            saved -= _B * rows * width
+        saved += _F * self._u * m.experts * 1.5  # routing probabilities
+        saved += _F * self._u * (2 * m.experts + 1)  # the permutation's map
+        saved += _F * rows * 3  # probabilities of rows, before and after they are sorted
         forward = 4 * sent  # permuted, exchanged, computed, and sorted back
         if m.shared_ffn:
             if "shared_experts" not in self._again:
-                kept += _B * self._n * 3 * m.shared_ffn / layout.tp
+                saved += _B * self._n * 3 * m.shared_ffn / layout.tp
                 if layout.sequence_parallel and layout.tp > 1:
-                    kept += _B * self._n * m.hidden  # gathered
+                    saved += _B * self._n * m.hidden  # gathered
             forward += _B * self._n * m.hidden
-        return Layer(kept, forward, forward)
+        return Layer(saved, forward, forward)
 
     def head(self) -> float:
         """The fused head's own memory, whichever way it takes (docs/explanation/head.md)."""
@@ -182,17 +182,17 @@ class Activations:
         kinds = {mixture: self.layer(mixture) for mixture, count in counts.items() if count}
         passing = max(max(kind.forward, kind.backward) for kind in kinds.values())
         if self._layout.recompute:  # every layer keeps what enters it; one is computed again
-            kept = self.stream * (dense + mixtures)
-            passing = max(kind.kept + max(kind.forward, kind.backward) for kind in kinds.values())
+            saved = self.stream * (dense + mixtures)
+            passing = max(kind.saved + max(kind.forward, kind.backward) for kind in kinds.values())
         else:
-            kept = sum(kind.kept * counts[mixture] for mixture, kind in kinds.items())
-            kept += self.stream  # the first layer's input
-            kept -= 0 if is_last else self.stream  # a stage does not keep what it sends
+            saved = sum(kind.saved * counts[mixture] for mixture, kind in kinds.items())
+            saved += self.stream  # the first layer's input
+            saved -= 0 if is_last else self.stream  # a stage does not keep what it sends
         if is_last:  # the final norm's output, and its input; the states that predict the labels
-            kept += self.stream * (2 if self._layout.recompute else 1)
-            kept += _B * self._r * self._model.hidden
+            saved += self.stream * (2 if self._layout.recompute else 1)
+            saved += _B * self._r * self._model.hidden
         passing += self.stream if self._layout.pp > 1 else 0.0  # a gradient that has arrived
         head = self.head() if is_last else 0.0
         if head > passing:
-            return in_flight * kept, head
-        return in_flight * kept + passing, 0.0
+            return in_flight * saved, head
+        return in_flight * saved + passing, 0.0

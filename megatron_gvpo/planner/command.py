@@ -38,17 +38,17 @@ class Planned:
 
 def run(options: argparse.Namespace) -> Planned:
     """Finds and prints the plan. Raises ConfigError for a wrong option or if nothing can run."""
-    found = _planned(options)
-    plan, model, saved = found.plan, found.model, found.saved
+    planned = _planned(options)
+    plan, model, saved = planned.plan, planned.model, planned.saved
     if options.write:
         target = (Path(options.write), f"--write {options.write}", "a plan", PREDICTED)
-        write_named_file(*target, overlay(plan.best[0], model.layers, found.work, options))
+        write_named_file(*target, overlay(plan.best[0], model.layers, planned.work, options))
     if options.json:
-        servers = {"server_gpus": options.gpus - found.trained}
+        servers = {"server_gpus": options.gpus - planned.trained}
         print(json.dumps(to_dict(plan, options, model, saved) | servers, indent=2))
     else:
-        _print(plan, options, model, found.work, saved)
-    return found
+        _print(plan, options, model, planned.work, saved)
+    return planned
 
 
 def _planned(options: argparse.Namespace) -> Planned:

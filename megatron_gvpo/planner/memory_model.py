@@ -151,8 +151,8 @@ def activation_bytes(model: Architecture, layout: Layout, tokens: float) -> floa
     if layout.recompute:
         return activations.stream
     dense = model.layers - model.moe_layers
-    kept = dense * activations.layer(False).kept + model.moe_layers * activations.layer(True).kept
-    return kept / model.layers
+    saved = dense * activations.layer(False).saved + model.moe_layers * activations.layer(True).saved
+    return saved / model.layers
 
 
 def in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
@@ -249,7 +249,7 @@ def _of_stage(
     second = sum(state(model, layout, stage, critic=True)) if critic else 0.0
     state_here = (*state(model, layout, stage), second)
     layers, mixtures = stage_layers(model, layout, stage)
-    kept, head = activations.stage(
+    saved, head = activations.stage(
         layers - mixtures, mixtures, is_last, in_flight(layout, stage, micro_batches)
     )
     beside = own = 0.0
@@ -257,7 +257,7 @@ def _of_stage(
         own = teacher_pass(teacher, layout, stage, activations.tokens)
         if teacher.divergence and is_last:
             beside = teacher_in_head(teacher, layout, activations.tokens)
-    if own > kept + head + beside:  # the teacher's pass, before the policy's
-        kept, head, beside = 0.0, 0.0, own
+    if own > saved + head + beside:  # the teacher's pass, before the policy's
+        saved, head, beside = 0.0, 0.0, own
     workspaces = activations.workspaces(layers - mixtures, mixtures, is_last)
-    return Memory(*state_here, kept, head, workspaces, beside, RUNTIME_BYTES)
+    return Memory(*state_here, saved, head, workspaces, beside, RUNTIME_BYTES)

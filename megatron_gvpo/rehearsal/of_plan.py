@@ -48,7 +48,7 @@ def _rehearsed(planned: Planned, options: argparse.Namespace) -> Iterator[tuple[
             files = folder / "run.yaml", folder / "layout.yaml"
             files[0].write_text(yaml.safe_dump(_run(options)))
             files[1].write_text(overlay(candidate, planned.model.layers, planned.work, options))
-            asked = argparse.Namespace(
+            arguments = argparse.Namespace(
                 config=[str(file) for file in files],
                 world=candidate.layout.gpus,
                 rank=None,
@@ -57,7 +57,7 @@ def _rehearsed(planned: Planned, options: argparse.Namespace) -> Iterator[tuple[
                 memory=None,
                 micro_batches=None,
             )
-            yield candidate, command.rehearsed(asked, folder)
+            yield candidate, command.rehearsed(arguments, folder)
 
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:
