@@ -25,12 +25,12 @@ from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.rehearsal import made_model, stand_ins
 from megatron_gvpo.rehearsal.nullcuda import counters
 from megatron_gvpo.rehearsal.rank import RankRun
-from megatron_gvpo.rehearsal.recorder import Recorder
+from megatron_gvpo.rehearsal.recorder import PhaseRecorder
 
 made_model.fill(Path(FILE).parent / "model")
 stand_ins.install(made_weights=True)
 config = load_config([FILE])
-recorder = Recorder(world)
+recorder = PhaseRecorder(world)
 run = RankRun(config, 2)
 run.build(), run.score(), run.first_update()
 found = {}
