@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 STASH_BYTES = 1024 * 2**20  # default of train.head_stash_mb
 TILE_BYTES = 512 * 2**20  # a tile of logits in fp32 (kernels/linear_logprob.py)
-CUBLAS_BYTES = 32 * 2**20  # of a workspace, from Hopper on
+CUBLAS_BYTES = 32 * 2**20  # a workspace, from Hopper on
 _B = 2  # bytes of an element in bf16
 _F = 4  # bytes of an element in fp32
 
@@ -77,10 +77,10 @@ class Activations:
         wide, narrow = _B * n * m.heads * m.head_dim / tp, _B * n * m.kv_heads * m.head_dim / tp
         statistics = _F * n * m.heads / tp
         saved = 2 * wide + 2 * narrow + statistics
-        if m.qk_norm or m.wide_qk_norm:  # what enters the norms, and a number for each head of each token
+        if m.qk_norm or m.wide_qk_norm:  # the norms' inputs, and a number for each head of each token
             saved += wide + narrow + _F * n * (m.heads + m.kv_heads) / tp
         if "core_attn" in self._again:
-            # Values are a view of the joint product, all of which is then saved; only statistics go.
+            # Values are a view of the joint product, which is then saved as a whole; only statistics go.
             saved += wide + narrow - statistics
         # Gradients of what attention returned, of queries, keys and values, and fp32 sums for queries.
         return Layer(saved, 0.0, 4 * wide + 2 * narrow)
@@ -95,7 +95,7 @@ class Activations:
         padded = a.v_dim != a.nope_dim + a.rope_dim
         up = 3 * wide + (wide + per_head * a.v_dim if padded else wide)  # q, k, v; what attention returns
         statistics = _F * n * m.heads / tp
-        # Of queries the down-projection and its norm, of keys and values their compressed part and its norm.
+        # The down-projection of queries and its norm; the compressed keys and values and their norm.
         down = _B * self._u * (2 * a.q_rank + 2 * a.kv_rank)
         saved = up + statistics + down
         if "mla_up_proj" in self._again:
@@ -145,7 +145,7 @@ class Activations:
         return max(known_first, known_last)
 
     def workspaces(self, dense: int, mixtures: int, is_last: bool) -> float:
-        """Bytes that stay between two updates on a stage with these layers.
+        """Memory that stays between two updates on a stage with these layers.
 
         Transformer Engine gives autograd a tensor of each shape of weight that it has, which nobody fills,
         because products add to Megatron's gradients (its get_dummy_wgrad). cuBLAS has a workspace for
@@ -187,7 +187,7 @@ class Activations:
             passing = max(kind.saved + max(kind.forward, kind.backward) for kind in kinds.values())
         else:
             saved = sum(kind.saved * counts[mixture] for mixture, kind in kinds.items())
-            saved += self.stream  # what enters the first layer
+            saved += self.stream  # the first layer's input
             saved -= 0 if is_last else self.stream  # a stage does not keep what it sends
         if is_last:  # the final norm's output, and its input; the states that predict the labels
             saved += self.stream * (2 if self._layout.recompute else 1)

@@ -44,7 +44,7 @@ class Memory:
     critic: float  # parameters, gradients and optimizer state of the critic
     activations: float
     head: float
-    workspaces: float  # of Transformer Engine and cuBLAS
+    workspaces: float  # Transformer Engine's and cuBLAS's
     teacher: float  # a teacher on the trainer: weights and a layer's activations, or its head
     runtime: float
 

@@ -15,7 +15,7 @@ from megatron_gvpo.planner.search import Candidate
 from megatron_gvpo.rehearsal import command
 
 BEST = 3  # layouts that are rehearsed
-_SAME_CHIP = {"a800": "a100"}  # of the planner's GPUs, those that a rehearsal has under another name
+_SAME_CHIP = {"a800": "a100"}  # the planner's GPUs that a rehearsal has under another name
 
 
 def show(planned: Planned, options: argparse.Namespace) -> int:
@@ -48,7 +48,7 @@ def _rehearsed(planned: Planned, options: argparse.Namespace) -> Iterator[tuple[
             files = folder / "run.yaml", folder / "layout.yaml"
             files[0].write_text(yaml.safe_dump(_run(options)))
             files[1].write_text(overlay(candidate, planned.model.layers, planned.work, options))
-            options_of_rehearsal = argparse.Namespace(
+            arguments = argparse.Namespace(
                 config=[str(file) for file in files],
                 world=candidate.layout.gpus,
                 rank=None,
@@ -57,7 +57,7 @@ def _rehearsed(planned: Planned, options: argparse.Namespace) -> Iterator[tuple[
                 memory=None,
                 micro_batches=None,
             )
-            yield candidate, command.rehearsed(options_of_rehearsal, folder)
+            yield candidate, command.rehearsed(arguments, folder)
 
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:

@@ -121,8 +121,8 @@ OPTIONS: dict[str, Case] = {
     "offloaded modules": Case("qwen", 2, ("parallel.offload_modules=[core_attn,attn_proj]",)),
     "last stage": Case("qwen", 4, ("parallel.pp=2",), rank=3),
     "virtual stages": Case("qwen", 4, ("parallel.pp=2", "parallel.vpp=2"), rank=3),
-    "context, all gathered": Case("qwen", 4, ("parallel.cp=2", "parallel.cp_exchange=all_gather")),
-    "context, heads": Case("qwen", 4, ("parallel.cp=2", "parallel.cp_exchange=a2a")),
+    "context all gathered": Case("qwen", 4, ("parallel.cp=2", "parallel.cp_exchange=all_gather")),
+    "context heads": Case("qwen", 4, ("parallel.cp=2", "parallel.cp_exchange=a2a")),
     "shared prompts": Case("qwen", 2, ("train.share_prompts=true",)),
 }
 CASES = _documented() | OPTIONS
