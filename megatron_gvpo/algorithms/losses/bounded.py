@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from megatron_gvpo.core.lazy_torch import torch
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -28,4 +30,7 @@ def k3(log_ratio: Tensor) -> Tensor:
     that it has there, e^10 - 1, so that the gradient points the same way and is at most that.
     """
     bounded = log_ratio.clamp(max=MOST_K3)
-    return bounded.exp() - 1 - bounded + math.expm1(MOST_K3) * (log_ratio - bounded)
+    slope = math.expm1(MOST_K3)
+    line = slope * (log_ratio - MOST_K3) + slope - MOST_K3
+    # Chosen, not added: gradients of e^10 that cancel would leave their rounding errors in every token's.
+    return torch.where(log_ratio > MOST_K3, line, bounded.exp() - 1 - bounded)
