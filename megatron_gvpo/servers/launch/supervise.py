@@ -88,6 +88,11 @@ class ServerProcess:
             self._forget_key()
         return self._listens
 
+    @property
+    def is_part(self) -> bool:
+        """True if it is one machine's part of a server over several."""
+        return server_guard.PART in self._launch.environment
+
     def is_healthy(self, timeout: float) -> bool:
         """True if this process answers that it is healthy within `timeout` seconds."""
         return self.listens() and is_healthy(self.url, timeout)
@@ -238,8 +243,12 @@ class Supervisor:
                         self._start_again(process)
 
     def _most_restarts(self, process: ServerProcess) -> int:
-        """One restart for a server that has ended before it ever answered: it would end so again."""
-        is_stillborn = process.exit_status() is not None and process.url not in self._has_answered
+        """One restart for a server that has ended before it ever answered: it would end so again.
+
+        A part of a server over several machines also ends because another part did.
+        """
+        has_ended = process.exit_status() is not None
+        is_stillborn = has_ended and process.url not in self._has_answered and not process.is_part
         return min(1, self._settings.restarts) if is_stillborn else self._settings.restarts
 
     def _start_again(self, process: ServerProcess) -> None:
