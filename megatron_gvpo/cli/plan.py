@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config
 
 NODE = 8  # GPUs
-# What a search needs, and a configuration says.
+# A search needs these options; a configuration says them.
 OF_CONFIGURATION = ("model", "gpus", "prompts", "k", "response_length")
 
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}

@@ -7,7 +7,7 @@ from typing import Any
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import build_config
 
-# What belongs to a cluster or a GPU, and does not change what a step computes.
+# These keys belong to a cluster or a GPU, and do not change what a step computes.
 _ROLLOUT = ("engine", "servers", "weights", "speculation", "async_steps", "router_replay", "batch_size")
 _MODEL = ("dtype", "fp8")
 _TRAIN = ("share_prompts", "head_stash_mb")

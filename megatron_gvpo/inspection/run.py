@@ -19,7 +19,7 @@ from megatron_gvpo.inspection.responses import inspect_responses
 from megatron_gvpo.inspection.rewards import inspect_rewards
 from megatron_gvpo.inspection.rules import inspect_engine, inspect_learning_rate, inspect_memory
 from megatron_gvpo.inspection.tiny_step import TinyStep
-from megatron_gvpo.inspection.verdict import RunVerdict, failure, not_tried, ok
+from megatron_gvpo.inspection.verdict import RunVerdict, failure, ok
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.workers.tools import configured_schemas
 
@@ -113,5 +113,3 @@ def _tried(topic: str, look: Callable[[], list[RunVerdict]]) -> list[RunVerdict]
         return look()
     except (ConfigError, DataError, RolloutError) as error:
         return [failure(topic, str(error))]
-    except NotImplementedError as error:
-        return [not_tried(topic, str(error))]

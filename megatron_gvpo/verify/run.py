@@ -190,9 +190,10 @@ def candidate_side(layout: ParallelLayout, directory: Path) -> None:
 
 
 def read_result(layout: ParallelLayout, directory: Path) -> Result:
-    """Compare what both sides have written."""
-    wanted, rounding = torch.load(directory / "wanted.pt", weights_only=False)
-    computed = torch.load(directory / f"{layout}.pt", weights_only=False)
+    """Compare the results that both sides have written into this run's private directory."""
+    with torch.serialization.safe_globals([Computed, Difference]):  # nothing else is unpickled
+        wanted, rounding = torch.load(directory / "wanted.pt", weights_only=True)
+        computed = torch.load(directory / f"{layout}.pt", weights_only=True)
     return Result(layout, Limits.for_rounding(rounding), compare(computed, wanted))
 
 

@@ -18,7 +18,7 @@ from megatron_gvpo.rehearsal import transformer_engine
 
 pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
-# What Transformer Engine calls for things that this project has not: raises when called, with the name.
+# Transformer Engine calls these for things that this project lacks: each raises when called, with its name.
 REFUSED = {
     # NVFP4, and mxfp8 weights that the distributed optimizer casts
     *("mxfp8_scaling_compute_partial_amax", "mxfp8_scaling_partial_cast", "newton_schulz"),

@@ -19,7 +19,7 @@ from helpers.suite.real_parts import used
 
 pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
-# What the layers, the head, the optimizer and the trainer call, and kinds of their own: views, in place,
+# Operations of the layers, the head, the optimizer and the trainer, and special kinds: views, in place,
 # lists, masks, sizes that depend on values.
 OURS = {
     *("add", "mul", "div", "sub", "pow", "exp", "log", "sqrt", "rsqrt", "where", "clamp", "maximum", "abs"),

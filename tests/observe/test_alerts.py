@@ -50,7 +50,7 @@ def dying(step: int) -> float:
     return step / 100 if step < 20 else 0.0
 
 
-# What a policy that diverged leaves: no reward, and so no signal, for which easier prompts are not a remedy.
+# A policy that diverged earns no reward, and so gives no signal: easier prompts are not a remedy for it.
 LOST = {"reward/mean": late(0.0, 0.4), "reward/groups_with_signal": late(0.0, 0.6)}
 LEAP, STEEP = {"train/kl": late(1.5, 0.01)}, {"train/grad_norm": late(224, 2)}
 LEAP, STEEP = {"train/kl": late(1.5, 0.01)}, {"train/grad_norm": late(224, 2)}
