@@ -22,6 +22,7 @@ class ParallelLayout:
     pp: int = 1
     vpp: int = 1
     cp: int = 1
+    cp_exchange: str = "p2p"
     ep: int = 1
     etp: int = 1
     sequence_parallel: bool = False
@@ -40,6 +41,7 @@ class ParallelLayout:
     def __str__(self) -> str:
         names = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
         parts = [f"{name}{size}" for name in names if (size := getattr(self, name)) > 1]
+        parts += [self.cp_exchange] if self.cp_exchange != "p2p" else []
         parts += ["sp"] * self.sequence_parallel + ["overlap"] * self.overlap
         parts += [f"stages{'.'.join(map(str, self.stage_layers))}"] if self.stage_layers else []
         if self.recompute != "none":
