@@ -15,6 +15,7 @@ from megatron_gvpo.data.tool_calls import parser_of
 from megatron_gvpo.groups import Prompt
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.end_tokens import end_token_ids
+from megatron_gvpo.huggingface.stop_strings import StopStrings
 from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer, set_template_variables
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.lengths import longest_prompt
@@ -52,6 +53,7 @@ def load_task(config: Config, card: ModelCard, tools: tuple[dict[str, Any], ...]
             "tokenizer_config.json"
         )
     chat = config.data.chat_template and bool(tokenizer.chat_template)
+    _check_stop_strings(config, tokenizer)
     ends = end_token_ids(config.model.path, card, tokenizer, config.rollout.stop_token_ids, chat)
     positions = None if config.algorithm.samples_from_policy else card.get("max_position_embeddings")
     longest = longest_prompt(config, card)
@@ -87,6 +89,17 @@ def _check_parser(config: Config) -> None:
         parser_of(talks.parser)
     except ValueError as error:
         raise ConfigError(f"rollout.conversation.parser={talks.parser}: {error}") from None
+
+
+def _check_stop_strings(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises DataError for a stop string that no response can have."""
+    strings = StopStrings(tokenizer)
+    for key, sampling in (("rollout", config.rollout), ("eval.sampling", config.eval.sampling)):
+        if never := strings.unwritable(sampling.stop):
+            raise DataError(
+                f"{key}.stop: the tokenizer in model.path={config.model.path} cannot write {never[0]!r}, so "
+                "that no response would end there: leave it out"
+            )
 
 
 def _check_turns(config: Config, prompts: list[Prompt]) -> None:

@@ -18,6 +18,7 @@ from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
 from megatron_gvpo.huggingface.card import ModelCards
+from megatron_gvpo.huggingface.stop_strings import StopStrings
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.sampling.server_checks import check_server
 from megatron_gvpo.servers import leader
@@ -232,6 +233,7 @@ class ServedEngine:
                 self._config,
                 self._cards,
                 self._task.end_token_ids,
+                StopStrings(self._task.tokenizer),
                 partial(
                     check_server,
                     config=self._config,
