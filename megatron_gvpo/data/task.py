@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from megatron_gvpo.data.tool_calls import parser_of
 from megatron_gvpo.groups import Prompt
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.end_tokens import end_token_ids
+from megatron_gvpo.huggingface.stop_strings import StopStrings
 from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer, set_template_variables
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.conversation import ConversationConfig
@@ -56,6 +58,8 @@ def load_task(config: Config, card: ModelCard, tools: tuple[dict[str, Any], ...]
             "tokenizer_config.json"
         )
     chat = config.data.chat_template and bool(tokenizer.chat_template)
+    stops = {"rollout.stop": config.rollout.stop, "eval.sampling.stop": config.eval.sampling.stop}
+    _check_stop_strings(config.model.path, stops, tokenizer)
     ends = end_token_ids(config.model.path, card, tokenizer, config.rollout.stop_token_ids, chat)
     positions = None if config.algorithm.samples_from_policy else card.get("max_position_embeddings")
     longest = longest_prompt(config, card)
@@ -90,6 +94,17 @@ def _check_parser(name: str) -> None:
         parser_of(name)
     except ValueError as error:
         raise ConfigError(f"rollout.conversation.parser={name}: {error}") from None
+
+
+def _check_stop_strings(path: str, sampled: Mapping[str, Sequence[str]], tokenizer: Any) -> None:
+    """Raises DataError for a stop string, of a key's in `sampled`, that no response can have."""
+    strings = StopStrings(tokenizer)
+    for key, stop in sampled.items():
+        if never := strings.unwritable(stop):
+            raise DataError(
+                f"{key}: the tokenizer in model.path={path} cannot write {never[0]!r}, so that no response "
+                "would end there: leave it out"
+            )
 
 
 def _check_turns(dataset: DatasetConfig, talks: ConversationConfig | None, train: TrainConfig) -> None:

@@ -172,6 +172,7 @@ class SGLang:
                 "top_p": sampling.top_p,
                 "max_new_tokens": max_tokens,
                 "stop_token_ids": list(stop_ids),
+                "stop": list(sampling.stop),
                 "sampling_seed": seed % 2**31,  # takes effect with --enable-deterministic-inference
             },
             "return_logprob": True,
@@ -191,6 +192,7 @@ class SGLang:
                 if entry[1] != token:
                     other = shortened(entry[1])
                     raise ValueError(f"at index {index} the log-prob of token {other}, not of {token}")
+            matched = meta["finish_reason"].get("matched")  # a string, or a token
             experts = meta.get("routed_experts")  # experts of all tokens but the last, in all layers
             return Completion(
                 token_ids=answer["output_ids"],
@@ -199,6 +201,7 @@ class SGLang:
                 version=meta["weight_version"],
                 experts=None if experts is None else np.frombuffer(base64.b64decode(experts), "<i4"),
                 cached=meta.get("cached_tokens"),
+                stop_string=matched if isinstance(matched, str) else None,
             )
 
     async def score(self, token_ids: Sequence[int], timeout: float, first: int = 1) -> list[float]:

@@ -185,6 +185,7 @@ class VLLM:
             "top_p": sampling.top_p,
             "seed": seed,
             "stop_token_ids": list(stop_ids),
+            "stop": list(sampling.stop),
             "logprobs": 0,  # only those of the sampled tokens
             "skip_special_tokens": False,
         }
@@ -202,6 +203,7 @@ class VLLM:
                 finish_reason=finish(choice["finish_reason"]),
                 experts=None if experts is None else np.load(io.BytesIO(base64.b64decode(experts))),
                 cached=_cached(answer),
+                stop_string=_stop_string(choice),
             )
 
     async def _see(
@@ -249,6 +251,7 @@ class VLLM:
                 logprobs=[entry["logprob"] for entry in logprobs or []],
                 finish_reason=finish(choice["finish_reason"]),
                 cached=_cached(answer),
+                stop_string=_stop_string(choice),
             )
 
     async def score(self, token_ids: Sequence[int], timeout: float, first: int = 1) -> list[float]:
@@ -329,6 +332,12 @@ def _cached(answer: Any) -> int | None:
     """Prompt tokens that the prefix cache had; None if the server was not started to report them."""
     details = (answer.get("usage") or {}).get("prompt_tokens_details")
     return None if details is None else details["cached_tokens"]
+
+
+def _stop_string(choice: Any) -> str | None:
+    """The string that ended a response; vLLM names tokens in the same field."""
+    reason = choice.get("stop_reason")
+    return reason if isinstance(reason, str) else None
 
 
 def _speculation(chosen: SpeculationConfig, cards: ModelCards) -> dict[str, Any]:
