@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.curriculum.batch_policy import BatchPolicy
+from megatron_gvpo.checks.teacher import tokenizer_difference
 from megatron_gvpo.data.order import PromptOrder, SuccessTracker, WeightedOrder
 from megatron_gvpo.data.prompts import PromptWriter
 from megatron_gvpo.data.task import Task, load_task
@@ -33,6 +34,7 @@ from megatron_gvpo.sampling.rollouts import Rollouts
 from megatron_gvpo.sampling.samplers import DatasetSampler, FileSampler, Sampler, responses_of
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.training.environment import prepare
+from megatron_gvpo.training.text_teacher import TextTeacher, text_teacher
 from megatron_gvpo.types import OnWait
 from megatron_gvpo.workers.tools import configured_schemas
 
@@ -60,8 +62,8 @@ class Components:
         self.timer = PhaseTimer(synchronize=torch.cuda.is_available(), markers=self._markers)
         cards = ModelCards(config)
         task = load_task(config, cards.policy, configured_schemas(config.rollout.conversation))
-        teacher, ends = config.teacher, task.end_token_ids
-        if not rank and teacher is not None and (warning := other_end(teacher.path, cards.teacher, ends)):
+        self.text_teacher, warning = _text_teacher(config, task, cards)
+        if not rank and warning is not None:
             log.warning(warning)
         if not rank and (count := len(task.prompts)) < config.train.prompts_per_step:
             log.warning(
@@ -159,3 +161,14 @@ class Components:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._opened.__exit__(kind, error, trace)
+
+
+def _text_teacher(config: Config, task: Task, cards: ModelCards) -> tuple[TextTeacher | None, str | None]:
+    """(the translation for a teacher with another tokenizer, else None; a warning about the teacher)."""
+    teacher = config.teacher
+    if teacher is None:
+        return None, None
+    if (difference := tokenizer_difference(config.model.path, teacher.path)) is None:
+        return None, other_end(teacher.path, cards.teacher, task.end_token_ids)
+    warning = f"teacher.path={teacher.path}: {difference}: the teacher scores the text of responses"
+    return text_teacher(config, task, cards.teacher), warning
