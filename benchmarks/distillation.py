@@ -1,12 +1,12 @@
 """Compares ways to learn from a teacher at equal processor time, on the quickstart's sums.
 
-    python benchmarks/distillation.py [--seeds 0 1 2] [--cases CASE ...] [--seconds 24] [--out FILE]
+    python benchmarks/distillation.py [--seeds 0 1 2] [--cases CASE ...] [--seconds 12] [--out FILE]
 
 A student of 0.8 M parameters, which was fine-tuned on demonstrations that show their work in half of the
 cases, learns from one of two teachers, which always show it: `same` has the student's tokenizer, with one
 token for a character, and `other` has tokens such as `+5`. Every case trains until its steps have used
-`--seconds` of processor time, with one thread. The start of the process and evaluations do not count; the
-teacher's sampling for SeqKD does. Rewards are only reported.
+`--seconds` of processor time, with one thread. Loading and evaluations do not count; the teacher's sampling
+for SeqKD does. Rewards are only reported.
 
 The models are made once, in runs/distillation. The file gets each run as it ends, with its held-out pass@1 by
 processor seconds. Started again, the program goes on with the runs that the file lacks.
@@ -37,6 +37,7 @@ ON_POLICY = {
     "opd": ["algorithm=opd"],
     "opd_full": ["algorithm=opd_full", "optimizer.lr=2.0e-4"],  # as in examples/distill
 }
+METRICS = {"teacher/excluded", "teacher/length_ratio", "reward/math", "train/log_ratio"}
 SEQKD, SFT = "SeqKD", "SFT on the data"
 CASES = [
     *((case, "same") for case in (*ON_POLICY, SEQKD)),
@@ -52,13 +53,9 @@ def main() -> None:
     names = [f"{case}/{teacher}" for case, teacher in CASES]
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE")
-    parser.add_argument("--seconds", type=float, default=24.0)
+    parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/distillation_cpu.json")
-    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        train_within(options.worker, options.seconds)
-        return
     report = json.loads(options.out.read_text()) if options.out.exists() else begin(options.seconds)
     make_models(report, options.out)
     done = {(run["case"], run["teacher"], run["seed"]) for run in report["runs"]}
@@ -94,8 +91,8 @@ def make_models(report: dict[str, Any], out: Path) -> None:
         make_task()
     for name, key, steps in (
         ("student", "demonstration", 120),
-        ("same", "solution", 160),
-        ("other", "solution", 160),
+        ("same", "solution", 120),
+        ("other", "solution", 120),
     ):
         if (RUNS / name / "hf" / "config.json").exists():
             continue
@@ -182,7 +179,7 @@ def answer_all(name: str) -> float:
 
 
 def run(case: str, teacher: str, seed: int, seconds: float) -> dict[str, Any]:
-    """Train once in a process of its own, and return the run's line of the file."""
+    """Train once, and return the run's line of the file."""
     out = RUNS / f"{case}-{teacher}-{seed}".replace(", ", "_").replace(" ", "_")
     supervised = case in (SEQKD, SFT)
     overrides = [
@@ -196,15 +193,19 @@ def run(case: str, teacher: str, seed: int, seconds: float) -> dict[str, Any]:
     if supervised:
         answers = RUNS / f"{teacher}_answers.jsonl" if case == SEQKD else RUNS / "task/data/train.jsonl"
         overrides += [f"data.train.path={answers}", "optimizer.lr=3.0e-4", "optimizer.min_lr=0"]
-        overrides += ["eval.every=16"]
+        overrides += ["eval.every=12"]
         if case == SEQKD:
             seconds -= sampling_seconds(teacher)
     else:
         overrides += [f"data.train.path={RUNS}/task/data/train.jsonl", "rollout.max_tokens=32"]
-        overrides += [f"teacher.path={RUNS}/{teacher}/hf", "eval.every=4", *ON_POLICY[case]]
+        overrides += [
+            f"teacher.path={RUNS}/{teacher}/hf",
+            "eval.every=8",
+            "train.prompts_per_step=8",
+            *ON_POLICY[case],
+        ]
     load = os.getloadavg()[0]
-    python([__file__, f"--seconds={seconds}", "--worker", *overrides])
-    result = json.loads((out / "spent.json").read_text())
+    result = train_within(overrides, seconds)
     settings = [part.replace(f"{ROOT}/", "") for part in overrides]
     return {
         "case": case,
@@ -222,12 +223,12 @@ def sampling_seconds(teacher: str) -> float:
     return float(json.loads((RUNS / f"{teacher}_answers.seconds").read_text()))
 
 
-def train_within(overrides: list[str], seconds: float) -> None:
-    """Train until the steps have taken so many processor seconds; writes spent.json."""
+def train_within(overrides: list[str], seconds: float) -> dict[str, Any]:
+    """Train until the steps have taken so many processor seconds; the curve, and some metrics by step."""
     import torch
 
     from megatron_gvpo.settings.load import load_config
-    from megatron_gvpo.training.callbacks import Callback, Recorder
+    from megatron_gvpo.training.callbacks import Recorder
     from megatron_gvpo.training.trainer import Trainer
 
     torch.set_num_threads(1)
@@ -235,9 +236,9 @@ def train_within(overrides: list[str], seconds: float) -> None:
     config = load_config(files, [part for part in overrides if not part.endswith(".yaml")])
 
     class Timed(Trainer):
-        """A trainer that counts the processor seconds of its evaluations."""
+        """A trainer that counts the processor seconds of its evaluations, and stops when its time is used."""
 
-        evaluating_s = 0.0
+        evaluating_s = begin_s = 0.0
 
         def evaluate(self) -> dict[str, float]:
             begin_s = time.process_time()
@@ -245,29 +246,28 @@ def train_within(overrides: list[str], seconds: float) -> None:
             self.evaluating_s += time.process_time() - begin_s
             return metrics
 
-    class Budget(Callback):
-        def __init__(self) -> None:
-            self.curve: list[list[float]] = []
-            self.metrics: dict[str, list[float]] = {}
-            self.begin_s = 0.0
+        def notify(self, event: str, *arguments: Any) -> None:
+            super().notify(event, *arguments)
+            if event == "on_step":
+                self.note(*arguments)
 
-        def on_step(self, trainer: Any, step: int, metrics: Any) -> None:
+        def note(self, step: int, metrics: dict[str, float]) -> None:
             if step == 0:
-                self.begin_s = time.process_time() - trainer.evaluating_s
-            spent = time.process_time() - trainer.evaluating_s - self.begin_s
-            for name in ("teacher/excluded", "teacher/length_ratio", "reward/math", "train/log_ratio"):
-                if name in metrics:
-                    self.metrics.setdefault(name, []).append(round(metrics[name], 4))
+                self.begin_s = time.process_time() - self.evaluating_s
+            spent = time.process_time() - self.evaluating_s - self.begin_s
+            for name in METRICS & metrics.keys():
+                own_metrics.setdefault(name, []).append(round(metrics[name], 4))
             if "eval/pass@1" in metrics:
-                self.curve.append([step, round(spent, 2), round(metrics["eval/pass@1"], 4)])
+                curve.append([step, round(spent, 2), round(metrics["eval/pass@1"], 4)])
                 if spent >= seconds:
-                    trainer.stop("the processor seconds are used")
+                    self.stop("the processor seconds are used")
 
-    budget = Budget()
-    trainer = Timed(config, [Recorder(), budget], overwrite=True)
+    curve: list[list[float]] = []
+    own_metrics: dict[str, list[float]] = {}
+    trainer = Timed(config, [Recorder()], overwrite=True)
     trainer.fit()
-    result = {"step_seconds_pass_at_1": budget.curve, "metrics": budget.metrics}
-    (Path(config.output_dir) / "spent.json").write_text(json.dumps(result))
+    trainer.close()
+    return {"step_seconds_pass_at_1": curve, "metrics": own_metrics}
 
 
 def python(command: list[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.inputs.text_teachers import make_teacher
+from helpers.paths import ROOT
 from helpers.servers.teacher_servers import teaching
 from helpers.tiny_run import SHORT, KeepGroups, configure, fit, make_task, records
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -16,6 +17,7 @@ from megatron_gvpo.checks.preflight import preflight
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.groups import Group
 from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.load import load_config
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 
@@ -119,6 +121,13 @@ def test_conversations_refuse_it(task: Path, teacher: Path, tmp_path: Path):
     talks = "rollout.conversation={environment: 'x:y'}"
     with pytest.raises(ConfigError, match=r"rollout\.conversation is not possible with a teacher"):
         preflight(taught(task, tmp_path / "out", teacher, talks), "train", 1)
+
+
+def test_smollm2_may_teach_any_model():
+    files = [ROOT / "examples" / "smollm2" / name for name in ("gvpo.yaml", "teach.yaml")]
+    config = load_config(files, ["model.path=student"])
+    assert config.algorithm.loss.name == "gvpo_plus_plus" and config.algorithm.reference_logprobs == "trainer"
+    assert config.teacher is not None and config.teacher.path == "runs/smollm2/hf"
 
 
 def test_a_teacher_with_the_policys_tokenizer_reads_its_tokens(task: Path, tmp_path: Path):

@@ -112,6 +112,7 @@ def text_for(
     policy_ends: Sequence[int],
     teacher: PreTrainedTokenizerBase,
     longest: int | None = None,
+    end: str = "</s>",
     **data: object,
 ) -> TeacherText:
     dataset = DatasetConfig(path="unused")
@@ -120,5 +121,5 @@ def text_for(
         own = DataConfig(train=dataset, **data)  # type: ignore[arg-type]
         return Dialect(PromptWriter(dataset, own, tokenizer, 10**6), tokenizer, ends)
 
-    teacher_end = teacher.convert_tokens_to_ids("</s>")
-    return TeacherText(dialect(policy, policy_ends), dialect(teacher, [teacher_end]), longest)
+    ends = [teacher.convert_tokens_to_ids(end)]
+    return TeacherText(dialect(policy, policy_ends), dialect(teacher, ends), longest)
