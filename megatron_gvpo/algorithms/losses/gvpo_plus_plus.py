@@ -38,6 +38,9 @@ class GVPOPlusPlus(Loss):
     part is dropped, and what remains is linear in l; without "cov" the teacher's. Both fail, which is what
     they are for.
 
+    The teacher may have another tokenizer: t_i is then its log-prob of the response's text in its own tokens,
+    and |y_i| stays the number of the policy's.
+
     The paper could not be read here: this is the loss of its abstract and of three digests, derived again.
     """
 
@@ -52,6 +55,7 @@ class GVPOPlusPlus(Loss):
     signal: ClassVar[Literal["none"]] = "none"
     couples_groups: ClassVar[bool] = True
     reference_sums_only: ClassVar[bool] = True
+    reads_text: ClassVar[bool] = True
     without_importance: ClassVar[str] = "its optimum is the same for every sampler of full support"
 
     @model_validator(mode="after")
