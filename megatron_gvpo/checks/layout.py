@@ -204,7 +204,8 @@ def _check_recompute(parallel: ParallelConfig, card: ModelCard) -> None:
                 f"parallel.recompute_layers={parallel.recompute_layers}: no stage has more than {most} layers"
             )
     if parallel.recompute == "selective":
-        if wrong := modules & {"moe", "moe_act", "shared_experts"} if not card.experts else set():
+        of_experts = {"moe_act", "shared_experts"} | (set() if "mlp" in modules else {"moe"})
+        if (wrong := modules & of_experts) and not card.experts:
             raise ConfigError(f"parallel.recompute_modules={sorted(wrong)}: the model has no experts")
         if "mla_up_proj" in modules and not card.is_mla:
             raise ConfigError(
