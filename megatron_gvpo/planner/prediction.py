@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.planner import architecture
-from megatron_gvpo.planner.memory_model import memory, stage_memory
+from megatron_gvpo.planner.memory_model import memory
 from megatron_gvpo.planner.packs import size_of
 from megatron_gvpo.planner.workload import Layout
 from megatron_gvpo.settings.config import Config
@@ -80,10 +80,7 @@ def _parts(
     size = size_of(config, layout.dp, micro_batches)
     work = size.tokens_of_a_pack, size.micro_batches, config.algorithm.critic is not None
     responses = size.rows_of_a_pack * size.response
-    if stage is None:
-        predicted = memory(model, layout, *work, responses=responses)
-    else:
-        predicted = stage_memory(model, layout, stage, *work, responses=responses)
+    predicted = memory(model, layout, *work, responses=responses, stage=stage)
     return {_PARTS[name]: gib for name, gib in predicted.in_gib().items() if gib}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import batched
 from typing import TYPE_CHECKING, Any
 
@@ -221,6 +221,17 @@ class LocalModel:
                 positions = positions.expand(3, -1, -1)
             logits = self._forward(token[:, None], positions, mask[:, :end], cache)
 
+        return self._rollouts(token_ns, logp_ns, length_n, seconds_n, stop_ids)
+
+    def _rollouts(
+        self,
+        token_ns: Tensor,
+        logp_ns: Tensor,
+        length_n: Tensor,
+        seconds_n: Tensor,
+        stop_ids: Collection[int],
+    ) -> list[Rollout]:
+        """The sampled rows as rollouts, each cut to its length. Raises FloatingPointError."""
         if not torch.isfinite(logp_ns).all():
             raise FloatingPointError(
                 f"the model gave non-finite logits with weight version {self.version}: "
