@@ -140,7 +140,7 @@ def _job(options: argparse.Namespace) -> Job:
 def _report(config: Config, job: Job, arguments: list[str]) -> None:
     """Tell what the job asks of its nodes beyond the ranks, and what may fail there."""
     from megatron_gvpo.cluster import slurm
-    from megatron_gvpo.planner import fit
+    from megatron_gvpo.planner import prediction
 
     if job.gpus and (started := slurm.started_gpus(config)):
         more = sum(started.values())
@@ -150,7 +150,9 @@ def _report(config: Config, job: Job, arguments: list[str]) -> None:
             "nodes have fewer, give a smaller --ranks-per-node, or urls",
             file=sys.stderr,
         )
-    if job.gpus and (excess := fit.excess(config, job.nodes * job.ranks_per_node, fit.COMMON_GIB)):
+    if job.gpus and (
+        excess := prediction.excess(config, job.nodes * job.ranks_per_node, prediction.COMMON_GIB)
+    ):
         print(f"warning: on a GPU of 80 GB {excess}", file=sys.stderr)
     if unseen := slurm.unseen(config, arguments, job):
         print(
