@@ -161,7 +161,7 @@ class TrainBatch:
         return self.advantage_n[self.seq_r]
 
     def trained(self) -> TrainBatch:
-        """The rows that have a gradient; `left_out` then has the size of the others."""
+        """The rows that have a gradient; `left_out` counts the rows and tokens of the others."""
         if self.trained_n is None or bool(self.trained_n.all()):
             return self
         rows = self.select(self.trained_n.nonzero().flatten().tolist())

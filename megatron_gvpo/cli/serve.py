@@ -6,6 +6,8 @@ import argparse
 from typing import Any
 
 from megatron_gvpo.cli import configured
+from megatron_gvpo.cli.terminal import refuse
+from megatron_gvpo.core.errors import RolloutError
 
 
 def add_parser(commands: Any) -> None:
@@ -20,4 +22,8 @@ def run(options: argparse.Namespace) -> int:
     from megatron_gvpo.servers.launch.serve import serve
 
     config = configured.load(options)
-    return serve(config.model, config.rollout, config.output_dir, ModelCards(config))
+    patience = config.parallel.timeout_seconds
+    try:
+        return serve(config.model, config.rollout, config.output_dir, ModelCards(config), patience)
+    except RolloutError as error:  # the trainer of the job never gave the servers its GPUs
+        return refuse(error, code=1)

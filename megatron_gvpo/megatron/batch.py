@@ -169,8 +169,8 @@ def _pack_shared(rows: TrainBatch, padding: Padding) -> PackedBatch:
     responses: list[_Sequence] = []
     others: list[_Sequence] = []  # rows that share nothing: prompt and response in one sequence
     followers: list[int] = []
-    # A sequence, the first of its tokens that predict a part of a response, and this part: where in the rows'
-    # token columns it begins, and its number of tokens.
+    # (sequence, index in it of the first token that predicts, index in the rows' token columns of the first
+    # predicted token, number of predicted tokens)
     predicts: list[tuple[_Sequence, int, int, int]] = []
     order = _by_prompt(rows)
     for prompt, run in groupby(order, key=lambda i: rows.prompt_ids[i]):
