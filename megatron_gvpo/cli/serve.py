@@ -33,9 +33,11 @@ def run(options: argparse.Namespace) -> int:
     """Keep the servers running until SIGTERM or SIGINT. Raises ConfigError."""
     if options.tinker:
         return _run_tinker(options)
+    from megatron_gvpo.huggingface.card import ModelCards
     from megatron_gvpo.servers.launch.serve import serve
 
-    return serve(configured.load(options))
+    config = configured.load(options)
+    return serve(config.model, config.rollout, config.output_dir, ModelCards(config))
 
 
 def _run_tinker(options: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ from megatron_gvpo.tinker.refusal import Refusal
 from megatron_gvpo.tinker.wire import Datum
 from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
-Config = Mapping[str, float | str]
+LossOptions = Mapping[str, float | str]
 TARGETS = "target_tokens"
 GROUP, REWARD = "group", "reward"  # GVPO's inputs: one number for a sequence
 
@@ -49,7 +49,7 @@ class Columns:
         return index_r, targets
 
 
-Formula = Callable[[Tensor, Columns, Config, BatchTotals], Tensor]
+Formula = Callable[[Tensor, Columns, LossOptions, BatchTotals], Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ServerLoss:
     couples_groups: bool = False  # the sequences of a group must be in one call of the formula
 
 
-def _cross_entropy(logp_r: Tensor, c: Columns, _: Config, __: BatchTotals) -> Tensor:
+def _cross_entropy(logp_r: Tensor, c: Columns, _: LossOptions, __: BatchTotals) -> Tensor:
     return -(logp_r * c["weights"]).sum()
 
 
@@ -71,43 +71,43 @@ def _ratio(logp_r: Tensor, c: Columns) -> Tensor:
     return (logp_r - c["logprobs"]).exp()
 
 
-def _importance_sampling(logp_r: Tensor, c: Columns, _: Config, __: BatchTotals) -> Tensor:
+def _importance_sampling(logp_r: Tensor, c: Columns, _: LossOptions, __: BatchTotals) -> Tensor:
     return -(_ratio(logp_r, c) * c["advantages"]).sum()
 
 
-def _clipped(ratio_r: Tensor, config: Config) -> Tensor:
+def _clipped(ratio_r: Tensor, config: LossOptions) -> Tensor:
     return ratio_r.clamp(float(config["clip_low_threshold"]), float(config["clip_high_threshold"]))
 
 
-def _ppo(logp_r: Tensor, c: Columns, config: Config, _: BatchTotals) -> Tensor:
+def _ppo(logp_r: Tensor, c: Columns, config: LossOptions, _: BatchTotals) -> Tensor:
     ratio_r, advantage_r = _ratio(logp_r, c), c["advantages"]
     return -torch.minimum(ratio_r * advantage_r, _clipped(ratio_r, config) * advantage_r).sum()
 
 
-def _cispo(logp_r: Tensor, c: Columns, config: Config, _: BatchTotals) -> Tensor:
+def _cispo(logp_r: Tensor, c: Columns, config: LossOptions, _: BatchTotals) -> Tensor:
     return -(_clipped(_ratio(logp_r, c), config).detach() * c["advantages"] * logp_r).sum()
 
 
-def _dro(logp_r: Tensor, c: Columns, config: Config, _: BatchTotals) -> Tensor:
+def _dro(logp_r: Tensor, c: Columns, config: LossOptions, _: BatchTotals) -> Tensor:
     quadratic_r = 0.5 * float(config["beta"]) * (logp_r - c["logprobs"]) ** 2
     return -(logp_r * c["advantages"] - quadratic_r).sum()
 
 
-def _gpg(logp_r: Tensor, c: Columns, _: Config, totals: BatchTotals) -> Tensor:
+def _gpg(logp_r: Tensor, c: Columns, _: LossOptions, totals: BatchTotals) -> Tensor:
     index_r, targets = c.trained()
     rows = _rows(targets, c).with_columns(advantage_r=c["advantages"][index_r])
     value, _metrics = PolicyGradient()(LossInputs(rows, logp_r[index_r], totals))
     return value
 
 
-def _gvpo(logp_r: Tensor, c: Columns, config: Config, totals: BatchTotals) -> Tensor:
+def _gvpo(logp_r: Tensor, c: Columns, config: LossOptions, totals: BatchTotals) -> Tensor:
     index_r, targets = c.trained()
     rows = _rows(targets, c).with_columns(ref_logp_r=c["logprobs"][index_r])
     value, _metrics = gvpo(config)(LossInputs(rows, logp_r[index_r], totals))
     return value
 
 
-def gvpo(config: Config) -> GVPO:
+def gvpo(config: LossOptions) -> GVPO:
     """GVPO's block with the options of a request. Raises Refusal."""
     try:
         return GVPO.model_validate({"name": "gvpo", **config})
@@ -148,11 +148,11 @@ class RequestedLoss:
     """A loss with the options and the inputs of one request."""
 
     name: str
-    config: Config
+    config: LossOptions
     data: Sequence[Datum]
 
     @staticmethod
-    def of(name: str, config: Config, data: Sequence[Datum]) -> RequestedLoss:
+    def of(name: str, config: LossOptions, data: Sequence[Datum]) -> RequestedLoss:
         """Raises Refusal for a loss, an option or inputs that the server does not know."""
         if (loss := LOSSES.get(name)) is None:
             raise Refusal(f"loss_fn={name!r}: this server has {', '.join(LOSSES)}")

@@ -35,7 +35,6 @@ class SampleOrder:
     n: int
     seed: int
     max_tokens: int
-    stop_texts: list[str]
     prompt_logprobs: bool
 
 
@@ -43,7 +42,7 @@ class SnapshotSampler:
     """The embedded engine on this rank, with the weights of one snapshot at a time."""
 
     def __init__(self, config: TinkerConfig, slot: Slot, tokenizer: Any) -> None:
-        self._slot, self._tokenizer = slot, tokenizer
+        self._slot = slot
         self._max_tokens = config.max_tokens_per_micro_batch * config.parallel.cp
         self._engine = LocalModel(
             config.model.path,
@@ -77,13 +76,8 @@ class SnapshotSampler:
         requests = [Request(tuple(o.prompt), o.n, o.seed, o.max_tokens) for o in share]
         parts: list[list[Sequence3]] = []
         with all_ranks_agree(Refusal, ValueError, FloatingPointError):
-            for order, rollouts in zip(share, self._engine.generate(requests, sampling), strict=True):
-                parts.append(
-                    [
-                        self._cut((r.token_ids, r.logprobs or [], r.finish_reason), order.stop_texts)
-                        for r in rollouts
-                    ]
-                )
+            for rollouts in self._engine.generate(requests, sampling):
+                parts.append([(r.token_ids, r.logprobs or [], r.finish_reason) for r in rollouts])
         return [row for part in all_gather_msgpack(parts) for row in part]
 
     def prompt_logprobs(self, prompts: Sequence[list[int]]) -> list[list[float]]:
@@ -94,16 +88,3 @@ class SnapshotSampler:
         )
         parts = iter(logp_r.split([len(datum.tokens) for datum in data]))
         return [[float("nan"), *(next(parts).tolist() if len(p) > 1 else [])] for p in prompts]
-
-    def _cut(self, sequence: Sequence3, stops: list[str]) -> Sequence3:
-        """Cut a sample behind the first token with which its text has one of `stops`."""
-        tokens, logprobs, _ = sequence
-        if not stops or not any(stop in self._text(tokens) for stop in stops):
-            return sequence
-        end = next(
-            i for i in range(1, len(tokens) + 1) if any(stop in self._text(tokens[:i]) for stop in stops)
-        )
-        return tokens[:end], logprobs[:end], "stop"
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens)))

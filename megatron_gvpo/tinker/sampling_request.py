@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import ValidationError
+
+from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.tinker.refusal import Refusal
 from megatron_gvpo.tinker.requests import SampleBody, SamplingParams
 from megatron_gvpo.tinker.sampler import NEVER
@@ -43,7 +46,6 @@ def sampling_of(body: SampleBody, model: ServedModel, seed: int) -> tuple[dict[s
         "n": body.num_samples,
         "seed": seed if params.seed is None else params.seed,
         "max_tokens": longest,
-        "stop_texts": stop_texts,
         "prompt_logprobs": bool(body.prompt_logprobs),
     }
     is_greedy = params.temperature < COLDEST
@@ -53,7 +55,13 @@ def sampling_of(body: SampleBody, model: ServedModel, seed: int) -> tuple[dict[s
         "top_p": GREEDY if is_greedy else params.top_p,
         "max_tokens": model.positions,
         "stop_token_ids": stop_ids,
+        "stop": stop_texts,
     }
+    try:
+        SamplingConfig.model_validate(sampling)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise Refusal(f"sampling_params.{first['loc'][0]}: {first['msg']}") from None
     return order, sampling
 
 

@@ -37,11 +37,11 @@ def encoded(request: Request) -> bytes:
     return message.SerializeToString()
 
 
-def config_of(model: str, directory: str, layout: dict[str, int], **more: Any) -> TinkerConfig:
+def config_of(path: str, directory: str, layout: dict[str, int], **more: Any) -> TinkerConfig:
     return TinkerConfig.model_validate(
         {
             "output_dir": directory,
-            "model": {"path": model, "dtype": "float32", **more.pop("model", {})},
+            "model": {"path": path, "dtype": "float32", **more.pop("model", {})},
             "parallel": layout,
             "serve": {"key": {"env": "TINKER_TEST_KEY"}},
             "max_tokens_per_micro_batch": 24,
@@ -112,7 +112,7 @@ def _after_steps(operations: Any, work: Any) -> dict[str, Any]:
     both("first"), both("copy")
     result |= {"first later": logprobs("first"), "copy later": logprobs("copy")}
     operations.run({"kind": "snapshot", "model": "first", "snapshot": "s"})
-    order = {"prompt": [9, 16], "n": 3, "seed": 5, "max_tokens": 6, "stop_texts": [], "prompt_logprobs": True}
+    order = {"prompt": [9, 16], "n": 3, "seed": 5, "max_tokens": 6, "prompt_logprobs": True}
     outcome = operations.run(
         {"kind": "sample", "snapshot": "s", "orders": [order], "sampling": {"max_tokens": 6}}
     )
