@@ -62,13 +62,15 @@ def _run_tinker(options: argparse.Namespace) -> int:
 
 def _check(config: TinkerConfig, ranks: int) -> None:
     """Refuse what cannot run, and set the variables that libraries read when they are loaded."""
+    from megatron_gvpo.checks.adapters import check_adapter_layers
     from megatron_gvpo.checks.layout import check_division, check_processes
     from megatron_gvpo.core.environment import LOOPBACK, MEGATRONS, ON_LOOPBACK
     from megatron_gvpo.huggingface.card import ModelCard
     from megatron_gvpo.huggingface.trainable_models import check_trainable
 
     card = ModelCard.read(config.model.path)
-    check_trainable(card, f"model.path={config.model.path}")
+    architecture = check_trainable(card, f"model.path={config.model.path}")
+    check_adapter_layers(config.model, config.parallel, card, architecture)
     check_processes(config.parallel, ranks)
     check_division(config.parallel, card)
     if config.parallel.tp * config.parallel.cp > 1:

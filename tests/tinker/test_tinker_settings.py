@@ -35,7 +35,7 @@ def test_the_models_name_is_its_path_unless_another_is_given(file: Path):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("serve.key=tml-0123456789abcdefg", "a secret on a command line"),
+        ("serve.key=tml-0123456789abcdefg", "a secret in the configuration"),
         ("serve.port=70000", "serve.port"),
         ("serve.colour=1", "serve.colour"),
         ("model.adapter={path: x}", "model.adapter.path"),

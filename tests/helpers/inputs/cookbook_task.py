@@ -9,11 +9,13 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from helpers.inputs.chat_tokenizer import END, tokenizer
+from helpers.inputs.chat_tokenizer import END, ids, tokenizer
 
 MODEL = "Qwen/Qwen3-8B-Base"  # a name that the cookbook knows: it chooses the renderer
+QUESTION = "How many apples are two and three?"
+STEPS = 120  # of supervised learning, before the recipes
 
 
 def make(directory: Path) -> None:
@@ -33,14 +35,34 @@ def make(directory: Path) -> None:
         eos_token_id=END,
         pad_token_id=0,
     )
-    Qwen3ForCausalLM(config).save_pretrained(directory / MODEL)
+    model = Qwen3ForCausalLM(config)
+    _learn_to_answer(model, spelling)
+    model.save_pretrained(directory / MODEL)
     spelling.save_pretrained(directory / MODEL)
     conversation = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "It is 2."}]
     _write(directory / "HuggingFaceH4/no_robots/train.jsonl", [{"messages": conversation}] * 8)
-    question = {"question": "How many apples are two and three?", "answer": "It is\n#### 5"}
+    question = {"question": QUESTION, "answer": "It is\n#### 5"}
     _write(directory / "openai/gsm8k/main/train.jsonl", [question] * 8)
     _card(directory / "openai/gsm8k", "main", "train", "main/train.jsonl")
     _write(directory / "zwhe99/DeepMath-103K/train.jsonl", [{"question": "What is 1 + 1?"}] * 8)
+
+
+def _learn_to_answer(model: Qwen3ForCausalLM, spelling: Qwen2Tokenizer) -> None:
+    """Teach the model to answer with 5 or with 4, so that some of the answers to a prompt are right."""
+    before = list(ids(spelling, f"User: {QUESTION}\n\nAssistant: It is.\n\n" * 12))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(STEPS):
+        lengths = torch.randint(20, 450, (8,)).tolist()
+        rows = []
+        for i, length in enumerate(lengths):
+            answer = ids(spelling, f"\n\nAssistant: \\boxed{{{4 + i % 2}}}\n\nUser:")
+            rows.append(([0] * 450 + before[:length] + list(answer))[-460:])
+        token = torch.tensor(rows)
+        label = token.clone()
+        label[:, : -len(ids(spelling, " \\boxed{5}\n\nUser:"))] = -100
+        model(input_ids=token, attention_mask=(token != 0).long(), labels=label).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _write(file: Path, records: list[dict[str, object]]) -> None:
