@@ -81,6 +81,8 @@ class TrainBatch:
     # The part of `reward_n` that was paid for a turn, at the turn's last token; else 0.
     turn_reward_r: Tensor | None = None
     weight_r: Tensor | None = None  # dL/dlogp, if known before the forward
+    # int64: the tokens whose log-probs are computed, where these are not the response's own.
+    label_r: Tensor | None = None
     # The teacher's last hidden states of a micro-batch's tokens on this rank, [tokens, h] in its own dtype.
     teacher_rh: Tensor | None = None
     routing: list[Routing | None] | None = None  # the experts that each row is sent through

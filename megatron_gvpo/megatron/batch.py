@@ -84,7 +84,7 @@ class PackedBatch:
             position_t=torch.cat([torch.arange(length) for length in lengths]),
             response_r=response_r,
             index_r=torch.arange(rows.offsets[-1]),
-            label_r=torch.tensor([t for answer in rows.response_ids for t in answer], dtype=torch.int64),
+            label_r=_labels(rows),
             lengths=lengths,
             experts_t=_experts(None if rows.routing is None else [rows.routing[i] for i in order], lengths),
         )
@@ -128,6 +128,13 @@ class PackedBatch:
             followers=self.followers,
             experts_t=None if self.experts_t is None else on_device(self.experts_t, device),
         )
+
+
+def _labels(rows: TrainBatch) -> Tensor:
+    """Return the tokens that are predicted, int64 [r]: the responses', unless the rows name others."""
+    if rows.label_r is not None:
+        return rows.label_r.cpu()
+    return torch.tensor([t for answer in rows.response_ids for t in answer], dtype=torch.int64)
 
 
 def _experts(routing: Sequence[Routing | None] | None, lengths: list[int]) -> Tensor | None:
@@ -208,7 +215,7 @@ def _pack_shared(rows: TrainBatch, padding: Padding) -> PackedBatch:
         ),
         response_r=response_r,
         index_r=torch.arange(rows.offsets[-1]),
-        label_r=torch.tensor([t for answer in rows.response_ids for t in answer], dtype=torch.int64),
+        label_r=_labels(rows),
         lengths=lengths,
         followers=followers,
     )
