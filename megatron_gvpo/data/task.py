@@ -100,7 +100,7 @@ def _check_stop_strings(key: str, stop: Sequence[str], tokenizer: PreTrainedToke
     """Raises DataError for a stop string that no response can have."""
     if never := StopStrings(tokenizer).unwritable(stop):
         raise DataError(
-            f"{key}: the tokenizer in {tokenizer.name_or_path} cannot write {never[0]!r}, so that no response "
+            f"{key}: the tokenizer in {tokenizer.name_or_path} cannot write {never[0]!r}, so no response "
             "would end there: leave it out"
         )
 
