@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from megatron_gvpo.settings.sections import DatasetConfig, TrainConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,24 @@ def _check_differences(algorithm: AlgorithmConfig, dataset: DatasetConfig, promp
             f"{dataset.responses_key or RESPONSES!r}), and the loss {algorithm.loss.name} compares "
             "them: nothing would be learned"
         )
+    contradictory = [prompt.id for prompt in prompts if _is_contradictory(prompt)] if compares else []
+    if len(contradictory) == len(prompts) > 0:
+        raise DataError(
+            f"{contradictory[0]}: the same response has two rewards, as in every record: nothing would be "
+            "learned"
+        )
+    if contradictory:
+        log.warning(
+            "%s: the same response has two rewards (%d of %d records): leave such records out "
+            "(data.train.convert)",
+            *(contradictory[0], len(contradictory), len(prompts)),
+        )
+
+
+def _is_contradictory(prompt: Prompt) -> bool:
+    """True if two of the prompt's responses have the same tokens and different rewards."""
+    scored = {(response.token_ids, response.reward) for response in prompt.responses}
+    return len(scored) > len({token_ids for token_ids, _ in scored})
 
 
 def _check_vocabulary(task: Task, vocabulary: float, path: str) -> None:
