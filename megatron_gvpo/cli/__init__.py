@@ -21,6 +21,7 @@ from megatron_gvpo.cli import (
     plan,
     recipes,
     rehearse,
+    replay,
     report,
     runs,
     serve,
@@ -50,6 +51,7 @@ COMMANDS = (
     rehearse,
     convert,
     verify,
+    replay,
     doctor,
 )
 
