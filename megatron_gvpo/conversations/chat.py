@@ -18,7 +18,6 @@ Message = dict[str, Any]
 # Parameters that change what the policy would say, and the values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "seed": (None,),
-    "stop": (None, []),
     "logit_bias": (None, {}),
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
@@ -78,8 +77,11 @@ class ChatRequest(BaseModel):
 def overrides(options: Mapping[str, Any], sampling: SamplingConfig) -> bool:
     """True if a request asks for another distribution than the run's, which it does not get."""
     run = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-    return any(options.get(name) not in (None, value) for name, value in run.items()) or any(
-        name in options and options[name] not in same for name, same in _NEUTRAL.items()
+    stop = options.get("stop") or []
+    return (
+        any(options.get(name) not in (None, value) for name, value in run.items())
+        or any(name in options and options[name] not in same for name, same in _NEUTRAL.items())
+        or (stop != [] and [stop] != [*sampling.stop] and stop != [*sampling.stop])
     )
 
 

@@ -60,7 +60,7 @@ class ModelReplay:
 
     def __init__(self, config: Config, original: Config, start: Start, limits: Tolerances) -> None:
         self._config, self._original, self._limits = config, original, limits
-        self.policy = Policy(config)
+        self.policy = Policy.of(config)
         self.start = start
         self.members: dict[
             int, tuple[int, int]

@@ -28,7 +28,7 @@ def fit_once(task: str, out: str, *overrides: str) -> None:
 
 
 def fit_with_a_faulty_rank(task: str, out: str, fault: str, *overrides: str) -> None:
-    """Run two steps. In the second, rank 1 has `stale` weights of others' shards, or its gradient is `halved`."""
+    """Run two steps. In the second, rank 1 has `stale` shards of others, or its gradient is `halved`."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
 
     class Faulty(Callback):
