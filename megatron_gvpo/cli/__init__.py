@@ -23,6 +23,7 @@ from megatron_gvpo.cli import (
     plan,
     recipes,
     rehearse,
+    replay,
     report,
     runs,
     serve,
@@ -52,6 +53,7 @@ COMMANDS = (
     rehearse,
     convert,
     verify,
+    replay,
     doctor,
 )
 

@@ -6,7 +6,7 @@ finite; the kernels that could skip their work for it do not.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,7 +54,7 @@ def multi_tensor_adam(
     chunk_size: int,
     noop_flag: Tensor,
     tensor_lists: list[list[Tensor]],
-    *options: float,
+    *options: Any,
 ) -> None:
     """An update in place. Lists: gradients, weights, first and second moments, and maybe masters."""
     adam = _Adam(*options)
@@ -71,7 +71,7 @@ def multi_tensor_adam_param_remainder(
     chunk_size: int,
     noop_flag: Tensor,
     tensor_lists: list[list[Tensor]],
-    *options: float,
+    *options: Any,
 ) -> None:
     """Adam for bf16 weights whose fp32 masters are kept as the weight and the 16 bits that rounding took off.
 
