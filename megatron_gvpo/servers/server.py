@@ -19,8 +19,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.http import Http, ServerGone, ServerRefused
 from megatron_gvpo.servers.sent_images import SentImage, difference
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig, SamplingConfig
 from megatron_gvpo.settings.servers import AFTER_PORT, EngineServers, ServersConfig
 
 MemoryPart = Literal["weights", "cache"]  # the parts of a server's accelerator memory
@@ -162,7 +161,14 @@ class Server(Protocol):
     def url(self) -> str: ...
 
     @staticmethod
-    def launch(config: Config, cards: ModelCards, port: int, api_key: str | None, on_gpu: bool) -> Launch:
+    def launch(
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        cards: ModelCards,
+        port: int,
+        api_key: str | None,
+        on_gpu: bool,
+    ) -> Launch:
         """The command that starts such a server on `rollout.servers.host`:`port`."""
 
     async def check_health(self, timeout: float) -> None:

@@ -38,8 +38,7 @@ from megatron_gvpo.servers.server import (
     refuse_http_processes,
 )
 from megatron_gvpo.servers.speculation import eagle_kind
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig, SamplingConfig
 from megatron_gvpo.settings.servers import EngineServers, SpeculationConfig
 
 MODEL = "policy"  # the served model's name in the server's own messages
@@ -99,14 +98,21 @@ class VLLM:
         return self.http.url
 
     @staticmethod
-    def launch(config: Config, cards: ModelCards, port: int, api_key: str | None, on_gpu: bool) -> Launch:
-        servers = config.rollout.servers
+    def launch(
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        cards: ModelCards,
+        port: int,
+        api_key: str | None,
+        on_gpu: bool,
+    ) -> Launch:
+        servers = rollout.servers
         refuse_http_processes(servers, "--api-server-count", "rollout.servers")
         # Not `vllm serve`, which needs a distribution called vllm: the CPU build's has another name.
         module = "megatron_gvpo_follower" if servers.node else "vllm.entrypoints.openai.api_server"
-        command = [servers.python, "-m", module, "--model", config.served_path]
+        command = [servers.python, "-m", module, "--model", cards.served_path]
         command += ["--served-model-name", MODEL, "--host", servers.host, "--port", str(port)]
-        command += ["--dtype", config.model.dtype, "--tensor-parallel-size", str(servers.tp)]
+        command += ["--dtype", model.dtype, "--tensor-parallel-size", str(servers.tp)]
         environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(PLUGINS)}
         if servers.nodes > 1:
             address, port_of_ranks = meeting_of_ranks(servers)
@@ -119,28 +125,28 @@ class VLLM:
         command += ["--weight-transfer-config", '{"backend": "megatron_gvpo"}']
         command += ["--middleware", "megatron_gvpo_watch.Watch"]
         command += ["--enable-prompt-tokens-details"]  # reports prompt tokens that the prefix cache had
-        if config.model.trust_remote_code:
+        if model.trust_remote_code:
             command += ["--trust-remote-code"]
         if servers.context_length:
             command += ["--max-model-len", str(servers.context_length)]
         if servers.colocated and on_gpu:
             # vLLM's default share, 0.92, is refused where less is free: trainer processes keep some GiB.
             command += ["--enable-sleep-mode", "--gpu-memory-utilization", "0.85"]
-        traits = config.rollout.weights.traits
+        traits = rollout.weights.traits
         if on_gpu and traits.sends_changes and cards.policy.experts:
             # Others rearrange the experts' weights after loading, and patches name elements as they load.
             command += ["--moe-backend", "triton"]
         if traits.sends_adapter:
-            rank = served_rank(config.model)
+            rank = served_rank(model)
             command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if takes_images(cards.served):
             command += ["--enable-scale-out"]  # provides the path GENERATE
-        if config.rollout.router_replay:
+        if rollout.router_replay:
             command += ["--enable-return-routed-experts"]
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older runner does not return experts
-        if config.rollout.speculation is not None:
-            command += ["--speculative-config", json.dumps(_speculation(config.rollout.speculation, cards))]
+        if rollout.speculation is not None:
+            command += ["--speculative-config", json.dumps(_speculation(rollout.speculation, cards))]
         return finished_launch(command, environment, servers, api_key, on_gpu, cards.served)
 
     async def check_health(self, timeout: float) -> None:

@@ -18,7 +18,8 @@ from megatron_gvpo.groups import Group
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.end_tokens import end_token_ids
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer, reads_variable, set_template_variables
-from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.reward_servers import TeacherConfig
+from megatron_gvpo.settings.sections import DataConfig
 from megatron_gvpo.types import TrainBatch
 
 
@@ -102,26 +103,22 @@ class TextTeacher:
         return metrics
 
 
-def text_teacher(config: Config, task: Task, card: ModelCard) -> TextTeacher:
-    """The translation for a configuration's teacher, whose model card is `card`.
+def text_teacher(teacher: TeacherConfig, data: DataConfig, task: Task, card: ModelCard) -> TextTeacher:
+    """The translation for a teacher, whose model card is `card`.
 
     Raises ConfigError for a tokenizer that cannot be read, or that cannot write the prompts of the data.
     """
-    teacher = config.teacher
-    assert teacher is not None, "the run has no teacher"
     try:
         tokenizer = load_tokenizer(teacher.path, teacher.trust_remote_code, "teacher.path")
-        variables = config.data.chat_template_kwargs
+        variables = data.chat_template_kwargs
         set_template_variables(
             tokenizer, {n: v for n, v in variables.items() if reads_variable(tokenizer, n)}
         )
-        chat = config.data.chat_template and bool(tokenizer.chat_template)
+        chat = data.chat_template and bool(tokenizer.chat_template)
         ends = end_token_ids(teacher.path, card, tokenizer, chat=chat)
 
         def dialect(own: PreTrainedTokenizerBase, end_ids: Sequence[int]) -> Dialect:
-            return Dialect(
-                PromptWriter(config.data.train, config.data, own, task.longest_prompt), own, end_ids
-            )
+            return Dialect(PromptWriter(data.train, data, own, task.longest_prompt), own, end_ids)
 
         _, room, reserved = teacher_room(teacher, card)
         text = TeacherText(
