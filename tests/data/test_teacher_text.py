@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 from helpers.inputs import chat_tokenizer, text_teachers
 from helpers.inputs.chat_tokenizer import CHATML, END, ids
 from transformers import PreTrainedTokenizerBase
 
+from megatron_gvpo.algorithms.losses.gvpo_plus_plus import GVPOPlusPlus
 from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.data.teacher_text import REASONS, TeacherText, TeacherTokens
 from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.training.text_teacher import TextTeacher
 from megatron_gvpo.turns import Turn
+from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
 POLICY = chat_tokenizer.tokenizer()
 TEACHER = text_teachers.byte_level()
@@ -252,3 +256,30 @@ def test_responses_keep_their_order_beside_excluded_ones():
         "<s><|user|>say 2<|model|>2</s>",
         "bytes",
     ]
+
+
+def test_the_loss_gets_the_teachers_sums_and_the_policys_lengths():
+    """GVPO++'s gradient by its formula, of the responses that are left."""
+    text = TextTeacher(text_teachers.text_for(POLICY, [END], TEACHER))
+    responses = ["hello", "2+2=4", "猫", ""]
+    rollouts = [rollout_of(ids(POLICY, response)) for response in responses]
+    rollouts.insert(1, rollout_of(ids(POLICY, "猫")[:2], ended=False))
+    groups, [warning] = text.begin([Group(prompt_of(), rollouts)], step=3)
+    assert warning.startswith("step 3: 1 of 5 responses are not valid UTF-8")
+    assert text.metrics["teacher/excluded"] == text.metrics["teacher/excluded_bytes"] == 0.2
+    assert not text.begin(groups, step=4)[1], "a reason is told once"
+    rows = TrainBatch.from_groups(groups).trained()
+    of_teacher = text.rows(rows)
+    assert len(rows) == len(of_teacher) == 4
+    assert rows.length_n.tolist() == [2, 6, 4, 1] and of_teacher.length_n.tolist() == [4, 6, 4, 1]
+
+    torch.manual_seed(0)
+    teacher_r = -5 * torch.rand(of_teacher.offsets[-1])
+    rows = rows.with_columns(ref_logp_r=text.spread(rows, teacher_r))
+    logp_r = -torch.rand(rows.offsets[-1], dtype=torch.float64, requires_grad=True)
+    share, _ = GVPOPlusPlus(alpha=0.5)(LossInputs(rows, logp_r, BatchTotals.of(rows)))
+    (gradient_r,) = torch.autograd.grad(share, logp_r)
+    weight_n = rows.length_n.double() ** -0.5
+    z_n = weight_n * (rows.sequence_sum(logp_r.detach()) - of_teacher.sequence_sum(teacher_r.double()))
+    expected_n = weight_n * (z_n - z_n.mean()) / 3
+    torch.testing.assert_close(gradient_r, expected_n[rows.seq_r], rtol=1e-5, atol=1e-6)
