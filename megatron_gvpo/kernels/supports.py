@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from megatron_gvpo.types import on_device
+
 # The logit of a token outside the support. It is finite, so that no difference of two of them is NaN, and so
 # low that e^(it - any logit) is 0.
 HIDDEN = -1e30
@@ -20,6 +22,10 @@ class Supports:
     ids_k: Tensor  # int64 [k]: the members of all supports, token after token; global token ids
     count_r: Tensor  # int64 [r], on the host: the number of members of each support
 
+    def on(self, device: torch.device) -> Supports:
+        """The same supports with their members on `device`."""
+        return Supports(on_device(self.ids_k, device), self.count_r)
+
     @cached_property
     def offsets(self) -> list[int]:
         """Where each token's members begin in `ids_k`, r + 1 numbers."""
@@ -29,17 +35,17 @@ class Supports:
     def row_k(self) -> Tensor:
         """The token that each member belongs to, int64 [k]."""
         row_k = torch.repeat_interleave(torch.arange(len(self.count_r)), self.count_r)
-        return row_k.to(self.ids_k.device, non_blocking=True)
+        return on_device(row_k, self.ids_k.device)
 
     @cached_property
     def truncated_r(self) -> Tensor:
         """True for tokens with a support, bool [r], on the members' device."""
-        return (self.count_r > 0).to(self.ids_k.device, non_blocking=True)
+        return on_device(self.count_r > 0, self.ids_k.device)
 
     def select(self, is_chosen_r: Tensor) -> Supports:
         """The supports of the tokens where `is_chosen_r`, bool [r] on the host, is true."""
         is_chosen_k = torch.repeat_interleave(is_chosen_r, self.count_r)
-        index_k = is_chosen_k.nonzero().flatten().to(self.ids_k.device, non_blocking=True)
+        index_k = on_device(is_chosen_k.nonzero().flatten(), self.ids_k.device)
         return Supports(self.ids_k.index_select(0, index_k), self.count_r[is_chosen_r])
 
     def shifted(self, first_id: int) -> Supports:

@@ -34,6 +34,7 @@ from megatron_gvpo.kernels.linear_logprob import (
 from megatron_gvpo.kernels.mathematics import accumulator, entropy_of, logp_of
 from megatron_gvpo.kernels.supports import HIDDEN, Supports
 from megatron_gvpo.kernels.weight_gradient import added, main_grad
+from megatron_gvpo.types import on_device
 
 NARROW_SHARE, LEAST_NARROW = 1 / 256, 32  # of the vocabulary; members
 
@@ -133,7 +134,7 @@ class _Rows:
 
     def at(self, is_chosen_r: Tensor) -> _Rows:
         """The tokens where `is_chosen_r`, bool [r] on the host, is true."""
-        index_r = is_chosen_r.nonzero().flatten().to(self.labels_r.device, non_blocking=True)
+        index_r = on_device(is_chosen_r.nonzero().flatten(), self.labels_r.device)
         temperature = self.temperature
         return _Rows(
             self.hidden_rh.index_select(0, index_r),
@@ -146,23 +147,21 @@ class _Rows:
 
 def _joined(wide: LinearLogprob, narrow: LinearLogprob, is_narrow_r: Tensor) -> LinearLogprob:
     """The result of all tokens, from those of the tokens that are not narrow and of those that are."""
-    parts = [mask.nonzero().flatten().to(wide.logp_r.device) for mask in (~is_narrow_r, is_narrow_r)]
+    parts = [on_device(mask.nonzero().flatten(), wide.logp_r.device) for mask in (~is_narrow_r, is_narrow_r)]
 
-    def join(values: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
-        if values[0] is None or values[1] is None:
-            return None
-        joined_r = values[0].new_empty(len(is_narrow_r))
-        for index_r, value_r in zip(parts, values, strict=True):
-            joined_r = joined_r.index_copy(0, index_r, value_r)
-        return joined_r
+    def join(of_wide: Tensor, of_narrow: Tensor) -> Tensor:
+        joined_r = of_wide.new_empty(len(is_narrow_r)).index_copy(0, parts[0], of_wide)
+        return joined_r.index_copy(0, parts[1], of_narrow)
 
-    logp_r = join((wide.logp_r, narrow.logp_r))
-    assert logp_r is not None
-    both = wide.surrogate is not None and narrow.surrogate is not None
+    entropy_r = surrogate = None
+    if wide.entropy_r is not None and narrow.entropy_r is not None:
+        entropy_r = join(wide.entropy_r, narrow.entropy_r)
+    if wide.surrogate is not None and narrow.surrogate is not None:
+        surrogate = wide.surrogate + narrow.surrogate
     return wide._replace(
-        logp_r=logp_r,
-        entropy_r=join((wide.entropy_r, narrow.entropy_r)),
-        surrogate=wide.surrogate + narrow.surrogate if both else None,
+        logp_r=join(wide.logp_r, narrow.logp_r),
+        entropy_r=entropy_r,
+        surrogate=surrogate,
         stash_share=wide.stash_share * len(wide.logp_r) / len(is_narrow_r),
     )
 

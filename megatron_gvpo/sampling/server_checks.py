@@ -76,6 +76,8 @@ async def check_server(
     await _check_speculation(server, config)
     if config.rollout.router_replay:
         await _check_routing(server, config, model)
+    if config.records_supports:
+        await _check_support(server, config)
     if config.rollout.weights.traits.sends_adapter:
         await _check_adapters(server, config, model)
     if takes_images(model):
@@ -148,6 +150,19 @@ async def _check_routing(server: Server, config: Config, model: ModelCard) -> No
     except (ServerRefused, ValueError) as error:
         raise ConfigError(
             f"rollout.router_replay=true: rollout server {server.url} answered with {error}"
+        ) from None
+
+
+async def _check_support(server: Server, config: Config) -> None:
+    """Sample one token, and check that the server returns what it was sampled from."""
+    try:
+        sample = await server.sample([0], 1, 0, config.rollout, (), TIMEOUT)
+        if sample.support is None:
+            raise ValueError("no tokens that it could have sampled")
+    except (ServerRefused, ValueError) as error:
+        raise ConfigError(
+            f"rollout.top_p, top_k or min_p: rollout server {server.url} answered with {error}: start it "
+            "with `megatron-gvpo serve` and this configuration"
         ) from None
 
 

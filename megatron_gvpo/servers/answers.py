@@ -27,6 +27,7 @@ class Expected:
     stops: Sequence[int]  # the tokens that end a response
     vocabulary: float  # the model's token ids are below it
     placeholder: int | None  # the token of an image, where the prompt has images
+    supports: bool = False  # with what every token was sampled from
 
 
 def trusted(
@@ -67,6 +68,11 @@ def _fault(sample: Completion, expected: Expected) -> str | None:
             return f"answered with token {token} at index {index}, and the model knows {expected.vocabulary}"
         if token in expected.stops and index < count - 1:
             return f"did not end a response at token {token}, index {index} of {count}, which ends it"
+    if expected.supports and count and sample.support is None:
+        return (
+            "did not say what its tokens were sampled from: with rollout.top_p, top_k or min_p start it with "
+            "`megatron-gvpo serve` and this configuration"
+        )
     if sample.finish_reason == "length" and count < most - RESERVED:
         return (
             f'ended a response with finish reason "length" after {count} of {most} tokens: its context or '

@@ -56,6 +56,11 @@ class Config(Section):
         return self.algorithm.samples_from_policy or self.data.eval is not None
 
     @property
+    def records_supports(self) -> bool:
+        """True if the engine records what every token was sampled from: sampling is truncated."""
+        return self.algorithm.samples_from_policy and self.rollout.wants_support
+
+    @property
     def served_path(self) -> str:
         """The checkpoint directory that rollout servers start with."""
         return self.rollout.servers.model_path or self.model.path
