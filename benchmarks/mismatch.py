@@ -245,7 +245,9 @@ def engine(config: Any, task: Any, policy: Any, *, rounded: Any = None, stale: i
 
     class OffPolicyEngine(EmbeddedEngine):
         def __init__(self) -> None:
-            super().__init__(config, ModelCards(config), task, policy)
+            super().__init__(
+                config.model, config.rollout, config.output_dir, ModelCards(config), task, policy
+            )
             self._pushes: deque[list[tuple[str, Tensor]]] = deque(maxlen=stale + 1)
 
         def sync(self, version: int) -> None:

@@ -102,7 +102,7 @@ def measured(prompt: int, response: int, k: int, args: argparse.Namespace) -> di
     )
     with tempfile.TemporaryDirectory() as directory:
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-        policy = Policy(
+        policy = Policy.of(
             build_config(
                 {
                     "output_dir": "unused",

@@ -223,7 +223,9 @@ class Pushing:
             self._timed = Timed(Disk(receiver, Path(config.output_dir) / "weights", TIMEOUT))
             where = CPU
         elif transport == "adapter":
-            settings = PushSettings.of(config, ModelCards(config), CPU)
+            settings = PushSettings.of(
+                config.model, config.rollout, config.output_dir, ModelCards(config), CPU
+            )
             self._timed = Timed(Adapter.create(settings, receiver))
             where = CPU
         elif transport == "shared":

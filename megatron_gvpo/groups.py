@@ -73,15 +73,15 @@ class Prompt:
 class Rollout:
     """One response. `logprobs` are the engine's own (fp32, at the sampling temperature), one per token.
 
-    `finish_reason`: "stop" (an end or stop token, which is the last of `token_ids`) or "length" (truncated);
-    a response that a push stopped is continued first. `spans` are (weight version, first token, end token),
-    where more than one set of weights sampled the response; `weight_version` is the oldest. `rewards` holds
-    the named components, `reward` their weighted sum; `reward_errors` holds the error of each component that
-    failed (it counts as 0). `source` says where the response comes from; one that the present engine did not
-    sample has the `logprobs` of the time when it was sampled, or none. A response that is not `trained`
-    counts in its group's statistics and has no gradient. `routing` is set with `rollout.router_replay`: the
-    routing of the whole response by the weights that sampled its end. `seconds` is the time that sampling
-    took, and `server` the URL of the server that sampled the response's end.
+    `finish_reason`: "stop" (the last of `token_ids` is an end token, or completes a stop string) or "length"
+    (truncated); a response that a push stopped is continued first. `spans` are (weight version, first token,
+    end token), where more than one set of weights sampled the response; `weight_version` is the oldest.
+    `rewards` holds the named components, `reward` their weighted sum; `reward_errors` holds the error of each
+    component that failed (it counts as 0). `source` says where the response comes from; one that the present
+    engine did not sample has the `logprobs` of the time when it was sampled, or none. A response that is not
+    `trained` counts in its group's statistics and has no gradient. `routing` is set with
+    `rollout.router_replay`: the routing of the whole response by the weights that sampled its end. `seconds`
+    is the time that sampling took, and `server` the URL of the server that sampled the response's end.
 
     In a conversation, `token_ids`, `logprobs` and `spans` are the policy's own tokens only, of all its turns;
     `turns` has what came from outside. `messages` is the conversation after the prompt, as a chat, for judges

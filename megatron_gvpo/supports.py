@@ -58,7 +58,7 @@ class Support(NamedTuple):
         return Support(self.counts + other.counts, self.ids + other.ids)
 
     def problem(self, token_ids: Sequence[int]) -> str | None:
-        """What is wrong with them as supports of these tokens, or None: each must have its token."""
+        """The fault that they have as supports of these tokens, or None: each must have its token."""
         counts, ids = self.arrays
         if len(counts) != len(token_ids):
             return f"supports of {len(counts)} tokens for {len(token_ids)} tokens: want one a token"

@@ -301,7 +301,7 @@ def _routing(rollouts: Sequence[tuple[Prompt, Rollout]]) -> list[Routing | None]
 
 
 def _supports(rollouts: Sequence[Rollout]) -> list[Support | None] | None:
-    """What each response's tokens were sampled from; None if all were sampled from the whole vocabulary."""
+    """The supports of each response's tokens; None if all were sampled from the whole vocabulary."""
     if all(rollout.support is None for rollout in rollouts):
         return None
     for i, rollout in enumerate(rollouts):

@@ -26,28 +26,34 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 PROOF = ROOT / "benchmarks" / "results" / "proof.json"
 RUNS = ("runs", "checkpoint")
-# Rooms of tests for a path, by its longest prefix here; a path of a package's room also means the room of
-# tests with the same name. Pages and results touch nothing.
+# Rooms of tests for a path, by its longest prefix here. A path of a room of the package also means the room
+# of tests with the same name, which comes first. Pages and results touch nothing.
 ROOMS: dict[str, tuple[str, ...]] = {
     "megatron_gvpo": (*RUNS, "servers"),  # types, groups and turns
-    "megatron_gvpo/algorithms": ("algorithms", "megatron", "runs"),
+    "megatron_gvpo/algorithms": ("megatron", "runs"),
     "megatron_gvpo/checks": ("settings", "cluster"),
-    "megatron_gvpo/cli": ("cli",),
-    "megatron_gvpo/cluster": ("cluster",),
-    "megatron_gvpo/core": ("core", "cli", "cluster", *RUNS),
-    "megatron_gvpo/data": ("data", "checkpoint"),
+    "megatron_gvpo/cli": (),
+    "megatron_gvpo/cluster": (),
+    "megatron_gvpo/core": ("cli", "cluster", *RUNS),
+    "megatron_gvpo/data": ("checkpoint",),
+    "megatron_gvpo/conversations": ("servers",),
+    "megatron_gvpo/emulation": (),
     "megatron_gvpo/huggingface": ("settings", "megatron"),
-    "megatron_gvpo/kernels": ("kernels", "megatron"),
-    "megatron_gvpo/megatron": ("megatron", "checkpoint", "cpu"),
-    "megatron_gvpo/observe": ("observe",),
-    "megatron_gvpo/planner": ("cluster",),
-    "megatron_gvpo/rewards": ("rewards", "runs"),
-    "megatron_gvpo/sampling": ("sampling", "servers", *RUNS),
-    "megatron_gvpo/servers": ("servers", "weights"),
-    "megatron_gvpo/settings": ("settings", "cluster"),
+    "megatron_gvpo/inspection": (),
+    "megatron_gvpo/kernels": ("megatron",),
+    "megatron_gvpo/megatron": ("checkpoint", "cpu"),
+    "megatron_gvpo/observe": (),
+    "megatron_gvpo/planner": ("cluster", "rehearsal"),
+    "megatron_gvpo/rehearsal": (),
+    "megatron_gvpo/rewards": ("runs",),
+    "megatron_gvpo/runs": RUNS,
+    "megatron_gvpo/sampling": ("servers", *RUNS),
+    "megatron_gvpo/servers": ("weights",),
+    "megatron_gvpo/settings": ("cluster",),
     "megatron_gvpo/training": (*RUNS, "servers"),
+    "megatron_gvpo/verify": ("megatron",),
     "megatron_gvpo/versions.txt": ("shipping", "servers", "weights"),
-    "megatron_gvpo/weights": ("weights", "servers"),
+    "megatron_gvpo/weights": ("servers",),
     "megatron_gvpo/workers": ("rewards", "conversations"),
     "slurm": ("cluster",),
     "benchmarks": (*RUNS, "shipping"),
@@ -99,7 +105,9 @@ def rooms_of(path: str) -> list[str]:
     if parts[0] == "tests":
         return [parts[1]] if len(parts) > 2 and parts[1] != "helpers" else users_of(Path(path).stem)
     prefixes = ("/".join(parts[:n]) for n in range(len(parts), 0, -1))
-    return list(next((ROOMS[prefix] for prefix in prefixes if prefix in ROOMS), ()))
+    rooms = next((ROOMS[prefix] for prefix in prefixes if prefix in ROOMS), ())
+    own = parts[1:2] if parts[0] == "megatron_gvpo" and len(parts) > 2 else ()
+    return list(dict.fromkeys([*own, *rooms]))
 
 
 def users_of(helper: str) -> list[str]:

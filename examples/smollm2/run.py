@@ -1,10 +1,11 @@
-"""Trains SmolLM2-135M-Instruct, a pretrained language model, with GVPO to answer sums, on a laptop.
+"""Trains SmolLM2-135M-Instruct, a pretrained language model, with GVPO on a laptop.
 
-    python examples/smollm2/run.py [--overwrite] [--nproc N] [key.sub=value ...]
+    python examples/smollm2/run.py [--task sums|reading] [--overwrite] [--nproc N] [key.sub=value ...]
 
 It fetches the model (94 MB, once), makes the problems, trains, evaluating before, while and after it trains,
-and writes the report. Stopped, it goes on at the same command; `--overwrite` begins again. The arguments go
-to the training command.
+and writes the report. The task `sums` asks for the sum or difference of two numbers; `reading` asks who did
+what in three to six sentences, and needs the package reasoning-gym. Stopped, it goes on at the same command;
+`--overwrite` begins again. The other arguments go to the training command.
 """
 
 from __future__ import annotations
@@ -16,21 +17,58 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from make_task import make_task
 from model import cached_model
 
 HERE = Path(__file__).parent
-RUN = Path("runs/smollm2")
+RUNS = Path("runs")
 REWARDS = ("strict", "lenient")
+
+
+class Task(NamedTuple):
+    """Its run's directory, its configuration files, the reward that trains, and words for the end."""
+
+    run: Path
+    files: tuple[str, ...]
+    trained: str
+    answered: str
+    graded: str
+    held_out: str
+
+
+TASKS = {
+    "sums": Task(
+        RUNS / "smollm2",
+        ("gvpo.yaml",),
+        "strict",
+        "answered {before:.0%} of a test's sums right",
+        "The right number stood anywhere in {before:.0%} of its responses before and in {after:.0%} now, so "
+        "it learnt more than to end with the number.",
+        "no sum of the test has two numbers that a training sum has together",
+    ),
+    "reading": Task(
+        RUNS / "smollm2_reading",
+        ("gvpo.yaml", "reading.yaml"),
+        "lenient",
+        "named the right person first in {before:.0%} of its responses to a test's stories",
+        "A response was the right name alone in {before:.0%} before and in {after:.0%} now: no reward asked "
+        "for that form, so what it learnt is whom to name.",
+        "the test's stories are not among the training stories",
+    ),
+}
 
 
 def main() -> int:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__)
         return 0
-    arguments = sys.argv[1:]
+    name, arguments = task_of(sys.argv[1:])
+    if name not in TASKS:
+        print(f"error: --task {name}: there are {' and '.join(TASKS)}", file=sys.stderr)
+        return 2
+    task = TASKS[name]
     stopped: list[int] = []
     signal.signal(
         signal.SIGINT, lambda *_: stopped.append(1)
@@ -42,24 +80,34 @@ def main() -> int:
 
     if code := run("fetch the model", str(HERE / "model.py")):
         return code
-    make_task(RUN / "task")
-    model, target = RUN / "model", cached_model().resolve()
+    make_task(RUNS / "smollm2" / "task")
+    model, target = RUNS / "smollm2" / "model", cached_model().resolve()
     if model.is_symlink():
         model.unlink()
     model.symlink_to(target, target_is_directory=True)
     resume = [] if "--overwrite" in arguments else ["--resume=auto"]
-    code = run("GVPO", "-m", "megatron_gvpo", "train", *resume, str(HERE / "gvpo.yaml"), *arguments)
+    files = [str(HERE / file) for file in task.files]
+    code = run("GVPO", "-m", "megatron_gvpo", "train", *resume, *files, *arguments)
     if code or stopped:
         if stopped:
             print("stopped: the same command goes on where the last checkpoint was saved", file=sys.stderr)
         return code or 128 + signal.SIGINT
-    run("report", "-m", "megatron_gvpo", "report", str(RUN))
+    run("report", "-m", "megatron_gvpo", "report", str(task.run))
 
-    result = read_result(RUN)
-    (RUN / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    print("\n" + in_words(result))
-    print(f"curve: {RUN}/curve.png   samples and more curves: {RUN}/report.html   model: {RUN}/hf")
+    result = read_result(task.run)
+    (task.run / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    print("\n" + in_words(result, task))
+    where = {"curve": "curve.png", "samples and more curves": "report.html", "model": "hf"}
+    print("   ".join(f"{name}: {task.run / file}" for name, file in where.items()))
     return 0
+
+
+def task_of(arguments: list[str]) -> tuple[str, list[str]]:
+    """The name that follows `--task`, by default `sums`, and the other arguments."""
+    if "--task" not in arguments:
+        return "sums", arguments
+    i = arguments.index("--task")
+    return "".join(arguments[i + 1 : i + 2]), arguments[:i] + arguments[i + 2 :]
 
 
 def read_result(run: Path) -> dict[str, Any]:
@@ -84,17 +132,17 @@ def read_result(run: Path) -> dict[str, Any]:
     return {"steps": len(seconds), "evaluations": evaluations, "seconds": sum(seconds)}
 
 
-def in_words(result: Mapping[str, Any]) -> str:
+def in_words(result: Mapping[str, Any], task: Task) -> str:
     """Three sentences for someone who has seen nothing of this before."""
     before, after = result["evaluations"][0], result["evaluations"][-1]
+    watched = next(name for name in REWARDS if name != task.trained)
+    share = after[task.trained]
     return (
-        f"Before training, SmolLM2, a language model of 135 million parameters, answered "
-        f"{before['strict']:.0%} of a test's sums right; after {result['steps']} steps of GVPO, in which it "
-        f"was only told which of its own answers were right, it answers {after['strict']:.0%} right.\n"
-        f"The right number stood anywhere in {before['lenient']:.0%} of its responses before and in "
-        f"{after['lenient']:.0%} now, so it learnt more than to end with the number.\n"
-        f"The steps took {result['seconds'] / 60:.0f} minutes on this machine, and no sum of the test has "
-        "two numbers that a training sum has together."
+        f"Before training, SmolLM2, a language model of 135 million parameters, "
+        f"{task.answered.format(before=before[task.trained])}; after {result['steps']} steps of GVPO, in "
+        f"which it was only told which of its own answers were right, the share is {share:.0%}.\n"
+        f"{task.graded.format(before=before[watched], after=after[watched])}\n"
+        f"The steps took {result['seconds'] / 60:.0f} minutes on this machine, and {task.held_out}."
     )
 
 

@@ -42,7 +42,7 @@ def check_layout(config: Config, world_size: int) -> ModelCards:
     _check_top_k(config, card)
     _check_shared_prompts(config, card)
     _check_delta_nets(config, card)
-    _check_critic(config, card)
+    _check_critic(config, cards)
     if config.teacher is not None and config.teacher.server is None:
         _check_teacher(config, config.teacher, cards.teacher)
     _check_fp8(config, card)
@@ -69,12 +69,12 @@ def _check_delta_nets(config: Config, card: ModelCard) -> None:
         )
 
 
-def _check_critic(config: Config, policy: ModelCard) -> None:
+def _check_critic(config: Config, cards: ModelCards) -> None:
     """Raises ConfigError for a critic of another model that cannot be trained in the policy's layout."""
     critic = config.algorithm.critic
     if critic is None or critic.path is None:
         return
-    card = ModelCard.read(critic.path, "algorithm.critic.path")
+    card, policy = cards.critic, cards.policy
     check_trainable(card, f"algorithm.critic.path={critic.path}")
     for check in (_check_widths, _check_depth, _check_experts):
         check(config.parallel, card)
@@ -204,7 +204,8 @@ def _check_recompute(parallel: ParallelConfig, card: ModelCard) -> None:
                 f"parallel.recompute_layers={parallel.recompute_layers}: no stage has more than {most} layers"
             )
     if parallel.recompute == "selective":
-        if wrong := modules & {"moe", "moe_act", "shared_experts"} if not card.experts else set():
+        of_experts = {"moe_act", "shared_experts"} | (set() if "mlp" in modules else {"moe"})
+        if (wrong := modules & of_experts) and not card.experts:
             raise ConfigError(f"parallel.recompute_modules={sorted(wrong)}: the model has no experts")
         if "mla_up_proj" in modules and not card.is_mla:
             raise ConfigError(

@@ -20,7 +20,7 @@ from megatron_gvpo.core.environment import check_rank_variables
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.gpu_packages import check_delta_nets, check_gpu_packages, check_no_null_cuda
 from megatron_gvpo.core.gpus import LocalGpu, list_gpus
-from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.megatron.model.attention_kernel import (
     Attention,
     check_attention,
@@ -94,11 +94,11 @@ def preflight(
     if command == "eval" and config.data.eval is None:
         raise ConfigError("data.eval is missing: it names the held-out prompts")
     if command == "eval" or (trains and config.samples_responses):
-        _check_rewards(config)
+        _check_rewards(config, cards)
     if command == "eval" or (command == "train" and config.samples_responses):
         _check_tools(config)
         if not torch_gpus():
-            check_rollout_model(config, cards)
+            check_rollout_model(config.model, config.rollout, cards)
 
 
 def preflight_on_ranks(
@@ -196,7 +196,7 @@ def _check_loggers(config: Config) -> None:
         )
 
 
-def _check_rewards(config: Config) -> None:
+def _check_rewards(config: Config, cards: ModelCards) -> None:
     """Files of rewards, environments and programs must have what is named. Workers import them later."""
     for i, component in enumerate(config.rewards.components):
         try:
@@ -204,8 +204,8 @@ def _check_rewards(config: Config) -> None:
                 BUILT_IN[component.name].check()
         except ValueError as error:
             raise ConfigError(f"rewards.components.{i}.name={component.name}: {error}") from None
-        if component.served is not None:
-            check_served(component.served, key_of(i, component.served))
+        if component.served is not None and component.served.path is not None:
+            check_served(component.served, key_of(i, component.served), cards.component(i))
         if component.function is not None:
             check = partial(check_reward, options=component.options)
             _check_source(f"rewards.components.{i}.function", component.function, check)
@@ -250,20 +250,17 @@ def _check_tools(config: Config) -> None:
         raise ConfigError(f"rollout.conversation.tools: {PYTHON}: {error}") from None
 
 
-def check_served(served: RewardModelConfig | JudgeConfig, key: str) -> None:
-    """Raises ConfigError for a missing checkpoint, or one that is not a classifier with one label."""
-    if served.path is None:
-        return
-    where = f"{key}.path"
-    config = ModelCard.read(served.path, where)
+def check_served(served: RewardModelConfig | JudgeConfig, key: str, card: ModelCard) -> None:
+    """Raises ConfigError for a reward model that is not a classifier with one label."""
     if isinstance(served, JudgeConfig):
         return
-    architecture = str((config.get("architectures") or ["(not named)"])[0])
+    where = f"{key}.path"
+    architecture = str((card.architectures or ["(not named)"])[0])
     if not architecture.endswith("ForSequenceClassification"):
         raise ConfigError(
             f"{where}={served.path}: its architecture is {architecture}, and a reward model is a "
             "...ForSequenceClassification with one label"
         )
-    labels = config.get("num_labels", len(config.get("id2label") or {}) or 2)  # transformers' default is 2
+    labels = card.get("num_labels", len(card.get("id2label") or {}) or 2)  # transformers' default is 2
     if labels != 1:
         raise ConfigError(f"{where}={served.path}: it has {labels} labels, and a reward model has one")

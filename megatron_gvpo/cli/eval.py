@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         from megatron_gvpo.core.launch import launch
 
         return launch(options.nproc, options.command_line)
-    prepare(config)
+    prepare(config.parallel, config.rollout)
 
     def evaluate() -> None:
         with loading("the engine"), heavy_imports():

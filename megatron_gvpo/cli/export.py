@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
         from megatron_gvpo.core.launch import launch
 
         return launch(options.nproc, options.command_line)
-    prepare(config)
+    prepare(config.parallel, config.rollout)
 
     def export() -> None:
         from megatron_gvpo.training.conversion import checkpoint_to_hugging_face

@@ -16,6 +16,8 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Keep the servers running until SIGTERM or SIGINT. Raises ConfigError."""
+    from megatron_gvpo.huggingface.card import ModelCards
     from megatron_gvpo.servers.launch.serve import serve
 
-    return serve(configured.load(options))
+    config = configured.load(options)
+    return serve(config.model, config.rollout, config.output_dir, ModelCards(config))

@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
 
             return launch(options.nproc, options.command_line)
         _warn_of_memory(config, configured.world_size(options))
-        prepare(config)
+        prepare(config.parallel, config.rollout)
 
         def train() -> None:
             with loading("the trainer"), heavy_imports():

@@ -18,7 +18,6 @@ Message = dict[str, Any]
 # Parameters that change what the policy would say, and the values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "seed": (None,),
-    "stop": (None, []),
     "logit_bias": (None, {}),
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
@@ -81,7 +80,10 @@ def overrides(options: Mapping[str, Any], sampling: SamplingConfig) -> bool:
         "top_k": (None, sampling.top_k) if sampling.top_k else (None, -1, 0),
         "min_p": (None, sampling.min_p),
     }
-    return any(name in options and options[name] not in same for name, same in (run | _NEUTRAL).items())
+    stop = options.get("stop") or []
+    return any(name in options and options[name] not in same for name, same in (run | _NEUTRAL).items()) or (
+        stop != [] and [stop] != [*sampling.stop] and stop != [*sampling.stop]
+    )
 
 
 def read_message(message: Mapping[str, Any]) -> Message:

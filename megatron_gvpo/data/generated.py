@@ -7,6 +7,7 @@ split gives one, so that `split: test` has other problems than `split: train`.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -42,7 +43,9 @@ def generated_problems(path: str, split: str) -> Iterator[dict[str, Any]]:
 @cache
 def problems_of(name: str, options: str) -> Any:
     """The generator's data set; `options` are JSON."""
-    import reasoning_gym
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports, when that is compiled
+        import reasoning_gym
 
     return reasoning_gym.create_dataset(name, **json.loads(options))
 

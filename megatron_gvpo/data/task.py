@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.data.chat_template import Template
 from megatron_gvpo.data.known_forms import RESPONSES, SOLUTION
@@ -15,9 +17,13 @@ from megatron_gvpo.data.tool_calls import parser_of
 from megatron_gvpo.groups import Prompt
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.end_tokens import end_token_ids
+from megatron_gvpo.huggingface.stop_strings import StopStrings
 from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer, set_template_variables
 from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.conversation import ConversationConfig
 from megatron_gvpo.settings.lengths import longest_prompt
+from megatron_gvpo.settings.rewards import RewardsConfig
+from megatron_gvpo.settings.sections import DatasetConfig, TrainConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,10 +58,14 @@ def load_task(config: Config, card: ModelCard, tools: tuple[dict[str, Any], ...]
             "tokenizer_config.json"
         )
     chat = config.data.chat_template and bool(tokenizer.chat_template)
+    stops = {"rollout.stop": config.rollout.stop, "eval.sampling.stop": config.eval.sampling.stop}
+    _check_stop_strings(config.model.path, stops, tokenizer)
     ends = end_token_ids(config.model.path, card, tokenizer, config.rollout.stop_token_ids, chat)
     positions = None if config.algorithm.samples_from_policy else card.get("max_position_embeddings")
     longest = longest_prompt(config, card)
-    _check_parser(config)
+    talks = config.rollout.conversation
+    if talks is not None:
+        _check_parser(talks.parser)
     images = prompt_images(config.model.path, card, tokenizer)
     data, held_out = config.data, config.data.eval
     common: dict[str, Any] = {"longest": longest, "end_token_ids": ends, "tools": tools, "images": images}
@@ -64,66 +74,73 @@ def load_task(config: Config, card: ModelCard, tools: tuple[dict[str, Any], ...]
     eval_prompts = []
     if held_out is not None:
         eval_prompts = load_prompts(held_out, data, tokenizer, **common)
-    talks = config.rollout.conversation
     if talks is not None:  # raises DataError for a template that cannot go on
         Template(tokenizer, ends, chat, tools, talks.history == "template")
     task = Task(tokenizer, ends, prompts, eval_prompts, longest, chat, tools, images)
     _check_vocabulary(task, vocabulary, config.model.path)
-    _check_turns(config, prompts)
-    _check_fields(config, prompts)
+    if any(prompt.demonstration_chat is not None for prompt in prompts):
+        _check_turns(data.train, talks, config.train)
+    _check_fields(config.algorithm, data.train.path, prompts)
     judged = [*(prompts if config.algorithm.samples_from_policy else ()), *eval_prompts]
-    _check_templates(config, judged)
-    _check_answers(config, judged)
-    _check_differences(config, prompts)
+    _check_templates(config.rewards, judged)
+    _check_answers(config.rewards, judged)
+    _check_differences(config.algorithm, data.train, prompts)
     return task
 
 
-def _check_parser(config: Config) -> None:
+def _check_parser(name: str) -> None:
     """Raises ConfigError for a parser of tool calls that cannot be loaded."""
-    talks = config.rollout.conversation
-    if talks is None:
-        return
     try:
-        parser_of(talks.parser)
+        parser_of(name)
     except ValueError as error:
-        raise ConfigError(f"rollout.conversation.parser={talks.parser}: {error}") from None
+        raise ConfigError(f"rollout.conversation.parser={name}: {error}") from None
 
 
-def _check_turns(config: Config, prompts: list[Prompt]) -> None:
-    """Raises DataError if settings cannot go with demonstrations of several turns."""
-    talks = config.rollout.conversation
+def _check_stop_strings(path: str, sampled: Mapping[str, Sequence[str]], tokenizer: Any) -> None:
+    """Raises DataError for a stop string, of a key's in `sampled`, that no response can have."""
+    strings = StopStrings(tokenizer)
+    for key, stop in sampled.items():
+        if never := strings.unwritable(stop):
+            raise DataError(
+                f"{key}: the tokenizer in model.path={path} cannot write {never[0]!r}, so that no response "
+                "would end there: leave it out"
+            )
+
+
+def _check_turns(dataset: DatasetConfig, talks: ConversationConfig | None, train: TrainConfig) -> None:
+    """Raises DataError if settings cannot go with demonstrations of several turns, which `dataset` has."""
     reason = None
-    if config.train.requires_shared_prompts:
+    if train.requires_shared_prompts:
         reason = "train.share_prompts=true is for single responses: leave it out"
     elif talks is not None and talks.history == "template":
         reason = (
             "they are written turn after turn, not again for every turn as the policy would see them with "
             "rollout.conversation.history=template: use append, or a prompt for every turn"
         )
-    if reason is not None and any(prompt.demonstration_chat is not None for prompt in prompts):
+    if reason is not None:
         raise DataError(
-            f"{config.data.train.path}: the demonstrations (field "
-            f"{config.data.train.demonstration_key or SOLUTION!r}) have several turns, and {reason}"
+            f"{dataset.path}: the demonstrations (field "
+            f"{dataset.demonstration_key or SOLUTION!r}) have several turns, and {reason}"
         )
 
 
-def _check_fields(config: Config, prompts: list[Prompt]) -> None:
+def _check_fields(algorithm: AlgorithmConfig, path: str, prompts: list[Prompt]) -> None:
     """Raises DataError for a field that a block reads and no record has: the block would have no effect."""
-    for part in config.algorithm.blocks_inside():
+    for part in algorithm.blocks_inside():
         for option, field in part.block.record_fields.items():
             if all(prompt.record.get(field) is None for prompt in prompts):
                 raise DataError(
-                    f"algorithm.{part.key}.{option}={field}: no record of {config.data.train.path} has this "
+                    f"algorithm.{part.key}.{option}={field}: no record of {path} has this "
                     f"field; fields of the first: {', '.join(prompts[0].record)}"
                 )
 
 
-def _check_templates(config: Config, prompts: list[Prompt]) -> None:
+def _check_templates(rewards: RewardsConfig, prompts: list[Prompt]) -> None:
     """Raises DataError for a prompt without a field, or the answer, that a judge's template names.
 
     The judge would read the field's name in braces, or `None`, and grade by it.
     """
-    for i, component in enumerate(config.rewards.components):
+    for i, component in enumerate(rewards.components):
         if component.judge is None:
             continue
         key = f"rewards.components.{i}.judge.template"
@@ -149,9 +166,9 @@ def _check_templates(config: Config, prompts: list[Prompt]) -> None:
                 )
 
 
-def _check_answers(config: Config, prompts: list[Prompt]) -> None:
+def _check_answers(rewards: RewardsConfig, prompts: list[Prompt]) -> None:
     """Raises DataError for an empty answer where a reward compares with it: every response would be wrong."""
-    compares = next((c.name for c in config.rewards.components if c.needs_answer), None)
+    compares = next((c.name for c in rewards.components if c.needs_answer), None)
     empty = [prompt.id for prompt in prompts if prompt.answer is not None and not prompt.answer.strip()]
     if compares is not None and empty:
         raise DataError(
@@ -161,14 +178,13 @@ def _check_answers(config: Config, prompts: list[Prompt]) -> None:
         )
 
 
-def _check_differences(config: Config, prompts: list[Prompt]) -> None:
+def _check_differences(algorithm: AlgorithmConfig, dataset: DatasetConfig, prompts: list[Prompt]) -> None:
     """Raises DataError if a method compares the given responses of each prompt, and none differ."""
-    algorithm = config.algorithm
     compares = algorithm.trains_on_scored_responses and algorithm.needs_group and not algorithm.shapers
     if compares and not any(len({r.reward for r in prompt.responses}) > 1 for prompt in prompts):
         raise DataError(
-            f"{config.data.train.path}: no record has responses with different rewards (field "
-            f"{config.data.train.responses_key or RESPONSES!r}), and the loss {algorithm.loss.name} compares "
+            f"{dataset.path}: no record has responses with different rewards (field "
+            f"{dataset.responses_key or RESPONSES!r}), and the loss {algorithm.loss.name} compares "
             "them: nothing would be learned"
         )
 

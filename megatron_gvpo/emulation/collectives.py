@@ -46,6 +46,36 @@ def _bytes_of(tensor: torch.Tensor, moves: bool) -> torch.Tensor:
     return memory.view(torch.uint8) if moves and memory.dtype.itemsize == 1 else memory
 
 
+class Transfer:
+    """A message between two ranks, which may be waited for more than once, as NCCL's may.
+
+    A second wait for gloo's own work would wait for another message, and so for ever: Transformer Engine's
+    ring waits twice in its backward.
+    """
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+        self._is_done = False
+
+    def wait(self, *timeout: Any) -> bool:
+        if not self._is_done:
+            self._work.wait(*timeout)
+            self._is_done = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._is_done or self._work.is_completed()
+
+
+def _waited_for_often(function: Any) -> Any:
+    @functools.wraps(function)
+    def transfer(*args: Any, **options: Any) -> Transfer | None:
+        work = function(*args, **options)
+        return None if work is None else Transfer(work)
+
+    return transfer
+
+
 def install() -> None:
     """Use gloo wherever NCCL is asked for, and still name NCCL. Before megatron-core is imported."""
     init, new_group, get_backend = dist.init_process_group, dist.new_group, dist.get_backend
@@ -75,6 +105,8 @@ def install() -> None:
         ("init_process_group", init_gloo),
         ("new_group", new_gloo),
         ("get_backend", named),
+        ("isend", _waited_for_often(dist.isend)),
+        ("irecv", _waited_for_often(dist.irecv)),
     ]:
         for module in (dist, dist.distributed_c10d):
             setattr(module, name, function)

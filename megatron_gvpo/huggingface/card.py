@@ -16,6 +16,7 @@ from megatron_gvpo.core.json_files import read_json_object
 from megatron_gvpo.core.real_number import finite_number
 from megatron_gvpo.huggingface.image_families import text_values
 from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.reward_servers import key_of
 
 # Architectures whose first layers are dense: one layer if config.json does not say how many.
 DENSE_FIRST = ("ExaoneMoeForCausalLM", "Glm4MoeLiteForCausalLM", "HYV3ForCausalLM")
@@ -127,6 +128,10 @@ class ModelCards:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        served_path = config.rollout.servers.model_path
+        self.served_path = served_path or config.model.path  # the directory that rollout servers start with
+        self.served_key = "rollout.servers.model_path" if served_path else "model.path"  # names it
+        self._components: dict[int, ModelCard] = {}
 
     @cached_property
     def policy(self) -> ModelCard:
@@ -136,9 +141,9 @@ class ModelCards:
     @cached_property
     def served(self) -> ModelCard:
         """The card of the model that rollout servers start with, which is mostly the policy's."""
-        if self._config.served_path == self._config.model.path:
+        if self.served_path == self._config.model.path:
             return self.policy
-        return ModelCard.read(self._config.served_path, self._config.served_key)
+        return ModelCard.read(self.served_path, self.served_key)
 
     @cached_property
     def teacher(self) -> ModelCard:
@@ -152,6 +157,21 @@ class ModelCards:
         speculation = self._config.rollout.speculation
         assert speculation is not None and speculation.model is not None, "servers load no draft"
         return ModelCard.read(speculation.model, "rollout.speculation.model")
+
+    @cached_property
+    def critic(self) -> ModelCard:
+        """The card of `algorithm.critic.path`, in a configuration that names one."""
+        critic = self._config.algorithm.critic
+        assert critic is not None and critic.path is not None, "the critic has no checkpoint"
+        return ModelCard.read(critic.path, "algorithm.critic.path")
+
+    def component(self, i: int) -> ModelCard:
+        """The card of the reward model or judge of `rewards.components[i]`, where its `path` is set."""
+        served = self._config.rewards.components[i].served
+        assert served is not None and served.path is not None, "the component has no checkpoint"
+        if i not in self._components:
+            self._components[i] = ModelCard.read(served.path, f"{key_of(i, served)}.path")
+        return self._components[i]
 
 
 # The largest sizes are far beyond any model.

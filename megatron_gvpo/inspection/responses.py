@@ -42,15 +42,17 @@ def inspect_responses(config: Config, cards: ModelCards, task: Task) -> tuple[li
 
 def _sample(config: Config, cards: ModelCards, task: Task) -> list[Group]:
     """Groups of the first prompts, sampled as the run would and scored by its rewards."""
-    from megatron_gvpo.megatron.scorer import Scorer
+    from megatron_gvpo.megatron.scorer import Scorer, temperature_of
     from megatron_gvpo.observe import PhaseTimer
     from megatron_gvpo.sampling.rollouts import Rollouts
     from megatron_gvpo.training.environment import prepare
 
     most = min(config.rollout.max_tokens, LONGEST)
     local = laptop_config(config, rollout={"max_tokens": most})
-    prepare(local)
-    with Rollouts(local, cards, task, Scorer(local), PhaseTimer()) as rollouts:
+    prepare(local.parallel, local.rollout)
+    temperature = temperature_of(local.algorithm, local.rollout)
+    scorer = Scorer(local.model, local.parallel, local.train, temperature=temperature)
+    with Rollouts(local, cards, task, scorer, PhaseTimer()) as rollouts:
         rollouts.sync(0)
         sampler = rollouts.sampler(min(config.rollout.n, RESPONSES))
         return sampler.finish(sampler.begin(task.prompts[:PROMPTS], config.train.seed))
@@ -80,7 +82,8 @@ def _ends(config: Config, reasons: Sequence[str]) -> RunVerdict:
         return warning(
             "ends",
             f"{summary}: the end token never comes",
-            "raise rollout.max_tokens, or see that the template and rollout.stop_token_ids are the model's",
+            "raise rollout.max_tokens, or see that the template, rollout.stop_token_ids and rollout.stop are "
+            "the model's",
         )
     if ended == 0:
         return not_tried("ends", f"{summary}, fewer than rollout.max_tokens={config.rollout.max_tokens}")

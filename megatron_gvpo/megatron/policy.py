@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gvpo.algorithms.base import TEACHER, Loss, token_weights
+from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.core.collectives import all_ranks_agree
 from megatron_gvpo.core.user_functions import UserFunctionError
 from megatron_gvpo.kernels.divergence import Divergence
@@ -26,7 +27,7 @@ from megatron_gvpo.megatron.microbatch import my_share
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.optimizer import Optimizer
 from megatron_gvpo.megatron.reference_weights import ReferenceWeights
-from megatron_gvpo.megatron.scorer import Scorer
+from megatron_gvpo.megatron.scorer import Scorer, temperature_of
 from megatron_gvpo.megatron.teacher import Teacher, teacher_states
 from megatron_gvpo.megatron.teacher_head import HeadDivergence
 from megatron_gvpo.megatron.update import (
@@ -38,37 +39,69 @@ from megatron_gvpo.megatron.update import (
     with_references,
 )
 from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.reward_servers import TeacherConfig
+from megatron_gvpo.settings.sections import ModelConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from megatron_gvpo.types import BatchTotals, TrainBatch
 
 
 class Policy(Scorer):
     """A Megatron model, its optimizer and, if the method needs them, reference weights and a critic."""
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config, trained=True)
-        self.optimizer = Optimizer(self.model, config.optimizer, config.model, config.train.updates)
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """The policy of a run: each section that it reads, out of the configuration."""
+        return cls(
+            config.model,
+            config.parallel,
+            config.train,
+            config.optimizer,
+            config.algorithm,
+            config.rollout,
+            config.teacher,
+        )
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: ParallelConfig,
+        train: TrainConfig,
+        optimizer: OptimizerConfig,
+        algorithm: AlgorithmConfig,
+        rollout: RolloutConfig,
+        teacher: TeacherConfig | None = None,
+    ) -> None:
+        """`teacher`: held beside the policy, unless it computes on servers of its own."""
+        super().__init__(
+            model,
+            layout,
+            train,
+            temperature=temperature_of(algorithm, rollout),
+            replays_routing=rollout.router_replay,
+            trained=True,
+        )
+        self.optimizer = Optimizer(self.model, optimizer, model, train.updates)
         self.critic = None
-        if (options := config.algorithm.critic) is not None:
-            self.critic = Critic(options, config.model, config.parallel, config.train, config.optimizer)
+        if algorithm.critic is not None:
+            self.critic = Critic(algorithm.critic, model, layout, train, optimizer)
         critics = [] if self.critic is None else [(self.critic.model, self.critic.optimizer)]
         self._trained = [(self.model, self.optimizer), *critics]
         self.memory = DeviceMemory(*self._trained)
-        self._loss: Loss = config.algorithm.loss.sized(config.rollout.max_tokens)
-        self._stash_bytes = config.train.head_stash_bytes
+        self._loss: Loss = algorithm.loss.sized(rollout.max_tokens)
+        self._stash_bytes = train.head_stash_bytes
         self._is_measured = False
         self._background_group: dist.ProcessGroup | None = None
-        self._timeout = timedelta(seconds=config.parallel.timeout_seconds)
-        reference = config.algorithm.kept_reference
+        self._timeout = timedelta(seconds=layout.timeout_seconds)
+        reference = algorithm.kept_reference
         # New adapters are switched off to give the fixed reference, the base: it needs no second weights.
-        new_adapters = config.model.adapter is not None and config.model.adapter.path is None
+        new_adapters = model.adapter is not None and model.adapter.path is None
         self._base_is_reference = reference is not None and reference.decay is None and new_adapters
         self.reference = None
         if reference is not None and not self._base_is_reference:
             self.reference = ReferenceWeights(self.model, reference.decay)
         self.teacher = None
-        if (teacher := config.teacher) is not None and teacher.server is None:
-            temperature = self._temperature
-            self.teacher = Teacher(teacher, config.model, config.parallel, config.train, temperature)
+        if teacher is not None and teacher.server is None:
+            self.teacher = Teacher(teacher, model, layout, train, self._temperature)
 
     @property
     def kept_reference(self) -> Literal["none", "base", "fixed", "average"]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob
 from megatron_gvpo.megatron import forward, parallel
 from megatron_gvpo.megatron.device_memory import DeviceMemory
@@ -15,7 +16,8 @@ from megatron_gvpo.megatron.microbatch import my_share
 from megatron_gvpo.megatron.model.build import build
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.model.own_weights import OwnWeights
-from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig, TrainConfig
 from megatron_gvpo.types import TrainBatch
 
 
@@ -36,24 +38,41 @@ def score(model: Model, rows: TrainBatch, max_tokens: int, temperature: float) -
     return share.gather(rows, scored)
 
 
+def temperature_of(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> float:
+    """The temperature of the log-probs that a run trains on: that of sampling, or 1 for given texts."""
+    return rollout.temperature if algorithm.samples_from_policy else 1.0
+
+
 class Scorer:
     """A Megatron model for scoring; unless `trained`, it has no gradient buffers and takes less memory."""
 
-    def __init__(self, config: Config, trained: bool = False) -> None:
-        deterministic = config.train.deterministic
-        parallel.initialize(config.parallel, config.train.seed, deterministic)
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: ParallelConfig,
+        train: TrainConfig,
+        *,
+        temperature: float = 1.0,
+        replays_routing: bool = False,
+        trained: bool = False,
+    ) -> None:
+        """`temperature`: divides the logits in `score`.
+
+        `replays_routing`: tokens go to the experts that the engine chose (`rollout.router_replay`).
+        """
+        parallel.initialize(layout, train.seed, train.deterministic)
         self.model = build(
-            config.model,
-            config.parallel,
-            deterministic,
+            model,
+            layout,
+            train.deterministic,
             trained,
-            replays=config.rollout.router_replay,
-            share_prompts=config.train.share_prompts if trained else False,
-            seed=config.train.seed,
+            replays=replays_routing,
+            share_prompts=train.share_prompts if trained else False,
+            seed=train.seed,
         )
         self.memory = DeviceMemory((self.model, None))
-        self._budget = config.train.max_tokens_per_micro_batch * config.parallel.cp
-        self._temperature = config.rollout.temperature if config.algorithm.samples_from_policy else 1.0
+        self._budget = train.max_tokens_per_micro_batch * layout.cp
+        self._temperature = temperature
 
     def score(self, rows: TrainBatch, temperature: float | None = None) -> Tensor:
         """Return the response tokens' log-probs, without gradient, fp32 [r] on the CPU of every rank.

@@ -153,7 +153,7 @@ def _judged(config: Config, ranks: list[dict[str, Any]], name: str, usable: int)
         where = f"rank {fullest['rank']} runs out of memory in the phase {last['name']}"
         change = advice.remedy(config, fullest["parts"], last["name"])
         verdict = f"{where}: {last['out_of_memory']}\nwhat would help: {change}"
-    gpu = workload.gpu({"a100": "a800"}.get(name.lower(), name))  # the planner's name of the same chip
+    gpu = workload.gpu(name)
     updates = [phase for phase in fullest["phases"] if phase["name"].endswith("update")]
     bounds = [line for phase in updates if (line := advice.bounds(phase, gpu)) is not None]
     return {"fullest": fullest["rank"], "fits": fits, "verdict": verdict, "bounds": bounds}

@@ -54,7 +54,8 @@ def main(jobs_file: str) -> int:
 
     world = FakeWorld()  # before megatron-core is imported
     folder = Path(jobs_file).parent
-    prepare(load_config(jobs[0].files, jobs[0].overrides))
+    first = load_config(jobs[0].files, jobs[0].overrides)
+    prepare(first.parallel, first.rollout)
     import torch
 
     import megatron_gvpo.megatron.policy  # noqa: F401 - the longest import
@@ -102,7 +103,7 @@ def rehearse(job: RankJob, world: FakeWorld) -> dict[str, Any]:
     stand_ins.allow_forks()
     world.join(job.rank, job.world)
     config = load_config(job.files, job.overrides)
-    prepare(config)
+    prepare(config.parallel, config.rollout)
     for directory in job.made:
         if not made_model.has_weights(Path(directory)):
             made_model.fill(Path(directory))
@@ -170,7 +171,7 @@ class RankRun:
         from megatron_gvpo.rehearsal.rows import make_rows
 
         config = self._config
-        self.policy = Policy(config)
+        self.policy = Policy.of(config)
         data_parallel = parallel_state.get_data_parallel_world_size()
         self.role = {
             "tp": parallel_state.get_tensor_model_parallel_rank(),

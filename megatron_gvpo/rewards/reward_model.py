@@ -26,14 +26,15 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
 class RewardModel:
-    """Scores conversations. `tokenizer` is the reward model's own."""
+    """Scores conversations. `tokenizer` and `card` are the reward model's own."""
 
-    def __init__(self, served: RewardModelConfig, key: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, served: RewardModelConfig, key: str, tokenizer: PreTrainedTokenizerBase, card: ModelCard
+    ) -> None:
         self._served, self._key, self._tokenizer = served, key, tokenizer
         if not tokenizer.chat_template:
             raise ConfigError(f"{key}.path={served.path}: its tokenizer has no chat template")
-        config = ModelCard.read(served.path, f"{key}.path")
-        context_length = served.servers.context_length or config.get("max_position_embeddings") or math.inf
+        context_length = served.servers.context_length or card.get("max_position_embeddings") or math.inf
         # SGLang reserves a position for a new token.
         self._longest = context_length - (served.servers.engine == "sglang")
         self._scored_probe: float | None = None

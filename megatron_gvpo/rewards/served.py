@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
+from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.huggingface.fingerprint import fingerprint
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.rewards.judge import Judge, as_text, prompt_messages, scored_chat
@@ -24,8 +25,9 @@ from megatron_gvpo.servers.launch.start import report
 from megatron_gvpo.servers.leader import BackgroundLoop, Command, Failed, follow, result_of
 from megatron_gvpo.servers.model_requests import Servers, Verdict
 from megatron_gvpo.servers.model_servers import Checkpoint, open_servers
-from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.reward_servers import JudgeConfig, RewardModelConfig, key_of
+from megatron_gvpo.settings.rewards import RewardsConfig
+from megatron_gvpo.settings.sections import DataConfig
 from megatron_gvpo.types import OnWait
 
 
@@ -44,11 +46,21 @@ class ServedRewards:
     Every rank calls every method. Without such components it does nothing.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._components = config.rewards.components if config.rewards.is_served else ()
-        held_out = config.data.eval
-        self._keys = [config.data.train.prompt_key, *([held_out.prompt_key] if held_out else [])]
+    def __init__(
+        self,
+        rewards: RewardsConfig,
+        data: DataConfig,
+        cards: ModelCards,
+        output_dir: str,
+        first_gpus: Mapping[str, int],
+    ) -> None:
+        """`output_dir`: the run's, which gets the servers' logs.
+
+        `first_gpus`: the first GPU of each section's servers, by the key of the section.
+        """
+        self._components = rewards.components if rewards.is_served else ()
+        self._keys = [data.train.prompt_key, *([data.eval.prompt_key] if data.eval else [])]
+        self._cards, self._output_dir, self._first_gpus = cards, output_dir, first_gpus
         self._opened = ExitStack()
         self._loop: BackgroundLoop | None = None  # runs on rank 0
         self._served: list[_ServedComponent] = []
@@ -172,13 +184,22 @@ class ServedRewards:
                 continue
             key = key_of(i, component.served)
             model = (
-                RewardModel(component.served, key, _tokenizer(component.served, key))
+                RewardModel(
+                    component.served, key, _tokenizer(component.served, key), self._cards.component(i)
+                )
                 if isinstance(component.served, RewardModelConfig)
                 else Judge(component.served, key)
             )
-            settings, checkpoint = component.served.servers, _checkpoint(component.served)
+            settings, section = component.served.servers, f"{key}.servers"
+            card = None if settings.urls else self._cards.component(i)
             opened = open_servers(
-                self._config, f"{key}.servers", settings, checkpoint, report, "reward server"
+                section,
+                settings,
+                _checkpoint(component.served, card),
+                self._output_dir,
+                self._first_gpus[section],
+                report,
+                "reward server",
             )
             if opened.supervisor is not None:
                 self._opened.callback(opened.supervisor.close)
@@ -201,12 +222,12 @@ def _hash(path: str | None) -> dict[str, float]:
     return {} if hashes is None else {"model_hash": float(int(hashes["sha256"][:8], 16))}
 
 
-def _checkpoint(served: RewardModelConfig | JudgeConfig) -> Checkpoint | None:
+def _checkpoint(served: RewardModelConfig | JudgeConfig, card: ModelCard | None) -> Checkpoint | None:
     """The model that servers start with; None if the run starts none."""
-    if served.path is None:
+    if served.path is None or card is None:
         return None
     generates = not isinstance(served, RewardModelConfig)
-    return Checkpoint(served.path, served.dtype, served.trust_remote_code, generates)
+    return Checkpoint(served.path, card, served.dtype, served.trust_remote_code, generates)
 
 
 def _tokenizer(served: RewardModelConfig, key: str) -> Any:

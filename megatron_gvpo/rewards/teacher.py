@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.rewards.reward_model import TOLERANCE
 from megatron_gvpo.servers.http import Http, ServerRefused, open_session
 from megatron_gvpo.servers.launch.start import DIALECTS, report
 from megatron_gvpo.servers.leader import BackgroundLoop, Command, Failed, follow, result_of
 from megatron_gvpo.servers.model_requests import Misfit, Servers, check_model
 from megatron_gvpo.servers.model_servers import Checkpoint, open_servers
-from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.reward_servers import TeacherConfig
 from megatron_gvpo.types import OnWait, TrainBatch
 
 SECTION = "teacher.server"
@@ -40,10 +41,16 @@ class ServedTeacher:
     requests of a step are sent once.
     """
 
-    def __init__(self, config: Config) -> None:
-        teacher = config.teacher
-        assert teacher is not None and teacher.server is not None, "the run has no teacher on servers"
-        self._config, self._teacher, self._settings = config, teacher, teacher.server
+    def __init__(
+        self, teacher: TeacherConfig, dtype: str, cards: ModelCards, output_dir: str, first_gpu: int
+    ) -> None:
+        """`dtype`: the servers compute in it. `output_dir`: the run's, which gets the servers' logs.
+
+        `first_gpu`: the first GPU of the servers that start here.
+        """
+        assert teacher.server is not None, "the run has no teacher on servers"
+        self._teacher, self._settings, self._dtype = teacher, teacher.server, dtype
+        self._cards, self._output_dir, self._first_gpu = cards, output_dir, first_gpu
         self._opened = ExitStack()
         # The rest exists on rank 0 alone.
         self._loop: BackgroundLoop | None = None
@@ -149,7 +156,7 @@ class ServedTeacher:
         if self._probe is None:
             self._probe = logps
         difference = max(abs(a - b) for a, b in zip(logps, self._probe, strict=True))
-        if difference > (limit := 10 * TOLERANCE[self._config.model.dtype]):
+        if difference > (limit := 10 * TOLERANCE[self._dtype]):
             raise Misfit(
                 f"{SECTION}: {http.url} gives fixed tokens log-probs up to {difference:.3g} nats from those "
                 f"of the first server, more than {limit:g}: it serves another model"
@@ -169,9 +176,19 @@ class ServedTeacher:
         self._opened.callback(loop.close)
         session = loop.run(open_session())
         self._opened.callback(lambda: loop.run(session.close()))
-        teacher = self._teacher
-        checkpoint = Checkpoint(teacher.path, self._config.model.dtype, teacher.trust_remote_code)
-        opened = open_servers(self._config, SECTION, self._settings, checkpoint, report, "teacher's server")
+        checkpoint = None
+        if not self._settings.urls:
+            path, trust = self._teacher.path, self._teacher.trust_remote_code
+            checkpoint = Checkpoint(path, self._cards.teacher, self._dtype, trust)
+        opened = open_servers(
+            SECTION,
+            self._settings,
+            checkpoint,
+            self._output_dir,
+            self._first_gpu,
+            report,
+            "teacher's server",
+        )
         if opened.supervisor is not None:
             self._opened.callback(opened.supervisor.close)
         self._servers = Servers(opened, self._settings, session, self._check)

@@ -23,8 +23,7 @@ from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.sampling.local_model import LocalModel
 from megatron_gvpo.servers.request import Request, pack, requests_for, unpack
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig, SamplingConfig
 from megatron_gvpo.types import OnWait
 
 if TYPE_CHECKING:
@@ -46,19 +45,28 @@ class EmbeddedEngine:
 
     shares_gpus = False  # the engine fits beside the trainer
 
-    def __init__(self, config: Config, cards: ModelCards, task: Task, policy: Scorer) -> None:
-        check_embedded_engine(config, cards.policy)
+    def __init__(
+        self,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        output_dir: str,
+        cards: ModelCards,
+        task: Task,
+        policy: Scorer,
+    ) -> None:
+        """`output_dir` is for engines that write files; this one writes none."""
+        check_embedded_engine(model, cards.policy)
         self._policy = policy
         self._model = LocalModel(
-            config.model.path,
+            model.path,
             task.tokenizer,
             device=parallel.device(),
-            dtype=getattr(torch, config.model.dtype),
-            batch_size=config.rollout.batch_size,
+            dtype=getattr(torch, model.dtype),
+            batch_size=rollout.batch_size,
             end_token_ids=task.end_token_ids,
-            trust_remote_code=config.model.trust_remote_code,
+            trust_remote_code=model.trust_remote_code,
         )
-        talks = config.rollout.conversation
+        talks = rollout.conversation
         self._conversations = None if talks is None else conversations_of(talks, task)
         self._opened = ExitStack()
 
@@ -154,10 +162,8 @@ def generate_groups(ticket: QueuedPrompts, generate: Generate) -> list[Group]:
 _WHOLE_EXPERTS = ("GptOssForCausalLM",)
 
 
-def check_embedded_engine(config: Config, card: ModelCard) -> None:
+def check_embedded_engine(model: ModelConfig, card: ModelCard) -> None:
     """Raises ConfigError if the run would stop at its first push or at its first prompt."""
-    if not config.samples_responses or config.rollout.uses_servers:
-        return
     reason = None
     if card.experts and not any(name in _WHOLE_EXPERTS for name in card.architectures):
         reason = "experts, which its file has one by one"
@@ -165,6 +171,6 @@ def check_embedded_engine(config: Config, card: ModelCard) -> None:
         reason = "layers with a gated delta net"
     if reason is not None:
         raise ConfigError(
-            f"model.path={config.model.path} has {reason}, and the embedded engine cannot sample from such a "
+            f"model.path={model.path} has {reason}, and the embedded engine cannot sample from such a "
             "model: set rollout.engine to sglang or vllm"
         )

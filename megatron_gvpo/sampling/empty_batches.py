@@ -10,7 +10,8 @@ from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.groups import Group, Rollout
 
 if TYPE_CHECKING:
-    from megatron_gvpo.settings.config import Config
+    from megatron_gvpo.algorithms.config import AlgorithmConfig
+    from megatron_gvpo.settings.rewards import RewardsConfig
     from megatron_gvpo.types import TrainBatch
 
 SHAPED = "shaped"  # batches whose groups are all removed by shapers
@@ -24,11 +25,14 @@ class EmptyBatches:
     to the same result.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._loss, self._limit = config.algorithm.loss, config.train.max_empty_batches
-        self._taught = config.algorithm.needs_teacher  # a signal even if all rewards are equal
-        self._weights = {c.name: c.weight for c in config.rewards.components}
-        self._max_tokens = config.rollout.max_tokens
+    def __init__(
+        self, algorithm: AlgorithmConfig, rewards: RewardsConfig, max_tokens: int, max_empty_batches: int
+    ) -> None:
+        """`max_tokens`: `rollout.max_tokens`."""
+        self._loss, self._limit = algorithm.loss, max_empty_batches
+        self._taught = algorithm.needs_teacher  # a signal even if all rewards are equal
+        self._weights = {c.name: c.weight for c in rewards.components}
+        self._max_tokens = max_tokens
         self._in_a_row = Counter[str]()  # empty batches in a row, by kind
         self._warned: set[str] = set()
 

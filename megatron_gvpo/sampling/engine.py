@@ -1,6 +1,6 @@
 """A rollout engine samples responses from the policy: the protocol, and the engines by name.
 
-A new engine needs a class with the methods of `RolloutEngine`, built from (config, cards, task, policy), and
+A new engine needs a class with the methods of `RolloutEngine`, built as `EngineClass` says, and
 an entry in `ENGINES`. Nothing here loads torch, so the configuration may ask for the names.
 """
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from megatron_gvpo.groups import Group, Prompt
     from megatron_gvpo.huggingface.card import ModelCards
     from megatron_gvpo.megatron.scorer import Scorer
-    from megatron_gvpo.settings.config import Config
-    from megatron_gvpo.settings.sections import SamplingConfig
+    from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig, SamplingConfig
 
 
 class RolloutEngine[Ticket](Protocol):
@@ -91,7 +90,13 @@ class NoEngine:
         pass
 
 
-def engine_class(name: str) -> Callable[[Config, ModelCards, Task, Scorer], RolloutEngine[Any]]:
+if TYPE_CHECKING:
+    # Built from sections of the configuration and what the run has read:
+    # (model, rollout, output_dir, cards, task, policy).
+    EngineClass = Callable[[ModelConfig, RolloutConfig, str, ModelCards, Task, Scorer], RolloutEngine[Any]]
+
+
+def engine_class(name: str) -> EngineClass:
     """The engine of this name, a key of ENGINES. Imports its module, which loads torch."""
-    engine: Callable[[Config, ModelCards, Task, Scorer], RolloutEngine[Any]] = load_class(ENGINES[name])
+    engine: EngineClass = load_class(ENGINES[name])
     return engine

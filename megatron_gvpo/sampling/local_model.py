@@ -28,6 +28,7 @@ from transformers.masking_utils import sdpa_mask
 from megatron_gvpo.data.image_processor import ImageProcessor
 from megatron_gvpo.groups import Rollout
 from megatron_gvpo.huggingface.image_families import name_in_file, takes_images
+from megatron_gvpo.huggingface.stop_strings import StopStrings
 from megatron_gvpo.kernels import onednn
 from megatron_gvpo.sampling.draws import Draws
 from megatron_gvpo.servers.request import Request, check_request
@@ -60,7 +61,7 @@ class LocalModel:
         self.device = torch.device(device)
         self.batch_size = batch_size
         self._tokenizer = tokenizer
-        self._end_token_ids = end_token_ids
+        self._end_token_ids, self._stop_strings = end_token_ids, StopStrings(tokenizer)
         self._refusal: str | None = "it has no weights yet: push them first"
         # The first push overwrites the initial weights. Drawing them must not advance the run's random state.
         devices = [self.device] if self.device.type == "cuda" else []
@@ -168,8 +169,7 @@ class LocalModel:
         """One rollout of at most `longest` tokens for each entry of `prompt_of` (a row of `requests`)."""
         prompts = [request.prompt_ids for request in requests]
         n, steps, device = len(seeds), max(longest), self.device
-        stop_ids = sampling.stops(self._end_token_ids)
-        stop = torch.tensor(stop_ids, device=device)
+        stop = torch.tensor(sampling.stops(self._end_token_ids), device=device)
         draws = Draws(sampling, seeds, steps, device)
         token_ns = torch.zeros(n, steps, dtype=torch.int64, device=device)
         logp_ns = torch.zeros(n, steps, dtype=torch.float32, device=device)
@@ -202,6 +202,8 @@ class LocalModel:
             token_ns[live, step] = token
 
             stopped = torch.isin(token, stop) | (last_n[live] == step)
+            if sampling.stop:
+                stopped |= self._completes_stop_string(token_ns[live, : step + 1], sampling.stop)
             if stopped.any():
                 length_n[live[stopped]] = step + 1
                 seconds_n[live[stopped]] = time.perf_counter() - begin
@@ -216,25 +218,43 @@ class LocalModel:
                 positions = positions.expand(3, -1, -1)
             logits = self._forward(token[:, None], positions, mask[:, :end], cache)
 
+        rollouts = self._rollouts(token_ns, logp_ns, length_n.tolist(), seconds_n.tolist(), sampling)
+        for rollout, support in zip(rollouts, draws.supports.result(), strict=True):
+            rollout.support = support and support.parts([(0, len(rollout.token_ids))])
+        return rollouts
+
+    def _rollouts(
+        self,
+        token_ns: Tensor,
+        logp_ns: Tensor,
+        lengths: Sequence[int],
+        seconds: Sequence[float],
+        sampling: SamplingConfig,
+    ) -> list[Rollout]:
+        """The sampled rows as rollouts, each up to its end. Raises FloatingPointError."""
         if not torch.isfinite(logp_ns).all():
             raise FloatingPointError(
                 f"the model gave non-finite logits with weight version {self.version}: "
                 "training diverged, or the checkpoint is damaged"
             )
-        lengths = length_n.tolist()
-        token_ids = [row[:length] for row, length in zip(token_ns.tolist(), lengths, strict=True)]
-        logprobs = [row[:length] for row, length in zip(logp_ns.tolist(), lengths, strict=True)]
-        texts = self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-        return [
-            Rollout(
-                *(ids, logps, text, "stop" if ids[-1] in stop_ids else "length", self.version),
-                seconds=seconds,
-                support=support,
-            )
-            for ids, logps, text, seconds, support in zip(
-                *(token_ids, logprobs, texts, seconds_n.tolist(), draws.supports.result()), strict=True
-            )
-        ]
+        stop_ids = sampling.stops(self._end_token_ids)
+        rollouts = []
+        rows = zip(token_ns.tolist(), logp_ns.tolist(), lengths, seconds, strict=True)
+        for all_ids, all_logps, length, duration in rows:
+            end = self._stop_strings.end(all_ids[:length], sampling.stop)
+            ids = all_ids[: length if end is None else end]
+            reason = "length" if end is None and ids[-1] not in stop_ids else "stop"
+            logps = all_logps[: len(ids)]
+            rollouts.append(Rollout(ids, logps, "", reason, self.version, seconds=duration))
+        texts = self._tokenizer.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
+        for rollout, text in zip(rollouts, texts, strict=True):
+            rollout.text = text
+        return rollouts
+
+    def _completes_stop_string(self, tokens: Tensor, stop: Sequence[str]) -> Tensor:
+        """True for rows of `tokens` [rows, sampled] that have a stop string in their end; bool [rows]."""
+        recent = tokens[:, -self._stop_strings.recent(stop) :].tolist()
+        return torch.tensor([self._stop_strings.has(row, stop) for row in recent], device=self.device)
 
     def _forward(
         self, ids: Tensor, positions: Tensor, mask: Tensor, cache: KeyValueCache, **images: Tensor

@@ -21,6 +21,7 @@ from megatron_gvpo.sampling.evaluation import summarise
 from megatron_gvpo.sampling.outages import REWARDS, Outages
 from megatron_gvpo.sampling.samplers import EngineSampler
 from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.reward_servers import first_gpus
 from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.types import OnWait
 
@@ -48,11 +49,15 @@ class Rollouts:
         self._rewards = RewardPool(config.rewards, () if talks is None else talks.counts)
         self._most_lost = None if talks is None else talks.max_lost
         self._outages = None if talks is None else Outages(talks.max_lost)
-        self._served = ServedRewards(config) if config.rewards.is_served else None
+        self._served = None
+        if config.rewards.is_served:
+            gpus = first_gpus(config)
+            self._served = ServedRewards(config.rewards, config.data, cards, config.output_dir, gpus)
         self._unscored = self._unscored_now()
-        self.engine: RolloutEngine[Any] = (
-            engine_class(config.rollout.engine)(config, cards, task, policy) if self._samples else NoEngine()
-        )
+        self.engine: RolloutEngine[Any] = NoEngine()
+        if self._samples:
+            build = engine_class(config.rollout.engine)
+            self.engine = build(config.model, config.rollout, config.output_dir, cards, task, policy)
 
     def sampler(
         self,

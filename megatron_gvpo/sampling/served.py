@@ -18,6 +18,7 @@ from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
 from megatron_gvpo.huggingface.card import ModelCards
+from megatron_gvpo.huggingface.stop_strings import StopStrings
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.sampling.server_checks import check_server
 from megatron_gvpo.servers import leader
@@ -28,8 +29,7 @@ from megatron_gvpo.servers.pool import PendingRequest, ServerPool
 from megatron_gvpo.servers.request import Request, check_request, pack, requests_for, unpack
 from megatron_gvpo.servers.session import ServerSession
 from megatron_gvpo.servers.speculation import DraftCounter
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig, SamplingConfig
 from megatron_gvpo.types import OnWait
 from megatron_gvpo.weights.publisher import WeightSync
 from megatron_gvpo.weights.transport import PushSettings
@@ -53,17 +53,37 @@ class ServedEngine:
     awake, the "training" part of the trainer's memory is theirs, and after the push the "weights" part too.
     """
 
-    def __init__(self, config: Config, cards: ModelCards, task: Task, policy: Scorer) -> None:
-        self._config, self._cards, self._task = config, cards, task
-        self._weights = WeightSync(PushSettings.of(config, cards, parallel.device()), policy, task.prompts)
-        self._memory = policy.memory if config.rollout.servers.colocated else None
-        talks = config.rollout.conversation
+    def __init__(
+        self,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        output_dir: str,
+        cards: ModelCards,
+        task: Task,
+        policy: Scorer,
+    ) -> None:
+        self._cards, self._task = cards, task
+        settings = PushSettings.of(model, rollout, output_dir, cards, parallel.device())
+        self._weights = WeightSync(settings, policy, task.prompts)
+        check = partial(check_server, model=model, rollout=rollout, cards=cards, task=task)
+        self._open_servers = partial(
+            ServerSession,
+            model,
+            rollout,
+            output_dir,
+            cards,
+            task.end_token_ids,
+            StopStrings(task.tokenizer),
+            check,
+        )
+        self._memory = policy.memory if rollout.servers.colocated else None
+        talks = rollout.conversation
         self._conversations = None if talks is None else conversations_of(talks, task)
         self._opened = ExitStack()  # conversations, on rank 0
         self.servers: ServerSession | None = None  # set on rank 0 while the servers run
         self.asleep = False
         self._version = -1
-        self._drafts = DraftCounter() if config.rollout.speculation is not None else None
+        self._drafts = DraftCounter() if rollout.speculation is not None else None
         self._measured: dict[str, float] = {}  # metrics of the last batch of responses, on rank 0
 
     @property
@@ -228,17 +248,7 @@ class ServedEngine:
         try:
             if self._conversations is not None:
                 self._opened.enter_context(self._conversations)
-            self.servers = ServerSession(
-                self._config,
-                self._cards,
-                self._task.end_token_ids,
-                partial(
-                    check_server,
-                    config=self._config,
-                    cards=self._cards,
-                    end_token_ids=self._task.end_token_ids,
-                ),
-            )
+            self.servers = self._open_servers()
         except ConfigError as error:
             failed = Failed.by(error)
         except OSError as error:

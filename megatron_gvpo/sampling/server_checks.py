@@ -9,6 +9,7 @@ from typing import Any
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.data.image_files import ImageError
 from megatron_gvpo.data.image_processor import ImageProcessor
+from megatron_gvpo.data.task import Task
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_of
 from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.huggingface.end_tokens import ids_in_files
@@ -18,8 +19,7 @@ from megatron_gvpo.servers.http import ServerRefused
 from megatron_gvpo.servers.routed_experts import Routers
 from megatron_gvpo.servers.sent_images import ImageSender
 from megatron_gvpo.servers.server import Server
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.lengths import longest_prompt
+from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig
 from megatron_gvpo.weights.receivers import receiver_class
 
 TIMEOUT = 60.0  # seconds for one answer
@@ -38,23 +38,23 @@ SHAPE = (
 
 
 async def check_server(
-    server: Server, config: Config, cards: ModelCards, end_token_ids: Sequence[int]
+    server: Server, model: ModelConfig, rollout: RolloutConfig, cards: ModelCards, task: Task
 ) -> None:
     """Compare the server's release, model and tokenizer with the run's. Raises ConfigError if they differ.
 
-    `end_token_ids`: those at which the run's responses end; the server must have no others.
+    The server must end responses at no other tokens than those of `task`.
     """
     where = f"rollout server {server.url}"
     try:
         info = await server.info(TIMEOUT)
     except ServerRefused as error:
         raise ConfigError(
-            f"{where} does not speak as rollout.engine={config.rollout.engine} does: {error}. Is it another "
+            f"{where} does not speak as rollout.engine={rollout.engine} does: {error}. Is it another "
             "engine, or does it want another key (rollout.servers.api_key_env)?"
         ) from None
-    if info.version not in server.tested and not config.rollout.servers.allow_untested_version:
+    if info.version not in server.tested and not rollout.servers.allow_untested_version:
         raise ConfigError(
-            f"{where} runs {config.rollout.engine} {info.version}; tested: {', '.join(server.tested)}. "
+            f"{where} runs {rollout.engine} {info.version}; tested: {', '.join(server.tested)}. "
             "The interface changes between releases: use a tested one, or set "
             "rollout.servers.allow_untested_version=true and watch the mismatch metrics"
         )
@@ -63,70 +63,68 @@ async def check_server(
             f"{where} has {info.http_processes} HTTP processes (--tokenizer-worker-num), each of which sees "
             "a part of a weight push and asks for no key: start it with one"
         )
-    model = cards.policy
-    prompt = longest_prompt(config, model)
-    needed = prompt + config.rollout.max_tokens
+    prompt = task.longest_prompt
+    needed = prompt + rollout.max_tokens
     if 0 < info.context_length < needed:
         raise ConfigError(
             f"{where} has room for {info.context_length} tokens of prompt and response (by its context "
             "length, or by SGLang's --mem-fraction-static and GPU memory if its log says that the KV pool "
             "holds fewer); data.max_prompt_tokens="
-            f"{prompt} plus rollout.max_tokens={config.rollout.max_tokens} need {needed}"
+            f"{prompt} plus rollout.max_tokens={rollout.max_tokens} need {needed}"
         )
-    await _check_speculation(server, config)
-    if config.rollout.router_replay:
-        await _check_routing(server, config, model)
-    if config.records_supports:
-        await _check_support(server, config)
-    if config.rollout.weights.traits.sends_adapter:
-        await _check_adapters(server, config, model)
-    if takes_images(model):
-        await _check_image(server, config, model)
+    await _check_speculation(server, rollout.speculation is not None)
+    if rollout.router_replay:
+        await _check_routing(server, rollout, cards.policy)
+    if rollout.wants_support:
+        await _check_support(server, rollout)
+    if rollout.weights.traits.sends_adapter:
+        await _check_adapters(server, model, rollout, cards.policy)
+    if takes_images(cards.policy):
+        await _check_image(server, model.path, rollout, cards.policy)
     served = Path(info.model_path)
     if (served / "config.json").is_file():  # else on another machine; the first push compares log-probs
-        _check_files(where, served, config, cards, end_token_ids)
+        _check_files(where, served, model.path, cards, task.end_token_ids)
 
 
 def _check_files(
-    where: str, served: Path, config: Config, cards: ModelCards, end_token_ids: Sequence[int]
+    where: str, served: Path, path: str, cards: ModelCards, end_token_ids: Sequence[int]
 ) -> None:
-    """Compare the directory of the served model with the configured one. Raises ConfigError."""
+    """Compare the directory of the served model with the policy's, `path`. Raises ConfigError."""
     model = cards.policy
-    is_configured = served == Path(config.served_path)
+    is_configured = served == Path(cards.served_path)
     other_config = cards.served if is_configured else ModelCard.read(served, where)
     for key in SHAPE:
         if other_config.get(key) != model.get(key):
             raise ConfigError(
                 f"{where} serves {served} with {key}={other_config.get(key)!r}, but "
-                f"model.path={config.model.path} has {key}={model.get(key)!r}: start it with the "
+                f"model.path={path} has {key}={model.get(key)!r}: start it with the "
                 "trainer's model"
             )
     if further := [number for number in ids_in_files(served, other_config) if number not in end_token_ids]:
         raise ConfigError(
             f"{where} serves {served}, whose eos_token_id in config.json or generation_config.json "
-            f"has {further[0]}, at which responses of model.path={config.model.path} do not end: make the "
+            f"has {further[0]}, at which responses of model.path={path} do not end: make the "
             "files alike, or name the token in rollout.stop_token_ids"
         )
     expected = cards.served.get("quantization_config")
     if other_config.get("quantization_config") != expected:
         raise ConfigError(
             f"{where} serves {served} with quantization_config="
-            f"{other_config.get('quantization_config')}, but {config.served_path} has {expected}: set "
+            f"{other_config.get('quantization_config')}, but {cards.served_path} has {expected}: set "
             "rollout.servers.model_path to the model that the server serves"
         )
     if takes_images(model):
-        _check_processor(where, served, config.model.path)
-    own, other = vocabulary(Path(config.model.path)), vocabulary(served)
+        _check_processor(where, served, path)
+    own, other = vocabulary(Path(path)), vocabulary(served)
     if own and other and own != other:
         differing = sorted(token for token, _ in own.items() ^ other.items())[:5]
         raise ConfigError(
-            f"{where} serves {served} with another tokenizer than model.path={config.model.path}: "
+            f"{where} serves {served} with another tokenizer than model.path={path}: "
             f"they differ in {', '.join(map(repr, differing))}"
         )
 
 
-async def _check_speculation(server: Server, config: Config) -> None:
-    wanted = config.rollout.speculation is not None
+async def _check_speculation(server: Server, wanted: bool) -> None:
     try:
         speculates = await server.speculates(TIMEOUT)
     except ServerRefused as error:
@@ -140,23 +138,23 @@ async def _check_speculation(server: Server, config: Config) -> None:
         )
 
 
-async def _check_routing(server: Server, config: Config, model: ModelCard) -> None:
+async def _check_routing(server: Server, rollout: RolloutConfig, card: ModelCard) -> None:
     """Sample one token, and check that the server returns the experts it was routed to."""
     try:
-        sample = await server.sample([0], 1, 0, config.rollout, (), TIMEOUT)
+        sample = await server.sample([0], 1, 0, rollout, (), TIMEOUT)
         if sample.experts is None:
             raise ValueError("no experts: start it with --enable-return-routed-experts")
-        Routers.of(model).pack(sample.experts, 1 + len(sample.token_ids))
+        Routers.of(card).pack(sample.experts, 1 + len(sample.token_ids))
     except (ServerRefused, ValueError) as error:
         raise ConfigError(
             f"rollout.router_replay=true: rollout server {server.url} answered with {error}"
         ) from None
 
 
-async def _check_support(server: Server, config: Config) -> None:
+async def _check_support(server: Server, rollout: RolloutConfig) -> None:
     """Sample one token, and check that the server returns what it was sampled from."""
     try:
-        sample = await server.sample([0], 1, 0, config.rollout, (), TIMEOUT)
+        sample = await server.sample([0], 1, 0, rollout, (), TIMEOUT)
         if sample.support is None:
             raise ValueError("no tokens that it could have sampled")
     except (ServerRefused, ValueError) as error:
@@ -166,14 +164,14 @@ async def _check_support(server: Server, config: Config) -> None:
         ) from None
 
 
-async def _check_image(server: Server, config: Config, model: ModelCard) -> None:
+async def _check_image(server: Server, path: str, rollout: RolloutConfig, card: ModelCard) -> None:
     """Sample one token for a prompt with an image, which the server must cut into the trainer's tokens."""
-    sender = ImageSender(config.model.path, model)
+    sender = ImageSender(path, card)
     images = sender.sent([sender.picture()])
-    prompt = [model["vision_start_token_id"], *[sender.placeholder] * images[0].tokens]
-    prompt.append(model.get("vision_end_token_id") or model["vision_start_token_id"])
+    prompt = [card["vision_start_token_id"], *[sender.placeholder] * images[0].tokens]
+    prompt.append(card.get("vision_end_token_id") or card["vision_start_token_id"])
     try:
-        await server.sample(prompt, 1, 0, config.rollout, (), config.rollout.servers.request_timeout, images)
+        await server.sample(prompt, 1, 0, rollout, (), rollout.servers.request_timeout, images)
     except ServerRefused as error:
         raise ConfigError(f"rollout server {server.url} does not take an image: {error}") from None
 
@@ -191,11 +189,13 @@ def _check_processor(where: str, served: Path, path: str) -> None:
             )
 
 
-async def _check_adapters(server: Server, config: Config, model: ModelCard) -> None:
-    transport = config.rollout.weights.transport
-    receiver: Any = receiver_class(config.rollout.engine, transport)(server)
-    layers = adapted_layers(config.model, model)
-    refusal = await receiver.refusal(adapter_of(config.model).rank, layers, TIMEOUT)
+async def _check_adapters(
+    server: Server, model: ModelConfig, rollout: RolloutConfig, card: ModelCard
+) -> None:
+    transport = rollout.weights.transport
+    receiver: Any = receiver_class(rollout.engine, transport)(server)
+    layers = adapted_layers(model, card)
+    refusal = await receiver.refusal(adapter_of(model).rank, layers, TIMEOUT)
     if refusal is not None:
         raise ConfigError(
             f"rollout.weights.transport={transport}: rollout server {server.url} takes no such adapters: "

@@ -9,7 +9,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.architectures import check_family
 from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.settings.adapter import OF_MLPS, possible_targets
-from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig
 
 # The sizes of heads for which vLLM 0.32 has a compiled kernel. A server with another size starts, and ends at
 # the first prompt. tests/servers/test_head_sizes.py asks the kernels.
@@ -41,31 +41,30 @@ NOT_ON_CPU: dict[str, dict[str, str]] = {
 }
 
 
-def check_rollout_model(config: Config, cards: ModelCards) -> None:
+def check_rollout_model(model: ModelConfig, rollout: RolloutConfig, cards: ModelCards) -> None:
     """Raises ConfigError where rollout servers that this machine starts on CPUs could not serve the model."""
-    servers = config.rollout.servers
-    if config.rollout.engine not in NOT_ON_CPU or servers.urls:
+    if rollout.engine not in NOT_ON_CPU or rollout.servers.urls:
         return
-    where, model = f"{config.served_key}={config.served_path}", cards.served
-    check_family(model, where)
-    check_on_cpu(model, config.rollout.engine, config.model.dtype, "rollout.engine", where)
-    if config.rollout.weights.traits.sends_adapter and model.experts:
-        _check_adapters(config, model)
+    where = f"{cards.served_key}={cards.served_path}"
+    check_family(cards.served, where)
+    check_on_cpu(cards.served, rollout.engine, model.dtype, "rollout.engine", where)
+    if rollout.weights.traits.sends_adapter and cards.served.experts:
+        _check_adapters(model, rollout, cards.served)
 
 
-def _check_adapters(config: Config, model: ModelCard) -> None:
+def _check_adapters(model: ModelConfig, rollout: RolloutConfig, card: ModelCard) -> None:
     """Raises ConfigError for adapters beside experts, which the engines compute by Triton kernels.
 
     vLLM (0.32.0) does so wherever it takes adapters, SGLang (0.5.23) where experts have some.
     """
-    engine, adapter = config.rollout.engine, config.model.adapter
+    engine, adapter = rollout.engine, model.adapter
     assert adapter is not None, "checked with the configuration"
-    possible = possible_targets(model.architectures[0])
+    possible = possible_targets(card.architectures[0])
     of_experts = sorted(set(adapter.selected(possible)) & set(OF_MLPS))
     if engine == "vllm" or of_experts:
         named = f"adapters of experts ({', '.join(of_experts)})" if of_experts else "adapters beside experts"
         raise ConfigError(
-            f"rollout.weights.transport={config.rollout.weights.transport} with rollout.engine={engine} on a "
+            f"rollout.weights.transport={rollout.weights.transport} with rollout.engine={engine} on a "
             f"machine without a GPU: {engine} computes {named} with Triton, which has no build for CPUs: use "
             "rollout.weights.transport=broadcast, which sends merged weights"
         )

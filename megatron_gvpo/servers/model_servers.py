@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,8 +20,7 @@ from megatron_gvpo.servers.cpu_engines import check_on_cpu
 from megatron_gvpo.servers.launch.start import free_ports_of, given_key, visible
 from megatron_gvpo.servers.launch.supervise import ServerProcess, Supervisor
 from megatron_gvpo.servers.server import PLUGINS, Launch
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.reward_servers import MODEL, RewardServers, model_servers
+from megatron_gvpo.settings.reward_servers import MODEL, RewardServers
 
 
 @dataclass(frozen=True)
@@ -40,21 +39,24 @@ class Checkpoint:
     """A model that servers start with."""
 
     path: str
+    card: ModelCard
     dtype: str
     trust_remote_code: bool
     generates: bool = True  # a language model; False: a classification model
 
 
 def open_servers(
-    config: Config,
     section: str,
     servers: RewardServers,
     checkpoint: Checkpoint | None,
+    output_dir: str,
+    first_gpu: int,
     report: Callable[[str], None],
     called: str,
 ) -> ServerAddresses:
     """Find the servers of a section of the configuration, or start them with the checkpoint.
 
+    `output_dir`: the run's, which gets the servers' logs. `first_gpu`: the first of the GPUs that they take.
     `called`: the name of such a server in messages. Raises ConfigError.
     """
     if servers.urls:
@@ -65,21 +67,20 @@ def open_servers(
     api_key = secrets.token_hex(16)
     remember(api_key)
     on_gpu = torch.cuda.is_available()
-    where = f"{section.rpartition('.')[0]}.path"
-    model = ModelCard.read(checkpoint.path, where)
-    if not on_gpu:
-        named = f"{where}={checkpoint.path}"
-        check_on_cpu(model, servers.engine, checkpoint.dtype, f"{section}.engine", named)
-    gpus = list(_gpus(config, section)) if on_gpu else []
+    if on_gpu:
+        _check_gpus(section, servers, first_gpu)
+    else:
+        named = f"{section.rpartition('.')[0]}.path={checkpoint.path}"
+        check_on_cpu(checkpoint.card, servers.engine, checkpoint.dtype, f"{section}.engine", named)
     processes = []
     for number, port in enumerate(free_ports_of(servers, section)):
-        launch = command(servers, checkpoint, model, section, port, api_key, on_gpu)
+        launch = command(servers, checkpoint, section, port, api_key, on_gpu)
         launch.environment.update({n: os.environ.get(n, lo) for n, lo in ON_LOOPBACK.items()})
         if on_gpu:
-            own_gpus = gpus[number * servers.tp : (number + 1) * servers.tp]
-            launch.environment["CUDA_VISIBLE_DEVICES"] = visible(own_gpus)
+            own = first_gpu + number * servers.tp
+            launch.environment["CUDA_VISIBLE_DEVICES"] = visible(range(own, own + servers.tp))
         host = f"[{servers.host}]" if ":" in servers.host else servers.host
-        log = Path(config.output_dir) / "servers" / f"{port}.log"
+        log = Path(output_dir) / "servers" / f"{port}.log"
         processes.append(ServerProcess(launch, f"http://{host}:{port}", log))
     supervisor = Supervisor(processes, servers, report, section, called)
     try:
@@ -97,13 +98,12 @@ def open_servers(
 def command(
     servers: RewardServers,
     checkpoint: Checkpoint,
-    model: ModelCard,
     section: str,
     port: int,
     api_key: str,
     on_gpu: bool,
 ) -> Launch:
-    """The command that starts a server of the checkpoint, whose card is `model`."""
+    """The command that starts a server of the checkpoint."""
     environment = {"PYTHONPATH": str(PLUGINS)}
     trust = ["--trust-remote-code"] if checkpoint.trust_remote_code else []
     if servers.engine == "sglang":
@@ -124,26 +124,14 @@ def command(
     if servers.context_length:
         words += ["--max-model-len", str(servers.context_length)]
     environment["VLLM_NO_USAGE_STATS"] = "1"
-    return vllm.finished_launch(words, environment, servers, api_key, on_gpu, model)
+    return vllm.finished_launch(words, environment, servers, api_key, on_gpu, checkpoint.card)
 
 
-def _gpus(config: Config, section: str) -> Iterator[int]:
-    """The GPUs of a section's servers. They follow those of trainer, rollout servers and earlier sections."""
-    rollout = config.rollout
-    taken = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    if rollout.uses_servers and not rollout.servers.urls:
-        rollout_gpus = rollout.servers.count * rollout.servers.tp
-        taken = max(taken, rollout_gpus) if rollout.servers.colocated else taken + rollout_gpus
-    wanted = 0
-    for name, servers in model_servers(config):
-        wanted = servers.count * servers.tp
-        if name == section:
-            break
-        taken += 0 if servers.urls else wanted
-    present = torch.cuda.device_count()
-    if taken + wanted > present:
+def _check_gpus(section: str, servers: RewardServers, first: int) -> None:
+    """Raises ConfigError if this machine has too few GPUs for servers whose first GPU is `first`."""
+    wanted, present = servers.count * servers.tp, torch.cuda.device_count()
+    if first + wanted > present:
         raise ConfigError(
-            f"{section}: the servers need {wanted} GPUs beside {taken} that the trainer and other servers "
+            f"{section}: the servers need {wanted} GPUs beside {first} that the trainer and other servers "
             f"have, and this machine has {present}: use fewer, or give urls of others"
         )
-    return iter(range(taken, taken + wanted))

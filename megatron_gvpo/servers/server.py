@@ -19,8 +19,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.http import Http, ServerGone, ServerRefused
 from megatron_gvpo.servers.sent_images import SentImage, difference
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig, SamplingConfig
 from megatron_gvpo.settings.servers import AFTER_PORT, EngineServers, ServersConfig
 from megatron_gvpo.supports import Support
 
@@ -53,6 +52,7 @@ class Completion:
     experts: np.ndarray | None = None  # integers [prompt + response - 1, layers, experts per token]
     cached: int | None = None  # prompt tokens that its prefix cache had, if the server reports it
     support: Support | None = None  # with truncated sampling: what `logprobs` are normalised over
+    stop_string: str | None = None  # the stop string at which the server ended it, if at one
 
     def __post_init__(self) -> None:
         """Raises ValueError, TypeError for values that a response cannot have: another program sent them."""
@@ -79,8 +79,8 @@ class Completion:
         return self._first(end)
 
     def ended_elsewhere(self, stops: Sequence[int]) -> str | None:
-        """The problem if the server ended the response at another token than these; otherwise None."""
-        if self.finish_reason != "stop" or self.token_ids[-1] in stops:
+        """The problem if the server ended the response at another token than these, and at no string."""
+        if self.finish_reason != "stop" or self.stop_string is not None or self.token_ids[-1] in stops:
             return None
         return (
             f"ended a response at token {self.token_ids[-1]}, and the run's end at "
@@ -88,6 +88,12 @@ class Completion:
             "generation_config.json than model.path; make the files alike, or name the token in "
             "rollout.stop_token_ids"
         )
+
+    def first(self, count: int) -> Completion:
+        """The first `count` tokens, with which the response ends."""
+        dropped = len(self.token_ids) - count
+        experts = self.experts if self.experts is None or not dropped else self.experts[:-dropped]
+        return replace(self._first(count), experts=experts, finish_reason="stop")
 
     def before(self, token: int) -> Completion:
         """An aborted sample up to the first of these tokens."""
@@ -171,7 +177,14 @@ class Server(Protocol):
     def url(self) -> str: ...
 
     @staticmethod
-    def launch(config: Config, cards: ModelCards, port: int, api_key: str | None, on_gpu: bool) -> Launch:
+    def launch(
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        cards: ModelCards,
+        port: int,
+        api_key: str | None,
+        on_gpu: bool,
+    ) -> Launch:
         """The command that starts such a server on `rollout.servers.host`:`port`."""
 
     async def check_health(self, timeout: float) -> None:
@@ -197,6 +210,7 @@ class Server(Protocol):
     ) -> Completion:
         """Sample one response of at most `max_tokens` tokens. A stop token ends it and is its last token.
 
+        The strings `sampling.stop` end it where the server sees one (see `StopStrings`).
         With `sampling.wants_routing` the sample has its experts, unless it was aborted; with
         `sampling.wants_support` its supports, and log-probs over them. `token_ids` have all
         tokens of the `images`. Raises ServerRefused if the server makes other tokens of them.

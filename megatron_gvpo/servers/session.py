@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.huggingface.image_families import takes_images
+from megatron_gvpo.huggingface.stop_strings import StopStrings
 from megatron_gvpo.servers import leader
 from megatron_gvpo.servers.http import Http, ServerGone, open_session
 from megatron_gvpo.servers.launch.start import DIALECTS, given_key, report, start_servers
@@ -20,8 +21,7 @@ from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.servers.routed_experts import Routers
 from megatron_gvpo.servers.sent_images import ImageSender
 from megatron_gvpo.servers.server import Server
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.sections import RolloutConfig
+from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig
 
 MISSED = 3.0  # health checks without which a server gives up a push whose trainer is silent
 
@@ -36,28 +36,31 @@ class ServerSession:
 
     def __init__(
         self,
-        config: Config,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        output_dir: str,
         cards: ModelCards,
         end_token_ids: Sequence[int],
+        stop_strings: StopStrings,
         check: Callable[[Server], Awaitable[None]],
     ) -> None:
-        self._check, model = check, cards.policy
-        servers, dialect = config.rollout.servers, DIALECTS[config.rollout.engine]
+        self._check = check
+        servers, dialect = rollout.servers, DIALECTS[rollout.engine]
         with ExitStack() as opened:  # ends earlier parts if a later one fails to start
-            self.supervisor, urls, key = _servers(config, cards)
+            self.supervisor, urls, key = _servers(model, rollout, output_dir, cards)
             if self.supervisor is not None:
                 opened.callback(self.supervisor.close)  # last, so that no request waits for a dead server
             self.loop = BackgroundLoop("rollout client")
             opened.callback(self.loop.close)
             session = self.loop.run(open_session())
             opened.callback(lambda: self.loop.run(session.close()))
-            routers = Routers.of(model) if config.rollout.router_replay else None
+            routers = Routers.of(cards.policy) if rollout.router_replay else None
             started = {p.url: p.listens for p in self.supervisor.processes} if self.supervisor else {}
             silence = MISSED * servers.health_timeout
             https = [Http(session, url, key, started.get(url), silence) for url in urls]
-            keeps_weights = _keeps_weights(config.rollout)
+            keeps_weights = _keeps_weights(rollout)
             clients = [dialect(http, keeps_weights) for http in https]
-            images = ImageSender(config.model.path, model) if takes_images(model) else None
+            images = ImageSender(model.path, cards.policy) if takes_images(cards.policy) else None
             self.pool = ServerPool(
                 clients,
                 servers,
@@ -66,7 +69,8 @@ class ServerSession:
                 self.supervisor,
                 routers,
                 images,
-                model.get("vocab_size", math.inf),
+                cards.policy.get("vocab_size", math.inf),
+                stop_strings,
             )
             opened.callback(self.loop.cancel_all)
             opened.callback(lambda: self.loop.run(self.pool.stop()))
@@ -101,9 +105,11 @@ def _keeps_weights(rollout: RolloutConfig) -> bool:
     return rollout.weights.traits.sends_adapter or (draft is not None and draft.own_weights)
 
 
-def _servers(config: Config, cards: ModelCards) -> tuple[Supervisor | None, list[str], str | None]:
+def _servers(
+    model: ModelConfig, rollout: RolloutConfig, output_dir: str, cards: ModelCards
+) -> tuple[Supervisor | None, list[str], str | None]:
     """(supervisor, URLs, API key) of servers that run elsewhere, or are started here. Raises ConfigError."""
-    servers = config.rollout.servers
+    servers = rollout.servers
     if not servers.urls:
         if servers.nodes > 1:
             raise ConfigError(
@@ -111,6 +117,6 @@ def _servers(config: Config, cards: ModelCards) -> tuple[Supervisor | None, list
                 "start these with megatron-gvpo serve on each of theirs, and give rollout.servers.urls"
             )
         key = secrets.token_hex(16)
-        supervisor = start_servers(config, cards, key, report)
+        supervisor = start_servers(model, rollout, output_dir, cards, key, report)
         return supervisor, [process.url for process in supervisor.processes], key
     return None, list(servers.urls), given_key(servers)

@@ -34,8 +34,7 @@ from megatron_gvpo.servers.server import (
     shortened,
 )
 from megatron_gvpo.servers.speculation import eagle_kind
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig, SamplingConfig
 from megatron_gvpo.settings.servers import EngineServers, SpeculationConfig
 from megatron_gvpo.supports import Support
 
@@ -99,10 +98,17 @@ class SGLang:
         return self.http.url
 
     @staticmethod
-    def launch(config: Config, cards: ModelCards, port: int, api_key: str | None, on_gpu: bool) -> Launch:
-        servers = config.rollout.servers
-        command = [servers.python, "-m", "sglang.launch_server", "--model-path", config.served_path]
-        command += ["--host", servers.host, "--port", str(port), "--dtype", config.model.dtype]
+    def launch(
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        cards: ModelCards,
+        port: int,
+        api_key: str | None,
+        on_gpu: bool,
+    ) -> Launch:
+        servers = rollout.servers
+        command = [servers.python, "-m", "sglang.launch_server", "--model-path", cards.served_path]
+        command += ["--host", servers.host, "--port", str(port), "--dtype", model.dtype]
         command += ["--tp-size", str(servers.tp), "--skip-server-warmup"]
         command += ["--custom-weight-loader", WEIGHT_LOADER]
         if servers.nodes > 1:
@@ -110,27 +116,27 @@ class SGLang:
             address, port_of_ranks = meeting_of_ranks(servers)
             address = f"[{address}]" if ":" in address else address
             command += ["--dist-init-addr", f"{address}:{port_of_ranks}"]
-        if config.model.trust_remote_code:
+        if model.trust_remote_code:
             command += ["--trust-remote-code"]
         if servers.context_length:
             command += ["--context-length", str(servers.context_length)]
         if servers.colocated and on_gpu:
             command += ["--enable-memory-saver"]
-        if config.rollout.router_replay:
+        if rollout.router_replay:
             command += ["--enable-return-routed-experts"]
-        if config.records_supports and config.rollout.top_k is not None:
-            command += ["--sampling-mask-max-tokens", str(config.rollout.top_k + TIES)]
-        if config.rollout.weights.traits.sends_adapter:
-            command += _serving_adapters(config, cards.policy, on_gpu)
-        if config.rollout.speculation is not None:
+        if rollout.wants_support and rollout.top_k is not None:
+            command += ["--sampling-mask-max-tokens", str(rollout.top_k + TIES)]
+        if rollout.weights.traits.sends_adapter:
+            command += _serving_adapters(model, servers.colocated, cards.policy, on_gpu)
+        if rollout.speculation is not None:
             if not on_gpu:
-                raise ConfigError(f"rollout.speculation.method={config.rollout.speculation.method}: {ON_CPU}")
-            command += _speculation(config.rollout.speculation, cards)
-            if config.rollout.speculation.own_weights and servers.colocated:
+                raise ConfigError(f"rollout.speculation.method={rollout.speculation.method}: {ON_CPU}")
+            command += _speculation(rollout.speculation, cards)
+            if rollout.speculation.own_weights and servers.colocated:
                 # No push restores draft weights after a sleep.
                 command += ["--enable-draft-weights-cpu-backup"]
         environment = {"PYTHONPATH": str(PLUGINS)}
-        if config.model.train_vision:  # the cache of image features would outlive the weights that made them
+        if model.train_vision:  # the cache of image features would outlive the weights that made them
             environment["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
         return finished_launch(command, environment, servers, api_key, on_gpu, "rollout.servers")
 
@@ -172,6 +178,7 @@ class SGLang:
                 "min_p": sampling.min_p,
                 "max_new_tokens": max_tokens,
                 "stop_token_ids": list(stop_ids),
+                "stop": list(sampling.stop),
                 "sampling_seed": seed % 2**31,  # takes effect with --enable-deterministic-inference
             },
             "return_logprob": True,
@@ -196,6 +203,7 @@ class SGLang:
             if sampling.wants_support:  # the log-probs of `entries` are over the whole vocabulary
                 logprobs = meta.get("output_token_sampling_logprobs", [])
                 members = meta.get("output_token_sampling_mask", [])
+            matched = meta["finish_reason"].get("matched")  # a string, or a token
             experts = meta.get("routed_experts")  # experts of all tokens but the last, in all layers
             return Completion(
                 token_ids=answer["output_ids"],
@@ -205,6 +213,7 @@ class SGLang:
                 experts=None if experts is None else np.frombuffer(base64.b64decode(experts), "<i4"),
                 cached=meta.get("cached_tokens"),
                 support=None if members is None else Support.of(members),
+                stop_string=matched if isinstance(matched, str) else None,
             )
 
     async def score(self, token_ids: Sequence[int], timeout: float, first: int = 1) -> list[float]:
@@ -272,13 +281,13 @@ class SGLang:
         await self.http.post("/resume_memory_occupation", {"tags": tags}, timeout=timeout)
 
 
-def _serving_adapters(config: Config, card: ModelCard, on_gpu: bool) -> list[str]:
+def _serving_adapters(model: ModelConfig, colocated: bool, card: ModelCard, on_gpu: bool) -> list[str]:
     """Options of a server that takes adapters. It refuses one of whose tensors it would use only a part."""
-    layers, adapter = adapted_layers(config.model, card), config.model.adapter
+    layers, adapter = adapted_layers(model, card), model.adapter
     assert adapter is not None, "checked with the configuration"
     options = ["--enable-lora", "--lora-strict-loading", "--max-lora-rank", str(adapter.rank)]
     options += ["--max-loras-per-batch", "2"]  # the model itself counts as one
-    if config.rollout.servers.colocated and on_gpu:
+    if colocated and on_gpu:
         options += ["--enable-weights-cpu-backup"]
     if not on_gpu:
         options += ["--lora-backend", "torch_native"]  # the others are kernels in Triton

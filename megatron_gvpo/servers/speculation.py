@@ -12,7 +12,7 @@ from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.huggingface.complete_weights import check_files, has_heads
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
 from megatron_gvpo.servers.server import Drafts
-from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.servers import SpeculationConfig
 
 if TYPE_CHECKING:
     from megatron_gvpo.servers.server import Server
@@ -40,15 +40,14 @@ class DraftCounter:
         return counts.since(earlier)
 
 
-def check_draft(config: Config, cards: ModelCards) -> None:
+def check_draft(chosen: SpeculationConfig | None, cards: ModelCards) -> None:
     """Raise ConfigError for a draft that servers cannot run with the policy's model."""
-    chosen = config.rollout.speculation
     if chosen is None:
         return
     policy = cards.served
-    if chosen.method == "mtp" and not has_heads(Path(config.served_path), policy):
+    if chosen.method == "mtp" and not has_heads(Path(cards.served_path), policy):
         raise ConfigError(
-            f"rollout.speculation.method=mtp: {config.served_path} has no weights of heads for further "
+            f"rollout.speculation.method=mtp: {cards.served_path} has no weights of heads for further "
             "tokens (multi-token prediction): use ngram, suffix or draft"
         )
     if chosen.model is None:

@@ -38,8 +38,7 @@ from megatron_gvpo.servers.server import (
     refuse_http_processes,
 )
 from megatron_gvpo.servers.speculation import eagle_kind
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig, SamplingConfig
 from megatron_gvpo.settings.servers import EngineServers, SpeculationConfig
 from megatron_gvpo.supports import Support
 
@@ -100,6 +99,7 @@ def _generated(answer: Any) -> Completion:
         logprobs=[entry["logprob"] for entry in logprobs or []],
         finish_reason=finish(choice["finish_reason"]),
         cached=_cached(answer),
+        stop_string=_stop_string(choice),
         support=None if members is None else Support.of(members),
     )
 
@@ -121,14 +121,21 @@ class VLLM:
         return self.http.url
 
     @staticmethod
-    def launch(config: Config, cards: ModelCards, port: int, api_key: str | None, on_gpu: bool) -> Launch:
-        servers = config.rollout.servers
+    def launch(
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        cards: ModelCards,
+        port: int,
+        api_key: str | None,
+        on_gpu: bool,
+    ) -> Launch:
+        servers = rollout.servers
         refuse_http_processes(servers, "--api-server-count", "rollout.servers")
         # Not `vllm serve`, which needs a distribution called vllm: the CPU build's has another name.
         module = "megatron_gvpo_follower" if servers.node else "vllm.entrypoints.openai.api_server"
-        command = [servers.python, "-m", module, "--model", config.served_path]
+        command = [servers.python, "-m", module, "--model", cards.served_path]
         command += ["--served-model-name", MODEL, "--host", servers.host, "--port", str(port)]
-        command += ["--dtype", config.model.dtype, "--tensor-parallel-size", str(servers.tp)]
+        command += ["--dtype", model.dtype, "--tensor-parallel-size", str(servers.tp)]
         environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(PLUGINS)}
         if servers.nodes > 1:
             address, port_of_ranks = meeting_of_ranks(servers)
@@ -141,31 +148,31 @@ class VLLM:
         command += ["--weight-transfer-config", '{"backend": "megatron_gvpo"}']
         command += ["--middleware", "megatron_gvpo_watch.Watch"]
         command += ["--enable-prompt-tokens-details"]  # reports prompt tokens that the prefix cache had
-        if config.model.trust_remote_code:
+        if model.trust_remote_code:
             command += ["--trust-remote-code"]
         if servers.context_length:
             command += ["--max-model-len", str(servers.context_length)]
         if servers.colocated and on_gpu:
             # vLLM's default share, 0.92, is refused where less is free: trainer processes keep some GiB.
             command += ["--enable-sleep-mode", "--gpu-memory-utilization", "0.85"]
-        traits = config.rollout.weights.traits
+        traits = rollout.weights.traits
         if on_gpu and traits.sends_changes and cards.policy.experts:
             # Others rearrange the experts' weights after loading, and patches name elements as they load.
             command += ["--moe-backend", "triton"]
         if traits.sends_adapter:
-            rank = served_rank(config.model)
+            rank = served_rank(model)
             command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        if takes_images(cards.served) or config.records_supports:
+        if takes_images(cards.served) or rollout.wants_support:
             command += ["--enable-scale-out"]  # provides the path GENERATE
-        if config.records_supports:
+        if rollout.wants_support:
             command += ["--return-sampling-mask"]
-        if config.rollout.router_replay:
+        if rollout.router_replay:
             command += ["--enable-return-routed-experts"]
-        if config.rollout.router_replay or config.records_supports:
+        if rollout.router_replay or rollout.wants_support:
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older runner returns neither
-        if config.rollout.speculation is not None:
-            command += ["--speculative-config", json.dumps(_speculation(config.rollout.speculation, cards))]
+        if rollout.speculation is not None:
+            command += ["--speculative-config", json.dumps(_speculation(rollout.speculation, cards))]
         return finished_launch(command, environment, servers, api_key, on_gpu, cards.served)
 
     async def check_health(self, timeout: float) -> None:
@@ -204,6 +211,7 @@ class VLLM:
             **truncation(sampling),
             "seed": seed,
             "stop_token_ids": list(stop_ids),
+            "stop": list(sampling.stop),
             "logprobs": 0,  # only those of the sampled tokens
             "skip_special_tokens": False,
         }
@@ -223,6 +231,7 @@ class VLLM:
                 finish_reason=finish(choice["finish_reason"]),
                 experts=None if experts is None else np.load(io.BytesIO(base64.b64decode(experts))),
                 cached=_cached(answer),
+                stop_string=_stop_string(choice),
             )
 
     async def _see(
@@ -359,6 +368,12 @@ def _cached(answer: Any) -> int | None:
     """Prompt tokens that the prefix cache had; None if the server was not started to report them."""
     details = (answer.get("usage") or {}).get("prompt_tokens_details")
     return None if details is None else details["cached_tokens"]
+
+
+def _stop_string(choice: Any) -> str | None:
+    """The string that ended a response; vLLM names tokens in the same field."""
+    reason = choice.get("stop_reason")
+    return reason if isinstance(reason, str) else None
 
 
 def _speculation(chosen: SpeculationConfig, cards: ModelCards) -> dict[str, Any]:

@@ -55,21 +55,6 @@ class Config(Section):
         """True if a run samples responses and scores them: to train on, or of held-out prompts."""
         return self.algorithm.samples_from_policy or self.data.eval is not None
 
-    @property
-    def records_supports(self) -> bool:
-        """True if the engine records what every token was sampled from: sampling is truncated."""
-        return self.algorithm.samples_from_policy and self.rollout.wants_support
-
-    @property
-    def served_path(self) -> str:
-        """The checkpoint directory that rollout servers start with."""
-        return self.rollout.servers.model_path or self.model.path
-
-    @property
-    def served_key(self) -> str:
-        """The key that names `served_path`."""
-        return "rollout.servers.model_path" if self.rollout.servers.model_path else "model.path"
-
     @model_validator(mode="before")
     @classmethod
     def _with_secrets(cls, values: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -181,6 +182,23 @@ def model_servers(config: Config) -> Iterator[tuple[str, EngineServers]]:
             yield f"{key_of(i, component.served)}.servers", component.served.servers
     if config.teacher is not None and config.teacher.server is not None:
         yield "teacher.server", config.teacher.server
+
+
+def first_gpus(config: Config) -> dict[str, int]:
+    """The first GPU of each of these servers' sections, by key.
+
+    The trainer's ranks on this machine (LOCAL_WORLD_SIZE) and the rollout servers that the run starts have
+    the GPUs before these, and colocated servers share the trainer's.
+    """
+    rollout, first = config.rollout, dict[str, int]()
+    taken = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if rollout.uses_servers and not rollout.servers.urls:
+        rollout_gpus = rollout.servers.count * rollout.servers.tp
+        taken = max(taken, rollout_gpus) if rollout.servers.colocated else taken + rollout_gpus
+    for key, servers in model_servers(config):
+        first[key] = taken
+        taken += 0 if servers.urls else servers.count * servers.tp
+    return first
 
 
 def started_gpus(config: Config) -> dict[str, int]:

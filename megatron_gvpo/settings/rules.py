@@ -397,7 +397,7 @@ def _fp8_weights(config: Config) -> None:
 def _truncated_sampling(config: Config) -> None:
     """Refuse what would compare log-probs over the supports of tokens with others."""
     rollout, algorithm = config.rollout, config.algorithm
-    if not rollout.truncates or not algorithm.samples_from_policy:
+    if not rollout.truncates:
         return
     reason, divergence = None, algorithm.loss.divergence
     if rollout.engine == "sglang" and rollout.top_k is None:
@@ -406,6 +406,8 @@ def _truncated_sampling(config: Config) -> None:
             "bounds their number: set rollout.top_k, too, to 1000 for one; or eval.sampling alone, if only "
             "the evaluation is meant"
         )
+    elif not algorithm.samples_from_policy:
+        return
     elif divergence is not None and divergence.needs_teacher:
         reason = f"algorithm.loss.divergence={divergence.name}, which compares the whole vocabulary"
     elif config.teacher is not None and config.teacher.server is not None:

@@ -150,12 +150,21 @@ class DataConfig(Section):
 GREEDY = 1e-6  # the top_p that leaves only the most likely token, in every engine
 
 
+def _sampled_text(text: str) -> str:
+    if "\ufffd" in text:  # in place of a character whose last bytes may still come
+        raise ValueError("a stop string cannot have the replacement character U+FFFD")
+    return text
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_sampled_text)]
+
+
 class SamplingConfig(Section):
     """Settings of sampling. `eval.sampling` takes the keys that it does not set from `rollout`."""
 
     fixed_keys: ClassVar[tuple[str, ...]] = (
         *("temperature", "top_p", "top_k", "min_p"),
-        *("max_tokens", "stop_token_ids"),
+        *("max_tokens", "stop_token_ids", "stop"),
     )
 
     # Sampling temperature. It is part of the policy: training divides logits by it, too. (vLLM raises lower
@@ -170,6 +179,9 @@ class SamplingConfig(Section):
     max_tokens: PositiveInt = 1024  # The longest response, in tokens; a longer one is cut off.
     # Tokens that end a response, besides the tokenizer's eos_token and the eos_token_id of the model's files.
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    # Texts that end a response, such as ["</answer>"]: it ends with the token that completes one of them. The
+    # text belongs to the response, and is trained.
+    stop: Annotated[tuple[StopString, ...], Field(max_length=32)] = ()
 
     def stops(self, end_token_ids: Sequence[int]) -> tuple[int, ...]:
         """All tokens that end a response: the policy's `end_token_ids`, and those of the configuration."""

@@ -15,7 +15,7 @@ from megatron_gvpo.core.section import EVERY_KEY, MIB, LocalPath, Processes, Sec
 from megatron_gvpo.settings.transports import TRANSPORTS, Traits, known_transport
 
 if TYPE_CHECKING:
-    from megatron_gvpo.settings.config import Config
+    pass
 
 
 # A server on several machines has further ports on machine 0: its own port plus these numbers.
@@ -207,12 +207,12 @@ class SpeculationConfig(Section):
         return self
 
 
-def run_directory(config: Config) -> Path:
+def run_directory(output_dir: str, weights: WeightSyncConfig) -> Path:
     """A directory of this run alone, because other runs may share `rollout.weights.directory`.
 
     The path is absolute, because servers may have been started in another directory.
     """
-    out, shared = Path(config.output_dir).absolute(), config.rollout.weights.directory
+    out, shared = Path(output_dir).absolute(), weights.directory
     if shared is None:
         return out / "weights"
     digest = hashlib.blake2b(os.path.realpath(out).encode(), digest_size=4).hexdigest()

@@ -25,13 +25,14 @@ from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.observe import PhaseTimer, ProfileWindow, profile_window
 from megatron_gvpo.observe.mismatch import THRESHOLDS, MismatchWatch
 from megatron_gvpo.observe.spans import phase_markers
-from megatron_gvpo.rewards.teacher import ServedTeacher
+from megatron_gvpo.rewards.teacher import SECTION, ServedTeacher
 from megatron_gvpo.runs.record import first_start
 from megatron_gvpo.sampling.batch_sampler import BatchQueue, ComposedSampler, Order, run_shapers
 from megatron_gvpo.sampling.empty_batches import EmptyBatches
 from megatron_gvpo.sampling.rollouts import Rollouts
 from megatron_gvpo.sampling.samplers import DatasetSampler, FileSampler, Sampler, responses_of
 from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.reward_servers import first_gpus
 from megatron_gvpo.training.environment import prepare
 from megatron_gvpo.types import OnWait
 from megatron_gvpo.workers.tools import configured_schemas
@@ -51,7 +52,9 @@ class Components:
         `heartbeat` is called on every rank at once from time to time while the ranks wait for responses.
         """
         set_date(first_start(config.output_dir) if resumes else None)
-        prepare(config)  # the command line did this already; a user of the Python API did not
+        prepare(
+            config.parallel, config.rollout
+        )  # the command line did this already; a user of the Python API did not
         self.config = config
         rank = int(os.environ.get("RANK", "0"))  # there is no process group before the policy
         self._markers = phase_markers(config.logging, config.output_dir, rank)
@@ -73,13 +76,17 @@ class Components:
         if self.tracker is not None and algorithm.prompts.weighted:
             self.order = WeightedOrder(self.prompts, config.train.seed, algorithm.prompts, self.tracker)
         self.members = [member.build() for member in algorithm.members]
-        self.empty_batches = EmptyBatches(config)
+        self.empty_batches = EmptyBatches(
+            config.algorithm, config.rewards, config.rollout.max_tokens, config.train.max_empty_batches
+        )
         self._shapers = algorithm.shapers
         self.estimator = None if algorithm.estimator is None else algorithm.estimator.build()
         self.batch_policy: BatchPolicy = config.algorithm.batch_policy.build(config.train.prompts_per_step)
-        self.policy = Policy(config)
-        taught = config.teacher is not None and config.teacher.server is not None
-        self.teacher = ServedTeacher(config) if taught else None
+        self.policy = Policy.of(config)
+        self.teacher = None
+        if teacher is not None and teacher.server is not None:
+            gpu = first_gpus(config)[SECTION]
+            self.teacher = ServedTeacher(teacher, config.model.dtype, cards, config.output_dir, gpu)
         threshold = config.rollout.mismatch_threshold or THRESHOLDS[config.model.dtype]
         self.mismatch = MismatchWatch(threshold)
         self.profiler: ProfileWindow = profile_window(

@@ -78,7 +78,7 @@ def checkpoint_to_hugging_face(
     check_empty(target, f"--out {target}")
     parallel.initialize(config.parallel, config.train.seed)
     model = build(config.model, config.parallel, trained=False)
-    step = load_checkpoint(config, model, step)
+    step = load_checkpoint(config.output_dir, model, step)
     if adapter_only:
         assert model.adapters is not None, "the command has checked it"
         _write_adapter(model, target)
@@ -87,12 +87,12 @@ def checkpoint_to_hugging_face(
     return step
 
 
-def load_checkpoint(config: Config, model: Model, step: int | None = None) -> int:
+def load_checkpoint(output_dir: str, model: Model, step: int | None = None) -> int:
     """Load the weights of a run's checkpoint, of `step` or else the newest that is not damaged.
 
     Returns its step. Raises CheckpointError. A collective.
     """
-    checkpoints = Path(config.output_dir) / "checkpoints"
+    checkpoints = Path(output_dir) / "checkpoints"
 
     def load(directory: Path) -> int:
         run_on_all_ranks("", lambda: check_adapters(directory, read_record(directory), model))

@@ -14,20 +14,20 @@ from megatron_gvpo.core.environment import LOOPBACK, MEGATRONS, ON_LOOPBACK
 from megatron_gvpo.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_gvpo.settings.config import Config
+    from megatron_gvpo.settings.parallel import ParallelConfig
+    from megatron_gvpo.settings.sections import RolloutConfig
 
 
 LIBRARIES = ("megatron", "torch", "transformers", "transformer_engine", "apex", "modelopt", "triton")
 OPEN_FILES = 256  # open files that a process needs for libraries, workers and servers
 
 
-def prepare(config: Config) -> None:
+def prepare(parallel: ParallelConfig, rollout: RolloutConfig) -> None:
     """Set the variables that are not set yet, before torch is loaded, or at least before a GPU is used.
 
     Raises ConfigError if the process may not open enough files.
     """
     _allow_open_files()
-    parallel, rollout = config.parallel, config.rollout
     wanted: dict[str, str] = {}
     if parallel.offload_modules:  # read when Transformer Engine is imported
         wanted["NVTE_CPU_OFFLOAD_V1"] = "1"
@@ -41,7 +41,7 @@ def prepare(config: Config) -> None:
         # SGLang sets it in its own processes (0.5.23, engine.py). If ranks of one process group differ in it,
         # they exchange handles of GPU memory that the other side cannot open.
         wanted["NCCL_CUMEM_ENABLE"] = "0"
-    if _only_this_machine(config):
+    if _only_this_machine(rollout):
         wanted |= ON_LOOPBACK
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
@@ -59,9 +59,8 @@ def _pinned_exactly() -> dict[str, str]:
     return {name: "pinned_max_round_threshold_mb:64"}
 
 
-def _only_this_machine(config: Config) -> bool:
+def _only_this_machine(rollout: RolloutConfig) -> bool:
     """True if the ranks and the servers all run here."""
-    rollout = config.rollout
     meeting = {os.environ.get("MASTER_ADDR", "127.0.0.1"), rollout.weights.address or "127.0.0.1"}
     hosts = {urlsplit(url).hostname for url in rollout.servers.urls}
     return (meeting | hosts).issubset(LOOPBACK)

@@ -8,7 +8,7 @@ from megatron_gvpo.checks.preflight import preflight_on_ranks
 from megatron_gvpo.data.task import load_task
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.huggingface.tokenizer import set_date
-from megatron_gvpo.megatron.scorer import Scorer
+from megatron_gvpo.megatron.scorer import Scorer, temperature_of
 from megatron_gvpo.observe import PhaseTimer
 from megatron_gvpo.runs.record import first_start
 from megatron_gvpo.sampling.rollouts import Rollouts
@@ -28,11 +28,17 @@ def evaluate(config: Config, resume: bool, step: int | None = None) -> dict[str,
     loaded; DataError, CheckpointError, RolloutError.
     """
     preflight_on_ranks(config, "eval")
-    prepare(config)
+    prepare(config.parallel, config.rollout)
     set_date(first_start(config.output_dir) if resume else None)  # prompts are those of the run
     cards = ModelCards(config)
     task = load_task(config, cards.policy, configured_schemas(config.rollout.conversation))
-    policy = Scorer(config)
-    loaded = load_checkpoint(config, policy.model, step) if resume else 0
+    policy = Scorer(
+        config.model,
+        config.parallel,
+        config.train,
+        temperature=temperature_of(config.algorithm, config.rollout),
+        replays_routing=config.rollout.router_replay,
+    )
+    loaded = load_checkpoint(config.output_dir, policy.model, step) if resume else 0
     with Rollouts(config, cards, task, policy, PhaseTimer()) as rollouts:
         return rollouts.evaluate(loaded)[1]

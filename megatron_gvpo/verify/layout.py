@@ -8,7 +8,7 @@ from typing import Any
 from megatron_gvpo.checks.layout import check_division
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCard
-from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.parallel import MLPS_AND_EXPERTS, ParallelConfig
 
 MOST_RANKS = 4  # layouts with more ranks are not compared
 
@@ -22,6 +22,7 @@ class ParallelLayout:
     pp: int = 1
     vpp: int = 1
     cp: int = 1
+    cp_exchange: str = "p2p"
     ep: int = 1
     etp: int = 1
     sequence_parallel: bool = False
@@ -29,7 +30,7 @@ class ParallelLayout:
     overlap: bool = False
     recompute: str = "none"
     recompute_layers: int | None = None
-    recompute_modules: tuple[str, ...] = ("core_attn",)
+    recompute_modules: tuple[str, ...] = MLPS_AND_EXPERTS
     offload: float = 0.0  # share of the optimizer's states in host memory
     small: bool = False  # for tests: sizes inside libraries are cut down
 
@@ -40,6 +41,7 @@ class ParallelLayout:
     def __str__(self) -> str:
         names = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
         parts = [f"{name}{size}" for name in names if (size := getattr(self, name)) > 1]
+        parts += [self.cp_exchange] if self.cp_exchange != "p2p" else []
         parts += ["sp"] * self.sequence_parallel + ["overlap"] * self.overlap
         parts += [f"stages{'.'.join(map(str, self.stage_layers))}"] if self.stage_layers else []
         if self.recompute != "none":

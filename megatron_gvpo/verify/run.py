@@ -202,7 +202,7 @@ def read_result(layout: ParallelLayout, directory: Path) -> Result:
 
 def compute(directory: Path, layout: ParallelLayout, rows: TrainBatch) -> Computed:
     """Build the checkpoint in `directory` under `layout`, and compute on `rows`. A collective."""
-    policy = Policy(config_of(directory, layout))
+    policy = Policy.of(config_of(directory, layout))
     exported = _copied(policy.weights())
     gradients: dict[str, Tensor] = {}
     apply = policy.optimizer.apply

@@ -72,9 +72,9 @@ class WeightSync:
 
     def __init__(self, settings: PushSettings, policy: Scorer, prompts: Sequence[Prompt]) -> None:
         self._settings, self._policy = settings, policy
-        model, served = settings.model, f"{settings.served_key}={settings.served_path}"
-        self._stored = stored_tensors(Path(settings.served_path))
-        self._fp8 = fp8_layout(settings.served_path, settings.cards.served, self._stored)
+        model, served = settings.model, f"{settings.cards.served_key}={settings.cards.served_path}"
+        self._stored = stored_tensors(Path(settings.cards.served_path))
+        self._fp8 = fp8_layout(settings.cards.served_path, settings.cards.served, self._stored)
         if self._fp8 is not None and model.dtype != "bfloat16":
             raise ConfigError(
                 f"model.dtype={model.dtype}: {served} is in FP8, which the engines compute with in bfloat16: "

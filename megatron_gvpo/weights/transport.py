@@ -16,7 +16,6 @@ from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
 from megatron_gvpo.servers.server import Server
-from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig
 from megatron_gvpo.settings.servers import run_directory
 from megatron_gvpo.settings.transports import TRANSPORTS
@@ -33,23 +32,20 @@ class PushSettings:
     rollout: RolloutConfig
     model: ModelConfig
     cards: ModelCards
-    served_path: str  # directory of the model that servers start with
-    served_key: str  # key of the configuration that names it
     directory: Path  # holds files of this run alone; servers may read it
     device: torch.device  # device that holds the buckets, unless the transport has them on the host
 
     @classmethod
-    def of(cls, config: Config, cards: ModelCards, device: torch.device) -> PushSettings:
+    def of(
+        cls,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        output_dir: str,
+        cards: ModelCards,
+        device: torch.device,
+    ) -> PushSettings:
         """The settings of a run's pushes."""
-        return cls(
-            config.rollout,
-            config.model,
-            cards,
-            config.served_path,
-            config.served_key,
-            run_directory(config),
-            device,
-        )
+        return cls(rollout, model, cards, run_directory(output_dir, rollout.weights), device)
 
 
 class PushFailed(Exception):  # noqa: N818 - an outcome that the publisher handles

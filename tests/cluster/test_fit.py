@@ -22,7 +22,7 @@ PAPERS = ("gvpo_math_7b", "gpg_math_7b")
 GPUS = {"recipes/dapo_math_17k": 16}
 BASES = {"papers/gvpo_math_1.5b": "papers/gvpo_math_7b", "papers/gpg_zero_7b": "papers/gpg_math_7b"}
 EVALUATE = {"recipes/aime_2024", "recipes/aime_2025"}  # they train nothing
-KEPT = ["parallel.recompute=none", "parallel.recompute_modules=[core_attn]"]
+KEPT = ["parallel.recompute=none", "parallel.recompute_modules=[mlp,moe]"]
 
 
 def shipped() -> list[str]:

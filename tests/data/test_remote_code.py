@@ -62,7 +62,9 @@ def test_servers_get_the_option_from_one_key(engine: str, good: Path, task: Path
     own = [good], [f"rollout.engine={engine}", f"model.path={task / 'model'}"]
     for given, there in ((False, False), (True, True)):
         config = load_config(own[0], [*own[1], f"model.trust_remote_code={str(given).lower()}"])
-        command = DIALECTS[engine].launch(config, ModelCards(config), 1, None, False).command
+        command = (
+            DIALECTS[engine].launch(config.model, config.rollout, ModelCards(config), 1, None, False).command
+        )
         assert ("--trust-remote-code" in command) is there
     with pytest.raises(
         ConfigError, match=r"servers\.args: --trust-remote-code, and model\.trust_remote_code"

@@ -88,7 +88,7 @@ def measured(
     place: Path, groups: list[Any], recompute: str = "none", offload: float = 0.0
 ) -> dict[str, float]:
     case = Case("gvpo", {"recipe": "gvpo"}, make_rows(groups), 100_000)
-    policy = Policy(config_of(case, Layout(1, recompute=recompute, offload=offload), place))
+    policy = Policy.of(config_of(case, Layout(1, recompute=recompute, offload=offload), place))
     found = policy.update(case.rows, at_step_start=True).memory
     assert policy.update(case.rows, at_step_start=True).memory == {}, "of the first update only"
     parameters = [p.nbytes for p in policy.model.weights()]

@@ -30,7 +30,7 @@ def compare(task: str, out: str, layout: str) -> None:
     keys = [f"parallel.{key}" for key in layout.split()]
     # Few tokens a pack: packs of several lengths.
     config = configure(Path(task), Path(out), "algorithm=gvpo", *keys, "train.max_tokens_per_micro_batch=24")
-    policy = Policy(config)
+    policy = Policy.of(config)
     rows = make_rows([[1.0, 0.0, 0.5, 0.2], [0.0, 1.0, 0.5, 0.1]])
     exchanged: list[int] = []
     exchange = P2PCommunicator._communicate_shapes

@@ -159,7 +159,7 @@ def test_bf16_keeps_masters_gradients_and_log_probs_in_fp32(directory: Path) -> 
     values = config_of(case, Layout(1), directory).model_dump()
     values["model"]["dtype"] = "bfloat16"
     config: Config = build_config(values)
-    policy = Policy(config)
+    policy = Policy.of(config)
     try:
         scored = policy.score(rows)
         assert scored.dtype == torch.float32
@@ -242,7 +242,7 @@ def bf16_policy(case: Case, directory: Path, offload: float) -> Iterator[Any]:
     values = config_of(case, Layout(1, offload=offload), directory).model_dump()
     values["model"]["dtype"] = "bfloat16"
     try:
-        yield Policy(build_config(values))
+        yield Policy.of(build_config(values))
     finally:
         parallel.shut_down()
 

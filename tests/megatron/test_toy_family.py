@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from helpers.inputs.rows import make_rows
+from helpers.parts_of_a_run import scorer_of
 from helpers.references import gradient_reference as reference
 from helpers.suite.real_parts import used
 
@@ -21,7 +22,6 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.architectures import ARCHITECTURES
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.cpu.bridge import import_bridge
-from megatron_gvpo.megatron.scorer import Scorer
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import load_config
 
@@ -81,7 +81,7 @@ def test_a_family_from_outside_scores_as_transformers_does(toy: Config, monkeypa
                 source="ToyForCausalLM", target=GPTModel, model_type="toy"
             )
             register(type("ToyBridge", (Qwen2Bridge,), {}))
-        logp_r = Scorer(toy).score(rows, temperature=1.0)
+        logp_r = scorer_of(toy).score(rows, temperature=1.0)
     finally:
         parallel.shut_down()
     with torch.no_grad():

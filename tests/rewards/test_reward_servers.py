@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.parts_of_a_run import served_rewards_of
 from helpers.servers.real_servers import engine_python
 from helpers.servers.reward_models import logits, make_judge, make_reward_model
 from helpers.servers.server_keys import assert_key_is_hidden, assert_key_is_wanted
 from helpers.suite.real_parts import used
 
 from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.rewards.served import ServedRewards
 from megatron_gvpo.settings.load import load_config
 
 VERDICT = {
@@ -76,7 +76,7 @@ def test_scores_equal_the_models_logits(
     ]
     expected = logits(model, chats)
     assert len({round(score, 3) for score in expected}) == len(expected)
-    with ServedRewards(load_config([good], overrides)) as served:
+    with served_rewards_of(load_config([good], overrides)) as served:
         first = groups()
         served.score(first, lambda: None)
         check(first, expected)

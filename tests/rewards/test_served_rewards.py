@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.parts_of_a_run import served_rewards_of
 from helpers.servers.reward_models import Answer, make_reward_model, scores, standing_in
 
 from megatron_gvpo.checks.preflight import check_served
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.rewards.judge import as_text, scored_chat
-from megatron_gvpo.rewards.served import ServedRewards
 from megatron_gvpo.sampling.outages import REWARDS, Outages
 from megatron_gvpo.servers import model_requests
 from megatron_gvpo.settings.config import Config
@@ -46,7 +47,7 @@ def groups_of(*texts: str) -> list[Group]:
 
 def scored(config: Config, *texts: str) -> list[Rollout]:
     groups = groups_of(*texts)
-    with ServedRewards(config) as served:
+    with served_rewards_of(config) as served:
         served.score(groups, lambda: None)
     return groups[0].rollouts
 
@@ -100,7 +101,7 @@ def test_an_outage_is_no_reward_of_zero(good: Path, model: Path):
     groups = [*groups_of("a", "b"), *groups_of("c")]
     with standing_in(answer) as url:
         config = config_of(good, a_model(model, url))
-        with ServedRewards(config) as served:
+        with served_rewards_of(config) as served:
             up = False
             served.score(groups, lambda: None)
     lost = [rollout for group in groups for rollout in group.rollouts]
@@ -177,7 +178,7 @@ def test_a_server_that_comes_back_with_another_model_ends_the_run(good: Path, mo
             return 503
         return scores(lambda ids: score)(path, body)
 
-    with standing_in(answer) as url, ServedRewards(config_of(good, a_model(model, url))) as served:
+    with standing_in(answer) as url, served_rewards_of(config_of(good, a_model(model, url))) as served:
         down = True
         with pytest.raises(RolloutError, match="serves another model"):
             served.score(groups_of("a"), lambda: None)
@@ -320,7 +321,7 @@ def test_a_checkpoint_that_is_no_reward_model_is_refused(good: Path, tmp_path: P
         (tmp_path / "config.json").write_text(json.dumps(values))
         served = config_of(good, a_model(tmp_path)).rewards.components[0].served
         assert served is not None
-        check_served(served, "rewards.components.0.model")
+        check_served(served, "rewards.components.0.model", ModelCard.read(tmp_path))
 
     check()
     with pytest.raises(ConfigError, match=r"its architecture is Qwen2ForCausalLM, and a reward model is a"):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.inputs.groups import make_group
+from helpers.parts_of_a_run import served_teacher_of
 from helpers.servers.real_servers import logprobs
 from helpers.servers.reward_models import QUIET, make_judge, standing_in
 from helpers.servers.teacher_servers import generated, teaching
@@ -37,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def teacher_of(good: Path, *urls: str, patience: float = 0.2, **own: Any) -> ServedTeacher:
     server = {"urls": list(urls), "start_timeout": patience, "request_timeout": 60, **own}
     section = json.dumps({"path": "teacher", "server": server})
-    return ServedTeacher(load_config([good], ["algorithm.loss.reference=teacher", f"teacher={section}"]))
+    return served_teacher_of(load_config([good], ["algorithm.loss.reference=teacher", f"teacher={section}"]))
 
 
 def rows_of(*responses: list[int]) -> TrainBatch:

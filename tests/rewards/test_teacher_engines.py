@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.parts_of_a_run import served_teacher_of
 from helpers.servers.real_servers import PROMPTS, SharedServer, engine_python, logprobs
 from helpers.servers.reward_models import make_judge
 from helpers.suite.real_parts import used
@@ -27,7 +28,7 @@ RESPONSES = [[7, 11, 4], [3], [19, 18, 17, 16, 15, 14, 13, 12] * 3, [7, 11, 5]]
 def teacher(good: Path, path: Path, server: dict[str, object], *more: str) -> ServedTeacher:
     section = json.dumps({"path": str(path), "server": {"start_timeout": 300, **server}})
     own = ("algorithm.loss.reference=teacher", "model.dtype=float32", f"teacher={section}")
-    return ServedTeacher(load_config([good], [*own, *more]))
+    return served_teacher_of(load_config([good], [*own, *more]))
 
 
 def batch() -> TrainBatch:

@@ -248,6 +248,27 @@ def test_grades_tell_the_form_from_the_number(text: str, finish: str, strict: fl
     assert (rewards.strict(prompt, rollout), rewards.lenient(prompt, rollout)) == (strict, lenient)
 
 
+@pytest.mark.parametrize(
+    ("text", "finish", "first", "alone"),
+    [
+        ("Anne-Lee", "stop", 1, 1),
+        ("Anne-Lee.", "stop", 1, 1),
+        ("It is Anne-Lee, not Tom", "length", 1, 0),
+        ("Tom, Anne-Lee", "stop", 0, 0),
+        ("Anne", "stop", 0, 0),
+        ("Nobody knows.", "stop", 0, 0),
+        ("", "stop", 0, 0),
+    ],
+)
+def test_the_first_person_named_must_be_the_right_one(
+    text: str, finish: str, first: float, alone: float
+) -> None:
+    question = "Tom likes bees. Anne-Lee endures rain. Anne dotes on ink. \nWho endures rain?"
+    prompt = SimpleNamespace(answer="Anne-Lee", record={"prompt": question})
+    rollout = SimpleNamespace(text=text, finish_reason=finish)
+    assert (rewards.names_first(prompt, rollout), rewards.is_the_name(prompt, rollout)) == (first, alone)
+
+
 @pytest.fixture
 def place(index: Path, offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory to run in, with the small model in the cache, as if it had been fetched."""
@@ -280,6 +301,18 @@ def test_it_ends_with_three_sentences_and_says_where_things_are(place: Path) -> 
     assert (
         again.returncode == 0 and "this run is finished" in again.stdout and "Before training" in again.stdout
     )
+
+
+def test_the_second_task_is_reading(place: Path) -> None:
+    problems = "reasoning_gym:needle_haystack?size=8&min_num_statements=2&max_num_statements=3"
+    small = [f"data.train.path={problems}", f"data.eval.path={problems}"]
+    done = subprocess.run(
+        command("--task", "reading", *small), cwd=place, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "named the right person first in" in done.stdout and "runs/smollm2_reading/hf" in done.stdout
+    wrong = subprocess.run(command("--task", "poems"), cwd=place, capture_output=True, text=True, timeout=60)
+    assert (wrong.returncode, wrong.stderr) == (2, "error: --task poems: there are sums and reading\n")
 
 
 def test_stopped_it_goes_on_where_it_was(place: Path) -> None:

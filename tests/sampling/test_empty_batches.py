@@ -58,7 +58,10 @@ def test_each_loss_says_what_it_learns_from(recipe, equal, zero):
 
 
 def watch(good, *overrides: str) -> EmptyBatches:
-    return EmptyBatches(load_config([good], ["train.max_empty_batches=3", *overrides]))
+    config = load_config([good], ["train.max_empty_batches=3", *overrides])
+    return EmptyBatches(
+        config.algorithm, config.rewards, config.rollout.max_tokens, config.train.max_empty_batches
+    )
 
 
 def check(watching: EmptyBatches, step: int, groups: Sequence[Group]) -> list[str]:

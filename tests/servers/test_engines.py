@@ -17,6 +17,7 @@ import torch
 from helpers.distributed import launch
 from helpers.inputs import moe_task
 from helpers.inputs.groups import make_group
+from helpers.parts_of_a_run import server_check
 from helpers.pushes.pushed import assert_exported
 from helpers.servers.real_servers import (
     ENGINES,
@@ -38,8 +39,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_gvpo import api_model
 from megatron_gvpo.core.errors import ConfigError, RolloutError
-from megatron_gvpo.huggingface.card import ModelCards
-from megatron_gvpo.sampling.server_checks import check_server
 from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
 from megatron_gvpo.servers.launch.start import DIALECTS
@@ -135,7 +134,7 @@ def test_a_servers_ranks_tell_which_gpus_they_see_in_a_runs_directory_alone(
 def test_a_server_that_tells_no_experts_is_refused(served: SharedServer, task: Path, tmp_path: Path):
     config = served_config(served.engine, task, tmp_path, "rollout.router_replay=true")
     with pytest.raises(ConfigError, match="no experts: start it with --enable-return-routed-experts"):
-        served.client.loop.run(check_server(served.client.server, config, ModelCards(config), [1]))
+        served.client.loop.run(server_check(served.client.server, config, [1]))
 
 
 def test_a_served_model_teaches_and_judges(served: SharedServer, task: Path):
@@ -267,7 +266,7 @@ def test_a_server_of_another_node_has_the_weights_from_the_rank_beside_it(
 
 
 def check(served: SharedServer, config: Config) -> None:
-    served.client.loop.run(check_server(served.client.server, config, ModelCards(config), [1]))
+    served.client.loop.run(server_check(served.client.server, config, [1]))
 
 
 def test_a_fitting_server_is_accepted(served: SharedServer, task: Path, tmp_path: Path):
@@ -293,7 +292,7 @@ def test_an_untested_release_is_refused_unless_allowed(
 def test_further_end_tokens_of_a_server_are_refused(served: SharedServer, task: Path, tmp_path: Path):
     config = served_config(served.engine, task, tmp_path)
     with pytest.raises(ConfigError, match=r"serves .*, whose eos_token_id .* has 1, at which responses of"):
-        served.client.loop.run(check_server(served.client.server, config, ModelCards(config), [5]))
+        served.client.loop.run(server_check(served.client.server, config, [5]))
 
 
 @pytest.mark.parametrize(
@@ -320,9 +319,7 @@ def test_a_server_of_another_engine_is_said_to_be_one(served: SharedServer, task
     other = next(engine for engine in ENGINES if engine != served.engine)
     config = served_config(other, task, tmp_path, f"rollout.servers.urls=[{served.url}]")
     with pytest.raises(ConfigError, match=f"{served.url} does not speak as rollout.engine={other} does"):
-        served.client.loop.run(
-            check_server(DIALECTS[other](served.client.server.http), config, ModelCards(config), [1])
-        )
+        served.client.loop.run(server_check(DIALECTS[other](served.client.server.http), config, [1]))
 
 
 @pytest.mark.parametrize("served", SGLANG_FIRST, indirect=True)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 from helpers.distributed import launch
+from helpers.parts_of_a_run import serve_run
 from helpers.tiny_run import configure
 
 from megatron_gvpo.sampling.served import ServedEngine
@@ -42,7 +43,7 @@ def serve_in_job(config: Config, monkeypatch: pytest.MonkeyPatch, logs: Path) ->
     monkeypatch.setattr(first_turn, "POLL", 0.05)
     monkeypatch.setattr(serve, "start_servers", start)
     monkeypatch.setattr(signal, "signal", lambda *_: signal.SIG_DFL)  # the test's thread is not the first
-    thread = threading.Thread(target=lambda: serve.serve(config), daemon=True)
+    thread = threading.Thread(target=lambda: serve_run(config), daemon=True)
     thread.start()
     return started, thread
 

@@ -24,7 +24,7 @@ EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}
 def arguments(good: Path, model: dict[str, object], *overrides: str, on_gpu: bool = True) -> str:
     (good.parent / "config.json").write_text(json.dumps(model))
     config = load_config([good], [f"model.path={good.parent}", "rollout.engine=vllm", *overrides])
-    return " ".join(VLLM.launch(config, ModelCards(config), 1, None, on_gpu).command)
+    return " ".join(VLLM.launch(config.model, config.rollout, ModelCards(config), 1, None, on_gpu).command)
 
 
 def test_a_colocated_vllm_leaves_the_trainers_share_free(good: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_model_without_a_kernel_is_refused(
     with pytest.raises(ConfigError, match=said):
         preflight(config, "train", 1)
     with pytest.raises(ConfigError, match=said):  # as `megatron-gvpo serve` calls it
-        start_servers(config, ModelCards(config), None, print)
+        start_servers(config.model, config.rollout, config.output_dir, ModelCards(config), None, print)
     preflight(with_heads(task, tmp_path / "32", 32, "rollout.engine=vllm"), "train", 1)
     preflight(with_heads(task, tmp_path / "sglang", 16, "rollout.engine=sglang"), "train", 1)
     elsewhere = "rollout.servers.urls=['http://127.0.0.1:1']"  # it may have GPUs
@@ -75,15 +75,16 @@ def test_a_reward_model_without_a_kernel_is_refused(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    config = with_heads(task, tmp_path / "16", 16)
+    with_heads(task, tmp_path / "16", 16)
     servers, path = RewardServers(engine="vllm"), str(tmp_path / "16")
     said = r"model\.servers\.engine=vllm .*\.0\.model\.path=\S*16 has attention heads of 16 elements"
     with pytest.raises(ConfigError, match=said):
         open_servers(
-            config,
             "rewards.components.0.model.servers",
             servers,
-            Checkpoint(path, "float32", False),
+            Checkpoint(path, ModelCard.read(path), "float32", False),
+            str(tmp_path),
+            0,
             print,
             "reward model's server",
         )
@@ -147,10 +148,10 @@ def test_adapters_that_only_gpus_serve_are_refused(
     )
     config = configure(task, tmp_path, *own, "rollout.weights.transport=adapter")
     if said is None:
-        check_rollout_model(config, ModelCards(config))
+        check_rollout_model(config.model, config.rollout, ModelCards(config))
         return
     with pytest.raises(ConfigError, match=f"{said}.*transport=broadcast"):
-        check_rollout_model(config, ModelCards(config))
+        check_rollout_model(config.model, config.rollout, ModelCards(config))
 
 
 def test_engines_read_the_same_model_types_as_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from helpers.servers.real_servers import PROMPTS, SharedServer, checksum
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.versions import REFERENCE
+from megatron_gvpo.data.task import Task
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.sampling.server_checks import check_server
 from megatron_gvpo.servers.http import PUSHES, ServerRefused
@@ -215,7 +216,9 @@ def test_several_http_processes_are_refused_where_servers_are_started(
     def command(*words: str) -> list[str]:
         given = [f"model.path={good.parent}", f"rollout.engine={engine}"]
         config = load_config([good], [*given, f"rollout.servers.args={list(words)}"])
-        return DIALECTS[engine].launch(config, ModelCards(config), 1, "key", True).command
+        return (
+            DIALECTS[engine].launch(config.model, config.rollout, ModelCards(config), 1, "key", True).command
+        )
 
     for words in ((option, "4"), (f"{option}=4",), (option.replace("-", "_").replace("__", "--"), "4")):
         with pytest.raises(ConfigError, match=rf"^rollout\.servers\.args: {option} would give"):
@@ -235,7 +238,11 @@ def test_an_sglang_server_of_several_http_processes_is_refused(good: Path) -> No
 
     config = load_config([good], ["rollout.engine=sglang"])
     with pytest.raises(ConfigError, match=r"^rollout server http://elsewhere:1 has 4 HTTP processes"):
-        asyncio.run(check_server(SGLang(Answers()), config, ModelCards(config), ()))
+        asyncio.run(
+            check_server(
+                SGLang(Answers()), config.model, config.rollout, ModelCards(config), Task(None, (), [], [])
+            )
+        )
 
 
 @pytest.mark.proof

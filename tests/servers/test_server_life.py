@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.parts_of_a_run import serve_run
 from helpers.servers.fake_servers import admit_at_once
 from helpers.tiny_run import configure
 
@@ -203,7 +204,7 @@ def test_a_secret_is_in_a_file_of_this_users_alone_while_the_server_lives(tmp_pa
 
 
 def launched(config: Config, key: str | None) -> Launch:
-    return SGLang.launch(config, ModelCards(config), 1, key, False)
+    return SGLang.launch(config.model, config.rollout, ModelCards(config), 1, key, False)
 
 
 def test_sglangs_key_is_not_on_its_command_line(good: Path):
@@ -261,7 +262,7 @@ def test_logs_that_cannot_be_written_are_said_to_be_the_reason(good: Path, task:
     with pytest.raises(
         ConfigError, match=r"cannot be started: .*run/servers'\. Their logs go to .*run/servers;"
     ):
-        start_servers(config, ModelCards(config), None, print)
+        start_servers(config.model, config.rollout, config.output_dir, ModelCards(config), None, print)
 
 
 def test_an_interrupted_start_leaves_no_server(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -279,7 +280,9 @@ def test_an_interrupted_start_leaves_no_server(task: Path, tmp_path: Path, monke
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     server = interpreter(tmp_path, f"echo $$ > {started}\nexec sleep 1000")
     config = configure(task, tmp_path / "run", "rollout.engine=sglang", server)
-    engine = ServedEngine(config, ModelCards(config), Task(None, (1,), [], []), None)  # type: ignore[arg-type] # nothing is sampled
+    engine = ServedEngine(
+        config.model, config.rollout, config.output_dir, ModelCards(config), Task(None, (1,), [], []), None
+    )  # type: ignore[arg-type] # nothing is sampled
     with pytest.raises(KeyboardInterrupt):
         engine.__enter__()
     assert not Path(f"/proc/{int(started.read_text())}").exists()
@@ -341,7 +344,7 @@ def test_the_servers_of_a_machine_outlive_one_that_cannot_be_kept(
     striking = threading.Thread(target=strike)
     previous = signal.signal(signal.SIGTERM, lambda *_: None)  # where `serve` has ended before
     striking.start()
-    code = serve.serve(configure(task, tmp_path / "run", *own))
+    code = serve_run(configure(task, tmp_path / "run", *own))
     striking.join()
     signal.signal(signal.SIGTERM, previous)
     assert alive == [True] and code == 1
@@ -361,15 +364,21 @@ def interpreter(directory: Path, says: str) -> str:
 def test_an_engine_with_another_nccl_is_refused_before_it_starts(good: Path, tmp_path: Path):
     other = config_of(good, interpreter(tmp_path, "echo 2.31.2"))
     with pytest.raises(ConfigError, match=r"NCCL 2\.31\.2, the trainer's has 2\.30\.7.*transport=broadcast"):
-        check_nccl(other, "2.30.7")
-    check_nccl(other, "2.31.2")
-    check_nccl(config_of(good, interpreter(tmp_path, "echo 1"), "rollout.weights.transport=disk"), "2.30.7")
-    check_nccl(config_of(good, interpreter(tmp_path, "exit 1")), "2.30.7")  # no torch: its start says so
-    check_nccl(config_of(good, "rollout.servers.python=/nowhere"), "2.30.7")
+        check_nccl(other.rollout, "2.30.7")
+    check_nccl(other.rollout, "2.31.2")
+    check_nccl(
+        config_of(good, interpreter(tmp_path, "echo 1"), "rollout.weights.transport=disk").rollout, "2.30.7"
+    )
+    check_nccl(
+        config_of(good, interpreter(tmp_path, "exit 1")).rollout, "2.30.7"
+    )  # no torch: its start says so
+    check_nccl(config_of(good, "rollout.servers.python=/nowhere").rollout, "2.30.7")
 
 
 def pushed(config: Config) -> PushSettings:
-    return PushSettings.of(config, ModelCards(config), torch.device("cpu"))
+    return PushSettings.of(
+        config.model, config.rollout, config.output_dir, ModelCards(config), torch.device("cpu")
+    )
 
 
 def test_remote_servers_cannot_meet_the_trainer_on_loopback(good: Path, monkeypatch: pytest.MonkeyPatch):

@@ -63,7 +63,11 @@ def soon(is_so: Callable[[], object], seconds: float = SOON) -> bool:
 @pytest.mark.parametrize("node", [0, 1])
 def test_each_machine_gets_its_part_of_sglangs_command(node: int, task: Path, tmp_path: Path):
     config = served_config("sglang", task, tmp_path, *machine(node, 20_000))
-    command = DIALECTS["sglang"].launch(config, ModelCards(config), 20_000, None, False).command
+    command = (
+        DIALECTS["sglang"]
+        .launch(config.model, config.rollout, ModelCards(config), 20_000, None, False)
+        .command
+    )
     at = command.index("--nnodes")
     assert command[at : at + 6] == [
         "--nnodes",
@@ -79,7 +83,7 @@ def test_each_machine_gets_its_part_of_sglangs_command(node: int, task: Path, tm
 @pytest.mark.parametrize("node", [0, 1])
 def test_each_machine_gets_its_part_of_vllms_command(node: int, task: Path, tmp_path: Path):
     config = served_config("vllm", task, tmp_path, *machine(node, 20_000))
-    made = DIALECTS["vllm"].launch(config, ModelCards(config), 20_000, None, False)
+    made = DIALECTS["vllm"].launch(config.model, config.rollout, ModelCards(config), 20_000, None, False)
     at = made.command.index("--nnodes")
     expected = [
         "--nnodes",
@@ -127,7 +131,7 @@ def test_the_trainers_memory_is_not_on_several_machines(good: Path):
 def test_a_run_does_not_start_them_itself(task: Path, tmp_path: Path):
     config = served_config("sglang", task, tmp_path, *TWO)
     with pytest.raises(ConfigError, match=r"megatron-gvpo serve on each of theirs"):
-        session._servers(config, ModelCards(config))
+        session._servers(config.model, config.rollout, config.output_dir, ModelCards(config))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +146,7 @@ def test_where_machines_meet_is_to_be_given(
 ):
     config = served_config("sglang", task, tmp_path, *TWO, *overrides)
     with pytest.raises(ConfigError, match=words):
-        start_servers(config, ModelCards(config), None, print)
+        start_servers(config.model, config.rollout, config.output_dir, ModelCards(config), None, print)
 
 
 # --- life ---------------------------------------------------------------------------------------------------
@@ -206,7 +210,12 @@ def on_two_machines(engine: str, task: Path, out: Path, *overrides: str) -> Iter
         parts = []
         for node in (1, 0):
             config = served_config(engine, task, out, *machine(node, port), *overrides)
-            parts.insert(0, start_servers(config, ModelCards(config), None, print))
+            parts.insert(
+                0,
+                start_servers(
+                    config.model, config.rollout, config.output_dir, ModelCards(config), None, print
+                ),
+            )
             ended.callback(parts[0].close)
         url = parts[0].processes[0].url
         logs = [supervisor.processes[0] for supervisor in parts]

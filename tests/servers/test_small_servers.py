@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.parts_of_a_run import server_check
 from helpers.servers.real_servers import Client, logprobs, pool_of, running, served_config
 from helpers.small_constants import SERVER_OPTIONS, small_servers
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.card import ModelCards
-from megatron_gvpo.sampling.server_checks import check_server
 from megatron_gvpo.servers.request import Request
 from megatron_gvpo.settings.sections import SamplingConfig
 
@@ -48,7 +47,7 @@ def test_answers_are_exact_above_every_size(
         # SGLang would cut a response off where its cache ends, and call it as long as it may be.
         room = {"sglang": 240, "vllm": 256}[engine]
         with pytest.raises(ConfigError, match=rf"has room for {room} tokens.*max_tokens=230 need 262"):
-            client.loop.run(check_server(client.server, config, ModelCards(config), [1]))
+            client.loop.run(server_check(client.server, config, [1]))
         pool = pool_of(client, [1])
         sampling = SamplingConfig(temperature=0.7, max_tokens=90)
         requests = [Request(tuple(prompt), 8, seed=7 + i) for i, prompt in enumerate(prompts)]

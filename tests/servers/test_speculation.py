@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.inputs import mtp_task
+from helpers.parts_of_a_run import server_check
 from helpers.servers.faults import Fault, check, faulty_run, kill
 from helpers.servers.real_servers import PROMPTS, Client, admit, pool_of, running, served_config
 from helpers.tiny_run import fit, records, weights
@@ -25,7 +26,6 @@ from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.huggingface.end_tokens import end_token_ids
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.observe import read_metrics
-from megatron_gvpo.sampling.server_checks import check_server
 from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.servers.request import Request
 from megatron_gvpo.servers.speculation import DraftCounter, check_draft
@@ -68,7 +68,7 @@ def speculating(
     with running("vllm", task, directory, *options) as supervisor:
         client = Client("vllm", supervisor.processes[0].url)
         config = served_config("vllm", task, directory, *options)
-        client.loop.run(check_server(client.server, config, ModelCards(config), ENDS))
+        client.loop.run(server_check(client.server, config, ENDS))
         yield Speculating(client, models)
         client.close()
 
@@ -150,7 +150,7 @@ def test_a_models_own_head_proposes_and_is_kept_as_it_was(task: Path, tmp_path: 
     assert len(of_head) > 20 and all(torch.equal(before[name], after[name]) for name in of_head)
     assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
     config = load_config([glm / "run.yaml"], ["output_dir=x", "rollout.engine=vllm", chosen[0]])
-    check_draft(config, ModelCards(config))
+    check_draft(config.rollout.speculation, ModelCards(config))
 
 
 @pytest.mark.proof
@@ -268,4 +268,4 @@ def test_a_server_that_does_not_speculate_is_told_from_one_that_does(
 ):
     config = served_config("vllm", task, tmp_path, f"model.path={speculating.models[0]}")
     with pytest.raises(ConfigError, match=r"speculates, and rollout\.speculation is not set"):
-        speculating.client.loop.run(check_server(speculating.client.server, config, ModelCards(config), ENDS))
+        speculating.client.loop.run(server_check(speculating.client.server, config, ENDS))

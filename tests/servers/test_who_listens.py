@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.parts_of_a_run import serve_run
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.launch import free_ports
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.http import Http, ServerGone, ServerRefused, open_session
-from megatron_gvpo.servers.launch.serve import serve
 from megatron_gvpo.servers.launch.start import start_servers
 from megatron_gvpo.servers.launch.supervise import ServerProcess, Supervisor, is_healthy
 from megatron_gvpo.servers.leader import BackgroundLoop
@@ -94,7 +94,7 @@ def test_a_port_that_another_process_has_is_refused_by_name(good: Path, tmp_path
             ConfigError,
             match=rf"servers\.port={port}: 127\.0\.0\.1:{port}: in use by process {os.getpid()} \(",
         ):
-            serve(taken)
+            serve_run(taken)
         assert asked == []
 
 
@@ -111,7 +111,7 @@ def test_an_address_where_no_server_can_listen_is_named(
     own = "{" + servers.replace("=", ": ") + "}"
     config = config_of(good, f"rollout.servers={own}", f"output_dir={tmp_path}")
     with pytest.raises(ConfigError, match=problem):
-        start_servers(config, ModelCards(config), None, print)
+        start_servers(config.model, config.rollout, config.output_dir, ModelCards(config), None, print)
 
 
 def test_servers_that_others_reach_need_a_key(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -120,9 +120,9 @@ def test_servers_that_others_reach_need_a_key(good: Path, tmp_path: Path, monkey
         with pytest.raises(
             ConfigError, match=r"without a key everyone .* export ROLLOUT_KEY=\$\(openssl rand"
         ):
-            serve(config_of(good, f"rollout.servers.host='{host}'", f"output_dir={tmp_path}"))
+            serve_run(config_of(good, f"rollout.servers.host='{host}'", f"output_dir={tmp_path}"))
     with pytest.raises(ConfigError, match=r"rollout\.servers\.api_key_env: \$ROLLOUT_KEY is not set"):
-        serve(config_of(good, "rollout.servers.api_key_env=ROLLOUT_KEY", f"output_dir={tmp_path}"))
+        serve_run(config_of(good, "rollout.servers.api_key_env=ROLLOUT_KEY", f"output_dir={tmp_path}"))
 
 
 def test_only_the_process_that_was_started_gets_the_key(tmp_path: Path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import on_null_cuda
+from helpers.parts_of_a_run import prepared
 
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.launch.start import start_servers
@@ -18,7 +19,6 @@ from megatron_gvpo.servers.launch.supervise import ServerProcess, Supervisor
 from megatron_gvpo.servers.server import Launch
 from megatron_gvpo.settings.load import load_config
 from megatron_gvpo.settings.servers import ServersConfig
-from megatron_gvpo.training.environment import prepare
 
 NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_CUMEM_ENABLE", "NVTE_CPU_OFFLOAD_V1", "PYTORCH_ALLOC_CONF")
 SERVED = ("rollout.engine=sglang",)
@@ -54,19 +54,19 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_trainer_gets_what_its_settings_need(
     good: Path, overrides: tuple[str, ...], expected: dict[str, str]
 ):
-    prepare(load_config([good], overrides))
+    prepared(load_config([good], overrides))
     assert {name: os.environ[name] for name in NAMES if name in os.environ} == expected
 
 
 def test_what_the_user_set_stays(good: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
-    prepare(load_config([good], SERVED))
+    prepared(load_config([good], SERVED))
     assert os.environ["NCCL_CUMEM_ENABLE"] == "1"
 
 
 def test_the_users_own_allocator_stays(good: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    prepare(load_config([good], [*SERVED, *COLOCATED]))
+    prepared(load_config([good], [*SERVED, *COLOCATED]))
     assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
@@ -132,7 +132,9 @@ def test_servers_get_gpus_that_the_trainer_may_see(
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"servers": servers})})
     launched = [
         process._launch.environment
-        for process in start_servers(config, ModelCards(config), None, print).processes
+        for process in start_servers(
+            config.model, config.rollout, config.output_dir, ModelCards(config), None, print
+        ).processes
     ]
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in launched] == expected
     settings = {environment.get("PYTORCH_CUDA_ALLOC_CONF") for environment in launched}
@@ -152,8 +154,9 @@ def test_a_process_that_may_open_few_files(good: Path, limits: tuple[int, int], 
         "import resource\nfrom megatron_gvpo.core.errors import ConfigError\n"
         "from megatron_gvpo.settings.load import load_config\n"
         "from megatron_gvpo.training.environment import prepare\n"
+        f"config = load_config([{str(good)!r}])\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, {limits})\n"
-        f"try: prepare(load_config([{str(good)!r}])); print(resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+        "try: prepare(config.parallel, config.rollout); print(resource.getrlimit(resource.RLIMIT_NOFILE))\n"
         "except ConfigError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)

@@ -212,4 +212,4 @@ def test_an_argument_of_a_server_is_no_place_for_a_secret(good: Path, tmp_path: 
     ]
     with pytest.raises(ConfigError, match=r"rollout\.servers\.args: one has a secret"):
         config = load_config([good], overrides)
-        start_servers(config, ModelCards(config), None, print)
+        start_servers(config.model, config.rollout, config.output_dir, ModelCards(config), None, print)

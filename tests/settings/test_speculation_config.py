@@ -78,7 +78,7 @@ def model(directory: Path, *tensors: str, **values: object) -> Path:
 
 
 def check(config: Config) -> None:
-    check_draft(config, ModelCards(config))
+    check_draft(config.rollout.speculation, ModelCards(config))
 
 
 def test_a_model_without_heads_has_none_to_speculate_with(good: Path, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_draft_of_another_vocabulary_is_refused(good: Path, tmp_path: Path) ->
 def test_sglang_is_refused_on_a_cpu(good: Path) -> None:
     config = load_config([good], [IN_SGLANG, NGRAM])
     with pytest.raises(ConfigError, match=r"would not be the policy's: use a GPU, or rollout\.engine=vllm"):
-        DIALECTS["sglang"].launch(config, ModelCards(config), 1, None, False)
+        DIALECTS["sglang"].launch(config.model, config.rollout, ModelCards(config), 1, None, False)
 
 
 def test_counts_of_a_server_that_has_restarted_begin_anew() -> None:

@@ -220,7 +220,7 @@ def test_the_engines_have_the_options_of_our_command_lines(engine: str, good: Pa
         ["rollout.servers.colocated=true", "rollout.weights.transport=adapter", "model.adapter={rank: 8}"],
     ):
         config = load_config([good], [*base, *more])
-        launch = DIALECTS[engine].launch(config, ModelCards(config), 1, None, True)
+        launch = DIALECTS[engine].launch(config.model, config.rollout, ModelCards(config), 1, None, True)
         used |= {word for word in launch.command if word.startswith("--")}
         file = {"vllm": "vllm/envs.py", "sglang": "sglang/srt/environ.py"}[engine]
         settings = (site_of(engine) / file).read_text()
@@ -292,7 +292,7 @@ def speculative(
     with_draft = f"{{method: {method}, tokens: 4, model: {draft}}}"
     chosen = with_draft if method in ("draft", "eagle") else f"{{method: {method}, tokens: 4}}"
     config = load_config([good], [*given, f"rollout.speculation={chosen}", *more])
-    command = DIALECTS[engine].launch(config, ModelCards(config), 1, None, True).command
+    command = DIALECTS[engine].launch(config.model, config.rollout, ModelCards(config), 1, None, True).command
     first = next(i for i, word in enumerate(command) if word.startswith("--speculative"))
     return command[first:]
 

@@ -233,6 +233,56 @@ def test_a_thing_is_not_another_rather_than_no_other():
     assert lines == []
 
 
+# Rooms whose matter is the configuration as a whole: its rules, records, predictions and commands.
+ABOUT_CONFIGURATIONS = (
+    "settings",
+    "checks",
+    "runs",
+    "planner",
+    "inspection",
+    "rehearsal",
+    "cluster",
+    "cli",
+)
+# The functions of other rooms that read nearly all of it, or hand it on in parts.
+TAKES_A_CONFIGURATION = {
+    "huggingface/card.py: ModelCards.__init__",  # every section that names a model
+    "data/task.py: load_task",  # the sections that say what a prompt, a response and an answer are
+    "megatron/policy.py: Policy.of",  # hands on seven sections
+    "sampling/rollouts.py: Rollouts.__init__",  # builds the engine, the reward workers and their servers
+    "training/components.py: Components.__init__",  # builds everything
+    "training/trainer.py: Trainer.__init__",
+    "training/evaluate.py: evaluate",
+    "training/conversion.py: checkpoint_to_hugging_face",  # preflight checks all of it
+    "training/ranks.py: choose_ranks",  # the layout is checked, and memory predicted, for each number
+    "training/ranks.py: rank_memory",
+    "training/ranks.py: _teacher_bytes",
+}
+
+
+def test_each_part_gets_its_own_sections():
+    """A function's signature says which sections of the configuration it reads."""
+    takers = set()
+    for path in MODULES:
+        name = path.relative_to(PACKAGE)
+        if name.parts[0] in ABOUT_CONFIGURATIONS:
+            continue
+        for scope in ast.walk(tree(path)):
+            if not isinstance(scope, ast.Module | ast.ClassDef):
+                continue
+            prefix = f"{scope.name}." if isinstance(scope, ast.ClassDef) else ""
+            for node in scope.body:
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    types = [ast.unparse(arg.annotation) for arg in all_arguments(node) if arg.annotation]
+                    if any(re.search(r"\bConfig\b", kind) for kind in types):
+                        takers.add(f"{name}: {prefix}{node.name}")
+    assert takers == TAKES_A_CONFIGURATION
+
+
+def all_arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+    return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+
+
 def docstrings(path: Path) -> Iterator[str]:
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

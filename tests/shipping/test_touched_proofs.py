@@ -4,6 +4,7 @@ it was stopped, in small repositories.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -94,6 +95,19 @@ def test_rooms_of_the_last_changes_come_first(repository: Path):
     commit(repository, "docs/page.md")
     code, said = run(repository, "--list")
     assert code == 0 and "rooms with proofs to run: none\n" in said, "since the branch left main"
+
+
+def test_every_room_of_the_package_says_whose_proofs_it_touches():
+    spec = importlib.util.spec_from_file_location("touched_proofs", ROOT / TOOL)
+    assert spec is not None and spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    rooms = {path.parent.name for path in (ROOT / "megatron_gvpo").glob("*/__init__.py")}
+    assert rooms == {name.split("/")[1] for name in tool.ROOMS if name.startswith("megatron_gvpo/")} - {
+        "versions.txt"
+    }
+    assert tool.rooms_of("megatron_gvpo/emulation/mode.py") == ["emulation"]
+    assert tool.rooms_of("megatron_gvpo/servers/pool.py") == ["servers", "weights"]
 
 
 def test_a_clone_without_history_runs_every_room(repository: Path, tmp_path: Path):

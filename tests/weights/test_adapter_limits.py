@@ -28,7 +28,9 @@ def configured(task: Path, tmp_path: Path, engine: str, adapter: str, *more: str
 
 
 def pushed(config: Config) -> PushSettings:
-    return PushSettings.of(config, ModelCards(config), torch.device("cpu"))
+    return PushSettings.of(
+        config.model, config.rollout, config.output_dir, ModelCards(config), torch.device("cpu")
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,9 +82,11 @@ def test_the_servers_start_with_room_for_the_adapters(task: Path, tmp_path: Path
     words = {}
     for engine in ENGINES:
         config = configured(task, tmp_path, engine, "{rank: 12, targets: [q_proj, v_proj]}")
-        words[engine] = DIALECTS[engine].launch(config, ModelCards(config), 1, None, on_gpu=False)
+        words[engine] = DIALECTS[engine].launch(
+            config.model, config.rollout, ModelCards(config), 1, None, on_gpu=False
+        )
         own = configure(task, tmp_path, f"rollout.engine={engine}")
-        plain = DIALECTS[engine].launch(own, ModelCards(own), 1, None, False)
+        plain = DIALECTS[engine].launch(own.model, own.rollout, ModelCards(own), 1, None, False)
         assert "--enable-lora" in words[engine].command and "--enable-lora" not in plain.command
     sglang, vllm = words["sglang"].command, words["vllm"].command
     after = sglang[sglang.index("--lora-target-modules") + 1 :]
@@ -103,5 +107,5 @@ def test_the_expected_tensors_are_those_of_hugging_face_peft(task: Path, tmp_pat
 def test_a_colocated_server_keeps_the_base_while_it_sleeps(task: Path, tmp_path: Path):
     """Pushes bring adapters alone, so its own weights wait in host memory."""
     config = configured(task, tmp_path, "sglang", "{rank: 4}", "rollout.servers.colocated=true")
-    launch = DIALECTS["sglang"].launch(config, ModelCards(config), 1, None, on_gpu=True)
+    launch = DIALECTS["sglang"].launch(config.model, config.rollout, ModelCards(config), 1, None, on_gpu=True)
     assert "--enable-weights-cpu-backup" in launch.command

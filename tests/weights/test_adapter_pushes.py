@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.parts_of_a_run import server_check
 from helpers.pushes.adapter_pushes import ADAPTERS, RANK, AdapterRun, adapted_logprobs, make_adapter
 from helpers.servers.faults import Fault, check, faulty_run, kill
 from helpers.servers.real_servers import (
@@ -28,8 +29,6 @@ from helpers.tiny_run import fit, records
 from safetensors.torch import load_file
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.card import ModelCards
-from megatron_gvpo.sampling.server_checks import check_server
 from megatron_gvpo.servers.handle import Pending
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
 from megatron_gvpo.servers.launch.supervise import Supervisor
@@ -198,7 +197,7 @@ def test_a_server_that_cannot_take_the_adapters_is_refused_by_its_own_settings(
 
     def check(adapter: str) -> None:
         config = serving.configured(f"model.adapter={adapter}")
-        client.loop.run(check_server(client.server, config, ModelCards(config), [1]))
+        client.loop.run(server_check(client.server, config, [1]))
 
     check("{rank: 4, targets: [q_proj, v_proj]}")
     with pytest.raises(ConfigError, match=r"takes no such adapters: --max-lora-rank \d+.*rank=32"):

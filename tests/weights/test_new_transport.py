@@ -178,7 +178,9 @@ def test_servers_start_with_room_for_what_it_sends(
 ):
     own = [*CHOSEN, f"rollout.engine={engine}", ADAPTER, "output_dir=run"]
     config = load_config([task / "run.yaml"], own)
-    launch = partial(DIALECTS[engine].launch, config, ModelCards(config), 1, None, on_gpu=False)
+    launch = partial(
+        DIALECTS[engine].launch, config.model, config.rollout, ModelCards(config), 1, None, on_gpu=False
+    )
     assert "--enable-lora" not in launch().command
     monkeypatch.setitem(TRANSPORTS, "raw_files", Traits(PLACE, sends_adapter=True))
     assert "--enable-lora" in launch().command

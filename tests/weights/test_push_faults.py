@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.parts_of_a_run import weights_directory
 from helpers.servers.fake_servers import itself
 
 from megatron_gvpo.servers.handle import Pending
@@ -16,7 +17,7 @@ from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.servers.server import ServerInfo
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import load_config
-from megatron_gvpo.settings.servers import ServersConfig, WeightSyncConfig, run_directory
+from megatron_gvpo.settings.servers import ServersConfig, WeightSyncConfig
 from megatron_gvpo.weights import publisher
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.disk import Disk
@@ -99,7 +100,9 @@ def test_a_run_removes_nothing_of_others_from_a_directory_that_they_share(good: 
     shared = tmp_path / "scratch"
     (shared / "version_0").mkdir(parents=True)
     (shared / "version_0" / "mine").write_text("years of work")
-    runs = [Disk(itself, run_directory(config_of(good, tmp_path / name, shared)), 5.0) for name in ("a", "b")]
+    runs = [
+        Disk(itself, weights_directory(config_of(good, tmp_path / name, shared)), 5.0) for name in ("a", "b")
+    ]
     bucket = Bucket([TensorSpec("w", "uint8", (4,))], torch.zeros(4, dtype=torch.uint8))
 
     async def pushed(run: Disk, version: int) -> None:
@@ -119,7 +122,7 @@ def test_a_run_removes_nothing_of_others_from_a_directory_that_they_share(good: 
 
 
 def test_a_folder_of_the_user_s_in_the_output_directory_stays(good: Path, tmp_path: Path):
-    folder = run_directory(config_of(good, tmp_path, None))
+    folder = weights_directory(config_of(good, tmp_path, None))
     folder.mkdir()
     (folder / "resnet.pt").write_text("years of work")
     run = Disk(itself, folder, 5.0)
@@ -132,7 +135,7 @@ def test_the_weights_of_a_run_that_goes_on_are_where_they_were(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     config = config_of(good, tmp_path / "run", tmp_path / "scratch")
-    assert run_directory(config) == run_directory(config) != tmp_path / "scratch"
+    assert weights_directory(config) == weights_directory(config) != tmp_path / "scratch"
     monkeypatch.chdir(tmp_path)  # a server need not have been started there
-    assert run_directory(config_of(good, Path("run"), None)) == tmp_path / "run" / "weights"
-    assert run_directory(config_of(good, Path("run"), Path("scratch"))) == run_directory(config)
+    assert weights_directory(config_of(good, Path("run"), None)) == tmp_path / "run" / "weights"
+    assert weights_directory(config_of(good, Path("run"), Path("scratch"))) == weights_directory(config)

@@ -61,7 +61,7 @@ def policy_of(
     share_prompts: bool = False,
 ) -> Policy:
     """Build a policy; `sections` replace these sections of the configuration."""
-    return Policy(
+    return Policy.of(
         build_config(
             {
                 "output_dir": "unused",

@@ -49,7 +49,12 @@ def served(
     )
     loop = BackgroundLoop("benchmark")
     supervisor = start_servers(
-        config, ModelCards(config), None, lambda message: print(message, file=sys.stderr)
+        config.model,
+        config.rollout,
+        config.output_dir,
+        ModelCards(config),
+        None,
+        lambda message: print(message, file=sys.stderr),
     )
     session = loop.run(open_session())
     server = DIALECTS[engine](Http(session, supervisor.processes[0].url))

@@ -18,20 +18,19 @@ from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.launch.first_turn import wait_for_turn
 from megatron_gvpo.servers.launch.start import given_key, report, start_servers
 from megatron_gvpo.servers.launch.supervise import is_loopback
-from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig
 
 
-def serve(config: Config) -> int:
+def serve(model: ModelConfig, rollout: RolloutConfig, output_dir: str, cards: ModelCards) -> int:
     """Start the servers, say when they are healthy, end them on SIGTERM or SIGINT; returns the exit code.
 
     0: told to stop; 1: a server could not be kept running. Once all were healthy, the others serve until they
     are told to stop, or none is healthy. Raises ConfigError for settings that cannot be.
     """
-    settings = config.rollout.servers
-    if not config.rollout.uses_servers:
+    settings = rollout.servers
+    if not rollout.uses_servers:
         raise ConfigError(
-            f"rollout.engine={config.rollout.engine} has no servers: "
-            "serve needs rollout.engine=sglang or vllm"
+            f"rollout.engine={rollout.engine} has no servers: serve needs rollout.engine=sglang or vllm"
         )
     key = given_key(settings)
     if key is None and not is_loopback(settings.host):
@@ -49,7 +48,7 @@ def serve(config: Config) -> int:
     previous = {n: signal.signal(n, lambda *_: told.set()) for n in (signal.SIGTERM, signal.SIGINT)}
     if settings.colocated and not wait_for_turn(told):
         return 0
-    supervisor = start_servers(config, ModelCards(config), key, report)
+    supervisor = start_servers(model, rollout, output_dir, cards, key, report)
     try:
         waiting = list(supervisor.processes)
         deadline = time.monotonic() + settings.start_timeout

@@ -34,7 +34,7 @@ from megatron_gvpo.servers.server import Server
 from megatron_gvpo.servers.sglang import SGLang
 from megatron_gvpo.servers.speculation import check_draft
 from megatron_gvpo.servers.vllm import VLLM
-from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig
 from megatron_gvpo.settings.servers import AFTER_PORT, EngineServers, ServersConfig, run_directory
 from megatron_gvpo.settings.transports import TRANSPORTS
 
@@ -42,10 +42,18 @@ DIALECTS: dict[str, type[Server]] = {"sglang": SGLang, "vllm": VLLM}
 
 
 def start_servers(
-    config: Config, cards: ModelCards, key: str | None, report: Callable[[str], None]
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    output_dir: str,
+    cards: ModelCards,
+    key: str | None,
+    report: Callable[[str], None],
 ) -> Supervisor:
-    """Start `rollout.servers.count` servers on this machine, under a supervisor. Raises ConfigError."""
-    servers = config.rollout.servers
+    """Start `rollout.servers.count` servers on this machine, under a supervisor. Raises ConfigError.
+
+    `output_dir`: the run's; the servers write their logs there, and read weights below it.
+    """
+    servers = rollout.servers
     if any(hide(word) != word for word in servers.args):
         raise ConfigError(
             "rollout.servers.args: one has a secret, and all users of a machine can read command lines: name "
@@ -54,11 +62,11 @@ def start_servers(
     if key is not None:
         remember(key)
     ports = free_ports_of(servers, "rollout.servers")
-    _check_served_model(config, cards)
+    _check_served_model(model, rollout, cards)
     gpus = server_gpus(servers, torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     on_gpu = torch.cuda.is_available()
     processes = [
-        _process(config, cards, key, port, gpus[number] if on_gpu else None)
+        _process(model, rollout, output_dir, cards, key, port, gpus[number] if on_gpu else None)
         for number, port in enumerate(ports)
     ]
     supervisor = Supervisor(processes, servers, report)
@@ -67,34 +75,40 @@ def start_servers(
     except OSError as error:
         supervisor.close()
         raise ConfigError(
-            f"rollout servers cannot be started: {error}. Their logs go to {_logs(config)}; "
+            f"rollout servers cannot be started: {error}. Their logs go to {_logs(output_dir)}; "
             f"rollout.servers.python={servers.python} is to be the interpreter of the engine's environment"
         ) from None
     return supervisor
 
 
-def _check_served_model(config: Config, cards: ModelCards) -> None:
+def _check_served_model(model: ModelConfig, rollout: RolloutConfig, cards: ModelCards) -> None:
     """Raise ConfigError for a model, a draft or an NCCL with which no server of this machine can start."""
-    check_family(cards.served, f"{config.served_key}={config.served_path}")
-    check_files(Path(config.served_path), config.served_key)
-    check_draft(config, cards)
+    check_family(cards.served, f"{cards.served_key}={cards.served_path}")
+    check_files(Path(cards.served_path), cards.served_key)
+    check_draft(rollout.speculation, cards)
     if torch.cuda.is_available():
-        check_nccl(config, ".".join(map(str, torch.cuda.nccl.version())))
+        check_nccl(rollout, ".".join(map(str, torch.cuda.nccl.version())))
     else:
-        check_rollout_model(config, cards)
+        check_rollout_model(model, rollout, cards)
 
 
 def _process(
-    config: Config, cards: ModelCards, key: str | None, port: int, gpus: range | None
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    output_dir: str,
+    cards: ModelCards,
+    key: str | None,
+    port: int,
+    gpus: range | None,
 ) -> ServerProcess:
     """The process of the server at `port`, not started yet. `gpus`: None on a machine without GPUs."""
-    servers = config.rollout.servers
+    servers = rollout.servers
     # Only the server's HTTP interface asks for the key.
     server_key = None if servers.node else key
-    launch = DIALECTS[config.rollout.engine].launch(config, cards, port, server_key, gpus is not None)
+    launch = DIALECTS[rollout.engine].launch(model, rollout, cards, port, server_key, gpus is not None)
     # Servers may map and read these directories alone (megatron_gvpo_allowed_paths). A user may name another
     # directory of weights.
-    weights = os.environ.get("MEGATRON_GVPO_WEIGHTS", str(run_directory(config)))
+    weights = os.environ.get("MEGATRON_GVPO_WEIGHTS", str(run_directory(output_dir, rollout.weights)))
     launch.environment["MEGATRON_GVPO_MEMORY"] = str(shared_memory())
     launch.environment["MEGATRON_GVPO_WEIGHTS"] = weights
     if servers.nodes > 1:
@@ -104,9 +118,9 @@ def _process(
     launch.environment.update(_memory_settings(servers, gpus))
     if servers.node:
         machine = f"http://{servers.leader}:{port}, machine {servers.node} of {servers.nodes}"
-        return RanksProcess(launch, machine, _logs(config) / f"{port}_{servers.node}.log")
+        return RanksProcess(launch, machine, _logs(output_dir) / f"{port}_{servers.node}.log")
     host = f"[{servers.host}]" if ":" in servers.host else servers.host
-    return ServerProcess(launch, f"http://{host}:{port}", _logs(config) / f"{port}.log")
+    return ServerProcess(launch, f"http://{host}:{port}", _logs(output_dir) / f"{port}.log")
 
 
 def _memory_settings(servers: ServersConfig, gpus: range | None) -> dict[str, str]:
@@ -121,8 +135,8 @@ def _memory_settings(servers: ServersConfig, gpus: range | None) -> dict[str, st
     return settings
 
 
-def _logs(config: Config) -> Path:
-    return Path(config.output_dir) / "servers"
+def _logs(output_dir: str) -> Path:
+    return Path(output_dir) / "servers"
 
 
 def _part(servers: ServersConfig, key: str | None) -> str:
@@ -203,14 +217,14 @@ ASK = "import torch; print('.'.join(map(str, torch.cuda.nccl.version())))"
 TIMEOUT = 300.0  # seconds; the first import of torch may be from a network file system
 
 
-def check_nccl(config: Config, own_version: str) -> None:
+def check_nccl(rollout: RolloutConfig, own_version: str) -> None:
     """Ask the engine's interpreter for its NCCL, before servers start.
 
     Raises ConfigError for another version than `own_version`. If the interpreter does not answer, nothing is
     raised: the start of the servers will show why.
     """
-    python, transport = config.rollout.servers.python, config.rollout.weights.transport
-    if not config.rollout.weights.traits.forms_group:
+    python, transport = rollout.servers.python, rollout.weights.transport
+    if not rollout.weights.traits.forms_group:
         return
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:

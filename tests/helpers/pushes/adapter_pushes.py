@@ -71,7 +71,9 @@ class AdapterRun:
         cards = ModelCards(config)
         layers = adapted_layers(config.model, cards.policy)
         expected, optional = adapter_shapes(stored, layers, config.model.adapter.rank)
-        settings = PushSettings.of(config, cards, torch.device("cpu"))
+        settings = PushSettings.of(
+            config.model, config.rollout, config.output_dir, cards, torch.device("cpu")
+        )
         transport = Adapter.create(settings, partial(receiver, transport="adapter"))
         self._publisher = Publisher(
             pool,

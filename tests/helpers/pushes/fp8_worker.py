@@ -48,7 +48,7 @@ def run(engine: str, url: str, task: str, served: str, out: str) -> None:
     policy = None
     for step, transport in enumerate(("broadcast", "disk")):
         config = configure(Path(task), directory, *overrides, f"rollout.weights.transport={transport}")
-        policy = policy or Policy(config)
+        policy = policy or Policy.of(config)
         rollouts = served_engine(config, policy).__enter__()
         if step:
             policy.update(make_rows([[1.0, 0.0, 0.5]]), at_step_start=True)

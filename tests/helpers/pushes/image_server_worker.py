@@ -90,7 +90,7 @@ def run(engine: str, url: str, folder: str, transports: str) -> None:
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
     directory, results = Path(folder), []
     config = config_of(engine, directory, urls=[url])
-    policy, task = Policy(config), load_task(config, ModelCards(config).policy)
+    policy, task = Policy.of(config), load_task(config, ModelCards(config).policy)
     rows = None
     for step, transport in enumerate(transports.split(",")):
         weights = config.rollout.weights.model_copy(
@@ -98,7 +98,9 @@ def run(engine: str, url: str, folder: str, transports: str) -> None:
         )
         rollout = config.rollout.model_copy(update={"weights": weights})
         pushing = config.model_copy(update={"rollout": rollout})
-        with ServedEngine(pushing, ModelCards(pushing), task, policy) as engine_of_step:
+        with ServedEngine(
+            pushing.model, pushing.rollout, pushing.output_dir, ModelCards(pushing), task, policy
+        ) as engine_of_step:
             if rows is not None:
                 policy.update(rows, at_step_start=True)
             engine_of_step.sync(step)
@@ -120,7 +122,14 @@ def refused(engine: str, url: str, folder: str) -> None:
     config = config_of(engine, Path(folder), urls=[url])
     try:
         cards = ModelCards(config)
-        ServedEngine(config, cards, load_task(config, cards.policy), Policy(config)).__enter__()
+        ServedEngine(
+            config.model,
+            config.rollout,
+            config.output_dir,
+            cards,
+            load_task(config, cards.policy),
+            Policy.of(config),
+        ).__enter__()
     except (ValueError, RolloutError) as error:
         (Path(folder) / "error").write_text(str(error))
 

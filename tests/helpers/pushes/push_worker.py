@@ -38,7 +38,7 @@ def served_engine(config: Config, policy: Policy) -> ServedEngine:
     """The engine of a run whose prompts are PROMPTS."""
     prompts = [Prompt(str(i), tuple(prompt), "") for i, prompt in enumerate(PROMPTS)]
     task = Task(load_tokenizer(config.model.path), (1,), prompts, [])
-    return ServedEngine(config, ModelCards(config), task, policy)
+    return ServedEngine(config.model, config.rollout, config.output_dir, ModelCards(config), task, policy)
 
 
 def run(engine: str, url: str, task: str, out: str, layout: str) -> None:
@@ -62,7 +62,7 @@ def run(engine: str, url: str, task: str, out: str, layout: str) -> None:
                 f"rollout.weights.transport={transport}",
                 f"rollout.weights.directory={directory}/weights",
             )
-            policy = Policy(config) if step == 0 else policy  # noqa: F821
+            policy = Policy.of(config) if step == 0 else policy  # noqa: F821
             rollouts = served_engine(config, policy).__enter__()
         if step == 4:
             _nudge(policy)
@@ -141,7 +141,7 @@ def on_two_nodes(engine: str, urls: str, task: str, out: str, elsewhere: str) ->
     overrides = [f"rollout.engine={engine}", f"rollout.servers.urls=[{urls}]", "algorithm=grpo"]
     overrides += ["rollout.weights.bucket_mb=1", "optimizer.lr=1.0e-2", "rollout.weights.transport=shared"]
     config = configure(Path(task), directory, *overrides)
-    policy = Policy(config)
+    policy = Policy.of(config)
     with served_engine(config, policy) as rollouts:
         for step in range(2):
             if step:
@@ -180,7 +180,7 @@ def unheard(engine: str, url: str, task: str, out: str) -> None:
     """Make a push after an update that never arrives; write the error that the run ends with."""
     overrides = [f"rollout.engine={engine}", f"rollout.servers.urls=[{url}]", "algorithm=grpo"]
     config = configure(Path(task), Path(out), *overrides, "optimizer.lr=1.0e-2")
-    policy = Policy(config)
+    policy = Policy.of(config)
     with served_engine(config, policy) as rollouts:
         rollouts.sync(0)
         policy.update(make_rows([[1.0, 0.0, 0.5]]), at_step_start=True)
@@ -195,7 +195,7 @@ def ended(engine: str, url: str, task: str, out: str, pid: str) -> None:
     """End the server's process between a push and its proof; the next push waits until it is back."""
     overrides = [f"rollout.engine={engine}", f"rollout.servers.urls=[{url}]", "algorithm=grpo"]
     config = configure(Path(task), Path(out), *overrides)
-    policy = Policy(config)
+    policy = Policy.of(config)
     with served_engine(config, policy) as rollouts:
         push = rollouts._push
 
@@ -221,7 +221,9 @@ def unopened(task: str, out: str) -> None:
     leader.HEARTBEAT = 1.0
     overrides = ["rollout.engine=sglang", "rollout.servers.urls=[http://127.0.0.1:9]"]
     config = configure(Path(task), Path(out), *overrides, "rollout.servers.start_timeout=15")
-    rollouts = ServedEngine(config, ModelCards(config), Task(None, (1,), [], []), None)
+    rollouts = ServedEngine(
+        config.model, config.rollout, config.output_dir, ModelCards(config), Task(None, (1,), [], []), None
+    )
     try:
         rollouts.__enter__()
     except RolloutError as error:

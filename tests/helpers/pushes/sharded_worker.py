@@ -35,7 +35,7 @@ LAYOUTS = {
 def parts(task: str, out: str, layout: str) -> None:
     """Rank 0 writes the exported tensors, and those put together from all ranks' own parts."""
     config = configure(Path(task), Path(out), "algorithm=grpo", "optimizer.lr=1.0e-2", *LAYOUTS[layout])
-    policy = Policy(config)
+    policy = Policy.of(config)
     policy.own_weights()
     policy.update(make_rows([[1.0, 0.0, 0.5], [0.0, 1.0, 0.5]]), at_step_start=True)
     own = policy.own_weights()
@@ -56,7 +56,7 @@ def parts(task: str, out: str, layout: str) -> None:
 def push(engine: str, urls: str, task: str, out: str, layout: str) -> None:
     """Push before and after updates; write the servers' checksums, and those of the export from files."""
     config = _config(engine, urls, task, out, layout)
-    policy = Policy(config)
+    policy = Policy.of(config)
     with served_engine(config, policy) as rollouts:
         for step in range(3):
             if step:
@@ -72,7 +72,7 @@ def push(engine: str, urls: str, task: str, out: str, layout: str) -> None:
 def killed(engine: str, urls: str, task: str, out: str, layout: str, pid: str) -> None:
     """A server's processes are killed in the middle of the second push. All servers have the third."""
     config = _config(engine, urls, task, out, layout)
-    policy = Policy(config)
+    policy = Policy.of(config)
     with served_engine(config, policy) as rollouts:
         rollouts.sync(0)
         if rollouts.servers is not None:
@@ -95,7 +95,7 @@ def killed(engine: str, urls: str, task: str, out: str, layout: str, pid: str) -
 def interrupted(engine: str, urls: str, task: str, out: str, layout: str) -> None:
     """The trainer's ranks are killed in the middle of their first push."""
     config = _config(engine, urls, task, out, layout)
-    policy = Policy(config)
+    policy = Policy.of(config)
     with served_engine(config, policy) as rollouts:
         if rollouts.servers is not None:
             connect = rollouts._weights.connect

@@ -88,7 +88,9 @@ def served(config: Config, key: str | None = None) -> Iterator[Supervisor]:
     messages: list[str] = []
     with pytest.MonkeyPatch.context() as environment:  # tests load checkpoints of their own
         environment.setenv("MEGATRON_GVPO_WEIGHTS", tempfile.gettempdir())
-        supervisor = start_servers(config, ModelCards(config), key, messages.append)
+        supervisor = start_servers(
+            config.model, config.rollout, config.output_dir, ModelCards(config), key, messages.append
+        )
     try:
         deadline = time.monotonic() + START_SECONDS
         while not all(is_healthy(process.url, 5.0) for process in supervisor.processes):

@@ -62,7 +62,7 @@ def _results(job: Job, case: Case, folder: Path) -> dict[str, Any]:
 
     path = None if job.load else str(folder / job.adapter)
     config = with_adapter(config_of(case, job.layout, folder), path=path, **dict(job.settings))
-    policy, rows = Policy(config), case.rows
+    policy, rows = Policy.of(config), case.rows
     model = policy.model
     if job.load is not None:
         load_policy(folder / f"{job.load}-checkpoint" / "step_00000001", policy)

@@ -52,7 +52,7 @@ def run(directory: str) -> None:
     for layout, source, case in torch.load(folder / "work.pt", weights_only=False)[run_number()]:
         name = f"{source}-{case.model}"
         with sizes_of(layout):
-            policy = Policy(config_of(case, layout, folder))
+            policy = Policy.of(config_of(case, layout, folder))
             if layout == source:
                 policy.update(case.rows, at_step_start=False)
                 save_policy(folder / name, 1, policy, {"mine": 7}, keep=1)
@@ -115,7 +115,7 @@ def killed_while_saving(directory: str) -> None:
 
     folder = Path(directory)
     case = torch.load(folder / "case.pt", weights_only=False)
-    policy = Policy(config_of(case, Layout(1), folder))
+    policy = Policy.of(config_of(case, Layout(1), folder))
     policy.update(case.rows, at_step_start=False)
     save_policy(folder / "killed", 1, policy, {}, keep=1, asynchronous=True)
     policy.update(case.rows, at_step_start=False)
@@ -138,7 +138,7 @@ def saved_again(directory: str) -> None:
     folder = Path(directory)
     root, instants = folder / "again", folder / "instants"
     case = torch.load(folder / "case.pt", weights_only=False)
-    policy = Policy(config_of(case, Layout(1), folder))
+    policy = Policy.of(config_of(case, Layout(1), folder))
     weights = []
     copying = False
 
@@ -187,7 +187,7 @@ def fails_on_one_rank(directory: str) -> None:
 
     folder, rank = Path(directory), dist.get_rank()
     case = torch.load(folder / "case.pt", weights_only=False)
-    policy = Policy(config_of(case, Layout(2), folder))
+    policy = Policy.of(config_of(case, Layout(2), folder))
     save_policy(folder / "alone", 1, policy, {"mine": 7}, keep=1)
     newest = find_newest(folder / ("alone", "not mounted")[rank])
     assert newest is not None and newest.name == "step_00000001", "what rank 0 sees"
@@ -265,7 +265,7 @@ def peak_of_a_save(directory: str) -> None:
 
     folder = Path(directory)
     case = torch.load(folder / "case.pt", weights_only=False)
-    policy = Policy(config_of(case, Layout(1), folder))
+    policy = Policy.of(config_of(case, Layout(1), folder))
     policy.update(case.rows, at_step_start=False)
     save_policy(folder / "peak", 1, policy, {}, keep=1)  # what a first save loads and caches
     Path("/proc/self/clear_refs").write_text("5")  # from here on, the peak is what comes

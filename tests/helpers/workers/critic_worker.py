@@ -45,7 +45,7 @@ def run(directory: str) -> None:
     layout, case = runs[number]
     with sizes_of(layout):
         config = config_of(case, layout, folder)
-        policy = Policy(config)
+        policy = Policy.of(config)
         critic: Any = policy.critic
         at_first_r = critic.values(case.rows)
         for module in _heads(critic):  # not zero, so that what is behind it has a gradient

@@ -143,7 +143,7 @@ def run(directory: str) -> None:
     case: Case = torch.load(folder / "work.pt", weights_only=False)
     size = dist.get_world_size()
     config = config_of(case, Layout(size, tp=size), folder)
-    policy = Policy(config)
+    policy = Policy.of(config)
     results: dict[str, dict[str, Tensor] | str] = {}
     for name, fault in (ONE if size == 1 else TWO).items():
         with fault():

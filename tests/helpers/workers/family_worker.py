@@ -42,7 +42,7 @@ def _score_around_an_export(layout: ParallelLayout, folder: Path, late: set[int]
     from megatron_gvpo.verify.run import config_of
     from megatron_gvpo.verify.shrink import VOCABULARY
 
-    policy, rows = Policy(config_of(folder / "model", layout)), make_rows(VOCABULARY)
+    policy, rows = Policy.of(config_of(folder / "model", layout)), make_rows(VOCABULARY)
     scores = [policy.score(rows)]
     late.clear()
     policy.update(rows, at_step_start=True)

@@ -115,7 +115,7 @@ def run(directory: str) -> None:
     with sizes_of(layout):
         for model in dict.fromkeys(case.model for case in cases):
             probe = probes[model]
-            policy = Policy(config_of(probe, layout, folder))
+            policy = Policy.of(config_of(probe, layout, folder))
             exported = _copy(policy.weights())
             for case in (case for case in cases if case.model == model):
                 print(f"{layout}: {case.name}", flush=True)

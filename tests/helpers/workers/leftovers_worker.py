@@ -19,7 +19,7 @@ def run(directory: str) -> None:
 
     folder, number = Path(directory), run_number()
     layout, case = torch.load(folder / "work.pt", weights_only=False)[number]
-    policy = Policy(config_of(case, layout, folder))
+    policy = Policy.of(config_of(case, layout, folder))
     optimizer = policy.optimizer
     permanent = [*policy.model.weights(), *policy.model.gradient_buffers(), *optimizer.tensors()]
     leftovers: dict[str, int] = {}

@@ -63,7 +63,7 @@ def _updates(config: Any, updates: list[Any]) -> dict[str, Any]:
             staticmethod(lambda tensor: not isinstance(tensor, torch.nn.Parameter)),
         ),
     ):
-        policy = Policy(config)
+        policy = Policy.of(config)
         for chunk in policy.model.chunks:
             chunk.config.min_offloaded_tensor_size = 0
         scores, results, by_update = [], [], []

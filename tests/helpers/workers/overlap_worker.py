@@ -40,7 +40,7 @@ def _updates(config: Any, rows: TrainBatch, root: Path) -> dict[str, Any]:
     from megatron_gvpo.megatron.checkpoint.save import save_policy
     from megatron_gvpo.megatron.policy import Policy
 
-    policy = Policy(config)
+    policy = Policy.of(config)
     groups = sum(len(chunk.bucket_groups) for chunk in policy.model.chunks)
     results: dict[str, Any] = {"bucket groups": groups}
 

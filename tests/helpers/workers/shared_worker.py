@@ -40,7 +40,7 @@ def run(directory: str) -> None:
     for layout, budget, core, case in torch.load(folder / "work.pt", weights_only=False)[run_number()]:
         config = config_of(case, layout, folder)
         spec.LocalAttention = cores[core]  # type: ignore[assignment, misc]
-        policy = Policy(config)
+        policy = Policy.of(config)
         results = {"default": policy.model.share_prompts}
         for shared in (False, True):
             policy.model.share_prompts = shared

@@ -27,7 +27,7 @@ from megatron_gvpo.settings.load import load_config
 def run(file: str, out: str, *overrides: str) -> None:
     """Writes `out`/RANK.json: {what: [real, stand-in]}."""
     config = load_config([file], overrides)
-    policy = Policy(config)
+    policy = Policy.of(config)
     results: dict[str, Any] = {}
     if config.parallel.ep > 1:
         results |= _experts(policy)

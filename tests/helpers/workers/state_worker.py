@@ -14,7 +14,7 @@ from megatron_gvpo.settings.load import load_config
 
 def run(file: str, out: str, *overrides: str) -> None:
     """Writes `out`/RANK.json: {part: bytes}. Adam's counts of steps, 4 bytes each, are left out."""
-    policy = Policy(load_config([file], overrides))
+    policy = Policy.of(load_config([file], overrides))
     weights = storages(policy.model.weights())
     states = storages(t for t in policy.optimizer.tensors() if t.numel() > 1)
     parts = {

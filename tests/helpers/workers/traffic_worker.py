@@ -97,7 +97,7 @@ def run(directory: str) -> None:
             "parallel": case["parallel"],
         }
     )
-    policy = Policy(config)
+    policy = Policy.of(config)
     rows = rows_of(case["lengths"])
     share = my_share(policy.model, rows, case["budget"], keep_groups=True)
     shares_prompts = policy.model.shares_prompts_of(rows)

@@ -61,7 +61,7 @@ def run(directory: str) -> None:
     config = config_of(case, folder)
     check_layout(config, dist.get_world_size())
     with sizes_of(case.layout):
-        results = _measured(Policy(config), rows)
+        results = _measured(Policy.of(config), rows)
     if dist.get_rank() == 0:
         torch.save(results, folder / f"found-{case}.pt")
     forget_layout()
