@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob, linear_logprob
+from megatron_gvpo.kernels.truncated_logprob import truncated_logprob
 from megatron_gvpo.megatron.attention.core import OwnPackedSeqParams, frequencies
 from megatron_gvpo.megatron.attention.merged import Sequences
 from megatron_gvpo.megatron.batch import PackedBatch
@@ -166,13 +167,17 @@ class LogprobHead:
 
     def _logprob(self, hidden_rh: Tensor, weight_vh: Tensor, batch: PackedBatch) -> LinearLogprob:
         weight_r = batch.rows.weight_r
-        return linear_logprob(
+        # With weights, the head gives entropies no gradient.
+        weight_r = None if weight_r is None or self.entropy else weight_r[batch.index_r]
+        logprob = linear_logprob
+        if batch.supports is not None:
+            logprob = partial(truncated_logprob, supports=batch.supports)
+        return logprob(
             hidden_rh,
             weight_vh,
             batch.label_r,
             temperature=self.temperature,
-            # With weights, the head gives entropies no gradient.
-            weight_r=None if weight_r is None or self.entropy else weight_r[batch.index_r],
+            weight_r=weight_r,
             entropy=self.entropy,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             vocab_size=self.vocab_size,

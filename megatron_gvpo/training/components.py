@@ -42,8 +42,6 @@ from megatron_gvpo.workers.tools import configured_schemas
 
 log = logging.getLogger(__name__)
 
-GREEDY = 1e-6  # the top_p that leaves only the most likely token, in every engine
-
 
 class Components:
     """The policy, the engine, the data and the samplers of a run.
@@ -95,7 +93,7 @@ class Components:
             gpu = first_gpus(config)[SECTION]
             self.teacher = ServedTeacher(teacher, config.model.dtype, cards, config.output_dir, gpu)
         threshold = config.rollout.mismatch_threshold or THRESHOLDS[config.model.dtype]
-        self.mismatch = MismatchWatch(threshold, config.rollout.top_p)
+        self.mismatch = MismatchWatch(threshold)
         self.profiler: ProfileWindow = profile_window(
             config.logging, Path(config.output_dir), dist.get_rank()
         )
@@ -117,7 +115,7 @@ class Components:
             sampled = answers(config.rollout.n, shares=shares, counted=True)
             base, score = sampled, sampled.score
             if algorithm.prior.greedy:
-                greedy = answers(1, config.rollout.model_copy(update={"top_p": GREEDY}))
+                greedy = answers(1, config.rollout.greedy)
         writer = PromptWriter(
             config.data.train, config.data, task.tokenizer, task.longest_prompt, task.tools, task.images
         )
