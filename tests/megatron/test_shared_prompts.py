@@ -31,7 +31,7 @@ RUNS = {
     "qwen3_moe": [Layout(2, ep=2)],
     "llama3": [Layout(1)],
 }
-# With the core attention of GPUs, whose kernels tests/helpers/on_cpu/flash_on_cpu.py has for CPUs.
+# With the core attention of GPUs, whose kernels emulation/flash_attention.py has for CPUs.
 GPU_RUNS = {
     "untied": [
         Layout(1, recompute="selective"),
