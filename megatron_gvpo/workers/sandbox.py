@@ -227,12 +227,13 @@ def _interpreter() -> dict[str, str]:
 def _third_party() -> list[str]:
     """Directories in the sandbox with packages beside the standard library, Python's and the system's."""
     release = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    inside = {Path(sysconfig.get_path("stdlib")): f"/python/lib/{release}", Path("/usr/lib/python3"): ""}
-    found = []
-    for parent, place in inside.items():
-        names = [name for name in ("site-packages", "dist-packages") if (parent / name).is_dir()]
-        found += [f"{place or parent}/{name}" for name in names]
-    return found
+    mounts = {sysconfig.get_path("stdlib"): f"/python/lib/{release}", "/usr/lib/python3": "/usr/lib/python3"}
+    return [
+        f"{inside}/{name}"
+        for outside, inside in mounts.items()
+        for name in ("site-packages", "dist-packages")
+        if Path(outside, name).is_dir()
+    ]
 
 
 def _first_process(info: int) -> int | None:
