@@ -89,7 +89,13 @@ def truncation(sampling: SamplingConfig) -> dict[str, float]:
     return {"top_p": sampling.top_p, "top_k": sampling.top_k or EVERY_TOKEN, "min_p": sampling.min_p}
 
 
-def _generated(answer: Any) -> Completion:
+def _experts(choice: Any) -> np.ndarray | None:
+    """The experts in a choice; None where it has none."""
+    experts = choice.get("routed_experts")
+    return None if experts is None else np.load(io.BytesIO(base64.b64decode(experts)))
+
+
+def _generated(answer: Any, wants_routing: bool = False) -> Completion:
     """The response in an answer of GENERATE. Raises errors of `answer_of` for one that lacks something."""
     choice = answer["choices"][0]
     logprobs = choice["logprobs"]["content"] if choice["logprobs"] else []
@@ -98,6 +104,7 @@ def _generated(answer: Any) -> Completion:
         token_ids=choice["token_ids"] or [],
         logprobs=[entry["logprob"] for entry in logprobs or []],
         finish_reason=finish(choice["finish_reason"]),
+        experts=_experts(choice) if wants_routing else None,
         cached=_cached(answer),
         stop_string=_stop_string(choice),
         support=None if members is None else Support.of(members),
@@ -218,18 +225,17 @@ class VLLM:
         if images:
             return await self._see(token_ids, how, images, timeout)
         if sampling.wants_support:
-            return await self._sample_with_support(token_ids, how, timeout)
+            return await self._sample_with_support(token_ids, how, sampling.wants_routing, timeout)
         body = {"prompt": list(token_ids), "return_token_ids": True, **how}
         answer = await self._complete(body, timeout)
         with answer_of(self, "/v1/completions"):
             choice = answer["choices"][0]
             logprobs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
-            experts = choice.get("routed_experts") if sampling.wants_routing else None
             return Completion(
                 token_ids=choice["token_ids"] or [],
                 logprobs=logprobs,
                 finish_reason=finish(choice["finish_reason"]),
-                experts=None if experts is None else np.load(io.BytesIO(base64.b64decode(experts))),
+                experts=_experts(choice) if sampling.wants_routing else None,
                 cached=_cached(answer),
                 stop_string=_stop_string(choice),
             )
@@ -275,7 +281,7 @@ class VLLM:
             return _generated(answer)
 
     async def _sample_with_support(
-        self, token_ids: Sequence[int], sampling_params: dict[str, Any], timeout: float
+        self, token_ids: Sequence[int], sampling_params: dict[str, Any], wants_routing: bool, timeout: float
     ) -> Completion:
         """Sample a response with its supports, which /v1/completions does not return."""
         body = {
@@ -287,7 +293,7 @@ class VLLM:
         with named_adapter(self, self._adapter):
             answer = await self.http.post(GENERATE, body, timeout=timeout)
         with answer_of(self, GENERATE):
-            return _generated(answer)
+            return _generated(answer, wants_routing)
 
     async def score(self, token_ids: Sequence[int], timeout: float, first: int = 1) -> list[float]:
         # Without PLAIN, a top_k from generation_config.json ends servers of vLLM 0.32 that speculate.

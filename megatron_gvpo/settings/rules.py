@@ -408,7 +408,7 @@ def _truncated_sampling(config: Config) -> None:
         )
     elif not algorithm.samples_from_policy:
         return
-    elif divergence is not None and divergence.needs_teacher:
+    elif divergence is not None:
         reason = f"algorithm.loss.divergence={divergence.name}, which compares the whole vocabulary"
     elif config.teacher is not None and config.teacher.server is not None:
         reason = (
