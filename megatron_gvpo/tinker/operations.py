@@ -76,6 +76,8 @@ class Operations:
         """Put a client's model into the slot, and the one that is there aside; None: nobody's."""
         if model_id == self._present and model_id is not None:
             return
+        if model_id is not None and model_id not in self._models:
+            raise Refusal(f"there is no model {model_id}: it could not be made, or it was unloaded", 404)
         if self._present is not None:
             self._models[self._present] = self._slot.read()
         self._present = None
@@ -157,8 +159,12 @@ class Operations:
     def _sample(self, operation: Operation) -> Outcome:
         orders = [SampleOrder(**order) for order in operation["orders"]]
         snapshot = operation["snapshot"]
+        if (weights := self._snapshots.get(snapshot)) is None:
+            raise Refusal(
+                "the sampler's weights are gone: a newer sampler took their place, or the load failed"
+            )
         self._enter(None)
-        self._slot.write_weights(self._snapshots[snapshot])
+        self._slot.write_weights(weights)
         sampling = SamplingConfig.model_validate(operation["sampling"])
         sequences = self._sampler.sample(snapshot, orders, sampling)
         wanting = [i for i, order in enumerate(orders) if order.prompt_logprobs]
