@@ -7,9 +7,10 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.cli import configured
-from megatron_gvpo.cli.terminal import loading
+from megatron_gvpo.cli.terminal import loading, refuse
 from megatron_gvpo.cli.with_model import run_with_model
 from megatron_gvpo.core.by_name import heavy_imports
+from megatron_gvpo.core.errors import RolloutError
 
 if TYPE_CHECKING:
     from megatron_gvpo.settings.tinker import TinkerConfig
@@ -37,7 +38,11 @@ def run(options: argparse.Namespace) -> int:
     from megatron_gvpo.servers.launch.serve import serve
 
     config = configured.load(options)
-    return serve(config.model, config.rollout, config.output_dir, ModelCards(config))
+    patience = config.parallel.timeout_seconds
+    try:
+        return serve(config.model, config.rollout, config.output_dir, ModelCards(config), patience)
+    except RolloutError as error:  # the trainer of the job never gave the servers its GPUs
+        return refuse(error, code=1)
 
 
 def _run_tinker(options: argparse.Namespace) -> int:

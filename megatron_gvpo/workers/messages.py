@@ -244,8 +244,9 @@ def read_prompt(data: bytes) -> Prompt:
 
 
 def rollout_bytes(rollout: Rollout) -> bytes:
-    """The rollout without its routing, which no reward needs and which may have megabytes."""
-    return pack_values({f.name: getattr(rollout, f.name) for f in fields(rollout) if f.name != "routing"})
+    """The rollout without its routing and supports, which no reward needs and which may have megabytes."""
+    names = [f.name for f in fields(rollout) if f.name not in ("routing", "support")]
+    return pack_values({name: getattr(rollout, name) for name in names})
 
 
 def read_rollout(data: bytes) -> Rollout:
