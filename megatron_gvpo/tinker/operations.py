@@ -150,7 +150,7 @@ class Operations:
         self._snapshots[operation["snapshot"]] = self._slot.read_weights()
         return {}
 
-    def _place(self, snapshot: str, path: list[str] | None) -> None:
+    def _place(self, snapshot: str, path: list[Any] | None) -> None:
         """Put weights to sample from into the slot; `path`: those of a checkpoint, which are read if need be.
 
         Raises Refusal.
