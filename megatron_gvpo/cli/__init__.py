@@ -18,6 +18,7 @@ from megatron_gvpo.cli import (
     doctor,
     export,
     keys,
+    mismatch,
     plan,
     recipes,
     rehearse,
@@ -52,6 +53,7 @@ COMMANDS = (
     convert,
     verify,
     replay,
+    mismatch,
     doctor,
 )
 
