@@ -15,6 +15,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+import megatron_gvpo.megatron.parallel  # noqa: F401 - first: it prepares the import of megatron.core
+
+# isort: split
 from megatron_gvpo.algorithms.base import TEACHER, Loss, token_weights
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.core.collectives import all_ranks_agree

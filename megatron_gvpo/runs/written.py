@@ -182,7 +182,7 @@ def _files(directory: Path, name: str) -> Iterator[tuple[Path, bool]]:
 
 
 def _is_written(top: Path, pattern: str, path: Path) -> bool:
-    """True if a run gives such names to the files in the directory `top`."""
+    """True if `path`, a file below the directory `top`, has a name that a run gives to its files there."""
     inside = path.relative_to(top)
     if top.name not in _EXPORTS:
         return re.fullmatch(pattern, inside.as_posix()) is not None

@@ -268,6 +268,8 @@ class Trainer:
         metrics = dict(self.components.rollout_metrics)
         if teacher is not None:
             metrics |= teacher.metrics
+        if self.components.text_teacher is not None:
+            metrics |= self.components.text_teacher.metrics
         metrics |= {f"time/{name}": value for name, value in phases.items()} | {"time/step": seconds}
         metrics["throughput/tokens_per_s"] = trained_tokens(groups) / seconds
         return metrics
@@ -307,8 +309,18 @@ class Trainer:
             groups, warnings = components.shape(groups, self.step + 1)
             self._warn(*warnings)
             if groups and (batch := components.batch_policy.offer(groups)) is not None:
-                return batch
+                return self._readable_by_teacher(batch)
             self.checkpoints.mark()
+
+    def _readable_by_teacher(self, groups: list[Group]) -> list[Group]:
+        """The groups, where a teacher with another tokenizer can score each response that is trained."""
+        text = self.components.text_teacher
+        if text is None:
+            return groups
+        with self.components.timer.phase("scoring"):
+            groups, warnings = text.begin(groups, self.step + 1)
+        self._warn(*warnings)
+        return groups
 
     def _mini_batches(self, groups: Sequence[Group]) -> tuple[list[TrainBatch], Metrics]:
         """Split whole groups into the rows of each mini-batch, and give them advantages."""
@@ -322,7 +334,7 @@ class Trainer:
             TrainBatch.from_groups(groups[a:b], first_rows[a], paid) for a, b in pairwise(bounds) if a < b
         ]
         if self.components.teacher is not None:
-            self.components.teacher.ask([rows.trained() for rows in mini_batches])
+            self.components.teacher.ask([self._for_teacher(rows.trained()) for rows in mini_batches])
         if estimator is not None:
             for i, rows in enumerate(mini_batches):
                 mini_batches[i], statistics = estimator.fill(self._judged(rows))
@@ -350,7 +362,14 @@ class Trainer:
         policy, served = self.components.policy, self.components.teacher
         if reference != TEACHER:
             return policy.score_reference(rows)
-        return policy.score_teacher(rows) if served is None else served.score(rows, self.interrupt.check)
+        read, text = self._for_teacher(rows), self.components.text_teacher
+        logp_r = policy.score_teacher(read) if served is None else served.score(read, self.interrupt.check)
+        return logp_r if text is None else text.spread(rows, logp_r)
+
+    def _for_teacher(self, rows: TrainBatch) -> TrainBatch:
+        """The rows in the tokens that the teacher reads."""
+        text = self.components.text_teacher
+        return rows if text is None else text.rows(rows)
 
     def _freeze_references(self, mini_batches: Sequence[TrainBatch]) -> list[TrainBatch]:
         with self.components.timer.phase("scoring"):
