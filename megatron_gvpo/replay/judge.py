@@ -22,14 +22,14 @@ PRECISIONS = ("float32", "bfloat16", "float8")
 
 
 class Suspicion(NamedTuple):
-    """What a response's log-probs would be, fp64 [tokens], if the cause were this one."""
+    """The log-probs of a response, fp64 [tokens], as they would be if the cause were this one."""
 
     cause: str
     detail: str
     logp: Tensor
 
 
-class Judge:
+class ExactModel:
     """A model with the weights of one step, in float64."""
 
     def __init__(self, directory: Path, version: int) -> None:
@@ -44,7 +44,7 @@ class Judge:
         return output.logits[0, len(prompt) - 1 : -1].double()
 
     @torch.no_grad()
-    def logits_after(self, earlier: Judge, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
+    def logits_after(self, earlier: ExactModel, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
         """The same where the prompt's keys and values, without its last token's, are of earlier weights."""
         cache = DynamicCache()
         with Exact():
@@ -104,7 +104,7 @@ def supported(
 
 
 def suspicions(
-    judges: Sequence[Judge],
+    judges: Sequence[ExactModel],
     prompt: Sequence[int],
     response: Sequence[int],
     sampling: SamplingConfig,

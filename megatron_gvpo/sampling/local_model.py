@@ -218,10 +218,7 @@ class LocalModel:
                 positions = positions.expand(3, -1, -1)
             logits = self._forward(token[:, None], positions, mask[:, :end], cache)
 
-        rollouts = self._rollouts(token_ns, logp_ns, length_n.tolist(), seconds_n.tolist(), sampling)
-        for rollout, support in zip(rollouts, draws.supports.result(), strict=True):
-            rollout.support = support and support.parts([(0, len(rollout.token_ids))])
-        return rollouts
+        return self._rollouts(token_ns, logp_ns, length_n.tolist(), seconds_n.tolist(), sampling, draws)
 
     def _rollouts(
         self,
@@ -230,6 +227,7 @@ class LocalModel:
         lengths: Sequence[int],
         seconds: Sequence[float],
         sampling: SamplingConfig,
+        draws: Draws,
     ) -> list[Rollout]:
         """The sampled rows as rollouts, each up to its end. Raises FloatingPointError."""
         if not torch.isfinite(logp_ns).all():
@@ -247,8 +245,9 @@ class LocalModel:
             logps = all_logps[: len(ids)]
             rollouts.append(Rollout(ids, logps, "", reason, self.version, seconds=duration))
         texts = self._tokenizer.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
-        for rollout, text in zip(rollouts, texts, strict=True):
+        for rollout, text, support in zip(rollouts, texts, draws.supports.result(), strict=True):
             rollout.text = text
+            rollout.support = support and support.parts([(0, len(rollout.token_ids))])
         return rollouts
 
     def _completes_stop_string(self, tokens: Tensor, stop: Sequence[str]) -> Tensor:

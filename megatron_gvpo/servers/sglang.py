@@ -190,31 +190,10 @@ class SGLang:
             body["return_prompt_token_ids"] = True
         answer = await self._generate(body, timeout)
         with answer_of(self, "/generate"):
-            meta = answer["meta_info"]
-            self._drafts += Drafts(*(meta.get(name, 0) for name in DRAFTS))
+            self._drafts += Drafts(*(answer["meta_info"].get(name, 0) for name in DRAFTS))
             if images:
                 check_prompt(self, token_ids, answer.get("prompt_token_ids"), images)
-            entries = meta["output_token_logprobs"]
-            for index, (entry, token) in enumerate(zip(entries, answer["output_ids"], strict=True)):
-                if entry[1] != token:
-                    other = shortened(entry[1])
-                    raise ValueError(f"at index {index} the log-prob of token {other}, not of {token}")
-            logprobs, members = [entry[0] for entry in entries], None
-            if sampling.wants_support:  # the log-probs of `entries` are over the whole vocabulary
-                logprobs = meta.get("output_token_sampling_logprobs", [])
-                members = meta.get("output_token_sampling_mask", [])
-            matched = meta["finish_reason"].get("matched")  # a string, or a token
-            experts = meta.get("routed_experts")  # experts of all tokens but the last, in all layers
-            return Completion(
-                token_ids=answer["output_ids"],
-                logprobs=logprobs,
-                finish_reason=finish(meta["finish_reason"]["type"]),
-                version=meta["weight_version"],
-                experts=None if experts is None else np.frombuffer(base64.b64decode(experts), "<i4"),
-                cached=meta.get("cached_tokens"),
-                support=None if members is None else Support.of(members),
-                stop_string=matched if isinstance(matched, str) else None,
-            )
+            return _completion(answer, sampling.wants_support)
 
     async def score(self, token_ids: Sequence[int], timeout: float, first: int = 1) -> list[float]:
         # SGLang 0.5.23 gives the last input token the entry of token 0: one more token is sent, and dropped.
@@ -279,6 +258,32 @@ class SGLang:
         # Nothing runs before the cache is back, so the CUDA graphs come with it.
         tags = {"weights": ["weights"], "cache": ["kv_cache", "cuda_graph"]}[part]
         await self.http.post("/resume_memory_occupation", {"tags": tags}, timeout=timeout)
+
+
+def _completion(answer: dict[str, Any], has_support: bool) -> Completion:
+    """The tokens and log-probs of an answer of /generate. Raises ValueError for log-probs of other tokens."""
+    meta = answer["meta_info"]
+    entries = meta["output_token_logprobs"]
+    for index, (entry, token) in enumerate(zip(entries, answer["output_ids"], strict=True)):
+        if entry[1] != token:
+            other = shortened(entry[1])
+            raise ValueError(f"at index {index} the log-prob of token {other}, not of {token}")
+    logprobs, members = [entry[0] for entry in entries], None
+    if has_support:  # the log-probs of `entries` are over the whole vocabulary
+        logprobs = meta.get("output_token_sampling_logprobs", [])
+        members = meta.get("output_token_sampling_mask", [])
+    matched = meta["finish_reason"].get("matched")  # a string, or a token
+    experts = meta.get("routed_experts")  # experts of all tokens but the last, in all layers
+    return Completion(
+        token_ids=answer["output_ids"],
+        logprobs=logprobs,
+        finish_reason=finish(meta["finish_reason"]["type"]),
+        version=meta["weight_version"],
+        experts=None if experts is None else np.frombuffer(base64.b64decode(experts), "<i4"),
+        cached=meta.get("cached_tokens"),
+        support=None if members is None else Support.of(members),
+        stop_string=matched if isinstance(matched, str) else None,
+    )
 
 
 def _serving_adapters(model: ModelConfig, colocated: bool, card: ModelCard, on_gpu: bool) -> list[str]:
