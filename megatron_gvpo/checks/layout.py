@@ -29,7 +29,7 @@ def check_layout(config: Config, world_size: int) -> ModelCards:
     cards = ModelCards(config)
     card = cards.policy
     architecture = check_trainable(card, f"model.path={config.model.path}")
-    _check_processes(config.parallel, world_size)
+    check_processes(config.parallel, world_size)
     check_division(config.parallel, card)
     if config.rollout.router_replay and not card.experts:
         raise ConfigError(
@@ -127,7 +127,7 @@ def _check_window(parallel: ParallelConfig, card: ModelCard) -> None:
         )
 
 
-def _check_processes(parallel: ParallelConfig, world_size: int) -> None:
+def check_processes(parallel: ParallelConfig, world_size: int) -> None:
     tp, pp, cp, ep, etp = parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.etp
     ranks = f"parallel.tp={tp} x parallel.pp={pp}" + (f" x parallel.cp={cp}" if cp > 1 else "")
     if world_size % (tp * pp * cp):
@@ -204,7 +204,8 @@ def _check_recompute(parallel: ParallelConfig, card: ModelCard) -> None:
                 f"parallel.recompute_layers={parallel.recompute_layers}: no stage has more than {most} layers"
             )
     if parallel.recompute == "selective":
-        if wrong := modules & {"moe", "moe_act", "shared_experts"} if not card.experts else set():
+        of_experts = {"moe_act", "shared_experts"} | (set() if "mlp" in modules else {"moe"})
+        if (wrong := modules & of_experts) and not card.experts:
             raise ConfigError(f"parallel.recompute_modules={sorted(wrong)}: the model has no experts")
         if "mla_up_proj" in modules and not card.is_mla:
             raise ConfigError(

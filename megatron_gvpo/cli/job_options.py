@@ -72,7 +72,7 @@ def job_fields(options: argparse.Namespace) -> dict[str, Any]:
 
 def note(config: Config, job: Job) -> None:
     """Says on stderr what may surprise: more GPUs than ranks, and GPUs that are too small."""
-    from megatron_gvpo.planner import fit
+    from megatron_gvpo.planner import prediction
     from megatron_gvpo.settings.reward_servers import started_gpus
 
     if job.gpus and (started := started_gpus(config)):
@@ -83,7 +83,8 @@ def note(config: Config, job: Job) -> None:
             "nodes have fewer, give a smaller --ranks-per-node, or urls",
             file=sys.stderr,
         )
-    if job.gpus and (excess := fit.excess(config, job.nodes * job.ranks_per_node, fit.COMMON_GIB)):
+    ranks = job.nodes * job.ranks_per_node
+    if job.gpus and (excess := prediction.excess(config, ranks, prediction.COMMON_GIB)):
         print(f"warning: on a GPU of 80 GB {excess}", file=sys.stderr)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from pathlib import Path
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.emulation import process
@@ -40,6 +41,7 @@ def main(arguments: list[str]) -> int:
     if arguments[0] == "-m":
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)
     else:
+        sys.path[0] = str(Path(program[0]).resolve().parent)  # as Python does for a file
         runpy.run_path(program[0], run_name="__main__")
     return 0
 

@@ -11,7 +11,7 @@ LAUNCH_SECONDS = 5e-6  # host time to launch a kernel through PyTorch and Megatr
 
 
 def remedy(config: Config, parts: dict[str, float], phase: str) -> str:
-    """Changes that would make the rank fit, the cheapest first. `parts`: GiB, as far as it has come."""
+    """Changes that would make the rank fit, the cheapest first. `parts`: GiB, up to `phase`."""
     parallel, changes = config.parallel, list[str]()
     tokens = config.train.max_tokens_per_micro_batch
     if phase == "build":
@@ -23,9 +23,10 @@ def remedy(config: Config, parts: dict[str, float], phase: str) -> str:
         return "; ".join(changes)
     if parallel.tp > 1 and not parallel.sequence_parallel:
         changes.append("parallel.sequence_parallel=true, at no cost")
-    if parallel.recompute == "none" or parallel.recompute_modules == ("core_attn",):
-        part = "moe" if parallel.ep > 1 else "mlp"
-        changes.append(f"parallel.recompute=selective parallel.recompute_modules=[{part}]")
+    if parallel.recompute == "none":
+        changes.append("parallel.recompute=selective")
+    elif parallel.recompute == "selective" and not {"mlp", "moe"} & {*parallel.recompute_modules}:
+        changes.append("parallel.recompute_modules=[mlp, moe]")
     changes.append(
         f"train.max_tokens_per_micro_batch={max(1024, tokens // 2048 * 1024)} in place of {tokens}"
     )

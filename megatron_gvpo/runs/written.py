@@ -48,6 +48,7 @@ OWN: dict[str, str | None] = {
     "summary.json": None,
     "curve.png": None,
     "rollouts": r"(step|eval)_\d+\.parquet(\.tmp)?",
+    "steps": r"step_\d+\.safetensors(\.tmp)?",
     "tensorboard": r"events\.out\.tfevents\.[^/]+",
     "profile": r"rank\d+_steps\d+-\d+\.(json\.gz|txt)",
     "wandb_run_id": None,
@@ -77,6 +78,7 @@ def names(config: Config) -> set[str]:
     has_mlflow_files = not os.environ.get("MLFLOW_TRACKING_URI")
     others = {
         "rollouts": logging.rollouts.every > 0,
+        "steps": logging.steps.max_gb > 0,
         "tensorboard": logging.tensorboard,
         "profile": logging.profile_steps is not None,
         "wandb_run_id": logging.wandb_project is not None,
@@ -178,7 +180,7 @@ def _files(directory: Path, name: str) -> Iterator[tuple[Path, bool]]:
 
 
 def _is_written(top: Path, pattern: str, path: Path) -> bool:
-    """True if a run gives such names to the files in the directory `top`."""
+    """True if `path`, a file below the directory `top`, has a name that a run gives to its files there."""
     inside = path.relative_to(top)
     if top.name not in _EXPORTS:
         return re.fullmatch(pattern, inside.as_posix()) is not None

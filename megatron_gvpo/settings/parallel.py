@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 OffloadedModule = Literal[
     "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"
 ]
+# Layers have an MLP or a mixture of experts. Fused attention recomputes its own inside anyway: `core_attn`
+# would make Megatron keep more.
+MLPS_AND_EXPERTS: tuple[RecomputedModule, ...] = ("mlp", "moe")
 RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 
 
@@ -42,8 +45,8 @@ class ParallelConfig(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     # With recompute=full: the number of layers of each stage; default: all.
     recompute_layers: PositiveInt | None = None
-    # With recompute=selective: which parts of every layer.
-    recompute_modules: tuple[RecomputedModule, ...] = ("core_attn",)
+    # With recompute=selective: which parts of every layer; default: the MLP or the experts.
+    recompute_modules: tuple[RecomputedModule, ...] = MLPS_AND_EXPERTS
     # Layers whose activations wait in host memory for the backward. On GPUs only.
     offload_layers: NonNegativeInt = 0
     # Parts of all layers whose inputs wait in host memory for the backward. On GPUs only.
@@ -64,7 +67,7 @@ class ParallelConfig(Section):
             )
         if self.recompute_layers is not None and self.recompute != "full":
             raise ValueError(f"recompute_layers={self.recompute_layers} needs recompute=full")
-        if self.recompute_modules != ("core_attn",) and self.recompute != "selective":
+        if self.recompute_modules != MLPS_AND_EXPERTS and self.recompute != "selective":
             raise ValueError(f"recompute_modules={list(self.recompute_modules)} needs recompute=selective")
         if self.offload_layers and (self.pp > 1 or self.recompute != "none"):
             raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_gvpo.checks.layout import check_division
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCard
-from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.parallel import MLPS_AND_EXPERTS, ParallelConfig
 
 MOST_RANKS = 4  # layouts with more ranks are not compared
 
@@ -30,7 +30,7 @@ class ParallelLayout:
     overlap: bool = False
     recompute: str = "none"
     recompute_layers: int | None = None
-    recompute_modules: tuple[str, ...] = ("core_attn",)
+    recompute_modules: tuple[str, ...] = MLPS_AND_EXPERTS
     offload: float = 0.0  # share of the optimizer's states in host memory
     small: bool = False  # for tests: sizes inside libraries are cut down
 

@@ -10,8 +10,7 @@ from helpers.paths import ROOT
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.core.gpus import LocalGpu
-from megatron_gvpo.planner.fit import COMMON_GIB, excess, usable_gib
-from megatron_gvpo.planner.prediction import least
+from megatron_gvpo.planner.prediction import COMMON_GIB, excess, least, usable_gib
 from megatron_gvpo.rehearsal import made_model
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import load_config
@@ -22,7 +21,7 @@ PAPERS = ("gvpo_math_7b", "gpg_math_7b")
 GPUS = {"recipes/dapo_math_17k": 16}
 BASES = {"papers/gvpo_math_1.5b": "papers/gvpo_math_7b", "papers/gpg_zero_7b": "papers/gpg_math_7b"}
 EVALUATE = {"recipes/aime_2024", "recipes/aime_2025"}  # they train nothing
-KEPT = ["parallel.recompute=none", "parallel.recompute_modules=[core_attn]"]
+KEPT = ["parallel.recompute=none", "parallel.recompute_modules=[mlp,moe]"]
 
 
 def shipped() -> list[str]:

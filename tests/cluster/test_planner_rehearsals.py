@@ -19,10 +19,12 @@ from helpers import on_null_cuda
 from helpers.paths import ROOT
 
 from megatron_gvpo.planner import architecture
+from megatron_gvpo.planner.activations import Activations
 from megatron_gvpo.planner.architecture import Architecture
 from megatron_gvpo.planner.prediction import layout_of
 from megatron_gvpo.planner.traffic import Pack, update_bytes
 from megatron_gvpo.planner.workload import Layout
+from megatron_gvpo.settings.parallel import ParallelConfig
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 rehearsals = importlib.import_module("planner_rehearsals")
@@ -52,6 +54,18 @@ def test_all_kinds_of_models_are_among_the_rows() -> None:
 @pytest.mark.parametrize("row", COMMITTED, ids=lambda row: row["row"])
 def test_a_committed_row_is_predicted(row: dict[str, Any], tmp_path: Path) -> None:
     _agree(rehearsals.with_prediction(row, tmp_path / "planned"))
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+def test_the_default_of_selective_recomputation_keeps_less(mixture: bool) -> None:
+    """Megatron-core's own default, `core_attn`, keeps more with fused attention than no recomputation."""
+    model = architecture.load("Qwen/Qwen3-30B-A3B" if mixture else "Qwen/Qwen3-8B")
+    saved = {
+        modules: Activations(model, Layout(8, recompute_modules=modules), 8192).layer(mixture).saved
+        for modules in ((), ParallelConfig().recompute_modules, ("core_attn",))
+    }
+    nothing, default, core_attention = saved.values()
+    assert default < 0.7 * nothing < nothing < core_attention
 
 
 def _agree(result: dict[str, Any]) -> None:

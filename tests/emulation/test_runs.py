@@ -57,6 +57,19 @@ def test_the_quickstarts_first_steps_are_those_of_the_cpu(tmp_path: Path) -> Non
         assert (gpu_weights[key] - weight).abs().max() < 3e-3 / 30, key
 
 
+def test_a_program_imports_what_lies_beside_it(tmp_path: Path) -> None:
+    """And computes: the product is the CPU's."""
+    transformer_engine.build(lambda _: None)
+    (tmp_path / "beside.py").write_text("SIZE = 3")
+    (tmp_path / "program.py").write_text(
+        "import torch, beside; print((torch.ones(beside.SIZE, device='cuda') @ torch.ones(3).cuda()).item())"
+    )
+    command = [*_EMULATION, str(tmp_path / "program.py")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "3.0\n", done.stderr[-3000:]
+    used("emulated GPU")
+
+
 def test_without_a_program_it_says_how_to_use_it() -> None:
     done = subprocess.run(_EMULATION, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("usage: python -m megatron_gvpo.emulation")

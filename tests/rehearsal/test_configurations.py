@@ -106,6 +106,7 @@ def keys_of(layout: str) -> tuple[str, ...]:
 OPTIONS: dict[str, Case] = {
     "dense": Case("qwen", 8),
     "experts": Case("mixture", 8, ("parallel.ep=4",)),
+    "experts recomputed": Case("mixture", 8, ("parallel.ep=4", "parallel.recompute=selective")),
     "latent attention": Case("latent", 8, ("parallel.ep=4",)),
     "adapters": Case("qwen", 2, ("model.adapter={rank: 8, alpha: 8}",)),
     "critic": Case("qwen", 2, ("algorithm=ppo",)),

@@ -44,6 +44,14 @@ def test_layouts_that_fit(good, overrides, world_size):
     check_layout(with_model(good, *overrides), world_size)
 
 
+@pytest.mark.parametrize("sizes", [{}, {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}])
+def test_selective_recomputation_is_possible_for_every_model(good, sizes):
+    """Its default names MLPs and experts; a model may have only one of them."""
+    config = with_model(good, "parallel.recompute=selective", **sizes)
+    check_layout(config, 1)
+    assert config.parallel.recompute_modules == ("mlp", "moe")
+
+
 @pytest.mark.parametrize(
     ("overrides", "world_size", "said"),
     [

@@ -104,7 +104,17 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     ({"parallel": {"offload_layers": 1, "offload_modules": ["core_attn"]}}, _DENSE, 1),
     ({"parallel": {"offload_modules": ["attn_proj"]}}, _DENSE, 1),
     ({"parallel": {"offload_modules": ["core_attn"], "recompute": "full"}}, _DENSE, 1),
-    ({"parallel": {"offload_modules": ["core_attn"], "recompute": "selective"}}, _DENSE, 1),
+    (
+        {
+            "parallel": {
+                "offload_modules": ["core_attn"],
+                "recompute": "selective",
+                "recompute_modules": ["core_attn"],
+            }
+        },
+        _DENSE,
+        1,
+    ),
     ({"parallel": {"offload_modules": ["moe_act"]}}, _DENSE, 1),
     ({"parallel": {"offload_modules": ["attn_norm"]}}, _DENSE, 1),
     ({"train": {"share_prompts": True}, "parallel": {"cp": 2}}, _DENSE, 2),

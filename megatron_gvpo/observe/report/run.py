@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,7 @@ def any_number(column: Sequence[float | None]) -> bool:
 
 def short_names(directories: Sequence[Path]) -> list[str]:
     """The shortest ends of the paths that tell them from one another."""
-    parts = [path.resolve().parts for path in directories]
+    parts = [Path(os.path.realpath(path)).parts for path in directories]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(path[-length:]) for path in parts]
         if len(set(names)) == len(names):

@@ -1,0 +1,97 @@
+"""The parts into which a run divided an update: responses, groups, micro-batches, ranks.
+
+A gradient is a sum over them. The sums over each tensor are linear, so that they tell which part was counted
+other than once: its own sums explain the rows_of_groups difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron_gvpo.megatron.microbatch import plan
+from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.observe.step_records import Sums
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.types import TrainBatch
+
+_MOST_ROWS = 512  # responses whose gradients are computed one by one
+_UNEXPLAINED = 0.05  # the most of a difference that a part may leave unexplained
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The rows of each part, by its name, small parts first."""
+
+    rows: dict[str, frozenset[int]]
+
+    @staticmethod
+    def of(rows: TrainBatch, original: Config, data_parallel: int, policy: Policy) -> Parts:
+        """The division on `data_parallel` ranks with the run's own token budget, as the trainer makes it."""
+        assert rows.place_n is not None
+        positions = rows.place_n.tolist()
+        named = {f"response {position}": frozenset([i]) for i, position in enumerate(positions)}
+        groups: dict[int, set[int]] = {}
+        for i, group in enumerate(rows.group_n.tolist()):
+            groups.setdefault(group, set()).add(i)
+        named |= {f"the group of response {positions[min(own)]}": frozenset(own) for own in groups.values()}
+        budget = original.train.max_tokens_per_micro_batch * original.parallel.cp
+        if all(tokens <= budget or len(rows.segments(i)) == 1 for i, tokens in enumerate(rows.tokens)):
+            shared = policy.model.shares_prompts_of(rows)
+            hidden, multiple = policy.model.config.hidden_size, original.parallel.pp
+            coupled = original.algorithm.loss.couples_groups or shared
+            multiple = multiple if original.parallel.vpp > 1 else 1
+            divided = plan(rows, data_parallel, budget, hidden, coupled, multiple, shared).micro_batches
+            for rank, own_batches in enumerate(divided):
+                for number, own in enumerate(own_batches):
+                    named[f"micro-batch {number} of data-parallel rank {rank}"] = frozenset(own)
+            for rank, own_batches in enumerate(divided):
+                named[f"data-parallel rank {rank}"] = frozenset(i for own in own_batches for i in own)
+        named["all responses"] = frozenset(range(len(rows)))
+        return Parts(named)
+
+    def __iter__(self) -> Iterator[tuple[str, frozenset[int]]]:
+        """Each set of rows once, with all its names."""
+        names: dict[frozenset[int], list[str]] = {}
+        for name, own in self.rows.items():
+            names.setdefault(own, []).append(name)
+        for own, synonyms in names.items():
+            if own:
+                yield ", which is ".join(synonyms), own
+
+    def named(self, rows: Collection[int]) -> str | None:
+        """The part that has exactly these rows, unless it is one response, or all of them."""
+        wanted = frozenset(rows)
+        for name, own in self.rows.items():
+            if own == wanted and len(own) > 1 and name != "all responses":
+                return name
+        return None
+
+
+def counted_otherwise(policy: Policy, rows: TrainBatch, recorded: Sums, parts: Parts) -> str | None:
+    """A sentence on the part that the recorded gradient counts other than once; None if no part explains it.
+
+    `rows` have `weight_r`. The policy has the weights before the update, and keeps them.
+    """
+    if len(rows) > _MOST_ROWS:
+        return None
+    sums = [policy.gradients(rows.select([i])) for i in range(len(rows))]
+    names = sorted(recorded)
+    scale = torch.tensor([max(recorded[n][1], 1e-30) * max(recorded[n][2], 1.0) ** 0.5 for n in names])
+    own = torch.tensor([[each[name].total for name in names] for each in sums], dtype=torch.float64) / scale
+    run = torch.tensor([recorded[name][0] for name in names], dtype=torch.float64) / scale
+    apart = run - own.sum(0)
+    best: tuple[float, str, float] = (_UNEXPLAINED, "", 1.0)
+    for name, members in parts:
+        part = own[sorted(members)].sum(0)
+        size = float(part @ part)
+        if not size:
+            continue
+        factor = float(part @ apart) / size
+        remainder = float((apart - factor * part).norm() / apart.norm())
+        if remainder < best[0]:
+            best = (remainder, name, round(1 + factor, 4) + 0.0)
+    _, name, count = best
+    return f"{name} counts {count:.3g} times in the run's" if name else None
