@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the configuration, the job's size, and how it treats an earlier run."""
     configured.add_arguments(parser)
-    number: dict[str, Any] = {"type": int, "metavar": "N"}
+    number = {"type": int, "metavar": "N"}
     parser.add_argument("--nodes", required=True, help="nodes of the trainer", **number)
     parser.add_argument(
         "--rollout-nodes",
@@ -83,9 +83,8 @@ def note(config: Config, job: Job) -> None:
             "nodes have fewer, give a smaller --ranks-per-node, or urls",
             file=sys.stderr,
         )
-    if job.gpus and (
-        excess := prediction.excess(config, job.nodes * job.ranks_per_node, prediction.COMMON_GIB)
-    ):
+    ranks = job.nodes * job.ranks_per_node
+    if job.gpus and (excess := prediction.excess(config, ranks, prediction.COMMON_GIB)):
         print(f"warning: on a GPU of 80 GB {excess}", file=sys.stderr)
 
 
