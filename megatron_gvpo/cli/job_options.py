@@ -83,9 +83,8 @@ def note(config: Config, job: Job) -> None:
             "nodes have fewer, give a smaller --ranks-per-node, or urls",
             file=sys.stderr,
         )
-    if job.gpus and (
-        excess := prediction.excess(config, job.nodes * job.ranks_per_node, prediction.COMMON_GIB)
-    ):
+    ranks = job.nodes * job.ranks_per_node
+    if job.gpus and (excess := prediction.excess(config, ranks, prediction.COMMON_GIB)):
         print(f"warning: on a GPU of 80 GB {excess}", file=sys.stderr)
 
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 from megatron_gvpo.cli import configured, job_options
@@ -76,12 +77,19 @@ def run(options: argparse.Namespace) -> int:
     if not options.submit:
         print(f"{file}\nsubmit it from here: sbatch {shlex.quote(str(file))}")
         return 0
+    return _submit(file, config.output_dir)
+
+
+def _submit(file: Path, output_dir: str) -> int:
+    """Submit the script, and say where its output goes; returns the exit code."""
+    from megatron_gvpo.cluster import slurm
+
     try:
         number = slurm.submit(file)
     except slurm.SlurmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"job {number}; its output: {config.output_dir}/slurm/{number}.out")
+    print(f"job {number}; its output: {output_dir}/slurm/{number}.out")
     if reason := slurm.never_starts(number):
         print(f"error: the job waits, and will not start: {reason} (scancel {number})", file=sys.stderr)
         return 1
