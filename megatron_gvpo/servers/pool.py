@@ -39,6 +39,7 @@ from megatron_gvpo.servers.sent_images import ImageSender, SentImage
 from megatron_gvpo.servers.server import Completion, MemoryPart, Server
 from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.settings.servers import ServersConfig
+from megatron_gvpo.supports import Support
 
 CONTROL = 30.0  # seconds for a control request, such as to abort
 POLL = 1.0  # seconds between two checks of a server's health
@@ -241,6 +242,7 @@ class ServerPool:
         # Fetch images first: weights may change meanwhile.
         pending.images = await images_of(pending.request, self._images)
         token_ids, logprobs, failures = list[int](), list[float](), list[str]()
+        support = Support(b"", b"")
         spans: list[tuple[int, int, int]] = []
         begin: float | None = None
         while len(failures) < ATTEMPTS:
@@ -260,6 +262,7 @@ class ServerPool:
                 start = spans.pop()[1] if spans and spans[-1][0] == version else len(token_ids)
                 token_ids += answer.token_ids
                 logprobs += answer.logprobs
+                support = support.then(answer.support or Support.whole_vocabulary(len(answer.token_ids)))
                 spans.append((version, start, len(token_ids)))
             is_ended = answer.finish_reason == "stop"
             is_ended |= bool(token_ids) and token_ids[-1] in sampling.stops(self._end_token_ids)
@@ -268,6 +271,7 @@ class ServerPool:
                 reason = "stop" if is_ended else "length"
                 rollout = rollout_of(token_ids, logprobs, reason, spans)
                 rollout.seconds, rollout.server = time.monotonic() - begin, handle.server.url
+                rollout.support = support if sampling.wants_support else None
                 if sampling.wants_routing and not aborted:
                     rollout.routing = self._routing(handle, pending.request, rollout, answer)
                 return rollout
@@ -345,7 +349,9 @@ class ServerPool:
             handle.outstanding -= room
             handle.calls.discard(call)
         placeholder = images[0].placeholder if images else None
-        expected = Expected(version, room, stops, sampling.stop, self._vocabulary, placeholder)
+        expected = Expected(
+            *(version, room, stops, sampling.stop, self._vocabulary, placeholder, sampling.wants_support)
+        )
         return trusted(handle.server.url, sample, expected, is_serving=handle.has(version))
 
     async def _choose(self, pending: PendingRequest) -> ServerHandle:
