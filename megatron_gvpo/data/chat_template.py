@@ -49,15 +49,16 @@ class Template:
         tools: Sequence[Mapping[str, Any]] = (),
         again: bool = False,
     ) -> None:
-        self._tokenizer, self._ends, self._tools = tokenizer, tuple(end_token_ids), list(tools) or None
+        self._tokenizer, self._ends, self._special = (
+            tokenizer,
+            tuple(end_token_ids),
+            special_tokens(tokenizer),
+        )
+        self._tools = list(plain(tools, self._special)) or None
         self._chat, self.again = chat, again
         self._end_before = dict[str, int]()  # the token that ends a turn, by the role that speaks next
         self._checked = set[str]()  # roles whose messages were checked
         self._rendered: dict[int, tuple[str, str]] = {}  # histories, as `_renderings` returns them
-        added = [str(t.content) for t in tokenizer.added_tokens_decoder.values() if t.special]
-        self._special = re.compile(
-            "|".join(map(re.escape, {*added, *tokenizer.all_special_tokens} - {""})) or "(?!)"
-        )
         if tools and not chat:
             raise DataError("rollout.conversation.tools need a chat template, which tells the policy of them")
         if again and not chat:
@@ -165,20 +166,7 @@ class Template:
         return tuple(opened(self._tokenizer, [text])[0])
 
     def _plain(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with a space in every special token that they spell, in names and calls, too.
-
-        Otherwise a web page that a tool fetched, or the name of a tool that the policy made up, could end its
-        message and begin another one in any role.
-        """
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, str):
-                return self._special.sub(lambda match: f"{match[0][0]} {match[0][1:]}", value)
-            if isinstance(value, Mapping):
-                return {plain(key): plain(inner) for key, inner in value.items()}
-            return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-        return [plain(message) for message in messages]
+        return [plain(message, self._special) for message in messages]
 
     def _tokens(self, text: str) -> tuple[int, ...]:
         try:
@@ -262,3 +250,22 @@ class Template:
             )
         self._end_before[role] = end
         self._checked.add(role)
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Matches the special tokens that a text spells."""
+    added = [str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return re.compile("|".join(map(re.escape, {*added, *tokenizer.all_special_tokens} - {""})) or "(?!)")
+
+
+def plain(value: Any, special: re.Pattern[str]) -> Any:
+    """JSON-like values with a space in every special token that their texts spell, names and keys included.
+
+    Otherwise a web page that a tool fetched, the description of an MCP server's tool, or the name of a tool
+    that the policy made up could end its message and begin another one in any role.
+    """
+    if isinstance(value, str):
+        return special.sub(lambda match: f"{match[0][0]} {match[0][1:]}", value)
+    if isinstance(value, Mapping):
+        return {plain(key, special): plain(inner, special) for key, inner in value.items()}
+    return [plain(inner, special) for inner in value] if isinstance(value, list | tuple) else value

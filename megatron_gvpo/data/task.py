@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.core.errors import ConfigError, DataError
-from megatron_gvpo.data.chat_template import Template
+from megatron_gvpo.data.chat_template import Template, plain, special_tokens
 from megatron_gvpo.data.known_forms import RESPONSES, SOLUTION
 from megatron_gvpo.data.prompt_images import PromptImages, prompt_images
 from megatron_gvpo.data.prompts import load_prompts
@@ -61,6 +61,7 @@ def load_task(config: Config, card: ModelCard, tools: tuple[dict[str, Any], ...]
             "tokenizer_config.json"
         )
     chat = config.data.chat_template and bool(tokenizer.chat_template)
+    tools = tuple(plain(tools, special_tokens(tokenizer)))
     for key, sampling in (("rollout", config.rollout), ("eval.sampling", config.eval.sampling)):
         _check_stop_strings(f"{key}.stop", sampling.stop, tokenizer)
     ends = end_token_ids(config.model.path, card, tokenizer, config.rollout.stop_token_ids, chat)

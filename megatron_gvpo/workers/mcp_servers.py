@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 START = 60.0  # seconds that a server has to start and to list its tools
 _CONNECT = 5.0  # seconds that a connection may take; a step has more
 _MOST_TOOLS = 1000
+_NAME = re.compile(r"[\w./:-]{1,128}")  # of a tool, as the protocol recommends
 
 
 class ServerFailed(Exception):  # noqa: N818 - it is not a fault of this program
@@ -170,14 +172,16 @@ async def _connect(settings: Mapping[str, Any], stack: AsyncExitStack) -> Client
 
 
 async def _listed(client: Client) -> list[Tool]:
-    tools: list[Tool] = []
-    cursor: str | None = None
-    while True:
+    """The tools on all pages. Raises ValueError for more than a policy could be shown, and for odd names."""
+    tools, cursor, pages = list["Tool"](), None, 0
+    while pages == 0 or cursor is not None:
         page = await client.list_tools(cursor=cursor)
-        tools += page.tools
-        cursor = page.next_cursor
-        if cursor is None or len(tools) > _MOST_TOOLS:
-            return tools
+        tools, cursor, pages = [*tools, *page.tools], page.next_cursor, pages + 1
+        if max(len(tools), pages) > _MOST_TOOLS:
+            raise ValueError(f"it lists more than {_MOST_TOOLS} tools or pages of tools")
+    if odd := [tool.name for tool in tools if _NAME.fullmatch(tool.name) is None]:
+        raise ValueError(f"a tool's name is {odd[0][:60]!r}: want 1 to 128 letters, digits and _ - . / :")
+    return tools
 
 
 @cache
