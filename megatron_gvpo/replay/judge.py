@@ -29,7 +29,7 @@ class Suspicion(NamedTuple):
     logp: Tensor
 
 
-class Judge:
+class ExactJudge:
     """A model with the weights of one step, in float64."""
 
     def __init__(self, directory: Path, version: int) -> None:
@@ -44,7 +44,7 @@ class Judge:
         return output.logits[0, len(prompt) - 1 : -1].double()
 
     @torch.no_grad()
-    def logits_after(self, earlier: Judge, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
+    def logits_after(self, earlier: ExactJudge, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
         """The same where the prompt's keys and values, without its last token's, are of earlier weights."""
         cache = DynamicCache()
         with Exact():
@@ -104,7 +104,7 @@ def supported(
 
 
 def suspicions(
-    judges: Sequence[Judge],
+    judges: Sequence[ExactJudge],
     prompt: Sequence[int],
     response: Sequence[int],
     sampling: SamplingConfig,

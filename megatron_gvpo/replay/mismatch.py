@@ -17,7 +17,7 @@ from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.observe.rollouts.reader import read_rollouts
 from megatron_gvpo.observe.step_records import read, recorded_steps
 from megatron_gvpo.replay.findings import Tolerances
-from megatron_gvpo.replay.judge import PRECISIONS, Judge, Suspicion, logp_of, suspicions
+from megatron_gvpo.replay.judge import PRECISIONS, ExactJudge, Suspicion, logp_of, suspicions
 from megatron_gvpo.replay.model import ModelReplay, Start
 from megatron_gvpo.replay.rows import RowsReplay
 from megatron_gvpo.replay.settings import on_one_rank
@@ -146,7 +146,9 @@ def _responses(config: Config, step: int) -> list[_Response]:
     return responses
 
 
-def _judges(local: Config, config: Config, step: int, wanted: set[int], folder: Path) -> dict[int, Judge]:
+def _judges(
+    local: Config, config: Config, step: int, wanted: set[int], folder: Path
+) -> dict[int, ExactJudge]:
     """A judge of each wanted version that can be computed again, by version."""
     recorded = recorded_steps(config.output_dir)
     early = Start.before(config.output_dir, max(1, step - _EARLIER), recorded)
@@ -159,7 +161,7 @@ def _judges(local: Config, config: Config, step: int, wanted: set[int], folder: 
         )
     tolerances = Tolerances.of(config.model.dtype)
     model = ModelReplay(local, config, early, tolerances)
-    judges: dict[int, Judge] = {}
+    judges: dict[int, ExactJudge] = {}
     for version in range(early.step, step):
         if version > early.step:
             record = read(config.output_dir, version)
@@ -171,11 +173,11 @@ def _judges(local: Config, config: Config, step: int, wanted: set[int], folder: 
         if version in wanted:
             directory = folder / str(version)
             model.policy.model.save_hf(directory)
-            judges[version] = Judge(directory, version)
+            judges[version] = ExactJudge(directory, version)
     return judges
 
 
-def _gaps(config: Config, response: _Response, judges: dict[int, Judge], present: int) -> Iterator[_Gap]:
+def _gaps(config: Config, response: _Response, judges: dict[int, ExactJudge], present: int) -> Iterator[_Gap]:
     """The gaps of engine and trainer from the judge, and the policy's own change between their weights."""
     temperature = config.rollout.temperature
     now = logp_of(judges[present].logits(response.prompt, response.ids), response.ids, temperature)
@@ -227,7 +229,7 @@ class _Bound:
     largest: float
 
 
-def _bounds(config: Config, responses: Sequence[_Response], judge: Judge) -> dict[str, _Bound]:
+def _bounds(config: Config, responses: Sequence[_Response], judge: ExactJudge) -> dict[str, _Bound]:
     """The rounding of transformers in each precision, on a few responses."""
     bounds = {}
     for precision in PRECISIONS:

@@ -241,6 +241,7 @@ ABOUT_CONFIGURATIONS = (
     "planner",
     "inspection",
     "rehearsal",
+    "replay",
     "cluster",
     "cli",
 )
