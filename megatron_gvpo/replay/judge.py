@@ -22,7 +22,7 @@ PRECISIONS = ("float32", "bfloat16", "float8")
 
 
 class Suspicion(NamedTuple):
-    """What a response's log-probs would be, fp64 [tokens], if the cause were this one."""
+    """The log-probs, fp64 [tokens], that a response would have if the cause were this one."""
 
     cause: str
     detail: str

@@ -108,11 +108,10 @@ class _Gap:
 def certify(config: Config, step: int) -> Certificate:
     """Find the causes of the mismatch of a step. Raises DataError without rollouts, weights or records."""
     responses = _responses(config, step)
-    local = on_one_rank(config)
     wanted = {step - 1 - k for k in range(_EARLIER + 1)} | {r.version for r in responses}
     wanted |= {r.version - k for r in responses for k in range(_EARLIER + 1)}
     with tempfile.TemporaryDirectory(prefix="mismatch-") as folder:
-        judges = _judges(local, config, step, wanted, Path(folder))
+        judges = _judges(config, step, wanted, Path(folder))
         if step - 1 not in judges:
             raise DataError(f"the weights of step {step - 1} cannot be computed again: see `replay`")
         gaps = [gap for r in responses for gap in _gaps(config, r, judges, step - 1)]
@@ -150,7 +149,7 @@ def _judges(
     local: Config, config: Config, step: int, wanted: set[int], folder: Path
 ) -> dict[int, ExactJudge]:
     """A judge of each wanted version that can be computed again, by version."""
-    recorded = recorded_steps(config.output_dir)
+    local, recorded = on_one_rank(config), recorded_steps(config.output_dir)
     early = Start.before(config.output_dir, max(1, step - _EARLIER), recorded)
     if early is None or any(s not in recorded for s in range(early.step + 1, step)):
         early = Start.before(config.output_dir, step, recorded)
@@ -223,7 +222,7 @@ def _explained(
 
 @dataclass(frozen=True)
 class _Bound:
-    """What rounding in a precision does to log-probs of these responses, in nats."""
+    """The rounding errors of a precision in log-probs of these responses, in nats."""
 
     mean_square: float
     largest: float
