@@ -145,9 +145,7 @@ def _responses(config: Config, step: int) -> list[_Response]:
     return responses
 
 
-def _judges(
-    local: Config, config: Config, step: int, wanted: set[int], folder: Path
-) -> dict[int, ExactJudge]:
+def _judges(config: Config, step: int, wanted: set[int], folder: Path) -> dict[int, ExactJudge]:
     """A judge of each wanted version that can be computed again, by version."""
     local, recorded = on_one_rank(config), recorded_steps(config.output_dir)
     early = Start.before(config.output_dir, max(1, step - _EARLIER), recorded)
