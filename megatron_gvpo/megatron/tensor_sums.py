@@ -36,7 +36,7 @@ class TensorSum(NamedTuple):
     elements: int
 
 
-class _Part(NamedTuple):
+class _OwnShard(NamedTuple):
     """This rank's shard of a tensor: `begin` to `end` of its flattened elements, also as gradients."""
 
     name: str
@@ -78,7 +78,7 @@ class TensorSums:
         }
 
 
-def _parts(model: Model) -> Iterator[_Part]:
+def _parts(model: Model) -> Iterator[_OwnShard]:
     """This rank's shards, without copies of what another rank has: tied embeddings, replicated norms."""
     all_ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
     expert_ranks = parallel_state.get_expert_data_parallel_group()
@@ -96,7 +96,7 @@ def _parts(model: Model) -> Iterator[_Part]:
                     )
                     if own[0] < own[1] and is_counted:
                         gradient = bucket.grad_data[own[0] : own[1]]
-                        yield _Part(names[parameter], parameter, own[0] - begin, own[1] - begin, gradient)
+                        yield _OwnShard(names[parameter], parameter, own[0] - begin, own[1] - begin, gradient)
 
 
 def global_names(chunk: torch.nn.Module) -> list[str]:

@@ -22,14 +22,14 @@ PRECISIONS = ("float32", "bfloat16", "float8")
 
 
 class Suspicion(NamedTuple):
-    """The log-probs of a response, fp64 [tokens], as they would be if the cause were this one."""
+    """The log-probs, fp64 [tokens], that a response would have if the cause were this one."""
 
     cause: str
     detail: str
     logp: Tensor
 
 
-class ExactModel:
+class ExactJudge:
     """A model with the weights of one step, in float64."""
 
     def __init__(self, directory: Path, version: int) -> None:
@@ -44,7 +44,7 @@ class ExactModel:
         return output.logits[0, len(prompt) - 1 : -1].double()
 
     @torch.no_grad()
-    def logits_after(self, earlier: ExactModel, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
+    def logits_after(self, earlier: ExactJudge, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
         """The same where the prompt's keys and values, without its last token's, are of earlier weights."""
         cache = DynamicCache()
         with Exact():
@@ -104,7 +104,7 @@ def supported(
 
 
 def suspicions(
-    judges: Sequence[ExactModel],
+    judges: Sequence[ExactJudge],
     prompt: Sequence[int],
     response: Sequence[int],
     sampling: SamplingConfig,

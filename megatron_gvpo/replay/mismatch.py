@@ -17,7 +17,7 @@ from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.observe.rollouts.reader import read_rollouts
 from megatron_gvpo.observe.step_records import read, recorded_steps
 from megatron_gvpo.replay.findings import Tolerances
-from megatron_gvpo.replay.judge import PRECISIONS, ExactModel, Suspicion, logp_of, suspicions
+from megatron_gvpo.replay.judge import PRECISIONS, ExactJudge, Suspicion, logp_of, suspicions
 from megatron_gvpo.replay.model import ModelReplay, Start
 from megatron_gvpo.replay.rows import RowsReplay
 from megatron_gvpo.replay.settings import on_one_rank
@@ -108,11 +108,10 @@ class _Gap:
 def certify(config: Config, step: int) -> Certificate:
     """Find the causes of the mismatch of a step. Raises DataError without rollouts, weights or records."""
     responses = _responses(config, step)
-    local = on_one_rank(config)
     wanted = {step - 1 - k for k in range(_EARLIER + 1)} | {r.version for r in responses}
     wanted |= {r.version - k for r in responses for k in range(_EARLIER + 1)}
     with tempfile.TemporaryDirectory(prefix="mismatch-") as folder:
-        judges = _judges(local, config, step, wanted, Path(folder))
+        judges = _judges(config, step, wanted, Path(folder))
         if step - 1 not in judges:
             raise DataError(f"the weights of step {step - 1} cannot be computed again: see `replay`")
         gaps = [gap for r in responses for gap in _gaps(config, r, judges, step - 1)]
@@ -146,11 +145,9 @@ def _responses(config: Config, step: int) -> list[_Response]:
     return responses
 
 
-def _judges(
-    local: Config, config: Config, step: int, wanted: set[int], folder: Path
-) -> dict[int, ExactModel]:
+def _judges(config: Config, step: int, wanted: set[int], folder: Path) -> dict[int, ExactJudge]:
     """A judge of each wanted version that can be computed again, by version."""
-    recorded = recorded_steps(config.output_dir)
+    local, recorded = on_one_rank(config), recorded_steps(config.output_dir)
     early = Start.before(config.output_dir, max(1, step - _EARLIER), recorded)
     if early is None or any(s not in recorded for s in range(early.step + 1, step)):
         early = Start.before(config.output_dir, step, recorded)
@@ -161,7 +158,7 @@ def _judges(
         )
     tolerances = Tolerances.of(config.model.dtype)
     model = ModelReplay(local, config, early, tolerances)
-    judges: dict[int, ExactModel] = {}
+    judges: dict[int, ExactJudge] = {}
     for version in range(early.step, step):
         if version > early.step:
             record = read(config.output_dir, version)
@@ -173,11 +170,11 @@ def _judges(
         if version in wanted:
             directory = folder / str(version)
             model.policy.model.save_hf(directory)
-            judges[version] = ExactModel(directory, version)
+            judges[version] = ExactJudge(directory, version)
     return judges
 
 
-def _gaps(config: Config, response: _Response, judges: dict[int, ExactModel], present: int) -> Iterator[_Gap]:
+def _gaps(config: Config, response: _Response, judges: dict[int, ExactJudge], present: int) -> Iterator[_Gap]:
     """The gaps of engine and trainer from the judge, and the policy's own change between their weights."""
     temperature = config.rollout.temperature
     now = logp_of(judges[present].logits(response.prompt, response.ids), response.ids, temperature)
@@ -223,13 +220,13 @@ def _explained(
 
 @dataclass(frozen=True)
 class _Bound:
-    """The change of these responses' log-probs by rounding in a precision, in nats."""
+    """The rounding errors of a precision in log-probs of these responses, in nats."""
 
     mean_square: float
     largest: float
 
 
-def _bounds(config: Config, responses: Sequence[_Response], judge: ExactModel) -> dict[str, _Bound]:
+def _bounds(config: Config, responses: Sequence[_Response], judge: ExactJudge) -> dict[str, _Bound]:
     """The rounding of transformers in each precision, on a few responses."""
     bounds = {}
     for precision in PRECISIONS:
