@@ -82,6 +82,8 @@ class TrainBatch:
     # The part of `reward_n` that was paid for a turn, at the turn's last token; else 0.
     turn_reward_r: Tensor | None = None
     weight_r: Tensor | None = None  # dL/dlogp, if known before the forward
+    # int64: the tokens whose log-probs are computed, where these are not the response's own.
+    label_r: Tensor | None = None
     # The teacher's last hidden states of a micro-batch's tokens on this rank, [tokens, h] in its own dtype.
     teacher_rh: Tensor | None = None
     routing: list[Routing | None] | None = None  # the experts that each row is sent through
@@ -163,7 +165,7 @@ class TrainBatch:
         return self.advantage_n[self.seq_r]
 
     def trained(self) -> TrainBatch:
-        """The rows that have a gradient; `left_out` then has the size of the others."""
+        """The rows that have a gradient; `left_out` counts the rows and tokens of the others."""
         if self.trained_n is None or bool(self.trained_n.all()):
             return self
         rows = self.select(self.trained_n.nonzero().flatten().tolist())

@@ -309,6 +309,9 @@ class Loss(Block):
     # It reads log-probs of reference policies only as sums over a response and never exponentiates them, so
     # that small errors in them stay small.
     reference_sums_only: ClassVar[bool] = False
+    # It needs only a reference policy's log-prob of a response's text, so that a teacher may have another
+    # tokenizer. Its column of token log-probs then has the sum of each response, spread over its tokens.
+    reads_text: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod

@@ -5,40 +5,74 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from megatron_gvpo.algorithms.base import TEACHER
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.huggingface.vocabulary import vocabulary
 from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.reward_servers import TeacherConfig
 
 # Files with a vocabulary, for tokenizers without a tokenizer.json.
 _VOCABULARIES = ("tekken.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
 
 
 def check_teacher(config: Config, cards: ModelCards) -> None:
-    """Raises ConfigError for a teacher without a checkpoint, another tokenizer, or too few positions."""
+    """Raises ConfigError for a teacher without a checkpoint, or with too few positions.
+
+    Also for one with another tokenizer where something reads its log-probs of the policy's tokens.
+    """
     teacher = config.teacher
     if teacher is None:
         return
     card = cards.teacher
-    if (problem := _difference(Path(config.model.path), Path(teacher.path))) is not None:
+    if (problem := tokenizer_difference(config.model.path, teacher.path)) is None:
+        _check_lengths(config, card)
+    elif (reader := _reader_of_tokens(config)) is not None:
         raise ConfigError(
-            f"teacher.path={teacher.path}: {problem}: a teacher reads the tokens that the policy samples, "
-            "so it needs the tokenizer of model.path"
+            f"teacher.path={teacher.path}: {problem}: {reader} reads a teacher's log-probs of the policy's "
+            "own tokens, so the teacher needs the tokenizer of model.path. The recipe gvpo_plus_plus takes a "
+            "teacher with any tokenizer"
         )
-    _check_lengths(config, card)
+    elif config.rollout.conversation is not None:
+        raise ConfigError(
+            f"teacher.path={teacher.path}: {problem}: rollout.conversation is not possible with a teacher "
+            "that has another tokenizer, which scores the text of single responses: leave it out, or take a "
+            "teacher with the tokenizer of model.path"
+        )
+
+
+def teacher_room(teacher: TeacherConfig, card: ModelCard) -> tuple[str, int | None, int]:
+    """(the key that limits the teacher's context, its positions, those of them that servers reserve).
+
+    Positions are None where nothing limits them.
+    """
+    servers, room, key = teacher.server, card.get("max_position_embeddings"), "max_position_embeddings"
+    if servers is not None and servers.context_length is not None:
+        room, key = servers.context_length, "teacher.server.context_length"
+    # Servers reserve a position for a new token, and SGLang gets one more (servers/sglang.py).
+    reserved = 0 if servers is None else 2 if servers.engine == "sglang" else 1
+    return key, room, reserved
+
+
+def _reader_of_tokens(config: Config) -> str | None:
+    """The block that needs a teacher's log-probs of the policy's own tokens; None if all take text."""
+    algorithm = config.algorithm
+    if algorithm.loss.divergence is not None and algorithm.loss.divergence.needs_teacher:
+        return f"algorithm.loss.divergence={algorithm.loss.divergence.name}"
+    if algorithm.estimator is not None and TEACHER in algorithm.estimator.reference_policies.values():
+        return f"algorithm.estimator={algorithm.estimator.name}"
+    if TEACHER in algorithm.loss.reference_policies.values() and not algorithm.loss.reads_text:
+        return f"algorithm.loss={algorithm.loss.name}"
+    return None
 
 
 def _check_lengths(config: Config, card: ModelCard) -> None:
     """Raises ConfigError if the longest prompt and response, as far as they are known, are too long."""
     assert config.teacher is not None, "called for a teacher"
-    servers, room, key = config.teacher.server, card.get("max_position_embeddings"), "max_position_embeddings"
-    if servers is not None and servers.context_length is not None:
-        room, key = servers.context_length, "teacher.server.context_length"
+    key, room, reserved = teacher_room(config.teacher, card)
     if room is None or not config.algorithm.samples_from_policy:
         return
     prompt, response = config.data.max_prompt_tokens or 1, config.rollout.max_tokens
-    # Servers reserve a position for a new token, and SGLang gets one more (servers/sglang.py).
-    reserved = 0 if servers is None else 2 if servers.engine == "sglang" else 1
     wanted = prompt + response + reserved
     if wanted > room:
         prompt_key = "" if config.data.max_prompt_tokens is None else f"data.max_prompt_tokens={prompt} and "
@@ -48,8 +82,9 @@ def _check_lengths(config: Config, card: ModelCard) -> None:
         )
 
 
-def _difference(policy: Path, teacher: Path) -> str | None:
-    """A difference between two tokenizers that matters for a response's tokens; None without one."""
+def tokenizer_difference(policy_path: str, teacher_path: str) -> str | None:
+    """A difference between two models' tokenizers that matters for a response's tokens; None without one."""
+    policy, teacher = Path(policy_path), Path(teacher_path)
     ids, other = vocabulary(policy), vocabulary(teacher)
     if ids and other:
         for token, number in ids.items():

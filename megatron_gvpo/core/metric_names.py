@@ -90,13 +90,29 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("batch/dropped_groups", "groups", "Groups without a signal that were left out."),
         Metric("batch/gave_up", "0 or 1", "1 if the rounds ended before there were enough valid groups."),
     ),
-    "Teacher (`teacher.server`)": (
+    "Teacher": (
         Metric(
             "teacher/wait_s", "s", "Waited for its log-probs; without the time in which the trainer worked."
         ),
         Metric("teacher/tokens", "tokens", "Sent to it in the step, prompts included."),
         Metric("teacher/requests", "requests", "Requests to its servers since the run's start."),
         Metric("teacher/failed_requests", "requests", "Those that failed, and were repeated."),
+        Metric(
+            "teacher/excluded",
+            "share",
+            "Responses that a teacher with another tokenizer cannot score; they are not trained.",
+        ),
+        Metric(
+            "teacher/excluded_<reason>",
+            "share",
+            "Those for one reason: empty, turns, special, bytes, tokens, prompt, text or long.",
+        ),
+        Metric(
+            "teacher/joint",
+            "share",
+            "Scored responses whose first token has the prompt's last characters, too.",
+        ),
+        Metric("teacher/length_ratio", "ratio", "The teacher's tokens of scored responses to the policy's."),
     ),
     "Advantages, by estimator": (
         Metric("advantage/valid_fraction", "share", "group: responses in groups with different rewards."),

@@ -296,6 +296,21 @@ class PromptWriter:
         ids: list[int] = self._tokenizer([text], add_special_tokens=False)["input_ids"][0]
         return ids
 
+    @property
+    def is_chat(self) -> bool:
+        """True if the chat template renders prompts."""
+        return self._render.chat
+
+    def text(self, prompt: Prompt) -> str:
+        """The text of the prompt in the data. Raises DataError for one that the chat template refuses."""
+        record = Record(prompt.id, f"prompt {prompt.id}", prompt.record)
+        return self._render(record, _field(record, self._key), len(prompt.images))
+
+    def tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of prompts' texts. Raises DataError for one that the tokenizer refuses."""
+        sources = [f"text {i}" for i in range(len(texts))]
+        return _tokens(self._tokenizer, texts, sources, special=not self._render.chat)
+
     def extended(self, prompt: Prompt, text: str, *, before: bool = False) -> Prompt | None:
         """The prompt with `text` after the last user message (or the plain prompt), or `before` it.
 

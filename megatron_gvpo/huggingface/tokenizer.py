@@ -19,16 +19,19 @@ _VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tikto
 _FURTHER = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.*")
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str, trust_remote_code: bool = False, key: str = "model.path"
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a local Hugging Face directory. Raises DataError if it is missing or damaged.
 
-    `trust_remote_code`: run Python files of the directory if the tokenizer is defined there.
+    `key`: the configuration's key that names the directory. `trust_remote_code`: run Python files of the
+    directory if the tokenizer is defined there.
     """
     for file in (file for pattern in (*_VOCABULARIES, *_FURTHER) for file in Path(path).glob(pattern)):
         if not file.is_file():  # such as a FIFO, which transformers passes over or waits for
-            raise DataError(f"model.path={path}: {file.name} there is not a regular file")
+            raise DataError(f"{key}={path}: {file.name} there is not a regular file")
     if not any(file for pattern in _VOCABULARIES for file in Path(path).glob(pattern)):
-        raise DataError(f"model.path={path}: no tokenizer there (tokenizer.json and tokenizer_config.json)")
+        raise DataError(f"{key}={path}: no tokenizer there (tokenizer.json and tokenizer_config.json)")
     bound_templates()
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -37,11 +40,11 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     except Exception as error:  # a damaged file raises errors of many types
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise DataError(
-                f"model.path={path}: the tokenizer there is a Python file, which runs only with "
-                "model.trust_remote_code=true: read it first"
+                f"{key}={path}: the tokenizer there is a Python file, which runs only with "
+                f"{key.removesuffix('path')}trust_remote_code=true: read it first"
             ) from None
         raise DataError(
-            f"model.path={path}: the tokenizer there, or its config.json, cannot be read: "
+            f"{key}={path}: the tokenizer there, or its config.json, cannot be read: "
             f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         ) from error
     return tokenizer
@@ -82,12 +85,19 @@ def set_template_variables(tokenizer: PreTrainedTokenizerBase, variables: Mappin
     for name in variables:
         if name in _OWN_VARIABLES or not name.isidentifier():
             raise DataError(f"{key}.{name}: not a variable that a configuration may set")
-        if not any(re.search(rf"\b{name}\b", str(text)) for text in texts.values()):
+        if not reads_variable(tokenizer, name):
             raise DataError(f"{key}.{name}: the chat template does not read it; leave it out")
     # Jinja writes values of JSON as Python does.
     header = "".join(f"{{%- set {name} = {value!r} -%}}" for name, value in variables.items())
     changed = {name: header + str(text) for name, text in texts.items()}
     tokenizer.chat_template = changed if isinstance(template, Mapping) else changed[""]
+
+
+def reads_variable(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """True if the chat template, or one of several, has the variable's name in it."""
+    template = tokenizer.chat_template or ""
+    texts = template.values() if isinstance(template, Mapping) else (template,)
+    return any(re.search(rf"\b{re.escape(name)}\b", str(text)) for text in texts)
 
 
 def rendered(
@@ -105,9 +115,9 @@ def rendered(
 
 
 def opened(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """The token ids of texts that responses continue, with the special tokens before them.
+    """The token ids of prompts, with the special tokens that the tokenizer puts before a text.
 
-    Special tokens behind a text, such as an end token, are left out: they would end it before the response.
+    Those that it puts behind, such as an end token, are left out: they would end the prompt.
     """
     encoded = tokenizer(list(texts), return_special_tokens_mask=True)
     pairs = zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)

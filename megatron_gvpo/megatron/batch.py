@@ -88,7 +88,7 @@ class PackedBatch:
             position_t=torch.cat([torch.arange(length) for length in lengths]),
             response_r=response_r,
             index_r=torch.arange(rows.offsets[-1]),
-            label_r=torch.tensor([t for answer in rows.response_ids for t in answer], dtype=torch.int64),
+            label_r=_labels(rows),
             lengths=lengths,
             experts_t=_experts(None if rows.routing is None else [rows.routing[i] for i in order], lengths),
             supports=_supports(rows),
@@ -135,6 +135,13 @@ class PackedBatch:
             experts_t=None if self.experts_t is None else on_device(self.experts_t, device),
             supports=None if self.supports is None else self.supports.on(device),
         )
+
+
+def _labels(rows: TrainBatch) -> Tensor:
+    """Return the tokens that are predicted, int64 [r]: the responses', unless the rows name others."""
+    if rows.label_r is not None:
+        return rows.label_r.cpu()
+    return torch.tensor([t for answer in rows.response_ids for t in answer], dtype=torch.int64)
 
 
 def _supports(rows: TrainBatch) -> Supports | None:
@@ -188,8 +195,8 @@ def _pack_shared(rows: TrainBatch, padding: Padding) -> PackedBatch:
     responses: list[_Sequence] = []
     others: list[_Sequence] = []  # rows that share nothing: prompt and response in one sequence
     followers: list[int] = []
-    # A sequence, the first of its tokens that predict a part of a response, and this part: where in the rows'
-    # token columns it begins, and its number of tokens.
+    # (sequence, index in it of the first token that predicts, index in the rows' token columns of the first
+    # predicted token, number of predicted tokens)
     predicts: list[tuple[_Sequence, int, int, int]] = []
     order = _by_prompt(rows)
     for prompt, run in groupby(order, key=lambda i: rows.prompt_ids[i]):
@@ -227,7 +234,7 @@ def _pack_shared(rows: TrainBatch, padding: Padding) -> PackedBatch:
         ),
         response_r=response_r,
         index_r=torch.arange(rows.offsets[-1]),
-        label_r=torch.tensor([t for answer in rows.response_ids for t in answer], dtype=torch.int64),
+        label_r=_labels(rows),
         lengths=lengths,
         followers=followers,
         supports=_supports(rows),

@@ -77,19 +77,7 @@ def run(
         batch = next(data).to(device())
         if model.replay is not None:
             model.replay.set_experts(chunk, batch.experts_t, sequence_parallel=model.config.sequence_parallel)
-        packed = _packed_params(model, batch)
-        head_arguments = {"output_processor": _call_head, "output_processor_context": (head, batch)}
-        if model.vision is not None:
-            output = model.vision.run(chunk, batch, packed, head_arguments)
-        else:
-            output = chunk(
-                input_ids=batch.token_t[None],
-                position_ids=batch.position_t[None],
-                attention_mask=None,
-                packed_seq_params=packed,
-                **head_arguments,
-            )
-        return output, partial(loss, batch.rows)
+        return _call_chunk(model, chunk, batch, head), partial(loss, batch.rows)
 
     for chunk in model.chunks:
         chunk.train(not forward_only)
@@ -114,6 +102,21 @@ def run(
         )
     drop_leftovers(model)
     return results
+
+
+def _call_chunk(model: Model, chunk: Any, batch: PackedBatch, head: Head) -> Any:
+    """A micro-batch through the layers of one chunk; the last stage's output is the head's."""
+    packed = _packed_params(model, batch)
+    head_arguments = {"output_processor": _call_head, "output_processor_context": (head, batch)}
+    if model.vision is not None:
+        return model.vision.run(chunk, batch, packed, head_arguments)
+    return chunk(
+        input_ids=batch.token_t[None],
+        position_ids=batch.position_t[None],
+        attention_mask=None,
+        packed_seq_params=packed,
+        **head_arguments,
+    )
 
 
 def _call_head(

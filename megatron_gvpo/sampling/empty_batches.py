@@ -49,7 +49,8 @@ class EmptyBatches:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         sampled = [rollout for rollout in rollouts if rollout.source == "policy"]
         problems = self._failed(sampled)
-        if not self._taught and not any(self._loss.has_signal(rows) for rows in mini_batches):
+        has_signal = any(self._taught or self._loss.has_signal(rows) for rows in mini_batches)
+        if not has_signal:
             problems["signal"] = lambda: self._no_signal(rollouts, mini_batches)
         warnings = self._count(step, problems, self._in_a_row.keys() - {SHAPED})
         cut = bool(sampled) and all(rollout.finish_reason == "length" for rollout in sampled)

@@ -66,16 +66,8 @@ class ServedEngine:
         settings = PushSettings.of(model, rollout, output_dir, cards, parallel.device())
         self._weights = WeightSync(settings, policy, task.prompts)
         check = partial(check_server, model=model, rollout=rollout, cards=cards, task=task)
-        self._open_servers = partial(
-            ServerSession,
-            model,
-            rollout,
-            output_dir,
-            cards,
-            task.end_token_ids,
-            StopStrings(task.tokenizer),
-            check,
-        )
+        ends = task.end_token_ids, StopStrings(task.tokenizer)
+        self._open_servers = partial(ServerSession, model, rollout, output_dir, cards, *ends, check)
         self._memory = policy.memory if rollout.servers.colocated else None
         talks = rollout.conversation
         self._conversations = None if talks is None else conversations_of(talks, task)

@@ -160,11 +160,12 @@ class TeacherServers(RewardServers):
 
 
 class TeacherConfig(Section):
-    """A language model of any size with the policy's tokenizer, from whose log-probs the policy learns."""
+    """A language model of any size, from whose log-probs the policy learns."""
 
     free_keys = ("path", "trust_remote_code", "server")  # the content at `path` is compared, not the path
 
-    # A Hugging Face checkpoint directory: config.json, weights, and the same tokenizer as model.path has.
+    # A Hugging Face checkpoint directory: config.json, weights, and the same tokenizer as model.path has. The
+    # recipe gvpo_plus_plus takes another tokenizer, too: the teacher then scores the text of responses.
     # Servers in `server.urls` serve the same model. Its weights and activations have the type model.dtype.
     path: LocalPath
     trust_remote_code: bool = False  # Run Python files that come with the checkpoint.

@@ -384,10 +384,20 @@ class RolloutFilesConfig(Section):
         return self.every > 0 and step % self.every == 0
 
 
+class StepRecordsConfig(Section):
+    """The trainer's numbers of the last steps, OUTPUT_DIR/steps, for `megatron-gvpo replay`."""
+
+    free_keys = EVERY_KEY
+
+    # Gigabytes (10^9 bytes) for all records together; above it the oldest are removed. 0: none is written.
+    max_gb: float = Field(1.0, ge=0)
+
+
 class LoggingConfig(Section):
     free_keys = EVERY_KEY
 
     rollouts: RolloutFilesConfig = RolloutFilesConfig()
+    steps: StepRecordsConfig = StepRecordsConfig()
 
     tensorboard: bool = True  # Write TensorBoard events to OUTPUT_DIR/tensorboard.
     wandb_project: str | None = None  # Log to this Weights & Biases project too.

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.curriculum.batch_policy import BatchPolicy
+from megatron_gvpo.checks.teacher import tokenizer_difference
 from megatron_gvpo.data.order import PromptOrder, SuccessTracker, WeightedOrder
 from megatron_gvpo.data.prompts import PromptWriter
 from megatron_gvpo.data.task import Task, load_task
@@ -32,8 +33,10 @@ from megatron_gvpo.sampling.empty_batches import EmptyBatches
 from megatron_gvpo.sampling.rollouts import Rollouts
 from megatron_gvpo.sampling.samplers import DatasetSampler, FileSampler, Sampler, responses_of
 from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.reward_servers import first_gpus
+from megatron_gvpo.settings.reward_servers import TeacherConfig, first_gpus
+from megatron_gvpo.settings.sections import DataConfig
 from megatron_gvpo.training.environment import prepare
+from megatron_gvpo.training.text_teacher import TextTeacher, text_teacher
 from megatron_gvpo.types import OnWait
 from megatron_gvpo.workers.tools import configured_schemas
 
@@ -61,8 +64,10 @@ class Components:
         self.timer = PhaseTimer(synchronize=torch.cuda.is_available(), markers=self._markers)
         cards = ModelCards(config)
         task = load_task(config, cards.policy, configured_schemas(config.rollout.conversation))
-        teacher, ends = config.teacher, task.end_token_ids
-        if not rank and teacher is not None and (warning := other_end(teacher.path, cards.teacher, ends)):
+        self.text_teacher, warning = _text_teacher(
+            config.model.path, config.teacher, config.data, task, cards
+        )
+        if not rank and warning is not None:
             log.warning(warning)
         if not rank and (count := len(task.prompts)) < config.train.prompts_per_step:
             log.warning(
@@ -84,7 +89,7 @@ class Components:
         self.batch_policy: BatchPolicy = config.algorithm.batch_policy.build(config.train.prompts_per_step)
         self.policy = Policy.of(config)
         self.teacher = None
-        if teacher is not None and teacher.server is not None:
+        if (teacher := config.teacher) is not None and teacher.server is not None:
             gpu = first_gpus(config)[SECTION]
             self.teacher = ServedTeacher(teacher, config.model.dtype, cards, config.output_dir, gpu)
         threshold = config.rollout.mismatch_threshold or THRESHOLDS[config.model.dtype]
@@ -164,3 +169,18 @@ class Components:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._opened.__exit__(kind, error, trace)
+
+
+def _text_teacher(
+    path: str, teacher: TeacherConfig | None, data: DataConfig, task: Task, cards: ModelCards
+) -> tuple[TextTeacher | None, str | None]:
+    """(the translation for a teacher with another tokenizer, else None; a warning about the teacher).
+
+    `path` is the policy's.
+    """
+    if teacher is None:
+        return None, None
+    if (difference := tokenizer_difference(path, teacher.path)) is None:
+        return None, other_end(teacher.path, cards.teacher, task.end_token_ids)
+    warning = f"teacher.path={teacher.path}: {difference}: the teacher scores the text of responses"
+    return text_teacher(teacher, data, task, cards.teacher), warning

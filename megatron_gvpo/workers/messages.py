@@ -275,7 +275,7 @@ def unpack_values(data: bytes) -> Any:
 
 
 def _encode(value: Any) -> Any:
-    """A form that msgpack knows for messages and for values of JSON and Parquet records; others as `repr`."""
+    """A form that msgpack can write, of a message or of a record's value; of unknown types the `repr`."""
     if isinstance(value, _Message):
         return [type(value).__name__, *msgspec.structs.astuple(value)]
     if isinstance(value, msgspec.Struct):

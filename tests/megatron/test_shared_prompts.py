@@ -32,7 +32,7 @@ RUNS = {
     "llama3": [Layout(1)],
     "truncated": [Layout(1), Layout(2, tp=2, sequence_parallel=True)],  # the model "untied", with supports
 }
-# With the core attention of GPUs, whose kernels tests/helpers/on_cpu/flash_on_cpu.py has for CPUs.
+# With the core attention of GPUs, whose kernels emulation/flash_attention.py has for CPUs.
 GPU_RUNS = {
     "untied": [
         Layout(1, recompute="selective"),

@@ -6,6 +6,7 @@ both, by torch.nn.functional and plain autograd, sequence by sequence.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from test_methods_invariance import make_rows
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.kernels.divergence import Divergence
-from megatron_gvpo.types import BatchTotals, LossInputs
+from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 from megatron_gvpo.verify.shrink import scatter
 
 TOLERANCE = 2e-5  # of the largest entry of a parameter's gradient
@@ -63,6 +64,18 @@ SELF = "the policy itself"
 EXPERTS = "a mixture of experts learns"
 EXPERT_LAYOUTS = [*QUICK, Layout(2, **_SP), Layout(2, pp=2)]
 BUDGET = 24  # tokens: groups are divided between micro-batches
+
+
+def text_rows(rows: TrainBatch) -> TrainBatch:
+    """The rows as a teacher with another tokenizer would read them: other ids, numbers and lengths of tokens.
+
+    One response is longer than a micro-batch, one is the end token alone, and prompts differ in a group, as
+    where a token lies over the joint.
+    """
+    lengths = [1, BUDGET + 5, *(2 + 3 * i % 7 for i in range(len(rows) - 2))]
+    ids = [[(7 * i + 3 * j) % 139 + 1 for j in range(n)] for i, n in enumerate(lengths)]
+    prompts = [[*reversed(prompt), 138, i % 3 + 130] for i, prompt in enumerate(rows.prompt_ids)]
+    return TrainBatch(prompts, ids, rows.group_n, rows.reward_n, rows.truncated_n)
 
 
 class Plain:
@@ -140,6 +153,7 @@ def found(request: pytest.FixtureRequest, directory: Path, plain: Plain) -> dict
     work = [(layout, case) for layout in LAYOUTS if layout in layouts for case in cases]
     experts = Case(EXPERTS, REVERSE, plain.rows, BUDGET, model="qwen3_moe", teacher="teacher")
     work += [(layout, experts) for layout in EXPERT_LAYOUTS if layout in layouts]
+    cases[0] = replace(cases[0], text=text_rows(plain.rows))
     probes = {"untied": cases[0], "tied": cases[-1], "qwen3_moe": experts}
     torch.save((work, probes), directory / "work.pt")
     ranks = [layout.ranks for layout in dict.fromkeys(layout for layout, _ in work)]
@@ -187,6 +201,20 @@ def test_the_teachers_log_probs_equal_transformers(found, plain, layout):
     torch.testing.assert_close(
         found[str(layout), "teacher"], expected_r, rtol=0, atol=1e-5, check_dtype=False
     )
+
+
+@each_layout
+def test_the_teachers_sums_of_its_own_tokens_equal_transformers(found, plain, directory, layout):
+    """A response's text in the tokens of another tokenizer, in fp64 by transformers."""
+    teacher, rows = reference.load(directory / "teacher"), text_rows(plain.rows)
+    sums = []
+    for prompt, response in zip(rows.prompt_ids, rows.response_ids, strict=True):
+        with torch.no_grad():
+            logits = teacher(input_ids=torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+        logp = (logits.double() / TEMPERATURE).log_softmax(-1)
+        sums.append(logp.gather(1, torch.tensor(response)[:, None]).sum())
+    own_n = rows.sequence_sum(found[str(layout), "text"].double())
+    torch.testing.assert_close(own_n, torch.stack(sums), rtol=1e-6, atol=1e-5)
 
 
 @each_layout

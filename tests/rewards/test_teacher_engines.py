@@ -10,16 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.inputs import chat_tokenizer
+from helpers.inputs.text_teachers import text_for
 from helpers.parts_of_a_run import served_teacher_of
 from helpers.servers.real_servers import PROMPTS, SharedServer, engine_python, logprobs
 from helpers.servers.reward_models import make_judge
 from helpers.suite.real_parts import used
 from helpers.tiny_run import make_task
+from transformers import AutoTokenizer
 
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rewards.teacher import ServedTeacher
 from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.training.text_teacher import TextTeacher
 from megatron_gvpo.types import TrainBatch
 
 RESPONSES = [[7, 11, 4], [3], [19, 18, 17, 16, 15, 14, 13, 12] * 3, [7, 11, 5]]
@@ -54,6 +58,27 @@ def test_log_probs_are_those_of_transformers(served: SharedServer, task: Path, g
         )
         with pytest.raises(RolloutError, match=r"status 400: .*(256|context)"):
             asked.score(too_long)
+
+
+def test_a_response_of_another_tokenizer_is_scored_as_text(served: SharedServer, task: Path, good: Path):
+    """Sums of the teacher's own tokens, with its end where the response ended; one response is excluded."""
+    policy, own = chat_tokenizer.tokenizer(None), AutoTokenizer.from_pretrained(task / "model")
+    text = TextTeacher(text_for(policy, [chat_tokenizer.END], own, end=own.eos_token))
+    prompt = Prompt("p", chat_tokenizer.ids(policy, "7+5-9="), "7+5-9=", record={"prompt": "7+5-9="})
+    ended, cut = "7+5=12\n12-9=3\n\\boxed{3}", "7+5="
+    responses = [(*chat_tokenizer.ids(policy, ended), chat_tokenizer.END), chat_tokenizer.ids(policy, cut)]
+    responses.append(chat_tokenizer.ids(policy, "seven"))  # the teacher has no letters
+    [group], warnings = text.begin([Group(prompt, [Rollout(list(r), [], "", "stop") for r in responses])], 1)
+    assert [rollout.trained for rollout in group.rollouts] == [True, True, False]
+    assert len(warnings) == 1 and "the teacher's tokenizer does not give back" in warnings[0]
+    rows = TrainBatch.from_groups([group]).trained()
+    with teacher(good, task / "model", {"engine": served.engine, "urls": [served.url]}) as asked:
+        asked.ask([text.rows(rows)])
+        sums_n = rows.sequence_sum(text.spread(rows, asked.score(text.rows(rows))))
+    first = own("7+5-9=")["input_ids"]
+    answers = [[*own(ended)["input_ids"], own.eos_token_id], own(cut)["input_ids"]]
+    expected_n = torch.stack([logprobs(task / "model", first, ids).sum() for ids in answers])
+    torch.testing.assert_close(sums_n, expected_n, rtol=0, atol=2e-3)
 
 
 def test_a_server_of_another_model_than_the_configured_is_refused(

@@ -41,6 +41,7 @@ class Case:
     model: str = "untied"
     first: TrainBatch | None = None
     teacher: str | None = None  # a model's name; its log-probs are results, too
+    text: TrainBatch | None = None  # the rows in the tokens of a teacher with another tokenizer
     dtype: str = "float32"
 
 
@@ -122,6 +123,8 @@ def run(directory: str) -> None:
                 results[str(layout), case.name] = _gradients(policy, case, config_of(case, layout, folder))
             if policy.teacher is not None:
                 results[str(layout), "teacher"] = policy.score_teacher(probe.rows)
+                if probe.text is not None:
+                    results[str(layout), "text"] = policy.score_teacher(probe.text)
             results[str(layout), model] = _probe(policy, probe, config_of(probe, layout, folder), exported)
             parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:

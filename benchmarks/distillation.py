@@ -1,0 +1,289 @@
+"""Compares ways to learn from a teacher at equal processor time, on the quickstart's sums.
+
+    python benchmarks/distillation.py [--seeds 0 1 2] [--cases CASE ...] [--seconds 12] [--out FILE]
+
+A student of 0.8 M parameters, which was fine-tuned on demonstrations that show their work in half of the
+cases, learns from one of two teachers, which always show it: `same` has the student's tokenizer, with one
+token for a character, and `other` has tokens such as `+5`. Every case trains until its steps have used
+`--seconds` of processor time, with one thread. Loading and evaluations do not count; the teacher's sampling
+for SeqKD does. Rewards are only reported.
+
+The models are made once, in runs/distillation. The file gets each run as it ends, with its held-out pass@1 by
+processor seconds. Started again, the program goes on with the runs that the file lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RUNS = Path("runs/distillation")
+DISTILL = ROOT / "examples" / "distill"
+LIMIT = 3600  # seconds of a run
+ON_POLICY = {
+    "GVPO++, alpha 0": ["algorithm=gvpo_plus_plus"],
+    "GVPO++, alpha 0.5": ["algorithm=gvpo_plus_plus", "algorithm.loss.alpha=0.5"],
+    "GVPO++, alpha 1": ["algorithm=gvpo_plus_plus", "algorithm.loss.alpha=1"],
+    "opd": ["algorithm=opd"],
+    "opd_full": ["algorithm=opd_full", "optimizer.lr=2.0e-4"],  # as in examples/distill
+}
+METRICS = {"teacher/excluded", "teacher/length_ratio", "reward/math", "train/log_ratio"}
+SEQKD, SFT = "SeqKD", "SFT on the data"
+CASES = [
+    *((case, "same") for case in (*ON_POLICY, SEQKD)),
+    *((case, "other") for case in (*ON_POLICY, SEQKD) if not case.startswith("opd")),  # these refuse it
+    (SFT, "none"),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    names = [f"{case}/{teacher}" for case, teacher in CASES]
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE")
+    parser.add_argument("--seconds", type=float, default=12.0)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/distillation_cpu.json")
+    options = parser.parse_args()
+    report = json.loads(options.out.read_text()) if options.out.exists() else begin(options.seconds)
+    make_models(report, options.out)
+    done = {(run["case"], run["teacher"], run["seed"]) for run in report["runs"]}
+    for seed in options.seeds:
+        for case, teacher in CASES:
+            if (case, teacher, seed) not in done and f"{case}/{teacher}" in options.cases:
+                report["runs"].append(result := run(case, teacher, seed, report["seconds"]))
+                save(report, options.out)
+                print(json.dumps(result), flush=True)
+
+
+def begin(seconds: float) -> dict[str, Any]:
+    return {
+        "what": "held-out pass@1 of a student by processor seconds of training, by way to learn and teacher",
+        "command": "OMP_NUM_THREADS=1 python benchmarks/distillation.py",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores beside other work",
+        "seconds": seconds,
+        "models": {},
+        "runs": [],
+    }
+
+
+def save(report: dict[str, Any], out: Path) -> None:
+    out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+# --- the student, the teachers, and the teachers' responses -------------------------------------------------
+
+
+def make_models(report: dict[str, Any], out: Path) -> None:
+    """Make the data and the three models, and let the teachers answer; leaves out what is there."""
+    if not (RUNS / "task" / "data").is_dir():
+        make_task()
+    for name, key, steps in (
+        ("student", "demonstration", 120),
+        ("same", "solution", 120),
+        ("other", "solution", 120),
+    ):
+        if (RUNS / name / "hf" / "config.json").exists():
+            continue
+        model = RUNS / "task" / ("other" if name == "other" else "student")
+        overrides = [f"output_dir={RUNS / name}", f"model.path={model}", f"train.steps={steps}"]
+        overrides += [f"data.train.path={RUNS}/task/data/train.jsonl", f"data.train.demonstration_key={key}"]
+        overrides += [f"data.eval.path={RUNS}/task/data/test.parquet", "rewards.components=[{name: math}]"]
+        files = [str(DISTILL / "sft.yaml"), str(ROOT / "examples" / "cpu.yaml")]
+        command = ["-m", "megatron_gvpo", "train", "--resume=auto", *files, *overrides, "eval.every=40"]
+        python([*command, "checkpoint.every=40"])
+    for name in ("student", "same", "other"):
+        if name not in report["models"]:
+            lines = [json.loads(line) for line in (RUNS / name / "metrics.jsonl").read_text().splitlines()]
+            report["models"][name] = {
+                line["step"]: round(line["eval/pass@1"], 4) for line in lines if "eval/pass@1" in line
+            }
+    for name in ("same", "other"):
+        if not (RUNS / f"{name}_answers.seconds").exists():
+            (RUNS / f"{name}_answers.seconds").write_text(f"{answer_all(name):.1f}")
+    save(report, out)
+
+
+def make_task() -> None:
+    quickstart = module_of(ROOT / "examples" / "quickstart" / "make_task.py")
+    quickstart.LEVELS = {1: quickstart.Level(share=1.0, operands=4)}
+    quickstart.WORKED = 0.5
+    quickstart.SIZES = {"train": 2048, "validation": 64, "test": 256}
+    quickstart.make_model(RUNS / "task" / "student", 0)
+    quickstart.make_data(RUNS / "task" / "data", 0)
+    # Another tokenizer: other numbers for the characters, and a token for each operator with its digit.
+    quickstart.TOKENS = [quickstart.END, *"=*-+9876543210}", quickstart.NEWLINE, quickstart.SPACE]
+    quickstart.TOKENS += [quickstart.BOXED, quickstart.PAD]
+    merges = [(operator, digit) for operator in "+-=" for digit in "0123456789"]
+    quickstart.TOKENS += ["".join(pair) for pair in merges]
+    directory = RUNS / "task" / "other"
+    quickstart.make_model(directory, 1)
+    tokenizer = quickstart.Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(quickstart.TOKENS)},
+        merges=merges,
+        pad_token=quickstart.PAD,
+        eos_token=quickstart.END,
+        unk_token=None,
+    )
+    tokenizer.add_tokens(quickstart.BOXED)
+    tokenizer.save_pretrained(directory)
+
+
+def module_of(file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def answer_all(name: str) -> float:
+    """Write the teacher's sampled response to every training prompt; returns the processor seconds."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    begin_s = time.process_time()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(RUNS / name / "hf", padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(RUNS / name / "hf")
+    records = [json.loads(line) for line in (RUNS / "task/data/train.jsonl").read_text().splitlines()]
+    lines = []
+    for first in range(0, len(records), 256):
+        part = records[first : first + 256]
+        encoded = tokenizer([record["prompt"] for record in part], padding=True, return_tensors="pt")
+        encoded.pop("token_type_ids", None)
+        ids = model.generate(**encoded, do_sample=True, top_k=0, max_new_tokens=32)
+        texts = tokenizer.batch_decode(ids[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
+        lines += [
+            json.dumps({"prompt": r["prompt"], "demonstration": text}) + "\n"
+            for r, text in zip(part, texts, strict=True)
+            if text
+        ]
+    (RUNS / f"{name}_answers.jsonl").write_text("".join(lines))
+    return time.process_time() - begin_s
+
+
+# --- the runs -----------------------------------------------------------------------------------------------
+
+
+def run(case: str, teacher: str, seed: int, seconds: float) -> dict[str, Any]:
+    """Train once, and return the run's line of the file."""
+    out = RUNS / f"{case}-{teacher}-{seed}".replace(", ", "_").replace(" ", "_")
+    supervised = case in (SEQKD, SFT)
+    overrides = [
+        str(DISTILL / ("sft.yaml" if supervised else "rewards.yaml")),
+        str(ROOT / "examples/cpu.yaml"),
+    ]
+    overrides += [f"output_dir={out}", f"model.path={RUNS}/student/hf", f"train.seed={seed}"]
+    overrides += [f"data.eval.path={RUNS}/task/data/test.parquet", "eval.n=1", "checkpoint.export_hf=false"]
+    overrides += ["optimizer.decay=constant", "optimizer.warmup_steps=4", "train.steps=1000"]
+    overrides += ["rewards.components=[{name: math}]", "eval.sampling.max_tokens=32"]
+    if supervised:
+        answers = RUNS / f"{teacher}_answers.jsonl" if case == SEQKD else RUNS / "task/data/train.jsonl"
+        overrides += [f"data.train.path={answers}", "optimizer.lr=3.0e-4", "optimizer.min_lr=0"]
+        overrides += ["eval.every=12"]
+        if case == SEQKD:
+            seconds -= sampling_seconds(teacher)
+    else:
+        overrides += [f"data.train.path={RUNS}/task/data/train.jsonl", "rollout.max_tokens=32"]
+        overrides += [
+            f"teacher.path={RUNS}/{teacher}/hf",
+            "eval.every=8",
+            "train.prompts_per_step=8",
+            *ON_POLICY[case],
+        ]
+    load = os.getloadavg()[0]
+    result = train_within(overrides, seconds)
+    settings = [part.replace(f"{ROOT}/", "") for part in overrides]
+    return {
+        "case": case,
+        "teacher": teacher,
+        "seed": seed,
+        "settings": " ".join(settings),
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit(),
+        "load_before_and_after": [round(load, 1), round(os.getloadavg()[0], 1)],
+        **result,
+    }
+
+
+def sampling_seconds(teacher: str) -> float:
+    return float(json.loads((RUNS / f"{teacher}_answers.seconds").read_text()))
+
+
+def train_within(overrides: list[str], seconds: float) -> dict[str, Any]:
+    """Train until the steps have taken so many processor seconds; the curve, and some metrics by step."""
+    import torch
+
+    from megatron_gvpo.settings.load import load_config
+    from megatron_gvpo.training.callbacks import Recorder
+    from megatron_gvpo.training.trainer import Trainer
+
+    torch.set_num_threads(1)
+    files = [part for part in overrides if part.endswith(".yaml")]
+    config = load_config(files, [part for part in overrides if not part.endswith(".yaml")])
+
+    class Timed(Trainer):
+        """A trainer that counts the processor seconds of its evaluations, and stops when its time is used."""
+
+        evaluating_s = begin_s = 0.0
+
+        def evaluate(self) -> dict[str, float]:
+            begin_s = time.process_time()
+            metrics = super().evaluate()
+            self.evaluating_s += time.process_time() - begin_s
+            return metrics
+
+        def notify(self, event: str, *arguments: Any) -> None:
+            super().notify(event, *arguments)
+            if event == "on_step":
+                self.note(*arguments)
+
+        def note(self, step: int, metrics: dict[str, float]) -> None:
+            if step == 0:
+                self.begin_s = time.process_time() - self.evaluating_s
+            spent = time.process_time() - self.evaluating_s - self.begin_s
+            for name in METRICS & metrics.keys():
+                own_metrics.setdefault(name, []).append(round(metrics[name], 4))
+            if "eval/pass@1" in metrics:
+                curve.append([step, round(spent, 2), round(metrics["eval/pass@1"], 4)])
+                if spent >= seconds:
+                    self.stop("the processor seconds are used")
+
+    curve: list[list[float]] = []
+    own_metrics: dict[str, list[float]] = {}
+    trainer = Timed(config, [Recorder()], overwrite=True)
+    trainer.fit()
+    trainer.close()
+    return {"step_seconds_pass_at_1": curve, "metrics": own_metrics}
+
+
+def python(command: list[str]) -> None:
+    """Run a command. Exits where it fails, with the end of its output."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=LIMIT, env=environment
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-3000:]}")
+
+
+def commit() -> str:
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
