@@ -33,7 +33,8 @@ from megatron_gvpo.sampling.empty_batches import EmptyBatches
 from megatron_gvpo.sampling.rollouts import Rollouts
 from megatron_gvpo.sampling.samplers import DatasetSampler, FileSampler, Sampler, responses_of
 from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.reward_servers import first_gpus
+from megatron_gvpo.settings.reward_servers import TeacherConfig, first_gpus
+from megatron_gvpo.settings.sections import DataConfig
 from megatron_gvpo.training.environment import prepare
 from megatron_gvpo.training.text_teacher import TextTeacher, text_teacher
 from megatron_gvpo.types import OnWait
@@ -65,7 +66,9 @@ class Components:
         self.timer = PhaseTimer(synchronize=torch.cuda.is_available(), markers=self._markers)
         cards = ModelCards(config)
         task = load_task(config, cards.policy, configured_schemas(config.rollout.conversation))
-        self.text_teacher, warning = _text_teacher(config, task, cards)
+        self.text_teacher, warning = _text_teacher(
+            config.teacher, config.model.path, config.data, task, cards
+        )
         if not rank and warning is not None:
             log.warning(warning)
         if not rank and (count := len(task.prompts)) < config.train.prompts_per_step:
@@ -170,12 +173,13 @@ class Components:
         self._opened.__exit__(kind, error, trace)
 
 
-def _text_teacher(config: Config, task: Task, cards: ModelCards) -> tuple[TextTeacher | None, str | None]:
+def _text_teacher(
+    teacher: TeacherConfig | None, policy_path: str, data: DataConfig, task: Task, cards: ModelCards
+) -> tuple[TextTeacher | None, str | None]:
     """(the translation for a teacher with another tokenizer, else None; a warning about the teacher)."""
-    teacher = config.teacher
     if teacher is None:
         return None, None
-    if (difference := tokenizer_difference(config.model.path, teacher.path)) is None:
+    if (difference := tokenizer_difference(policy_path, teacher.path)) is None:
         return None, other_end(teacher.path, cards.teacher, task.end_token_ids)
     warning = f"teacher.path={teacher.path}: {difference}: the teacher scores the text of responses"
-    return text_teacher(teacher, config.data, task, cards.teacher), warning
+    return text_teacher(teacher, data, task, cards.teacher), warning

@@ -117,12 +117,6 @@ def test_every_other_method_refuses_it_and_names_the_recipe(
         preflight(config, "train", 1)
 
 
-def test_conversations_refuse_it(task: Path, teacher: Path, tmp_path: Path):
-    talks = "rollout.conversation={environment: 'x:y'}"
-    with pytest.raises(ConfigError, match=r"rollout\.conversation is not possible with a teacher"):
-        preflight(taught(task, tmp_path / "out", teacher, talks), "train", 1)
-
-
 def test_smollm2_may_teach_any_model():
     files = [ROOT / "examples" / "smollm2" / name for name in ("gvpo.yaml", "teach.yaml")]
     config = load_config(files, ["model.path=student"])
