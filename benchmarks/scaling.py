@@ -152,12 +152,12 @@ def run(ranks: int, command: Sequence[str]) -> None:
 def submit(args: argparse.Namespace, point: Point, command: Sequence[str]) -> None:
     """Submit a job of `megatron-gvpo slurm` that runs worker.py."""
     from megatron_gvpo.cluster import slurm
-    from megatron_gvpo.cluster.job import Job, check
+    from megatron_gvpo.cluster.slurm_job import SlurmJob, check_slurm
     from megatron_gvpo.core.errors import ConfigError
     from megatron_gvpo.settings.load import load_config
 
     words = [w for w in command if w.endswith((".yaml", ".yml")) or ("=" in w and w[0] != "{")]
-    job = Job(
+    job = SlurmJob(
         nodes=point.ranks // args.ranks_per_node,
         ranks_per_node=args.ranks_per_node,
         gpus=not args.no_gpus,
@@ -166,7 +166,7 @@ def submit(args: argparse.Namespace, point: Point, command: Sequence[str]) -> No
     )
     try:
         config = load_config([w for w in words if "=" not in w], [w for w in words if "=" in w])
-        check(config, job)
+        check_slurm(config, job)
         script = slurm.write(config, slurm.render(config, command, job, program=str(WORKER)))
         print(script if args.dry_run else f"{point.name}: job {slurm.submit(script)}", flush=True)
     except (ConfigError, slurm.SlurmError) as error:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from megatron_gvpo.core.image import Image, image_of
+from megatron_gvpo.supports import Support
 from megatron_gvpo.turns import Turn, turn_of
 
 Source = Literal["policy", "replay", "exit", "demonstration", "file"]
@@ -72,15 +73,15 @@ class Prompt:
 class Rollout:
     """One response. `logprobs` are the engine's own (fp32, at the sampling temperature), one per token.
 
-    `finish_reason`: "stop" (an end or stop token, which is the last of `token_ids`) or "length" (truncated);
-    a response that a push stopped is continued first. `spans` are (weight version, first token, end token),
-    where more than one set of weights sampled the response; `weight_version` is the oldest. `rewards` holds
-    the named components, `reward` their weighted sum; `reward_errors` holds the error of each component that
-    failed (it counts as 0). `source` says where the response comes from; one that the present engine did not
-    sample has the `logprobs` of the time when it was sampled, or none. A response that is not `trained`
-    counts in its group's statistics and has no gradient. `routing` is set with `rollout.router_replay`: the
-    routing of the whole response by the weights that sampled its end. `seconds` is the time that sampling
-    took, and `server` the URL of the server that sampled the response's end.
+    `finish_reason`: "stop" (the last of `token_ids` is an end token, or completes a stop string) or "length"
+    (truncated); a response that a push stopped is continued first. `spans` are (weight version, first token,
+    end token), where more than one set of weights sampled the response; `weight_version` is the oldest.
+    `rewards` holds the named components, `reward` their weighted sum; `reward_errors` holds the error of each
+    component that failed (it counts as 0). `source` says where the response comes from; one that the present
+    engine did not sample has the `logprobs` of the time when it was sampled, or none. A response that is not
+    `trained` counts in its group's statistics and has no gradient. `routing` is set with
+    `rollout.router_replay`: the routing of the whole response by the weights that sampled its end. `seconds`
+    is the time that sampling took, and `server` the URL of the server that sampled the response's end.
 
     In a conversation, `token_ids`, `logprobs` and `spans` are the policy's own tokens only, of all its turns;
     `turns` has what came from outside. `messages` is the conversation after the prompt, as a chat, for judges
@@ -108,6 +109,15 @@ class Rollout:
     explanations: dict[str, str] = field(default_factory=dict)
     seconds: float | None = None
     server: str | None = None
+    support: Support | None = None  # with truncated sampling: what `logprobs` are normalised over
+
+
+def joined_supports(first: Rollout, tokens: int, second: Rollout) -> Support | None:
+    """The supports of `tokens` tokens of one response, and of another's after them; None without any."""
+    if first.support is None and second.support is None:
+        return None
+    begin = first.support or Support.whole_vocabulary(tokens)
+    return begin.then(second.support or Support.whole_vocabulary(len(second.token_ids)))
 
 
 @dataclass(slots=True)
@@ -159,12 +169,7 @@ def demonstrated(prompt: Prompt, reward: float, source: Source, weight_version: 
 
 def group_fields(group: Group) -> dict[str, Any]:
     """The group as JSON values."""
-    values = asdict(group)
-    for rollout in values["rollouts"]:
-        if rollout["routing"] is not None:
-            *shape, ids = rollout["routing"]
-            rollout["routing"] = [*shape, base64.b64encode(ids).decode()]
-    return values
+    return {**asdict(replace(group, rollouts=[])), "rollouts": [*map(rollout_fields, group.rollouts)]}
 
 
 def group_of(values: Mapping[str, Any]) -> Group:
@@ -186,15 +191,29 @@ def prompt_of(fields: Mapping[str, Any]) -> Prompt:
     return Prompt(**prompt)
 
 
+def rollout_fields(rollout: Rollout) -> dict[str, Any]:
+    """The rollout as JSON values."""
+    values = asdict(rollout)
+    if rollout.routing is not None:
+        *shape, ids = rollout.routing
+        values["routing"] = [*shape, base64.b64encode(ids).decode()]
+    if rollout.support is not None:
+        values["support"] = [base64.b64encode(part).decode() for part in rollout.support]
+    return values
+
+
 def rollout_of(fields: Mapping[str, Any]) -> Rollout:
     """A rollout from its fields as JSON values."""
     routing = fields.get("routing")
     if routing is not None:
         layers, per_token, width, ids = routing
         routing = Routing(layers, per_token, width, base64.b64decode(ids))
+    support = fields.get("support")
+    if support is not None:
+        support = Support(*map(base64.b64decode, support))
     spans = [tuple(span) for span in fields["spans"]]
     turns = [turn_of(values) for values in fields.get("turns", ())]
-    return Rollout(**{**fields, "spans": spans, "routing": routing, "turns": turns})
+    return Rollout(**{**fields, "spans": spans, "routing": routing, "support": support, "turns": turns})
 
 
 LOST = "lost"  # the finish reason of a conversation whose environment failed; `text` says how

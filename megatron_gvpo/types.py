@@ -29,6 +29,7 @@ from megatron_gvpo.groups import (
 from megatron_gvpo.groups import (
     Scored as Scored,
 )
+from megatron_gvpo.supports import Support
 from megatron_gvpo.turns import Segment, Turn, ends_of, segments
 
 if TYPE_CHECKING:
@@ -81,9 +82,12 @@ class TrainBatch:
     # The part of `reward_n` that was paid for a turn, at the turn's last token; else 0.
     turn_reward_r: Tensor | None = None
     weight_r: Tensor | None = None  # dL/dlogp, if known before the forward
+    # int64: the tokens whose log-probs are computed, where these are not the response's own.
+    label_r: Tensor | None = None
     # The teacher's last hidden states of a micro-batch's tokens on this rank, [tokens, h] in its own dtype.
     teacher_rh: Tensor | None = None
     routing: list[Routing | None] | None = None  # the experts that each row is sent through
+    support: list[Support | None] | None = None  # what each row's tokens were sampled from; None: all tokens
     turns: list[Sequence[Turn]] | None = None  # a row without turns is a single response
     images: list[tuple[Image, ...]] | None = None  # images of the prompts, in the order of their tokens
     # How many sequences, and response tokens in them, `trained` has left out.
@@ -161,7 +165,7 @@ class TrainBatch:
         return self.advantage_n[self.seq_r]
 
     def trained(self) -> TrainBatch:
-        """The rows that have a gradient; `left_out` then has the size of the others."""
+        """The rows that have a gradient; `left_out` counts the rows and tokens of the others."""
         if self.trained_n is None or bool(self.trained_n.all()):
             return self
         rows = self.select(self.trained_n.nonzero().flatten().tolist())
@@ -223,7 +227,7 @@ class TrainBatch:
         """The batch of all rollouts, in order; `first` is the place of the first one in the step.
 
         `turn_weight`: what the sum of a conversation's turn rewards counts in its reward.
-        Raises ValueError for log-probs or experts that do not match their tokens.
+        Raises ValueError for log-probs, experts or supports that do not match their tokens.
         """
         rollouts = [(g, rollout) for g, group in enumerate(groups) for rollout in group.rollouts]
         names = sorted({name for _, rollout in rollouts for name in rollout.rewards})
@@ -246,6 +250,7 @@ class TrainBatch:
                 [r.source == "demonstration" for _, r in rollouts], dtype=torch.bool
             ),
             routing=_routing([(groups[g].prompt, rollout) for g, rollout in rollouts]),
+            support=_supports([rollout for _, rollout in rollouts]),
             turns=[r.turns for _, r in rollouts] if any(r.turns for _, r in rollouts) else None,
             images=[groups[g].prompt.images for g, _ in rollouts]
             if any(group.prompt.images for group in groups)
@@ -295,6 +300,16 @@ def _routing(rollouts: Sequence[tuple[Prompt, Rollout]]) -> list[Routing | None]
                 f"{len(routing.ids)} bytes of experts: want {size}"
             )
     return routings
+
+
+def _supports(rollouts: Sequence[Rollout]) -> list[Support | None] | None:
+    """The supports of each response's tokens; None if all were sampled from the whole vocabulary."""
+    if all(rollout.support is None for rollout in rollouts):
+        return None
+    for i, rollout in enumerate(rollouts):
+        if rollout.support is not None and (problem := Support(*rollout.support).problem(rollout.token_ids)):
+            raise ValueError(f"response {i} of the batch: {problem}")
+    return [rollout.support for rollout in rollouts]
 
 
 def _engine_logp(rollouts: Sequence[Rollout]) -> Tensor | None:

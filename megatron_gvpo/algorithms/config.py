@@ -86,9 +86,21 @@ class AlgorithmConfig(Block):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         """Refuse combinations of blocks that cannot work together."""
-        loss, estimator = self.loss, self.estimator
         if not self.samples_from_policy:
             self._without_engine()
+        self._check_advantages()
+        self._check_critic()
+        self._check_references()
+        self._check_readers()
+        if (unread := self._unread_shaper()) is not None:
+            raise ValueError(f"{unread}: leave it out, or make it a component (rewards.components)")
+        if self.reference_logprobs == "engine":
+            self._engine_may_be_reference()
+        return self
+
+    def _check_advantages(self) -> None:
+        """Refuse an estimator that the loss does not read, one that lacks what it reads, or none."""
+        loss, estimator = self.loss, self.estimator
         if loss.signal == "advantage" and estimator is None:
             raise ValueError(f"estimator is missing: the loss {loss.name} is weighed by its advantages")
         if loss.signal != "advantage" and estimator is not None:
@@ -109,12 +121,19 @@ class AlgorithmConfig(Block):
                 f"the estimator {estimator.name} gives every token an advantage, and the loss {loss.name} "
                 "takes one a response"
             )
+
+    def _check_critic(self) -> None:
+        """Refuse a critic without a reader, and a reader without a critic."""
+        estimator = self.estimator
         if estimator is not None and estimator.needs_values and self.critic is None:
             raise ValueError(f"critic is missing: the estimator {estimator.name} reads its values")
         if self.critic is not None and not (estimator is not None and estimator.needs_values):
             raise ValueError(
                 "critic has no effect: only the estimator gae with values=critic reads its values"
             )
+
+    def _check_references(self) -> None:
+        """Refuse two kept reference policies, and a reference that is the policy itself."""
         policies = sorted({str(policy) for policy in self.reference_policies if policy.is_kept})
         if len(policies) > 1:
             raise ValueError(
@@ -126,6 +145,10 @@ class AlgorithmConfig(Block):
                 f"{key}: the policy begins as this reference, and nothing else moves it: it would learn from "
                 "rounding errors. Name another reference, such as teacher, or a loss or advantage of rewards"
             )
+
+    def _check_readers(self) -> None:
+        """Refuse a tracker and members that have no effect, or that lack what they need."""
+        loss, estimator = self.loss, self.estimator
         if not self.needs_tracker and self.tracker != Tracker():
             raise ValueError("tracker has no effect: no block reads it; prompts, allocation and prior do")
         if loss.reads_members and not self.members:
@@ -139,11 +162,6 @@ class AlgorithmConfig(Block):
                 f"members: {early[0]} adds groups of prompts that it has changed, and later members "
                 "would take these for prompts of the data: put it last"
             )
-        if (unread := self._unread_shaper()) is not None:
-            raise ValueError(f"{unread}: leave it out, or make it a component (rewards.components)")
-        if self.reference_logprobs == "engine":
-            self._engine_may_be_reference()
-        return self
 
     def _unread_shaper(self) -> str | None:
         """The shaper whose rewards no later block reads, with the reason; None without one."""

@@ -10,6 +10,8 @@ from megatron_gvpo.settings.adapter import _ATTENTION, OF_MLPS, TARGETS, possibl
 
 if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config
+    from megatron_gvpo.settings.parallel import ParallelConfig
+    from megatron_gvpo.settings.sections import ModelConfig
 
 
 # The reasons why other layers have no adapters.
@@ -27,14 +29,27 @@ _REASONS: dict[str, dict[str, str]] = {
 
 
 def check_adapter(config: Config, card: ModelCard, architecture: str) -> None:
-    """Raise ConfigError if the adapters of `model.adapter` cannot be trained."""
-    adapter, parallel = config.model.adapter, config.parallel
-    if adapter is None:
+    """Raise ConfigError if the adapters of `model.adapter` cannot be trained, or not be sent to servers."""
+    if config.model.adapter is None:
+        return
+    check_adapter_layers(config.model, config.parallel, card, architecture)
+    if config.rollout.uses_servers and config.rollout.weights.traits.sends_own:
+        raise ConfigError(
+            f"rollout.weights.transport={config.rollout.weights.transport} with model.adapter: it sends what "
+            "each rank holds, and a rank holds base and adapters apart; use adapter or broadcast"
+        )
+
+
+def check_adapter_layers(
+    model: ModelConfig, parallel: ParallelConfig, card: ModelCard, architecture: str
+) -> None:
+    """Raise ConfigError if the adapters of `model.adapter` cannot be trained in this layout."""
+    if (adapter := model.adapter) is None:
         return
     possible = possible_targets(architecture)
     if not possible:
         raise ConfigError(
-            f"model.adapter: adapters on {architecture} (model.path={config.model.path}) have not been "
+            f"model.adapter: adapters on {architecture} (model.path={model.path}) have not been "
             f"compared with transformers; supported: {', '.join(TARGETS)}. Leave model.adapter out to train "
             "the weights"
         )
@@ -55,13 +70,8 @@ def check_adapter(config: Config, card: ModelCard, architecture: str) -> None:
             f"{sorted(of_experts)[0]}): Megatron-Bridge (0.6.2) computes another function there; use "
             f"parallel.etp=1, or targets={list(_ATTENTION)}"
         )
-    if config.rollout.uses_servers and config.rollout.weights.traits.sends_own:
+    if model.fp8 is not None:
         raise ConfigError(
-            f"rollout.weights.transport={config.rollout.weights.transport} with model.adapter: it sends what "
-            "each rank holds, and a rank holds base and adapters apart; use adapter or broadcast"
-        )
-    if config.model.fp8 is not None:
-        raise ConfigError(
-            f"model.fp8.recipe={config.model.fp8.recipe} with model.adapter: adapters on FP8 layers have not "
+            f"model.fp8.recipe={model.fp8.recipe} with model.adapter: adapters on FP8 layers have not "
             "been proven; leave one of them out"
         )

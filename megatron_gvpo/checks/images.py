@@ -1,4 +1,4 @@
-"""Refuses what is not proven for models that take images, by name."""
+"""Refuses, for models that take images, the settings that no test proves with them, each by its key."""
 
 from __future__ import annotations
 

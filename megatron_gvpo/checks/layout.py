@@ -29,7 +29,7 @@ def check_layout(config: Config, world_size: int) -> ModelCards:
     cards = ModelCards(config)
     card = cards.policy
     architecture = check_trainable(card, f"model.path={config.model.path}")
-    _check_processes(config.parallel, world_size)
+    check_processes(config.parallel, world_size)
     check_division(config.parallel, card)
     if config.rollout.router_replay and not card.experts:
         raise ConfigError(
@@ -127,7 +127,7 @@ def _check_window(parallel: ParallelConfig, card: ModelCard) -> None:
         )
 
 
-def _check_processes(parallel: ParallelConfig, world_size: int) -> None:
+def check_processes(parallel: ParallelConfig, world_size: int) -> None:
     tp, pp, cp, ep, etp = parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.etp
     ranks = f"parallel.tp={tp} x parallel.pp={pp}" + (f" x parallel.cp={cp}" if cp > 1 else "")
     if world_size % (tp * pp * cp):

@@ -23,7 +23,8 @@ def check_output_dir(config: Config) -> None:
     if not config.output_dir.strip():
         raise ConfigError("output_dir is empty: name a directory")
     directory = Path(config.output_dir)
-    if directory.resolve() == Path(directory.resolve().anchor):
+    resolved = Path(os.path.realpath(directory))  # which takes links that lead back to themselves
+    if resolved == Path(resolved.anchor):
         raise ConfigError(
             f"output_dir={directory} is the root of the file system: name a directory for the run"
         )

@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from megatron_gvpo.cli import (
     check,
     convert,
     doctor,
     export,
+    k8s,
     keys,
+    mismatch,
     plan,
     recipes,
     rehearse,
+    replay,
     report,
     runs,
     serve,
+    sky,
     slurm,
     train,
     verify,
@@ -46,10 +52,14 @@ COMMANDS = (
     recipes,
     keys,
     slurm,
+    k8s,
+    sky,
     plan,
     rehearse,
     convert,
     verify,
+    replay,
+    mismatch,
     doctor,
 )
 
@@ -101,8 +111,20 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says of an option that got a value and takes none, such as `--resume=yes`, which forms there are."""
+
+    def error(self, message: str) -> NoReturn:
+        match = re.fullmatch(r"argument (\S+): ignored explicit argument (.*)", message)
+        if match is not None:
+            option, value = match.groups()
+            forms = [form for form in self._option_string_actions if form.partition("=")[0] == option]
+            message = f"argument {option}: {value} is not a value of it; there is {' and '.join(forms)}"
+        super().error(message)
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="megatron-gvpo", description="RL post-training of Megatron models with GVPO, GPG and relatives."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and its commit")

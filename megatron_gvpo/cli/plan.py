@@ -128,14 +128,7 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
         help="train adapters of this rank on all linear layers (default: 0, train all weights)",
         **_NUMBER,
     )
-    parser.add_argument("--fp8", action="store_true", help="train the layers in FP8")
-    parser.add_argument(
-        "--offload",
-        default=0.0,
-        type=float,
-        metavar="FRACTION",
-        help="share of the optimizer's states in host memory (default: 0)",
-    )
+    _add_precision(parser)
     parser.add_argument(
         "--share-prompts",
         action="store_true",
@@ -146,6 +139,21 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS,acceptance=SHARE[,draft=text]",
         help="speculative rollouts: tokens proposed at a time, and the share that is accepted",
     )
+    _add_teacher(parser)
+
+
+def _add_precision(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--fp8", action="store_true", help="train the layers in FP8")
+    parser.add_argument(
+        "--offload",
+        default=0.0,
+        type=float,
+        metavar="FRACTION",
+        help="share of the optimizer's states in host memory (default: 0)",
+    )
+
+
+def _add_teacher(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--teacher",
         metavar="NAME|DIR|config.json",

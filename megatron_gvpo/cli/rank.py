@@ -1,4 +1,4 @@
-"""Runs one rank of a Slurm job under torchrun: `python -m megatron_gvpo.cli.rank train CONFIG.yaml ...`.
+"""Runs one rank of a cluster job under torchrun: `python -m megatron_gvpo.cli.rank train CONFIG.yaml ...`.
 
 A program FILE.py may take the place of the `megatron-gvpo` command (`train`). The rank's output goes to
 $MEGATRON_GVPO_LOGS/rank_<RANK>.log. A failure goes to rank_<RANK>.failed.json, where

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ConfigError for a wrong number of responses."""
+    """Raises ConfigError for a wrong number of responses, or a run that is not a directory."""
     if options.responses < 0:
         raise ConfigError(f"--responses {options.responses}: want 0 or more")
+    for run in options.runs:
+        if os.path.lexists(run) and not os.path.isdir(run):
+            raise ConfigError(f"{run} is not a directory; give the output_dir of a run")

@@ -1,23 +1,85 @@
-"""`megatron-gvpo serve`: the rollout servers of this machine."""
+"""`megatron-gvpo serve`: the rollout servers of this machine, or the trainer behind the Tinker API."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.cli import configured
+from megatron_gvpo.cli.terminal import loading, refuse
+from megatron_gvpo.cli.with_model import run_with_model
+from megatron_gvpo.core.by_name import heavy_imports
+from megatron_gvpo.core.errors import RolloutError
+
+if TYPE_CHECKING:
+    from megatron_gvpo.settings.tinker import TinkerConfig
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("serve", help="run the rollout servers of this machine")
+    parser = commands.add_parser(
+        "serve", help="run the rollout servers of this machine, or a training server"
+    )
     configured.add_arguments(parser)
+    parser.add_argument(
+        "--tinker",
+        action="store_true",
+        help="serve training itself, to clients of the Tinker API: CONFIG.yaml has the sections of "
+        "docs/howto/tinker_server.md",
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Keep the servers running until SIGTERM or SIGINT. Raises ConfigError."""
+    if options.tinker:
+        return _run_tinker(options)
     from megatron_gvpo.huggingface.card import ModelCards
     from megatron_gvpo.servers.launch.serve import serve
 
     config = configured.load(options)
-    return serve(config.model, config.rollout, config.output_dir, ModelCards(config))
+    patience = config.parallel.timeout_seconds
+    try:
+        return serve(config.model, config.rollout, config.output_dir, ModelCards(config), patience)
+    except RolloutError as error:  # the trainer of the job never gave the servers its GPUs
+        return refuse(error, code=1)
+
+
+def _run_tinker(options: argparse.Namespace) -> int:
+    """Check the configuration, then serve: here, or in the ranks that it starts. Raises ConfigError."""
+    from megatron_gvpo.settings.tinker import load_tinker_config
+
+    words = options.config
+    config = load_tinker_config([w for w in words if "=" not in w], [w for w in words if "=" in w])
+    _check(config, configured.world_size(options))
+    if configured.is_launcher(options):
+        from megatron_gvpo.core.launch import launch
+
+        return launch(options.nproc, options.command_line)
+
+    def serving() -> None:
+        with loading("the server"), heavy_imports():
+            from megatron_gvpo.tinker.serve import serve
+        serve(config)
+
+    return run_with_model(serving)
+
+
+def _check(config: TinkerConfig, ranks: int) -> None:
+    """Refuse what cannot run, and set the variables that libraries read when they are loaded."""
+    from megatron_gvpo.checks.adapters import check_adapter_layers
+    from megatron_gvpo.checks.layout import check_division, check_processes
+    from megatron_gvpo.core.environment import LOOPBACK, MEGATRONS, ON_LOOPBACK
+    from megatron_gvpo.huggingface.card import ModelCard
+    from megatron_gvpo.huggingface.trainable_models import check_trainable
+
+    card = ModelCard.read(config.model.path)
+    architecture = check_trainable(card, f"model.path={config.model.path}")
+    check_adapter_layers(config.model, config.parallel, card, architecture)
+    check_processes(config.parallel, ranks)
+    check_division(config.parallel, card)
+    if config.parallel.tp * config.parallel.cp > 1:
+        os.environ.setdefault(MEGATRONS, "1")
+    if os.environ.get("MASTER_ADDR", "127.0.0.1") in LOOPBACK:
+        for name, value in ON_LOOPBACK.items():
+            os.environ.setdefault(name, value)

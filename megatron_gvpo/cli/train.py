@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
 def _warn_of_memory(config: Config, ranks: int) -> None:
     """Say so if the planner expects an update to need more memory than this machine's GPUs have."""
     from megatron_gvpo.checks.preflight import torch_gpus
-    from megatron_gvpo.planner.fit import excess
+    from megatron_gvpo.planner.prediction import excess
 
     gpus = torch_gpus()
     if gpus and (problem := excess(config, ranks, min(gpu.memory_gib for gpu in gpus))):

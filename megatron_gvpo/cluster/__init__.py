@@ -1,1 +1,1 @@
-"""Launches jobs on Slurm clusters, checks machines beforehand, and predicts memory and step time."""
+"""Writes jobs for Slurm, Kubernetes and SkyPilot, and checks machines beforehand."""

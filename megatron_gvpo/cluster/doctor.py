@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -26,6 +26,9 @@ from megatron_gvpo.core.gpu_packages import cuda_of_torch, transformer_engine_is
 from megatron_gvpo.core.gpus import GIB, LocalGpu, driver_version, list_gpus
 from megatron_gvpo.core.versions import COMPONENTS, PYTHON_TESTED, REFERENCE, Component, own_version
 from megatron_gvpo.workers.sandbox import Sandbox
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,21 +284,7 @@ def _print(result: Diagnosis) -> None:
     rows(result.machine | {f"GPU {gpu.index}": _gpu_line(gpu) for gpu in result.gpus})
 
     heading("Packages")
-    styles = {"ok": "green", "untested": "yellow", "missing": "bold red", "absent": "bright_black"}
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black", pad_edge=False)
-    for column in ("", "package", "found", "reference", "", "for"):
-        table.add_column(column, no_wrap=column != "for")
-    for package in result.packages:
-        component = package.component
-        table.add_row(
-            Text(f"  {package.status}", styles[package.status]),
-            component.name,
-            package.found or "-",
-            component.reference or "-",
-            component.need,
-            component.purpose,
-        )
-    console.print(table)
+    console.print(_package_table(result.packages))
 
     absent = [package.component for package in result.packages if package.status == "absent"]
     if absent:
@@ -315,6 +304,27 @@ def _print(result: Diagnosis) -> None:
             console.print(Text.assemble("  ", (item.what, style), f"\n    {item.fix}"), soft_wrap=True)
     verdict = "Ready: the main job can run here." if result.ready else "Not ready: see the problems above."
     console.print(Text(f"\n{verdict}", "bold green" if result.ready else "bold red"))
+
+
+def _package_table(packages: list[Package]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    styles = {"ok": "green", "untested": "yellow", "missing": "bold red", "absent": "bright_black"}
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black", pad_edge=False)
+    for column in ("", "package", "found", "reference", "", "for"):
+        table.add_column(column, no_wrap=column != "for")
+    for package in packages:
+        component = package.component
+        table.add_row(
+            Text(f"  {package.status}", styles[package.status]),
+            component.name,
+            package.found or "-",
+            component.reference or "-",
+            component.need,
+            component.purpose,
+        )
+    return table
 
 
 def _gpu_line(gpu: LocalGpu) -> str:

@@ -1,8 +1,10 @@
-"""The cluster job of `megatron-gvpo slurm`, and checks that refuse a job that cannot run before it queues."""
+"""A job on any kind of cluster: its resources, and checks that refuse what cannot run before it queues."""
 
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,19 +14,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.runs.existing_run import Earlier
 from megatron_gvpo.settings.config import Config
 
-SHORTEST_NOTICE = 120  # seconds; Slurm may send its signal up to a minute early
-# sbatch options that the script sets itself, each with the option that a user should change instead.
-OWN = {
-    "--nodes": "--nodes and --rollout-nodes",
-    "--ntasks": "--ranks-per-node",
-    "--ntasks-per-node": "--ranks-per-node",
-    "--array": "one job for each configuration",
-    "--output": "output_dir",
-    "--open-mode": "output_dir",
-    "--signal": "--save-before",
-    "--requeue": "no option: a job is always requeued",
-    "--no-requeue": "scancel",
-}
+SHORTEST_NOTICE = 120  # seconds to save; Slurm may send its signal up to a minute early
 # `train`'s options for an earlier run, as `preflight` calls them.
 EARLIER: dict[str, Earlier] = {
     "": "refuse",
@@ -32,20 +22,18 @@ EARLIER: dict[str, Earlier] = {
     "--resume=auto": "auto",
     "--overwrite": "overwrite",
 }
-SHORT = {"-N": "--nodes", "-n": "--ntasks", "-a": "--array", "-o": "--output", "-t": "--time"}
 
 
 @dataclass(frozen=True)
 class Job:
-    """Resources and options of a Slurm job."""
+    """Resources and options of a job, which `slurm`, `k8s` and `sky` write for their clusters."""
 
     nodes: int  # the trainer's nodes
     rollout_nodes: int = 0  # additional nodes for the rollout servers; 0: they run on the trainer's nodes
     ranks_per_node: int = 8
     gpus: bool = True  # one GPU for each rank; False: CPUs over gloo
-    sbatch: tuple[str, ...] = ()  # more options for sbatch, such as --partition=h800
-    save_before: int = 600  # seconds before the time limit; must exceed a step and a checkpoint
-    container: str | None = None  # image for the ranks: Apptainer runs a .sif file, pyxis any other
+    save_before: int = 600  # seconds from the signal to stop to the end; must exceed a step and a checkpoint
+    container: str | None = None  # image for the ranks; None: the nodes' own files
     rollout_container: str | None = None  # image for the servers; None: the same as `container`
     mounts: tuple[str, ...] = ()  # directories that the containers see, besides the working directory
     # `train`'s option at the first start.
@@ -62,12 +50,10 @@ def check(config: Config, job: Job, shown: bool = False) -> None:
         raise ConfigError("--nodes and --ranks-per-node must be at least 1, --rollout-nodes at least 0")
     if job.save_before < SHORTEST_NOTICE:
         raise ConfigError(f"--save-before {job.save_before}: must be at least {SHORTEST_NOTICE} seconds")
-    _check_options(job)
-    _check_containers(config, job)
-    if "%" in config.output_dir or not config.output_dir.isprintable():
+    if job.rollout_container is not None and not config.rollout.uses_servers:
         raise ConfigError(
-            f"output_dir={config.output_dir!r}: Slurm expands % in the name of a job's output file, and "
-            "allows no line break there; choose a name without them"
+            f"--rollout-container {job.rollout_container}: rollout.engine={config.rollout.engine} has no "
+            "servers; choose rollout.engine=sglang or vllm, or leave it out"
         )
     earlier = None if shown else EARLIER[job.how]
     ranks = job.nodes * job.ranks_per_node
@@ -121,69 +107,22 @@ def _too_many_servers(config: Config, job: Job) -> str:
     )
 
 
-def _check_options(job: Job) -> None:
-    for option in job.sbatch:
-        if not option.startswith("-"):
-            raise ConfigError(
-                f"--sbatch={option}: options of sbatch begin with a dash; write --sbatch=--{option}"
-            )
-        if not option.isprintable():
-            raise ConfigError(
-                f"--sbatch={option!r}: an option is one line of text; repeat --sbatch for another"
-            )
-        name, value = _parsed(option)
-        if name in OWN:
-            raise ConfigError(f"--sbatch={option}: the job sets {name} itself; use {OWN[name]} instead")
-        if name == "--time" and 0 < (_seconds(value) or 0) <= job.save_before:
-            raise ConfigError(
-                f"--sbatch={option}: the job saves and requeues itself {job.save_before} s before this "
-                "limit, so it would stop as soon as it starts; give a longer limit, or less --save-before "
-                f"(at least {SHORTEST_NOTICE})"
-            )
+def unseen(config: Config, arguments: Sequence[str], job: Job, working_directory: bool = True) -> list[str]:
+    """Lists, as `key=path`, the config's paths that are outside the directories mounted in the containers.
 
-
-def _parsed(option: str) -> tuple[str, str]:
-    """Returns an option's long name and value. sbatch accepts --name=value, --name value and -nvalue."""
-    if not option.startswith("--"):
-        return SHORT.get(option[:2], option[:2]), option[2:].strip(" =")
-    name, _, value = option.replace(" ", "=", 1).partition("=")
-    return name, value
-
-
-def _seconds(limit: str) -> int | None:
-    """Converts a Slurm time limit to seconds; None if Slurm would refuse it.
-
-    The formats are m, m:s, h:m:s, days-h, days-h:m and days-h:m:s.
+    `working_directory`: True if the containers see it, too.
     """
-    days, dash, clock = limit.rpartition("-")
-    parts = clock.split(":")
-    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
-    if len(parts) > len(units) or not all(part.isdecimal() for part in (days or "0", *parts)):
-        return None
-    return 86400 * int(days or 0) + sum(int(n) * unit for n, unit in zip(parts, units, strict=False))
-
-
-def _check_containers(config: Config, job: Job) -> None:
-    for name, image in (("container", job.container), ("rollout-container", job.rollout_container)):
-        if image == "" or (image is not None and _is_file(image) and not Path(image).exists()):
-            raise ConfigError(f"--{name} {image}: no such file")
-    if job.rollout_container is not None and not config.rollout.uses_servers:
-        raise ConfigError(
-            f"--rollout-container {job.rollout_container}: rollout.engine={config.rollout.engine} has no "
-            "servers; choose rollout.engine=sglang or vllm, or leave it out"
-        )
-    for mount in job.mounts:
-        if job.container is None and job.rollout_container is None:
-            raise ConfigError(
-                f"--mount {mount}: needs --container; without one, the job sees the nodes' own files"
-            )
-        if {*mount} & {",", ":"}:
-            raise ConfigError(
-                f"--mount {mount}: expected one directory, which has the same path in the container; repeat "
-                "--mount for another"
-            )
-
-
-def _is_file(image: str) -> bool:
-    """Returns True if `image` is a file's path, False if it names an image in a registry."""
-    return image.endswith((".sif", ".sqsh")) or image.startswith(("/", "./", "../"))
+    if job.container is None:
+        return []
+    seen = [Path.cwd()] if working_directory else []
+    seen += [Path(os.path.realpath(mount)) for mount in job.mounts]
+    named = [("configuration", word) for word in arguments if "=" not in word]
+    named += [("output_dir", config.output_dir), ("model.path", config.model.path)]
+    for key, data in (("data.train.path", config.data.train), ("data.eval.path", config.data.eval)):
+        if data is not None and Path(data.path).exists():  # it may be the name of a hub data set
+            named.append((key, data.path))
+    return [
+        f"{name}={path}"
+        for name, path in named
+        if not any(Path(os.path.realpath(path)).is_relative_to(directory) for directory in seen)
+    ]

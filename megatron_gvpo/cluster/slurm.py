@@ -15,60 +15,34 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import jinja2
-
-from megatron_gvpo.cluster.job import Job
-from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.core.named_file import write_named_file
+from megatron_gvpo.cluster.script import render_script, write_job
+from megatron_gvpo.cluster.slurm_job import SlurmJob
 from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.reward_servers import started_gpus
 
 WRITTEN = "#!/bin/bash\n# Written by: megatron-gvpo"  # every script begins with this
 SECONDS_TO_SUBMIT = 60
 SECONDS_TO_SCHEDULE = 10
-RANK = ("-m", "megatron_gvpo.cli.rank")  # torchrun runs this module with a command or a program
 
 
 class SlurmError(RuntimeError):
     """Slurm refused the job. The message has Slurm's error and advice."""
 
 
-def render(config: Config, arguments: Sequence[str], job: Job, program: str = "train") -> str:
+def render(config: Config, arguments: Sequence[str], job: SlurmJob, program: str = "train") -> str:
     """Returns the sbatch script.
 
     `arguments`: config files and overrides, as `train` takes them. `program`: the `megatron-gvpo` command or
     the FILE.py that every rank runs with them.
     """
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("megatron_gvpo.cluster", ""),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-    )
-    python = "python" if job.container else shlex.quote(sys.executable)
-    served = config.rollout.uses_servers
     rollout_image = job.rollout_container or job.container
-    return environment.get_template("job.sbatch.j2").render(
-        # The script shows the command in a comment.
-        command=shlex.join(["megatron-gvpo", *sys.argv[1:]]).replace("\n", " "),
-        job=job,
+    return render_script(
+        "job.sbatch.j2",
+        config,
+        arguments,
+        job,
+        program,
         options=[_directive(option) for option in job.sbatch],
         name=shlex.quote(Path(os.path.realpath(config.output_dir)).name),
-        output_dir=shlex.quote(config.output_dir),
-        config=shlex.join(arguments),
-        program=shlex.join([*RANK, program]),
-        split=job.rollout_nodes > 0,
-        ordered=config.parallel.tp * config.parallel.cp > 1,  # as in training/environment.py
-        served=served,
-        colocated=config.rollout.servers.colocated,
-        servers=config.rollout.servers.count,
-        over=config.rollout.servers.nodes,
-        started=sum(started_gpus(config).values()),
-        how=job.how or "''",
-        allowed=shlex.join(word for key in job.allow_change for word in ("--allow-change", key)),
-        python=python,
-        rollout_python="python3" if rollout_image else shlex.quote(sys.executable),
         host_python=shlex.quote(sys.executable),
         container=_inside(job.container, job),
         rollout_container=_inside(rollout_image, job),
@@ -81,23 +55,7 @@ def _directive(option: str) -> str:
     return f"{name}={shlex.quote(value)}" if sign else option
 
 
-def unseen(config: Config, arguments: Sequence[str], job: Job) -> list[str]:
-    """Lists, as `key=path`, the config's paths that are outside the directories mounted in the containers."""
-    if job.container is None:
-        return []
-    seen = [Path.cwd(), *(Path(os.path.realpath(mount)) for mount in job.mounts)]
-    named = [("configuration", word) for word in arguments if "=" not in word]
-    named += [("output_dir", config.output_dir), ("model.path", config.model.path)]
-    named += [("data.train.path", config.data.train.path)]
-    named += [("data.eval.path", config.data.eval.path)] if config.data.eval else []
-    return [
-        f"{name}={path}"
-        for name, path in named
-        if not any(Path(os.path.realpath(path)).is_relative_to(directory) for directory in seen)
-    ]
-
-
-def _inside(image: str | None, job: Job) -> str:
+def _inside(image: str | None, job: SlurmJob) -> str:
     """Returns the srun options that run a command inside the container image."""
     if image is None:
         return ""
@@ -120,14 +78,7 @@ def _inside(image: str | None, job: Job) -> str:
 
 def write(config: Config, script: str) -> Path:
     """Writes the script to output_dir/slurm/job.sbatch. Raises ConfigError if it cannot be written."""
-    file = Path(config.output_dir) / "slurm" / "job.sbatch"
-    name = f"output_dir={config.output_dir}: cannot write {file}"
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{name}: {error.strerror}") from None
-    write_named_file(file, name, "a script that `slurm` wrote", WRITTEN, script)
-    return file
+    return write_job(config, "slurm", "job.sbatch", "a script that `slurm` wrote", WRITTEN, script)
 
 
 def submit(script: Path) -> str:

@@ -18,13 +18,10 @@ Message = dict[str, Any]
 # Parameters that change what the policy would say, and the values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "seed": (None,),
-    "stop": (None, []),
     "logit_bias": (None, {}),
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
     "repetition_penalty": (None, 1),
-    "top_k": (None, -1, 0),
-    "min_p": (None, 0),
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "auto", "none"),
 }
@@ -77,9 +74,15 @@ class ChatRequest(BaseModel):
 
 def overrides(options: Mapping[str, Any], sampling: SamplingConfig) -> bool:
     """True if a request asks for another distribution than the run's, which it does not get."""
-    run = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-    return any(options.get(name) not in (None, value) for name, value in run.items()) or any(
-        name in options and options[name] not in same for name, same in _NEUTRAL.items()
+    run: dict[str, tuple[Any, ...]] = {
+        "temperature": (None, sampling.temperature),
+        "top_p": (None, sampling.top_p),
+        "top_k": (None, sampling.top_k) if sampling.top_k else (None, -1, 0),
+        "min_p": (None, sampling.min_p),
+    }
+    stop = options.get("stop") or []
+    return any(name in options and options[name] not in same for name, same in (run | _NEUTRAL).items()) or (
+        stop != [] and [stop] != [*sampling.stop] and stop != [*sampling.stop]
     )
 
 

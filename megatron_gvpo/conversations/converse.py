@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from megatron_gvpo.conversations.environments import Answer, EnvironmentLost, Episode
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.chat_template import Template
-from megatron_gvpo.groups import LOST, Rollout
+from megatron_gvpo.groups import LOST, Rollout, joined_supports
 from megatron_gvpo.servers.request import Request, derived_seed
 from megatron_gvpo.settings.conversation import ConversationConfig
 from megatron_gvpo.turns import Turn
@@ -168,6 +168,7 @@ def append_turn(
             first += begin
         rollout.spans.append((version, first, begin + end))
     rollout.turns.append(Turn(begin, after, keep, observation, agent))
+    rollout.support = joined_supports(rollout, begin, response)
     rollout.token_ids += response.token_ids
     rollout.logprobs += response.logprobs
     rollout.weight_version = min(version for version, _, _ in rollout.spans)

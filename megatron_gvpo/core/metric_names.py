@@ -58,6 +58,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "nats a token",
             "Estimate of the policy's entropy: the engine's mean negative log-prob of sampled tokens.",
         ),
+        Metric(
+            "response/support_size",
+            "tokens",
+            "Mean number of tokens that a token was sampled from, with top_p, top_k or min_p.",
+        ),
+        Metric("response/support_of_one", "share", "Tokens that had no alternative, with those."),
         Metric("response/truncated", "share", "Responses that were cut off at rollout.max_tokens."),
         Metric("response/from_policy", "share", "Responses that the policy itself sampled in this run."),
         Metric("response/weight_version", "steps", "Mean version of the weights that sampled the responses."),

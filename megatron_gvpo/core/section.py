@@ -23,7 +23,11 @@ Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # numpy's, torch's and the eng
 def _expand(path: str) -> str:
     if not path:
         raise ValueError("the path is empty; the current directory is `.`")
+    if any(ord(letter) < ord(" ") for letter in path):
+        raise ValueError("the path has a control character, such as a line break")
     path = os.path.expanduser(path)
+    if path.startswith("~"):
+        raise ValueError(f"there is no user of this name; a directory of that name is ./{path}")
     if len(path) > 4095 or any(len(os.fsencode(part)) > 255 for part in path.split("/")):
         raise ValueError("longer than a path may be: 4095 characters, 255 bytes a name")
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from itertools import count, islice
 from pathlib import Path
@@ -78,7 +79,8 @@ def _read_records(path: str, split: str, subset: str | None, limit: int | None) 
         for file in files:
             yield from _READERS[file.suffix](file)
     elif not local.is_file():
-        raise DataError(f"{path}: no such file or directory")
+        is_there = os.path.lexists(local)  # such as a FIFO, or a link that leads nowhere
+        raise DataError(f"{path}: {'not a file or directory' if is_there else 'no such file or directory'}")
     elif local.suffix not in _READERS:
         raise DataError(f"{path}: expected a .jsonl or .parquet file, or a directory of them")
     else:
@@ -88,7 +90,7 @@ def _read_records(path: str, split: str, subset: str | None, limit: int | None) 
 def _is_local(path: str) -> bool:
     """True for a file or directory, present or not; False for the name of a hub data set."""
     local = Path(path)
-    return local.suffix in _READERS or local.exists() or local.is_absolute() or path.startswith(".")
+    return local.suffix in _READERS or os.path.lexists(local) or local.is_absolute() or path.startswith(".")
 
 
 def _read_jsonl(file: Path) -> Iterator[Record]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from megatron_gvpo.data.tool_calls import parser_of
 from megatron_gvpo.groups import Prompt
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.end_tokens import end_token_ids
+from megatron_gvpo.huggingface.stop_strings import StopStrings
 from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer, set_template_variables
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.conversation import ConversationConfig
@@ -25,6 +28,8 @@ from megatron_gvpo.settings.sections import DatasetConfig, TrainConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ def load_task(config: Config, card: ModelCard, tools: tuple[dict[str, Any], ...]
             "tokenizer_config.json"
         )
     chat = config.data.chat_template and bool(tokenizer.chat_template)
+    for key, sampling in (("rollout", config.rollout), ("eval.sampling", config.eval.sampling)):
+        _check_stop_strings(f"{key}.stop", sampling.stop, tokenizer)
     ends = end_token_ids(config.model.path, card, tokenizer, config.rollout.stop_token_ids, chat)
     positions = None if config.algorithm.samples_from_policy else card.get("max_position_embeddings")
     longest = longest_prompt(config, card)
@@ -90,6 +97,15 @@ def _check_parser(name: str) -> None:
         parser_of(name)
     except ValueError as error:
         raise ConfigError(f"rollout.conversation.parser={name}: {error}") from None
+
+
+def _check_stop_strings(key: str, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises DataError for a stop string that no response can have."""
+    if never := StopStrings(tokenizer).unwritable(stop):
+        raise DataError(
+            f"{key}: the tokenizer in {tokenizer.name_or_path} cannot write {never[0]!r}, so no response "
+            "would end there: leave it out"
+        )
 
 
 def _check_turns(dataset: DatasetConfig, talks: ConversationConfig | None, train: TrainConfig) -> None:
@@ -172,6 +188,24 @@ def _check_differences(algorithm: AlgorithmConfig, dataset: DatasetConfig, promp
             f"{dataset.responses_key or RESPONSES!r}), and the loss {algorithm.loss.name} compares "
             "them: nothing would be learned"
         )
+    contradictory = [prompt.id for prompt in prompts if _is_contradictory(prompt)] if compares else []
+    if len(contradictory) == len(prompts) > 0:
+        raise DataError(
+            f"{contradictory[0]}: the same response has two rewards, as in every record: nothing would be "
+            "learned"
+        )
+    if contradictory:
+        log.warning(
+            "%s: the same response has two rewards (%d of %d records): leave such records out "
+            "(data.train.convert)",
+            *(contradictory[0], len(contradictory), len(prompts)),
+        )
+
+
+def _is_contradictory(prompt: Prompt) -> bool:
+    """True if two of the prompt's responses have the same tokens and different rewards."""
+    scored = {(response.token_ids, response.reward) for response in prompt.responses}
+    return len(scored) > len({token_ids for token_ids, _ in scored})
 
 
 def _check_vocabulary(task: Task, vocabulary: float, path: str) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from megatron_gvpo.emulation import flash_attention
+
 aten = torch.ops.aten
 
 
@@ -61,6 +63,8 @@ def _addmm_out(
 
 
 TABLE: dict[Any, Callable[..., Any]] = {
+    aten._flash_attention_forward.default: flash_attention.forward,
+    aten._flash_attention_backward.default: flash_attention.backward,
     aten._softmax.default: _softmax,
     aten._log_softmax.default: _log_softmax,
     aten._softmax_backward_data.default: _softmax_backward,

@@ -1,15 +1,16 @@
-"""Renders chat templates, whose texts may not grow without bound.
-
+"""Renders chat templates, whose texts may not grow without bound, and which may not go on without end.
 
 A chat template is a program that comes with a model, and `{{ 'x' * 1000000000 }}` in it would take all
-memory. transformers runs it in Jinja's sandbox, which keeps it from Python's objects and bounds each `range`,
-but does not bound the sizes of texts.
+memory, and loops inside of each other all time. transformers runs it in Jinja's sandbox, which keeps it from
+Python's objects and bounds each `range`, but neither the sizes of texts nor the time.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers.utils import chat_template_utils
 
 LONGEST = 2**26  # characters of a text, or items of a list: four times the longest record of a data set
 _BITS = 2**16  # the longest integer
+SECONDS = 20.0  # of a processor's time for a chat, where real templates take milliseconds
 _INDENT = 1000  # characters of an indentation, or of a width that comes from the chat
 _compile: Callable[[str], Template] = chat_template_utils._compile_jinja_template
 
@@ -49,13 +51,37 @@ def environment() -> ImmutableSandboxedEnvironment:
     bounded.filters.update(original.filters)
     for name in ("center", "format", "indent", "join", "replace", "tojson"):
         bounded.filters[name] = _checked(name, bounded.filters[name])
-    bounded.filters[_Concatenations.FILTER] = lambda values: _joined("", map(str, values))
+    bounded.filters[_Bounds.CONCATENATED] = lambda values: _joined("", map(str, values))
+    bounded.filters[_Bounds.TIMED] = _timed
     return bounded
 
 
-class _Bounded(ImmutableSandboxedEnvironment):
-    """Raises SecurityError before a text, a list or a number grows beyond the bounds."""
+_begun = threading.local()  # `at`: the thread's processor time when it began to render a chat
 
+
+class _TimedTemplate(Template):
+    """A template that notes when it begins; one that it calls is a part of it."""
+
+    def render(self, *arguments: Any, **named: Any) -> str:
+        _begun.at = time.thread_time()
+        return super().render(*arguments, **named)
+
+
+def _check_time() -> None:
+    if time.thread_time() - getattr(_begun, "at", 0.0) > SECONDS:
+        raise SecurityError(f"it goes on without end: {SECONDS:g} seconds is the most for a chat")
+
+
+def _timed(items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        _check_time()
+        yield item
+
+
+class _Bounded(ImmutableSandboxedEnvironment):
+    """Raises SecurityError before a text, a list or a number grows beyond the bounds, and after SECONDS."""
+
+    template_class = _TimedTemplate
     intercepted_binops = frozenset(("*", "**", "+", "%"))
 
     @staticmethod
@@ -64,7 +90,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
         return _joined("", parts)
 
     def _parse(self, *arguments: Any) -> nodes.Template:
-        tree: nodes.Template = _Concatenations().visit(super()._parse(*arguments))
+        tree: nodes.Template = _Bounds().visit(super()._parse(*arguments))
         return tree
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -82,6 +108,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
+        _check_time()
         name = getattr(function, "__name__", "")
         # The sandbox wraps str.format and no other method of a text.
         text = getattr(getattr(function, "__wrapped__", function), "__self__", None)
@@ -94,15 +121,20 @@ class _Bounded(ImmutableSandboxedEnvironment):
         return super().call(context, function, *arguments, **named)
 
 
-class _Concatenations(NodeTransformer):
-    """Rewrites `a ~ b` as a filter, which checks the sizes."""
+class _Bounds(NodeTransformer):
+    """Rewrites `a ~ b` as a filter that checks the sizes, and the items of a loop as one for the time."""
 
-    FILTER = "concatenated"
+    CONCATENATED, TIMED = "concatenated", "timed"
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:  # noqa: N802 - the name that jinja2 calls
         self.generic_visit(node)
         parts = nodes.List(node.nodes, lineno=node.lineno)
-        return nodes.Filter(parts, self.FILTER, [], [], None, None, lineno=node.lineno)
+        return nodes.Filter(parts, self.CONCATENATED, [], [], None, None, lineno=node.lineno)
+
+    def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802 - the name that jinja2 calls
+        self.generic_visit(node)
+        node.iter = nodes.Filter(node.iter, self.TIMED, [], [], None, None, lineno=node.lineno)
+        return node
 
 
 def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -115,9 +115,9 @@ def rendered(
 
 
 def opened(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """The token ids of texts that responses continue, with the special tokens before them.
+    """The token ids of prompts, with the special tokens that the tokenizer puts before a text.
 
-    Special tokens behind a text, such as an end token, are left out: they would end it before the response.
+    Those that it puts behind, such as an end token, are left out: they would end the prompt.
     """
     encoded = tokenizer(list(texts), return_special_tokens_mask=True)
     pairs = zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)

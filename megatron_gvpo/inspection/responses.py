@@ -82,7 +82,8 @@ def _ends(config: Config, reasons: Sequence[str]) -> RunVerdict:
         return warning(
             "ends",
             f"{summary}: the end token never comes",
-            "raise rollout.max_tokens, or see that the template and rollout.stop_token_ids are the model's",
+            "raise rollout.max_tokens, or see that the template, rollout.stop_token_ids and rollout.stop are "
+            "the model's",
         )
     if ended == 0:
         return not_tried("ends", f"{summary}, fewer than rollout.max_tokens={config.rollout.max_tokens}")

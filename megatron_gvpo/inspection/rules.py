@@ -9,8 +9,7 @@ import subprocess
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.inspection.verdict import RunVerdict, failure, not_tried, ok, warning
 from megatron_gvpo.planner import architecture
-from megatron_gvpo.planner.fit import excess
-from megatron_gvpo.planner.prediction import least
+from megatron_gvpo.planner.prediction import excess, least
 from megatron_gvpo.settings.config import Config
 
 # The highest learning rates that published RL runs use: 1e-6 to 1e-5 for whole models of 0.5B and more, ten

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gvpo.kernels.mathematics import accumulator, addmm_, empty_statistics, merge_statistics, operand
+from megatron_gvpo.kernels.supports import Supports
 
 
 class Tiles(ABC):
@@ -64,7 +65,7 @@ class Tiles(ABC):
         stats_sr = empty_statistics(labels_r, dtype, head.entropy)
         for columns in slices:
             tile_rv = buffer.tile(len(x_rh), length(columns))
-            z_rv = head.logits(tile_rv, x_rh, operand(weight_vh[columns]), rows)
+            z_rv = head.logits(tile_rv, x_rh, operand(weight_vh[columns]), rows, columns.start)
             piece_sr = self.statistics_(z_rv, labels_r - columns.start, head.entropy)
             stats_sr = merge_statistics(torch.stack((stats_sr, piece_sr)))
         return stats_sr
@@ -92,6 +93,7 @@ class Head:
     stash_rows: int  # the first rows: their exponentials are kept for the backward
     stash_dtype: torch.dtype
     tiles: Tiles
+    supports: Supports | None = None  # of all rows, in this shard's columns; None: the whole vocabulary
 
     def slices(self, total: int, across: int, itemsize: int) -> list[slice]:
         """Cut `total` into slices such that a tile, one slice by `across` numbers, fits logits_bytes."""
@@ -103,11 +105,20 @@ class Head:
     def temperature_of(self, rows: slice) -> float | Tensor:
         return self.temperature[rows] if isinstance(self.temperature, Tensor) else self.temperature
 
-    def logits(self, tile_rv: Tensor, x_rh: Tensor, w_vh: Tensor, rows: slice) -> Tensor:
-        """tile_rv <- x_rh w_vh^T / T; `rows`: the head's rows that x_rh holds."""
+    def logits(
+        self, tile_rv: Tensor, x_rh: Tensor, w_vh: Tensor, rows: slice, first_column: int = 0
+    ) -> Tensor:
+        """tile_rv <- x_rh w_vh^T / T, and HIDDEN outside the rows' supports.
+
+        `rows`: the head's rows that x_rh holds; `first_column`: the shard's column that w_vh begins with.
+        """
         if isinstance(self.temperature, Tensor):  # divide the fp32 result, not the bf16 operands
-            return addmm_(tile_rv, x_rh, w_vh.T, beta=0).div_(self.temperature[rows, None])
-        return addmm_(tile_rv, x_rh, w_vh.T, beta=0, alpha=1 / self.temperature)
+            addmm_(tile_rv, x_rh, w_vh.T, beta=0).div_(self.temperature[rows, None])
+        else:
+            addmm_(tile_rv, x_rh, w_vh.T, beta=0, alpha=1 / self.temperature)
+        if self.supports is not None:
+            self.supports.hide_(tile_rv, rows, first_column)
+        return tile_rv
 
     def merge_over_tp(self, stats_sr: Tensor) -> Tensor:
         if self.tp_group is None or stats_sr.shape[1] == 0:

@@ -35,6 +35,8 @@ from megatron_gvpo.kernels.mathematics import (
     operand,
     operand_dtype,
 )
+from megatron_gvpo.kernels.supports import HIDDEN
+from megatron_gvpo.kernels.weight_gradient import WeightGradient, added, main_grad
 
 
 class WeightsFirst(torch.autograd.Function):
@@ -54,7 +56,7 @@ class WeightsFirst(torch.autograd.Function):
         dw_vh = torch.zeros_like(weight_vh, dtype=dtype) if ctx.needs_input_grad[1] else None
         stats_sr = empty_statistics(labels_r, dtype, head.entropy)
         for rows in slices:
-            z_rv = head.logits(buffer.tile(length(rows), head.columns), x_rh[rows], w_vh, rows)
+            z_rv = head.logits(buffer.tile(length(rows), head.columns), x_rh[rows], w_vh, rows, 0)
             piece_sr = head.tiles.statistics_(z_rv, labels_r[rows], head.entropy)
             stats_sr[:, rows] = merged_sr = head.merge_over_tp(piece_sr)
             g_r = weight_r[rows].to(dtype) / head.temperature_of(rows)
@@ -161,8 +163,10 @@ def _stash(head: Head, x_rh: Tensor, weight_vh: Tensor, labels_r: Tensor) -> tup
     buffer = Buffer(x_rh, 0 if in_place else longest(slices) * head.columns)
     for rows in slices:
         tile_rv = stash_rv[rows] if in_place else buffer.tile(length(rows), head.columns)
-        z_rv = head.logits(tile_rv, x_rh[rows], w_vh, rows)
+        z_rv = head.logits(tile_rv, x_rh[rows], w_vh, rows, 0)
         stats_sr[:, rows] = head.tiles.stash_(z_rv, labels_r[rows], stash_rv[rows])
+        if head.supports is not None:  # a row without members on this rank is e^0 = 1 everywhere
+            stash_rv[rows].masked_fill_(stats_sr[0, rows, None] < HIDDEN / 2, 0)
     return stash_rv, stats_sr
 
 
@@ -228,7 +232,7 @@ class _RecomputedRows:
         if self.buffer is None:  # the first slice is the longest
             self.buffer = Buffer(self.x_rh, len(self.x_rh) * length(columns))
         tile_rv = self.buffer.tile(len(self.x_rh), length(columns))
-        z_rv = self.head.logits(tile_rv, self.x_rh, w_vh, self.rows)
+        z_rv = self.head.logits(tile_rv, self.x_rh, w_vh, self.rows, columns.start)
         labels_r = self.labels_r - columns.start
         d_rv = self.head.tiles.weights_last_gradient_(
             z_rv, self.max_r, self.offset_r, self.slope_r, labels_r, self.g_r, w_vh.dtype
@@ -249,57 +253,3 @@ def _column_slices(
     if dw is not None and not dw.in_place:
         numbers.append(hidden_rh.shape[1])
     return head.slices(head.columns, max(numbers), itemsize)
-
-
-# The output layer's dW is added to Megatron's fp32 gradient buffer, if the weight has one.
-#
-# Megatron's data parallelism gives every parameter `main_grad`, a view of the buffer that it reduces, and a
-# hook that adds `.grad` to it. A layer that adds to `main_grad` itself sets `grad_added_to_main_grad`. It
-# must still return a tensor, because the hook runs only then. It returns zeros if `zero_out_wgrad` is set:
-# the weight then has a second use (tied embeddings), and autograd adds that gradient to the returned tensor.
-
-
-def main_grad(weight_vh: Tensor) -> Tensor | None:
-    """Return Megatron's buffer of this weight's gradient, in the accumulator's dtype, or None."""
-    main_vh = getattr(weight_vh, "main_grad", None)  # Megatron sets these attributes; a plain weight has none
-    if not isinstance(main_vh, Tensor) or not hasattr(weight_vh, "grad_added_to_main_grad"):
-        return None
-    return main_vh if main_vh.dtype == accumulator(weight_vh.dtype) else None
-
-
-def added(weight_vh: Tensor) -> Tensor:
-    """Return the autograd function's result for a weight whose gradient is already in `main_grad`."""
-    weight_vh.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    if getattr(weight_vh, "zero_out_wgrad", False):
-        return torch.zeros_like(weight_vh)
-    return torch.empty_like(weight_vh)
-
-
-class WeightGradient:
-    """Sums dW of one backward, a slice of W's rows (the logits' columns) at a time, each slice once."""
-
-    def __init__(self, weight_vh: Tensor) -> None:
-        self._weight_vh = weight_vh
-        self._main_vh = main_grad(weight_vh)
-        self._own_vh = torch.zeros_like(weight_vh) if self._main_vh is None else None
-        self._scratch_ch: Tensor | None = None
-        self.in_place = self._main_vh is not None  # sums need no memory of their own
-
-    def begin(self, columns: slice) -> Tensor:
-        """Return [c, h] in the accumulator's dtype: the caller adds the products of these rows to it."""
-        if self._main_vh is not None:
-            return self._main_vh[columns]
-        rows, width = columns.stop - columns.start, self._weight_vh.shape[1]
-        if self._scratch_ch is None or len(self._scratch_ch) < rows:
-            dtype = accumulator(self._weight_vh.dtype)
-            self._scratch_ch = self._weight_vh.new_empty(rows, width, dtype=dtype)
-        return self._scratch_ch[:rows].zero_()
-
-    def end(self, columns: slice, dw_ch: Tensor) -> None:
-        """Finish the rows of `begin`. Without Megatron's buffer, their sum is rounded here, once."""
-        if self._own_vh is not None:
-            self._own_vh[columns] = dw_ch
-
-    def result(self) -> Tensor:
-        """Return the autograd function's result for the weight."""
-        return added(self._weight_vh) if self._own_vh is None else self._own_vh

@@ -19,7 +19,7 @@ docs/explanation/head.md has the mathematics, the cost of each mode, and how one
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
@@ -30,9 +30,10 @@ from torch import Tensor
 from megatron_gvpo.kernels.head import Head, Tiles
 from megatron_gvpo.kernels.head_autograd import WeightsFirst, WeightsLast
 from megatron_gvpo.kernels.mathematics import accumulator, operand_dtype, reference_logprobs
+from megatron_gvpo.kernels.supports import Supports
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
-Mode = Literal["weights_first", "stash", "recompute", "forward", "reference"]
+Mode = Literal["weights_first", "stash", "recompute", "forward", "reference", "supports"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 _CPU_LOGITS, _CUDA_LOGITS = 288 << 20, 512 << 20  # bytes of one tile; a GPU needs more rows a product
@@ -67,6 +68,7 @@ def linear_logprob(
     stash_dtype: torch.dtype | None = None,
     logits_bytes: int | None = None,
     backend: Backend = "auto",
+    supports: Supports | None = None,
 ) -> LinearLogprob:
     """Compute log softmax(hidden_rh @ weight_vh^T / temperature)[labels_r] without storing the logits.
 
@@ -97,6 +99,8 @@ def linear_logprob(
         backend: `reference`: all logits, under autograd. `chunked`: PyTorch's products, with small kernels
             between them, in Triton on a GPU. `triton`: like chunked, but one kernel computes the forward's
             product and softmax. `auto`: chunked.
+        supports: the tokens that each label was sampled from, on hidden_rh's device: the softmax and the
+            entropy are over these alone. All logits are computed (truncated_logprob.py computes fewer).
 
     Raises:
         ValueError: shapes, dtypes, sizes or backends that do not fit together.
@@ -119,8 +123,9 @@ def linear_logprob(
             raise ValueError(
                 f"backend='reference' has no tensor parallelism, and tp_group has {tp_size} ranks"
             )
+        hide_ = None if supports is None else partial(supports.hide_, rows=slice(0, len(labels_r)))
         logp_r, entropy_r = reference_logprobs(
-            hidden_rh, weight_vh, labels_r, temperature, entropy, vocab_size
+            hidden_rh, weight_vh, labels_r, temperature, entropy, vocab_size, hide_
         )
         surrogate = None if weight_r is None else (weight_r * logp_r).sum()
         return LinearLogprob(logp_r, entropy_r, surrogate, "reference")
@@ -139,6 +144,7 @@ def linear_logprob(
         stash_rows=stash_rows,
         stash_dtype=stash_dtype,
         tiles=tiles_of(backend, weight_vh),
+        supports=None if supports is None else supports.shifted(tp_rank * shard),
     )
     labels_r = labels_r - tp_rank * shard
     if weight_r is not None and differentiable:

@@ -11,6 +11,8 @@ tensor-parallel group. Both are merged by the online softmax (Milakov and Gimels
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -78,14 +80,18 @@ def reference_logprobs(
     temperature: float | Tensor,
     entropy: bool,
     vocab_size: int,
+    hide_: Callable[[Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return (logp, entropy or None), both [r], from all logits under autograd.
 
-    A label outside the vocabulary has logp -inf. Tests and benchmarks compare the other backends with it.
+    A label outside the vocabulary has logp -inf. `hide_` takes logits out of the softmax. Tests and
+    benchmarks compare the other backends with it.
     """
     dtype = accumulator(hidden_rh.dtype)
     z_rv = hidden_rh.to(dtype) @ weight_vh[:vocab_size].to(dtype).T
     z_rv = z_rv / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
+    if hide_ is not None:
+        hide_(z_rv)
     logp_rv = torch.log_softmax(z_rv, -1)
     inside_r = (labels_r >= 0) & (labels_r < vocab_size)
     logp_r = logp_rv.gather(1, labels_r.clamp(0, vocab_size - 1)[:, None])[:, 0]

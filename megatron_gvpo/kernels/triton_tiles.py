@@ -209,7 +209,7 @@ class TritonTiles(Tiles):
         return out_rv
 
     def scan(self, head: Head, x_rh: Tensor, weight_vh: Tensor, labels_r: Tensor, rows: slice) -> Tensor:
-        if not self._fused or not len(x_rh) or not head.columns:
+        if not self._fused or head.supports is not None or not len(x_rh) or not head.columns:
             return super().scan(head, x_rh, weight_vh, labels_r, rows)
         _check(x_rh)
         w_vh = operand(weight_vh)  # x_rh is converted already; on a CPU, Triton has no bf16 product

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_gvpo.groups import Routing
+from megatron_gvpo.kernels.supports import Supports
 from megatron_gvpo.settings.parallel import Padding
+from megatron_gvpo.supports import Support
 from megatron_gvpo.types import TrainBatch, on_device
 
 
@@ -39,6 +41,8 @@ class PackedBatch:
     followers: list[int] = field(default_factory=list)
     # The experts of every token, from router replay: int16 [t, layers, experts a token]; -1: router chooses.
     experts_t: Tensor | None = None
+    # What the labels were sampled from, of `label_r`; None: all of them from the whole vocabulary.
+    supports: Supports | None = None
 
     @staticmethod
     def pack(
@@ -84,9 +88,10 @@ class PackedBatch:
             position_t=torch.cat([torch.arange(length) for length in lengths]),
             response_r=response_r,
             index_r=torch.arange(rows.offsets[-1]),
-            label_r=torch.tensor([t for answer in rows.response_ids for t in answer], dtype=torch.int64),
+            label_r=_labels(rows),
             lengths=lengths,
             experts_t=_experts(None if rows.routing is None else [rows.routing[i] for i in order], lengths),
+            supports=_supports(rows),
         )
 
     @property
@@ -113,6 +118,7 @@ class PackedBatch:
             index_r=self.index_r[here_r],
             label_r=self.label_r[here_r],
             experts_t=None if self.experts_t is None else self.experts_t[rank_t],
+            supports=None if self.supports is None else self.supports.select(here_r),
         )
 
     def to(self, device: torch.device) -> PackedBatch:
@@ -127,7 +133,27 @@ class PackedBatch:
             lengths=self.lengths,
             followers=self.followers,
             experts_t=None if self.experts_t is None else on_device(self.experts_t, device),
+            supports=None if self.supports is None else self.supports.on(device),
         )
+
+
+def _labels(rows: TrainBatch) -> Tensor:
+    """Return the tokens that are predicted, int64 [r]: the responses', unless the rows name others."""
+    if rows.label_r is not None:
+        return rows.label_r.cpu()
+    return torch.tensor([t for answer in rows.response_ids for t in answer], dtype=torch.int64)
+
+
+def _supports(rows: TrainBatch) -> Supports | None:
+    """Return `PackedBatch.supports`, in the order of the rows' token columns."""
+    if rows.support is None or not any(rows.support):
+        return None
+    counts, ids = [], []
+    for support, response in zip(rows.support, rows.response_ids, strict=True):
+        of_row = (support or Support.whole_vocabulary(len(response))).arrays
+        counts.append(torch.from_numpy(of_row[0]))
+        ids.append(torch.from_numpy(of_row[1]))
+    return Supports(torch.cat(ids), torch.cat(counts))
 
 
 def _experts(routing: Sequence[Routing | None] | None, lengths: list[int]) -> Tensor | None:
@@ -169,8 +195,8 @@ def _pack_shared(rows: TrainBatch, padding: Padding) -> PackedBatch:
     responses: list[_Sequence] = []
     others: list[_Sequence] = []  # rows that share nothing: prompt and response in one sequence
     followers: list[int] = []
-    # A sequence, the first of its tokens that predict a part of a response, and this part: where in the rows'
-    # token columns it begins, and its number of tokens.
+    # (sequence, index in it of the first token that predicts, index in the rows' token columns of the first
+    # predicted token, number of predicted tokens)
     predicts: list[tuple[_Sequence, int, int, int]] = []
     order = _by_prompt(rows)
     for prompt, run in groupby(order, key=lambda i: rows.prompt_ids[i]):
@@ -208,9 +234,10 @@ def _pack_shared(rows: TrainBatch, padding: Padding) -> PackedBatch:
         ),
         response_r=response_r,
         index_r=torch.arange(rows.offsets[-1]),
-        label_r=torch.tensor([t for answer in rows.response_ids for t in answer], dtype=torch.int64),
+        label_r=_labels(rows),
         lengths=lengths,
         followers=followers,
+        supports=_supports(rows),
     )
 
 

@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob, linear_logprob
+from megatron_gvpo.kernels.truncated_logprob import truncated_logprob
 from megatron_gvpo.megatron.attention.core import OwnPackedSeqParams, frequencies
 from megatron_gvpo.megatron.attention.merged import Sequences
 from megatron_gvpo.megatron.batch import PackedBatch
@@ -76,19 +77,7 @@ def run(
         batch = next(data).to(device())
         if model.replay is not None:
             model.replay.set_experts(chunk, batch.experts_t, sequence_parallel=model.config.sequence_parallel)
-        packed = _packed_params(model, batch)
-        head_arguments = {"output_processor": _call_head, "output_processor_context": (head, batch)}
-        if model.vision is not None:
-            output = model.vision.run(chunk, batch, packed, head_arguments)
-        else:
-            output = chunk(
-                input_ids=batch.token_t[None],
-                position_ids=batch.position_t[None],
-                attention_mask=None,
-                packed_seq_params=packed,
-                **head_arguments,
-            )
-        return output, partial(loss, batch.rows)
+        return _call_chunk(model, chunk, batch, head), partial(loss, batch.rows)
 
     for chunk in model.chunks:
         chunk.train(not forward_only)
@@ -113,6 +102,21 @@ def run(
         )
     drop_leftovers(model)
     return results
+
+
+def _call_chunk(model: Model, chunk: Any, batch: PackedBatch, head: Head) -> Any:
+    """A micro-batch through the layers of one chunk; the last stage's output is the head's."""
+    packed = _packed_params(model, batch)
+    head_arguments = {"output_processor": _call_head, "output_processor_context": (head, batch)}
+    if model.vision is not None:
+        return model.vision.run(chunk, batch, packed, head_arguments)
+    return chunk(
+        input_ids=batch.token_t[None],
+        position_ids=batch.position_t[None],
+        attention_mask=None,
+        packed_seq_params=packed,
+        **head_arguments,
+    )
 
 
 def _call_head(
@@ -163,13 +167,17 @@ class LogprobHead:
 
     def _logprob(self, hidden_rh: Tensor, weight_vh: Tensor, batch: PackedBatch) -> LinearLogprob:
         weight_r = batch.rows.weight_r
-        return linear_logprob(
+        # With weights, the head gives entropies no gradient.
+        weight_r = None if weight_r is None or self.entropy else weight_r[batch.index_r]
+        logprob = linear_logprob
+        if batch.supports is not None:
+            logprob = partial(truncated_logprob, supports=batch.supports)
+        return logprob(
             hidden_rh,
             weight_vh,
             batch.label_r,
             temperature=self.temperature,
-            # With weights, the head gives entropies no gradient.
-            weight_r=None if weight_r is None or self.entropy else weight_r[batch.index_r],
+            weight_r=weight_r,
             entropy=self.entropy,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             vocab_size=self.vocab_size,

@@ -161,6 +161,7 @@ class RowSegments:
             for f in fields(rows)
             if f.name.endswith("_r") and (column := getattr(rows, f.name)) is not None
         }
+        supports = list(repeated.support or [])
         prompts, responses, turns = (
             list(repeated.prompt_ids),
             list(repeated.response_ids),
@@ -169,8 +170,16 @@ class RowSegments:
         for n, segment in enumerate(self.segment_n):
             if segment is not None:
                 prompts[n], responses[n], turns[n] = _as_row(segment)
+                if supports and (of_row := supports[n]) is not None:
+                    supports[n] = of_row.parts((first, first + count) for _, first, count in segment.own)
         return replace(
-            repeated, prompt_ids=prompts, response_ids=responses, turns=turns, routing=None, **token_columns
+            repeated,
+            prompt_ids=prompts,
+            response_ids=responses,
+            turns=turns,
+            routing=None,
+            support=supports or None,
+            **token_columns,
         )
 
 

@@ -39,6 +39,17 @@ class Update:
     skipped: bool
 
 
+@dataclass(frozen=True)
+class AdamStep:
+    """The settings of one update, for a caller who has a schedule of its own."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip_grad: float  # 0 does not clip
+
+
 class Optimizer:
     """Use it as: `zero_grad`, accumulate gradients in the model's buffers, `apply`."""
 
@@ -148,6 +159,18 @@ class Optimizer:
         on a skipped update too, so that a run's learning rates are known beforehand.
         """
         self.scheduler.step(1)
+        return self._update()
+
+    def apply_step(self, step: AdamStep) -> Update:
+        """Update the weights as `apply` does, with the settings of `step` in place of the schedule's."""
+        for group in self.megatron.param_groups:
+            group |= {"lr": step.lr, "betas": step.betas, "eps": step.eps}
+            group["weight_decay"] = step.weight_decay * group.get("wd_mult", 1.0)  # 0 for norms and biases
+        for optimizer in self.megatron.chained_optimizers:
+            optimizer.config.clip_grad = step.clip_grad
+        return self._update()
+
+    def _update(self) -> Update:
         lr = float(self.megatron.param_groups[0]["lr"])
         with megatron_device():
             overflow = self.megatron.prepare_grads()

@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import contextlib
 from datetime import timedelta
-from typing import Literal, Self
+from functools import cached_property
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
+import megatron_gvpo.megatron.parallel  # noqa: F401 - first: it prepares the import of megatron.core
+
+# isort: split
 from megatron_gvpo.algorithms.base import TEACHER, Loss, token_weights
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.core.collectives import all_ranks_agree
 from megatron_gvpo.core.user_functions import UserFunctionError
 from megatron_gvpo.kernels.divergence import Divergence
+from megatron_gvpo.kernels.linear_logprob import LinearLogprob
 from megatron_gvpo.megatron import forward
 from megatron_gvpo.megatron.critic import Critic
 from megatron_gvpo.megatron.device_memory import DeviceMemory
@@ -30,6 +36,7 @@ from megatron_gvpo.megatron.reference_weights import ReferenceWeights
 from megatron_gvpo.megatron.scorer import Scorer, temperature_of
 from megatron_gvpo.megatron.teacher import Teacher, teacher_states
 from megatron_gvpo.megatron.teacher_head import HeadDivergence
+from megatron_gvpo.megatron.tensor_sums import TensorSum, TensorSums
 from megatron_gvpo.megatron.update import (
     KnownWeights,
     LossInForward,
@@ -130,15 +137,22 @@ class Policy(Scorer):
         return self.reference.swapped_in()
 
     def update(
-        self, rows: TrainBatch, *, at_step_start: bool, keep_logp: bool = False, keep_weights: bool = False
+        self,
+        rows: TrainBatch,
+        *,
+        at_step_start: bool,
+        keep_logp: bool = False,
+        keep_weights: bool = False,
+        keep_gradients: bool = False,
     ) -> UpdateResult:
         """Take one optimizer update on `rows`, which hold whole groups.
 
         `at_step_start`: there was no update since the step began. So the policy at the step's start is the
         present policy, and the rows' columns of its log-probs may be missing. `keep_logp`: return the
         log-probs of the update's own forward. `keep_weights`: return these and the loss's gradient by them.
-        Raises UserFunctionError on all ranks, with the weights as they were, where the user's loss fails on
-        any.
+        `keep_gradients`: return the sums over each tensor's gradient. Rows that have `weight_r` are trained
+        with it: a step that is replayed takes the weights that it had. Raises UserFunctionError on all ranks,
+        with the weights as they were, where the user's loss fails on any.
         """
         loss, totals, rows = self._loss, BatchTotals.of(rows), rows.with_group_tokens()
         share = my_share(self.model, rows, self._budget, loss.couples_groups)
@@ -157,7 +171,38 @@ class Policy(Scorer):
         metrics = loss_pass.metrics(rows, logp_r, results)
         head = {name: metrics.pop(name) for name in list(metrics) if name.startswith("head/")}
         self.model.finish_background_work()
-        return UpdateResult(self.optimizer.apply(), metrics, logp_r, head, memory, weight_r)
+        gradients = self.tensor_sums.take("gradients") if keep_gradients else {}
+        return UpdateResult(self.optimizer.apply(), metrics, logp_r, head, memory, weight_r, gradients)
+
+    def gradients(self, rows: TrainBatch) -> dict[str, TensorSum]:
+        """Return the sums over each tensor's gradient of sum(weight_r * logp) on `rows`; nothing is updated.
+
+        A collective. The rows have `weight_r`; an entropy bonus and a divergence are left out.
+        """
+        assert rows.weight_r is not None, "the gradient of what"
+        share = my_share(self.model, rows, self._budget, keep_groups=False)
+        self.optimizer.zero_grad()
+        head = LogprobHead(self._temperature, self.model.vocab_size, False, self._stash_bytes)
+
+        def weighted(_: TrainBatch, values: tuple[Any, ...]) -> tuple[Tensor, None]:
+            surrogate = LinearLogprob(*values).surrogate
+            assert surrogate is not None, "rows with weights have one"
+            return surrogate, None
+
+        forward.run(self.model, share.packs(rows), weighted, head=head)
+        sums = self.tensor_sums.take("gradients")
+        self.optimizer.zero_grad()
+        return sums
+
+    @property
+    def data_parallel_ranks(self) -> int:
+        """The number of ranks over which an update divides its rows."""
+        return int(parallel_state.get_data_parallel_world_size())
+
+    @cached_property
+    def tensor_sums(self) -> TensorSums:
+        """The sums over the trained tensors. A collective when first read."""
+        return TensorSums(self.model)
 
     def _forward_and_backward(
         self, packs: list[TrainBatch], loss_pass: LossPass, totals: BatchTotals
@@ -213,6 +258,8 @@ class Policy(Scorer):
         pass at the present weights computes them.
         """
         loss = self._loss
+        if rows.weight_r is not None:
+            return rows
         other_policies = rows.old_logp_r is not None or rows.ref_logp_r is not None
         if loss.linear or (at_step_start and loss.known_at_step_start and not other_policies):
             # Only differences between policies' log-probs enter, and all are 0: zeros serve as log-probs.

@@ -19,6 +19,7 @@ from megatron_gvpo.core.user_functions import UserFunctionError
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob
 from megatron_gvpo.megatron.microbatch import detached, floats, sum_over_ranks
 from megatron_gvpo.megatron.optimizer import Update
+from megatron_gvpo.megatron.tensor_sums import TensorSum
 from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
 Metrics = dict[str, Any]
@@ -34,6 +35,8 @@ class UpdateResult:
     head: dict[str, float]  # how the head computed its gradient; depends on the machine
     memory: dict[str, float] = field(default_factory=dict)  # MemoryProfile.metrics of a run's first update
     weight_r: Tensor | None = None  # dL/dlogp at `logp_r`, fp32 [r] on the CPU; None unless asked for
+    # Sums over the gradient of each tensor, before clipping; empty unless asked for.
+    gradients: dict[str, TensorSum] = field(default_factory=dict)
 
 
 class MicroBatchResult(NamedTuple):

@@ -28,24 +28,18 @@ CAUSES = (
     "it saw other tokens: its own chat template, start token, tokenizer or vocabulary",
     "a mixture-of-experts router chose other experts than in the trainer",
 )
-TOP_P = (
-    "rollout.top_p is below 1: vLLM's log-probs are then log(p / kept mass), all others are log(p); with "
-    "vLLM this difference is expected"
-)
 
 
 class MismatchWatch:
     """Collects the comparisons of a step; returns metrics, and a warning if the KL exceeds `threshold`.
 
     `threshold` is in nats a token. The first warning is followed by another only if the KL has grown tenfold
-    since. `top_p` is the sampling's: below 1, vLLM renormalises its log-probs (SGLang and the embedded engine
-    do not), and the warning names this as a possible cause.
+    since.
     """
 
-    def __init__(self, threshold: float, top_p: float = 1.0) -> None:
+    def __init__(self, threshold: float) -> None:
         self.gap = 0.0  # mean of (trainer - engine) a token, in nats, over the rows compared last
         self._threshold = self._bar = threshold
-        self._top_p = top_p
         self._differences: list[tuple[Tensor, Tensor]] = []
 
     def compare(self, rows: TrainBatch, logp_r: Tensor, version: int) -> None:
@@ -99,13 +93,12 @@ class MismatchWatch:
         if value <= self._bar:
             return None
         self._bar = 10 * value
-        causes = [*CAUSES, TOP_P] if self._top_p < 1 else CAUSES
         return (
             f"step {step}: the policy that samples is not the one that is trained. On the same tokens the "
             f"engine's log-probs differ from the trainer's by {metrics['mismatch/abs_mean']:.2g} (mean) and "
             f"{metrics['mismatch/abs_max']:.2g} (at most), a KL of {value:.2g} nats a token where "
             f"rollout.mismatch_threshold={self._threshold:g}. Usual causes:"
-            + "".join(f"\n  - {cause}" for cause in causes)
+            + "".join(f"\n  - {cause}" for cause in CAUSES)
         )
 
 

@@ -8,7 +8,10 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, median_low
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from megatron_gvpo.groups import Group, Rollout
+from megatron_gvpo.supports import Support
 
 
 def rollout_statistics(groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -40,6 +43,7 @@ def rollout_statistics(groups: Sequence[Group], version: int) -> dict[str, float
     logprobs = [logprob for rollout in sampled for logprob in rollout.logprobs]
     if logprobs:
         statistics["response/entropy"] = -math.fsum(logprobs) / len(logprobs)
+    statistics |= _support_statistics(sampled)
     return statistics | _server_times(sampled) | _conversation_statistics(rollouts)
 
 
@@ -52,6 +56,18 @@ def _length_correlation(groups: Sequence[Group]) -> float | None:
         pairs += [(r - reward, n - length) for r, n in zip(group.rewards, lengths, strict=True)]
     scale = math.sqrt(math.fsum(r * r for r, _ in pairs) * math.fsum(n * n for _, n in pairs))
     return math.fsum(r * n for r, n in pairs) / scale if scale > 1e-12 else None
+
+
+def _support_statistics(rollouts: Iterable[Rollout]) -> dict[str, float]:
+    """Return the mean size of tokens' supports, and the share of one; empty where none was truncated."""
+    counts = [Support(*rollout.support).arrays[0] for rollout in rollouts if rollout.support is not None]
+    sizes = np.concatenate(counts) if counts else np.zeros(0)
+    if not (sizes := sizes[sizes > 0]).size:
+        return {}
+    return {
+        "response/support_size": float(sizes.mean()),
+        "response/support_of_one": float((sizes == 1).mean()),
+    }
 
 
 def _server_times(rollouts: Iterable[Rollout]) -> dict[str, float]:

@@ -24,7 +24,7 @@ _F = 4  # bytes of an element in fp32
 
 @dataclass(frozen=True)
 class Layer:
-    """Bytes of one layer: `saved` until its backward pass, and the most beside them in each pass."""
+    """Bytes of one layer: `saved` from its forward to its backward, and the most beside them in each pass."""
 
     saved: float
     forward: float

@@ -86,7 +86,7 @@ class VisionTower:
 
 
 def vision_tower(config: Mapping[str, Any], architecture: str, size: Callable[[str], int]) -> VisionTower:
-    """Builds it from the `vision_config` of a config.json; `size` reads a whole number of it by name."""
+    """The vision tower that a `vision_config` in config.json describes; `size` reads a whole number of it."""
     hidden, width, depth, merge = (
         size(key) for key in ("hidden_size", "intermediate_size", "depth", "spatial_merge_size")
     )

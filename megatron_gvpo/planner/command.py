@@ -31,7 +31,7 @@ LARGEST = 10**7  # limit for any count on the command line
 
 @dataclass(frozen=True)
 class Planned:
-    """The model and the work of the options, and the plan that the search gave."""
+    """The result of the search, with the model and the work that the options describe."""
 
     plan: Plan
     model: architecture.Architecture

@@ -196,20 +196,19 @@ def memory(
     critic: bool = False,
     teacher: PlannedTeacher | None = None,
     responses: float | None = None,
+    stage: int | None = None,
 ) -> Memory:
-    """Predicts the memory of a GPU of the fullest pipeline stage, with `tokens` tokens per micro-batch.
+    """Predicts the memory of a GPU of a pipeline stage, with `tokens` tokens per micro-batch.
 
-    `responses`: how many of them have a label; default: all.
+    `responses`: how many of them have a label; default: all. `stage`: default: the fullest one.
 
     A critic is trained after the policy, so its activations take no more than the policy's and are not added.
     The pass of a teacher that the trainer holds comes before the policy's: the fuller of both moments counts.
     """
     activations = Activations(model, layout, tokens, responses)
+    stages = stages_of_a_kind(layout, model.layers) if stage is None else [stage]
     return max(
-        (
-            _of_stage(model, layout, stage, activations, micro_batches, critic, teacher)
-            for stage in stages_of_a_kind(layout, model.layers)
-        ),
+        (_of_stage(model, layout, i, activations, micro_batches, critic, teacher) for i in stages),
         key=lambda m: m.total,
     )
 
@@ -219,21 +218,6 @@ def stages_of_a_kind(layout: Layout, layers: int) -> list[int]:
     sizes = layout.stage_layers(layers)
     middle = max(range(layout.pp), key=lambda stage: (sizes[stage], 0 < stage < layout.pp - 1))
     return sorted({0, middle, layout.pp - 1})
-
-
-def stage_memory(
-    model: Architecture,
-    layout: Layout,
-    stage: int,
-    tokens: float,
-    micro_batches: int,
-    critic: bool = False,
-    teacher: PlannedTeacher | None = None,
-    responses: float | None = None,
-) -> Memory:
-    """Predicts the memory of a GPU of one pipeline stage; the arguments are those of `memory`."""
-    activations = Activations(model, layout, tokens, responses)
-    return _of_stage(model, layout, stage, activations, micro_batches, critic, teacher)
 
 
 def _of_stage(

@@ -1,16 +1,25 @@
-"""The planner's prediction for a configuration: what a start warns by, and a rehearsal is compared with."""
+"""The planner's prediction for a configuration: its sizes, its memory, and whether that fits into a GPU.
+
+A start warns by it, and a rehearsal is compared with it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.planner import architecture
-from megatron_gvpo.planner.memory_model import memory, stage_memory
-from megatron_gvpo.planner.packs import size_of
+from megatron_gvpo.planner.memory_model import memory
 from megatron_gvpo.planner.workload import Layout
 from megatron_gvpo.settings.config import Config
+
+USABLE = 0.94  # fraction of a GPU's memory that a layout may fill
+SERVER_GIB = 4.0  # a colocated server that sleeps: its context and its CUDA graphs
+_ALONE = 0.98  # usable share of a GPU beside a sleeping server; the driver takes the rest
+COMMON_GIB = 79.6  # memory of an "80 GB" H100 or H800, assumed for the GPUs of a Slurm job
+PROMPT = 512  # tokens of a prompt, unless data.max_prompt_tokens is less
 
 # The planner's parts under the names of a rehearsal's.
 _PARTS = {
@@ -80,13 +89,78 @@ def _parts(
     size = size_of(config, layout.dp, micro_batches)
     work = size.tokens_of_a_pack, size.micro_batches, config.algorithm.critic is not None
     responses = size.rows_of_a_pack * size.response
-    if stage is None:
-        predicted = memory(model, layout, *work, responses=responses)
-    else:
-        predicted = stage_memory(model, layout, stage, *work, responses=responses)
+    predicted = memory(model, layout, *work, responses=responses, stage=stage)
     return {_PARTS[name]: gib for name, gib in predicted.in_gib().items() if gib}
 
 
 def _knows_activations(config: Config) -> bool:
     parallel = config.parallel
     return not (parallel.recompute_layers or parallel.offload_layers or parallel.offload_modules)
+
+
+@dataclass(frozen=True)
+class Size:
+    """An update's rows: `micro_batches` packs on every data-parallel rank, of `rows_of_a_pack` rows each."""
+
+    rows_of_a_pack: int
+    prompt: int  # in tokens
+    response: int
+    micro_batches: int
+    micro_batches_of_run: int  # an update of the run has this many; its peak is the same
+
+    @property
+    def tokens_of_a_pack(self) -> int:
+        return self.rows_of_a_pack * (self.prompt + self.response)
+
+
+def size_of(config: Config, data_parallel: int, micro_batches: int | None = None) -> Size:
+    """Sizes of the rows of an update on `data_parallel` ranks; `micro_batches`: default enough for the peak.
+
+    Packs are filled to train.max_tokens_per_micro_batch with rows of one length, at most the longest. Where
+    whole groups fit into a pack and stay together, a pack has whole groups.
+    """
+    train, rollout, parallel = config.train, config.rollout, config.parallel
+    budget = train.max_tokens_per_micro_batch * parallel.cp
+    prompt = min(PROMPT, config.data.max_prompt_tokens or PROMPT)
+    longest = prompt + rollout.max_tokens
+    rows = math.ceil(train.prompts_per_step * rollout.n / train.mini_batches / data_parallel)
+    together = config.algorithm.loss.couples_groups or train.requires_shared_prompts
+    unit = rollout.n if together and rollout.n * longest <= budget else 1
+    fitting = max(1, math.ceil(budget / (unit * longest))) * unit if longest <= budget else 1
+    of_a_pack = min(fitting, rows)
+    length = min(longest, budget // of_a_pack) if longest <= budget else longest
+    response = min(rollout.max_tokens, max(length - prompt, length // 2))
+    in_run = math.ceil(rows / of_a_pack)
+    in_run += -in_run % parallel.pp if parallel.vpp > 1 else 0
+    enough = parallel.pp * (2 if parallel.vpp > 1 else 1) + (parallel.vpp == 1)
+    count = micro_batches or min(in_run, max(2, enough))
+    return Size(of_a_pack, length - response, response, count, in_run)
+
+
+def usable_gib(gpu_gib: float, colocated: bool) -> float:
+    """GiB of a GPU with `gpu_gib` that the trainer may fill: 74.0 of 79.6 where servers sleep beside it."""
+    usable = USABLE * gpu_gib
+    return min(usable, _ALONE * gpu_gib - SERVER_GIB) if colocated else usable
+
+
+def excess(config: Config, world: int, gpu_gib: float) -> str | None:
+    """One line for a configuration that needs more than a GPU of `gpu_gib` GiB has; None if it fits.
+
+    `world`: the trainer's ranks. It is a prediction: callers warn, and do not refuse. None as well for models
+    that the planner does not know, and for layouts that other checks refuse.
+    """
+    parallel = config.parallel
+    if world % (parallel.tp * parallel.pp * parallel.cp) or world % (parallel.pp * parallel.ep):
+        return None
+    needed = least(config, world)
+    colocated = config.rollout.uses_servers and config.rollout.servers.colocated
+    limit = usable_gib(gpu_gib, colocated)
+    if needed is None or needed <= limit:
+        return None
+    beside = " beside a sleeping server" if colocated else ""
+    return (
+        f"the update needs about {needed:.0f} GiB on the fullest of {world} GPUs (predicted), and "
+        f"{limit:.0f} of {gpu_gib:.0f} GiB are usable{beside}: lower train.max_tokens_per_micro_batch="
+        f"{config.train.max_tokens_per_micro_batch}, set parallel.recompute, or divide the model among more "
+        f"GPUs; `megatron-gvpo rehearse CONFIG.yaml --world {world}` shows the memory by part"
+    )

@@ -10,8 +10,8 @@ from typing import Any
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.planner import push_time
 from megatron_gvpo.planner.architecture import Architecture, Gpu
-from megatron_gvpo.planner.fit import USABLE
 from megatron_gvpo.planner.memory_model import Memory, host_state, memory, shard
+from megatron_gvpo.planner.prediction import USABLE
 from megatron_gvpo.planner.step_time import NODE, Seconds, model_flops, rollout_seconds, seconds
 from megatron_gvpo.planner.teacher import PlannedTeacher
 from megatron_gvpo.planner.workload import Layout, Workload

@@ -11,7 +11,7 @@ LAUNCH_SECONDS = 5e-6  # host time to launch a kernel through PyTorch and Megatr
 
 
 def remedy(config: Config, parts: dict[str, float], phase: str) -> str:
-    """Changes that would make the rank fit, the cheapest first. `parts`: GiB, as far as it has come."""
+    """Changes that would make the rank fit, the cheapest first. `parts`: GiB, up to `phase`."""
     parallel, changes = config.parallel, list[str]()
     tokens = config.train.max_tokens_per_micro_batch
     if phase == "build":

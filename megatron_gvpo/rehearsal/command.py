@@ -13,17 +13,16 @@ from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.megatron.model.attention_kernel import Attention, check_attention, has_flash_attention
 from megatron_gvpo.planner import workload
-from megatron_gvpo.planner.fit import SERVER_GIB
-from megatron_gvpo.planner.prediction import predict
+from megatron_gvpo.planner.prediction import SERVER_GIB, predict
 from megatron_gvpo.rehearsal import advice, made_model, report, transformer_engine
 from megatron_gvpo.rehearsal.nullcuda import build
 from megatron_gvpo.rehearsal.nullcuda.build import NullCudaError
 from megatron_gvpo.rehearsal.nullcuda.devices import CONTEXT_BYTES, DEVICES, GIB, Device
 from megatron_gvpo.rehearsal.process import environment_of_ranks, run_jobs
 from megatron_gvpo.rehearsal.rank import RankJob
-from megatron_gvpo.rehearsal.ranks import chosen
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.parallel import ParallelConfig
 
 # A GPU's memory that is not PyTorch's. Nothing measures it here.
 NCCL_BYTES = GIB  # communicators' buffers, more with more groups
@@ -157,3 +156,29 @@ def _judged(config: Config, ranks: list[dict[str, Any]], name: str, usable: int)
     updates = [phase for phase in fullest["phases"] if phase["name"].endswith("update")]
     bounds = [line for phase in updates if (line := advice.bounds(phase, gpu)) is not None]
     return {"fullest": fullest["rank"], "fits": fits, "verdict": verdict, "bounds": bounds}
+
+
+def chosen(ranks: str | None, rank: int | None, parallel: ParallelConfig, world: int) -> list[int]:
+    """The ranks that the options name. Raises ConfigError for a rank that does not exist."""
+    if ranks is not None:
+        if rank is not None:
+            raise ConfigError(f"--rank {rank} and --ranks {ranks}: give one of them")
+        return all_kinds(parallel, world)
+    if not 0 <= (rank or 0) < world:
+        raise ConfigError(f"--rank {rank}: --world {world} has the ranks 0 to {world - 1}")
+    return [rank or 0]
+
+
+def all_kinds(parallel: ParallelConfig, world: int) -> list[int]:
+    """The first, the fullest middle and the last pipeline stage; of each, the first and the last rank.
+
+    Megatron numbers pipeline stages last, so a stage's ranks follow each other. Its first and last ranks
+    differ in their tensor-parallel shard, their experts, and their part of the optimizer.
+    """
+    each, last = world // parallel.pp, parallel.pp - 1
+    stages = [0, last]
+    if parallel.pp > 2:
+        sizes = parallel.stage_layers or (1,) * parallel.pp
+        layers = [sum(sizes[stage :: parallel.pp]) for stage in range(parallel.pp)]
+        stages.append(max(range(1, last), key=layers.__getitem__))
+    return sorted({rank for stage in stages for rank in (stage * each, (stage + 1) * each - 1)})

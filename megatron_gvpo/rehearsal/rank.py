@@ -166,7 +166,7 @@ class RankRun:
         from megatron.core import parallel_state
 
         from megatron_gvpo.megatron.policy import Policy
-        from megatron_gvpo.planner.packs import size_of
+        from megatron_gvpo.planner.prediction import size_of
         from megatron_gvpo.rehearsal import stand_ins
         from megatron_gvpo.rehearsal.rows import make_rows
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_gvpo.planner.packs import Size
+from megatron_gvpo.planner.prediction import Size
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.types import TrainBatch
 

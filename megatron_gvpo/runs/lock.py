@@ -30,7 +30,7 @@ FILE = "run.lock"
 # Seconds to wait for a lock: of a process that lives and may be about to end, as a killed one does for a
 # moment; and of one that is ending, which frees its memory first, or is on another machine.
 PATIENCE_WITH_LIVING, PATIENCE = 1.0, 10.0
-# Seconds to wait for the lock of an earlier start of the same Slurm job: an NFS server keeps the lock of a
+# Seconds to wait for the lock of an earlier start of the same cluster job: an NFS server keeps the lock of a
 # machine that failed until the machine's lease is over, which takes 90 s by default.
 PATIENCE_WITH_FAILED_NODE = 120.0
 _EXITING = 0x4  # PF_EXITING in the flags of /proc/PID/stat
@@ -172,12 +172,15 @@ def _whole_file(kind: int) -> bytes:
 
 
 def _holder() -> dict[str, Any]:
+    job, start = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
+    if "MEGATRON_GVPO_LOGS" in os.environ:  # in a job of `slurm`, `k8s` or `sky` its name is JOB.START
+        job, _, start = Path(os.environ["MEGATRON_GVPO_LOGS"]).name.rpartition(".")
     return {
         "host": platform.node(),
         "pid": os.getpid(),
         "since": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
-        "job": os.environ.get("SLURM_JOB_ID"),
-        "start": os.environ.get("SLURM_RESTART_COUNT", "0"),
+        "job": job,
+        "start": start,
     }
 
 

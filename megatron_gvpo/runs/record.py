@@ -51,7 +51,7 @@ def check_unchanged(config: Config, allowed: Sequence[str]) -> list[Change]:
     if unknown := set(allowed) - set(known_keys(now)):
         raise ConfigError(f"--allow-change {sorted(unknown)[0]}: the configuration has no such key")
     differences = changes(Config, _read_config(directory), now) if (directory / CONFIG).exists() else []
-    differences += _changed_files(directory, config)
+    differences += changed_files(directory, config)
     refused = [change for change in differences if change.fixed and not is_allowed(change.key, allowed)]
     if refused:
         options = " ".join(f"--allow-change {change.key}" for change in refused)
@@ -106,7 +106,8 @@ def fingerprints(config: Config) -> dict[str, dict[str, Any]]:
     return {key: value for key, value in prints.items() if value is not None}
 
 
-def _changed_files(directory: Path, config: Config) -> Iterator[Change]:
+def changed_files(directory: Path, config: Config) -> Iterator[Change]:
+    """The files that the run in a directory has read, and that are others now."""
     earlier = _read_run(directory)["files"]
     for key, now in fingerprints(config).items():
         before = earlier.get(key)

@@ -46,8 +46,10 @@ OWN: dict[str, str | None] = {
     "exports": rf"{_STEP}(\.partial)?/({_MODEL})",
     "metrics.jsonl": None,
     "summary.json": None,
+    "mismatch.json": None,
     "curve.png": None,
     "rollouts": r"(step|eval)_\d+\.parquet(\.tmp)?",
+    "steps": r"step_\d+\.safetensors(\.tmp)?",
     "tensorboard": r"events\.out\.tfevents\.[^/]+",
     "profile": r"rank\d+_steps\d+-\d+\.(json\.gz|txt)",
     "wandb_run_id": None,
@@ -59,7 +61,8 @@ OWN: dict[str, str | None] = {
     CONFIG: None,
     RUN: None,
 }
-_ALWAYS = ("checkpoints", "metrics.jsonl", "summary.json", "curve.png", CONFIG, RUN)
+# `mismatch` writes the file of its name.
+_ALWAYS = ("checkpoints", "metrics.jsonl", "summary.json", "mismatch.json", "curve.png", CONFIG, RUN)
 _EXPORTS = ("hf", "hf_best", "exports")
 _SHOWN = 3  # files that a message names
 # A page that `report` wrote about the run goes with it.
@@ -77,6 +80,7 @@ def names(config: Config) -> set[str]:
     has_mlflow_files = not os.environ.get("MLFLOW_TRACKING_URI")
     others = {
         "rollouts": logging.rollouts.every > 0,
+        "steps": logging.steps.max_gb > 0,
         "tensorboard": logging.tensorboard,
         "profile": logging.profile_steps is not None,
         "wandb_run_id": logging.wandb_project is not None,
@@ -178,7 +182,7 @@ def _files(directory: Path, name: str) -> Iterator[tuple[Path, bool]]:
 
 
 def _is_written(top: Path, pattern: str, path: Path) -> bool:
-    """True if a run gives such names to the files in the directory `top`."""
+    """True if `path`, a file below the directory `top`, has a name that a run gives to its files there."""
     inside = path.relative_to(top)
     if top.name not in _EXPORTS:
         return re.fullmatch(pattern, inside.as_posix()) is not None

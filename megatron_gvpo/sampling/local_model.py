@@ -6,15 +6,12 @@ prompt is encoded once for its n samples, and finished rows leave the batch. Onl
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Sequence
 from itertools import batched
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
     AttentionInterface,
@@ -31,7 +28,9 @@ from transformers.masking_utils import sdpa_mask
 from megatron_gvpo.data.image_processor import ImageProcessor
 from megatron_gvpo.groups import Rollout
 from megatron_gvpo.huggingface.image_families import name_in_file, takes_images
+from megatron_gvpo.huggingface.stop_strings import StopStrings
 from megatron_gvpo.kernels import onednn
+from megatron_gvpo.sampling.draws import Draws
 from megatron_gvpo.servers.request import Request, check_request
 from megatron_gvpo.settings.sections import SamplingConfig
 
@@ -62,7 +61,7 @@ class LocalModel:
         self.device = torch.device(device)
         self.batch_size = batch_size
         self._tokenizer = tokenizer
-        self._end_token_ids = end_token_ids
+        self._end_token_ids, self._stop_strings = end_token_ids, StopStrings(tokenizer)
         self._refusal: str | None = "it has no weights yet: push them first"
         # The first push overwrites the initial weights. Drawing them must not advance the run's random state.
         devices = [self.device] if self.device.type == "cuda" else []
@@ -170,10 +169,8 @@ class LocalModel:
         """One rollout of at most `longest` tokens for each entry of `prompt_of` (a row of `requests`)."""
         prompts = [request.prompt_ids for request in requests]
         n, steps, device = len(seeds), max(longest), self.device
-        stop_ids = sampling.stops(self._end_token_ids)
-        stop = torch.tensor(stop_ids, device=device)
-        uniform = np.stack([np.random.default_rng(seed).random(steps) for seed in seeds])
-        uniform_ns = torch.from_numpy(uniform).to(device)
+        stop = torch.tensor(sampling.stops(self._end_token_ids), device=device)
+        draws = Draws(sampling, seeds, steps, device)
         token_ns = torch.zeros(n, steps, dtype=torch.int64, device=device)
         logp_ns = torch.zeros(n, steps, dtype=torch.float32, device=device)
         length_n = torch.tensor(longest, device=device)
@@ -201,12 +198,12 @@ class LocalModel:
         cache.batch_select_indices(rows)
         start, mask, logits, further = start[rows], mask[rows], logits[rows], further[rows]
         for step in range(steps):
-            logp = torch.log_softmax(logits.float() / sampling.temperature, dim=-1)
-            token = draw(logp, uniform_ns[live, step], sampling.top_p)
+            token, logp_ns[live, step] = draws.next(logits, live, step)
             token_ns[live, step] = token
-            logp_ns[live, step] = logp.gather(1, token[:, None]).squeeze(1)
 
             stopped = torch.isin(token, stop) | (last_n[live] == step)
+            if sampling.stop:
+                stopped |= self._completes_stop_string(token_ns[live, : step + 1], sampling.stop)
             if stopped.any():
                 length_n[live[stopped]] = step + 1
                 seconds_n[live[stopped]] = time.perf_counter() - begin
@@ -221,22 +218,43 @@ class LocalModel:
                 positions = positions.expand(3, -1, -1)
             logits = self._forward(token[:, None], positions, mask[:, :end], cache)
 
+        rollouts = self._rollouts(token_ns, logp_ns, length_n.tolist(), seconds_n.tolist(), sampling)
+        for rollout, support in zip(rollouts, draws.supports.result(), strict=True):
+            rollout.support = support and support.parts([(0, len(rollout.token_ids))])
+        return rollouts
+
+    def _rollouts(
+        self,
+        token_ns: Tensor,
+        logp_ns: Tensor,
+        lengths: Sequence[int],
+        seconds: Sequence[float],
+        sampling: SamplingConfig,
+    ) -> list[Rollout]:
+        """The sampled rows as rollouts, each up to its end. Raises FloatingPointError."""
         if not torch.isfinite(logp_ns).all():
             raise FloatingPointError(
                 f"the model gave non-finite logits with weight version {self.version}: "
                 "training diverged, or the checkpoint is damaged"
             )
-        lengths = length_n.tolist()
-        token_ids = [row[:length] for row, length in zip(token_ns.tolist(), lengths, strict=True)]
-        logprobs = [row[:length] for row, length in zip(logp_ns.tolist(), lengths, strict=True)]
-        texts = self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-        return [
-            Rollout(
-                *(ids, logps, text, "stop" if ids[-1] in stop_ids else "length", self.version),
-                seconds=seconds,
-            )
-            for ids, logps, text, seconds in zip(token_ids, logprobs, texts, seconds_n.tolist(), strict=True)
-        ]
+        stop_ids = sampling.stops(self._end_token_ids)
+        rollouts = []
+        rows = zip(token_ns.tolist(), logp_ns.tolist(), lengths, seconds, strict=True)
+        for all_ids, all_logps, length, duration in rows:
+            end = self._stop_strings.end(all_ids[:length], sampling.stop)
+            ids = all_ids[: length if end is None else end]
+            reason = "length" if end is None and ids[-1] not in stop_ids else "stop"
+            logps = all_logps[: len(ids)]
+            rollouts.append(Rollout(ids, logps, "", reason, self.version, seconds=duration))
+        texts = self._tokenizer.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
+        for rollout, text in zip(rollouts, texts, strict=True):
+            rollout.text = text
+        return rollouts
+
+    def _completes_stop_string(self, tokens: Tensor, stop: Sequence[str]) -> Tensor:
+        """True for rows of `tokens` [rows, sampled] that have a stop string in their end; bool [rows]."""
+        recent = tokens[:, -self._stop_strings.recent(stop) :].tolist()
+        return torch.tensor([self._stop_strings.has(row, stop) for row in recent], device=self.device)
 
     def _forward(
         self, ids: Tensor, positions: Tensor, mask: Tensor, cache: KeyValueCache, **images: Tensor
@@ -252,43 +270,6 @@ class LocalModel:
             **images,
         )
         return output.logits[:, -1]
-
-
-def draw(logp: Tensor, uniform: Tensor, top_p: float) -> Tensor:
-    """One token per row by inverting the distribution function at `uniform`, fp64 in [0, 1).
-
-    `logp` fp32 [rows, vocabulary], normalised; the result is int64 [rows]. The sums are fp64, where
-    fp32 would lose the tail of a large vocabulary.
-    """
-    p = logp.exp()
-    if top_p < 1:  # never draw the unlikeliest tokens, which have 1 - top_p together; keep the likeliest
-        rising, index = p.sort(-1)
-        left_out = running_sum(rising) <= 1 - top_p
-        left_out[:, -1] = False
-        p = p.masked_fill(left_out.scatter(-1, index, left_out), 0.0)
-    cdf = running_sum(p)
-    token = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True).squeeze(1)
-    return token.clamp(max=logp.shape[1] - 1)  # out of range only where logp is not a number
-
-
-def running_sum(p: Tensor) -> Tensor:
-    """`p.cumsum(-1)` of [rows, columns] in fp64.
-
-    PyTorch's own is not deterministic on a GPU, and refused there in deterministic runs (2.13).
-    """
-    refused = p.is_cuda and torch.are_deterministic_algorithms_enabled()
-    return running_sum_by_products(p.double()) if refused else p.cumsum(-1, dtype=torch.float64)
-
-
-def running_sum_by_products(p: Tensor) -> Tensor:
-    """`p.cumsum(-1)` by products with a triangle of ones: within blocks of columns, then over the blocks."""
-    rows, columns = p.shape
-    side = max(1, math.isqrt(columns - 1) + 1)
-    blocks = F.pad(p, (0, side * side - columns)).view(rows, side, side)
-    ones = torch.ones(side, side, dtype=p.dtype, device=p.device)
-    within = blocks @ ones.triu()
-    before = within[:, :, -1] @ ones.triu(1)
-    return (within + before[:, :, None]).view(rows, -1)[:, :columns].contiguous()
 
 
 # Attention of one new token without copying the cache, as transformers 5.23 has it and 5.19 has not.

@@ -18,6 +18,7 @@ from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
 from megatron_gvpo.huggingface.card import ModelCards
+from megatron_gvpo.huggingface.stop_strings import StopStrings
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.sampling.server_checks import check_server
 from megatron_gvpo.servers import leader
@@ -65,9 +66,8 @@ class ServedEngine:
         settings = PushSettings.of(model, rollout, output_dir, cards, parallel.device())
         self._weights = WeightSync(settings, policy, task.prompts)
         check = partial(check_server, model=model, rollout=rollout, cards=cards, task=task)
-        self._open_servers = partial(
-            ServerSession, model, rollout, output_dir, cards, task.end_token_ids, check
-        )
+        ends = task.end_token_ids, StopStrings(task.tokenizer)
+        self._open_servers = partial(ServerSession, model, rollout, output_dir, cards, *ends, check)
         self._memory = policy.memory if rollout.servers.colocated else None
         talks = rollout.conversation
         self._conversations = None if talks is None else conversations_of(talks, task)

@@ -75,6 +75,8 @@ async def check_server(
     await _check_speculation(server, rollout.speculation is not None)
     if rollout.router_replay:
         await _check_routing(server, rollout, cards.policy)
+    if rollout.wants_support:
+        await _check_support(server, rollout)
     if rollout.weights.traits.sends_adapter:
         await _check_adapters(server, model, rollout, cards.policy)
     if takes_images(cards.policy):
@@ -146,6 +148,19 @@ async def _check_routing(server: Server, rollout: RolloutConfig, card: ModelCard
     except (ServerRefused, ValueError) as error:
         raise ConfigError(
             f"rollout.router_replay=true: rollout server {server.url} answered with {error}"
+        ) from None
+
+
+async def _check_support(server: Server, rollout: RolloutConfig) -> None:
+    """Sample one token, and check that the server returns what it was sampled from."""
+    try:
+        sample = await server.sample([0], 1, 0, rollout, (), TIMEOUT)
+        if sample.support is None:
+            raise ValueError("no tokens that it could have sampled")
+    except (ServerRefused, ValueError) as error:
+        raise ConfigError(
+            f"rollout.top_p, top_k or min_p: rollout server {server.url} answered with {error}: start it "
+            "with `megatron-gvpo serve` and this configuration"
         ) from None
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_gvpo.core.errors import RolloutError
-from megatron_gvpo.servers.server import Completion
+from megatron_gvpo.servers.server import Completion, shortened
 
 RESERVED = 2  # tokens that SGLang leaves free in its context when it ends a response for its length
 
@@ -25,8 +25,10 @@ class Expected:
     version: int  # weight version that should sample the response
     max_tokens: int
     stops: Sequence[int]  # the tokens that end a response
+    stop_strings: Sequence[str]  # the texts that do
     vocabulary: float  # the model's token ids are below it
     placeholder: int | None  # the token of an image, where the prompt has images
+    supports: bool = False  # with what every token was sampled from
 
 
 def trusted(
@@ -67,6 +69,13 @@ def _fault(sample: Completion, expected: Expected) -> str | None:
             return f"answered with token {token} at index {index}, and the model knows {expected.vocabulary}"
         if token in expected.stops and index < count - 1:
             return f"did not end a response at token {token}, index {index} of {count}, which ends it"
+    if expected.supports and count and sample.support is None:
+        return (
+            "did not say what its tokens were sampled from: with rollout.top_p, top_k or min_p start it with "
+            "`megatron-gvpo serve` and this configuration"
+        )
+    if sample.stop_string is not None and sample.stop_string not in expected.stop_strings:
+        return f"ended a response at {shortened(sample.stop_string)}, which is not a stop string of the run"
     if sample.finish_reason == "length" and count < most - RESERVED:
         return (
             f'ended a response with finish reason "length" after {count} of {most} tokens: its context or '

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.groups import Rollout, Routing
+from megatron_gvpo.huggingface.stop_strings import StopStrings
 from megatron_gvpo.servers.answers import Expected, SampleFailure, trusted
 from megatron_gvpo.servers.handle import (
     ALL_PARTS,
@@ -38,6 +39,7 @@ from megatron_gvpo.servers.sent_images import ImageSender, SentImage
 from megatron_gvpo.servers.server import Completion, MemoryPart, Server
 from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.settings.servers import ServersConfig
+from megatron_gvpo.supports import Support
 
 CONTROL = 30.0  # seconds for a control request, such as to abort
 POLL = 1.0  # seconds between two checks of a server's health
@@ -66,12 +68,13 @@ class ServerPool:
         routers: Routers | None = None,
         images: ImageSender | None = None,
         vocabulary: float = math.inf,
+        stop_strings: StopStrings | None = None,
     ) -> None:
-        """`vocabulary`: the number of tokens that the model knows."""
+        """`vocabulary`: the number of tokens that the model knows; `stop_strings` reads its responses."""
         self.handles = [ServerHandle(server) for server in servers]
         self._settings, self._end_token_ids, self._report = settings, tuple(end_token_ids), report
         self._supervisor, self._routers, self._images = supervisor, routers, images
-        self._vocabulary = vocabulary
+        self._vocabulary, self._stop_strings = vocabulary, stop_strings
         self.prefix_cache = PrefixCache()
         self._changed = asyncio.Event()  # set when a server's state changes
         self._connections = asyncio.Semaphore(spare_connections())  # limits open requests
@@ -239,6 +242,7 @@ class ServerPool:
         # Fetch images first: weights may change meanwhile.
         pending.images = await images_of(pending.request, self._images)
         token_ids, logprobs, failures = list[int](), list[float](), list[str]()
+        support = Support(b"", b"")
         spans: list[tuple[int, int, int]] = []
         begin: float | None = None
         while len(failures) < ATTEMPTS:
@@ -252,17 +256,22 @@ class ServerPool:
                 self.lose(handle, answer.why)
                 continue
             self.prefix_cache.count(len(pending.request.prompt_ids) + len(token_ids), answer.cached)
+            aborted = answer.finish_reason == "abort"
+            answer = self._up_to_stop_string(token_ids, answer, sampling)
             if answer.token_ids:
                 start = spans.pop()[1] if spans and spans[-1][0] == version else len(token_ids)
                 token_ids += answer.token_ids
                 logprobs += answer.logprobs
+                support = support.then(answer.support or Support.whole_vocabulary(len(answer.token_ids)))
                 spans.append((version, start, len(token_ids)))
-            aborted = answer.finish_reason == "abort"
-            is_ended = bool(token_ids) and token_ids[-1] in sampling.stops(self._end_token_ids)
-            if not aborted or is_ended or len(token_ids) >= pending.request.longest(sampling):
-                reason = answer.finish_reason if not aborted else "stop" if is_ended else "length"
+            is_ended = answer.finish_reason == "stop"
+            is_ended |= bool(token_ids) and token_ids[-1] in sampling.stops(self._end_token_ids)
+            is_full = len(token_ids) >= pending.request.longest(sampling)
+            if is_ended or is_full or answer.finish_reason == "length":
+                reason = "stop" if is_ended else "length"
                 rollout = rollout_of(token_ids, logprobs, reason, spans)
                 rollout.seconds, rollout.server = time.monotonic() - begin, handle.server.url
+                rollout.support = support if sampling.wants_support else None
                 if sampling.wants_routing and not aborted:
                     rollout.routing = self._routing(handle, pending.request, rollout, answer)
                 return rollout
@@ -270,6 +279,21 @@ class ServerPool:
             f"a prompt of {len(pending.request.prompt_ids)} tokens was lost with {ATTEMPTS} servers in turn; "
             f"at last: {failures[-1]}"
         )
+
+    def _up_to_stop_string(
+        self, prefix: Sequence[int], answer: Completion, sampling: SamplingConfig
+    ) -> Completion:
+        """The part of an answer after `prefix` up to the end of a stop string, which may begin in the prefix.
+
+        An answer that the server ended at a stop string, and that has none, is like an aborted one.
+        """
+        if not sampling.stop:
+            return answer
+        assert self._stop_strings is not None, "the pool was made without"
+        end = self._stop_strings.end([*prefix, *answer.token_ids], sampling.stop)
+        if end is not None:
+            return answer.first(end - len(prefix))
+        return answer if answer.stop_string is None else replace(answer, finish_reason="abort")
 
     def _routing(self, handle: ServerHandle, request: Request, rollout: Rollout, last: Completion) -> Routing:
         """The experts of a whole response, from its last answer. Raises RolloutError.
@@ -325,7 +349,9 @@ class ServerPool:
             handle.outstanding -= room
             handle.calls.discard(call)
         placeholder = images[0].placeholder if images else None
-        expected = Expected(version, room, stops, self._vocabulary, placeholder)
+        expected = Expected(
+            *(version, room, stops, sampling.stop, self._vocabulary, placeholder, sampling.wants_support)
+        )
         return trusted(handle.server.url, sample, expected, is_serving=handle.has(version))
 
     async def _choose(self, pending: PendingRequest) -> ServerHandle:

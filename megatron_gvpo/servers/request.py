@@ -13,6 +13,7 @@ from megatron_gvpo.core.image import Image
 from megatron_gvpo.data.image_files import ImageError
 from megatron_gvpo.groups import Prompt, Rollout
 from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.supports import Support
 from megatron_gvpo.turns import turn_of
 
 if TYPE_CHECKING:
@@ -104,7 +105,9 @@ def pack(rows: Iterable[Iterable[Rollout]]) -> list[list[dict[str, Any]]]:
 
 def unpack(rows: Iterable[Iterable[dict[str, Any]]]) -> list[list[Rollout]]:
     """The rows of rollouts that `pack` was given."""
-    return [
-        [Rollout(**{**values, "turns": [turn_of(turn) for turn in values["turns"]]}) for values in row]
-        for row in rows
-    ]
+    return [[_unpacked(values) for values in row] for row in rows]
+
+
+def _unpacked(values: dict[str, Any]) -> Rollout:
+    turns, support = [turn_of(turn) for turn in values["turns"]], values["support"]
+    return Rollout(**{**values, "turns": turns, "support": support and Support(*support)})

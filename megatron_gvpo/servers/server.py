@@ -21,13 +21,14 @@ from megatron_gvpo.servers.http import Http, ServerGone, ServerRefused
 from megatron_gvpo.servers.sent_images import SentImage, difference
 from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig, SamplingConfig
 from megatron_gvpo.settings.servers import AFTER_PORT, EngineServers, ServersConfig
+from megatron_gvpo.supports import Support
 
 MemoryPart = Literal["weights", "cache"]  # the parts of a server's accelerator memory
 PLUGINS = Path(__file__).parent / "plugins"  # goes on the servers' PYTHONPATH; nothing is installed there
 # In every request. vLLM takes what it lacks from the model's generation_config.json, such as the top_k and
 # the penalty of Qwen2.5, and SGLang from --preferred-sampling-params: they would sample another policy.
 PLAIN = {
-    "top_k": -1,
+    "top_k": -1,  # all tokens
     "min_p": 0.0,
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
@@ -50,6 +51,8 @@ class Completion:
     version: str | None = None  # the version of the weights that sampled it, if the server reports it
     experts: np.ndarray | None = None  # integers [prompt + response - 1, layers, experts per token]
     cached: int | None = None  # prompt tokens that its prefix cache had, if the server reports it
+    support: Support | None = None  # with truncated sampling: what `logprobs` are normalised over
+    stop_string: str | None = None  # the stop string at which the server ended it, if at one
 
     def __post_init__(self) -> None:
         """Raises ValueError, TypeError for values that a response cannot have: another program sent them."""
@@ -63,6 +66,8 @@ class Completion:
             raise ValueError("the count of cached tokens is not an integer from 0")
         if not self.token_ids and self.finish_reason != "abort":
             raise ValueError("a finished response without any token")
+        if self.support is not None and (problem := self.support.problem(self.token_ids)) is not None:
+            raise ValueError(problem)
 
     def up_to_stop(self, stops: Sequence[int]) -> Completion:
         """The sample up to its first stop token.
@@ -70,12 +75,12 @@ class Completion:
         An engine that stops a response for its client looks at no token of that step, in which the response
         may have ended: with speculation, several tokens before.
         """
-        end = next((i + 1 for i, token in enumerate(self.token_ids) if token in stops), None)
-        return replace(self, token_ids=self.token_ids[:end], logprobs=self.logprobs[:end])
+        end = next((i + 1 for i, token in enumerate(self.token_ids) if token in stops), len(self.token_ids))
+        return self._first(end)
 
     def ended_elsewhere(self, stops: Sequence[int]) -> str | None:
-        """The problem if the server ended the response at another token than these; otherwise None."""
-        if self.finish_reason != "stop" or self.token_ids[-1] in stops:
+        """The problem if the server ended the response at another token than these, and at no string."""
+        if self.finish_reason != "stop" or self.stop_string is not None or self.token_ids[-1] in stops:
             return None
         return (
             f"ended a response at token {self.token_ids[-1]}, and the run's end at "
@@ -84,10 +89,21 @@ class Completion:
             "rollout.stop_token_ids"
         )
 
+    def first(self, count: int) -> Completion:
+        """The first `count` tokens, with which the response ends."""
+        dropped = len(self.token_ids) - count
+        experts = self.experts if self.experts is None or not dropped else self.experts[:-dropped]
+        return replace(self._first(count), experts=experts, finish_reason="stop")
+
     def before(self, token: int) -> Completion:
         """An aborted sample up to the first of these tokens."""
-        end = self.token_ids.index(token) if token in self.token_ids else len(self.token_ids)
-        return replace(self, token_ids=self.token_ids[:end], logprobs=self.logprobs[:end])
+        return self._first(self.token_ids.index(token) if token in self.token_ids else len(self.token_ids))
+
+    def _first(self, tokens: int) -> Completion:
+        support = None if self.support is None else self.support.parts([(0, tokens)])
+        return replace(
+            self, token_ids=self.token_ids[:tokens], logprobs=self.logprobs[:tokens], support=support
+        )
 
 
 @dataclass(frozen=True)
@@ -194,7 +210,9 @@ class Server(Protocol):
     ) -> Completion:
         """Sample one response of at most `max_tokens` tokens. A stop token ends it and is its last token.
 
-        With `sampling.wants_routing` the sample has its experts, unless it was aborted. `token_ids` have all
+        The strings `sampling.stop` end it where the server sees one (see `StopStrings`).
+        With `sampling.wants_routing` the sample has its experts, unless it was aborted; with
+        `sampling.wants_support` its supports, and log-probs over them. `token_ids` have all
         tokens of the `images`. Raises ServerRefused if the server makes other tokens of them.
         """
 

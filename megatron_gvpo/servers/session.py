@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.huggingface.image_families import takes_images
+from megatron_gvpo.huggingface.stop_strings import StopStrings
 from megatron_gvpo.servers import leader
 from megatron_gvpo.servers.http import Http, ServerGone, open_session
 from megatron_gvpo.servers.launch.start import DIALECTS, given_key, report, start_servers
@@ -40,6 +41,7 @@ class ServerSession:
         output_dir: str,
         cards: ModelCards,
         end_token_ids: Sequence[int],
+        stop_strings: StopStrings,
         check: Callable[[Server], Awaitable[None]],
     ) -> None:
         self._check = check
@@ -68,6 +70,7 @@ class ServerSession:
                 routers,
                 images,
                 cards.policy.get("vocab_size", math.inf),
+                stop_strings,
             )
             opened.callback(self.loop.cancel_all)
             opened.callback(lambda: self.loop.run(self.pool.stop()))

@@ -36,9 +36,11 @@ from megatron_gvpo.servers.server import (
 from megatron_gvpo.servers.speculation import eagle_kind
 from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig, SamplingConfig
 from megatron_gvpo.settings.servers import EngineServers, SpeculationConfig
+from megatron_gvpo.supports import Support
 
 WEIGHT_LOADER = "megatron_gvpo_sglang.receive"  # a function of the plugin in PLUGINS
 DRAFTS = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")  # the fields of Drafts
+TIES = 64  # members of a support beyond top_k: SGLang may leave more where tokens are equally likely
 RESERVED = 6  # tokens that SGLang leaves free when it says how long an input may be
 # SGLang's options that give up the policy's distribution for speed; 1 keeps it.
 THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
@@ -122,6 +124,8 @@ class SGLang:
             command += ["--enable-memory-saver"]
         if rollout.router_replay:
             command += ["--enable-return-routed-experts"]
+        if rollout.wants_support and rollout.top_k is not None:
+            command += ["--sampling-mask-max-tokens", str(rollout.top_k + TIES)]
         if rollout.weights.traits.sends_adapter:
             command += _serving_adapters(model, servers.colocated, cards.policy, on_gpu)
         if rollout.speculation is not None:
@@ -170,12 +174,16 @@ class SGLang:
                 **PLAIN,
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
+                "top_k": sampling.top_k or -1,
+                "min_p": sampling.min_p,
                 "max_new_tokens": max_tokens,
                 "stop_token_ids": list(stop_ids),
+                "stop": list(sampling.stop),
                 "sampling_seed": seed % 2**31,  # takes effect with --enable-deterministic-inference
             },
             "return_logprob": True,
             "return_routed_experts": sampling.wants_routing,
+            "return_sampling_mask": sampling.wants_support,
         }
         if images:
             body["image_data"] = [image.url for image in images]
@@ -191,14 +199,21 @@ class SGLang:
                 if entry[1] != token:
                     other = shortened(entry[1])
                     raise ValueError(f"at index {index} the log-prob of token {other}, not of {token}")
+            logprobs, members = [entry[0] for entry in entries], None
+            if sampling.wants_support:  # the log-probs of `entries` are over the whole vocabulary
+                logprobs = meta.get("output_token_sampling_logprobs", [])
+                members = meta.get("output_token_sampling_mask", [])
+            matched = meta["finish_reason"].get("matched")  # a string, or a token
             experts = meta.get("routed_experts")  # experts of all tokens but the last, in all layers
             return Completion(
                 token_ids=answer["output_ids"],
-                logprobs=[entry[0] for entry in entries],
+                logprobs=logprobs,
                 finish_reason=finish(meta["finish_reason"]["type"]),
                 version=meta["weight_version"],
                 experts=None if experts is None else np.frombuffer(base64.b64decode(experts), "<i4"),
                 cached=meta.get("cached_tokens"),
+                support=None if members is None else Support.of(members),
+                stop_string=matched if isinstance(matched, str) else None,
             )
 
     async def score(self, token_ids: Sequence[int], timeout: float, first: int = 1) -> list[float]:

@@ -40,12 +40,15 @@ from megatron_gvpo.servers.server import (
 from megatron_gvpo.servers.speculation import eagle_kind
 from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig, SamplingConfig
 from megatron_gvpo.settings.servers import EngineServers, SpeculationConfig
+from megatron_gvpo.supports import Support
 
 MODEL = "policy"  # the served model's name in the server's own messages
 LOOKUP = (2, 4)  # shortest and longest suffix that n-gram drafting looks up in the text so far
 DRAFTS = ("drafts", "draft_tokens", "accepted_tokens")  # vLLM's counters of the fields of Drafts
 RETRY = 0.05  # seconds between attempts to drop the prefix cache
-GENERATE = "/inference/v1/generate"  # takes images with token ids
+GENERATE = "/inference/v1/generate"  # takes images with token ids, and returns supports
+# top-k that leaves all tokens. A server that returns supports refuses -1, which means the same.
+EVERY_TOKEN = 2**31 - 1
 
 
 def finished_launch(
@@ -79,6 +82,33 @@ def finished_launch(
         # A server of one rank computes in its engine's process, as on a GPU: a worker would import all again.
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return Launch([*command, *servers.args], environment, key=api_key or "")
+
+
+def truncation(sampling: SamplingConfig) -> dict[str, float]:
+    """The parameters of a request that truncate the distribution, or leave it as it is."""
+    return {"top_p": sampling.top_p, "top_k": sampling.top_k or EVERY_TOKEN, "min_p": sampling.min_p}
+
+
+def _experts(choice: Any) -> np.ndarray | None:
+    """The experts in a choice; None where it has none."""
+    experts = choice.get("routed_experts")
+    return None if experts is None else np.load(io.BytesIO(base64.b64decode(experts)))
+
+
+def _generated(answer: Any, wants_routing: bool = False) -> Completion:
+    """The response in an answer of GENERATE. Raises errors of `answer_of` for one that lacks something."""
+    choice = answer["choices"][0]
+    logprobs = choice["logprobs"]["content"] if choice["logprobs"] else []
+    members = choice.get("sampling_mask")
+    return Completion(
+        token_ids=choice["token_ids"] or [],
+        logprobs=[entry["logprob"] for entry in logprobs or []],
+        finish_reason=finish(choice["finish_reason"]),
+        experts=_experts(choice) if wants_routing else None,
+        cached=_cached(answer),
+        stop_string=_stop_string(choice),
+        support=None if members is None else Support.of(members),
+    )
 
 
 class VLLM:
@@ -140,11 +170,14 @@ class VLLM:
             rank = served_rank(model)
             command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        if takes_images(cards.served):
+        if takes_images(cards.served) or rollout.wants_support:
             command += ["--enable-scale-out"]  # provides the path GENERATE
+        if rollout.wants_support:
+            command += ["--return-sampling-mask"]
         if rollout.router_replay:
             command += ["--enable-return-routed-experts"]
-            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older runner does not return experts
+        if rollout.router_replay or rollout.wants_support:
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older runner returns neither
         if rollout.speculation is not None:
             command += ["--speculative-config", json.dumps(_speculation(rollout.speculation, cards))]
         return finished_launch(command, environment, servers, api_key, on_gpu, cards.served)
@@ -182,26 +215,29 @@ class VLLM:
             **PLAIN,
             "max_tokens": max_tokens,
             "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
+            **truncation(sampling),
             "seed": seed,
             "stop_token_ids": list(stop_ids),
+            "stop": list(sampling.stop),
             "logprobs": 0,  # only those of the sampled tokens
             "skip_special_tokens": False,
         }
         if images:
             return await self._see(token_ids, how, images, timeout)
+        if sampling.wants_support:
+            return await self._sample_with_support(token_ids, how, sampling.wants_routing, timeout)
         body = {"prompt": list(token_ids), "return_token_ids": True, **how}
         answer = await self._complete(body, timeout)
         with answer_of(self, "/v1/completions"):
             choice = answer["choices"][0]
             logprobs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
-            experts = choice.get("routed_experts") if sampling.wants_routing else None
             return Completion(
                 token_ids=choice["token_ids"] or [],
                 logprobs=logprobs,
                 finish_reason=finish(choice["finish_reason"]),
-                experts=None if experts is None else np.load(io.BytesIO(base64.b64decode(experts))),
+                experts=_experts(choice) if sampling.wants_routing else None,
                 cached=_cached(answer),
+                stop_string=_stop_string(choice),
             )
 
     async def _see(
@@ -242,18 +278,27 @@ class VLLM:
                 answer = await ask(urls)
         with answer_of(self, GENERATE):
             check_prompt(self, token_ids, answer["prompt_token_ids"], images)
-            choice = answer["choices"][0]
-            logprobs = choice["logprobs"]["content"] if choice["logprobs"] else []
-            return Completion(
-                token_ids=choice["token_ids"] or [],
-                logprobs=[entry["logprob"] for entry in logprobs or []],
-                finish_reason=finish(choice["finish_reason"]),
-                cached=_cached(answer),
-            )
+            return _generated(answer)
+
+    async def _sample_with_support(
+        self, token_ids: Sequence[int], sampling_params: dict[str, Any], wants_routing: bool, timeout: float
+    ) -> Completion:
+        """Sample a response with its supports, which /v1/completions does not return."""
+        body = {
+            "model": self._adapter,
+            "token_ids": list(token_ids),
+            "sampling_params": sampling_params,
+            "return_token_ids": True,
+        }
+        with named_adapter(self, self._adapter):
+            answer = await self.http.post(GENERATE, body, timeout=timeout)
+        with answer_of(self, GENERATE):
+            return _generated(answer, wants_routing)
 
     async def score(self, token_ids: Sequence[int], timeout: float, first: int = 1) -> list[float]:
         # Without PLAIN, a top_k from generation_config.json ends servers of vLLM 0.32 that speculate.
         how = {**PLAIN, "max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": 0}
+        how["top_k"] = EVERY_TOKEN
         body = {"prompt": list(token_ids), **how}
         answer = await self._complete(body, timeout)
         with answer_of(self, "/v1/completions"):
@@ -329,6 +374,12 @@ def _cached(answer: Any) -> int | None:
     """Prompt tokens that the prefix cache had; None if the server was not started to report them."""
     details = (answer.get("usage") or {}).get("prompt_tokens_details")
     return None if details is None else details["cached_tokens"]
+
+
+def _stop_string(choice: Any) -> str | None:
+    """The string that ended a response; vLLM names tokens in the same field."""
+    reason = choice.get("stop_reason")
+    return reason if isinstance(reason, str) else None
 
 
 def _speculation(chosen: SpeculationConfig, cards: ModelCards) -> dict[str, Any]:

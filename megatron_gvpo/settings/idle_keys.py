@@ -32,7 +32,8 @@ def keys_of_sampling(config: Config) -> str | None:
         return None
     keys = ["rollout.n", "rollout.async_steps"]
     if config.data.eval is None:
-        keys += ["rollout.temperature", "rollout.top_p", "rollout.stop_token_ids", "rewards.components"]
+        keys += [f"rollout.{key}" for key in ("temperature", "top_p", "top_k", "min_p", "stop_token_ids")]
+        keys += ["rollout.stop", "rewards.components"]
     if not (idle := [key for key in keys if _is_set(config, key)]):
         return None
     return (

@@ -27,13 +27,7 @@ def load_config(files: Sequence[str | Path], overrides: Iterable[str] = ()) -> C
     for file in files:
         merged = merge(merged, read_yaml(Path(file)))
     for override in overrides:
-        value = _parse_override(override)
-        if shown := literal_secrets(value):
-            raise ConfigError(
-                f"{shown[0]}: a secret on a command line, which all users of this machine can read: give "
-                "`{env: NAME}`, and the secret in the environment variable NAME"
-            )
-        merged = merge(merged, value)
+        merged = merge(merged, parse_override(override))
     return build_config(merged)
 
 
@@ -64,7 +58,8 @@ def as_config(config: Config | Mapping[str, Any]) -> Config:
     )
 
 
-def _parse_override(override: str) -> dict[str, Any]:
+def parse_override(override: str) -> dict[str, Any]:
+    """The nested mapping of `key.sub=value`. Raises ConfigError, also for a secret in plain text."""
     dotted, sign, text = override.partition("=")
     if not sign or not all(dotted.split(".")):
         raise ConfigError(f"override {cut(override)!r}: expected key.sub=value")
@@ -74,4 +69,9 @@ def _parse_override(override: str) -> dict[str, Any]:
         raise ConfigError(f"override {cut(dotted)}: {error}") from None
     for key in reversed(dotted.split(".")):
         value = {key: value}
+    if shown := literal_secrets(value):
+        raise ConfigError(
+            f"{shown[0]}: a secret on a command line, which all users of this machine can read: give "
+            "`{env: NAME}`, and the secret in the environment variable NAME"
+        )
     return value

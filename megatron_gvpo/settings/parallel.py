@@ -19,7 +19,7 @@ OffloadedModule = Literal[
 ]
 # Layers have an MLP or a mixture of experts. Fused attention recomputes its own inside anyway: `core_attn`
 # would make Megatron keep more.
-MLPS_AND_EXPERTS = ("mlp", "moe")
+MLPS_AND_EXPERTS: tuple[RecomputedModule, ...] = ("mlp", "moe")
 RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 
 

@@ -6,6 +6,7 @@ Types and defaults come from the models, meanings from the comments beside the f
 from __future__ import annotations
 
 import json
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -129,14 +130,19 @@ def search(words: str) -> Iterator[str]:
     The options of a method's blocks are among them, as `algorithm.PLACE.OPTION [BLOCK]`. Without a word all
     keys are told.
     """
-    wanted = words.lower().replace("-", "_").split()
+    wanted = [_spaced(re.sub(r"@\d+", "@k", word)) for word in words.lower().split()]
     for name, key, owner in _all_keys():
-        text = f"{name} {key.type} {key.meaning}".lower()
+        text = _spaced(f"{name} {key.type} {key.meaning}".lower())
         if all(word in text for word in wanted):
             where = f" [{owner}]" if owner else ""
             yield f"{name}{where}: {key.type}; {key.default.strip('`')}. {key.meaning}".rstrip()
-    if (answer := foreign("_".join(wanted))) is not None:
+    if (answer := foreign(words.lower().replace("-", "_").replace(" ", "_"))) is not None:
         yield f"{words}, in another trainer: {answer}"
+
+
+def _spaced(text: str) -> str:
+    """The text with spaces in place of the signs that join words: `wall-time` and `wall_time` are one."""
+    return re.sub("[-_]", " ", text)
 
 
 def _all_keys() -> Iterator[tuple[str, Key, str]]:

@@ -24,6 +24,7 @@ def cross_check(config: Config) -> None:
         _engine_reference,
         _engine,
         _router_replay,
+        _truncated_sampling,
         check_speculation,
         check_conversation,
         _data,
@@ -120,12 +121,6 @@ def _batch(config: Config) -> None:
 def _engine_reference(config: Config) -> None:
     if config.algorithm.reference_logprobs != "engine":
         return
-    if config.rollout.top_p < 1:
-        raise ValueError(
-            f"rollout.top_p={config.rollout.top_p}: algorithm.reference_logprobs=engine compares the "
-            "trainer's log-probs with the engine's, which some engines renormalise after top-p: set "
-            "rollout.top_p=1, or use reference_logprobs=trainer"
-        )
     if config.train.mini_batches * config.train.batch_epochs == 1 and not config.rollout.async_steps:
         raise ValueError(
             "train.mini_batches=1: algorithm.reference_logprobs=engine has no effect there, because "
@@ -397,6 +392,37 @@ def _fp8_weights(config: Config) -> None:
         )
     if reason:
         raise ValueError(f"model.fp8.weights=true is not possible with {reason}; use weights=false")
+
+
+def _truncated_sampling(config: Config) -> None:
+    """Refuse what would compare log-probs over the supports of tokens with others."""
+    rollout, algorithm = config.rollout, config.algorithm
+    if not rollout.truncates:
+        return
+    reason, divergence = None, algorithm.loss.divergence
+    if rollout.engine == "sglang" and rollout.top_k is None:
+        reason = (
+            "rollout.engine=sglang: SGLang returns the tokens that a token was sampled from only where top-k "
+            "bounds their number: set rollout.top_k, too, to 1000 for one; or eval.sampling alone, if only "
+            "the evaluation is meant"
+        )
+    elif not algorithm.samples_from_policy:
+        return
+    elif divergence is not None:
+        reason = f"algorithm.loss.divergence={divergence.name}, which compares the whole vocabulary"
+    elif config.teacher is not None and config.teacher.server is not None:
+        reason = (
+            "teacher.server: servers give a teacher's log-probs over the whole vocabulary, and those of the "
+            "loss are over the tokens that could be sampled; use teacher.server=null"
+        )
+    elif rollout.speculation is not None:
+        reason = f"rollout.speculation.method={rollout.speculation.method}: the two were not tested together"
+    if reason is None:
+        return
+    values = {"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p}
+    neutral = {"top_p": 1, "top_k": None, "min_p": 0}
+    keys = ", ".join(f"rollout.{key}={value}" for key, value in values.items() if value != neutral[key])
+    raise ValueError(f"{keys} is not possible with {reason}")
 
 
 # --- rollout.speculation -----------------------------------------------------------------------------------

@@ -147,27 +147,59 @@ class DataConfig(Section):
     shuffle: bool = True
 
 
+GREEDY = 1e-6  # the top_p that leaves only the most likely token, in every engine
+
+
+def _sampled_text(text: str) -> str:
+    if "\ufffd" in text:  # in place of a character whose last bytes may still come
+        raise ValueError("a stop string cannot have the replacement character U+FFFD")
+    return text
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_sampled_text)]
+
+
 class SamplingConfig(Section):
     """Settings of sampling. `eval.sampling` takes the keys that it does not set from `rollout`."""
 
-    fixed_keys: ClassVar[tuple[str, ...]] = ("temperature", "top_p", "max_tokens", "stop_token_ids")
+    fixed_keys: ClassVar[tuple[str, ...]] = (
+        *("temperature", "top_p", "top_k", "min_p"),
+        *("max_tokens", "stop_token_ids", "stop"),
+    )
 
     # Sampling temperature. It is part of the policy: training divides logits by it, too. (vLLM raises lower
     # values to 0.01.)
     temperature: float = Field(1.0, ge=0.01, le=100)
-    # Sample from the likeliest tokens whose probabilities add up to this.
+    # Sample from the likeliest tokens whose probabilities add up to this. Training renormalises log-probs to
+    # the tokens that top_p, top_k and min_p left (docs/explanation/truncated_sampling.md).
     top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(None, gt=0, le=10**6)  # Sample from this many likeliest tokens; default: all.
+    # Sample from the tokens that are at least this fraction as likely as the likeliest.
+    min_p: float = Field(0.0, ge=0, lt=1)
     max_tokens: PositiveInt = 1024  # The longest response, in tokens; a longer one is cut off.
     # Tokens that end a response, besides the tokenizer's eos_token and the eos_token_id of the model's files.
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    # Texts that end a response, such as ["</answer>"]: it ends with the token that completes one of them. The
+    # text belongs to the response, and is trained.
+    stop: Annotated[tuple[StopString, ...], Field(max_length=32)] = ()
 
     def stops(self, end_token_ids: Sequence[int]) -> tuple[int, ...]:
         """All tokens that end a response: the policy's `end_token_ids`, and those of the configuration."""
         return tuple(dict.fromkeys((*end_token_ids, *self.stop_token_ids)))
 
     @property
+    def truncates(self) -> bool:
+        """True if some tokens of the vocabulary cannot be sampled."""
+        return self.top_p < 1 or self.top_k is not None or self.min_p > 0
+
+    @property
     def wants_routing(self) -> bool:
         """True if the engine must report the experts of every token."""
+        return False
+
+    @property
+    def wants_support(self) -> bool:
+        """True if the engine must report what every token was sampled from; its log-probs are over that."""
         return False
 
 
@@ -194,6 +226,16 @@ class RolloutConfig(SamplingConfig):
     @property
     def wants_routing(self) -> bool:
         return self.router_replay
+
+    @property
+    def wants_support(self) -> bool:
+        return self.truncates
+
+    @property
+    def greedy(self) -> SamplingConfig:
+        """The same sampling of the likeliest token alone, for responses that are not trained."""
+        values = {name: getattr(self, name) for name in SamplingConfig.model_fields}
+        return SamplingConfig(**values | {"top_p": GREEDY})
 
     @property
     def uses_servers(self) -> bool:
@@ -342,10 +384,20 @@ class RolloutFilesConfig(Section):
         return self.every > 0 and step % self.every == 0
 
 
+class StepRecordsConfig(Section):
+    """The trainer's numbers of the last steps, OUTPUT_DIR/steps, for `megatron-gvpo replay`."""
+
+    free_keys = EVERY_KEY
+
+    # Gigabytes (10^9 bytes) for all records together; above it the oldest are removed. 0: none is written.
+    max_gb: float = Field(1.0, ge=0)
+
+
 class LoggingConfig(Section):
     free_keys = EVERY_KEY
 
     rollouts: RolloutFilesConfig = RolloutFilesConfig()
+    steps: StepRecordsConfig = StepRecordsConfig()
 
     tensorboard: bool = True  # Write TensorBoard events to OUTPUT_DIR/tensorboard.
     wandb_project: str | None = None  # Log to this Weights & Biases project too.

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,11 +19,14 @@ from megatron_gvpo.observe.loggers.services import ServiceError
 from megatron_gvpo.observe.monitor import DeviceMonitor, by_machine
 from megatron_gvpo.observe.rollouts.writer import RolloutWriter
 from megatron_gvpo.observe.samples import few_samples, worth_showing
+from megatron_gvpo.observe.step_records import StepRecords
 from megatron_gvpo.runs.existing_run import metrics_problems
 from megatron_gvpo.runs.written import RUN
 
 if TYPE_CHECKING:
+    from megatron_gvpo.groups import Group
     from megatron_gvpo.observe.rollouts.table import Responses
+    from megatron_gvpo.observe.step_records import StepRecord
     from megatron_gvpo.training.trainer import Trainer
 
 
@@ -48,6 +51,9 @@ class Callback:
 
         `on_step` follows. Change nothing in them.
         """
+
+    def on_record(self, trainer: Trainer, record: StepRecord, groups: Sequence[Group]) -> None:
+        """Called with the record of a step and its groups, if logging.steps keeps it; `on_step` follows."""
 
     def on_checkpoint(self, trainer: Trainer, directory: Path) -> None:
         """Called when the checkpoint in `directory` is complete."""
@@ -87,6 +93,9 @@ class Recorder(Callback):
     def on_responses(self, trainer: Trainer, responses: Responses) -> None:
         if trainer.is_main:
             self._responses.append(responses.with_texts(trainer.components.tokenizer.decode))
+
+    def on_record(self, trainer: Trainer, record: StepRecord, groups: Sequence[Group]) -> None:
+        self._write(trainer, lambda: self._records.write(record, groups))
 
     def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
         taken = all_gather_msgpack(self._monitor.take() if self._monitor else None)
@@ -140,6 +149,7 @@ class Recorder(Callback):
         components = [component.name for component in config.rewards.components]
         self._rollouts = RolloutWriter(self._directory, config.logging.rollouts, components, resume_step)
         self._opened.callback(self._rollouts.close)
+        self._records = StepRecords(self._directory, config.logging.steps, resume_step)
         self._opened.callback(self._write_responses)  # includes an unreported step's
         self._progress = Progress(
             config.logging.progress,

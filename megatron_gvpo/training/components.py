@@ -42,8 +42,6 @@ from megatron_gvpo.workers.tools import configured_schemas
 
 log = logging.getLogger(__name__)
 
-GREEDY = 1e-6  # the top_p that leaves only the most likely token, in every engine
-
 
 class Components:
     """The policy, the engine, the data and the samplers of a run.
@@ -67,7 +65,7 @@ class Components:
         cards = ModelCards(config)
         task = load_task(config, cards.policy, configured_schemas(config.rollout.conversation))
         self.text_teacher, warning = _text_teacher(
-            config.teacher, config.model.path, config.data, task, cards
+            config.model.path, config.teacher, config.data, task, cards
         )
         if not rank and warning is not None:
             log.warning(warning)
@@ -95,7 +93,7 @@ class Components:
             gpu = first_gpus(config)[SECTION]
             self.teacher = ServedTeacher(teacher, config.model.dtype, cards, config.output_dir, gpu)
         threshold = config.rollout.mismatch_threshold or THRESHOLDS[config.model.dtype]
-        self.mismatch = MismatchWatch(threshold, config.rollout.top_p)
+        self.mismatch = MismatchWatch(threshold)
         self.profiler: ProfileWindow = profile_window(
             config.logging, Path(config.output_dir), dist.get_rank()
         )
@@ -117,7 +115,7 @@ class Components:
             sampled = answers(config.rollout.n, shares=shares, counted=True)
             base, score = sampled, sampled.score
             if algorithm.prior.greedy:
-                greedy = answers(1, config.rollout.model_copy(update={"top_p": GREEDY}))
+                greedy = answers(1, config.rollout.greedy)
         writer = PromptWriter(
             config.data.train, config.data, task.tokenizer, task.longest_prompt, task.tools, task.images
         )
@@ -174,12 +172,15 @@ class Components:
 
 
 def _text_teacher(
-    teacher: TeacherConfig | None, policy_path: str, data: DataConfig, task: Task, cards: ModelCards
+    path: str, teacher: TeacherConfig | None, data: DataConfig, task: Task, cards: ModelCards
 ) -> tuple[TextTeacher | None, str | None]:
-    """(the translation for a teacher with another tokenizer, else None; a warning about the teacher)."""
+    """(the translation for a teacher with another tokenizer, else None; a warning about the teacher).
+
+    `path` is the policy's.
+    """
     if teacher is None:
         return None, None
-    if (difference := tokenizer_difference(policy_path, teacher.path)) is None:
+    if (difference := tokenizer_difference(path, teacher.path)) is None:
         return None, other_end(teacher.path, cards.teacher, task.end_token_ids)
     warning = f"teacher.path={teacher.path}: {difference}: the teacher scores the text of responses"
     return text_teacher(teacher, data, task, cards.teacher), warning

@@ -117,7 +117,7 @@ class TextTeacher:
 
 
 def text_teacher(teacher: TeacherConfig, data: DataConfig, task: Task, card: ModelCard) -> TextTeacher:
-    """The translation for a teacher, whose model card is `card`.
+    """The translation for a teacher whose model card is `card`.
 
     Raises ConfigError for a tokenizer that cannot be read, or that cannot write the prompts of the data.
     """

@@ -25,6 +25,7 @@ from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.update import UpdateResult
 from megatron_gvpo.observe.rollout_metrics import rollout_statistics, trained_tokens
 from megatron_gvpo.observe.rollouts.table import Responses, TrainedRows
+from megatron_gvpo.observe.step_records import StepRecord
 from megatron_gvpo.runs.directory import RunDirectory
 from megatron_gvpo.runs.existing_run import earlier_of, finished
 from megatron_gvpo.runs.hub import prepare_repository, upload_export
@@ -34,6 +35,7 @@ from megatron_gvpo.settings.rules import advice
 from megatron_gvpo.training.callbacks import Callback
 from megatron_gvpo.training.checkpoints import Checkpoints
 from megatron_gvpo.training.components import Components
+from megatron_gvpo.training.recording import add_update, new_record
 from megatron_gvpo.training.session import SingleTrainer, naming_the_step, running
 from megatron_gvpo.types import TrainBatch
 
@@ -85,6 +87,7 @@ class Trainer:
         # The metrics of `step`, if this process has trained it, or its run could not report it.
         self._metrics: Metrics = unreported or {}
         self._is_reported = self.resumed and unreported is None  # else on_step is due
+        self._record: StepRecord | None = None  # of the present step
         self.is_mid_update = False  # the weights are no longer those of `step`
         self._stop_reason: str | None = None  # of this rank
 
@@ -129,8 +132,11 @@ class Trainer:
         begin = time.perf_counter()
         self._begin_step(step)
         groups = self._sample()
-        mini_batches, metrics = self._mini_batches(groups)
+        batch, metrics = self._mini_batches(groups)
+        mini_batches = [rows for mini_batch in batch if len(rows := mini_batch.trained())]
+        self._warn(*self.components.empty_batches.check(step, groups, mini_batches))
         mini_batches = self._freeze_references(mini_batches)
+        self._record = self._new_record(step, batch)
         results = self._update_all(mini_batches, keep_weights=self.config.logging.rollouts.saves(step))
         self._notify_responses(step, groups, mini_batches, results)
         metrics |= self._update_metrics(step, results)
@@ -279,6 +285,13 @@ class Trainer:
             pairs = zip(mini_batches, results, strict=False)
             trained = [self._trained(rows, result) for rows, result in pairs]
             self.notify("on_responses", Responses("train", step, groups, trained))
+        if self._record is not None:
+            self.notify("on_record", self._record, groups)
+
+    def _new_record(self, step: int, mini_batches: Sequence[TrainBatch]) -> StepRecord | None:
+        if not self.config.logging.steps.max_gb:
+            return None
+        return new_record(step, self.components.policy, mini_batches)
 
     def _sample(self) -> list[Group]:
         """Sample prompts and responses, and score them, until the batch policy has a batch."""
@@ -310,7 +323,7 @@ class Trainer:
         return groups
 
     def _mini_batches(self, groups: Sequence[Group]) -> tuple[list[TrainBatch], Metrics]:
-        """Split whole groups into the rows of each optimizer update, and give them advantages."""
+        """Split whole groups into the rows of each mini-batch, and give them advantages."""
         metrics = rollout_statistics(groups, self.step) if self.config.algorithm.has_rewards else {}
         metrics |= {f"batch/{name}": value for name, value in self.components.batch_policy.metrics.items()}
         count, estimator = self.config.train.mini_batches, self.components.estimator
@@ -328,9 +341,6 @@ class Trainer:
                 for name, value in statistics.items():
                     key = f"advantage/{name}"
                     metrics[key] = metrics.get(key, 0.0) + float(value) / len(mini_batches)
-        trained = [rows.trained() for rows in mini_batches]
-        mini_batches = [rows for rows in trained if len(rows)]
-        self._warn(*self.components.empty_batches.check(self.step + 1, groups, mini_batches))
         return mini_batches, metrics
 
     def _judged(self, rows: TrainBatch) -> TrainBatch:
@@ -424,9 +434,16 @@ class Trainer:
             rows = rows.with_columns(ref_logp_r=self.components.mismatch.corrected(rows))
         again = self.config.train.batch_epochs > 1
         keep_logp = first and (again or rows.engine_logp_r is not None)
+        is_recorded = self._record is not None
         result = self.components.policy.update(
-            rows, at_step_start=first, keep_logp=keep_logp, keep_weights=keep_weights
+            rows,
+            at_step_start=first,
+            keep_logp=keep_logp,
+            keep_weights=keep_weights or is_recorded,
+            keep_gradients=is_recorded,
         )
+        if self._record is not None:
+            add_update(self._record, self.components.policy, rows, result)
         if (critic := self.components.policy.critic) is not None:
             result = replace(result, metrics=result.metrics | critic.update(rows))
         if first and result.logp_r is not None:

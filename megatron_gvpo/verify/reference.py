@@ -68,11 +68,16 @@ def response_log_probs(
     model: Any, prompt: Sequence[int], response: Sequence[int], temperature: float
 ) -> Tensor:
     """Return the log-probs [tokens] of `response` after `prompt`."""
+    logp_rv = all_log_probs(model, prompt, response, temperature)
+    return logp_rv.gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def all_log_probs(model: Any, prompt: Sequence[int], response: Sequence[int], temperature: float) -> Tensor:
+    """Return the log-probs [tokens, vocabulary] of all tokens in the places of `response` after `prompt`."""
     exact = next(model.parameters()).dtype == torch.float64
     with Exact() if exact else nullcontext():
         logits = model(input_ids=torch.tensor([[*prompt, *response]]), use_cache=False).logits[0]
-    logp = torch.log_softmax(logits[len(prompt) - 1 : -1] / temperature, -1)
-    return logp.gather(1, torch.tensor(response)[:, None])[:, 0]
+    return torch.log_softmax(logits[len(prompt) - 1 : -1] / temperature, -1)
 
 
 def clipped_adamw(

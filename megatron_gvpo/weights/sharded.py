@@ -121,7 +121,7 @@ class Sharded(Broadcast):
             timeout,
             Relays(_store(name), list(others), timeout, ORDERS),
             getattr(torch, settings.model.dtype),
-            weights.bucket_mb * 2**19,  # half a bucket, as for other transports
+            weights.bucket_bytes // 2,  # half a bucket, as for other transports
         )
 
     @classmethod
@@ -476,7 +476,7 @@ class Sender:
             time.sleep(POLL)
 
     def _fill(self, own: OwnWeights, message: Message, turn: int) -> Tensor:
-        """The bytes of a message, uint8, in the buffer that its target has in this turn."""
+        """Copy a message's parts, as uint8, into the buffer that this turn's messages to its target use."""
         views = [self._view(own, cell) for cell in message.cells]
         wire_types = [sent_as(view.dtype, self._dtype) for view in views]
         sizes = [v.numel() * t.itemsize for v, t in zip(views, wire_types, strict=True)]

@@ -244,8 +244,9 @@ def read_prompt(data: bytes) -> Prompt:
 
 
 def rollout_bytes(rollout: Rollout) -> bytes:
-    """The rollout without its routing, which no reward needs and which may have megabytes."""
-    return pack_values({f.name: getattr(rollout, f.name) for f in fields(rollout) if f.name != "routing"})
+    """The rollout without its routing and supports, which no reward needs and which may have megabytes."""
+    names = [f.name for f in fields(rollout) if f.name not in ("routing", "support")]
+    return pack_values({name: getattr(rollout, name) for name in names})
 
 
 def read_rollout(data: bytes) -> Rollout:
@@ -274,7 +275,7 @@ def unpack_values(data: bytes) -> Any:
 
 
 def _encode(value: Any) -> Any:
-    """A form that msgpack knows for messages and for values of JSON and Parquet records; others as `repr`."""
+    """A form that msgpack can write, of a message or of a record's value; of unknown types the `repr`."""
     if isinstance(value, _Message):
         return [type(value).__name__, *msgspec.structs.astuple(value)]
     if isinstance(value, msgspec.Struct):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import select
@@ -20,6 +21,8 @@ from megatron_gvpo.workers.seccomp import MACHINES, filter_program
 DISK = 64 << 20  # bytes of files that a program may write, all in memory
 OUTPUT = 32 << 10  # bytes that a program may write to its standard output and error
 START = 60.0  # seconds that a sandbox has to start
+FILES, THREADS = 4096, 64  # that a program may have: each takes memory of the kernel's
+_LOOK = 0.05  # seconds between two looks at their numbers
 _PYTHON = "/python/bin/python3"
 _LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")  # the system's libraries, such as the C library
 _ENVIRONMENT = {
@@ -68,8 +71,8 @@ class Sandbox:
     """Runs Python programs, each in a sandbox of its own that nothing survives.
 
     A program sees the system's shared libraries, Python's standard library and `packages` (a directory with
-    Python packages), all of them read-only, and an empty /tmp of DISK bytes. It is one process, may have
-    threads, and takes at most `seconds` and `memory_mb` MiB of address space.
+    Python packages), all of them read-only, and an empty /tmp of DISK bytes and FILES files. It is one
+    process of up to THREADS threads, and takes at most `seconds` and `memory_mb` MiB of address space.
     """
 
     def __init__(self, seconds: float, memory_mb: int, packages: str | None = None) -> None:
@@ -95,7 +98,8 @@ class Sandbox:
         program = os.memfd_create("program")
         rules = os.memfd_create("rules")
         mark, mark_inside = os.pipe()
-        opened = [program, rules, mark, mark_inside]
+        info, info_inside = os.pipe()
+        opened = [program, rules, mark, info, info_inside, mark_inside]
         try:
             for file, data in (
                 (program, source.encode(errors="surrogatepass")),
@@ -106,27 +110,28 @@ class Sandbox:
                 os.lseek(file, 0, os.SEEK_SET)
             try:
                 process = subprocess.Popen(
-                    self._command(rules, mark_inside),
+                    self._command(rules, mark_inside, info_inside),
                     stdin=program,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(rules, mark_inside),
+                    pass_fds=(rules, mark_inside, info_inside),
                     env={},
                     start_new_session=True,
                 )
             except OSError as error:
                 raise SandboxFailed(f"bubblewrap cannot be started: {error}") from None
             os.close(opened.pop())
+            os.close(opened.pop())
             with process:
                 try:
-                    return self._follow(process, mark)
+                    return self._follow(process, mark, info)
                 finally:
                     process.kill()  # the processes inside die with it
         finally:
             for file in opened:
                 os.close(file)
 
-    def _follow(self, process: subprocess.Popen[bytes], mark: int) -> Outcome:
+    def _follow(self, process: subprocess.Popen[bytes], mark: int, info: int) -> Outcome:
         """Read the program's output until it ends, or a limit is reached. Raises SandboxFailed."""
         assert process.stdout is not None
         output = _Output(process.stdout.fileno())
@@ -136,7 +141,12 @@ class Sandbox:
         if not os.read(mark, 1):  # the process has ended
             output.read_until(None, time.monotonic() + 1.0)
             raise SandboxFailed(f"a sandbox did not start: {' '.join(output.text().split())[-300:]}")
-        output.read_until(None, time.monotonic() + self._seconds)
+        deadline, excess, first = time.monotonic() + self._seconds, None, _first_process(info)
+        while excess is None and not (output.ended or output.too_long) and time.monotonic() < deadline:
+            output.read_until(None, min(deadline, time.monotonic() + _LOOK))
+            excess = _excess(first)
+        if excess is not None:
+            return Outcome(output.text(), excess)
         if output.too_long:
             return Outcome("", f"more than {OUTPUT} bytes of output")
         if not output.ended:
@@ -146,7 +156,7 @@ class Sandbox:
             return Outcome(output.text(), _ending(code))
         return Outcome(output.text(), f"it took longer than {self._seconds:g} seconds")
 
-    def _command(self, rules: int, mark: int) -> list[str]:
+    def _command(self, rules: int, mark: int, info: int) -> list[str]:
         # The absolute path, because the environment has no PATH.
         arguments = [
             shutil.which("bwrap") or "bwrap",
@@ -156,13 +166,15 @@ class Sandbox:
             "--die-with-parent",
         ]
         arguments += ["--new-session", "--clearenv", "--uid", "65534", "--gid", "65534"]
-        arguments += ["--hostname", "sandbox", "--seccomp", str(rules)]
+        arguments += ["--hostname", "sandbox", "--seccomp", str(rules), "--info-fd", str(info)]
         for name, value in _ENVIRONMENT.items():
             arguments += ["--setenv", name, value]
         for directory in _LIBRARIES:
             arguments += ["--ro-bind-try", directory, directory]
         for outside, inside in _interpreter().items():
             arguments += ["--ro-bind", outside, inside]
+        for directory in _third_party():  # nothing to see there
+            arguments += ["--size", "4096", "--tmpfs", directory, "--remount-ro", directory]
         arguments += ["--ro-bind", str(Path(__file__).with_name("sandbox_launcher.py")), "/launcher.py"]
         if self._packages is not None:
             arguments += ["--ro-bind", self._packages, "/packages"]
@@ -210,6 +222,44 @@ def _interpreter() -> dict[str, str]:
     if shared.is_file():
         files[str(shared)] = f"/python/lib/{library}"
     return files
+
+
+def _third_party() -> list[str]:
+    """Directories in the sandbox with packages beside the standard library, Python's and the system's."""
+    release = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    mounts = {sysconfig.get_path("stdlib"): f"/python/lib/{release}", "/usr/lib/python3": "/usr/lib/python3"}
+    return [
+        f"{inside}/{name}"
+        for outside, inside in mounts.items()
+        for name in ("site-packages", "dist-packages")
+        if Path(outside, name).is_dir()
+    ]
+
+
+def _first_process(info: int) -> int | None:
+    """The number of the sandbox's first process, which bubblewrap tells; None if it tells nothing."""
+    if not select.select([info], [], [], 0)[0]:
+        return None
+    number = json.loads(os.read(info, 4096) or b"{}").get("child-pid")
+    return number if isinstance(number, int) else None
+
+
+def _excess(first: int | None) -> str | None:
+    """The problem if a sandbox has too many files or threads; None if not, or if it has just ended.
+
+    No limit of the kernel's counts them for a sandbox alone. `first`: the sandbox's first process, whose only
+    child is the program.
+    """
+    try:
+        disk = os.statvfs(f"/proc/{first}/root/tmp")
+        if disk.f_files - disk.f_ffree > FILES:
+            return f"more than {FILES} files"
+        [program] = Path(f"/proc/{first}/task/{first}/children").read_text().split()
+        if len(os.listdir(f"/proc/{program}/task")) > THREADS:
+            return f"more than {THREADS} threads"
+    except (OSError, ValueError):  # ended
+        return None
+    return None
 
 
 def _ending(code: int) -> str:

@@ -9,6 +9,7 @@ from bad_input.configuration import CONFIGURATION
 from bad_input.contradictions import CONTRADICTIONS
 from bad_input.conversations import CONVERSATIONS
 from bad_input.data import DATA
+from bad_input.dead_paths import PATHS
 from bad_input.later_keys import LATER_KEYS
 from bad_input.later_models import LATER_MODELS
 from bad_input.surroundings import SURROUNDINGS
@@ -27,4 +28,5 @@ CASES: list[Case] = [
     *CONVERSATIONS,
     *CONTRADICTIONS,
     *SURROUNDINGS,
+    *PATHS,
 ]

@@ -10,8 +10,7 @@ from helpers.paths import ROOT
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.core.gpus import LocalGpu
-from megatron_gvpo.planner.fit import COMMON_GIB, excess, usable_gib
-from megatron_gvpo.planner.prediction import least
+from megatron_gvpo.planner.prediction import COMMON_GIB, excess, least, usable_gib
 from megatron_gvpo.rehearsal import made_model
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.load import load_config

@@ -15,7 +15,7 @@ import pytest
 from helpers.paths import ROOT
 
 from megatron_gvpo.cli import main
-from megatron_gvpo.cluster.job import _seconds
+from megatron_gvpo.cluster.slurm_job import _seconds
 
 
 def over_two_nodes(tp: int) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from helpers.machine.processes import command_of
 from helpers.paths import HELPERS
 from helpers.suite.real_parts import used
 
-from megatron_gvpo.conversations.chat import answer_of, read_message
+from megatron_gvpo.conversations.chat import answer_of, overrides, read_message
 from megatron_gvpo.conversations.dialogue import AnsweredCalls
 from megatron_gvpo.conversations.program_runner import ProgramRunner
 from megatron_gvpo.core.collectives import all_gather_msgpack
@@ -153,6 +153,12 @@ def test_an_openai_tool_loop_is_one_chat_of_the_tokens_that_were_sampled(held: H
     roles = ["user", "assistant", "tool", "assistant", "tool", "assistant"]
     assert [message["role"] for message in rollout.messages] == roles
     assert (rollout.finish_reason, rollout.counts["retried_calls"]) == ("stop", 0)
+
+
+def test_a_call_may_name_the_stop_strings_of_the_run() -> None:
+    run = SamplingConfig(stop=("</a>",))
+    assert not any(overrides({"stop": stop}, run) for stop in (None, [], "</a>", ["</a>"]))
+    assert overrides({"stop": ["</b>"]}, run) and overrides({"stop": "</a>"}, SamplingConfig())
 
 
 def test_sub_agents_ask_at_the_same_time_and_have_names(held: Held) -> None:

@@ -194,6 +194,27 @@ def test_tokens_that_the_tokenizer_would_not_write_stay_as_they_were_sampled() -
     assert of(text, add_special_tokens=False)["input_ids"] != segment.ids, "rendered again, it would drift"
 
 
+def test_a_turn_that_ends_at_a_stop_string_is_ended_by_the_template() -> None:
+    """The policy did not write the end token: it belongs to the answer, and is not trained."""
+    of = tokenizer()
+    written = list(ids(of, "hello"))
+
+    async def say(request: Request) -> Rollout:
+        return Rollout(list(written), [-1.0] * len(written), "", "stop")
+
+    echo: Any = Echo()
+    limits = ConversationLimits(turns=9, max_tokens=500, turn_tokens=500, observation_tokens=100)
+    prompt = ids(of, "<|im_start|>user\nsay hello<|im_end|>\n<|im_start|>assistant\n")
+    rollout = asyncio.run(converse(say, echo, Template(of, (END,), chat=True), prompt, 0, limits))
+    assert rollout.token_ids == written * 3 and rollout.finish_reason == "stop"
+    assert all(turn.given[0] == END for turn in rollout.turns[1:])
+    [segment] = segments(prompt, rollout.token_ids, rollout.turns)
+    text = of.decode(segment.ids)
+    assert text.count("assistant\nhello<|im_end|>\n<|im_start|>user") == 2 and text.endswith(
+        "assistant\nhello"
+    )
+
+
 @pytest.mark.parametrize(
     ("written", "drift", "count"), [(FORGETS, False, 3), (CHATML, False, 1), (CHATML, True, 3)]
 )

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -83,10 +84,37 @@ HONEST = {
         "{% macro show(m) -%}[{{ m.content }}]{%- endmacro %}{% set all %}"
         "{% for m in messages %}{{ show(m) }}{% endfor %}{% endset %}{{ all | upper }}"
     ),
+    "loops": (
+        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}"
+        "{{ (loop.previtem or {}).role }}{{ (loop.nextitem or {}).role }}{% else %}none{% endfor %}"
+        "{% for k, v in messages[0].items() %}{{ k ~ v }}"
+        "{% endfor %}{% for i in range(9) if i is odd %}{{ loop.cycle('a', 'b') }}{{ i }}{% endfor %}"
+        "{% for x in nothing %}{{ x }}{% else %}empty{% endfor %}{% for c in 'ab' %}{{ c }}{% endfor %}"
+        "{% for x in [[1, [2]], [3]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}"
+    ),
     "the date": "{% set day = strftime_now('%d %b') %}{{ day is string }}",
 }
 
 
+ENDLESS = {
+    "loops": "{% for i in range(90000) %}{% for i in range(90000) %}{% endfor %}{% endfor %}",
+    "loops that write little": (
+        "{% for i in range(90000) %}{% for i in range(90000) %}x{% endfor %}{% endfor %}"
+    ),
+    "loops over a message": (
+        "{% set t = messages[0].content * 9999 %}{% for a in t %}{% for b in t %}{% endfor %}{% endfor %}"
+    ),
+    "a macro that calls itself twice": (
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
+    ),
+    "a loop that calls itself": (
+        "{% for i in range(9) recursive %}{{ loop(range(9)) if loop.depth < 30 else '' }}{% endfor %}"
+    ),
+    "methods of a long text": (
+        "{% set t = 'x' * 60000000 %}{% for i in range(90000) %}{% if t.upper() is none %}y{% endif %}"
+        "{% endfor %}"
+    ),
+}
 PROGRAM = """
 import json, resource, sys
 from jinja2.exceptions import SecurityError
@@ -112,6 +140,17 @@ def test_a_text_without_bound_is_refused_before_it_is_written() -> None:
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, input=json.dumps(BOMBS), capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.returncode) == ("", 0), done.stderr[-800:]
+
+
+@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
+def test_a_template_without_end_is_refused(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails on the old code, which renders for years. A second chat has its own time."""
+    monkeypatch.setattr(bounded_templates, "SECONDS", 0.5)
+    for _ in range(2):
+        begin = time.thread_time()
+        with pytest.raises(TemplateError, match=r"it goes on without end: 0\.5 seconds is the most"):
+            compiled(template).render(messages=CHAT)
+        assert 0.5 <= time.thread_time() - begin < 5
 
 
 @pytest.mark.parametrize("template", HONEST.values(), ids=HONEST)

@@ -56,7 +56,19 @@ def test_the_command_line_page_has_every_command():
     import command_line
 
     page = command_line.page()
-    for command in ("train", "eval", "export", "convert", "serve", "recipes", "slurm", "plan", "doctor"):
+    for command in (
+        "train",
+        "eval",
+        "export",
+        "convert",
+        "serve",
+        "recipes",
+        "slurm",
+        "k8s",
+        "sky",
+        "plan",
+        "doctor",
+    ):
         assert f"## megatron-gvpo {command}" in page
     assert "--save-before SECONDS" in page
 

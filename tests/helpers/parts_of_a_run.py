@@ -56,4 +56,10 @@ def server_check(server: Server, config: Config, end_token_ids: Sequence[int]) -
 
 def serve_run(config: Config) -> int:
     """`megatron-gvpo serve` with this configuration; returns its exit code."""
-    return serve.serve(config.model, config.rollout, config.output_dir, ModelCards(config))
+    return serve.serve(
+        config.model,
+        config.rollout,
+        config.output_dir,
+        ModelCards(config),
+        config.parallel.timeout_seconds,
+    )

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cases.gradient_cases import COMBINED, FAMILIES, FAMILY_LAYOUTS, OTHERS
+from helpers.cases.gradient_rows import supports_of
 from helpers.distributed import launch
 from helpers.references import gradient_reference as reference
 from helpers.workers.gradient_worker import TEMPERATURE, Case, Layout, Outcome
@@ -49,6 +50,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "ratios of turns": {"recipe": "grpo", "loss": {"ratio": "turn", "clip_low": 0.05, "clip_high": 0.05}},
 }
+TRUNCATED = "gvpo of truncated samples"
+ALGORITHMS[TRUNCATED] = ALGORITHMS["gvpo"]
 OWN = tuple(ALGORITHMS)
 # Other architectures have one method: their layouts change the model, not the loss.
 ALGORITHMS |= {f"{family}, gvpo": ALGORITHMS["gvpo"] for family in FAMILIES}
@@ -80,6 +83,7 @@ FEW = [
         "rewards of turns",
         "ratios of turns",
         "mask of trajectories",
+        TRUNCATED,
     )
 ]
 FEW += [(Layout(2, ep=2), SPLIT, "qwen3_moe, gvpo")]
@@ -177,16 +181,22 @@ def with_turns(talk: Talk) -> Talk:
 class Plain:
     """transformers' log-probs of every turn in its own context; the rows as in a later mini-batch."""
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, directory: Path, name: str, truncated: bool) -> None:
         model = reference.load(directory / name)
+        self.support = supports_of(rows_of(TALKS)) if truncated else None
         self.parameters = dict(model.named_parameters())
         logp, entropy = [], []
-        for talk in TALKS:
+        for talk, support in zip(TALKS, self.support or [None] * len(TALKS), strict=True):
+            begin = 0
             for context, said in contexts(with_turns(talk)):
                 logits = model(input_ids=torch.tensor([context + said])).logits[0, len(context) - 1 : -1]
                 of_all = torch.log_softmax(logits / TEMPERATURE, -1)
+                if support is not None:
+                    is_outside = reference.outside(support.parts([(begin, begin + len(said))]), of_all)
+                    of_all = torch.log_softmax(of_all.masked_fill(is_outside, -torch.inf), -1)
+                    begin += len(said)
                 logp.append(of_all.gather(1, torch.tensor(said)[:, None])[:, 0])
-                entropy.append(-(of_all.exp() * of_all).sum(-1))
+                entropy.append(-(of_all.exp() * of_all.masked_fill(of_all.isneginf(), 0)).sum(-1))
         self.logp_r, self.entropy = torch.cat(logp), torch.cat(entropy).mean()
         generator = torch.Generator().manual_seed(1)
         base_r = self.logp_r.detach().float()
@@ -204,7 +214,7 @@ class Plain:
                 paid_r[begin + end - 1] = 0.3 * (number + 1)
             begin += len(talk[1])
         policies = {"old_logp_r": self.old_r, "ref_logp_r": self.ref_r, "engine_logp_r": self.engine_r}
-        return rows_of(talks).with_columns(**policies, turn_reward_r=paid_r)
+        return rows_of(talks).with_columns(**policies, turn_reward_r=paid_r, support=self.support)
 
     def gradients(self, algorithm: AlgorithmConfig) -> tuple[float, dict[str, torch.Tensor]]:
         rows = self.rows["held"]
@@ -252,13 +262,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-Plains = Callable[[str], Plain]
+Plains = Callable[..., Plain]
 
 
 @pytest.fixture(scope="module")
 def plains(directory: Path) -> Plains:
-    """The reference by its model's name."""
-    return cache(lambda name: Plain(directory, name))
+    """The reference by its model's name, and whether its samples are truncated."""
+    return cache(lambda name, truncated=False: Plain(directory, name, truncated))
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +290,7 @@ def found(request: pytest.FixtureRequest, directory: Path, plains: Plains) -> di
     work = [
         (layout, Case(f"{name}, {budget}, {form}", ALGORITHMS[name], rows, budget, model=model_of(name)))
         for layout, budget, name in sorted(wanted, key=lambda run: (run[0].ranks, str(run[0]), *run[1:]))
-        for form, rows in plains(model_of(name)).rows.items()
+        for form, rows in plains(model_of(name), name == TRUNCATED).rows.items()
     ]
     wrong = environment_tokens_in_the_sums(plains("untied").rows["held"])
     work.append((Layout(1), Case("wrong", ALGORITHMS["gvpo"], wrong, ALL)))
@@ -299,7 +309,8 @@ def found(request: pytest.FixtureRequest, directory: Path, plains: Plains) -> di
 def test_loss_and_gradients_are_those_of_every_turn_in_its_own_context(
     found: dict[tuple[str, str], Outcome], plains: Plains, layout: Layout, budget: int, name: str
 ) -> None:
-    loss, gradients = plains(model_of(name)).gradients(AlgorithmConfig.model_validate(ALGORITHMS[name]))
+    plain = plains(model_of(name), name == TRUNCATED)
+    loss, gradients = plain.gradients(AlgorithmConfig.model_validate(ALGORITHMS[name]))
     largest = max(float(g.abs().max()) for g in gradients.values())
     assert largest > 1e-4
     norm = torch.stack([wanted.norm() for wanted in gradients.values()]).norm().item()

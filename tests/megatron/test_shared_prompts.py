@@ -30,8 +30,9 @@ RUNS = {
     "untied": [Layout(1), Layout(2), Layout(2, tp=2, sequence_parallel=True), Layout(2, pp=2)],
     "qwen3_moe": [Layout(2, ep=2)],
     "llama3": [Layout(1)],
+    "truncated": [Layout(1), Layout(2, tp=2, sequence_parallel=True)],  # the model "untied", with supports
 }
-# With the core attention of GPUs, whose kernels tests/helpers/on_cpu/flash_on_cpu.py has for CPUs.
+# With the core attention of GPUs, whose kernels emulation/flash_attention.py has for CPUs.
 GPU_RUNS = {
     "untied": [
         Layout(1, recompute="selective"),
@@ -47,7 +48,8 @@ CASES += [(model, layout, "groups whole", "GPU") for model, of in GPU_RUNS.items
 
 
 def step_of(model: str) -> str:
-    return "gvpo, groups split" if model == "untied" else f"{model}, gvpo, groups split"
+    own = {"untied": "gvpo, groups split", "truncated": "gvpo, truncated"}
+    return own.get(model, f"{model}, gvpo, groups split")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for model, layout, budget, core in CASES:
         step = STEPS[step_of(model)]
         rows, *_ = sampled_for(step, directory)
-        case = Case(step_of(model), step.algorithm, rows, BUDGETS[budget], model=model)
+        case = Case(step_of(model), step.algorithm, rows, BUDGETS[budget], model=step.model)
         work.setdefault(layout.ranks, []).append((layout, budget, core, case))
     torch.save(list(work.values()), directory / "work.pt")
     launch("helpers.workers.shared_worker:run", list(work), str(directory))
@@ -70,7 +72,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_gradients_are_those_of_whole_sequences(
     place: Path, model: str, layout: Layout, budget: str, core: str
 ) -> None:
-    found = torch.load(place / f"shared-{layout}-{model}-{budget}-{core}.pt", weights_only=False)
+    found = torch.load(place / f"shared-{layout}-{step_of(model)}-{budget}-{core}.pt", weights_only=False)
     loss, gradients = expected(step_of(model), place)
     (_, plain_logp_r, plain_tokens), (shared, logp_r, tokens) = found[False], found[True]
     assert found["default"] == (model != "qwen3_moe"), "a CPU shares prompts, unless routers replay"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.paths import HELPERS, IMPORTS
+from helpers.programs.environments import environment_of
 from helpers.suite.package_log import own_records
 from helpers.suite.real_parts import used
 
@@ -27,19 +26,7 @@ from megatron_gvpo.settings.sections import LoggingConfig
 def services_python() -> Path:
     """The Python of an environment with the services' packages, built once in the user's cache."""
     used("trackio, MLflow and SwanLab")
-    pins = HELPERS / "programs" / "services.txt"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_gvpo"
-    cache.mkdir(parents=True, exist_ok=True)
-    home = cache / f"services-{hashlib.sha256(pins.read_bytes()).hexdigest()[:12]}"
-    with open(f"{home}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (home / ".complete").exists():
-            uv = [sys.executable, "-m", "uv"]
-            subprocess.run([*uv, "venv", "--quiet", "--clear", "--python", sys.executable, home], check=True)
-            install = ["pip", "install", "--quiet", "--python", home / "bin" / "python", "-r", pins]
-            subprocess.run([*uv, *install], check=True, timeout=600)
-            (home / ".complete").touch()
-    return home / "bin" / "python"
+    return environment_of("services.txt")
 
 
 @pytest.mark.parametrize("service", ["trackio", "mlflow", "swanlab"])

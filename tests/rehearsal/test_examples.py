@@ -1,6 +1,6 @@
 """No configuration that we ship runs out of memory on the GPUs that it names: each is rehearsed at true size.
 
-Where servers take turns with the trainer, a part of the GPU stays with them (`planner/fit.py`).
+Where servers take turns with the trainer, a part of the GPU stays with them (`planner/prediction.py`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from helpers.distributed import launch
 from helpers.on_null_cuda import MIXTURE, QWEN
 
 from megatron_gvpo.rehearsal import made_model
-from megatron_gvpo.rehearsal.ranks import all_kinds
+from megatron_gvpo.rehearsal.command import all_kinds
 from megatron_gvpo.settings.parallel import ParallelConfig
 
 LAYOUTS = {

@@ -116,14 +116,28 @@ def test_only_one_of_many_at_once_gets_it(tmp_path: Path):
     assert most == 1
 
 
-def test_an_earlier_start_of_the_same_job_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("first_start", "second_start"),
+    [
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_RESTART_COUNT": "1"}),
+        ({"MEGATRON_GVPO_LOGS": "/logs/7.0"}, {"MEGATRON_GVPO_LOGS": "/logs/7.1"}),
+    ],
+)
+def test_an_earlier_start_of_the_same_job_is_waited_for(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first_start: dict[str, str],
+    second_start: dict[str, str],
+):
     """The file system of a requeued job may release the lock of a failed node late."""
     monkeypatch.setattr("platform.node", lambda: "the-node-that-failed")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for name, value in first_start.items():
+        monkeypatch.setenv(name, value)
     first = RunLock(str(tmp_path))
     first.__enter__()
     monkeypatch.setattr("platform.node", lambda: "another-node")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    for name, value in second_start.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("megatron_gvpo.runs.lock.PATIENCE", 0.0)
     threading.Timer(0.5, first.release).start()
     with RunLock(str(tmp_path)):

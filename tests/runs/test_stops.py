@@ -39,6 +39,8 @@ def test_a_callback_ends_a_run_which_goes_on_as_if_it_had_not(task: Path, tmp_pa
     assert re.search(r"stopped after step 2 of 4: the reward has not risen; --resume goes on", caplog.text)
     fit(config, resume=True)
     assert records(out) == records(Path(whole.output_dir))
+    file = "hf/model.safetensors"
+    assert (out / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
 def test_a_run_ends_when_its_hours_are_over(task: Path, tmp_path: Path, caplog):

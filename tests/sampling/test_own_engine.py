@@ -26,7 +26,7 @@ class TableEngine:
     killed_in = None
     built = None
 
-    def __init__(self, config, cards, task, policy):
+    def __init__(self, model, rollout, output_dir, cards, task, policy):
         self.version = -1
         self.metrics = {}
         self.table = [task.tokenizer(text)["input_ids"] + [task.end_token_ids[0]] for text in ANSWERS]

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 from megatron_gvpo.core.collectives import all_gather_msgpack, broadcast_msgpack
 from megatron_gvpo.groups import Prompt
+from megatron_gvpo.sampling.draws import draw, outside_support, running_sum_by_products
 from megatron_gvpo.sampling.embedded import QueuedPrompts, generate_groups
-from megatron_gvpo.sampling.local_model import LocalModel, draw, running_sum_by_products
+from megatron_gvpo.sampling.local_model import LocalModel
 from megatron_gvpo.servers.request import Request, derived_seed
-from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.settings.sections import RolloutConfig, SamplingConfig
 
 END = 1
 CHARACTERS = "0123456789+-*=()x.,; "
@@ -127,6 +128,40 @@ def test_logprobs_are_at_the_temperature_and_before_top_p(checkpoint, reference)
             ]
             torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-5, rtol=0)
     assert len(lengths) > 5, "the test should see responses of many lengths"
+
+
+def truncated(p: np.ndarray, min_p: float, top_k: int, top_p: float) -> list[int]:
+    """The tokens that min-p, then top-k, then top-p leave, token by token."""
+    likeliest = [i for i in np.argsort(-p) if p[i] >= min_p * p.max()][:top_k]
+    mass, members = 0.0, []
+    for token in likeliest:
+        if mass >= top_p * p[likeliest].sum():
+            break
+        mass += p[token]
+        members.append(int(token))
+    return sorted(members)
+
+
+def test_truncated_tokens_have_their_support_and_log_probs_over_it(checkpoint, reference):
+    engine = loaded_engine(checkpoint, batch_size=7)
+    keys = {"top_p": 0.8, "top_k": 6, "min_p": 0.05}
+    sampling = RolloutConfig(temperature=0.7, max_tokens=30, stop_token_ids=(7, 8, 9), **keys)
+    sampled = engine.generate(ragged_requests(n=4), sampling)
+    sizes = set()
+    for prompt, group in zip(RAGGED, sampled, strict=True):
+        for rollout in group:
+            logits = full_forward_logits(reference, prompt, rollout.token_ids).double() / 0.7
+            counts, ids = rollout.support.arrays
+            assert len(counts) == len(rollout.token_ids)
+            parts = zip(*(logits, rollout.token_ids, rollout.logprobs), strict=True)
+            for (z, token, logprob), members in zip(parts, np.split(ids, np.cumsum(counts)), strict=False):
+                assert members.tolist() == truncated(torch.softmax(z, -1).numpy(), **keys)
+                expected = z[token] - z[members].logsumexp(0)
+                assert logprob == pytest.approx(float(expected), abs=1e-5)
+                sizes.add(len(members))
+    assert len(sizes) > 3
+    plain = SamplingConfig(max_tokens=9, **keys)
+    assert engine.generate(ragged_requests(n=1), plain)[0][0].support is None
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
@@ -366,7 +401,17 @@ def test_running_sums_without_a_cumsum(columns: int):
 
 
 def test_a_draw_leaves_out_the_unlikeliest_and_never_the_likeliest():
-    logp = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log().expand(100, 4)
+    p = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).expand(100, 4)
     uniform = torch.linspace(0, 1 - 1e-9, 100, dtype=torch.float64)
-    drawn = {top_p: set(draw(logp, uniform, top_p).tolist()) for top_p in (1.0, 0.95, 0.85, 0.65, 1e-6)}
-    assert drawn == {1.0: {0, 1, 2, 3}, 0.95: {0, 1, 2, 3}, 0.85: {1, 2, 3}, 0.65: {1, 3}, 1e-6: {1}}
+
+    def drawn(**keys: float) -> set[int]:
+        return set(draw(p.masked_fill(outside_support(p, SamplingConfig(**keys)), 0.0), uniform).tolist())
+
+    assert [drawn(top_p=top_p) for top_p in (1.0, 0.95, 0.85)] == [{0, 1, 2, 3}, {0, 1, 2, 3}, {1, 2, 3}]
+    assert [drawn(top_p=top_p) for top_p in (0.65, 1e-6)] == [{1, 3}, {1}]
+    assert [drawn(top_k=k) for k in (1, 2, 3, 4, 9)] == [{1}, {1, 3}, {1, 2, 3}, {0, 1, 2, 3}, {0, 1, 2, 3}]
+    assert [drawn(min_p=p) for p in (0.2, 0.3, 0.6, 0.99)] == [{0, 1, 2, 3}, {1, 2, 3}, {1, 3}, {1}]
+    # Of the 0.7 that top-k leaves, the likeliest token has 0.57; of the 0.9 that min-p leaves, two have 0.78.
+    assert drawn(top_k=2, top_p=0.55) == {1}
+    assert drawn(top_k=2, top_p=0.6) == {1, 3}
+    assert drawn(min_p=0.3, top_p=0.75) == {1, 3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ from helpers.distributed import launch
 from helpers.parts_of_a_run import serve_run
 from helpers.tiny_run import configure
 
+from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.sampling.served import ServedEngine
 from megatron_gvpo.servers.launch import first_turn, serve
 from megatron_gvpo.settings.config import Config
@@ -65,13 +67,29 @@ def test_servers_that_wait_end_when_they_are_told_to(tmp_path, monkeypatch):
     monkeypatch.setenv(first_turn.LOGS, str(tmp_path))
     told = threading.Event()
     threading.Timer(0.2, told.set).start()
-    assert not first_turn.wait_for_turn(told)
+    assert not first_turn.wait_for_turn(told, 20.0, print)
+
+
+def test_a_trainer_that_hangs_is_named_and_the_wait_is_reported(tmp_path, monkeypatch):
+    """On the old code the servers of a job waited without an end, and said nothing."""
+    monkeypatch.setenv(first_turn.LOGS, str(tmp_path))
+    monkeypatch.setattr(first_turn, "POLL", 0.02)
+    monkeypatch.setattr(first_turn, "REPORT_EVERY", 0.1)
+    messages: list[str] = []
+    log = re.escape(f"{tmp_path}/rank_00000.log")
+    problem = rf"the trainer of this job \(its log: {log}\) has not .* parallel\.timeout_seconds=0\.5 s"
+    with pytest.raises(RolloutError, match=problem):
+        first_turn.wait_for_turn(threading.Event(), 0.5, messages.append)
+    assert 2 <= len(messages) <= 4
+    assert all(
+        re.match(rf"servers have waited for 0 of 0\.5 s until the trainer .*{log}", m) for m in messages
+    )
 
 
 def test_outside_a_job_nobody_waits(monkeypatch):
     monkeypatch.delenv(first_turn.LOGS, raising=False)
     first_turn.give_turn()
-    assert first_turn.wait_for_turn(threading.Event())
+    assert first_turn.wait_for_turn(threading.Event(), 0.0, print)
 
 
 def test_the_trainer_says_so_after_its_slowest_rank(tmp_path: Path):

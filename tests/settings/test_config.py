@@ -319,10 +319,50 @@ def test_only_pass_at_1_is_asked_for_where_k_is_empty(good):
 def test_what_the_engines_reference_needs(good):
     engine = "algorithm.reference_logprobs=engine"
     assert load_config([good], [engine]).algorithm.reference_logprobs == "engine"
-    for override in ("rollout.top_p=0.95", "train.mini_batches=1"):
-        assert message(good, engine, override).startswith(f"{override}: {engine} ")
+    assert load_config([good], [engine, "rollout.top_p=0.95"]).rollout.wants_support
+    assert message(good, engine, "train.mini_batches=1").startswith(f"train.mini_batches=1: {engine} ")
     ahead = ["rollout.engine=sglang", "rollout.async_steps=1"]  # the reference is then an older policy
     assert load_config([good], [engine, "train.mini_batches=1", *ahead]).rollout.async_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (
+            ["rollout={engine: sglang, top_p: 0.8}"],
+            "rollout.top_p=0.8 is not possible with rollout.engine=sglang",
+        ),
+        (
+            ["rollout={engine: sglang, min_p: 0.1, top_p: 0.9}"],
+            "rollout.top_p=0.9, rollout.min_p=0.1 is not possible with rollout.engine=sglang",
+        ),
+        (
+            ["rollout={top_k: 50}", "algorithm=opd_full", "teacher.path=m"],
+            "rollout.top_k=50 is not possible with algorithm.loss.divergence=",
+        ),
+        (
+            ["rollout={top_k: 50}", "algorithm=opd", "teacher={path: m, server: {engine: sglang}}"],
+            "rollout.top_k=50 is not possible with teacher.server",
+        ),
+        (
+            ["rollout={engine: vllm, top_k: 50, speculation: {method: ngram}}"],
+            "rollout.top_k=50 is not possible with rollout.speculation.method=ngram",
+        ),
+        (["rollout.top_k=0"], "rollout.top_k: Input should be greater than 0"),
+        (["rollout.min_p=1"], "rollout.min_p: Input should be less than 1"),
+    ],
+)
+def test_truncated_sampling_that_cannot_be_replayed_is_refused(good, overrides, reason):
+    assert message(good, *overrides).startswith(reason)
+
+
+def test_truncated_sampling_is_inherited_by_evaluation_and_dropped_for_greedy_responses(good):
+    config = load_config([good], ["rollout={top_k: 50, top_p: 0.9, min_p: 0.01}"])
+    assert (config.eval.sampling.top_k, config.eval.sampling.min_p) == (50, 0.01)
+    assert config.rollout.wants_support
+    assert not config.eval.sampling.wants_support and not config.rollout.greedy.wants_support
+    assert config.rollout.greedy.top_p == 1e-6
+    assert load_config([good], ["rollout={engine: sglang, top_k: 50}"]).rollout.wants_support
 
 
 def test_missing_keys_and_several_errors_at_once(tmp_path):

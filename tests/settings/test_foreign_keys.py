@@ -75,7 +75,7 @@ def test_the_answer_is_the_same_in_a_section_of_ours(section):
     [
         ("rollout.num_generations", "here it is rollout.n"),
         ("num_generations", "here it is rollout.n"),
-        ("rollout.top_k", "not supported: sampling from the k likeliest tokens"),
+        ("rollout.rollout_top_k", "here it is rollout.top_k"),
         ("train.num_epochs", "here it is train.steps, as a number of steps"),
         ("train.learning_rate", "here it is optimizer.lr"),
         ("reward_model.megatron.tensor_model_parallel_size", "here it is rewards.components[].model"),
@@ -96,7 +96,7 @@ def test_a_whole_section_of_another_trainer_is_answered_key_by_key(good):
     )
     assert text.splitlines() == [
         "actor_rollout_ref.rollout.n: no such key; here it is rollout.n",
-        "actor_rollout_ref.rollout.top_k: no such key; not supported: sampling from the k likeliest tokens",
+        "actor_rollout_ref.rollout.top_k: no such key; here it is rollout.top_k",
         "actor_rollout_ref.actor.optim.lr: no such key; here it is optimizer.lr",
     ]
 

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import on_null_cuda
 from helpers.suite.real_parts import used
 
+_TRAINED = ("qwen2.5-1.5b", "7b, 8 layers")
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "device_check.py"
 
 
@@ -39,15 +41,14 @@ def test_the_smoke_form_runs_what_there_is_and_names_what_is_missing(tmp_path: P
     found = json.loads(out.read_text())
     assert "failed" not in found
     results = found["results"]
-    trained = ["qwen2.5-1.5b", "7b, 8 layers"]
-    assert {"head", "layers", "shared", *trained} <= results.keys()
+    assert {"head", "layers", "shared", *_TRAINED} <= results.keys()
     assert all(part["right"] for part in results.values())
     assert {"float32 stash", "bfloat16 weights_first", "bfloat16 recompute"} <= results["head"].keys()
     assert results["layers"]["float32"]["gradient"] < 1e-3
     memory = {name: part["memory_gib"] for name, part in results["offload"].items() if name != "right"}
     assert memory["optimizer"]["optimizer"] == 0 < memory["optimizer"]["host_optimizer"]
     assert 0 < memory["half of the optimizer"]["optimizer"] < memory["nothing"]["optimizer"]
-    for name in trained:
+    for name in _TRAINED:
         part = results[name]
         assert part["tokens_per_s"] > 0 and part["memory_gib"]["peak"] > part["memory_gib"]["weights"] > 0
         assert {"update", "head", "body", "optimizer", "export"} == part["seconds"].keys()
@@ -60,5 +61,22 @@ def test_the_smoke_form_runs_what_there_is_and_names_what_is_missing(tmp_path: P
         assert found["missing"].keys() == {"gpu", "fp8", "ipc"}
         assert results["layers"]["float32"] == {"logp": 0.0, "gradient": 0.0}, "the same layers, twice"
         assert 0 < results["layers"]["float32, shared prompts"]["gradient"] < 1e-5
-    for line in (*trained, "missing: fp8", "memory_gib head"):
+    for line in (*_TRAINED, "missing: fp8", "memory_gib head"):
         assert line in done.stdout
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
+def test_the_smoke_form_is_right_on_an_emulated_gpu(tmp_path: Path) -> None:
+    """With Transformer Engine, FP8 and bf16. Processes that it starts have no emulated GPU, and no IPC."""
+    on_null_cuda.emulated_environment()
+    out = tmp_path / "found.json"
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_gvpo.emulation", str(SCRIPT), "--smoke"]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 1, done.stdout + done.stderr[-3000:]
+    used("emulated GPU")
+    report = json.loads(out.read_text())
+    assert report["failed"].keys() == {"offload", "ipc"}
+    trained = {f"{name}{fp8}" for name in _TRAINED for fp8 in ("", ", fp8")}
+    assert report["results"].keys() == {"head", "layers", "shared", *trained}
+    assert all(part["right"] for part in report["results"].values())

@@ -33,7 +33,7 @@ def test_at_most_a_dozen_modules_lie_at_the_top():
     assert len(list(PACKAGE.glob("*.py"))) <= 12
 
 
-LONGEST_FILE, LONGEST_FUNCTION = 600, 70  # lines; a function's without its docstring
+LONGEST_FILE, LONGEST_FUNCTION = 600, 54  # lines; a function's without its docstring
 
 
 def test_a_file_is_one_idea():

@@ -35,7 +35,7 @@ class Importance(Block):
 
     A conversation is one response: the product and the mean are over the policy's own tokens of all its
     turns. What is dropped has weight 0 and still counts in the loss's normaliser (`BatchTotals`).
-    With rollout.top_p < 1 an engine that renormalises (vLLM) makes every ratio smaller by the kept mass.
+    Both are over the tokens that could be sampled, with rollout.top_p, top_k or min_p.
     """
 
     needs_engine_logprobs: ClassVar[bool] = True

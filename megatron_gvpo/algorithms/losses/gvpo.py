@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -14,6 +15,20 @@ from megatron_gvpo.types import LossInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+Term = Literal["var", "cov"]
+
+
+def log_ratio(inputs: LossInputs, terms: Collection[Term]) -> Tensor:
+    """l - l' of every response, [n]: the policy's part l without "var", the reference's l' without "cov"."""
+    rows, logp_r = inputs.rows, inputs.logp_r
+    ratio_r = logp_r if "var" in terms else torch.zeros_like(logp_r)
+    if "cov" in terms:
+        assert rows.ref_logp_r is not None, "the loss needs the reference's log-probs (reference_policies)"
+        ratio_r = ratio_r - rows.ref_logp_r
+    # Token differences first: sums of thousands of log-probs would cancel badly in fp32.
+    return rows.sequence_sum(ratio_r)
 
 
 class GVPO(Loss):
@@ -45,7 +60,7 @@ class GVPO(Loss):
     reference: Reference = STEP_START
     norm: GroupNorm = "k-1"
     form: Literal["mse", "variance", "nll"] = "mse"
-    terms: tuple[Literal["var", "cov"], ...] = ("var", "cov")
+    terms: tuple[Term, ...] = ("var", "cov")
 
     signal: ClassVar[Literal["reward"]] = "reward"
     couples_groups: ClassVar[bool] = True
@@ -81,7 +96,7 @@ class GVPO(Loss):
         def centred(value_n: Tensor) -> Tensor:
             return value_n - rows.group_mean(value_n)
 
-        implicit_n = self.beta * self._log_ratio(inputs)
+        implicit_n = self.beta * log_ratio(inputs, self.terms)
         error_n = centred(rows.reward_n) - centred(implicit_n)
         if self.form == "nll" or "var" not in self.terms:
             share = -self.beta * (coef_n * error_n.detach() * inputs.logp_n).sum()
@@ -101,13 +116,3 @@ class GVPO(Loss):
             log_ratio_r = inputs.logp_r.detach() - rows.ref_logp_r
             metrics["kl"] = bounded.k3(log_ratio_r).sum() / totals.tokens
         return share, metrics
-
-    def _log_ratio(self, inputs: LossInputs) -> Tensor:
-        """l - l' without the terms that are switched off, [n]."""
-        rows, logp_r = inputs.rows, inputs.logp_r
-        ratio_r = logp_r if "var" in self.terms else torch.zeros_like(logp_r)
-        if "cov" in self.terms:
-            assert rows.ref_logp_r is not None, "GVPO needs the reference's log-probs (reference_policies)"
-            ratio_r = ratio_r - rows.ref_logp_r
-        # Token differences first: sums of thousands of log-probs would cancel badly in fp32.
-        return rows.sequence_sum(ratio_r)

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from megatron_gvpo.algorithms.base import TEACHER, Loss, Metrics, Reference, References, unless
 from megatron_gvpo.algorithms.losses.aggregation import GroupNorm, group_coefficients
+from megatron_gvpo.algorithms.losses.gvpo import Term, log_ratio
 from megatron_gvpo.core.lazy_torch import torch
 from megatron_gvpo.core.user_functions import call_function, check_call, load_function, refused
 from megatron_gvpo.types import LossInputs, TrainBatch
@@ -50,7 +51,7 @@ class GVPOPlusPlus(Loss):
     options: dict[str, Any] = Field(default_factory=dict)  # keyword arguments of the function
     reference: Reference = TEACHER  # The policy to become.
     norm: GroupNorm = "k-1"
-    terms: tuple[Literal["var", "cov"], ...] = ("var", "cov")
+    terms: tuple[Term, ...] = ("var", "cov")
 
     signal: ClassVar[Literal["none"]] = "none"
     couples_groups: ClassVar[bool] = True
@@ -83,12 +84,7 @@ class GVPOPlusPlus(Loss):
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
         rows, totals, logp_r = inputs.rows, inputs.totals, inputs.logp_r
         coef_n, weight_n = group_coefficients(rows, totals, self.norm), self._weights(rows)
-        ratio_r = logp_r if "var" in self.terms else torch.zeros_like(logp_r)
-        if "cov" in self.terms:
-            assert rows.ref_logp_r is not None, "GVPO++ needs the teacher's log-probs (reference_policies)"
-            ratio_r = ratio_r - rows.ref_logp_r
-        # Token differences first: sums of thousands of log-probs would cancel badly in fp32.
-        z_n = weight_n * rows.sequence_sum(ratio_r)
+        z_n = weight_n * log_ratio(inputs, self.terms)
         error_n = z_n - rows.group_mean(z_n)
         if "var" in self.terms:
             share = 0.5 * (coef_n * error_n**2).sum()

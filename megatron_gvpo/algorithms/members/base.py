@@ -84,8 +84,8 @@ def taught(
 ) -> list[Rollout]:
     """Responses that are trained in another context than they were sampled in.
 
-    The engine's experts belong to that other context, and are dropped. So are its log-probs, but for
-    responses of the policy: there they say how often it sampled them (`PPO.cross_context`).
+    The engine's experts belong to that other context, and are dropped. So are its log-probs and supports, but
+    for responses of the policy: there they say how often it sampled them (`PPO.cross_context`).
     """
     return [
         replace(
@@ -95,6 +95,7 @@ def taught(
             source=source,
             routing=None,
             logprobs=r.logprobs if source == "policy" else [],
+            support=r.support if source == "policy" else None,
         )
         for r in rollouts
     ]

@@ -45,7 +45,7 @@ class Exits(Member):
         for (g, opening), answer in zip(begun, answers, strict=True):
             continuation = answer.rollouts[0]
             tokens = [*opening, *continuation.token_ids]
-            # It was sampled in more than one context, so the engine's log-probs and experts do not apply.
+            # It was sampled in more than one context, so nothing that the engine said of its tokens applies.
             early = replace(
                 continuation,
                 token_ids=tokens,
@@ -54,6 +54,7 @@ class Exits(Member):
                 spans=[],
                 source="exit",
                 routing=None,
+                support=None,
             )
             exits[g].append(early)
         return [

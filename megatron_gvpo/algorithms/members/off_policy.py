@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
@@ -12,7 +12,7 @@ from pydantic import Field, PositiveInt, model_validator
 from megatron_gvpo.algorithms.base import unless
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.core.user_functions import check_call, load_function
-from megatron_gvpo.groups import Group, Rollout, demonstrated, rollout_of
+from megatron_gvpo.groups import Group, Rollout, demonstrated, rollout_fields, rollout_of
 
 # The data set's own solution as a member of the group (arXiv 2504.19599, section 4.1).
 
@@ -105,7 +105,7 @@ class History:
         for group in groups:
             stored = self._stored.get(group.prompt.id, ())
             own = [r for r in group.rollouts if r.source == "policy"]
-            new = tuple(asdict(replace(r, source="replay", routing=None)) for r in own)
+            new = tuple(rollout_fields(replace(r, source="replay", routing=None)) for r in own)
             self._stored[group.prompt.id] = (*stored, *new)[-self._keep :]
             earlier = [rollout_of(fields) for fields in stored[-self._count :]]
             joined.append(replace(group, rollouts=[*group.rollouts, *earlier]))

@@ -59,6 +59,6 @@ class OneMore(Member):
 
 
 def expected_drop(apart: float, k: int) -> float:
-    """The fall of the error from k to k + 1 responses, where (m - V)^2 is `apart`."""
+    """By how much one more response than k lowers the error; `apart`: the squared distance (m - V)^2."""
     d = max(0.0, apart - 1 / k)
     return d / (k * d + 1) - d / ((k + 1) * d + 1)

@@ -153,7 +153,7 @@ def clamped_dswiglu(
 
 
 def _weights(act_scales: Tensor, like: Tensor) -> Tensor:
-    """A factor for each row."""
+    """The factors of the rows, in a shape that multiplies `like`."""
     return alias(act_scales).float().reshape(*like.shape[:-1], 1)
 
 

@@ -18,7 +18,7 @@ def dtype_of(fp8_dtype: object) -> torch.dtype:
     name = getattr(fp8_dtype, "name", str(fp8_dtype))
     dtypes = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
     if name not in dtypes:
-        raise NotImplementedError(f"quantized data of type {name}")
+        raise NotImplementedError(f"quantized data of type {name}: only E4M3 and E5M2 are emulated")
     return dtypes[name]
 
 

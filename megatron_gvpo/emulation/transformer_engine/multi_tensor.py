@@ -6,6 +6,8 @@ finite; the kernels that could skip their work for it do not.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
 from megatron_gvpo.emulation.memory import alias
@@ -16,56 +18,51 @@ Tensor = torch.Tensor
 _L2_DECAY = 0  # Adam's mode that adds the decay to the gradient; the other one is AdamW
 
 
+class _Adam(NamedTuple):
+    """The options of Adam's functions, in their order."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    step: int
+    mode: int
+    bias_correction: int
+    weight_decay: float
+
+    def update(self, grad: Tensor, weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        """The updated weights in fp32; the moments change in their memory."""
+        is_corrected = self.bias_correction == 1
+        if self.mode == _L2_DECAY:
+            grad = grad + self.weight_decay * weight
+        mean = self.beta1 * read(first) + (1 - self.beta1) * grad
+        square = self.beta2 * read(second) + (1 - self.beta2) * grad * grad
+        fill(first, mean)
+        fill(second, square)
+        if is_corrected:
+            mean = mean / (1 - self.beta1**self.step)
+            square = square / (1 - self.beta2**self.step)
+        update = mean / (square.sqrt() + self.epsilon)
+        if self.mode != _L2_DECAY:
+            update = update + self.weight_decay * weight
+        return weight - self.lr * update
+
+
 @reference
 def multi_tensor_adam(
     result: None,
     chunk_size: int,
     noop_flag: Tensor,
     tensor_lists: list[list[Tensor]],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
+    *options: Any,
 ) -> None:
     """An update in place. Lists: gradients, weights, first and second moments, and maybe masters."""
-    corrections = (1 - beta1**step, 1 - beta2**step) if bias_correction == 1 else (1.0, 1.0)
-    betas = (beta1, beta2)
+    adam = _Adam(*options)
     for grad, weight, first, second, *masters in zip(*tensor_lists, strict=True):
         master = masters[0] if masters else weight
-        moments = (first, second)
-        updated = _adam_update(
-            read(grad), read(master), moments, lr, betas, epsilon, corrections, mode, weight_decay
-        )
+        updated = adam.update(read(grad), read(master), first, second)
         fill(master, updated)
         fill(weight, updated)
-
-
-def _adam_update(
-    grad: Tensor,
-    weight: Tensor,
-    moments: tuple[Tensor, Tensor],
-    lr: float,
-    betas: tuple[float, float],
-    epsilon: float,
-    corrections: tuple[float, float],
-    mode: int,
-    decay: float,
-) -> Tensor:
-    """The updated weights in fp32; the moments change in their memory."""
-    if mode == _L2_DECAY:
-        grad = grad + decay * weight
-    first = betas[0] * read(moments[0]) + (1 - betas[0]) * grad
-    second = betas[1] * read(moments[1]) + (1 - betas[1]) * grad * grad
-    update = (first / corrections[0]) / ((second / corrections[1]).sqrt() + epsilon)
-    if mode != _L2_DECAY:
-        update = update + decay * weight
-    fill(moments[0], first)
-    fill(moments[1], second)
-    return weight - lr * update
 
 
 @reference
@@ -74,30 +71,19 @@ def multi_tensor_adam_param_remainder(
     chunk_size: int,
     noop_flag: Tensor,
     tensor_lists: list[list[Tensor]],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
+    *options: Any,
 ) -> None:
     """Adam for bf16 weights whose fp32 masters are kept as the weight and the 16 bits that rounding took off.
 
     The weight is the master rounded to nearest, halves upwards, so a remainder of 0x8000 or more belongs to a
     weight that was rounded up.
     """
-    corrections = (1 - beta1**step, 1 - beta2**step) if bias_correction == 1 else (1.0, 1.0)
-    betas = (beta1, beta2)
+    adam = _Adam(*options)
     for grad, weight, first, second, remainder in zip(*tensor_lists, strict=True):
         low = alias(remainder).to(torch.int32)
         high = alias(weight).view(torch.int16).to(torch.int32) - (low < 0).int()
         master = ((high << 16) | (low & 0xFFFF)).view(torch.float32)
-        moments = (first, second)
-        updated = _adam_update(
-            read(grad), master, moments, lr, betas, epsilon, corrections, mode, weight_decay
-        )
+        updated = adam.update(read(grad), master, first, second)
         bits = updated.view(torch.int32)
         low = bits.to(torch.int16)
         alias(remainder).copy_(low)

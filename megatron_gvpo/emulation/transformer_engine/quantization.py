@@ -199,7 +199,7 @@ def split_quantize(
     quantizer_list: list[Any],
     disable_bulk_allocation: bool = False,
 ) -> None:
-    """The same for parts of the first size, which need not use all of it."""
+    """Quantize the parts of a tensor, whose first dimension may be longer than all parts together."""
     begin = 0
     for out, size, quantizer in zip(result, split_sections, quantizer_list, strict=True):
         quantize(out, tensor[begin : begin + size], quantizer)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from megatron_gvpo.emulation.memory import alias
 from megatron_gvpo.emulation.transformer_engine.memory import read_strided
-from megatron_gvpo.emulation.transformer_engine.references import reference
+from megatron_gvpo.emulation.transformer_engine.references import reference_of
 
 Tensor = torch.Tensor
 
@@ -73,11 +74,17 @@ def _apply(
     qkv_format: Any,
     interleaved: bool,
     cu_seqlens: Tensor | None,
-    cp: tuple[int, int],
+    cp_size: int,
+    cp_rank: int,
+    *,
     is_backward: bool,
 ) -> None:
+    """input [t, h, d], [s, b, h, d] or [b, s, h, d]; freqs [positions, 1, 1, d2] fp32, the angles.
+
+    `is_backward`: input and out are gradients.
+    """
     format = qkv_format.name.removeprefix("NVTE_").lower()
-    position = positions(input.shape, format, start_positions, cu_seqlens, *cp)
+    position = positions(input.shape, format, start_positions, cu_seqlens, cp_size, cp_rank)
     is_written = position >= 0  # False for a pack's tokens after its last sequence
     angle = alias(freqs)[position[is_written], 0, 0]
     alias(out)[is_written] = rotate(read_strided(input)[is_written], angle, interleaved, is_backward).to(
@@ -85,37 +92,5 @@ def _apply(
     )
 
 
-@reference
-def fused_rope_forward(
-    out: Tensor,
-    input: Tensor,
-    freqs: Tensor,
-    start_positions: Tensor | None,
-    qkv_format: Any,
-    interleaved: bool,
-    cu_seqlens: Tensor | None,
-    cp_size: int,
-    cp_rank: int,
-) -> None:
-    """input [t, h, d], [s, b, h, d] or [b, s, h, d]; freqs [positions, 1, 1, d2] fp32, the angles."""
-    cp = (cp_size, cp_rank)
-    _apply(out, input, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp, is_backward=False)
-
-
-@reference
-def fused_rope_backward(
-    out: Tensor,
-    output_grads: Tensor,
-    freqs: Tensor,
-    start_positions: Tensor | None,
-    qkv_format: Any,
-    interleaved: bool,
-    cu_seqlens: Tensor | None,
-    cp_size: int,
-    cp_rank: int,
-) -> None:
-    """The gradient of the input."""
-    cp = (cp_size, cp_rank)
-    _apply(
-        out, output_grads, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp, is_backward=True
-    )
+reference_of("fused_rope_forward", functools.partial(_apply, is_backward=False))
+reference_of("fused_rope_backward", functools.partial(_apply, is_backward=True))

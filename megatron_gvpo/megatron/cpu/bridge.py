@@ -57,6 +57,7 @@ def import_bridge() -> types.ModuleType:
         return sys.modules["megatron.bridge"]
     import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401 - it looks for TE now, and finds none
 
+    hidden = {_ROOT: sys.modules.pop(_ROOT)} if _ROOT in sys.modules else {}
     finder = _Finder()
     sys.meta_path.insert(0, finder)
     logging.disable(logging.INFO)  # the bridge logs each name that the empty modules lack
@@ -72,6 +73,7 @@ def import_bridge() -> types.ModuleType:
         sys.meta_path.remove(finder)
         for name in [name for name in sys.modules if name.split(".")[0] == _ROOT]:
             del sys.modules[name]
+        sys.modules.update(hidden)
 
 
 def _name_local_layers() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -114,6 +115,10 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    # megatron-core takes Transformer Engine's optimizer kernels wherever they can be imported, and a process
+    # may have been told to leave its GPUs unused. With None, an import raises ModuleNotFoundError.
+    for name in ("transformer_engine", "transformer_engine_torch"):
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     # megatron-core's jit_fuser is torch.compile, whose cache asks for the GPU's name. The environment
     # variable is for child processes. Inductor, the default backend, would be imported nevertheless.
     os.environ["TORCH_COMPILE_DISABLE"] = "1"

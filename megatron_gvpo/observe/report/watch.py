@@ -46,7 +46,7 @@ class Watched:
                 try:
                     stat = (directory / name).stat()
                     stamps.append(f"{stat.st_mtime_ns}.{stat.st_size}")
-                except FileNotFoundError:
+                except OSError:  # it is missing, or cannot be reached any more
                     stamps.append("")
         return "-".join(stamps)
 

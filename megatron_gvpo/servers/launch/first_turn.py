@@ -11,11 +11,17 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+from megatron_gvpo.core.errors import RolloutError
 
 LOGS = "MEGATRON_GVPO_LOGS"
 FILE = "trainer_has_given_its_memory"
+TRAINERS_LOG = "rank_00000.log"
 POLL = 1.0  # seconds
+REPORT_EVERY = 60.0  # seconds
 
 
 def give_turn() -> None:
@@ -24,15 +30,31 @@ def give_turn() -> None:
         Path(logs, FILE).touch()
 
 
-def wait_for_turn(is_told_to_stop: threading.Event) -> bool:
+def wait_for_turn(is_told_to_stop: threading.Event, timeout: float, report: Callable[[str], None]) -> bool:
     """Wait for `give_turn` in another process of the job; returns False if told to stop meanwhile.
 
-    True at once outside a job.
+    True at once outside a job. `report` is told every minute what is waited for. Raises RolloutError if the
+    trainer has not given its memory away after `timeout` seconds: it hangs, or it needs longer.
     """
     if (logs := os.environ.get(LOGS)) is None:
         return True
+    trainer = f"the trainer of this job (its log: {Path(logs, TRAINERS_LOG)})"
+    begun = reported = time.monotonic()
     # NFS asks the server for a directory that is opened, and may keep the answer about a file for a minute.
     while FILE not in os.listdir(logs):
         if is_told_to_stop.wait(POLL):
             return False
+        now = time.monotonic()
+        if now - begun > timeout:
+            raise RolloutError(
+                f"{trainer} has not built its model and given its GPUs' memory away after "
+                f"parallel.timeout_seconds={timeout:g} s, and the servers start only then: see if it hangs; "
+                "if it needs longer, raise parallel.timeout_seconds"
+            )
+        if now - reported > REPORT_EVERY:
+            reported = now
+            report(
+                f"servers have waited for {now - begun:.0f} of {timeout:g} s until {trainer} gives its GPUs' "
+                "memory away"
+            )
     return True

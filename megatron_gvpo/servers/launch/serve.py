@@ -21,11 +21,20 @@ from megatron_gvpo.servers.launch.supervise import is_loopback
 from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig
 
 
-def serve(model: ModelConfig, rollout: RolloutConfig, output_dir: str, cards: ModelCards) -> int:
+def serve(
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    output_dir: str,
+    cards: ModelCards,
+    trainer_timeout: float,
+) -> int:
     """Start the servers, say when they are healthy, end them on SIGTERM or SIGINT; returns the exit code.
 
     0: told to stop; 1: a server could not be kept running. Once all were healthy, the others serve until they
     are told to stop, or none is healthy. Raises ConfigError for settings that cannot be.
+
+    `trainer_timeout`: seconds in which the trainer of the same job gives colocated servers its memory; then
+    RolloutError is raised.
     """
     settings = rollout.servers
     if not rollout.uses_servers:
@@ -46,7 +55,7 @@ def serve(model: ModelConfig, rollout: RolloutConfig, output_dir: str, cards: Mo
         )
     told = threading.Event()
     previous = {n: signal.signal(n, lambda *_: told.set()) for n in (signal.SIGTERM, signal.SIGINT)}
-    if settings.colocated and not wait_for_turn(told):
+    if settings.colocated and not wait_for_turn(told, trainer_timeout, report):
         return 0
     supervisor = start_servers(model, rollout, output_dir, cards, key, report)
     try:

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from megatron_gvpo_slices import Box, FullTensor, Slice
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], Any]
-Message = tuple[int, list[list[int]]]  # the other rank, and cells: tensor, rows from, to, columns from, to
-Cell = tuple[int, ...]  # one of those cells
+Cell = tuple[int, ...]  # a part of a tensor: the tensor's number, rows from, to, columns from, to
+Message = tuple[int, list[list[int]]]  # the other rank, and cells
 # Loaders may fuse the tensors of one attention, so these are loaded together.
 _TOGETHER = re.compile(r".*\.self_attn\.")
 STOP = "stop"  # a key of the group's store: the push has failed

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helpers.cases.gradient_rows import ROWS, by_another_engine, make_rows, moved, routing_of
+from helpers.cases.gradient_rows import ROWS, by_another_engine, make_rows, moved, routing_of, supports_of
 from helpers.references import gradient_reference as reference
 from helpers.references.gradient_reference import Correction, ReferenceLoss
 from helpers.workers.gradient_worker import TEMPERATURE, Layout
@@ -114,6 +114,7 @@ class Step:
     model: str = "untied"
     engine_gap: float | None = None
     replayed: bool = False
+    truncated: bool = False
 
 
 def gvpo(
@@ -202,6 +203,9 @@ STEPS = {
     "gvpo, log-normal lengths": replace(gvpo(SPLIT), rows="log-normal"),
     "sft": sft(SPLIT),
     "sft, all in one": sft(ALL),
+    "gvpo, truncated": replace(gvpo(SPLIT), truncated=True),
+    "gvpo, truncated, step start": replace(gvpo(WHOLE, True), truncated=True),
+    "grpo with kl, truncated": replace(grpo(SPLIT, 0.5), truncated=True),
     "tied, gvpo, groups split": gvpo(SPLIT, model="tied"),
     "tied, gvpo, groups whole": gvpo(WHOLE, model="tied"),
     "tied, sft": sft(SPLIT, model="tied"),
@@ -231,10 +235,13 @@ CORE = [
     "grpo with importance, step start",
     "grpo with a sequence mask",
     "sft",
+    "gvpo, truncated",
+    "gvpo, truncated, step start",
     "tied, gvpo, groups split",
 ]
 PART = ["gvpo, groups split", "gvpo, step start, groups whole", "grpo with kl, fewer rows than ranks"]
 PART += ["gpg, age by token, ranks without signal, accumulated", "tied, gvpo, groups split"]
+PART += ["gvpo, truncated"]
 QWEN2 = [name for name, step in STEPS.items() if step.model not in FAMILIES]
 RUNS = [(layout, name) for layout in THOROUGH for name in QWEN2]
 RUNS += [(layout, name) for layout in OTHERS for name in CORE]
@@ -276,7 +283,7 @@ PROBES = list(dict.fromkeys((layout, STEPS[name].model) for layout, name in RUNS
 # `make test` runs every method on one and two ranks, and every family and every kind of division (tp, sp, pp,
 # vpp, cp, ep, etp, dp, uneven stages, overlap, recomputation, offload) in few layouts and steps, and small
 # constants in few layouts; `make proof` runs all of RUNS.
-FEW = ["gvpo, groups split", "gpg, age by token, ranks without signal, accumulated"]
+FEW = ["gvpo, groups split", "gvpo, truncated", "gpg, age by token, ranks without signal, accumulated"]
 FEW_LAYOUTS = {
     "untied": [
         Layout(2, pp=2, recompute="full", recompute_layers=1),
@@ -320,18 +327,26 @@ QUICK = [run for run in RUNS if in_make_test(*run)]
 
 @cache
 def sampled(
-    directory: Path, model: str, temperature: float, rows: str, replayed: bool = False
+    directory: Path,
+    model: str,
+    temperature: float,
+    rows: str,
+    replayed: bool = False,
+    truncated: bool = False,
 ) -> tuple[TrainBatch, list[Tensor], Params]:
     """Rows, the reference's log-probs of them (an autograd graph that is reused), and its parameters."""
     policy, made = reference.load(directory / model), make_rows(ROWS[rows])
     if replayed:
         made = replace(made, routing=routing_of(made, reference.CONFIGS[model]()))
+    if truncated:
+        made = replace(made, support=supports_of(made))
     return made, reference.log_probs(policy, made, temperature), dict(policy.named_parameters())
 
 
 def sampled_for(step: Step, directory: Path) -> tuple[TrainBatch, list[Tensor], Params]:
     temperature = 1.0 if step.algorithm["recipe"] == "sft" else TEMPERATURE
-    rows, logp, parameters = sampled(directory, step.model, temperature, step.rows, step.replayed)
+    options = (step.rows, step.replayed, step.truncated)
+    rows, logp, parameters = sampled(directory, step.model, temperature, *options)
     rows = by_another_engine(rows, logp)
     present = step.at_step_start and step.engine_gap is None
     return (rows if present else moved(rows, logp)), logp, parameters

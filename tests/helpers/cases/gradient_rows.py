@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from helpers.references import gradient_reference as reference
 from megatron_gvpo.groups import Routing
+from megatron_gvpo.supports import Support
 from megatron_gvpo.types import TrainBatch
 
 Groups = list[tuple[int, list[tuple[int, float]]]]  # (prompt tokens, (response tokens, reward) of every row)
@@ -79,6 +81,21 @@ def by_another_engine(rows: TrainBatch, logp: list[Tensor]) -> TrainBatch:
     """The rows with log-probs of an engine that differs from the trainer in every token."""
     noise_r = torch.randn(sum(map(len, logp)), generator=torch.Generator().manual_seed(2))
     return rows.with_columns(engine_logp_r=torch.cat(logp).detach().float() + 0.4 * noise_r)
+
+
+def supports_of(rows: TrainBatch) -> list[Support | None]:
+    """Random supports of 1 to 64 tokens, and of all of them; none for every fifth row."""
+    generator = torch.Generator().manual_seed(4)
+
+    def of(response: Sequence[int]) -> Support:
+        members = []
+        for token in response:
+            order = torch.randperm(reference.VOCABULARY, generator=generator).tolist()
+            size = (1, 2, 5, 17, 64, reference.VOCABULARY)[order[0] % 6]
+            members.append(sorted({token, *order[: size - 1]}) if order[1] % 7 else [])
+        return Support.of(members)
+
+    return [None if i % 5 == 4 else of(response) for i, response in enumerate(rows.response_ids)]
 
 
 def routing_of(rows: TrainBatch, model: Any) -> list[Routing | None]:

@@ -21,8 +21,10 @@ from helpers.references.head_reference import (
     naive,
     problem,
 )
+from helpers.references.support_reference import made_supports, masked
 from megatron_gvpo.kernels import triton_tiles
 from megatron_gvpo.kernels.linear_logprob import linear_logprob
+from megatron_gvpo.kernels.truncated_logprob import truncated_logprob
 
 TRITON = {"backend": "triton"}
 
@@ -91,6 +93,20 @@ def test_any_shape(r: int, h: int, v: int, padding: int, stash_rows: int, per_ro
     first = fused_weights_first(hidden, weight, labels, g, **options, **TRITON)
     for out, dx_, dw_ in (stash, first):
         for got, want in ((out.logp_r, logp), (dx_, dx), (dw_, dw)):
+            torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=3e-5)
+
+
+def test_tokens_outside_the_supports_are_hidden_from_the_kernels():
+    hidden, weight, labels, g, e = problem(23, 8, 61, 3.0)
+    supports = made_supports(labels, 61, [1, 2, 9, 40, 0])
+    for entropy, weight_r, stash_bytes in ((True, None, 0), (False, None, 61 * 4 * 9), (False, g, 0)):
+        logp, _, dx, dw = masked(hidden, weight, labels, supports, g, e * entropy, 0.7)
+        x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        options = {"entropy": entropy, "weight_r": weight_r, "stash_bytes": stash_bytes, "narrow": 0}
+        out = truncated_logprob(x, w, labels, supports, temperature=0.7, **options, **TRITON)
+        loss = (g * out.logp_r).sum() if weight_r is None else out.surrogate
+        (loss + (e * out.entropy_r).sum() if entropy else loss).backward()
+        for got, want in ((out.logp_r, logp), (x.grad, dx), (w.grad, dw)):
             torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=3e-5)
 
 

@@ -1,19 +1,13 @@
-"""PyTorch's FlashAttention operators for packs, which only GPUs have, computed plainly on the CPU.
-
-They refuse what the kernels refuse, and also what the kernels take and then compute wrong: statistics that
-are not contiguous, ends that do not fit the tensors, a wrong longest length, empty spans. These rules are
-those of `mha_varlen_fwd` and `mha_varlen_bwd` in FlashAttention's C++ interface (2.8.3), which PyTorch has a
-copy of. The dtypes are free here, so that tests can compare in fp64.
-"""
+"""Registers PyTorch's FlashAttention operators, which only GPUs have, for CPU tensors."""
 
 from __future__ import annotations
 
 import functools
-from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from megatron_gvpo.emulation.flash_attention import backward, forward
 
 
 @functools.cache
@@ -23,102 +17,3 @@ def install() -> Any:
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", backward, "CPU")
     return library
-
-
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ends_q: Tensor,
-    ends_k: Tensor,
-    max_q: int,
-    max_k: int,
-    dropout: float,
-    causal: bool,
-    debug: bool,
-    *,
-    scale: float | None = None,
-    **others: Any,
-) -> tuple[Tensor, ...]:
-    assert dropout == 0 and not debug and not any(value is not None for value in others.values())
-    slices = spans(query, key, value, ends_q, ends_k, max_q, max_k)
-    out = torch.empty_like(query)
-    lse = torch.empty(query.shape[1], len(query), dtype=torch.promote_types(query.dtype, torch.float32))
-    for rows, columns in slices:
-        scores = scores_of(query[rows], key[columns], causal, scale)
-        lse[:, rows] = scores.logsumexp(-1).to(lse.dtype)
-        weights = scores.softmax(-1)
-        out[rows] = torch.einsum("nqk,knd->qnd", weights, wide(value[columns], query)).to(out.dtype)
-    seed = torch.zeros(2, dtype=torch.uint64)
-    return out, lse, seed, torch.empty(0, dtype=torch.uint64), torch.empty(0, dtype=query.dtype)
-
-
-def backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    ends_q: Tensor,
-    ends_k: Tensor,
-    max_q: int,
-    max_k: int,
-    dropout: float,
-    causal: bool,
-    seed: Tensor,
-    unused: Tensor,
-    *,
-    scale: float | None = None,
-    **others: Any,
-) -> tuple[Tensor, ...]:
-    assert dropout == 0 and not any(value is not None for value in others.values())
-    assert grad.dtype == out.dtype == query.dtype and grad.shape == out.shape == query.shape
-    assert lse.is_contiguous() and lse.shape == (query.shape[1], len(query)), "read without strides"
-    assert lse.dtype == torch.promote_types(query.dtype, torch.float32)
-    slices = spans(query, key, value, ends_q, ends_k, max_q, max_k)
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    dq, dk, dv = (torch.zeros_like(x) for x in (query, key, value))
-    for rows, columns in slices:
-        q, k, v = wide(query[rows], query), wide(key[columns], query), wide(value[columns], query)
-        g, o = wide(grad[rows], query), wide(out[rows], query)
-        p = (scores_of(query[rows], key[columns], causal, scale) - lse[:, rows, None]).exp()
-        ds = p * (torch.einsum("qnd,knd->nqk", g, v) - (g * o).sum(-1).t()[..., None]) * factor
-        dq[rows] = torch.einsum("nqk,knd->qnd", ds, k).to(dq.dtype)
-        for total, one in ((dk, (ds, q)), (dv, (p, g))):
-            full = torch.einsum("nqk,qnd->knd", *one)
-            total[columns] = full.unflatten(1, (key.shape[1], -1)).sum(2).to(dk.dtype)
-    return dq, dk, dv
-
-
-def spans(
-    query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor, max_q: int, max_k: int
-) -> list[tuple[slice, slice]]:
-    """The (queries, keys) of every sequence."""
-    assert query.dtype == key.dtype == value.dtype and key.shape == value.shape
-    assert query.shape[1] % key.shape[1] == 0 and query.shape[2] == key.shape[2]
-    assert query.shape[2] % 8 == 0 and query.shape[2] <= 256
-    assert all(x.stride(-1) == 1 for x in (query, key, value))
-    slices = []
-    for x, ends, longest in ((query, ends_q, max_q), (key, ends_k, max_k)):
-        assert ends.dtype == torch.int32 and ends.is_contiguous() and ends.device == x.device
-        lengths = ends.diff().tolist()
-        assert int(ends[0]) == 0 and int(ends[-1]) == len(x) and min(lengths) > 0 and max(lengths) == longest
-        slices.append([slice(a, b) for a, b in pairwise(ends.tolist())])
-    return list(zip(*slices, strict=True))
-
-
-def scores_of(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> Tensor:
-    """[n, queries, keys]; a causal mask ends in the lower right corner."""
-    scores = torch.einsum("qnd,knd->nqk", wide(q, q), wide(k, q))
-    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if causal:
-        seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(scores.shape[2] - scores.shape[1])
-        scores = scores.masked_fill(~seen, -torch.inf)
-    return scores
-
-
-def wide(x_tnd: Tensor, query: Tensor) -> Tensor:
-    """A tensor with as many heads as the query, in the precision of the scores."""
-    precise = torch.promote_types(query.dtype, torch.float32)
-    return x_tnd.repeat_interleave(query.shape[1] // x_tnd.shape[1], dim=1).to(precise)

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
 
 from megatron_gvpo.groups import Routing
+from megatron_gvpo.supports import Support
 from megatron_gvpo.types import TrainBatch
-from megatron_gvpo.verify.reference import load, response_log_probs
+from megatron_gvpo.verify.reference import all_log_probs, load
 from megatron_gvpo.verify.shrink import scatter
 
 __all__ = ["load"]  # for the tests that use this module as the reference
@@ -161,11 +163,28 @@ def as_in_file(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def log_probs(model: torch.nn.Module, rows: TrainBatch, temperature: float) -> list[Tensor]:
     """Log-probs of every row's response tokens, one forward a row."""
     result = []
-    routing = rows.routing or [None] * len(rows)
-    for prompt, response, of_row in zip(rows.prompt_ids, rows.response_ids, routing, strict=True):
+    routing, supports = rows.routing or [None] * len(rows), rows.support or [None] * len(rows)
+    columns = (rows.prompt_ids, rows.response_ids, routing, supports)
+    for prompt, response, of_row, support in zip(*columns, strict=True):
         with contextlib.nullcontext() if of_row is None else routed(model, of_row):
-            result.append(response_log_probs(model, prompt, response, temperature))
+            logp_rv = all_log_probs(model, prompt, response, temperature)
+        if support is not None:
+            logp_rv = torch.log_softmax(logp_rv.masked_fill(outside(support, logp_rv), -torch.inf), -1)
+        result.append(logp_rv.gather(1, torch.tensor([response]).T)[:, 0])
     return result
+
+
+def outside(support: Support, logp_rv: Tensor) -> Tensor:
+    """True for tokens outside the supports, bool like logp_rv; a support of no tokens is the vocabulary."""
+    is_outside = torch.zeros(logp_rv.shape, dtype=torch.bool)
+    begin = 0
+    ids = np.frombuffer(support.ids, "<i4")
+    for position, count in enumerate(np.frombuffer(support.counts, "<i4").tolist()):
+        if count:
+            is_outside[position] = True
+            is_outside[position, ids[begin : begin + count].tolist()] = False
+        begin += count
+    return is_outside
 
 
 @contextlib.contextmanager

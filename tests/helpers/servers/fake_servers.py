@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
+from collections.abc import Callable
+from typing import Any
+
 from megatron_gvpo.servers.handle import Pending, Receiving
 from megatron_gvpo.servers.pool import ServerPool
+
+URL = "http://127.0.0.1:1"
 
 
 def itself[S](server: S) -> S:
@@ -17,3 +24,29 @@ def admit_at_once(pool: ServerPool, version: int) -> None:
     handle.to(Pending())
     handle.to(Receiving())
     pool.admit(handle, version)
+
+
+def answer_of(kind: str, ids: list[int], logprobs: list[float], reason: Any) -> dict[str, Any]:
+    """A response as the engine `kind` gives it."""
+    if kind == "vllm":
+        logs = {"token_logprobs": logprobs}
+        return {"choices": [{"token_ids": ids, "logprobs": logs, "finish_reason": reason}]}
+    entries = [[logprob, token, None] for logprob, token in zip(logprobs, ids, strict=False)]
+    meta = {"output_token_logprobs": entries, "finish_reason": {"type": reason}, "weight_version": None}
+    return {"output_ids": ids, "meta_info": meta}
+
+
+class Connection:
+    """Stands for the HTTP connection: `answer(body)` is what the server says to each request."""
+
+    url = URL
+
+    def __init__(self, answer: Callable[[dict[str, Any]], Any]) -> None:
+        self.answer, self.bodies = answer, list[dict[str, Any]]()
+
+    async def post(self, path: str, body: Any = None, **_: Any) -> Any:
+        if path not in ("/generate", "/v1/completions"):
+            return {}
+        self.bodies.append(body)
+        await asyncio.sleep(0)
+        return copy.deepcopy(self.answer(body))

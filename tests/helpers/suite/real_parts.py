@@ -35,6 +35,7 @@ PARTS = (
     "bubblewrap",
     "MCP server",
     "trackio, MLflow and SwanLab",
+    "Tinker SDK",
 )
 
 _passed: Counter[str] = Counter()

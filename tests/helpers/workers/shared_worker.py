@@ -49,7 +49,7 @@ def run(directory: str) -> None:
             tokens = sum(packs)
             results[shared] = outcome, policy.score(case.rows), tokens
         if dist.get_rank() == 0:
-            torch.save(results, folder / f"shared-{layout}-{case.model}-{budget}-{core}.pt")
+            torch.save(results, folder / f"shared-{layout}-{case.name}-{budget}-{core}.pt")
         forget_layout()
 
 

@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron_gvpo.megatron import forward
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
-from megatron_gvpo.planner.packs import size_of
+from megatron_gvpo.planner.prediction import size_of
 from megatron_gvpo.rehearsal import stand_ins
 from megatron_gvpo.rehearsal.rank import hidden_shape
 from megatron_gvpo.rehearsal.rows import make_rows

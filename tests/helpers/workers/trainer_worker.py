@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from helpers.small_constants import small_constants
@@ -15,12 +16,52 @@ from helpers.tiny_run import StopAfter, configure, fit, reward_options
 from megatron_gvpo.core.collectives import all_have_failed
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.user_functions import UserFunctionError
+from megatron_gvpo.megatron.update import LossPass
+from megatron_gvpo.training.callbacks import Callback
+from megatron_gvpo.training.trainer import Trainer
 
 
 def fit_once(task: str, out: str, *overrides: str) -> None:
     """Run to the end."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
     fit(configure(Path(task), Path(out), *overrides))
+
+
+def fit_with_a_faulty_rank(task: str, out: str, fault: str, *overrides: str) -> None:
+    """Run two steps. In the second, rank 1 has `stale` shards of others, or its gradient is `halved`."""
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
+
+    class Faulty(Callback):
+        def on_start(self, trainer: Trainer) -> None:
+            self.before = [p.detach().clone() for p in trainer.components.policy.model.weights()]
+
+        def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
+            if step != 1 or dist.get_rank() != 1:
+                return
+            if fault == "stale":
+                model = trainer.components.policy.model
+                buckets = [b for chunk in model.chunks for buffer in chunk.buffers for b in buffer.buckets]
+                shards = [bucket.param_data.chunk(2)[1] for bucket in buckets]
+                own = [shard.clone() for shard in shards]
+                with torch.no_grad():
+                    for p, stale in zip(model.weights(), self.before, strict=True):
+                        p.copy_(stale)
+                    for shard, right in zip(shards, own, strict=True):
+                        shard.copy_(right)
+            else:
+                surrogate = LossPass.__call__
+
+                def call(self: LossPass, rows: object, values: object) -> object:
+                    scalar, result = surrogate(self, rows, values)
+                    return 0.5 * scalar, result
+
+                LossPass.__call__ = call
+
+    original = LossPass.__call__
+    try:
+        fit(configure(Path(task), Path(out), *overrides), [Faulty()])
+    finally:
+        LossPass.__call__ = original
 
 
 def interrupted_and_not(task: str, runs: str) -> None:

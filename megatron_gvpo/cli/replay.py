@@ -1,0 +1,97 @@
+"""`megatron-gvpo replay`: compute a recorded step of a run again, and name the first number that differs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_gvpo.cli.terminal import say
+from megatron_gvpo.cli.with_model import run_with_model
+
+if TYPE_CHECKING:
+    from megatron_gvpo.replay.findings import Finding
+    from megatron_gvpo.settings.config import Config
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "replay", help="compute a recorded step again on one process, and name what differs"
+    )
+    parser.add_argument("run_directory", metavar="RUN", type=Path, help="output directory of a run")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.sub=value", help="paths that are others on this machine"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="the step (default: the last recorded one)")
+    parser.add_argument(
+        "--against", type=Path, metavar="OTHER_RUN", help="find the first step at which two runs part"
+    )
+    parser.add_argument(
+        "--without-model", action="store_true", help="leave out what needs the model's weights"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """0: all is equal; 1: something differs; 2: wrong input. Raises ConfigError."""
+    from megatron_gvpo.replay.settings import load_run
+
+    directory: Path = options.run_directory
+    config = load_run(directory, options.overrides)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on the CPU, whatever the run's layout was
+    differs: list[Finding] = []
+
+    def work() -> None:
+        if options.against is not None:
+            differs.extend(_compare(directory, options.against, config))
+        else:
+            differs.extend(_replay(directory, config, options))
+
+    code = run_with_model(work)
+    return code or int(bool(differs))
+
+
+def _replay(directory: Path, config: Config, options: argparse.Namespace) -> list[Finding]:
+    from megatron_gvpo.core.errors import DataError
+    from megatron_gvpo.observe.step_records import recorded_steps
+    from megatron_gvpo.replay.run import replay
+    from megatron_gvpo.runs.record import changed_files
+
+    for change in changed_files(directory, config):
+        say(f"note: a file is not the one that the run has read: {change}")
+    step = options.step if options.step is not None else max(recorded_steps(directory), default=None)
+    if step is None:
+        raise DataError(f"RUN={directory}: no step is recorded (logging.steps.max_gb)")
+    first = replay(config, step, not options.without_model, lambda finding: say(line(finding)))
+    if first is None:
+        say(f"step {step}: all that was compared is equal to the run's")
+        return []
+    say(f"first difference: step {first.step}, {first.component}: {first.text}")
+    return [first]
+
+
+def _compare(one: Path, other: Path, config: Config) -> list[Finding]:
+    from megatron_gvpo.core.secrets import as_written
+    from megatron_gvpo.replay.against import first_parting
+    from megatron_gvpo.replay.findings import Tolerances
+    from megatron_gvpo.replay.settings import load_run
+    from megatron_gvpo.runs.settings_diff import changes
+    from megatron_gvpo.settings.config import Config
+
+    second = load_run(other)
+    for change in changes(Config, as_written(config), as_written(second)):
+        if change.key != "output_dir":
+            say(f"note: the runs have other settings: {change}")
+    steps, finding = first_parting(one, other, Tolerances.of(config.model.dtype))
+    if finding is None:
+        say(f"steps {steps[0]} to {steps[-1]}, as far as both runs recorded them, are equal")
+        return []
+    say(f"the runs part in step {finding.step}, {finding.component}: {finding.text}")
+    return [finding]
+
+
+def line(finding: Finding) -> str:
+    """A component's line: its name, its outcome, and where it differs or why it was not compared."""
+    shown = {"equal": "equal", "differs": "DIFFERS", "not checked": "not checked"}[finding.outcome]
+    return f"{finding.component:<14} {shown:<12} {finding.text}".rstrip()

@@ -1,0 +1,162 @@
+"""Finds the first step, and the first number in it, at which two recorded runs part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.observe.step_records import StepRecord, UpdateRecord, read, recorded_steps
+from megatron_gvpo.replay.findings import (
+    Finding,
+    Tolerances,
+    compare_gradients,
+    compare_weights,
+    first_apart,
+    same_sums,
+    scale_of,
+)
+from megatron_gvpo.types import TrainBatch
+
+
+class Differs(Protocol):
+    """Makes the finding of a difference, at a response and its token."""
+
+    def __call__(
+        self, component: str, text: str, position: int | None = None, token: int | None = None
+    ) -> Finding: ...
+
+
+class Parting(NamedTuple):
+    """The steps that both runs have recorded, and where they part: None if nowhere."""
+
+    steps: list[int]
+    finding: Finding | None
+
+
+def first_parting(one: Path, other: Path, limits: Tolerances) -> Parting:
+    """Compare the records of two runs step by step. Raises DataError where no step is recorded in both."""
+    steps = sorted({*recorded_steps(one)} & {*recorded_steps(other)})
+    if not steps:
+        raise DataError(f"{one} and {other} have no recorded step in common (logging.steps)")
+    for step in steps:
+        for finding in _compare(read(one, step), read(other, step), limits):
+            return Parting(steps, finding)
+    return Parting(steps, None)
+
+
+def _compare(one: StepRecord, other: StepRecord, limits: Tolerances) -> Iterator[Finding]:
+    """The differences of two records of a step, in the order in which a step computes."""
+
+    def differs(component: str, text: str, position: int | None = None, token: int | None = None) -> Finding:
+        at = (
+            "" if position is None else f"response {position}" + ("" if token is None else f", token {token}")
+        )
+        return Finding(component, one.step, "differs", f"{at}: {text}" if at else text, position, token)
+
+    dtype_limit = 1e-5 if limits.logp < 0.01 else 1e-3
+    if (apart := same_sums(one.weights, other.weights, dtype_limit)) is not None:
+        yield Finding("start weights", one.step, "differs", f"{apart[0]}: {apart[1]}", tensor=apart[0])
+    for rows, others in zip(one.mini_batches, other.mini_batches, strict=False):
+        yield from _compare_tokens(rows, others, differs)
+    sizes = [sum(map(len, record.mini_batches)) for record in (one, other)]
+    if sizes[0] != sizes[1]:
+        yield differs("rollouts", f"{sizes[0]} responses in one run, {sizes[1]} in the other")
+        return
+    for rows, others in zip(one.mini_batches, other.mini_batches, strict=True):
+        for component, name, limit in (
+            ("rollouts", "engine_logp_r", limits.logp),
+            ("rows", "reward_n", 1e-5),
+            ("rows", "truncated_n", 0.5),
+            ("rows", "trained_n", 0.5),
+            ("advantages", "advantage_n", limits.advantage),
+            ("advantages", "advantage_r", limits.advantage),
+        ):
+            yield from _compare_column(component, name, rows, others, limit, differs)
+    for update, second in zip(one.updates, other.updates, strict=False):
+        yield from _compare_updates(update, second, one, limits, differs)
+    if len(one.updates) != len(other.updates):
+        yield differs("mask", f"{len(one.updates)} updates in one run, {len(other.updates)} in the other")
+
+
+def _compare_tokens(rows: TrainBatch, others: TrainBatch, differs: Differs) -> Iterator[Finding]:
+    positions = [] if rows.place_n is None else rows.place_n.tolist()
+    for i, position in enumerate(positions[: len(others)]):
+        for name in ("prompt_ids", "response_ids"):
+            pair = list(getattr(rows, name)[i]), list(getattr(others, name)[i])
+            if pair[0] != pair[1]:
+                token = next((t for t, ids in enumerate(zip(*pair, strict=False)) if len(set(ids)) > 1), None)
+                yield differs("rollouts", f"the runs have other {name}", position, token)
+
+
+def _compare_column(
+    component: str, name: str, rows: TrainBatch, others: TrainBatch, limit: float, differs: Differs
+) -> Iterator[Finding]:
+    pair: list[Tensor | None] = [getattr(rows, name), getattr(others, name)]
+    if pair[0] is None or pair[1] is None:
+        if pair[0] is not pair[1]:
+            yield differs(component, f"{name} is in one run alone")
+        return
+    values = [column.double() for column in pair if column is not None]
+    index = first_apart(values[0], values[1], limit * max(1.0, scale_of(*values)))
+    if index is not None and rows.place_n is not None:
+        row = index if name.endswith("_n") else int(rows.seq_r[index])
+        token = None if name.endswith("_n") else index - rows.offsets[row]
+        text = f"{name}: {values[0][index]:.6g} in one run, {values[1][index]:.6g} in the other"
+        yield differs(component, text, int(rows.place_n[row]), token)
+
+
+def _compare_updates(
+    one: UpdateRecord, other: UpdateRecord, record: StepRecord, limits: Tolerances, differs: Differs
+) -> Iterator[Finding]:
+    if one.place_n.tolist() != other.place_n.tolist():
+        unequal = sorted(set(one.place_n.tolist()) ^ set(other.place_n.tolist()))
+        yield differs("mask", "trained in one run alone", unequal[0] if unequal else None)
+        return
+    for component, name, limit in (
+        ("references", "old_logp_r", limits.logp),
+        ("references", "ref_logp_r", limits.logp),
+        ("log-probs", "logp_r", limits.logp),
+        ("loss weights", "weight_r", limits.gradient),
+    ):
+        columns: list[Tensor] = [
+            column for column in (getattr(one, name), getattr(other, name)) if column is not None
+        ]
+        if len(columns) == 1:
+            yield differs(component, f"{name} is in one run alone")
+        scale = scale_of(*columns) if name == "weight_r" else 1.0
+        index = first_apart(columns[0], columns[1], limit * scale) if len(columns) == 2 else None
+        if index is not None:
+            position, token = _token(one, record, index)
+            text = f"{name}: {columns[0][index]:.6g} in one run, {columns[1][index]:.6g} in the other"
+            yield differs(component, text, position, token)
+    loss = one.metrics["loss"], other.metrics["loss"]
+    if abs(loss[0] - loss[1]) > max(limits.loss, limits.logp) * max(1.0, abs(loss[0])):
+        yield differs("loss", f"{loss[0]:.6g} in one run, {loss[1]:.6g} in the other")
+    if (apart := compare_gradients(one.gradients, other.gradients, limits.gradient)) is not None:
+        yield Finding("gradients", record.step, "differs", f"{apart[0]}: {apart[1]}", tensor=apart[0])
+    if abs(one.lr - other.lr) > 1e-6 * max(one.lr, other.lr):
+        yield differs("learning rate", f"{one.lr:.6g} in one run, {other.lr:.6g} in the other")
+    before = record.weights
+    if (
+        apart := compare_weights((before, one.weights), (before, other.weights), one.lr, limits.change)
+    ) is not None:
+        yield Finding("weights", record.step, "differs", f"{apart[0]}: {apart[1]}", tensor=apart[0])
+
+
+def _token(update: UpdateRecord, record: StepRecord, index: int) -> tuple[int | None, int | None]:
+    """The position and the token of an index of an update's columns."""
+    lengths = {
+        position: int(length)
+        for rows in record.mini_batches
+        if rows.place_n is not None
+        for position, length in zip(rows.place_n.tolist(), rows.length_n.tolist(), strict=True)
+    }
+    for position in update.place_n.tolist():
+        if index < lengths[position]:
+            return position, index
+        index -= lengths[position]
+    return None, None

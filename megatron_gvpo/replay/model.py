@@ -1,0 +1,262 @@
+"""Replays what the model computes: log-probs, the loss's weights, gradients, updates, weights.
+
+The model begins at the newest checkpoint before the step, or at `model.path`, and takes the recorded updates
+in between. Each of these is compared, too: the first difference may be in an earlier step than the one asked
+for. An update takes the run's own weights of tokens, so that a fault of the loss is not one of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_gvpo.algorithms.base import STEP_START, TEACHER, token_weights
+from megatron_gvpo.megatron.checkpoint.load import load_policy
+from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.megatron.update import UpdateResult, with_references
+from megatron_gvpo.observe.step_records import StepRecord, UpdateRecord
+from megatron_gvpo.replay.findings import (
+    Finding,
+    Tolerances,
+    compare_gradients,
+    compare_weights,
+    first_apart,
+    same_sums,
+    scale_of,
+    where,
+)
+from megatron_gvpo.replay.parts import Parts, counted_otherwise
+from megatron_gvpo.runs.existing_run import checkpoint_steps
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.types import BatchTotals, TrainBatch
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint that a replay begins with; None: `model.path`, before step 1."""
+
+    step: int
+    checkpoint: Path | None
+
+    @staticmethod
+    def before(output_dir: str, step: int, recorded: Sequence[int]) -> Start | None:
+        """The newest start from which every step up to `step` is recorded; None without one."""
+        missing = [s for s in range(1, step) if s not in recorded]
+        first = max(missing, default=0)
+        for own in reversed([0, *checkpoint_steps(Path(output_dir))]):
+            if first <= own < step:
+                checkpoint = Path(output_dir) / "checkpoints" / f"step_{own:08d}"
+                return Start(own, checkpoint if own else None)
+        return None
+
+
+class ModelReplay:
+    """A policy that takes a run's recorded updates again. `original`: the run's own configuration."""
+
+    def __init__(self, config: Config, original: Config, start: Start, limits: Tolerances) -> None:
+        self._config, self._original, self._limits = config, original, limits
+        self.policy = Policy.of(config)
+        self.start = start
+        self.members: dict[
+            int, tuple[int, int]
+        ] = {}  # group and number in it, by position in the present step
+        self.state: dict[str, Any] = {}  # the trainer's state in the checkpoint
+        if start.checkpoint is not None:
+            self.state = load_policy(start.checkpoint, self.policy)
+
+    def findings(self, record: StepRecord) -> Iterator[Finding]:
+        """Take a step; yields the findings of its components, up to the first that differs."""
+        for finding in self._steps(record):
+            yield finding
+            if finding.outcome == "differs":
+                return
+
+    def _steps(self, record: StepRecord) -> Iterator[Finding]:
+        self._record, self._update = record, ""
+        before = self.policy.tensor_sums.take("weights")
+        apart = same_sums(record.weights, before, self._weights_limit)
+        yield self._finding("start weights", apart and apart[1], tensor=apart[0] if apart else None)
+        yield from self._references()
+        run_before, later = record.weights, list[Finding]()
+        for i, update in enumerate(record.updates):
+            self._update = f"update {i + 1} of {len(record.updates)}: " if len(record.updates) > 1 else ""
+            rows = self.rows_of(update)
+            self._keep_weights()
+            result = self.policy.update(
+                rows.with_columns(weight_r=update.weight_r),
+                at_step_start=i == 0,
+                keep_weights=True,
+                keep_gradients=True,
+            )
+            after = self.policy.tensor_sums.take("weights")
+            later = [
+                *self._of_update(update, rows, result),
+                self._weights((run_before, update.weights), (before, after), update.lr),
+            ]
+            if any(finding.outcome == "differs" for finding in later):
+                break
+            run_before, before = update.weights, after
+        else:
+            self._end_step(len(record.updates))
+        yield from later
+
+    @property
+    def _weights_limit(self) -> float:
+        return 1e-5 if self._config.model.dtype == "float32" else 1e-3
+
+    def _end_step(self, updates: int) -> None:
+        train = self._config.train
+        self.policy.skip_updates(train.mini_batches * train.batch_epochs - updates)
+        self.policy.end_step()
+
+    def _finding(
+        self, component: str, problem: str | None, response: int | None = None, **position: Any
+    ) -> Finding:
+        if problem is None:
+            return Finding(component, self._record.step, "equal")
+        at = [] if response is None else [where(response, self.members)]
+        at += [f"{name} {value}" for name, value in position.items() if value is not None]
+        text = self._update + (f"{', '.join(at)}: {problem}" if at else problem)
+        return Finding(component, self._record.step, "differs", text, response, **position)
+
+    def rows_of(self, update: UpdateRecord) -> TrainBatch:
+        """The rows that an update trained, with the log-probs that its loss compared with."""
+        positions = update.place_n.tolist()
+        for rows in self._record.mini_batches:
+            assert rows.place_n is not None
+            numbers = {position: i for i, position in enumerate(rows.place_n.tolist())}
+            if set(positions) & set(numbers):
+                known = [numbers[position] for position in positions if position in numbers]
+                marked = rows.trained()
+                left_out = marked.left_out if len(marked) == len(positions) else (0, 0)
+                chosen = rows.select(known)
+                chosen.left_out = left_out
+                return chosen.with_columns(old_logp_r=update.old_logp_r, ref_logp_r=update.ref_logp_r)
+        raise ValueError("an update without rows")  # the mask has been compared before
+
+    def _column(
+        self, component: str, rows: TrainBatch, recorded: Tensor, again: Tensor, limit: float
+    ) -> Finding:
+        """Compare a column of tokens; a difference names its first token, and the rank if it is all there."""
+        index = first_apart(recorded, again, limit)
+        if index is None:
+            return self._finding(component, None)
+        apart_r = ~torch.isclose(recorded.double(), again.double(), rtol=0.0, atol=limit, equal_nan=True)
+        wrong = sorted(set(rows.seq_r[apart_r].tolist()))
+        row = int(rows.seq_r[index])
+        problem = (
+            f"{recorded[index]:.6g} in the run, {again[index]:.6g} replayed; {int(apart_r.sum())} of "
+            f"{len(apart_r)} tokens of {len(wrong)} of {len(rows)} responses differ"
+        )
+        parts = self._parts(rows)
+        if (part := parts.rank_of(wrong) or parts.around(wrong)) is not None and len(wrong) > 1:
+            problem += f", and all of these are of {part}"
+        return self._finding(component, problem, self._position(rows, row), token=index - rows.offsets[row])
+
+    def _position(self, rows: TrainBatch, row: int) -> int:
+        assert rows.place_n is not None
+        return int(rows.place_n[row])
+
+    def _parts(self, rows: TrainBatch) -> Parts:
+        return Parts.of(rows, self._original, self._record.data_parallel, self.policy)
+
+    def _references(self) -> Iterator[Finding]:
+        """The log-probs that the loss compares with are those of the policies that the method names."""
+        references = self._config.algorithm.loss.reference_policies
+        by_engine = self._config.algorithm.reference_logprobs == "engine"
+        for update in self._record.updates:
+            rows = self.rows_of(update)
+            for column, reference in references.items():
+                recorded = update.old_logp_r if column == "old" else update.ref_logp_r
+                if recorded is None or (by_engine and reference == STEP_START):
+                    continue
+                if reference == STEP_START:
+                    again = self.policy.score(rows)
+                elif reference != TEACHER:
+                    again = self.policy.score_reference(rows)
+                elif self.policy.teacher is not None:
+                    again = self.policy.score_teacher(rows)
+                else:
+                    text = "the teacher is behind a server"
+                    yield Finding("references", self._record.step, "not checked", text)
+                    continue
+                finding = self._column("references", rows, recorded, again, self._limits.logp)
+                if finding.outcome == "differs":
+                    yield finding
+                    return
+        yield self._finding("references", None)
+
+    def _of_update(self, update: UpdateRecord, rows: TrainBatch, result: UpdateResult) -> Iterator[Finding]:
+        limits = self._limits
+        if update.logp_r is not None and result.logp_r is not None:
+            yield self._column("log-probs", rows, update.logp_r, result.logp_r, limits.logp)
+            if update.weight_r is not None and not self._config.algorithm.loss.wants_entropy:
+                again, _ = self._loss_weights(rows, update.logp_r)
+                limit = limits.weight * scale_of(update.weight_r, again)
+                yield self._column("loss weights", rows, update.weight_r, again, limit)
+        yield self._loss(update, result)
+        yield self._gradients(update, rows, result)
+        wrong = abs(update.lr - result.update.lr) > 1e-5 * max(update.lr, result.update.lr)
+        rate = f"{update.lr:.6g} in the run; the schedule gives {result.update.lr:.6g}"
+        yield self._finding("learning rate", rate if wrong else None)
+        yield self._gradient_norm(update, result)
+
+    def _loss_weights(self, rows: TrainBatch, logp_r: Tensor) -> tuple[Tensor, Any]:
+        loss = self._config.algorithm.loss.sized(self._config.rollout.max_tokens)
+        rows_of_groups = rows.with_group_tokens()
+        return token_weights(
+            loss, with_references(rows_of_groups, logp_r), logp_r, BatchTotals.of(rows_of_groups)
+        )
+
+    def _loss(self, update: UpdateRecord, result: UpdateResult) -> Finding:
+        """The loss and its metrics; their tolerance is that of the largest."""
+        run, again = update.metrics, result.metrics
+        for name in ("loss", *sorted(run.keys() & again.keys() - {"loss"})):
+            if name not in run or name not in again:
+                continue
+            scale = max(1.0, abs(run[name]), abs(again[name]))
+            limit = max(self._limits.loss, self._limits.logp) * scale
+            if not abs(run[name] - again[name]) <= limit and run[name] == run[name]:
+                return self._finding(
+                    "loss", f"{name}: {run[name]:.6g} in the run, {again[name]:.6g} replayed"
+                )
+        return self._finding("loss", None)
+
+    def _gradients(self, update: UpdateRecord, rows: TrainBatch, result: UpdateResult) -> Finding:
+        apart = compare_gradients(update.gradients, result.gradients, self._limits.gradient)
+        if apart is None:
+            return self._finding("gradients", None)
+        tensor, problem = apart
+        if update.weight_r is not None:
+            self._put_back()
+            weighted = rows.with_columns(weight_r=update.weight_r)
+            cause = counted_otherwise(self.policy, weighted, update.gradients, self._parts(rows))
+            problem += f"; {cause}" if cause else ""
+        return self._finding("gradients", problem, tensor=tensor)
+
+    def _gradient_norm(self, update: UpdateRecord, result: UpdateResult) -> Finding:
+        wrong = abs(update.grad_norm - result.update.grad_norm) > self._limits.gradient * max(
+            update.grad_norm, result.update.grad_norm
+        )
+        text = f"{update.grad_norm:.6g} in the run, {result.update.grad_norm:.6g} replayed"
+        if update.is_skipped != result.update.skipped:
+            return self._finding("gradient norm", f"skipped={update.is_skipped} in the run; {text}")
+        return self._finding("gradient norm", text if wrong else None)
+
+    def _weights(self, recorded: Any, again: Any, lr: float) -> Finding:
+        apart = compare_weights(recorded, again, lr, self._limits.change)
+        return self._finding("weights", apart and apart[1], tensor=apart[0] if apart else None)
+
+    def _keep_weights(self) -> None:
+        self._weights_before = [weight.detach().clone() for weight in self.policy.model.weights()]
+
+    def _put_back(self) -> None:
+        """Give the model the weights before the update again: a difference ends the replay."""
+        with torch.no_grad():
+            for weight, before in zip(self.policy.model.weights(), self._weights_before, strict=True):
+                weight.copy_(before)

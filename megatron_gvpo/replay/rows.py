@@ -1,0 +1,342 @@
+"""Replays what comes before the model: rollouts, prompts, rewards, rows, advantages and the mask.
+
+Each component is computed from the numbers that the run recorded of the component before it, so that a fault
+in one is not found again in those after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megatron_gvpo.algorithms.base import Stateful
+from megatron_gvpo.core.errors import ConfigError, DataError
+from megatron_gvpo.data.task import load_task
+from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.huggingface.card import ModelCards
+from megatron_gvpo.huggingface.tokenizer import set_date
+from megatron_gvpo.observe.rollouts.reader import read_rollouts
+from megatron_gvpo.observe.step_records import StepRecord
+from megatron_gvpo.replay.findings import Finding, NotPossibleError, Tolerances, first_apart, scale_of, where
+from megatron_gvpo.rewards.pool import RewardPool
+from megatron_gvpo.runs.record import first_start
+from megatron_gvpo.sampling.batch_sampler import run_shapers
+from megatron_gvpo.settings.config import Config
+from megatron_gvpo.types import TrainBatch
+from megatron_gvpo.workers.tools import configured_schemas
+
+
+class RowsReplay:
+    """The components of a step that need no model. `estimator_state`: before the step, or None if unknown."""
+
+    def __init__(self, config: Config, record: StepRecord, limits: Tolerances) -> None:
+        self.config, self._record, self.limits = config, record, limits
+        self.members: dict[int, tuple[int, int]] = {}  # group and number in it, by position
+
+    def findings(self, estimator_state: dict[str, Any] | None) -> Iterator[Finding]:
+        for component, check in (
+            ("rollouts", self._rollouts),
+            ("template", self._template),
+            ("rewards", self._rewards),
+            ("shapers", self._shapers),
+            ("rows", self._rows),
+            ("advantages", lambda: self._advantages(estimator_state)),
+            ("mask", self._mask),
+        ):
+            try:
+                yield check() or Finding(component, self._record.step, "equal")
+            except NotPossibleError as reason:
+                yield Finding(component, self._record.step, "not checked", str(reason))
+
+    def _differs(
+        self, component: str, text: str, position: int | None = None, token: int | None = None
+    ) -> Finding:
+        response = "" if position is None else where(position, self.members)
+        response += "" if token is None else f", token {token}"
+        text = f"{response}: {text}" if response else text
+        return Finding(component, self._record.step, "differs", text, position, token)
+
+    @cached_property
+    def _saved(self) -> list[dict[str, Any]]:
+        """The step's rows in the rollout files. Raises NotPossibleError without them."""
+        try:
+            table = read_rollouts(self.config.output_dir, "train", [self._record.step])
+        except ValueError as error:
+            raise NotPossibleError(str(error)) from None
+        if not table.num_rows:
+            raise NotPossibleError("the rollout file of this step is not there (logging.rollouts)")
+        if self.config.logging.rollouts.groups is not None:
+            raise NotPossibleError("logging.rollouts.groups kept only some of the step's responses")
+        return list(table.to_pylist())
+
+    def name_members(self) -> None:
+        """Learn the group and number of each response, from the rollouts or else from the rows."""
+        try:
+            saved = [(row["group"], row["member"]) for row in self._saved]
+            self.members = dict(enumerate(saved))
+        except NotPossibleError:
+            first = 0
+            for rows in self._record.mini_batches:
+                for position, group in zip(_positions(rows), rows.group_n.tolist(), strict=True):
+                    number = sum(other[0] == first + group for other in self.members.values())
+                    self.members[position] = (first + group, number)
+                first += int(rows.group_n.max()) + 1
+
+    def _rollouts(self) -> Finding | None:
+        """The rows' tokens and engine log-probs are those of the rollout file, and each response is there."""
+        rows_of = {
+            position: (rows, i)
+            for rows in self._record.mini_batches
+            for i, position in enumerate(_positions(rows))
+        }
+        for position, saved in enumerate(self._saved):
+            if position not in rows_of:
+                return self._differs(
+                    "rollouts", "it is in the rollout file, and not in the step's rows", position
+                )
+            rows, i = rows_of[position]
+            if saved["response_ids"] is None:
+                raise NotPossibleError("a text has a secret, so the rollout file has no token ids of it")
+            for name in ("prompt_ids", "response_ids"):
+                recorded, others = list(getattr(rows, name)[i]), list(saved[name])
+                if recorded != others:
+                    token = _first_other(recorded, others)
+                    text = f"{name} of the rows are not those of the rollout file"
+                    return self._differs("rollouts", text, position, token)
+            other = self._commonest_group(rows, int(rows.group_n[i]))
+            if other != saved["group"]:
+                text = f"the rows count it to group {other}, the rollout file to group {saved['group']}"
+                return self._differs("rollouts", text, position)
+            if finding := self._engine_logprobs(rows, i, position, saved["rollout_logprobs"]):
+                return finding
+        return None
+
+    def _commonest_group(self, rows: TrainBatch, number: int) -> int:
+        """The group, in the rollout file, of most of the rows of group `number`."""
+        pairs = zip(_positions(rows), rows.group_n.tolist(), strict=True)
+        saved = [self._saved[position]["group"] for position, group in pairs if group == number]
+        return max(saved, key=saved.count)
+
+    def _engine_logprobs(
+        self, rows: TrainBatch, i: int, position: int, saved: Sequence[float] | None
+    ) -> Finding | None:
+        if rows.engine_logp_r is None or saved is None:
+            return None
+        own_r = rows.engine_logp_r[rows.offsets[i] : rows.offsets[i + 1]]
+        token = first_apart(own_r, torch.tensor(saved), 1e-6)
+        if token is None:
+            return None
+        text = (
+            f"log-prob by the engine: {saved[token]:.6g} in the rollout file, {own_r[token]:.6g} in the rows"
+        )
+        return self._differs("rollouts", text, position, token)
+
+    @cached_property
+    def _prompts(self) -> dict[str, Prompt]:
+        """The prompts of the data as they are rendered now. Raises NotPossibleError."""
+        set_date(first_start(self.config.output_dir))
+        try:
+            schemas = configured_schemas(self.config.rollout.conversation)
+            task = load_task(self.config, ModelCards(self.config).policy, schemas)
+        except (ConfigError, DataError) as error:
+            raise NotPossibleError(f"the data cannot be read: {error}") from None
+        return {prompt.id: prompt for prompt in task.prompts}
+
+    def _template(self) -> Finding | None:
+        """The prompts' tokens are what tokenizer, chat template and data give."""
+        if self.config.algorithm.members:
+            raise NotPossibleError("members of the groups may have changed prompts")
+        for position, saved in enumerate(self._saved):
+            prompt = self._prompts.get(saved["prompt_id"])
+            if prompt is None:
+                return self._differs("template", f"the data have no prompt {saved['prompt_id']}", position)
+            recorded = list(saved["prompt_ids"] or prompt.token_ids)
+            if recorded != list(prompt.token_ids):
+                token = _first_other(recorded, prompt.token_ids)
+                text = "the prompt's tokens are not those that data, tokenizer and chat template give now"
+                return self._differs("template", text, position, token)
+        return None
+
+    @cached_property
+    def _groups(self) -> list[Group]:
+        """The step's groups with the components of their rewards, as they were before the shapers."""
+        weights = {component.name: component.weight for component in self.config.rewards.components}
+        groups: list[Group] = []
+        number = None
+        for saved in self._saved:
+            if saved["group"] != number:
+                number = saved["group"]
+                prompt = self._prompts.get(saved["prompt_id"])
+                if prompt is None:
+                    raise NotPossibleError(f"the data have no prompt {saved['prompt_id']}")
+                groups.append(Group(prompt, []))
+            rewards = {name: value for name, value in (saved["rewards"] or {}).items() if value is not None}
+            errors = {name: text for name, text in (saved["reward_errors"] or {}).items() if text}
+            groups[-1].rollouts.append(
+                Rollout(
+                    token_ids=list(saved["response_ids"] or ()),
+                    logprobs=list(saved["rollout_logprobs"] or ()),
+                    text=saved["response"],
+                    finish_reason=saved["finish_reason"],
+                    weight_version=-1 if saved["version_first"] is None else saved["version_first"],
+                    rewards=rewards,
+                    reward=sum(weights.get(name, 0.0) * value for name, value in rewards.items()),
+                    reward_errors=errors,
+                    source=saved["source"],
+                )
+            )
+        return groups
+
+    def _rewards(self) -> Finding | None:
+        """Each component of the reward is what its function gives now."""
+        rewards = self.config.rewards
+        if not rewards.components or not self.config.algorithm.samples_from_policy:
+            raise NotPossibleError("the responses have no rewards by functions")
+        if rewards.is_served or self.config.rollout.conversation is not None:
+            raise NotPossibleError("servers or environments gave rewards")
+        again = [
+            replace(group, rollouts=[replace(rollout) for rollout in group.rollouts])
+            for group in self._groups
+        ]
+        try:
+            with RewardPool(rewards) as pool:
+                pool.score(again)
+        except ConfigError as error:
+            raise NotPossibleError(str(error)) from None
+        position = 0
+        for group, scored in zip(self._groups, again, strict=True):
+            for rollout, own in zip(group.rollouts, scored.rollouts, strict=True):
+                for name, value in rollout.rewards.items() if rollout.source == "policy" else ():
+                    if abs(value - own.rewards.get(name, 0.0)) > 1e-6 * max(1.0, abs(value)):
+                        now = own.reward_errors.get(name) or f"{own.rewards.get(name, 0.0):g}"
+                        text = f"component {name}: {value:g} in the run, now {now}"
+                        return self._differs("rewards", text, position)
+                position += 1
+        return None
+
+    @cached_property
+    def _shaped(self) -> list[Group]:
+        """The groups after the shapers. Raises NotPossibleError where a shaper asks outside or drops some."""
+        algorithm = self.config.algorithm.sized(self.config.rollout.max_tokens)
+        if any(shaper.outside for shaper in algorithm.shapers):
+            raise NotPossibleError("a shaper asked outside")
+        if algorithm.members or self.config.rollout.conversation is not None:
+            raise NotPossibleError("members or turns have rewards of their own")
+        shaped, _ = run_shapers(algorithm.shapers, self._groups, self._record.step)
+        if sum(len(g.rollouts) for g in shaped) != len(self._saved):
+            raise NotPossibleError(
+                "the shapers drop responses that the run trained: they saw others beside them"
+            )
+        return shaped
+
+    def _shapers(self) -> Finding | None:
+        """Each reward is the weighted sum of its components after the shapers."""
+        if not self.config.rewards.components or not self.config.algorithm.samples_from_policy:
+            raise NotPossibleError("the responses have no rewards by functions")
+        rewards = [reward for group in self._shaped for reward in group.rewards]
+        for position, (saved, reward) in enumerate(zip(self._saved, rewards, strict=True)):
+            if abs(saved["reward"] - reward) > 1e-5 * max(1.0, abs(reward)):
+                text = f"reward {saved['reward']:g} in the run; weights and shapers give {reward:g}"
+                return self._differs("shapers", text, position)
+        return None
+
+    def _rows(self) -> Finding | None:
+        """The rows' rewards and flags are those of the rollouts."""
+        try:
+            trained = [rollout.trained for group in self._shaped for rollout in group.rollouts]
+        except NotPossibleError:
+            trained = None
+        for rows in self._record.mini_batches:
+            for i, position in enumerate(_positions(rows)):
+                saved = self._saved[position]
+                reward, truncated = float(rows.reward_n[i]), bool(rows.truncated_n[i])
+                if abs(reward - saved["reward"]) > 1e-5 * max(1.0, abs(reward)):
+                    text = f"reward {reward:g} in the rows, {saved['reward']:g} in the rollout file"
+                    return self._differs("rows", text, position)
+                if truncated != (saved["finish_reason"] == "length"):
+                    text = f"truncated={truncated} in the rows, and it ended by {saved['finish_reason']}"
+                    return self._differs("rows", text, position)
+                is_trained = rows.trained_n is None or bool(rows.trained_n[i])
+                if trained is not None and is_trained != trained[position]:
+                    text = f"trained={is_trained} in the rows; the shapers say {trained[position]}"
+                    return self._differs("rows", text, position)
+        return None
+
+    def _advantages(self, state: dict[str, Any] | None) -> Finding | None:
+        """The advantages are what the estimator gives for the rows."""
+        if self.config.algorithm.estimator is None:
+            raise NotPossibleError("the method has no advantages: its loss takes rewards")
+        estimator = self.config.algorithm.sized(self.config.rollout.max_tokens).estimator
+        assert estimator is not None
+        built = estimator.build()
+        if isinstance(built, Stateful):
+            if state is None:
+                raise NotPossibleError(
+                    "the estimator remembers earlier steps, and no checkpoint before is there"
+                )
+            built.load_state_dict(state)
+        for rows in self._record.mini_batches:
+            again, _ = built.fill(rows.with_columns(advantage_n=None, advantage_r=None))
+            for name in ("advantage_n", "advantage_r", "return_r"):
+                recorded, own = getattr(rows, name), getattr(again, name)
+                if recorded is None or own is None:
+                    if (recorded is None) != (own is None):
+                        return self._differs("advantages", f"{name} is missing on one side")
+                    continue
+                index = first_apart(recorded, own, self.limits.advantage * scale_of(recorded, own))
+                if index is not None:
+                    text = f"{name}: {recorded[index]:.6g} in the run, {own[index]:.6g} replayed"
+                    return self._differs("advantages", text, *_located(rows, name, index))
+        return None
+
+    def _mask(self) -> Finding | None:
+        """The updates trained the rows that are marked as trained, and no others, in every pass."""
+        expected = [rows.trained() for rows in self._record.mini_batches]
+        expected = [rows for rows in expected if len(rows)] * self.config.train.batch_epochs
+        for update, rows in zip(self._record.updates, expected, strict=False):
+            apart = set(_positions(rows)) ^ set(update.place_n.tolist())
+            if apart:
+                position = min(apart)
+                is_marked = position in _positions(rows)
+                text = "the rows mark it as trained, and no update has it"
+                return self._differs("mask", text if is_marked else "an update trained it unmarked", position)
+        if len(self._record.updates) != len(expected):
+            text = f"{len(self._record.updates)} updates in the run; its rows make {len(expected)}"
+            return self._differs("mask", text)
+        return None
+
+
+def state_after(config: Config, record: StepRecord, state: dict[str, Any]) -> dict[str, Any]:
+    """The estimator's state after a recorded step, from that before; {} for one that remembers nothing."""
+    algorithm = config.algorithm.sized(config.rollout.max_tokens)
+    built = None if algorithm.estimator is None else algorithm.estimator.build()
+    if not isinstance(built, Stateful):
+        return {}
+    if state:
+        built.load_state_dict(state)
+    for rows in record.mini_batches:
+        built.fill(rows.with_columns(advantage_n=None, advantage_r=None))
+    return built.state_dict()
+
+
+def _first_other(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The index of the first token that is not equal in both; None if the shorter one begins the longer."""
+    return next((t for t, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+
+
+def _positions(rows: TrainBatch) -> list[int]:
+    assert rows.place_n is not None, "the trainer numbers the rows of a step"
+    positions: list[int] = rows.place_n.tolist()
+    return positions
+
+
+def _located(rows: TrainBatch, column: str, index: int) -> tuple[int, int | None]:
+    """The position of the response, and its token, of an index of a column."""
+    if column.endswith("_n"):
+        return _positions(rows)[index], None
+    row = int(rows.seq_r[index])
+    return _positions(rows)[row], index - rows.offsets[row]

@@ -1,0 +1,94 @@
+"""The configuration of `megatron-gvpo serve --tinker`: the model, its layout, and who may use it.
+
+The method, the data and the learning rate are the clients'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field, PositiveInt, ValidationError, model_validator
+
+from megatron_gvpo.algorithms.recipe import merge
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.secrets import from_variable, resolve
+from megatron_gvpo.core.section import EVERY_KEY, MIB, LocalPath, Section, Seed
+from megatron_gvpo.core.yaml_files import read_yaml
+from megatron_gvpo.settings.explain import explain
+from megatron_gvpo.settings.load import parse_override
+from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.sections import ModelConfig
+
+
+class ServeConfig(Section):
+    free_keys: ClassVar[tuple[str, ...]] = EVERY_KEY
+
+    # The key that clients send, `{env: NAME}`. The SDK accepts only keys that begin with `tml-`.
+    key: str = Field(min_length=8)
+    address: str = "127.0.0.1"  # Where the server listens; another address lets other machines in.
+    port: int = Field(8000, ge=0, le=65535)  # 0: a free one, which the server prints.
+    # The name under which clients ask for the model and load its tokenizer. Default: model.path.
+    name: str | None = None
+    # A session ends when its client has said nothing for this many seconds. The SDK says something every 10.
+    session_seconds: float = Field(120.0, ge=1, le=1e6)
+    most_models: PositiveInt = 8  # Models in training at once; their states are in host memory.
+
+
+class TinkerConfig(Section):
+    output_dir: LocalPath  # The directory of the checkpoints.
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    serve: ServeConfig
+    # Tokens that a rank computes at once. It bounds memory and does not change gradients.
+    max_tokens_per_micro_batch: PositiveInt = 8192
+    head_stash_mb: int = Field(1024, ge=0)  # As train.head_stash_mb.
+    sampling_batch_size: PositiveInt = 256  # Sequences that a rank samples at once.
+    seed: Seed = 0  # Seed of new adapters, and of samples for which the client gives none.
+    deterministic: bool = False  # As train.deterministic.
+
+    @property
+    def name(self) -> str:
+        """The model's name for clients."""
+        return self.serve.name or self.model.path
+
+    @property
+    def head_stash_bytes(self) -> int:
+        return self.head_stash_mb * MIB
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_secrets(cls, values: Any) -> Any:
+        return resolve(values)
+
+    @model_validator(mode="after")
+    def _possible(self) -> TinkerConfig:
+        if not from_variable(self.serve.key):
+            raise ValueError(
+                "serve.key: a secret in the configuration: give `{env: NAME}`, and the key in the "
+                "environment variable NAME"
+            )
+        if not self.serve.key.startswith("tml-"):
+            raise ValueError("serve.key: the SDK sends only keys that begin with `tml-`; choose such a key")
+        if self.model.adapter is not None and self.model.adapter.path is not None:
+            raise ValueError("model.adapter.path: every client starts with new adapters; leave it out")
+        return self
+
+
+def load_tinker_config(files: Sequence[str | Path], overrides: Iterable[str] = ()) -> TinkerConfig:
+    """Read and merge YAML files (later ones win), apply `key.sub=value` overrides, validate.
+
+    Raises ConfigError.
+    """
+    merged: dict[str, Any] = {}
+    for file in files:
+        merged = merge(merged, read_yaml(Path(file)))
+    for override in overrides:
+        merged = merge(merged, parse_override(override))
+    try:
+        return TinkerConfig.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError(explain(error, TinkerConfig)) from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

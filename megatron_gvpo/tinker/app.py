@@ -1,0 +1,468 @@
+"""The HTTP side of the Tinker API: checks requests, queues operations for the ranks, hands out results.
+
+A request that needs the ranks is answered at once with an id, by which the client fetches the result later
+(`retrieve_future`). A request that is repeated because its answer was lost has the same id, and is carried
+out once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from megatron_gvpo.servers.request import derived_seed
+from megatron_gvpo.settings.tinker import TinkerConfig
+from megatron_gvpo.tinker import checkpoint_routes, requests, wire
+from megatron_gvpo.tinker.checkpoints import CheckpointPath, read_info
+from megatron_gvpo.tinker.losses import RequestedLoss
+from megatron_gvpo.tinker.operations import BASE, Operation, Outcome
+from megatron_gvpo.tinker.queue import FairQueue, QueuedOperation
+from megatron_gvpo.tinker.refusal import Refusal
+from megatron_gvpo.tinker.sampling_request import sampling_of
+from megatron_gvpo.tinker.served_model import ServedModel
+from megatron_gvpo.tinker.sessions import (
+    ClientModel,
+    ClientSampler,
+    PendingResult,
+    Session,
+    Sessions,
+    WireAnswer,
+)
+
+log = logging.getLogger(__name__)
+
+LARGEST = 2**28  # bytes of a request
+CHUNK_DATA, CHUNK_BYTES = (
+    2**20,
+    2**27,
+)  # of one forward_backward: so large that the SDK does not divide groups
+POLL_SECONDS = 20.0  # how long retrieve_future waits for a result
+MOST_SNAPSHOTS = 4  # unnamed weights to sample from that a model keeps, the newest
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class TinkerApp:
+    """The API's application; it lives in one event loop."""
+
+    def __init__(self, config: TinkerConfig, model: ServedModel, queue: FairQueue) -> None:
+        self._config, self._model, self._queue = config, model, queue
+        self._sessions = Sessions(config.serve.session_seconds)
+        self._root = Path(config.output_dir) / "checkpoints"
+        self._samples = 0  # sampling requests so far: the seeds of those that have none
+
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=LARGEST, middlewares=[self._check])
+        post = {
+            "client/config": self._client_config,
+            "client/dynamic_config": self._dynamic_config,
+            "telemetry": self._telemetry,
+            "create_session": self._create_session,
+            "session_heartbeat": self._heartbeat,
+            "sessions/{session_id}/finish": self._finish,
+            "create_model": self._create_model,
+            "get_info": self._get_info,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "save_weights": self._save_weights,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "load_weights": self._load_weights,
+            "unload_model": self._unload,
+            "create_sampling_session": self._create_sampler,
+            "asample": self._sample,
+            "cancel_future": self._cancel,
+            "retrieve_future": self._retrieve,
+        }
+        app.router.add_routes(web.post(f"/api/v1/{path}", handler) for path, handler in post.items())
+        get = {
+            "healthz": self._health,
+            "get_server_capabilities": self._capabilities,
+            "samplers/{sampler_id}": self._get_sampler,
+        }
+        app.router.add_routes(web.get(f"/api/v1/{path}", handler) for path, handler in get.items())
+        checkpoint_routes.add(app, self._root, self._model)
+        app.cleanup_ctx.append(self._watch_sessions)
+        return app
+
+    @web.middleware
+    async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check the key, and answer every error as JSON with a sentence."""
+        try:
+            key = request.headers.get("X-API-Key", "")
+            if not hmac.compare_digest(key.encode(), self._config.serve.key.encode()):
+                raise Refusal("this server has another key: give its own as api_key or TINKER_API_KEY", 401)
+            return await handler(request)
+        except Refusal as refusal:
+            return web.json_response({"detail": str(refusal)}, status=refusal.status)
+        except web.HTTPException as error:
+            detail = f"{request.method} {request.path}: {error.reason}"
+            if error.status == 404:
+                detail += "; this server does not serve this part of the API (docs/howto/tinker_server.md)"
+            return web.json_response({"detail": detail}, status=error.status)
+
+    # The service.
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _client_config(self, _: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "pjwt_auth_enabled": False,
+                "parallel_fwdbwd_chunks": False,  # a model's requests come in their order
+                "fwdbwd_max_chunk_len": CHUNK_DATA,
+                "fwdbwd_max_chunk_bytes_count": CHUNK_BYTES,
+                "use_pyqwest_transport": False,
+            }
+        )
+
+    async def _dynamic_config(self, _: web.Request) -> web.Response:
+        return web.json_response({"sample_cancel_enabled": True})
+
+    async def _telemetry(self, _: web.Request) -> web.Response:
+        """Take what the SDK reports of itself, and keep nothing of it."""
+        return web.json_response({"status": "accepted"})
+
+    async def _capabilities(self, _: web.Request) -> web.Response:
+        model = {
+            "model_name": self._model.name,
+            "max_context_length": self._model.positions,
+            "trainable": True,
+            "sampleable": True,
+        }
+        return web.json_response({"supported_models": [model]})
+
+    # Sessions.
+
+    async def _create_session(self, request: web.Request) -> web.Response:
+        requests.read(requests.CreateSession, await request.read())
+        session = self._sessions.open()
+        return web.json_response(
+            {
+                "type": "create_session",
+                "session_id": session.session_id,
+                "info_message": self._model.about,
+                "warning_message": self._model.warning,
+            }
+        )
+
+    async def _heartbeat(self, request: web.Request) -> web.Response:
+        self._sessions.get(requests.read(requests.SessionRequest, await request.read()).session_id)
+        return web.json_response({"type": "session_heartbeat"})
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        self._end(request.match_info["session_id"], "its client finished it")
+        return web.json_response({})
+
+    def _end(self, session_id: str, reason: str) -> None:
+        """End a session: its waiting jobs are dropped, and its models and snapshots forgotten."""
+        session = self._sessions.end(session_id, reason)
+        self._queue.drop(session_id)
+        for pending in session.pending.values():
+            if not pending.answer.done():
+                pending.answer.cancel()
+        names = [name for model in session.models.values() for name in model.snapshots]
+        operation = {"kind": "forget", "models": list(session.models), "snapshots": names}
+        self._queue.put(QueuedOperation(session_id, operation, lambda _: None))
+        log.info("session %s ended: %s", session_id, reason)
+
+    async def _watch_sessions(self, _: web.Application) -> Any:
+        """End the sessions of clients that are gone, for as long as the application runs."""
+
+        async def watch() -> None:
+            while True:
+                await asyncio.sleep(min(5.0, self._config.serve.session_seconds / 4))
+                for session_id in self._sessions.silent():
+                    seconds = self._config.serve.session_seconds
+                    self._end(session_id, f"its client has said nothing for {seconds:g} s")
+                self._sessions.drop_fetched()
+
+        task = asyncio.create_task(watch())
+        yield
+        task.cancel()
+
+    # Models.
+
+    async def _create_model(self, request: web.Request) -> web.Response:
+        body = requests.read(requests.CreateModel, await request.read())
+        session = self._sessions.get(body.session_id)
+        self._model.check_name(body.base_model)
+        self._model.check_lora(body.lora_config)
+        model = self._new_model(session, body.model_seq_id, body.user_metadata)
+        operation = {"kind": "create", "model": model.model_id}
+        done = partial(_json, {"type": "create_model", "model_id": model.model_id})
+        return self._later(session, f"{model.model_id}:create", operation, done)
+
+    def _new_model(self, session: Session, number: int, metadata: dict[str, Any] | None) -> ClientModel:
+        """The session's model of this number, which a repeated request finds. Raises Refusal."""
+        model_id = f"{session.session_id}:train:{number}"
+        if model_id not in session.models:
+            if self._sessions.models >= (most := self._config.serve.most_models):
+                raise Refusal(
+                    f"{most} models are in training, and serve.most_models={most}: wait until a session ends"
+                )
+            session.models[model_id] = ClientModel(model_id, self._model.rank, metadata or {})
+        return session.models[model_id]
+
+    async def _get_info(self, request: web.Request) -> web.Response:
+        body = requests.read(requests.ModelRequest, await request.read())
+        _, model = self._sessions.of_model(body.model_id)
+        return web.json_response(self._model.info(model))
+
+    async def _forward_backward(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        decoded = wire.read_forward_backward(body)
+        session, model = self._sessions.of_model(decoded.model_id)
+        self._model.check_data(decoded.data)
+        RequestedLoss.of(decoded.loss, decoded.config, decoded.data)
+        operation = {"kind": "forward_backward", "model": model.model_id, "body": body}
+        return self._later(session, f"{model.model_id}:{decoded.seq_id}", operation, _scored)
+
+    async def _optim_step(self, request: web.Request) -> web.Response:
+        body = requests.read(requests.OptimStep, await request.read())
+        session, model = self._sessions.of_model(body.model_id)
+        operation = {"kind": "optim_step", "model": model.model_id, "step": body.adam_params.step()}
+        return self._later(
+            session, f"{model.model_id}:{body.seq_id}", operation, lambda outcome: WireAnswer(outcome)
+        )
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        body = requests.read(requests.ModelRequest, await request.read())
+        session, model = self._sessions.of_model(body.model_id)
+        del session.models[model.model_id]
+        operation = {"kind": "forget", "models": [model.model_id], "snapshots": model.snapshots}
+        done = partial(_json, {"type": "unload_model", "model_id": model.model_id})
+        return self._later(session, f"{model.model_id}:unload", operation, done)
+
+    # Checkpoints.
+
+    async def _save_weights(self, request: web.Request) -> web.Response:
+        body = requests.read(requests.SaveWeights, await request.read())
+        session, model = self._sessions.of_model(body.model_id)
+        path = CheckpointPath.of(model.model_id, "weights", body.path or self._unnamed(model))
+        request_id = f"{model.model_id}:{body.seq_id}"
+        if not body.overwrite and request_id not in session.pending and (path.directory(self._root)).exists():
+            raise Refusal(f"{path.uri} exists already: save under another name, or with overwrite=True")
+        operation = self._saving(model, path, body.ttl_seconds, body.user_metadata)
+        return self._later(
+            session, request_id, operation, partial(_json, {"type": "save_weights", "path": path.uri})
+        )
+
+    async def _save_for_sampler(self, request: web.Request) -> web.Response:
+        body = requests.read(requests.SaveForSampler, await request.read())
+        session, model = self._sessions.of_model(body.model_id)
+        request_id, answer = f"{model.model_id}:{body.seq_id}", {"type": "save_weights_for_sampler"}
+        if body.path is not None:
+            path = CheckpointPath.of(model.model_id, "sampler_weights", body.path)
+            operation = self._saving(model, path, body.ttl_seconds, body.user_metadata)
+            return self._later(session, request_id, operation, partial(_json, {**answer, "path": path.uri}))
+        if request_id in session.pending:
+            return self._accepted(session.pending[request_id])
+        sampler = self._new_sampler(
+            session, body.sampling_session_seq_id or 0, snapshot=f"{model.model_id}/{self._unnamed(model)}"
+        )
+        model.snapshots.append(sampler.snapshot)
+        self._drop_snapshots(session, model)
+        operation = {"kind": "snapshot", "model": model.model_id, "snapshot": sampler.snapshot}
+        return self._later(
+            session,
+            request_id,
+            operation,
+            partial(_json, {**answer, "sampling_session_id": sampler.sampler_id}),
+        )
+
+    def _drop_snapshots(self, session: Session, model: ClientModel) -> None:
+        """Forget a model's oldest unnamed weights; the client does not say when it needs them no more."""
+        while len(model.snapshots) > MOST_SNAPSHOTS:
+            name = model.snapshots.pop(0)
+            session.samplers = {i: s for i, s in session.samplers.items() if s.snapshot != name}
+            operation = {"kind": "forget", "models": [], "snapshots": [name]}
+            self._queue.put(QueuedOperation(session.session_id, operation, lambda _: None))
+
+    @staticmethod
+    def _unnamed(model: ClientModel) -> str:
+        model.saves += 1
+        return f"unnamed-{model.saves}"
+
+    def _saving(
+        self, model: ClientModel, path: CheckpointPath, ttl: int | None, metadata: dict[str, str] | None
+    ) -> Operation:
+        now = time.time()
+        info = self._model.weights_info() | {
+            "time": now,
+            "expires": None if ttl is None else now + ttl,
+            "user_metadata": metadata,
+        }
+        return {"kind": "save", "model": model.model_id, "path": list(path), "info": info}
+
+    async def _load_weights(self, request: web.Request) -> web.Response:
+        body = requests.read(requests.LoadWeights, await request.read())
+        path = CheckpointPath.parse(body.path)
+        self._model.check_weights(read_info(self._root, path))
+        if body.optimizer and path.kind != "weights":
+            raise Refusal(f"{path.uri} has no optimizer state: it was saved for a sampler")
+        if body.model_id is not None:
+            session, model = self._sessions.of_model(body.model_id)
+        elif body.session_id is not None and body.model_seq_id is not None:
+            if body.base_model is not None:
+                self._model.check_name(body.base_model)
+            session = self._sessions.get(body.session_id)
+            model = self._new_model(session, body.model_seq_id, body.user_metadata)
+        else:
+            raise Refusal("load_weights needs model_id, or session_id with model_seq_id", 422)
+        operation = {"kind": "load", "model": model.model_id, "path": list(path), "optimizer": body.optimizer}
+        answer = {"type": "load_weights", "path": path.uri, "model_id": model.model_id}
+        return self._later(session, f"{model.model_id}:{body.seq_id}", operation, partial(_json, answer))
+
+    # Samples.
+
+    async def _create_sampler(self, request: web.Request) -> web.Response:
+        body = requests.read(requests.CreateSampler, await request.read())
+        session = self._sessions.get(body.session_id)
+        if body.base_model is not None:
+            self._model.check_name(body.base_model)
+        if body.model_path is None:
+            if body.base_model is None:
+                raise Refusal("create_sampling_session needs base_model or model_path", 422)
+            sampler = self._new_sampler(session, body.sampling_session_seq_id, BASE)
+        else:
+            path = CheckpointPath.parse(body.model_path)
+            info = read_info(self._root, path)
+            self._model.check_weights(info)
+            snapshot = f"{path.uri}@{info['time']}"
+            sampler = self._new_sampler(session, body.sampling_session_seq_id, snapshot, path)
+        return web.json_response(
+            {"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id}
+        )
+
+    @staticmethod
+    def _new_sampler(
+        session: Session, number: int, snapshot: str, path: CheckpointPath | None = None
+    ) -> ClientSampler:
+        sampler = ClientSampler(f"{session.session_id}:sample:{number}", session.session_id, snapshot, path)
+        return session.samplers.setdefault(sampler.sampler_id, sampler)
+
+    async def _get_sampler(self, request: web.Request) -> web.Response:
+        _, sampler = self._sessions.of_sampler(request.match_info["sampler_id"])
+        answer = {
+            "sampler_id": sampler.sampler_id,
+            "base_model": self._model.name,
+            "model_path": None if sampler.path is None else sampler.path.uri,
+        }
+        return web.json_response(answer)
+
+    async def _sample(self, request: web.Request) -> web.Response:
+        body = requests.read(requests.SampleBody, await request.read())
+        session, sampler = self._sessions.of_sampler(body.sampling_session_id)
+        request_id = f"{sampler.sampler_id}:{body.seq_id}"
+        if request_id in session.pending:
+            return self._accepted(session.pending[request_id])
+        self._samples += 1
+        seed = derived_seed(self._config.seed, self._samples)
+        order, sampling = sampling_of(body, self._model, seed)
+        operation = {
+            "kind": "sample",
+            "snapshot": sampler.snapshot,
+            "path": None if sampler.path is None else list(sampler.path),
+            "orders": [order],
+            "sampling": sampling,
+        }
+        key = (sampler.snapshot, json.dumps(sampling, sort_keys=True))
+        sample_ids = [str(uuid.uuid4()) for _ in range(body.num_samples)]
+        done = partial(_sampled, body.prompt_logprobs_last_n)
+        return self._later(session, request_id, operation, done, key, sample_ids)
+
+    # Results.
+
+    def _later(
+        self,
+        session: Session,
+        request_id: str,
+        operation: Operation,
+        done: Callable[[Outcome], WireAnswer],
+        batch_key: tuple[str, str] | None = None,
+        sample_ids: list[str] | None = None,
+    ) -> web.Response:
+        """Queue an operation, unless it is a repeated request, and answer with the id of its result."""
+        if request_id not in session.pending:
+            loop = asyncio.get_running_loop()
+            pending = PendingResult(request_id, loop.create_future(), sample_ids)
+            session.pending[request_id] = pending
+
+            def settle(outcome: Outcome | Exception) -> None:
+                if pending.answer.done():  # the session has ended
+                    return
+                if isinstance(outcome, Exception):
+                    category = "user" if isinstance(outcome, Refusal) else "server"
+                    pending.answer.set_result(WireAnswer({"error": str(outcome), "category": category}))
+                else:
+                    pending.answer.set_result(done(outcome))
+
+            def finish(outcome: Outcome | Exception) -> None:
+                loop.call_soon_threadsafe(settle, outcome)
+
+            samples = len(sample_ids or ())
+            self._queue.put(QueuedOperation(session.session_id, operation, finish, batch_key, samples))
+        return self._accepted(session.pending[request_id])
+
+    @staticmethod
+    def _accepted(pending: PendingResult) -> web.Response:
+        answer: dict[str, Any] = {"request_id": pending.request_id}
+        if pending.sample_ids is not None:
+            answer["sample_sequence_ids"] = pending.sample_ids
+        return web.json_response(answer)
+
+    async def _retrieve(self, request: web.Request) -> web.Response:
+        """Wait for a result; 408 tells the SDK to ask again."""
+        request_id = requests.read(requests.RetrieveFuture, await request.read()).request_id
+        session = self._sessions.get(request_id.partition(":")[0])
+        if (pending := session.pending.get(request_id)) is None:
+            raise Refusal(
+                f"there is no request {request_id[:120]!r}, or its result was fetched long ago", 404
+            )
+        await asyncio.wait([pending.answer], timeout=POLL_SECONDS)
+        if not pending.answer.done():
+            answer = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+            return web.json_response(answer, status=408)
+        if pending.answer.cancelled():
+            raise Refusal(f"the request was cancelled: {session.ended or 'by its client'}", 410)
+        result = pending.answer.result()
+        result.fetched = result.fetched or time.monotonic()
+        if isinstance(result.body, bytes):
+            return web.Response(body=result.body, content_type=wire.CONTENT_TYPE)
+        return web.json_response(result.body)
+
+    async def _cancel(self, request: web.Request) -> web.Response:
+        """Give a result up; the ranks may still compute it."""
+        request_id = requests.read(requests.RetrieveFuture, await request.read()).request_id
+        session = self._sessions.get(request_id.partition(":")[0])
+        if (pending := session.pending.get(request_id)) is not None and not pending.answer.done():
+            pending.answer.cancel()
+        return web.json_response({})
+
+
+def _json(answer: dict[str, Any], _: Outcome) -> WireAnswer:
+    return WireAnswer(answer)
+
+
+def _scored(outcome: Outcome) -> WireAnswer:
+    logprobs = [np.frombuffer(part, "<f4") for part in outcome["logprobs"]]
+    return WireAnswer(wire.write_forward_backward(logprobs, outcome["metrics"]))
+
+
+def _sampled(last_n: int | None, outcome: Outcome) -> WireAnswer:
+    """The answer to one sampling request; `last_n`: only the prompt's last tokens have log-probs."""
+    logprobs = outcome["prompt_logprobs"]
+    if logprobs is not None and last_n is not None:
+        logprobs = [float("nan")] * (len(logprobs) - last_n) + logprobs[len(logprobs) - last_n :]
+    return WireAnswer(wire.write_samples([tuple(row) for row in outcome["sequences"]], logprobs))

@@ -1,0 +1,78 @@
+"""The API's view of checkpoints on disk: their facts, lists of them, and their removal."""
+
+from __future__ import annotations
+
+import shutil
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from megatron_gvpo.tinker import requests
+from megatron_gvpo.tinker.checkpoints import CheckpointPath, list_checkpoints, read_info
+from megatron_gvpo.tinker.refusal import Refusal
+from megatron_gvpo.tinker.served_model import ServedModel
+
+_TYPES = {"weights": "training", "sampler_weights": "sampler"}
+
+
+def add(app: web.Application, root: Path, model: ServedModel) -> None:
+    """Add the routes; checkpoints lie under `root`."""
+
+    async def weights_info(request: web.Request) -> web.Response:
+        body = requests.read(requests.WeightsInfo, await request.read())
+        info = read_info(root, CheckpointPath.parse(body.tinker_path))
+        return web.json_response({key: info[key] for key in model.weights_info()})
+
+    async def checkpoints(request: web.Request) -> web.Response:
+        listed = _listed(root, request.match_info["model_id"])
+        return web.json_response({"checkpoints": [_checkpoint(path, info) for path, info in listed]})
+
+    async def delete(request: web.Request) -> web.Response:
+        kind, name = request.match_info["kind"], request.match_info["name"]
+        path = CheckpointPath.parse(f"tinker://{request.match_info['model_id']}/{kind}/{name}")
+        read_info(root, path)
+        shutil.rmtree(path.directory(root))
+        return web.json_response({})
+
+    async def training_run(request: web.Request) -> web.Response:
+        model_id = request.match_info["model_id"]
+        newest = {path.kind: _checkpoint(path, info) for path, info in _listed(root, model_id)}
+        if not newest:
+            raise Refusal(f"{model_id!r} has no checkpoint", 404)
+        answer = {
+            "training_run_id": model_id,
+            "model_owner": "",
+            "last_request_time": max(checkpoint["time"] for checkpoint in newest.values()),
+            "last_checkpoint": newest.get("weights"),
+            "last_sampler_checkpoint": newest.get("sampler_weights"),
+        }
+        return web.json_response(answer | model.weights_info())
+
+    run = "/api/v1/training_runs/{model_id}"
+    app.router.add_post("/api/v1/weights_info", weights_info)
+    app.router.add_get(f"{run}/checkpoints", checkpoints)
+    app.router.add_delete(f"{run}/checkpoints/{{kind}}/{{name}}", delete)
+    app.router.add_get(run, training_run)
+
+
+def _listed(root: Path, model_id: str) -> list[tuple[CheckpointPath, dict[str, Any]]]:
+    CheckpointPath.of(model_id, "weights", "any")
+    return list_checkpoints(root, model_id)
+
+
+def _checkpoint(path: CheckpointPath, info: dict[str, Any]) -> dict[str, Any]:
+    expires = info.get("expires")
+    return {
+        "checkpoint_id": f"{path.kind}/{path.name}",
+        "checkpoint_type": _TYPES[path.kind],
+        "time": _date(info["time"]),
+        "tinker_path": path.uri,
+        "user_metadata": info.get("user_metadata"),
+        "expires_at": None if expires is None else _date(expires),
+    }
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -1,0 +1,153 @@
+"""Checkpoints of clients' models. `tinker://MODEL/KIND/NAME` is OUTPUT_DIR/checkpoints/MODEL/KIND/NAME.
+
+`weights/NAME` holds the trained weights and the optimizer; `sampler_weights/NAME` the trained weights, and
+the same for other programs: `adapter/` as Hugging Face PEFT writes it, or `hf/`, a checkpoint as it writes
+models. Any parallel layout of the same model can load them. `info.json` says what they are; a directory
+without it is not complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_gvpo.core.json_files import read_json_object
+from megatron_gvpo.megatron.checkpoint.directory import PARTIAL, run_on_all_ranks, run_on_rank_0
+from megatron_gvpo.megatron.checkpoint.load import load_shards
+from megatron_gvpo.megatron.checkpoint.save import Writer, save_shards
+from megatron_gvpo.megatron.checkpoint.state import load_weights, optimizer_shards, weights_state
+from megatron_gvpo.megatron.parallel import megatron_device
+from megatron_gvpo.tinker.refusal import Refusal
+from megatron_gvpo.tinker.state import Slot
+
+Kind = Literal["weights", "sampler_weights"]
+INFO = "info.json"
+_NAME = re.compile(r"[A-Za-z0-9][\w.:-]{0,127}")
+
+
+class CheckpointPath(NamedTuple):
+    """A place where a model is saved."""
+
+    model_id: str
+    kind: Kind
+    name: str
+
+    @staticmethod
+    def parse(uri: str) -> CheckpointPath:
+        """Read `tinker://MODEL/KIND/NAME`. Raises Refusal."""
+        model_id, kind, name = ([*uri.removeprefix("tinker://").split("/"), "", ""])[:3]
+        if (
+            not uri.startswith("tinker://")
+            or uri.count("/") != 4
+            or kind not in ("weights", "sampler_weights")
+        ):
+            raise Refusal(f"{uri[:200]!r} is not a path of a checkpoint: tinker://MODEL/weights/NAME")
+        return CheckpointPath.of(model_id, "weights" if kind == "weights" else "sampler_weights", name)
+
+    @staticmethod
+    def of(model_id: str, kind: Kind, name: str) -> CheckpointPath:
+        """Raises Refusal for names that a file must not have."""
+        for part in (model_id, name):
+            if not _NAME.fullmatch(part):
+                raise Refusal(f"{part[:200]!r}: a checkpoint's name has letters, digits and . _ : - only")
+        return CheckpointPath(model_id, kind, name)
+
+    @property
+    def uri(self) -> str:
+        return f"tinker://{self.model_id}/{self.kind}/{self.name}"
+
+    def directory(self, root: Path) -> Path:
+        return root / self.model_id / self.kind / self.name
+
+
+def read_info(root: Path, path: CheckpointPath) -> dict[str, Any]:
+    """Return what info.json says. Raises Refusal where there is no such checkpoint, or it has expired."""
+    file = path.directory(root) / INFO
+    if not file.is_file():
+        raise Refusal(f"there is no checkpoint {path.uri}", 404)
+    info = read_json_object(file)
+    if (expires := info.get("expires")) is not None and expires < time.time():
+        raise Refusal(f"the checkpoint {path.uri} has expired", 404)
+    return info
+
+
+def list_checkpoints(root: Path, model_id: str) -> list[tuple[CheckpointPath, dict[str, Any]]]:
+    """Return the complete checkpoints of a model with their info.json, the oldest first."""
+    checkpoints: list[tuple[CheckpointPath, dict[str, Any]]] = []
+    kinds: tuple[Kind, ...] = ("weights", "sampler_weights")
+    for kind in kinds:
+        for file in (root / model_id / kind).glob(f"*/{INFO}"):
+            checkpoints.append((CheckpointPath(model_id, kind, file.parent.name), read_json_object(file)))
+    return sorted(checkpoints, key=lambda item: float(item[1]["time"]))
+
+
+def save(slot: Slot, root: Path, path: CheckpointPath, info: dict[str, Any]) -> None:
+    """Write the model in `slot`. A collective. Raises CheckpointError on all ranks."""
+    final = path.directory(root)
+    partial = final.with_name(final.name + PARTIAL)
+    what, writer = f"cannot write {final}", Writer(deferred=True)
+    run_on_rank_0(what, lambda: _make_empty(partial))
+    model, optimizer = slot.model, slot.optimizer
+    model.finish_param_gather()
+
+    def optimizer_state() -> dict[str, Any]:
+        tensors = optimizer_shards(optimizer.megatron, weights_state(model))
+        return {"optimizer": {"tensors": tensors, "step": optimizer.steps}}
+
+    with megatron_device():
+        save_shards(what, lambda: weights_state(model), partial / "weights", writer)
+        if path.kind == "weights":
+            save_shards(what, optimizer_state, partial / "optimizer", writer)
+    run_on_all_ranks(what, writer.write)
+    if path.kind == "sampler_weights":
+        export(slot, partial)
+    run_on_rank_0(what, lambda: _finish(partial, final, info))
+
+
+def export(slot: Slot, directory: Path) -> None:
+    """Write the model for other programs. A collective; rank 0 writes, and alone raises OSError."""
+    if slot.model.adapters is not None:
+        slot.model.save_adapters(directory / "adapter")
+    else:
+        slot.model.save_hf(directory / "hf")
+    dist.barrier()
+
+
+def load(slot: Slot, root: Path, path: CheckpointPath, with_optimizer: bool) -> None:
+    """Load weights, and the optimizer if asked for, into `slot`. A collective. Raises CheckpointError."""
+    directory = path.directory(root)
+    what = f"cannot read {directory}"
+    model, optimizer = slot.model, slot.optimizer
+    model.finish_background_work()
+    with megatron_device(), torch.no_grad():
+        loaded = load_shards(what, lambda: weights_state(model), directory / "weights")
+        run_on_all_ranks(what, lambda: load_weights(model, loaded))
+        if not with_optimizer:
+            optimizer.megatron.reload_model_params()  # masters that are not the weights themselves
+            return
+
+        def wanted() -> dict[str, Any]:
+            return {"optimizer": {"tensors": optimizer_shards(optimizer.megatron, weights_state(model))}}
+
+        state = load_shards(what, wanted, directory / "optimizer")  # in place
+        optimizer.steps = state["optimizer"]["step"]
+
+
+def _make_empty(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    for name in ("weights", "optimizer"):
+        (partial / name).mkdir(parents=True)
+
+
+def _finish(partial: Path, final: Path, info: dict[str, Any]) -> None:
+    (partial / INFO).write_text(json.dumps(info))
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(partial, final)

@@ -1,0 +1,214 @@
+"""The losses of the server: those of the Tinker API, and this package's GVPO and GPG.
+
+The API's losses are sums over all positions of a request's sequences, never means: the gradients of several
+requests add up. Sources: the API's documentation of its losses (tinker 0.38); PPO arXiv 1707.06347, CISPO
+arXiv 2506.13585, DRO arXiv 2405.19107. GVPO and GPG are those of `algorithms/losses`, means over a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from megatron_gvpo.algorithms.losses.gvpo import GVPO
+from megatron_gvpo.algorithms.losses.pg import PolicyGradient
+from megatron_gvpo.tinker.refusal import Refusal
+from megatron_gvpo.tinker.wire import Datum
+from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
+
+LossOptions = Mapping[str, float | str]
+TARGETS = "target_tokens"
+GROUP, REWARD = "group", "reward"  # GVPO's inputs: one number for a sequence
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The inputs of a loss for some sequences, in flat columns as in TrainBatch: one value a position."""
+
+    data: Sequence[Datum]
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The column `name`, fp32 [r]."""
+        parts = [np.asarray(datum.inputs[name], np.float32) for datum in self.data]
+        return torch.from_numpy(np.concatenate(parts)) if parts else torch.zeros(0)
+
+    def of_sequences(self, name: str) -> Tensor:
+        """The input `name` that has one number for each sequence, fp64 [n]."""
+        return torch.tensor([float(datum.inputs[name][0]) for datum in self.data], dtype=torch.float64)
+
+    def trained(self) -> tuple[Tensor, list[list[int]]]:
+        """Where `weights` is not 0: int64 indices into the flat columns, and the targets of each sequence."""
+        index_r = self["weights"].nonzero().flatten()
+        targets = [datum.inputs[TARGETS][datum.inputs["weights"] != 0].tolist() for datum in self.data]
+        return index_r, targets
+
+
+Formula = Callable[[Tensor, Columns, LossOptions, BatchTotals], Tensor]
+
+
+@dataclass(frozen=True)
+class ServerLoss:
+    """A loss that clients ask for by name."""
+
+    inputs: tuple[str, ...]  # what each datum must have beside `target_tokens`
+    options: Mapping[str, float | str]  # keys of loss_fn_config, with their defaults
+    formula: Formula  # (log-probs [r], inputs, options, totals of the request) -> scalar
+    couples_groups: bool = False  # the sequences of a group must be in one call of the formula
+
+
+def _cross_entropy(logp_r: Tensor, c: Columns, _: LossOptions, __: BatchTotals) -> Tensor:
+    return -(logp_r * c["weights"]).sum()
+
+
+def _ratio(logp_r: Tensor, c: Columns) -> Tensor:
+    """The policy's probability of each token over that of the policy that sampled it."""
+    return (logp_r - c["logprobs"]).exp()
+
+
+def _importance_sampling(logp_r: Tensor, c: Columns, _: LossOptions, __: BatchTotals) -> Tensor:
+    return -(_ratio(logp_r, c) * c["advantages"]).sum()
+
+
+def _clipped(ratio_r: Tensor, config: LossOptions) -> Tensor:
+    return ratio_r.clamp(float(config["clip_low_threshold"]), float(config["clip_high_threshold"]))
+
+
+def _ppo(logp_r: Tensor, c: Columns, config: LossOptions, _: BatchTotals) -> Tensor:
+    ratio_r, advantage_r = _ratio(logp_r, c), c["advantages"]
+    return -torch.minimum(ratio_r * advantage_r, _clipped(ratio_r, config) * advantage_r).sum()
+
+
+def _cispo(logp_r: Tensor, c: Columns, config: LossOptions, _: BatchTotals) -> Tensor:
+    return -(_clipped(_ratio(logp_r, c), config).detach() * c["advantages"] * logp_r).sum()
+
+
+def _dro(logp_r: Tensor, c: Columns, config: LossOptions, _: BatchTotals) -> Tensor:
+    quadratic_r = 0.5 * float(config["beta"]) * (logp_r - c["logprobs"]) ** 2
+    return -(logp_r * c["advantages"] - quadratic_r).sum()
+
+
+def _gpg(logp_r: Tensor, c: Columns, _: LossOptions, totals: BatchTotals) -> Tensor:
+    index_r, targets = c.trained()
+    rows = _rows(targets, c).with_columns(advantage_r=c["advantages"][index_r])
+    value, _metrics = PolicyGradient()(LossInputs(rows, logp_r[index_r], totals))
+    return value
+
+
+def _gvpo(logp_r: Tensor, c: Columns, config: LossOptions, totals: BatchTotals) -> Tensor:
+    index_r, targets = c.trained()
+    rows = _rows(targets, c).with_columns(ref_logp_r=c["logprobs"][index_r])
+    value, _metrics = gvpo(config)(LossInputs(rows, logp_r[index_r], totals))
+    return value
+
+
+def gvpo(config: LossOptions) -> GVPO:
+    """GVPO's block with the options of a request. Raises Refusal."""
+    try:
+        return GVPO.model_validate({"name": "gvpo", **config})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise Refusal(f"loss_fn_config[{'.'.join(map(str, first['loc']))!r}]: {first['msg']}") from None
+
+
+def _rows(targets: list[list[int]], c: Columns) -> TrainBatch:
+    """The trained tokens of the sequences, as the package's own losses take them."""
+    has_groups = all(GROUP in datum.inputs and REWARD in datum.inputs for datum in c.data)
+    group_n = c.of_sequences(GROUP) if has_groups else torch.arange(len(targets))
+    reward_n = c.of_sequences(REWARD) if has_groups else torch.zeros(len(targets))
+    return TrainBatch(
+        prompt_ids=[()] * len(targets),
+        response_ids=list(targets),
+        group_n=group_n.to(torch.int64),
+        reward_n=reward_n.to(torch.float32),
+        truncated_n=torch.zeros(len(targets), dtype=torch.bool),
+    )
+
+
+_CLIP: dict[str, float | str] = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+_SAMPLED = ("logprobs", "advantages")
+LOSSES = {
+    "cross_entropy": ServerLoss(("weights",), {}, _cross_entropy),
+    "importance_sampling": ServerLoss(_SAMPLED, {}, _importance_sampling),
+    "ppo": ServerLoss(_SAMPLED, _CLIP, _ppo),
+    "cispo": ServerLoss(_SAMPLED, _CLIP, _cispo),
+    "dro": ServerLoss(_SAMPLED, {"beta": 0.05}, _dro),
+    "gpg": ServerLoss(("weights", "advantages"), {}, _gpg),
+    "gvpo": ServerLoss(("weights", "logprobs", GROUP, REWARD), {"beta": 0.1, "norm": "k-1"}, _gvpo, True),
+}
+
+
+@dataclass(frozen=True)
+class RequestedLoss:
+    """A loss with the options and the inputs of one request."""
+
+    name: str
+    config: LossOptions
+    data: Sequence[Datum]
+
+    @staticmethod
+    def of(name: str, config: LossOptions, data: Sequence[Datum]) -> RequestedLoss:
+        """Raises Refusal for a loss, an option or inputs that the server does not know."""
+        if (loss := LOSSES.get(name)) is None:
+            raise Refusal(f"loss_fn={name!r}: this server has {', '.join(LOSSES)}")
+        if unknown := sorted(config.keys() - loss.options.keys()):
+            known = ", ".join(loss.options) or "none"
+            raise Refusal(f"loss_fn_config[{unknown[0]!r}]: {name} has no such option; its options: {known}")
+        wanted = {TARGETS, *loss.inputs}
+        for i, datum in enumerate(data):
+            _check_inputs(f"data[{i}].loss_fn_inputs", name, wanted, datum)
+        requested = RequestedLoss(name, {**loss.options, **config}, data)
+        if name == "gvpo":
+            gvpo(requested.config)
+        return requested
+
+    @property
+    def couples_groups(self) -> bool:
+        return LOSSES[self.name].couples_groups
+
+    @cached_property
+    def totals(self) -> BatchTotals:
+        """The sizes by which GVPO and GPG normalise: those of the whole request's trained tokens."""
+        if "weights" not in LOSSES[self.name].inputs:
+            return BatchTotals(1, len(self.data), sum(len(datum.tokens) for datum in self.data))
+        columns = Columns(self.data)
+        return BatchTotals.of(_rows(columns.trained()[1], columns))
+
+    def known_weights(self) -> Tensor | None:
+        """dL/dlogp, fp32 [r] of all sequences, where it depends on no log-prob; else None."""
+        return -Columns(self.data)["weights"] if self.name == "cross_entropy" else None
+
+    def __call__(self, logp_r: Tensor, sequences: Sequence[int] | None = None) -> Tensor:
+        """The share of the loss of the sequences with these numbers (default: all), from their log-probs."""
+        data = self.data if sequences is None else [self.data[i] for i in sequences]
+        return LOSSES[self.name].formula(logp_r, Columns(data), self.config, self.totals)
+
+    def weights(self, logp_r: Tensor, sequences: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+        """(dL/dlogp at `logp_r`, fp32 [r] on its device, the share of the loss there)."""
+        if not len(logp_r):  # a data-parallel rank may have no sequence
+            return logp_r.detach(), logp_r.new_zeros(())
+        leaf_r = logp_r.detach().cpu().requires_grad_()
+        with torch.enable_grad():
+            value = self(leaf_r, sequences)
+            (weight_r,) = torch.autograd.grad(value, leaf_r)
+        return weight_r.to(logp_r.device), value.detach()
+
+
+def _check_inputs(where: str, loss: str, wanted: set[str], datum: Datum) -> None:
+    if missing := sorted(wanted - datum.inputs.keys()):
+        raise Refusal(f"{where}: {missing[0]} is missing; {loss} needs {', '.join(sorted(wanted))}")
+    if unknown := sorted(datum.inputs.keys() - wanted):
+        raise Refusal(
+            f"{where}: {loss} does not read {unknown[0]}; its inputs are {', '.join(sorted(wanted))}"
+        )
+    for name in sorted(wanted):
+        values, length = datum.inputs[name], 1 if name in (GROUP, REWARD) else len(datum.tokens)
+        if len(values) != length:
+            raise Refusal(f"{where}[{name!r}] has {len(values)} numbers: want {length}")
+        if not np.isfinite(values).all():
+            raise Refusal(f"{where}[{name!r}] has a number that is not finite")

@@ -1,0 +1,74 @@
+"""Sampling parameters of the API in the engine's terms."""
+
+from typing import Any
+
+import pytest
+
+from megatron_gvpo.tinker import requests
+from megatron_gvpo.tinker.refusal import Refusal
+from megatron_gvpo.tinker.sampler import NEVER
+from megatron_gvpo.tinker.sampling_request import sampling_of
+from megatron_gvpo.tinker.served_model import ServedModel
+
+MODEL = ServedModel("name", "path", "Qwen2ForCausalLM", 50, 20, (7,), None, ())
+
+
+def asked(**params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    body = requests.SampleBody.model_validate(
+        {
+            "sampling_session_id": "s",
+            "seq_id": 0,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": params.pop("prompt", [3, 4])}]},
+            "sampling_params": params,
+        }
+    )
+    return sampling_of(body, MODEL, seed=11)
+
+
+def test_the_model_ends_a_sample_unless_the_client_wants_no_stop():
+    assert asked()[1]["stop_token_ids"] == [7]
+    assert asked(stop=[9, 8])[1]["stop_token_ids"] == [7, 8, 9]
+    assert asked(stop=[])[1]["stop_token_ids"] == [NEVER]
+    assert asked(stop="\n\nUser:")[1]["stop"] == ["\n\nUser:"]
+
+
+def test_without_a_limit_a_sample_may_fill_the_context():
+    assert asked()[0]["max_tokens"] == 18
+    assert asked(max_tokens=5)[0]["max_tokens"] == 5
+
+
+def test_a_seed_of_the_client_goes_before_the_servers():
+    assert (asked()[0]["seed"], asked(seed=4)[0]["seed"]) == (11, 4)
+
+
+def test_temperature_0_takes_the_likeliest_token():
+    sampling = asked(temperature=0)[1]
+    assert sampling["temperature"] == 1.0 and sampling["top_p"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"top_p": 1e-9, "top_k": 10**7}, "sampling_params.top_k"),
+        ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": [3, 50]}, "vocabulary"),
+        ({"stop": [77]}, "vocabulary"),
+        ({"max_tokens": 19}, "exceed the model's 20 positions"),
+        ({"stop": ["\ufffd"]}, "sampling_params.stop"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_refused(params, words):
+    with pytest.raises(Refusal, match=words):
+        asked(**params)
+
+
+def test_top_k_of_minus_1_is_no_limit():
+    assert asked()[1]["top_k"] is None and asked(top_k=5)[1]["top_k"] == 5
+
+
+def test_what_is_not_served_is_refused():
+    body = (
+        b'{"sampling_session_id": "s", "seq_id": 0, "prompt": {"chunks": []}, "sampling_params": {}, "x": 1}'
+    )
+    with pytest.raises(Refusal, match="x: this server does not serve it"):
+        requests.read(requests.SampleBody, body)

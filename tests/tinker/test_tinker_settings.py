@@ -1,0 +1,60 @@
+"""The configuration of `serve --tinker` refuses what cannot be, and never shows its key."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.settings.tinker import TinkerConfig, load_tinker_config
+
+YAML = "output_dir: out\nmodel: {path: model}\nserve: {key: {env: TINKER_TEST_KEY}}\n"
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TINKER_TEST_KEY", "tml-0123456789abcdef")
+    file = tmp_path / "server.yaml"
+    file.write_text(YAML)
+    return file
+
+
+def loaded(file: Path, *overrides: str) -> TinkerConfig:
+    return load_tinker_config([file], overrides)
+
+
+def test_the_server_listens_on_loopback_unless_an_address_is_given(file: Path):
+    assert loaded(file).serve.address == "127.0.0.1"
+    assert loaded(file, "serve.address=10.0.0.5").serve.address == "10.0.0.5"
+
+
+def test_the_models_name_is_its_path_unless_another_is_given(file: Path):
+    assert loaded(file).name == "model"
+    assert loaded(file, "serve.name=Qwen/Qwen3-8B").name == "Qwen/Qwen3-8B"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("serve.key=tml-0123456789abcdefg", "a secret in the configuration"),
+        ("serve.port=70000", "serve.port"),
+        ("serve.colour=1", "serve.colour"),
+        ("model.adapter={path: x}", "model.adapter.path"),
+        ("train.steps=3", "train"),
+    ],
+)
+def test_what_cannot_be_is_refused(file: Path, override: str, words: str):
+    with pytest.raises(ConfigError, match=words):
+        loaded(file, override)
+
+
+def test_a_key_is_needed_and_comes_from_the_environment(file: Path, monkeypatch: pytest.MonkeyPatch):
+    file.write_text(YAML.replace("{env: TINKER_TEST_KEY}", "tml-in-plain-text"))
+    with pytest.raises(ConfigError, match="in the environment variable"):
+        loaded(file)
+    file.write_text(YAML)
+    monkeypatch.setenv("TINKER_TEST_KEY", "sk-another-prefix-1")
+    with pytest.raises(ConfigError, match="begin with `tml-`"):
+        loaded(file)
+    monkeypatch.delenv("TINKER_TEST_KEY")
+    with pytest.raises(ConfigError, match="TINKER_TEST_KEY is not set"):
+        loaded(file)
