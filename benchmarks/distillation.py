@@ -39,10 +39,18 @@ ON_POLICY = {
 }
 METRICS = {"teacher/excluded", "teacher/length_ratio", "reward/math", "train/log_ratio"}
 SEQKD, SFT = "SeqKD", "SFT on the data"
-CASES = [
-    *((case, "same") for case in (*ON_POLICY, SEQKD)),
-    *((case, "other") for case in (*ON_POLICY, SEQKD) if not case.startswith("opd")),  # these refuse it
+CASES = [  # opd and opd_full refuse the other teacher
+    ("GVPO++, alpha 0", "same"),
+    ("GVPO++, alpha 0", "other"),
+    ("opd", "same"),
     (SFT, "none"),
+    (SEQKD, "other"),
+    ("opd_full", "same"),
+    ("GVPO++, alpha 0.5", "other"),
+    ("GVPO++, alpha 1", "other"),
+    (SEQKD, "same"),
+    ("GVPO++, alpha 0.5", "same"),
+    ("GVPO++, alpha 1", "same"),
 ]
 
 
@@ -65,6 +73,7 @@ def main() -> None:
                 report["runs"].append(result := run(case, teacher, seed, report["seconds"]))
                 save(report, options.out)
                 print(json.dumps(result), flush=True)
+    print(table(report))
 
 
 def begin(seconds: float) -> dict[str, Any]:
@@ -76,6 +85,28 @@ def begin(seconds: float) -> dict[str, Any]:
         "models": {},
         "runs": [],
     }
+
+
+def table(report: dict[str, Any]) -> str:
+    """Pass@1 of each seed at the first evaluation after its processor seconds were used, in Markdown."""
+    lines = [
+        "| way to learn | teacher | seeds | steps | pass@1 | best on the way |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case, teacher in CASES:
+        curves = [
+            run["step_seconds_pass_at_1"]
+            for run in report["runs"]
+            if (run["case"], run["teacher"]) == (case, teacher)
+        ]
+        if curves:
+            last, best = (
+                " ".join(f"{value:.1%}" for value in values)
+                for values in ([c[-1][2] for c in curves], [max(row[2] for row in c) for c in curves])
+            )
+            steps = " ".join(str(curve[-1][0]) for curve in curves)
+            lines.append(f"| {case} | {teacher} | {len(curves)} | {steps} | {last} | {best} |")
+    return "\n".join(lines)
 
 
 def save(report: dict[str, Any], out: Path) -> None:

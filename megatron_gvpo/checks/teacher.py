@@ -33,12 +33,6 @@ def check_teacher(config: Config, cards: ModelCards) -> None:
             "own tokens, so the teacher needs the tokenizer of model.path. The recipe gvpo_plus_plus takes a "
             "teacher with any tokenizer"
         )
-    elif config.rollout.conversation is not None:
-        raise ConfigError(
-            f"teacher.path={teacher.path}: {problem}: rollout.conversation is not possible with a teacher "
-            "that has another tokenizer, which scores the text of single responses: leave it out, or take a "
-            "teacher with the tokenizer of model.path"
-        )
 
 
 def teacher_room(teacher: TeacherConfig, card: ModelCard) -> tuple[str, int | None, int]:

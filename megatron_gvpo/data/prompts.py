@@ -301,10 +301,18 @@ class PromptWriter:
         """True if the chat template renders prompts."""
         return self._render.chat
 
-    def text(self, prompt: Prompt) -> str:
-        """The text of the prompt in the data. Raises DataError for one that the chat template refuses."""
+    def text(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The text of the prompt in the data, and of `messages` after it, up to the policy's next turn.
+
+        Raises DataError for what the chat template refuses.
+        """
         record = Record(prompt.id, f"prompt {prompt.id}", prompt.record)
-        return self._render(record, _field(record, self._key), len(prompt.images))
+        content = _field(record, self._key)
+        if messages and self.is_chat:
+            first = content if isinstance(content, list) else [{"role": "user", "content": content}]
+            content = [*first, *messages]
+        text = self._render(record, content, len(prompt.images))
+        return text if self.is_chat else text + "".join(str(message["content"]) for message in messages)
 
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of prompts' texts. Raises DataError for one that the tokenizer refuses."""

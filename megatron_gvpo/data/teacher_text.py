@@ -8,13 +8,15 @@ white space or leave thinking out. A response without an exact equivalent is ref
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.data.prompts import PromptWriter
 from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.turns import segments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,11 +24,11 @@ if TYPE_CHECKING:
 # The reasons for which a teacher cannot score a response, by the end of the metric that counts it.
 REASONS = {
     "empty": "have no tokens, the policy's or the teacher's",
-    "turns": "have several turns",
+    "turns": "are conversations whose turns are not their messages, as those of programs and several agents",
     "special": "have a special token, the policy's or the teacher's, inside their text",
     "bytes": "are not valid UTF-8, such as where a character was cut",
     "tokens": "have other tokens than the policy's tokenizer gives their text",
-    "prompt": "answer a prompt that the data does not have so, or that the teacher's template refuses",
+    "prompt": "answer a prompt that a member has changed, or that the teacher's template refuses",
     "text": "have a text that the teacher's tokenizer does not give back",
     "long": "have more tokens than the teacher's context",
 }
@@ -48,7 +50,7 @@ class TeacherTokens(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Dialect:
+class Writing:
     """How one model writes: its prompts, its tokens, and the tokens that end its responses."""
 
     writer: PromptWriter
@@ -80,22 +82,23 @@ class Dialect:
 
 @dataclass
 class _Draft:
-    """A response on its way into the teacher's tokens."""
+    """A response, or a turn of a conversation, on its way into the teacher's tokens."""
 
     prompt: Prompt
+    messages: Sequence[Mapping[str, Any]]  # the conversation between the prompt and this turn
     own: list[int]  # the policy's tokens without its end token
-    ended: bool  # the response ended by itself
-    text: str
+    ended: bool  # it ended by itself
+    text: str = ""
     reason: str | None = None  # one of REASONS, once it is known that the teacher cannot score it
 
 
 class TeacherText:
     """Writes groups for the teacher. It has no state: equal groups give equal tokens on every rank."""
 
-    def __init__(self, policy: Dialect, teacher: Dialect, longest: int | None = None) -> None:
+    def __init__(self, policy: Writing, teacher: Writing, longest: int | None = None) -> None:
         """`longest`: the most tokens of prompt and response that the teacher takes; None: any number.
 
-        Both dialects have the same data section, so the same messages reach both templates.
+        Both models have the same data section, so the same messages reach both templates.
         """
         self._policy, self._teacher, self._longest = policy, teacher, longest
         self._policy_special, self._teacher_special = policy.special_ids(), teacher.special_ids()
@@ -107,37 +110,63 @@ class TeacherText:
         except DataError as error:
             raise ConfigError(f"teacher.path: the teacher cannot read the data's prompts: {error}") from None
 
-    def write(self, groups: Sequence[Group]) -> list[TeacherTokens | str]:
-        """Every response of the groups, in their order, in the teacher's tokens, or one of REASONS."""
-        drafts = [self._draft(group.prompt, rollout) for group in groups for rollout in group.rollouts]
+    def write(self, groups: Sequence[Group]) -> list[tuple[TeacherTokens, ...] | str]:
+        """Every response of the groups, in their order, in the teacher's tokens, or one of REASONS.
+
+        A conversation has an entry for each of its turns, after the messages before it.
+        """
+        turns = [self._turns(group.prompt, rollout) for group in groups for rollout in group.rollouts]
+        drafts = [draft for own in turns for draft in own]
         self._check_round_trip([draft for draft in drafts if draft.reason is None])
-        prompts = self._prompts([group.prompt for group in groups])
-        numbers = [i for i, group in enumerate(groups) for _ in group.rollouts]
-        openings = [prompts[i] for i in numbers]
+        openings = self._openings(drafts)
         texts = [
             opening[0] + draft.text
             for draft, opening in zip(drafts, openings, strict=True)
             if draft.reason is None and opening is not None
         ]
         encoded = iter(self._teacher.tokens(texts) if texts else ())
-        written: list[TeacherTokens | str] = []
+        pieces: list[TeacherTokens | str] = []
         for draft, opening in zip(drafts, openings, strict=True):
-            if draft.reason is not None:
-                written.append(draft.reason)
-            elif opening is None:
-                written.append("prompt")
+            if draft.reason is not None or opening is None:
+                pieces.append(draft.reason or "prompt")
             else:
-                written.append(self._joined(draft, *opening, next(encoded)))
-        return written
+                pieces.append(self._joined(draft, *opening, next(encoded)))
+        remaining = iter(pieces)
+        return [_together(list(islice(remaining, len(own)))) for own in turns]
 
-    def _draft(self, prompt: Prompt, rollout: Rollout) -> _Draft:
-        ids = list(rollout.token_ids)
+    def _turns(self, prompt: Prompt, rollout: Rollout) -> list[_Draft]:
+        """The response, or the turns of a conversation."""
+        spans = segments(prompt.token_ids, rollout.token_ids, rollout.turns)
+        pairs = [
+            (sequence.ids[:begin], sequence.ids[begin : begin + count])
+            for sequence in spans
+            for begin, _, count in sequence.own
+        ]
+        drafts = [self._draft(prompt, *pair) for pair in pairs]
+        if rollout.turns and not self._know_messages(drafts, rollout):
+            return [replace(self._draft(prompt, prompt.token_ids, ()), reason="turns")]
+        return drafts
+
+    def _know_messages(self, drafts: Sequence[_Draft], rollout: Rollout) -> bool:
+        """Give turns the messages before them. False where messages and turns are not the same."""
+        numbers = [i for i, message in enumerate(rollout.messages) if message["role"] == "assistant"]
+        one_agent = all(not turn.agent for turn in rollout.turns)
+        if not one_agent or not len(numbers) == len(drafts) == len(rollout.turns):
+            return False
+        for number, draft in zip(numbers, drafts, strict=True):
+            draft.messages = rollout.messages[:number]
+        return all(
+            draft.reason is not None
+            or draft.text.strip() == str(rollout.messages[number].get("content")).strip()
+            for number, draft in zip(numbers, drafts, strict=True)
+        )
+
+    def _draft(self, prompt: Prompt, context: Sequence[int], tokens: Sequence[int]) -> _Draft:
+        ids = list(tokens)
         ended = bool(ids) and ids[-1] in self._policy.end_token_ids
-        draft = _Draft(prompt, ids[:-1] if ended else ids, ended, "")
-        text = self._policy.text(prompt.token_ids, draft.own)
-        if rollout.turns:
-            draft.reason = "turns"
-        elif not ids:
+        draft = _Draft(prompt, (), ids[:-1] if ended else ids, ended)
+        text = self._policy.text(context, draft.own)
+        if not ids:
             draft.reason = "empty"
         elif not self._policy_special.isdisjoint(draft.own):
             draft.reason = "special"
@@ -167,9 +196,10 @@ class TeacherText:
         after_prompt = self._policy.tokens([draft.prompt.text + draft.text for draft in drafts])
         for draft, ids in zip(drafts, after_prompt, strict=True):
             count = len(draft.prompt.token_ids)
-            if ids is not None and tuple(ids[:count]) == draft.prompt.token_ids:
+            is_first = not draft.messages
+            if is_first and ids is not None and tuple(ids[:count]) == draft.prompt.token_ids:
                 own: list[int] | None = ids[count:]
-            else:  # the tokenizer joins the prompt's end with the text, as no response can
+            else:  # a later turn, or the tokenizer joins the prompt's end with the text, as no response can
                 own = self._alone(draft.text)
             if own != draft.own:
                 otherwise.append(draft)
@@ -181,29 +211,35 @@ class TeacherText:
         except Exception:  # tokenizers raises no narrower one
             return None
 
-    def _prompts(self, prompts: Sequence[Prompt]) -> list[tuple[str, list[int]] | None]:
-        """The teacher's text and tokens of each prompt; None where it has none."""
-        texts = [self._prompt_text(prompt) for prompt in prompts]
-        known = {text: None for text in texts if text is not None}
-        tokens = dict(zip(known, self._teacher.tokens(list(known)), strict=True)) if known else {}
-        return [None if text is None or (ids := tokens[text]) is None else (text, ids) for text in texts]
+    def _openings(self, drafts: Sequence[_Draft]) -> list[tuple[str, list[int]] | None]:
+        """The teacher's text and tokens before each draft; None where it has none."""
+        by_context = {(id(draft.prompt), id(draft.messages)): draft for draft in drafts}
+        texts = {key: self._opening(draft.prompt, draft.messages) for key, draft in by_context.items()}
+        different = list(dict.fromkeys(text for text in texts.values() if text is not None))
+        tokens = dict(zip(different, self._teacher.tokens(different) if different else (), strict=True))
+        openings: list[tuple[str, list[int]] | None] = []
+        for draft in drafts:
+            text = texts[id(draft.prompt), id(draft.messages)]
+            ids = None if text is None else tokens[text]
+            openings.append(None if text is None or ids is None else (text, ids))
+        return openings
 
-    def _prompt_text(self, prompt: Prompt) -> str | None:
-        """The teacher's rendering of the prompt; None if the data has another prompt, or it refuses.
+    def _opening(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """The teacher's text before a turn; None if the data has another prompt, or its template refuses.
 
         Where a template opens the turn with the start of a thinking part, the response's text begins inside
         it. So the teacher's turn begins as the policy's does, whatever its own template opens.
         """
         try:
-            own, text = self._policy.writer.text(prompt), self._teacher.writer.text(prompt)
+            own, text = self._policy.writer.text(prompt), self._teacher.writer.text(prompt, messages)
         except DataError:
             return None
         if own != prompt.text:  # a member added a hint, or examples
             return None
-        opener = _OPENER.search(own)
-        assert opener is not None, "it matches the empty string at the end"
         if not (self._policy.writer.is_chat and self._teacher.writer.is_chat):
             return text
+        opener = _OPENER.search(own)
+        assert opener is not None, "it matches the empty string at the end"
         return _OPENER.sub("", text, count=1) + opener[0]
 
     def _joined(
@@ -237,6 +273,12 @@ class TeacherText:
         return decoded == text or (
             decoded == f" {text}" and self._teacher.tokens([f"{prompt} {text}"]) != [ids]
         )
+
+
+def _together(pieces: Sequence[TeacherTokens | str]) -> tuple[TeacherTokens, ...] | str:
+    """The pieces of a response, or the first reason for which one of them cannot be scored."""
+    reasons = [piece for piece in pieces if isinstance(piece, str)]
+    return reasons[0] if reasons else tuple(piece for piece in pieces if not isinstance(piece, str))
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

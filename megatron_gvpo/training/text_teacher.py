@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -13,7 +14,7 @@ from megatron_gvpo.checks.teacher import teacher_room
 from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.data.prompts import PromptWriter
 from megatron_gvpo.data.task import Task
-from megatron_gvpo.data.teacher_text import REASONS, Dialect, TeacherText, TeacherTokens
+from megatron_gvpo.data.teacher_text import REASONS, TeacherText, TeacherTokens, Writing
 from megatron_gvpo.groups import Group
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.end_tokens import end_token_ids
@@ -31,7 +32,7 @@ class TextTeacher:
 
     def __init__(self, text: TeacherText) -> None:
         self._text = text
-        self._written: list[TeacherTokens | str] = []  # by the response's place in the step
+        self._written: list[tuple[TeacherTokens, ...] | str] = []  # by the response's place in the step
         self._warned: set[str] = set()
         self.metrics: dict[str, float] = {}  # of the present step
 
@@ -54,14 +55,14 @@ class TextTeacher:
         return self._trainable(groups), warnings
 
     def rows(self, rows: TrainBatch) -> TrainBatch:
-        """The same responses in the teacher's tokens."""
-        written = self._of(rows)
+        """The same responses in the teacher's tokens; a conversation is a row for each of its turns."""
+        owner_n, pieces = self._pieces(rows)
         return TrainBatch(
-            prompt_ids=[tokens.prompt for tokens in written],
-            response_ids=[tokens.response for tokens in written],
-            group_n=rows.group_n,
-            reward_n=rows.reward_n,
-            truncated_n=rows.truncated_n,
+            prompt_ids=[piece.prompt for piece in pieces],
+            response_ids=[piece.response for piece in pieces],
+            group_n=rows.group_n[owner_n],
+            reward_n=rows.reward_n[owner_n],
+            truncated_n=rows.truncated_n[owner_n],
         )
 
     def spread(self, rows: TrainBatch, logp_r: Tensor) -> Tensor:
@@ -70,8 +71,22 @@ class TextTeacher:
         A response's sum is divided evenly over the policy's tokens, so that their sum is the teacher's. The
         parts mean nothing, and a loss that takes them for log-probs of tokens is refused (`Loss.reads_text`).
         """
-        sum_n = self.rows(rows).sequence_sum(logp_r.double())
+        owner_n, _ = self._pieces(rows)
+        of_pieces = self.rows(rows).sequence_sum(logp_r.double())
+        sum_n = of_pieces.new_zeros(len(rows)).index_add(0, owner_n, of_pieces)
         return (sum_n / rows.length_n)[rows.seq_r].float()
+
+    def _pieces(self, rows: TrainBatch) -> tuple[Tensor, list[TeacherTokens]]:
+        """(the row that each piece belongs to, the pieces)."""
+        assert rows.place_n is not None, "the trainer numbers the responses of a step"
+        owners: list[int] = []
+        pieces: list[TeacherTokens] = []
+        for row, number in enumerate(rows.place_n.tolist()):
+            written = self._written[number]
+            assert not isinstance(written, str), "rows that the teacher cannot score are not trained"
+            owners += [row] * len(written)
+            pieces += written
+        return torch.tensor(owners, dtype=torch.int64), pieces
 
     def _trainable(self, groups: Sequence[Group]) -> list[Group]:
         remaining = iter(self._written)
@@ -82,11 +97,6 @@ class TextTeacher:
             changed.append(replace(group, rollouts=rollouts))
         return changed
 
-    def _of(self, rows: TrainBatch) -> list[TeacherTokens]:
-        assert rows.place_n is not None, "the trainer numbers the responses of a step"
-        written = [self._written[number] for number in rows.place_n.tolist()]
-        return [tokens for tokens in written if not isinstance(tokens, str)]
-
     def _counted(self, groups: Sequence[Group], refused: Counter[str]) -> dict[str, float]:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         pairs = [
@@ -94,12 +104,15 @@ class TextTeacher:
             for rollout, written in zip(rollouts, self._written, strict=True)
             if not isinstance(written, str)
         ]
-        total, scored = max(1, len(rollouts)), max(1, len(pairs))
         own = sum(len(rollout.token_ids) for rollout, _ in pairs)
-        metrics = {"teacher/excluded": refused.total() / total}
-        metrics |= {f"teacher/excluded_{reason}": count / total for reason, count in refused.items()}
-        metrics["teacher/joint"] = sum(written.joint > 0 for _, written in pairs) / scored
-        metrics["teacher/length_ratio"] = sum(len(written.response) for _, written in pairs) / max(1, own)
+        of_teacher = sum(len(piece.response) for _, written in pairs for piece in written)
+        joined = sum(any(piece.joint for piece in written) for _, written in pairs)
+        total = max(1, len(rollouts))
+        excluded = "teacher/excluded"
+        metrics = {excluded: refused.total() / total}
+        metrics |= {f"{excluded}_{reason}": count / total for reason, count in refused.items()}
+        metrics["teacher/joint"] = joined / max(1, len(pairs))
+        metrics["teacher/length_ratio"] = of_teacher / max(1, own)
         return metrics
 
 
@@ -117,13 +130,13 @@ def text_teacher(teacher: TeacherConfig, data: DataConfig, task: Task, card: Mod
         chat = data.chat_template and bool(tokenizer.chat_template)
         ends = end_token_ids(teacher.path, card, tokenizer, chat=chat)
 
-        def dialect(own: PreTrainedTokenizerBase, end_ids: Sequence[int]) -> Dialect:
-            return Dialect(PromptWriter(data.train, data, own, task.longest_prompt), own, end_ids)
+        def writing(own: PreTrainedTokenizerBase, end_ids: Sequence[int]) -> Writing:
+            return Writing(PromptWriter(data.train, data, own, task.longest_prompt, task.tools), own, end_ids)
 
         _, room, reserved = teacher_room(teacher, card)
         text = TeacherText(
-            dialect(task.tokenizer, task.end_token_ids),
-            dialect(tokenizer, ends),
+            writing(task.tokenizer, task.end_token_ids),
+            writing(tokenizer, ends),
             None if room is None else room - reserved,
         )
         text.check(task.prompts[0])

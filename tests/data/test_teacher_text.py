@@ -39,7 +39,13 @@ def rollout_of(tokens: Sequence[int], ended: bool = True, policy_end: int = END)
 
 
 def write(text: TeacherText, *rollouts: Rollout, prompt: Prompt | None = None) -> list[TeacherTokens | str]:
-    return text.write([Group(prompt or prompt_of(), list(rollouts))])
+    written = text.write([Group(prompt or prompt_of(), list(rollouts))])
+    return [w if isinstance(w, str) else one(w) for w in written]
+
+
+def one(pieces: tuple[TeacherTokens, ...]) -> TeacherTokens:
+    [piece] = pieces
+    return piece
 
 
 def in_teacher(
@@ -235,10 +241,50 @@ def test_a_response_that_the_teachers_context_does_not_hold_is_excluded():
     assert reason(rollout, longest=room - 1) == "long"
 
 
-def test_a_conversation_is_excluded():
-    rollout = rollout_of(ids(POLICY, "hello"))
-    rollout.turns = [Turn(0), Turn(1, after=0, given=(5,))]
-    assert reason(rollout) == "turns"
+def conversation(second: Sequence[int], agent: str = "") -> Rollout:
+    """The policy says hello, is told to go on, and says `second`."""
+    first = [*ids(POLICY, "hello"), END]
+    told = ids(POLICY, "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n")
+    rollout = rollout_of([*first, *second])
+    rollout.turns = [Turn(0), Turn(len(first), after=0, given=told, agent=agent)]
+    rollout.messages = [
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "go on"},
+        {"role": "assistant", "content": POLICY.decode(second)},
+    ]
+    return rollout
+
+
+def test_every_turn_is_scored_after_the_messages_before_it_and_nothing_else_is():
+    text = TextTeacher(text_teachers.text_for(POLICY, [END], TEACHER))
+    prompt = prompt_of()
+    talk, single = conversation(ids(POLICY, "2+2")), rollout_of(ids(POLICY, "hello"))
+    groups, warnings = text.begin([Group(prompt, [talk, single])], step=1)
+    rows = TrainBatch.from_groups(groups).trained()
+    of_teacher = text.rows(rows)
+    assert not warnings and [
+        (TEACHER.decode(context), TEACHER.decode(response))
+        for context, response in zip(of_teacher.prompt_ids, of_teacher.response_ids, strict=True)
+    ] == [
+        ("<s><|user|>say hello<|model|>", "hello</s>"),
+        ("<s><|user|>say hello<|model|>hello</s><|user|>go on<|model|>", "2+2</s>"),
+        ("<s><|user|>say hello<|model|>", "hello</s>"),
+    ]
+    teacher_r = -torch.rand(of_teacher.offsets[-1])
+    first, second, other = of_teacher.sequence_sum(teacher_r).tolist()
+    sums_n = rows.sequence_sum(text.spread(rows, teacher_r))
+    torch.testing.assert_close(sums_n, torch.tensor([first + second, other]))
+
+
+def test_a_conversation_whose_turns_are_not_its_messages_is_excluded():
+    assert reason(conversation(ids(POLICY, "2"), agent="other")) == "turns"
+    silent = conversation(ids(POLICY, "2"))
+    silent.messages = silent.messages[:2]
+    assert reason(silent) == "turns"
+    changed = conversation(ids(POLICY, "2"))
+    changed.messages[2] = {"role": "assistant", "content": "3"}
+    assert reason(changed) == "turns"
+    assert reason(conversation(ids(POLICY, "猫")[:2])) == "bytes", "a fault of one turn is the conversation's"
 
 
 def test_responses_keep_their_order_beside_excluded_ones():
@@ -250,7 +296,8 @@ def test_responses_keep_their_order_beside_excluded_ones():
         Group(other, [rollout_of(ids(POLICY, "2")), rollout_of(ids(POLICY, "猫")[:2])]),
     ]
     written = text.write(groups)
-    assert [w if isinstance(w, str) else TEACHER.decode([*w.prompt, *w.response]) for w in written] == [
+    texts = [w if isinstance(w, str) else TEACHER.decode([*one(w).prompt, *one(w).response]) for w in written]
+    assert texts == [
         "empty",
         "<s><|user|>say hello<|model|>hello</s>",
         "<s><|user|>say 2<|model|>2</s>",

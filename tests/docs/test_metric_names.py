@@ -27,7 +27,7 @@ RELATIVE = {
     "observe/mismatch.py": "mismatch",
 }
 PUT_TOGETHER = {"memory/host_optimizer_gib", "train/entropy", "train/divergence", "server/a:1/relative_time"}
-PUT_TOGETHER |= {"train/importance_ess"}
+PUT_TOGETHER |= {"train/importance_ess", "teacher/excluded_bytes"}
 PUT_TOGETHER |= {f"{kind}/{name}" for kind in ("env", "reward") for name in ("lost", "dropped_groups")}
 SERVED = ("requests", "failed_requests", "probe", "model_hash", "invalid")  # of a reward model or a judge
 CRITIC = {"value", "value_loss", "value_clip_fraction"}  # the critic's loss stands beside its estimator

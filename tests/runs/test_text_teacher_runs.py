@@ -117,10 +117,32 @@ def test_every_other_method_refuses_it_and_names_the_recipe(
         preflight(config, "train", 1)
 
 
-def test_conversations_refuse_it(task: Path, teacher: Path, tmp_path: Path):
-    talks = "rollout.conversation={environment: 'x:y'}"
-    with pytest.raises(ConfigError, match=r"rollout\.conversation is not possible with a teacher"):
-        preflight(taught(task, tmp_path / "out", teacher, talks), "train", 1)
+ENVIRONMENT = """
+class Asks:
+    def reset(self, prompt, seed): pass
+    def step(self, response): return "1+1="
+"""
+
+
+def test_turns_are_scored_after_what_came_before(task: Path, teacher: Path, tmp_path: Path):
+    """Without a chat template, texts follow each other."""
+    (tmp_path / "asks.py").write_text(ENVIRONMENT)
+    talks = f"rollout.conversation={{environment: '{tmp_path}/asks.py:Asks', turns: 2, turn_tokens: 4}}"
+    reference, kept = Reference(task, teacher), KeepGroups()
+    fit(taught(task, tmp_path / "out", teacher, talks, "rollout.max_tokens=24"), [kept])
+    [_, line] = records(tmp_path / "out")
+    trained = [(g.prompt, r) for g in kept.groups for r in g.rollouts if r.trained]
+    assert any(len(rollout.turns) == 2 for _, rollout in trained)
+    total = sum(sum(rollout.logprobs) for _, rollout in trained)
+    for prompt, rollout in trained:
+        begins = [turn.begin for turn in rollout.turns]
+        before = prompt.text
+        for begin, end in zip(begins, [*begins[1:], None], strict=True):
+            own = rollout.token_ids[begin:end]
+            total -= reference.sum(before, own)[0]
+            before += reference.policy.decode(own, skip_special_tokens=True) + "1+1="
+    tokens = sum(len(rollout.token_ids) for _, rollout in trained)
+    assert line["train/log_ratio"] == pytest.approx(total / tokens, abs=1e-5)
 
 
 def test_smollm2_may_teach_any_model():

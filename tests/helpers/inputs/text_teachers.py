@@ -18,7 +18,7 @@ from transformers import (
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megatron_gvpo.data.prompts import PromptWriter
-from megatron_gvpo.data.teacher_text import Dialect, TeacherText
+from megatron_gvpo.data.teacher_text import TeacherText, Writing
 from megatron_gvpo.settings.sections import DataConfig, DatasetConfig
 
 MARKS = ["<s>", "</s>", "<|user|>", "<|model|>"]
@@ -117,9 +117,9 @@ def text_for(
 ) -> TeacherText:
     dataset = DatasetConfig(path="unused")
 
-    def dialect(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Dialect:
+    def writing(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Writing:
         own = DataConfig(train=dataset, **data)  # type: ignore[arg-type]
-        return Dialect(PromptWriter(dataset, own, tokenizer, 10**6), tokenizer, ends)
+        return Writing(PromptWriter(dataset, own, tokenizer, 10**6), tokenizer, ends)
 
     ends = [teacher.convert_tokens_to_ids(end)]
-    return TeacherText(dialect(policy, policy_ends), dialect(teacher, ends), longest)
+    return TeacherText(writing(policy, policy_ends), writing(teacher, ends), longest)
