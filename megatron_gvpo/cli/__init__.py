@@ -21,6 +21,7 @@ from megatron_gvpo.cli import (
     export,
     k8s,
     keys,
+    mismatch,
     plan,
     recipes,
     rehearse,
@@ -58,6 +59,7 @@ COMMANDS = (
     convert,
     verify,
     replay,
+    mismatch,
     doctor,
 )
 

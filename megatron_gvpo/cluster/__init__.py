@@ -1,1 +1,1 @@
-"""Writes jobs for Slurm, Kubernetes and SkyPilot, checks machines beforehand, predicts memory and time."""
+"""Writes jobs for Slurm, Kubernetes and SkyPilot, and checks machines beforehand."""

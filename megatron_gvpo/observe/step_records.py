@@ -40,7 +40,7 @@ Sums = Mapping[str, Sequence[float]]
 class UpdateRecord:
     """An optimizer update: its rows with the policies' log-probs, and what came of it."""
 
-    # Of the rows that were trained: their places in the step, [n], and columns of theirs, [r].
+    # Of the rows that were trained: their numbers in the step, [n], and columns of theirs, [r].
     place_n: Tensor
     old_logp_r: Tensor | None
     ref_logp_r: Tensor | None

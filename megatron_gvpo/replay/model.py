@@ -153,8 +153,9 @@ class ModelReplay:
             f"{recorded[index]:.6g} in the run, {again[index]:.6g} replayed; {int(apart_r.sum())} of "
             f"{len(apart_r)} tokens of {len(wrong)} of {len(rows)} responses differ"
         )
-        if (part := self._parts(rows).named(wrong)) is not None:
-            problem += f", and these are the responses of {part}"
+        parts = self._parts(rows)
+        if (part := parts.rank_of(wrong) or parts.around(wrong)) is not None and len(wrong) > 1:
+            problem += f", and all of these are of {part}"
         return self._finding(component, problem, self._position(rows, row), token=index - rows.offsets[row])
 
     def _position(self, rows: TrainBatch, row: int) -> int:

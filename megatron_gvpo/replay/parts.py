@@ -61,13 +61,17 @@ class Parts:
             if own:
                 yield ", which is ".join(synonyms), own
 
-    def named(self, rows: Collection[int]) -> str | None:
-        """The part that has exactly these rows, unless it is one response, or all of them."""
+    def around(self, rows: Collection[int]) -> str | None:
+        """The smallest part with all these rows; None where only all responses have them."""
         wanted = frozenset(rows)
-        for name, own in self.rows.items():
-            if own == wanted and len(own) > 1 and name != "all responses":
-                return name
-        return None
+        around = [(len(own), name) for name, own in self if wanted <= own and len(own) > 1]
+        _, name = min(around, default=(0, "all responses"))
+        return None if "all responses" in name else name
+
+    def rank_of(self, rows: Collection[int]) -> str | None:
+        """The data-parallel rank that has all these rows, where there are several ranks."""
+        ranks = {name: own for name, own in self.rows.items() if name.startswith("data-parallel rank")}
+        return next((name for name, own in ranks.items() if len(ranks) > 1 and own.issuperset(rows)), None)
 
 
 def counted_otherwise(policy: Policy, rows: TrainBatch, recorded: Sums, parts: Parts) -> str | None:
@@ -83,7 +87,7 @@ def counted_otherwise(policy: Policy, rows: TrainBatch, recorded: Sums, parts: P
     own = torch.tensor([[each[name].total for name in names] for each in sums], dtype=torch.float64) / scale
     run = torch.tensor([recorded[name][0] for name in names], dtype=torch.float64) / scale
     apart = run - own.sum(0)
-    best: tuple[float, str, float] = (_UNEXPLAINED, "", 1.0)
+    fitting: list[tuple[float, str, float]] = []
     for name, members in parts:
         part = own[sorted(members)].sum(0)
         size = float(part @ part)
@@ -91,7 +95,12 @@ def counted_otherwise(policy: Policy, rows: TrainBatch, recorded: Sums, parts: P
             continue
         factor = float(part @ apart) / size
         remainder = float((apart - factor * part).norm() / apart.norm())
-        if remainder < best[0]:
-            best = (remainder, name, round(1 + factor, 4) + 0.0)
-    _, name, count = best
-    return f"{name} counts {count:.3g} times in the run's" if name else None
+        if remainder < _UNEXPLAINED:
+            fitting.append((remainder, name, round(1 + factor, 4) + 0.0))
+    if not fitting:
+        return None
+    # A part may have responses that add nothing to the gradient: it explains as much as one without them.
+    least = min(remainder for remainder, _, _ in fitting)
+    equal = [(name, count) for remainder, name, count in fitting if remainder <= 1.01 * least + 1e-4]
+    listed = " or ".join(name for name, _ in equal)
+    return f"{listed} counts {equal[0][1]:.3g} times in the run's"

@@ -46,6 +46,7 @@ OWN: dict[str, str | None] = {
     "exports": rf"{_STEP}(\.partial)?/({_MODEL})",
     "metrics.jsonl": None,
     "summary.json": None,
+    "mismatch.json": None,
     "curve.png": None,
     "rollouts": r"(step|eval)_\d+\.parquet(\.tmp)?",
     "steps": r"step_\d+\.safetensors(\.tmp)?",
@@ -60,7 +61,8 @@ OWN: dict[str, str | None] = {
     CONFIG: None,
     RUN: None,
 }
-_ALWAYS = ("checkpoints", "metrics.jsonl", "summary.json", "curve.png", CONFIG, RUN)
+# `mismatch` writes the file of its name.
+_ALWAYS = ("checkpoints", "metrics.jsonl", "summary.json", "mismatch.json", "curve.png", CONFIG, RUN)
 _EXPORTS = ("hf", "hf_best", "exports")
 _SHOWN = 3  # files that a message names
 # A page that `report` wrote about the run goes with it.

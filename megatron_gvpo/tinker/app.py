@@ -268,7 +268,9 @@ class TinkerApp:
             return self._later(session, request_id, operation, partial(_json, {**answer, "path": path.uri}))
         if request_id in session.pending:
             return self._accepted(session.pending[request_id])
-        sampler = self._new_sampler(session, body.sampling_session_seq_id or 0, snapshot=self._unnamed(model))
+        sampler = self._new_sampler(
+            session, body.sampling_session_seq_id or 0, snapshot=f"{model.model_id}/{self._unnamed(model)}"
+        )
         model.snapshots.append(sampler.snapshot)
         self._drop_snapshots(session, model)
         operation = {"kind": "snapshot", "model": model.model_id, "snapshot": sampler.snapshot}
@@ -290,7 +292,7 @@ class TinkerApp:
     @staticmethod
     def _unnamed(model: ClientModel) -> str:
         model.saves += 1
-        return f"{model.model_id}:unnamed-{model.saves}"
+        return f"unnamed-{model.saves}"
 
     def _saving(
         self, model: ClientModel, path: CheckpointPath, ttl: int | None, metadata: dict[str, str] | None
@@ -338,15 +340,15 @@ class TinkerApp:
             info = read_info(self._root, path)
             self._model.check_weights(info)
             snapshot = f"{path.uri}@{info['time']}"
-            sampler = self._new_sampler(session, body.sampling_session_seq_id, snapshot, path.uri)
-            operation = {"kind": "snapshot", "snapshot": snapshot, "path": list(path)}
-            self._queue.put(QueuedOperation(session.session_id, operation, lambda _: None))
+            sampler = self._new_sampler(session, body.sampling_session_seq_id, snapshot, path)
         return web.json_response(
             {"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id}
         )
 
     @staticmethod
-    def _new_sampler(session: Session, number: int, snapshot: str, path: str | None = None) -> ClientSampler:
+    def _new_sampler(
+        session: Session, number: int, snapshot: str, path: CheckpointPath | None = None
+    ) -> ClientSampler:
         sampler = ClientSampler(f"{session.session_id}:sample:{number}", session.session_id, snapshot, path)
         return session.samplers.setdefault(sampler.sampler_id, sampler)
 
@@ -355,7 +357,7 @@ class TinkerApp:
         answer = {
             "sampler_id": sampler.sampler_id,
             "base_model": self._model.name,
-            "model_path": sampler.model_path,
+            "model_path": None if sampler.path is None else sampler.path.uri,
         }
         return web.json_response(answer)
 
@@ -368,7 +370,13 @@ class TinkerApp:
         self._samples += 1
         seed = derived_seed(self._config.seed, self._samples)
         order, sampling = sampling_of(body, self._model, seed)
-        operation = {"kind": "sample", "snapshot": sampler.snapshot, "orders": [order], "sampling": sampling}
+        operation = {
+            "kind": "sample",
+            "snapshot": sampler.snapshot,
+            "path": None if sampler.path is None else list(sampler.path),
+            "orders": [order],
+            "sampling": sampling,
+        }
         key = (sampler.snapshot, json.dumps(sampling, sort_keys=True))
         sample_ids = [str(uuid.uuid4()) for _ in range(body.num_samples)]
         done = partial(_sampled, body.prompt_logprobs_last_n)

@@ -32,6 +32,7 @@ from megatron_gvpo.tinker.wire import read_forward_backward
 Operation = dict[str, Any]
 Outcome = dict[str, Any]
 BASE = "base"  # the snapshot of the model as it was loaded
+MOST_READ = 4  # snapshots of checkpoints that stay in memory; others are read again
 
 
 class Operations:
@@ -50,6 +51,7 @@ class Operations:
         )
         self._new = self._slot.read()  # a new model
         self._snapshots: dict[str, list[Tensor]] = {BASE: self._slot.read_weights()}
+        self._read: list[str] = []  # the snapshots that were read from checkpoints, the oldest first
         self._models: dict[str, ModelState] = {}  # of the model in the slot: as it was when it entered
         self._present: str | None = None  # the model in the slot
         self._budget = config.max_tokens_per_micro_batch * config.parallel.cp
@@ -76,6 +78,8 @@ class Operations:
         """Put a client's model into the slot, and the one that is there aside; None: nobody's."""
         if model_id == self._present and model_id is not None:
             return
+        if model_id is not None and model_id not in self._models:
+            raise Refusal(f"there is no model {model_id}: it could not be made, or it was unloaded", 404)
         if self._present is not None:
             self._models[self._present] = self._slot.read()
         self._present = None
@@ -141,24 +145,37 @@ class Operations:
         return {}
 
     def _snapshot(self, operation: Operation) -> Outcome:
-        """Keep weights to sample from: a model's present ones, or those of a checkpoint."""
-        name = operation["snapshot"]
-        if name in self._snapshots:
-            return {}
-        if operation.get("path") is None:
-            self._enter(operation["model"])
-        else:
-            self._enter(None)
-            self._slot.write(self._new)
-            checkpoints.load(self._slot, self._root, CheckpointPath(*operation["path"]), False)
-        self._snapshots[name] = self._slot.read_weights()
+        """Keep a model's present weights to sample from."""
+        self._enter(operation["model"])
+        self._snapshots[operation["snapshot"]] = self._slot.read_weights()
         return {}
+
+    def _place(self, snapshot: str, path: list[Any] | None) -> None:
+        """Put weights to sample from into the slot; `path`: those of a checkpoint, which are read if need be.
+
+        Raises Refusal.
+        """
+        self._enter(None)
+        if (weights := self._snapshots.get(snapshot)) is not None:
+            self._slot.write_weights(weights)
+            return
+        if path is None:
+            raise Refusal("the sampler's weights are gone: newer ones of its model took their place")
+        self._slot.write(self._new)
+        checkpoints.load(self._slot, self._root, CheckpointPath(*path), with_optimizer=False)
+        self._snapshots[snapshot] = self._slot.read_weights()
+        self._read.append(snapshot)
+        if len(self._read) > MOST_READ:
+            self._drop(self._read.pop(0))
+
+    def _drop(self, snapshot: str) -> None:
+        self._snapshots.pop(snapshot, None)
+        self._sampler.forget(snapshot)
 
     def _sample(self, operation: Operation) -> Outcome:
         orders = [SampleOrder(**order) for order in operation["orders"]]
         snapshot = operation["snapshot"]
-        self._enter(None)
-        self._slot.write_weights(self._snapshots[snapshot])
+        self._place(snapshot, operation.get("path"))
         sampling = SamplingConfig.model_validate(operation["sampling"])
         sequences = self._sampler.sample(snapshot, orders, sampling)
         wanting = [i for i, order in enumerate(orders) if order.prompt_logprobs]
@@ -176,6 +193,5 @@ class Operations:
             if self._present == model_id:
                 self._present = None
         for name in operation["snapshots"]:
-            self._snapshots.pop(name, None)
-            self._sampler.forget(name)
+            self._drop(name)
         return {}

@@ -60,8 +60,3 @@ class FairQueue:
         """Take a session's jobs away: its client is gone."""
         with self._changed:
             return list(self._waiting.pop(session_id, ()))
-
-    def position(self, session_id: str) -> int:
-        """How many jobs wait in all sessions but this one."""
-        with self._changed:
-            return sum(len(jobs) for name, jobs in self._waiting.items() if name != session_id)

@@ -69,7 +69,10 @@ class SnapshotSampler:
         """
         if self._loaded != snapshot:
             self._loaded = None
-            self._engine.load(self._slot.model.export(on_host=False), 0)
+            try:
+                self._engine.load(self._slot.model.export(on_host=False), 0)
+            except ValueError as error:
+                raise Refusal(f"the embedded engine cannot sample from this model: {error}") from None
             self._loaded = snapshot
         rank, world = dist.get_rank(), dist.get_world_size()
         share = orders[rank * len(orders) // world : (rank + 1) * len(orders) // world]

@@ -6,14 +6,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.settings.sections import GREEDY, SamplingConfig
 from megatron_gvpo.tinker.refusal import Refusal
 from megatron_gvpo.tinker.requests import SampleBody, SamplingParams
 from megatron_gvpo.tinker.sampler import NEVER
 from megatron_gvpo.tinker.served_model import ServedModel
 
 COLDEST = 0.01  # below, only the likeliest token is left
-GREEDY = 1e-6  # the top_p that leaves only the likeliest token
 
 
 def sampling_of(body: SampleBody, model: ServedModel, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -22,10 +21,6 @@ def sampling_of(body: SampleBody, model: ServedModel, seed: int) -> tuple[dict[s
     Requests with equal SamplingConfigs are sampled together. `seed`: for a request that has none.
     """
     params, prompt = body.sampling_params, body.prompt.tokens()
-    if params.top_k > 0:
-        raise Refusal(
-            f"sampling_params.top_k={params.top_k}: this server samples with top_p only; leave it at -1"
-        )
     if not prompt:
         raise Refusal("the prompt is empty; it needs at least one token")
     model.check_tokens("prompt", prompt)
@@ -53,6 +48,7 @@ def sampling_of(body: SampleBody, model: ServedModel, seed: int) -> tuple[dict[s
         # Of the likeliest token, the log-prob of the model itself is reported.
         "temperature": 1.0 if is_greedy else params.temperature,
         "top_p": GREEDY if is_greedy else params.top_p,
+        "top_k": params.top_k if params.top_k > 0 else None,
         "max_tokens": model.positions,
         "stop_token_ids": stop_ids,
         "stop": stop_texts,

@@ -8,6 +8,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_gvpo.tinker.checkpoints import CheckpointPath
 from megatron_gvpo.tinker.refusal import Refusal
 
 KEPT_SECONDS = 600.0  # a result stays for this long after it was first fetched: the answer may have been lost
@@ -32,7 +33,7 @@ class ClientSampler:
     sampler_id: str
     session_id: str
     snapshot: str
-    model_path: str | None = None
+    path: CheckpointPath | None = None  # of its weights, where they are a checkpoint's
 
 
 @dataclass

@@ -24,6 +24,7 @@ from helpers.inputs.good_config import GOOD
 from megatron_gvpo import cli
 from megatron_gvpo.core.yaml_files import Loader
 from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.tinker import TinkerConfig
 
 ALL = [block for page in pages() for block in blocks(page)]
 RUN = sorted({block.page for block in ALL if block.kind == "run"})
@@ -81,8 +82,12 @@ def test_yaml_is_a_configuration(block: Block, monkeypatch: pytest.MonkeyPatch):
             for word in words[: words.index(block.value)]:
                 values = merge(values, yaml.load(files[word].text, Loader)) if word in files else values
     for variable in re.findall(r"\{env: (\w+)\}", block.text):
-        monkeypatch.setenv(variable, f"the value of {variable}")
-    build_config(merge(values, yaml.load(block.text, Loader)))
+        monkeypatch.setenv(variable, f"tml-the value of {variable}")
+    own = yaml.load(block.text, Loader)
+    if "serve" in own:
+        TinkerConfig.model_validate(own)
+    else:
+        build_config(merge(values, own))
 
 
 @pytest.mark.parametrize("block", of("json", "jsonl"))

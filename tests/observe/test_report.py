@@ -18,6 +18,7 @@ from megatron_gvpo.cli import main
 from megatron_gvpo.observe.report import Reporter
 from megatron_gvpo.observe.report.samples import chosen, interval, pass_intervals
 from megatron_gvpo.observe.report.token_texts import TokenTexts
+from megatron_gvpo.replay.mismatch import Cause, Certificate, Token
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +128,26 @@ def test_alerts_are_said_at_the_top(page: Page, tmp_path: Path):
     said = text(page, ".alerts")
     assert "2 alerts" in said and "step 9" in said and f"The reward component {hostile} gave 1" in said
     assert "step 4" in said and "Look at reward/mean" in said
+    assert page.look("document.querySelectorAll('img').length") == 0
+
+
+def test_the_certificate_of_the_mismatch_is_shown(page: Page, tmp_path: Path):
+    """With what a model wrote as text; a damaged file is left out."""
+    run, hostile = make_run(tmp_path / "run", steps=3), "<img src=x onerror=alert(1)>"
+    (run / "mismatch.json").write_text('{"step": 3')
+    assert main(["report", str(run)]) == 0
+    page.open(f"file://{run}/report.html")
+    assert page.look("document.querySelectorAll('.mismatch').length") == 0
+    token = Token(4, 2, hostile, -1.25, -0.75, -0.5, "engine: stale weights")
+    cause = Cause("engine", "stale weights", "those of step 1", 80, 8, 0.875, 0.25, 0.5)
+    Certificate(3, "float32", 80, 0.25, 0.5, 0.03, [cause], [token]).write(run / "mismatch.json")
+    assert main(["report", str(run)]) == 0
+    page.open(f"file://{run}/report.html")
+    shown = text(page, ".mismatch")
+    assert "Mismatch of engine and trainer in step 3" in shown
+    assert "stale weights" in shown and "87.5 %" in shown and "those of step 1" in shown
+    worst = page.look("document.querySelector('.mismatch details').textContent")
+    assert hostile in worst and "response 4, token 2" in worst
     assert page.look("document.querySelectorAll('img').length") == 0
 
 

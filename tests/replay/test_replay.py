@@ -473,8 +473,8 @@ def test_a_fault_is_named(task: Path, tmp_path: Path, name: str):
 @pytest.mark.parametrize(
     ("fault", "component", "text"),
     [
-        ("stale", "log-probs", "the responses of data-parallel rank 1"),
-        pytest.param("halved", "gradients", "data-parallel rank 1 counts 0.5 times", marks=pytest.mark.proof),
+        ("stale", "log-probs", "all of these are of data-parallel rank 1"),
+        pytest.param("halved", "gradients", "data-parallel rank 1", marks=pytest.mark.proof),
     ],
 )
 def test_a_faulty_rank_is_named(task: Path, tmp_path: Path, fault: str, component: str, text: str):
@@ -486,6 +486,7 @@ def test_a_faulty_rank_is_named(task: Path, tmp_path: Path, fault: str, componen
     first, told = findings_of(tmp_path)
     assert first is not None and first.component == component, told
     assert text in first.text
+    assert fault == "stale" or "counts 0.5 times" in first.text
 
 
 def copied(task: Path, target: Path) -> Path:

@@ -49,7 +49,7 @@ def test_temperature_0_takes_the_likeliest_token():
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        ({"top_k": 4}, "top_p only"),
+        ({"top_p": 1e-9, "top_k": 10**7}, "sampling_params.top_k"),
         ({"prompt": []}, "the prompt is empty"),
         ({"prompt": [3, 50]}, "vocabulary"),
         ({"stop": [77]}, "vocabulary"),
@@ -60,6 +60,10 @@ def test_temperature_0_takes_the_likeliest_token():
 def test_what_the_engine_cannot_do_is_refused(params, words):
     with pytest.raises(Refusal, match=words):
         asked(**params)
+
+
+def test_top_k_of_minus_1_is_no_limit():
+    assert asked()[1]["top_k"] is None and asked(top_k=5)[1]["top_k"] == 5
 
 
 def test_what_is_not_served_is_refused():

@@ -50,6 +50,7 @@ def test_the_sdk_trains_all_weights_in_each_layout(folder: Path, layout: str, ra
         assert run_client(folder, CLIENT, url, "model", "0").endswith("done\n")
 
 
+@pytest.mark.proof
 def test_recipes_of_the_cookbook_run_unmodified(tmp_path: Path) -> None:
     cookbook_task.make(tmp_path)
     (tmp_path / "server.yaml").write_text(ADAPTERS.replace("PATH", cookbook_task.MODEL) + REST)

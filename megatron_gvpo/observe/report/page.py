@@ -91,6 +91,7 @@ class Reporter:
         values = {
             **{"name": self._names[number], "directory": str(run.directory)},
             **{"config": run.config, "starts": run.starts, **table, "intervals": intervals},
+            "mismatch": run.mismatch,
             "alerts": [alert._asdict() for alert in alerts_of(run.records)],
             **{"responses": len(samples.overview["rows"]["row"]), "has_tokens": pieces is not None},
         }

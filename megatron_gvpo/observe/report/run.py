@@ -13,6 +13,7 @@ import yaml
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.jsonl import read_metrics
+from megatron_gvpo.runs.written import json_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +21,15 @@ class Run:
     """The records of one run.
 
     `records`: the lines of metrics.jsonl; `config`: the values of config.yaml by dotted key; `starts`: those
-    in run.json. A file that the directory lacks leaves its field empty.
+    in run.json; `mismatch`: the certificate of `megatron-gvpo mismatch`, in mismatch.json. A file that the
+    directory lacks leaves its field empty.
     """
 
     directory: Path
     records: list[dict[str, Any]]
     config: dict[str, Any]
     starts: list[dict[str, Any]]
+    mismatch: dict[str, Any] | None = None
 
 
 def read_run(directory: Path) -> Run:
@@ -45,7 +48,8 @@ def read_run(directory: Path) -> Run:
         records = []
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from None
-    return Run(directory, records, _config(directory / "config.yaml"), _starts(directory / "run.json"))
+    config, starts = _config(directory / "config.yaml"), _starts(directory / "run.json")
+    return Run(directory, records, config, starts, _certificate(directory / "mismatch.json"))
 
 
 def columns(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -104,6 +108,14 @@ def _flat(values: Any, at: str = "") -> Iterator[tuple[str, Any]]:
                 yield from _flat(value, f"{at}.{key}" if at else str(key))
             return
     yield at, values
+
+
+def _certificate(file: Path) -> dict[str, Any] | None:
+    """The certificate, if the file has one that the page can show."""
+    values = json_object(file)
+    causes, worst = values.get("causes"), values.get("worst")
+    is_complete = isinstance(causes, list) and isinstance(worst, list) and type(values.get("step")) is int
+    return values if is_complete else None
 
 
 def _starts(file: Path) -> list[dict[str, Any]]:

@@ -77,6 +77,9 @@ for sample in samples:
 stopped = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=6, seed=3, stop=[samples[0].tokens[1]]))
 assert len(stopped.result().sequences[0].tokens) <= 2
 
+likeliest = sampler.sample(prompt, 2, types.SamplingParams(max_tokens=6, top_k=1)).result().sequences
+assert list(likeliest[0].tokens) == list(likeliest[1].tokens)
+
 # Reinforcement learning on the samples, with each loss.
 for loss in ("importance_sampling", "ppo", "cispo", "dro"):
     rollouts = [
@@ -124,7 +127,9 @@ refused(
     lambda: service.create_training_client_from_state("tinker://x/weights/none").result(),
 )
 refused(
-    bad, "top_p only", lambda: sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1, top_k=5)).result()
+    tinker.UnprocessableEntityError,
+    "topk_prompt_logprobs",
+    lambda: sampler.sample(prompt, 1, params, topk_prompt_logprobs=3).result(),
 )
 refused(
     tinker.AuthenticationError,

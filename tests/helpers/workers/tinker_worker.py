@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_gvpo.settings.tinker import TinkerConfig
 from megatron_gvpo.tinker import wire
+from megatron_gvpo.tinker.refusal import Refusal
 
 Request = dict[str, Any]  # loss, config, data: [{"tokens": ..., input: ...}, ...]
 
@@ -84,7 +85,7 @@ def run(directory: str) -> None:
 def _after_steps(operations: Any, work: Any) -> dict[str, Any]:
     """Log-probs of two models that took turns, of the first one's saved and loaded copy, and its samples."""
     request = encoded(work["requests"]["cross_entropy"])
-    step = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-12, "weight_decay": 0.0, "clip_grad": 0.0}
+    step = work["step"]
 
     def both(name: str) -> Any:
         operations.run({"kind": "forward_backward", "model": name, "body": request})
@@ -125,4 +126,22 @@ def _after_steps(operations: Any, work: Any) -> dict[str, Any]:
     outcome = operations.run({"kind": "forward_backward", "model": "first", "body": encoded(scored)})
     trained = [np.frombuffer(part, "<f4").tolist()[1:] for part in outcome["logprobs"]]
     result["sampled"] = [logps for _, logps, _ in answer["sequences"]], trained
+    operations.run({"kind": "forget", "models": ["first"], "snapshots": ["s"]})
+    again = {"kind": "sample", "snapshot": "s", "orders": [order], "sampling": {}}
+    unreadable = {"kind": "load", "model": "copy", "path": ["no", "weights", "one"], "optimizer": True}
+    broken = {"kind": "forward_backward", "model": "first", "body": request}
+    infinite = {"kind": "optim_step", "model": "second", "step": {**step, "lr": 0.0}}
+    operations._enter("second")
+    operations._slot.gradients[0].fill_(float("inf"))
+    result["refusals"] = [_refusal(operations, o) for o in (again, unreadable, broken, infinite)]
+    result["copy at the end"] = logprobs("copy")
+    result["second at the end"] = logprobs("second")
     return result
+
+
+def _refusal(operations: Any, operation: dict[str, Any]) -> str:
+    try:
+        operations.run(operation)
+    except Refusal as refusal:
+        return str(refusal)
+    return ""

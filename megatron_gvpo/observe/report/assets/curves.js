@@ -16,6 +16,7 @@ function showCurves(root) {
   const shown = new Set();
   const parts = [glance()];
   parts.push(alertList());
+  parts.push(...runsShown().map(([run, i]) => mismatchTable(run, i)));
   for (const [title, wanted] of Object.entries(questions)) {
     const names = wanted.flatMap(name => matching(name, logged)).filter(name => !shown.has(name));
     names.forEach(name => shown.add(name));
@@ -81,6 +82,23 @@ function alertList() {
   const rest = items.splice(4);
   const more = rest.length > 0 && h("details", { class: "more" }, h("summary", {}, `${rest.length} earlier`), h("ol", {}, rest));
   return h("section", { class: "alerts", "aria-label": "Alerts" }, h("h2", {}, all.length === 1 ? "One alert" : `${all.length} alerts`), h("ol", {}, items), more);
+}
+
+// What `megatron-gvpo mismatch` has found in a run: the causes of the gap between engine and trainer.
+function mismatchTable(run, i) {
+  const found = run.mismatch;
+  if (!found) return null;
+  const heads = ["side", "cause", "share", "mean, nats", "largest, nats", "bound, nats", "detail"];
+  const rows = found.causes.map(cause => h("tr", {}, cell(heads[0], cause.side), cell(heads[1], cause.name),
+    cell(heads[2], `${(100 * cause.share).toFixed(1)} %`), cell(heads[3], show(cause.mean)), cell(heads[4], show(cause.largest)),
+    cell(heads[5], cause.bound === null ? "–" : show(cause.bound)), cell(heads[6], cause.detail)));
+  const worst = found.worst.map(token => h("li", {}, `response ${token.response}, token ${token.token} “${token.text}”: engine ` +
+    `${show(token.engine)}, trainer ${show(token.trainer)}, judge ${show(token.judge)} (${token.cause})`));
+  return h("section", { class: "mismatch", "aria-label": "Mismatch" },
+    h("h2", {}, state.index.runs.length > 1 ? [swatch(i), " ", run.name, ": "] : null, `Mismatch of engine and trainer in step ${found.step}`),
+    h("div", { class: "wide" }, h("table", { class: "glance" },
+      h("thead", {}, h("tr", {}, heads.map(head => h("th", { scope: "col" }, head)))), h("tbody", {}, rows))),
+    h("details", { class: "more" }, h("summary", {}, "The worst tokens"), h("ol", {}, worst)));
 }
 
 const cell = (head, ...content) => h("td", { "data-head": head }, h("span", {}, ...content));
