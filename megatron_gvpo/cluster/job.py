@@ -121,6 +121,10 @@ def unseen(config: Config, arguments: Sequence[str], job: Job, working_directory
     for key, data in (("data.train.path", config.data.train), ("data.eval.path", config.data.eval)):
         if data is not None and Path(data.path).exists():  # it may be the name of a hub data set
             named.append((key, data.path))
+    for i, component in enumerate(config.rewards.components):
+        file, colon, _ = (component.function or "").rpartition(".py:")
+        if colon:
+            named.append((f"rewards.components.{i}.function", f"{file}.py"))
     return [
         f"{name}={path}"
         for name, path in named

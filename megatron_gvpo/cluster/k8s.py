@@ -121,53 +121,48 @@ def _replicated_job(config: Config, arguments: Sequence[str], job: PodJob, role:
 
 
 def _pod(config: Config, arguments: Sequence[str], job: PodJob, role: Role) -> dict[str, Any]:
+    claims = {f"volume-{i}": claim for i, claim in enumerate(job.volumes.values())}
+    return {
+        "restartPolicy": "Never" if role == "trainer" else "OnFailure",
+        "terminationGracePeriodSeconds": job.save_before,
+        # What a model writes may run here, and has no business with the cluster's API.
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "containers": [_container(config, arguments, job, role)],
+        "volumes": [
+            *(
+                {"name": name, "persistentVolumeClaim": {"claimName": claim}}
+                for name, claim in claims.items()
+            ),
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+
+
+def _container(config: Config, arguments: Sequence[str], job: PodJob, role: Role) -> dict[str, Any]:
     is_trainer = role == "trainer"
     hosts, rollout_hosts = (
         " ".join(f"{job.name}-{kind}-0-{index}.{job.name}" for index in range(count))
         for kind, count in (("trainer", job.nodes), ("servers", job.rollout_nodes))
     )
-    script = node_script(
-        config,
-        arguments,
-        job,
-        role,
-        "k8s",
-        hosts=hosts,
-        rollout_hosts=rollout_hosts or hosts,
-    )
-    volumes = {f"volume-{i}": pair for i, pair in enumerate(job.volumes.items())}
+    script = node_script(config, arguments, job, role, "k8s", hosts, rollout_hosts or hosts)
+    mounts = [{"name": f"volume-{i}", "mountPath": directory} for i, directory in enumerate(job.volumes)]
     container: dict[str, Any] = {
         "name": role,
         "image": job.container if is_trainer else job.rollout_container or job.container,
         "command": ["bash", "-c", script],
         "env": _environment(job),
-        "volumeMounts": [
-            *({"name": name, "mountPath": directory} for name, (directory, _) in volumes.items()),
-            {"name": "shared-memory", "mountPath": "/dev/shm"},
-        ],
+        "volumeMounts": [*mounts, {"name": "shared-memory", "mountPath": "/dev/shm"}],
     }
     if job.secrets:
         container["envFrom"] = [{"secretRef": {"name": name}} for name in job.secrets]
-    if (directory := str(Path.cwd())) and any(Path(directory).is_relative_to(d) for d in job.volumes):
-        container["workingDir"] = directory
+    here = Path.cwd()
+    if any(here.is_relative_to(directory) for directory in job.volumes):
+        container["workingDir"] = str(here)
     if job.gpus:
         gpus = job.ranks_per_node + (sum(started_gpus(config).values()) if is_trainer else 0)
         container["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
-    return {
-        "restartPolicy": "Never" if is_trainer else "OnFailure",
-        "terminationGracePeriodSeconds": job.save_before if is_trainer else 30,
-        # What a model writes may run here, and has no business with the cluster's API.
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "containers": [container],
-        "volumes": [
-            *(
-                {"name": name, "persistentVolumeClaim": {"claimName": claim}}
-                for name, (_, claim) in volumes.items()
-            ),
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
-        ],
-    }
+    return container
 
 
 def _environment(job: PodJob) -> list[dict[str, Any]]:

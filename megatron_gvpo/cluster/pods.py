@@ -102,7 +102,6 @@ def node_script(
         cluster=cluster,
         hosts=hosts,
         rollout_hosts=rollout_hosts,
-        ends=cluster == "sky",  # nobody else ends the servers when the trainer has ended
         again=AGAIN,
         never=NEVER,
     )

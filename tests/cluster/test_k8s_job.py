@@ -123,6 +123,15 @@ def test_what_cannot_run_is_refused_in_one_line(task: Path, capsys, arguments: l
     assert words in said.err and said.err.count("\n") == 1 and not said.out
 
 
+def test_a_reward_outside_the_volumes_is_refused(task: Path, tmp_path: Path, capsys):
+    (tmp_path / "reward.py").write_text((task / "reward.py").read_text())
+    reward = f'rewards.components=[{{"name": "v", "function": "{tmp_path}/reward.py:reward"}}]'
+    job = ("--nodes", "1", "--container", "a/b", "--mount", f"data={task}", "--dry-run")
+    assert main(["k8s", str(task / "run.yaml"), f"output_dir={task}/run", reward, *job]) == 2
+    said = capsys.readouterr().err
+    assert f"rewards.components.0.function={tmp_path}/reward.py: is not on a volume" in said
+
+
 def test_a_secrets_value_is_never_in_the_file(task: Path, monkeypatch, capsys):
     """A configuration's `{env: NAME}` stays a name, and --secret names what the cluster keeps."""
     monkeypatch.setenv("JUDGE_KEY", "sk-1234567890abcdef")

@@ -52,31 +52,41 @@ def jobset_of(task: Path, directory: Path, *arguments: str) -> Path:
     return directory / "run" / "k8s" / "jobset.yaml"
 
 
-def test_a_job_that_loses_a_pod_and_is_told_to_stop_ends_as_if_nothing_had_been(task: Path, tmp_path: Path):
-    """The first start loses a pod without notice; in the second, one pod is drained from its node."""
-    out, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
-    undisturbed.mkdir()
+@pytest.fixture(scope="module")
+def undisturbed(task: Path, tmp_path_factory) -> Path:
+    """The same run on two ranks of this machine, without a cluster."""
+    directory = tmp_path_factory.mktemp("undisturbed")
     launch(
         "helpers.workers.trainer_worker:fit_once",
         [2],
-        *(str(task), str(undisturbed / "run"), *SHORT, reward(undisturbed)),
+        *(str(task), str(directory / "run"), *SHORT, reward(directory)),
     )
+    return directory / "run"
+
+
+@pytest.mark.parametrize("is_lost", [False, pytest.param(True, marks=pytest.mark.proof)])
+def test_a_job_that_loses_a_pod_and_is_told_to_stop_ends_as_if_nothing_had_been(
+    task: Path, undisturbed: Path, tmp_path: Path, is_lost: bool
+):
+    """One start may lose a pod without notice; in the next, one pod is drained from its node."""
     file = jobset_of(task, tmp_path, reward(tmp_path))
     with pods.running(file, tmp_path / "logs") as jobset:
-        assert jobset.follow(until=(tmp_path / "step_3").exists) == ""
-        jobset.pods["trainer", 1].kill()
+        if is_lost:
+            assert jobset.follow(until=(tmp_path / "step_3").exists) == ""
+            jobset.pods["trainer", 1].kill()
         assert jobset.follow(until=(tmp_path / "step_5").exists) == ""
-        assert jobset.start == 1, jobset.logs()
+        drained = jobset.start
+        assert drained == int(is_lost), jobset.logs()
         jobset.pods["trainer", 1].stop()
         assert jobset.follow() == "Completed", jobset.logs()
-        assert jobset.start == 2, jobset.logs()
-        drained = (jobset.directory / "trainer_1.1.log").read_text()
-        assert "node 1 is to stop: the ranks are asked to save" in drained
-        first = (jobset.directory / "trainer_0.1.log").read_text()
-        assert "stopped on request; the checkpoint is complete" in first, first
+        assert jobset.start == drained + 1, jobset.logs()
+        node_1 = (jobset.directory / f"trainer_1.{drained}.log").read_text()
+        assert "node 1 is to stop: the ranks are asked to save" in node_1
+        node_0 = (jobset.directory / f"trainer_0.{drained}.log").read_text()
+        assert "stopped on request; the checkpoint is complete" in node_0
     used("torchrun")
-    assert [record["step"] for record in records(out)] == list(range(STEPS + 1))
-    assert records(out) == records(undisturbed / "run")
+    assert [record["step"] for record in records(tmp_path / "run")] == list(range(STEPS + 1))
+    assert records(tmp_path / "run") == records(undisturbed)
 
 
 def python_that(directory: Path, does: str) -> dict[str, str]:
@@ -133,3 +143,28 @@ def test_the_trainer_and_the_servers_agree_on_addresses(task: Path, tmp_path: Pa
     if over == 2:
         for node, said in enumerate(served):
             assert {f"rollout.servers.node={node}", "rollout.servers.leader=127.0.0.1"} < set(said)
+
+
+def test_servers_serve_until_the_trainer_has_saved(task: Path, tmp_path: Path):
+    """All pods are told to stop at once, as by `kubectl delete`."""
+    does = """
+[[ "$*" == *torch.distributed.run* || "$*" == *" serve "* ]] || exit 0
+part() {
+  trap 'sleep $1; touch "$MEGATRON_GVPO_LOGS/$0.$NODE"; exit 0' $2
+  touch "$MEGATRON_GVPO_LOGS/rank_$0$NODE.log"
+  while :; do sleep 0.1; done
+}
+export -f part
+if [[ "$*" == *" serve "* ]]; then exec bash -c 'part 0 TERM' served; fi
+env --default-signal=USR1 bash -c 'part 2 USR1' saved & wait $!
+"""
+    servers = ("rollout.engine=sglang", "--rollout-nodes", "1", "--secret", "keys")
+    file = jobset_of(task, tmp_path, reward(tmp_path), *servers)
+    logs = tmp_path / "run" / "k8s" / f"{pods.UID}.0"
+    with pods.running(file, tmp_path / "logs", python_that(tmp_path, does)) as jobset:
+        assert jobset.follow(until=lambda: len([*logs.glob("rank_saved*.log")]) == 2) == ""
+        jobset.end()
+        codes = {pod: process.process.returncode for pod, process in jobset.pods.items()}
+    assert codes == {("trainer", 0): 75, ("trainer", 1): 75, ("servers", 0): 0}, jobset.logs()
+    ended = {file.name: file.stat().st_mtime for file in logs.glob("s*ed.?")}
+    assert ended["served.0"] > max(ended["saved.0"], ended["saved.1"])
