@@ -52,6 +52,13 @@ class PendingResult:
     answer: asyncio.Future[WireAnswer]
     sample_ids: list[str] | None = None
 
+    def is_over(self, now: float) -> bool:
+        """True if nobody will ask for the answer any more."""
+        if self.answer.cancelled():
+            return True
+        fetched = self.answer.result().fetched if self.answer.done() else None
+        return fetched is not None and now - fetched > KEPT_SECONDS
+
 
 @dataclass
 class Session:
@@ -121,16 +128,8 @@ class Sessions:
         return [s.session_id for s in self._sessions.values() if now - s.seen > self._seconds]
 
     def drop_fetched(self) -> None:
-        """Forget results that were fetched long ago."""
+        """Forget results that were fetched long ago, and those that their clients have given up."""
         now = time.monotonic()
         for session in self._sessions.values():
-            old = [
-                name
-                for name, pending in session.pending.items()
-                if pending.answer.done()
-                and not pending.answer.exception()
-                and (fetched := pending.answer.result().fetched) is not None
-                and now - fetched > KEPT_SECONDS
-            ]
-            for name in old:
-                del session.pending[name]
+            for request_id in [name for name, p in session.pending.items() if p.is_over(now)]:
+                del session.pending[request_id]

@@ -1,0 +1,76 @@
+"""Sessions of clients end when their clients are silent, and answers stay until they have been fetched."""
+
+import asyncio
+import time
+
+import pytest
+
+from megatron_gvpo.tinker.checkpoints import CheckpointPath
+from megatron_gvpo.tinker.refusal import Refusal
+from megatron_gvpo.tinker.sessions import KEPT_SECONDS, ClientModel, PendingResult, Sessions, WireAnswer
+
+
+def test_a_silent_session_ends_and_one_that_speaks_lives(monkeypatch: pytest.MonkeyPatch):
+    sessions, now = Sessions(seconds=10), time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    silent, alive = sessions.open(), sessions.open()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 8)
+    sessions.get(alive.session_id)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 11)
+    assert sessions.silent() == [silent.session_id]
+    sessions.end(silent.session_id, "its client was silent")
+    with pytest.raises(Refusal, match="its client was silent") as refusal:
+        sessions.get(silent.session_id)
+    assert refusal.value.status == 410
+
+
+def test_what_a_session_does_not_have_is_not_found():
+    sessions = Sessions(seconds=10)
+    session = sessions.open()
+    model_id = f"{session.session_id}:train:0"
+    session.models[model_id] = ClientModel(model_id, rank=4)
+    assert sessions.of_model(model_id)[1].rank == 4
+    assert sessions.models == 1
+    for look in (sessions.of_model, sessions.of_sampler):
+        with pytest.raises(Refusal) as refusal:
+            look(f"{session.session_id}:other:1")
+        assert refusal.value.status == 404
+    with pytest.raises(Refusal, match="there is no session"):
+        sessions.of_model("another:train:0")
+
+
+def test_answers_stay_until_they_were_fetched_long_ago(monkeypatch: pytest.MonkeyPatch):
+    sessions, loop, now = Sessions(seconds=10), asyncio.new_event_loop(), time.monotonic()
+    session = sessions.open()
+    for name in ("waits", "is new", "was fetched", "was given up"):
+        session.pending[name] = PendingResult(name, loop.create_future())
+    session.pending["is new"].answer.set_result(WireAnswer(b""))
+    session.pending["was fetched"].answer.set_result(WireAnswer(b"", fetched=now))
+    session.pending["was given up"].answer.cancel()
+    sessions.drop_fetched()
+    assert set(session.pending) == {"waits", "is new", "was fetched"}
+    monkeypatch.setattr(time, "monotonic", lambda: now + KEPT_SECONDS + 1)
+    sessions.drop_fetched()
+    assert set(session.pending) == {"waits", "is new"}
+    loop.close()
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "tinker://model/weights/../../etc",
+        "tinker://../weights/one",
+        "tinker://model/weights/..",
+        "tinker://model/other/one",
+        "tinker://model/weights/",
+        "/etc/passwd",
+    ],
+)
+def test_a_path_does_not_leave_the_directory_of_checkpoints(uri: str):
+    with pytest.raises(Refusal):
+        CheckpointPath.parse(uri)
+
+
+def test_a_path_is_read_as_it_is_written():
+    uri = "tinker://0f-1:train:0/sampler_weights/step_10"
+    assert CheckpointPath.parse(uri).uri == uri
