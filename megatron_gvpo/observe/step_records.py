@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -24,6 +25,7 @@ from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.groups import Group, Routing, message_text
 from megatron_gvpo.settings.sections import StepRecordsConfig
+from megatron_gvpo.supports import Support
 from megatron_gvpo.turns import turn_of
 from megatron_gvpo.types import TrainBatch
 
@@ -212,6 +214,13 @@ def _batch(rows: TrainBatch, name: str, tensors: dict[str, Tensor]) -> dict[str,
         header["routing"] = shapes
         experts = b"".join(r.ids for r in rows.routing if r is not None)
         tensors[f"{name}/routing"] = torch.frombuffer(bytearray(experts), dtype=torch.uint8)
+    if rows.support is not None:
+        header["support"] = [support is not None for support in rows.support]
+        lengths = map(len, rows.response_ids)
+        whole = [s or Support.whole_vocabulary(n) for s, n in zip(rows.support, lengths, strict=True)]
+        counts, ids = Support(b"".join(s.counts for s in whole), b"".join(s.ids for s in whole)).arrays
+        tensors[f"{name}/support_counts"] = torch.from_numpy(counts.astype(np.int32))
+        tensors[f"{name}/support_ids"] = torch.from_numpy(ids.astype(np.int32))
     return header
 
 
@@ -230,8 +239,20 @@ def _batch_of(header: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor
         columns["turns"] = [[turn_of(turn) for turn in turns] for turns in header["turns"]]
     if "routing" in header:
         columns["routing"] = list(_routing(header["routing"], bytes(tensors[f"{name}/routing"].tolist())))
+    if "support" in header:
+        counts, ids = (tensors[f"{name}/support_{part}"].numpy() for part in ("counts", "ids"))
+        columns["support"] = _supports(counts, ids, header["support"], header["response_ids_lengths"])
     prompts = [listed["prompt_ids"][number] for number in header["prompt"]]
     return TrainBatch(prompt_ids=prompts, response_ids=listed["response_ids"], **columns)
+
+
+def _supports(
+    counts: np.ndarray, ids: np.ndarray, has_support: Sequence[bool], lengths: Sequence[int]
+) -> list[Support | None]:
+    of_rows = np.split(counts.astype("<i4"), np.cumsum(lengths)[:-1])
+    members = np.split(ids.astype("<i4"), np.cumsum([part.sum() for part in of_rows])[:-1])
+    rows = zip(has_support, of_rows, members, strict=True)
+    return [Support(c.tobytes(), m.tobytes()) if has else None for has, c, m in rows]
 
 
 def _routing(shapes: Sequence[Sequence[int] | None], experts: bytes) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import msgpack
 import numpy as np
@@ -17,6 +18,7 @@ from megatron_gvpo.groups import Group, Prompt, Rollout, group_fields, group_of
 from megatron_gvpo.kernels.supports import Supports
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.observe.rollout_metrics import rollout_statistics
+from megatron_gvpo.observe.step_records import StepRecord, path_of, read, save
 from megatron_gvpo.sampling.draws import SupportRecord, outside_support
 from megatron_gvpo.servers.request import pack, unpack
 from megatron_gvpo.servers.server import Completion
@@ -125,6 +127,16 @@ def test_packs_carry_supports_beside_their_labels(share_prompts: bool):
         found = zip(part.index_r.tolist(), members_of(part.supports), strict=True)
         assert all(members == members_of(batch.supports)[index] for index, members in found)
         assert 0 < len(part.index_r) < 10
+
+
+def test_a_steps_record_has_the_supports_of_its_rows(tmp_path: Path):
+    others = Rollout([7, 8], [], "", "stop", source="demonstration")
+    group = Group(Prompt("p", (1, 2, 3), ""), [truncated(), others, truncated()])
+    rows = TrainBatch.from_groups([group])
+    path_of(tmp_path, 4).parent.mkdir(parents=True)
+    save(StepRecord(4, 1, False, {}, [rows]), path_of(tmp_path, 4))
+    [again] = read(tmp_path, 4).mini_batches
+    assert again.support == rows.support
 
 
 def test_the_record_puts_steps_of_sequences_in_order():
