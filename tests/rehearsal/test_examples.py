@@ -5,6 +5,8 @@ Where servers take turns with the trainer, a part of the GPU stays with them (`p
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,5 +61,27 @@ def test_it_fits(name: str) -> None:
     paths = [str(EXAMPLES / f"{file}.yaml") for file in files]
     result = on_null_cuda.rehearse(*paths, *changes, "--world", str(gpus))
     assert result["fits"], result["verdict"]
+    updates = [phase for phase in result["ranks"][0]["phases"] if phase["name"].endswith("update")]
+    assert len(updates) == 2 and not any(phase["results"]["skipped"] for phase in updates)
+
+
+# Examples that make their own small models, as `NAME/FILE.yaml`; a GPU runs them in bf16.
+SMALL: dict[str, list[str]] = {
+    "quickstart": ["sft", "gvpo"],
+    "calculator": ["gvpo"],
+    "search": ["gvpo"],
+    "agent_program": ["gvpo"],
+    "mcp": ["gvpo"],
+}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("name", "file"), [(name, file) for name in SMALL for file in SMALL[name]])
+def test_a_small_example_runs(name: str, file: str, tmp_path: Path) -> None:
+    folder = EXAMPLES / name
+    command = [sys.executable, str(folder / "make_task.py"), "--out", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=tmp_path, capture_output=True)
+    changes = [f"model.path={tmp_path / 'model'}", "model.dtype=bfloat16"]
+    result = on_null_cuda.rehearse(str(folder / f"{file}.yaml"), *changes, "--world", "1")
     updates = [phase for phase in result["ranks"][0]["phases"] if phase["name"].endswith("update")]
     assert len(updates) == 2 and not any(phase["results"]["skipped"] for phase in updates)
