@@ -145,6 +145,8 @@ def broken(directory: Path, change: str) -> None:
         tensors[first] = tensors[first][:, :-1].contiguous()
     if change == "nan":
         tensors[first][0, 0] = float("nan")
+    if change == "integers":
+        tensors[first] = torch.ones_like(tensors[first], dtype=torch.int8)
     others: dict[str, dict[str, object]] = {
         "rank": {"r": 8},
         "dora": {"use_dora": True},
@@ -161,6 +163,7 @@ def broken(directory: Path, change: str) -> None:
     ("change", "said"),
     [
         ("nan", "values that are NaN or infinite"),
+        ("integers", "has integers: want floating-point numbers"),
         ("rank", "r=8 in adapter_config.json, and model.adapter.rank=4"),
         ("dora", "use_dora=True in adapter_config.json"),
         ("targets", "set model.adapter.targets="),

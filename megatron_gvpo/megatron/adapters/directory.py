@@ -116,6 +116,8 @@ def _read_tensors(file: Path, where: str) -> dict[str, Tensor]:
             )
         if tensor.numel() and not torch.isfinite(tensor).all():
             raise ConfigError(f"{where}: {name} in {file.name} has values that are NaN or infinite")
+        if not tensor.is_floating_point():
+            raise ConfigError(f"{where}: {name} in {file.name} has integers: want floating-point numbers")
     return tensors
 
 
