@@ -31,7 +31,7 @@ class LossResult(NamedTuple):
     loss: float
 
 
-class _Part(NamedTuple):
+class _LossShare(NamedTuple):
     """A micro-batch's log-probs and its share of the loss."""
 
     logp_r: Tensor
@@ -73,16 +73,16 @@ def differentiate(model: Model, loss: RequestedLoss, max_tokens: int, stash_byte
         weight_r, _ = loss.weights(score(model, rows, max_tokens, TEMPERATURE))
     packs = share.packs(rows.with_columns(weight_r=weight_r))
 
-    def differentiated(pack: TrainBatch, values: tuple[Any, ...]) -> tuple[Tensor, _Part]:
+    def differentiated(pack: TrainBatch, values: tuple[Any, ...]) -> tuple[Tensor, _LossShare]:
         output = LinearLogprob(*values)
         logp_r = output.logp_r.detach()
         if output.surrogate is not None:
-            return output.surrogate, _Part(logp_r, 0.0)
+            return output.surrogate, _LossShare(logp_r, 0.0)
         if pack.weight_r is not None:
-            return (pack.weight_r * output.logp_r).sum(), _Part(logp_r, 0.0)
+            return (pack.weight_r * output.logp_r).sum(), _LossShare(logp_r, 0.0)
         assert pack.place_n is not None
         own_weight_r, value = loss.weights(logp_r, pack.place_n.tolist())
-        return (own_weight_r * output.logp_r).sum(), _Part(logp_r, float(value))
+        return (own_weight_r * output.logp_r).sum(), _LossShare(logp_r, float(value))
 
     head = LogprobHead(TEMPERATURE, model.vocab_size, stash_bytes=stash_bytes)
     parts = forward.run(model, packs, differentiated, head=head)

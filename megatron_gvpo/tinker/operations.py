@@ -150,7 +150,7 @@ class Operations:
         self._snapshots[operation["snapshot"]] = self._slot.read_weights()
         return {}
 
-    def _place(self, snapshot: str, path: list[Any] | None) -> None:
+    def _put_weights(self, snapshot: str, path: list[Any] | None) -> None:
         """Put weights to sample from into the slot; `path`: those of a checkpoint, which are read if need be.
 
         Raises Refusal.
@@ -175,7 +175,7 @@ class Operations:
     def _sample(self, operation: Operation) -> Outcome:
         orders = [SampleOrder(**order) for order in operation["orders"]]
         snapshot = operation["snapshot"]
-        self._place(snapshot, operation.get("path"))
+        self._put_weights(snapshot, operation.get("path"))
         sampling = SamplingConfig.model_validate(operation["sampling"])
         sequences = self._sampler.sample(snapshot, orders, sampling)
         wanting = [i for i, order in enumerate(orders) if order.prompt_logprobs]
