@@ -53,9 +53,7 @@ def test_a_missing_transformer_engine_is_named_with_its_command(
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path / "site")
-    monkeypatch.delitem(
-        sys.modules, "transformer_engine", raising=False
-    )  # hidden on CPUs
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)  # hidden on CPUs
     assert gpu_packages.transformer_engine_is_partial()
     with pytest.raises(ConfigError, match=words):
         preflight(config, "train", 1)
