@@ -44,7 +44,7 @@ def test_the_task_agrees_with_skypilots_own_reader(task: Path, tmp_path: Path, c
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--gpu", "H100", "--name", "-a"], "--name -a: SkyPilot's names"),
+        (["--gpu", "H100", "--name", "_a"], "--name _a: SkyPilot's names"),
         ([], "--gpu is missing"),
         (["--gpu", "H100:8"], "--gpu H100:8: expected a kind of GPU"),
         (["--gpu", "H100", "--secret", "a-b"], "--secret a-b: expected a variable"),
