@@ -1,11 +1,15 @@
-"""The supports that sampled tokens were drawn from: what top-p, top-k and min-p left of the vocabulary."""
+"""The supports that sampled tokens were drawn from: what top-p, top-k and min-p left of the vocabulary.
+
+Watching a run imports this file, and without truncated sampling nothing needs numpy, so methods import it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Support(NamedTuple):
@@ -25,6 +29,8 @@ class Support(NamedTuple):
 
         Raises TypeError, ValueError or OverflowError for members that are not integers of 32 bits.
         """
+        import numpy as np
+
         ids = [np.asarray(of_token) for of_token in members if len(of_token)]
         if any(array.dtype.kind not in "iu" or array.ndim != 1 for array in ids):
             raise TypeError("members of a support that are not token ids")
@@ -41,11 +47,15 @@ class Support(NamedTuple):
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """(number of members of each token's support [tokens], members of all of them [k]), int64."""
+        import numpy as np
+
         counts, ids = (np.frombuffer(data, "<i4").astype(np.int64) for data in self)
         return counts, ids
 
     def parts(self, spans: Iterable[tuple[int, int]]) -> Support:
         """The supports of the tokens from the first number of each span to before its second."""
+        import numpy as np
+
         offsets = np.concatenate(([0], np.cumsum(self.arrays[0])))
         cut = [(begin, end) for begin, end in spans]
         return Support(
@@ -59,6 +69,8 @@ class Support(NamedTuple):
 
     def problem(self, token_ids: Sequence[int]) -> str | None:
         """The fault that they have as supports of these tokens, or None: each must have its token."""
+        import numpy as np
+
         counts, ids = self.arrays
         if len(counts) != len(token_ids):
             return f"supports of {len(counts)} tokens for {len(token_ids)} tokens: want one a token"

@@ -217,8 +217,8 @@ def _batch(rows: TrainBatch, name: str, tensors: dict[str, Tensor]) -> dict[str,
     if rows.support is not None:
         header["support"] = [support is not None for support in rows.support]
         lengths = map(len, rows.response_ids)
-        whole = [s or Support.whole_vocabulary(n) for s, n in zip(rows.support, lengths, strict=True)]
-        counts, ids = Support(b"".join(s.counts for s in whole), b"".join(s.ids for s in whole)).arrays
+        supports = [s or Support.whole_vocabulary(n) for s, n in zip(rows.support, lengths, strict=True)]
+        counts, ids = Support(b"".join(s.counts for s in supports), b"".join(s.ids for s in supports)).arrays
         tensors[f"{name}/support_counts"] = torch.from_numpy(counts.astype(np.int32))
         tensors[f"{name}/support_ids"] = torch.from_numpy(ids.astype(np.int32))
     return header

@@ -22,9 +22,10 @@ import configuration
         (["learning", "rate", "decay"], "optimizer.min_lr: number ≥ 0; 0.0. Learning rate at the end of"),
         (["wall", "time"], "train.max_hours: "),
         (["num_generations"], "num_generations, in another trainer: here it is rollout.n"),
-        (["top-k"], "top-k, in another trainer: not supported: sampling from the k likeliest tokens"),
+        (["top-k"], "top-k, in another trainer: here it is rollout.top_k"),
         (["muon"], "muon, in another trainer: not supported: another optimizer than AdamW"),
-        (["kubernetes"], "kubernetes, in another trainer: not supported: a launcher other than torchrun"),
+        (["kubernetes"], "kubernetes, in another trainer: here it is the command megatron-gvpo k8s"),
+        (["modal"], "modal, in another trainer: not supported: a launcher other than torchrun"),
         (["early", "stopping"], "early stopping, in another trainer: not supported: early stopping by a key"),
     ],
 )
