@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from megatron_gvpo.emulation import collectives, decompositions
-from megatron_gvpo.emulation.memory import alias, aliases
+from megatron_gvpo.emulation.memory import alias, aliases, tensors_of
 
 aten = torch.ops.aten
 
@@ -70,57 +70,100 @@ class Values(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if any(hasattr(type(t), "__torch_dispatch__") and _is_wrapper(t) for t in tensors):
+        tensors = [*tensors_of(args), *tensors_of(kwargs)]
+        if any(type(t) is not torch.Tensor and _is_wrapper(t) for t in tensors):
             return NotImplemented  # a tensor that wraps others: its own code calls again with those
         device = kwargs.get("device")
         is_made_there = device is not None and torch.device(device).type == "cuda"
         if not is_made_there and not any(t.is_cuda for t in tensors):
             return func(*args, **kwargs)
-        return _run(func, args, kwargs)
-
-
-def _is_wrapper(tensor: torch.Tensor) -> bool:
-    return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
-
-
-def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func.namespace == "c10d":
-        return collectives.run(func, args, kwargs)
-    if (custom := OPDEFS.get(func._schema.name)) is not None:
-        with Values():  # it consists of other operations
-            return custom._init_fn(*args, **kwargs)
-    if func.namespace not in ("aten", "prims"):
-        raise EmulationError(f"the emulated GPU cannot compute {func}")
-    if _is_composed(func):  # inside a custom operation it is not decomposed yet
-        with Values():
-            return func.decompose(*args, **kwargs)
-    name = func._schema.name.split("::")[1]
-    if func.is_view or name in _AS_ON_CUDA or torch.Tag.inplace_view in func.tags:
-        return func(*args, **kwargs)
-    if name in _MEMORY:
-        made = func(*args, **kwargs)
-        _fill_unwritten(made)
-        return made
-    if name in ("_to_copy", "copy_"):
-        return _copy(func, args, kwargs)
-    with _random_numbers(func, args, kwargs):
-        if _FROM_HOST.fullmatch(name) or (name.startswith(("index", "_index")) and _has_mask(args)):
-            return _from_host(func, args, kwargs)
-        with launches():
-            made = func(*args, **kwargs)
-        computed = compute(func, args, kwargs)
-    return _fill(func, made, computed)
+        return _way(func)(func, args, kwargs)
 
 
 @functools.cache
+def _wraps(kind: type) -> bool:
+    dispatch = getattr(kind, "__torch_dispatch__", torch._C._disabled_torch_dispatch_impl)
+    return dispatch is not torch._C._disabled_torch_dispatch_impl
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    return _wraps(type(tensor))
+
+
+Way = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@functools.cache
+def _way(func: Any) -> Way:
+    """How an operation is computed: a function of it, its arguments and keywords."""
+    if func.namespace == "c10d":
+        return collectives.run
+    if func._schema.name in OPDEFS:
+        return _by_its_python
+    if func.namespace not in ("aten", "prims"):
+        raise EmulationError(f"the emulated GPU cannot compute {func}")
+    if _is_composed(func):  # inside a custom operation it is not decomposed yet
+        return _decomposed
+    name = func._schema.name.split("::")[1]
+    if func.is_view or name in _AS_ON_CUDA or torch.Tag.inplace_view in func.tags:
+        return _on_cuda
+    if name in _MEMORY:
+        return _unwritten
+    if name in ("_to_copy", "copy_"):
+        return _copy
+    if _FROM_HOST.fullmatch(name):
+        way: Way = _from_host
+    elif name.startswith(("index", "_index")):
+        way = _indexed
+    else:
+        way = _on_both
+    return functools.partial(_seeded, way) if torch.Tag.nondeterministic_seeded in func.tags else way
+
+
+def _by_its_python(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A custom operation, which consists of others."""
+    with Values():
+        return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
+
+
+def _decomposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with Values():
+        return func.decompose(*args, **kwargs)
+
+
+def _on_cuda(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _unwritten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    made = func(*args, **kwargs)
+    _fill_unwritten(made)
+    return made
+
+
+def _on_both(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """CUDA's checks and allocations, then the CPU's numbers."""
+    with Launches():
+        made = func(*args, **kwargs)
+    return _fill(func, made, compute(func, args, kwargs))
+
+
+def _indexed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return (_from_host if _has_mask(args) else _on_both)(func, args, kwargs)
+
+
+def _seeded(way: Way, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with _random_numbers(args, kwargs):
+        return way(func, args, kwargs)
+
+
 def _is_composed(func: Any) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """A copy, between devices or dtypes: CUDA's checks and allocations, then the bytes."""
-    with launches():
+    with Launches():
         made: torch.Tensor = func(*args, **kwargs)
     source = args[1] if func._schema.name == "aten::copy_" else args[0]
     if made.device.type != "meta":
@@ -146,6 +189,8 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _fill(func: Any, made: Any, computed: Any) -> Any:
     """Write what was computed into the memory that CUDA's code allocated for it; returns that."""
+    if type(made) is torch.Tensor and type(computed) is torch.Tensor:
+        return _filled(func, made, computed)
     outs, tree = tree_flatten(made)
     results = tree_leaves(computed)
     if len(outs) != len(results):
@@ -155,15 +200,17 @@ def _fill(func: Any, made: Any, computed: Any) -> Any:
         if not isinstance(out, torch.Tensor):
             values.append(result)
             continue
-        values.append(out)
-        if not isinstance(result, torch.Tensor):
-            continue
-        if out.shape != result.shape:
-            raise EmulationError(f"{func}: {list(out.shape)} on CUDA, {list(result.shape)} on the CPU")
-        memory = alias(out)
-        if memory.data_ptr() != result.data_ptr():
-            memory.copy_(result)
+        values.append(_filled(func, out, result) if isinstance(result, torch.Tensor) else out)
     return tree_unflatten(values, tree)
+
+
+def _filled(func: Any, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    if out.shape != result.shape:
+        raise EmulationError(f"{func}: {list(out.shape)} on CUDA, {list(result.shape)} on the CPU")
+    memory = alias(out)
+    if memory.data_ptr() != result.data_ptr():
+        memory.copy_(result)
+    return out
 
 
 def _from_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -203,11 +250,8 @@ def _fill_unwritten(made: Any) -> None:
 
 
 @contextlib.contextmanager
-def _random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+def _random_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
     """Context in which the CPU's generator is seeded by the CUDA generator's state before the operation."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        yield
-        return
     generator = next(
         (g for g in tree_leaves((args, kwargs)) if isinstance(g, torch.Generator)),
         torch.cuda.default_generators[torch.cuda.current_device()],
@@ -223,20 +267,20 @@ def _random_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         generator.set_offset(offset + 4)
 
 
-@contextlib.contextmanager
-def launches() -> Iterator[None]:
+class Launches:
     """Inside, this thread may launch kernels: whoever enters computes their results. Elsewhere they raise."""
-    permit = _library().nullcuda_permit
-    before = permit(1)
-    try:
-        yield
-    finally:
-        permit(before)
+
+    def __enter__(self) -> None:
+        self._before = _permit()(1)
+
+    def __exit__(self, *_: object) -> None:
+        _permit()(self._before)
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
+def _permit() -> Callable[[int], int]:
+    permit: Callable[[int], int] = ctypes.CDLL(None).nullcuda_permit
+    return permit
 
 
 def _first_line(error: Exception) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_gvpo.emulation.mode import launches
+from megatron_gvpo.emulation.mode import Launches
 from megatron_gvpo.emulation.transformer_engine import (
     activations,
     attention,
@@ -74,7 +74,7 @@ def _may_import_it(name: str) -> bool:
 def _computed(function: Callable[..., Any], reference: Reference) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **options: Any) -> Any:
-        with launches():
+        with Launches():
             result = function(*args, **options)
         with _disable_current_modes(), torch.no_grad():
             reference(result, *args, **options)
