@@ -19,7 +19,9 @@ if [ ! -e "$dir/.complete" ]; then
   rm -rf "$dir"
   "${TINKER_PYTHON:-python3.12}" -m venv "$dir"
   echo "$pins" >"$dir/pins.txt"
-  pip=("$dir/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$dir/pins.txt")
+  "$dir/bin/python" -m pip install --quiet --disable-pip-version-check uv
+  # uv takes what the package's own environment has, torch for one, from its cache.
+  pip=("$dir/bin/uv" pip install --quiet --python "$dir/bin/python" --constraint "$dir/pins.txt")
   "${pip[@]}" -r "$here/requirements.txt" >&2
   # Without its dependencies: one of them, tml-renderers>=0.4.1, is not on PyPI, and the recipes here do without it.
   "${pip[@]}" --no-deps tinker-cookbook >&2
