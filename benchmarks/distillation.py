@@ -198,7 +198,7 @@ def answer_all(name: str) -> float:
         ids = model.generate(**encoded, do_sample=True, top_k=0, max_new_tokens=32)
         texts = tokenizer.batch_decode(ids[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
         lines += [
-            json.dumps({"prompt": r["prompt"], "demonstration": text}) + "\n"
+            json.dumps({**r, "demonstration": text}) + "\n"
             for r, text in zip(part, texts, strict=True)
             if text
         ]

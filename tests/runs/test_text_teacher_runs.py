@@ -127,9 +127,9 @@ class Asks:
 def test_turns_are_scored_after_what_came_before(task: Path, teacher: Path, tmp_path: Path):
     """Without a chat template, texts follow each other."""
     (tmp_path / "asks.py").write_text(ENVIRONMENT)
-    talks = f"rollout.conversation={{environment: '{tmp_path}/asks.py:Asks', turns: 2, turn_tokens: 4}}"
+    talks = f"rollout.conversation={{environment: '{tmp_path}/asks.py:Asks', turns: 2, turn_tokens: 8}}"
     reference, kept = Reference(task, teacher), KeepGroups()
-    fit(taught(task, tmp_path / "out", teacher, talks, "rollout.max_tokens=24"), [kept])
+    fit(taught(task, tmp_path / "out", teacher, talks, "rollout.max_tokens=40", "rollout.n=8"), [kept])
     [_, line] = records(tmp_path / "out")
     trained = [(g.prompt, r) for g in kept.groups for r in g.rollouts if r.trained]
     assert any(len(rollout.turns) == 2 for _, rollout in trained)
