@@ -4,7 +4,7 @@
 
 A student of 0.8 M parameters, which was fine-tuned on demonstrations that show their work in half of the
 cases, learns from one of two teachers, which always show it: `same` has the student's tokenizer, with one
-token for a character, and `other` has tokens such as `+5`. Every case trains until its steps have used
+token for a character, and `other` has other ids for these. Every case trains until its steps have used
 `--seconds` of processor time, with one thread. Loading and evaluations do not count; the teacher's sampling
 for SeqKD does. Rewards are only reported.
 
@@ -153,7 +153,8 @@ def make_task() -> None:
     quickstart.SIZES = {"train": 2048, "validation": 64, "test": 256}
     quickstart.make_model(RUNS / "task" / "student", 0)
     quickstart.make_data(RUNS / "task" / "data", 0)
-    # Another tokenizer: other numbers for the characters, and a token for each operator with its digit.
+    # Another tokenizer: other ids for the characters. Its tokens of an operator with a digit are never used,
+    # because Qwen2's pre-tokenizer parts the two.
     quickstart.TOKENS = [quickstart.END, *"=*-+9876543210}", quickstart.NEWLINE, quickstart.SPACE]
     quickstart.TOKENS += [quickstart.BOXED, quickstart.PAD]
     merges = [(operator, digit) for operator in "+-=" for digit in "0123456789"]
