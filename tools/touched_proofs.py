@@ -45,6 +45,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "megatron_gvpo/observe": (),
     "megatron_gvpo/planner": ("cluster", "rehearsal"),
     "megatron_gvpo/rehearsal": (),
+    "megatron_gvpo/replay": (),
     "megatron_gvpo/rewards": ("runs",),
     "megatron_gvpo/runs": RUNS,
     "megatron_gvpo/sampling": ("servers", *RUNS),

@@ -5,6 +5,9 @@ Every rank calls every method with the same rows. The methods divide the work am
 
 from __future__ import annotations
 
+import megatron_gvpo.megatron.parallel  # noqa: F401 - first: it prepares the import of megatron.core
+
+# isort: split
 import contextlib
 from datetime import timedelta
 from functools import cached_property
@@ -15,9 +18,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-import megatron_gvpo.megatron.parallel  # noqa: F401 - first: it prepares the import of megatron.core
-
-# isort: split
 from megatron_gvpo.algorithms.base import TEACHER, Loss, token_weights
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.core.collectives import all_ranks_agree

@@ -123,14 +123,12 @@ def suspicions(
         cached = logp_of(judge.logits_after(other, prompt, response), response, temperature)
         yield Suspicion("stale cache", f"the prompt's keys and values are of step {other.version}", cached)
     logits = judge.logits(prompt, response)
-    own = {name: getattr(sampling, name, None) for name in ("top_p", "top_k", "min_p")}
-    for keeps, source in ((own, "rollout"), (recommended, "generation_config.json")):
-        limits = {name: keeps[name] for name in ("top_p", "top_k", "min_p") if keeps.get(name)}
-        limits = {name: value for name, value in limits.items() if value not in (-1, 1.0)}
-        if limits:
-            listed = ", ".join(f"{name}={value:g}" for name, value in limits.items())
-            limited = supported(logits, response, limits, temperature)
-            yield Suspicion("truncated support", f"{listed} of {source}", limited)
+    limits = {name: recommended[name] for name in ("top_p", "top_k", "min_p") if recommended.get(name)}
+    limits = {name: value for name, value in limits.items() if value not in (-1, 1.0)}
+    if limits:
+        listed = ", ".join(f"{name}={value:g}" for name, value in limits.items())
+        limited = supported(logits, response, limits, temperature)
+        yield Suspicion("truncated support", f"{listed} of generation_config.json", limited)
     for other_temperature in {1.0, float(recommended.get("temperature") or 1.0)} - {temperature}:
         warmer = logp_of(logits, response, other_temperature)
         yield Suspicion("temperature", f"{other_temperature:g} in place of {temperature:g}", warmer)

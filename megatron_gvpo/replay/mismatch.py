@@ -106,7 +106,16 @@ class _Gap:
 
 
 def certify(config: Config, step: int) -> Certificate:
-    """Find the causes of the mismatch of a step. Raises DataError without rollouts, weights or records."""
+    """Find the causes of the mismatch of a step. Raises DataError without rollouts, weights or records.
+
+    Raises DataError, too, for truncated sampling: rollout files do not hold the supports that both sides'
+    log-probs are over, and the judge's would be over the whole vocabulary.
+    """
+    if config.rollout.wants_support:
+        raise DataError(
+            "rollout.top_p, top_k or min_p truncates this run's sampling, and `mismatch` cannot judge "
+            "log-probs over what is left of the vocabulary: see the run's own metrics mismatch/*"
+        )
     responses = _responses(config, step)
     wanted = {step - 1 - k for k in range(_EARLIER + 1)} | {r.version for r in responses}
     wanted |= {r.version - k for r in responses for k in range(_EARLIER + 1)}

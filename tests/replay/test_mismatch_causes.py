@@ -14,10 +14,10 @@ from helpers.tiny_run import configure, fit
 from safetensors.torch import load_file
 
 from megatron_gvpo import cli
+from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.megatron.microbatch import Share
 from megatron_gvpo.replay.mismatch import Certificate, certify
 from megatron_gvpo.replay.settings import load_run
-from megatron_gvpo.sampling import local_model
 from megatron_gvpo.sampling.embedded import EmbeddedEngine
 from megatron_gvpo.sampling.local_model import LocalModel
 from megatron_gvpo.training.callbacks import Callback
@@ -93,23 +93,17 @@ def low_precision(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
 
 
 def renormalised(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
-    """The engine's log-probs are over the tokens that top_p keeps, as vLLM gives them."""
-    draw, softmax = local_model.draw, torch.log_softmax
+    """The engine samples as generation_config.json says, and its log-probs are over what is left."""
+    original = LocalModel._sample
 
-    def log_softmax(logits: Any, *arguments: Any, **options: Any) -> Any:
-        logp = softmax(logits, *arguments, **options)
-        p, index = logp.exp().sort(-1, descending=True)
-        dropped = (p.cumsum(-1) - p >= 0.7).scatter(-1, index, p.cumsum(-1) - p >= 0.7)
-        return softmax(logp.masked_fill(dropped, -1e9), -1)
+    def sample(self: LocalModel, requests: Any, rows: Any, seeds: Any, longest: Any, sampling: Any) -> Any:
+        narrower = sampling.model_copy(update={"top_k": 2})
+        rollouts = original(self, requests, rows, seeds, longest, narrower)
+        for rollout in rollouts:
+            rollout.support = None
+        return rollouts
 
-    class Torch:
-        """torch, in the engine's module, with this log_softmax."""
-
-        def __getattr__(self, name: str) -> Any:
-            return log_softmax if name == "log_softmax" else getattr(torch, name)
-
-    patch.setattr(local_model, "torch", Torch())
-    patch.setattr(local_model, "draw", lambda logp, uniform, top_p: draw(logp, uniform, 1.0))
+    patch.setattr(LocalModel, "_sample", sample)
 
 
 def other_tokens(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
@@ -150,7 +144,7 @@ FAULTS = {
     "stale cache": EngineFault(stale_cache, "engine", "stale cache", "are of step 0"),
     "precision of the engine": EngineFault(low_precision, "engine", "precision", "bfloat16"),
     "truncated support": EngineFault(
-        renormalised, "engine", "truncated support", "top_p=0.7 of rollout", ("rollout.top_p=0.7",)
+        renormalised, "engine", "truncated support", "top_k=2 of generation_config.json"
     ),
     "tokens": EngineFault(other_tokens, "engine", "tokens", "without the prompt's first token"),
     "temperature of the engine": EngineFault(
@@ -182,6 +176,12 @@ def test_a_sound_run_has_rounding_only(sound: Path, capsys: pytest.CaptureFixtur
     }
     assert sum(cause["share"] for cause in written["causes"]) == pytest.approx(1.0)
     assert all(cause["largest"] <= cause["bound"] for cause in written["causes"])
+
+
+def test_a_run_that_truncates_its_sampling_is_refused(sound: Path):
+    config = load_run(sound, ["rollout.top_p=0.7"])
+    with pytest.raises(DataError, match=r"^rollout\.top_p, top_k or min_p truncates .*mismatch/"):
+        certify(config, 2)
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -246,6 +246,7 @@ def test_an_earlier_run_is_neither_mixed_nor_lost(task, tmp_path):
     fit(shorter, overwrite=True)
     kept = sorted(path.name for path in tmp_path.iterdir())
     records_of_it = ["config.yaml", "curve.png", "data", "hf", "metrics.jsonl", "rollouts", "run.json"]
-    assert kept == ["checkpoints", *records_of_it, "summary.json"]
+    assert kept == ["checkpoints", *records_of_it, "steps", "summary.json"]
+    assert [path.name for path in (tmp_path / "steps").iterdir()] == ["step_000001.safetensors"]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
     assert [line["step"] for line in records(tmp_path)] == [0, 1]

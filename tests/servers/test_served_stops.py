@@ -147,14 +147,21 @@ def on_server(served: SharedServer, of: Any, sampling: SamplingConfig, n: int) -
     return groups
 
 
-def test_engines_end_at_the_same_tokens_as_transformers(served: SharedServer, task: Path):
+@pytest.fixture
+def at_start(served: SharedServer, task: Path) -> SharedServer:
+    """The shared server with the model's own weights: other tests may have pushed some."""
+    served.client.receiver("disk", "load_directory", task / "model", "0")
+    return served
+
+
+def test_engines_end_at_the_same_tokens_as_transformers(at_start: SharedServer, task: Path):
     """Greedy, as the embedded engine's own test has it; the string is in the middle of a response."""
     model, of = reference(task / "model"), AutoTokenizer.from_pretrained(task / "model")
     full = [greedy(model, prompt, 40) for prompt in PROMPTS]
     stop = [of.decode(ids[3:5]) for ids in full if len(ids) == 40]
     assert len(stop) > 1 and all(stop)
     likeliest = SamplingConfig(temperature=0.01, top_p=1e-6, max_tokens=40, stop=stop)
-    for ids, [rollout] in zip(full, on_server(served, of, likeliest, 1), strict=True):
+    for ids, [rollout] in zip(full, on_server(at_start, of, likeliest, 1), strict=True):
         end = next((i for i in range(1, 41) if any(s in of.decode(ids[:i]) for s in stop)), None)
         assert rollout.token_ids == ids[:end]
         assert rollout.finish_reason == "stop" and (end is not None or ids[-1] == 1)
@@ -174,11 +181,11 @@ def test_a_server_ends_a_response_itself(served: SharedServer, task: Path):
     assert (ended.finish_reason, ended.stop_string) == ("stop", string)
 
 
-def test_sampled_responses_keep_their_log_probs(served: SharedServer, task: Path):
+def test_sampled_responses_keep_their_log_probs(at_start: SharedServer, task: Path):
     of = AutoTokenizer.from_pretrained(task / "model")
     stop, reasons = ["1", "23", "+", "x"], set()
     sampling = SamplingConfig(temperature=0.7, max_tokens=30, stop=stop)
-    for prompt, group in zip(PROMPTS, on_server(served, of, sampling, 6), strict=True):
+    for prompt, group in zip(PROMPTS, on_server(at_start, of, sampling, 6), strict=True):
         for rollout in group:
             end = StopStrings(of).end(rollout.token_ids, stop)
             assert end in (None, len(rollout.token_ids))

@@ -108,6 +108,9 @@ def loaded(*files: str) -> Iterator[ModuleType]:
     Yields the last one's module.
     """
     finder = _Finder()
+    hidden = {
+        name: sys.modules.pop(name) for name in PACKAGES if name in sys.modules
+    }  # by a process without a GPU
     sys.meta_path.insert(0, finder)
     try:
         for file in files:
@@ -121,3 +124,4 @@ def loaded(*files: str) -> Iterator[ModuleType]:
         sys.meta_path.remove(finder)
         for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
             del sys.modules[name]
+        sys.modules.update(hidden)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 SHARED_SERVERS = (
-    *("servers/test_engines", "servers/test_waits", "servers/test_push_watch"),
+    *("servers/test_engines", "servers/test_waits", "servers/test_push_watch", "servers/test_served_stops"),
     *("conversations/test_conversation_engines", "conversations/test_program_engines"),
     *("rewards/test_teacher_engines", "weights/test_new_transport"),
 )
