@@ -3,8 +3,7 @@
 Both sides train the model of examples/smollm2 on its sums: 16 problems x 8 responses of at most 16 tokens and
 one update a step, in the same order of problems, with the same loss, learning rate and optimizer, in fp32, in
 one process of one thread, after one another. They differ in their random numbers, so the curves are compared
-as means over seeds. TRL gets no gradient checkpointing, no reference model, and the fastest of the
-micro-batches 16, 32, 64 and 128.
+as means over seeds. TRL gets no gradient checkpointing, no reference model, and micro-batches of `--trl-batch`.
 
 A finished side of a seed is in the file, and is not repeated: a stopped comparison goes on. TRL is in an
 environment that step_vs_trl.py makes.
