@@ -3,7 +3,7 @@
 Both sides train the model of examples/smollm2 on its sums: 16 problems x 8 responses of at most 16 tokens and
 one update a step, in the same order of problems, with the same loss, learning rate and optimizer, in fp32, in
 one process of one thread, after one another. They differ in their random numbers, so the curves are compared
-as means over seeds. TRL gets no gradient checkpointing, no reference model, and micro-batches of `--trl-batch`.
+as means over seeds. TRL gets no gradient checkpointing, no reference model, micro-batches of `--trl-batch`.
 
 A finished side of a seed is in the file, and is not repeated: a stopped comparison goes on. TRL is in an
 environment that step_vs_trl.py makes.
@@ -44,7 +44,8 @@ def main() -> None:
     settings = {"steps": args.steps, "trl_batch": args.trl_batch}
     results: dict[str, Any] = {"machine": machine(), **settings, "runs": {}}
     if args.out.exists():
-        results["runs"] = json.loads(args.out.read_text())["runs"]
+        runs = json.loads(args.out.read_text())["runs"]
+        results["runs"] = {name: run for name, run in runs.items() if len(run["steps"]) == args.steps}
     pythons = {"trl": str(make_environment()), "ours": sys.executable}
     for seed in args.seeds:
         for side in NAMES:
