@@ -14,8 +14,9 @@ from megatron_gvpo.groups import Rollout
 from megatron_gvpo.servers.request import Request
 from megatron_gvpo.settings.sections import RolloutConfig, SamplingConfig
 
-KEYS = {"top_p": 0.8, "top_k": 6, "min_p": 0.02}
-OVERRIDES = [f"rollout.{key}={value}" for key, value in KEYS.items()]
+TOP_K = 6
+# Top-p cuts among the top-k's tokens in vLLM, and in all of the vocabulary in SGLang.
+TOP_P = {"vllm": 0.8, "sglang": 0.3}
 
 
 # The plugins let the engines report supports on a CPU (tests/helpers/on_cpu/PLUGIN).
@@ -27,9 +28,10 @@ def test_supports_and_log_probs_of_stopped_and_continued_responses(
     engine: str, plugin: str, task: Path, tmp_path: Path
 ):
     """Evaluation and scoring, which want no supports, go on beside it."""
-    sampling = RolloutConfig(engine=engine, max_tokens=100, temperature=0.8, **KEYS)
+    keys = {"top_p": TOP_P[engine], "top_k": TOP_K, "min_p": 0.02}
+    sampling = RolloutConfig(engine=engine, max_tokens=100, temperature=0.8, **keys)
     requests = [Request(tuple(prompt), 8, seed=1) for prompt in PROMPTS]
-    more = [engine_with(plugin, engine, tmp_path), *OVERRIDES]
+    more = [engine_with(plugin, engine, tmp_path), *(f"rollout.{key}={value}" for key, value in keys.items())]
     with running(engine, task, tmp_path, *more) as supervisor:
         client = Client(engine, supervisor.processes[0].url)
         pool, loop = pool_of(client, [1]), client.loop
@@ -44,7 +46,7 @@ def test_supports_and_log_probs_of_stopped_and_continued_responses(
         client.close()
     model = reference(task / "model")
     sizes = [n for p, row in zip(PROMPTS, groups, strict=True) for r in row for n in check(model, p, r)]
-    assert len(set(sizes)) > 2 and max(sizes) <= KEYS["top_k"]
+    assert len(set(sizes)) > 2 and max(sizes) <= TOP_K
     assert plain[0][0].support is None
     assert len(scored) == len(PROMPTS[0]) + len(plain[0][0].token_ids) - 1
 
