@@ -20,9 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from lib.clock import Clock
 
 ROOT = Path(__file__).parents[1]
 PROMPTS, K, TOKENS = 64, 8, 96
@@ -62,24 +63,6 @@ def main() -> None:
     print(json.dumps(report["million_tokens"]))
 
 
-class Clock:
-    """Processor and wall seconds of the calls that it wraps."""
-
-    def __init__(self) -> None:
-        self.cpu = self.wall = 0.0
-
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            cpu, wall = time.thread_time(), time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.cpu += time.thread_time() - cpu
-                self.wall += time.perf_counter() - wall
-
-        return timed
-
-
 def one_round(steps: int) -> dict[str, float]:
     """Train `steps` steps; the shares of the later ones."""
     sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
@@ -91,7 +74,7 @@ def one_round(steps: int) -> dict[str, float]:
     from megatron_gvpo.training.callbacks import Callback, Recorder
     from megatron_gvpo.training.trainer import Trainer
 
-    main, thread = Clock(), Clock()
+    main, thread = Clock(time.thread_time), Clock(time.thread_time)
     policy.token_weights = main(policy.token_weights)
     for owner, name, clock in (
         (Recorder, "on_responses", main),
@@ -167,7 +150,10 @@ def million_tokens() -> dict[str, float]:
     logp_r = torch.randn(512 * length)
     responses = Responses("train", 1, groups, [TrainedRows(rows, logp_r, torch.randn(512 * length))])
     with tempfile.TemporaryDirectory() as directory:
-        writer, clock = RolloutWriter(Path(directory), RolloutFilesConfig(), ["math"], None), Clock()
+        writer, clock = (
+            RolloutWriter(Path(directory), RolloutFilesConfig(), ["math"], None),
+            Clock(time.thread_time),
+        )
         clock(writer._write)(responses)
         writer.close()
         size = (Path(directory) / "rollouts" / "step_000001.parquet").stat().st_size

@@ -17,9 +17,10 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from lib.clock import Clock
 
 ROOT = Path(__file__).parents[1]
 PROMPTS, K, TOKENS = 64, 8, 96
@@ -43,24 +44,6 @@ def main() -> None:
     }
     args.out.write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report))
-
-
-class Clock:
-    """Processor and wall seconds of the calls that it wraps."""
-
-    def __init__(self) -> None:
-        self.cpu = self.wall = 0.0
-
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            cpu, wall = time.process_time(), time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.cpu += time.process_time() - cpu
-                self.wall += time.perf_counter() - wall
-
-        return timed
 
 
 def measured(steps: int) -> dict[str, float]:

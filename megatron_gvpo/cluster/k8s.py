@@ -125,7 +125,7 @@ def _pod(config: Config, arguments: Sequence[str], job: PodJob, role: Role) -> d
     return {
         "restartPolicy": "Never" if role == "trainer" else "OnFailure",
         "terminationGracePeriodSeconds": job.save_before,
-        # What a model writes may run here, and has no business with the cluster's API.
+        # Programs that a model wrote may run here; they get no access to the cluster's API.
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "containers": [_container(config, arguments, job, role)],

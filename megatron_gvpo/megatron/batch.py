@@ -41,7 +41,7 @@ class PackedBatch:
     followers: list[int] = field(default_factory=list)
     # The experts of every token, from router replay: int16 [t, layers, experts a token]; -1: router chooses.
     experts_t: Tensor | None = None
-    # What the labels were sampled from, of `label_r`; None: all of them from the whole vocabulary.
+    # The supports that the labels `label_r` were sampled from; None: the whole vocabulary for all.
     supports: Supports | None = None
 
     @staticmethod

@@ -42,7 +42,7 @@ Sums = Mapping[str, Sequence[float]]
 class UpdateRecord:
     """An optimizer update: its rows with the policies' log-probs, and what came of it."""
 
-    # Of the rows that were trained: their numbers in the step, [n], and columns of theirs, [r].
+    # The trained rows: their numbers in the step, [n], and columns of theirs, [r].
     place_n: Tensor
     old_logp_r: Tensor | None
     ref_logp_r: Tensor | None

@@ -1,4 +1,7 @@
-"""The configuration of a run that is over, as this machine can compute it."""
+"""The configuration of a run that is over, as this machine can compute it.
+
+Nothing here loads torch: the commands refuse a wrong run before anything heavy is imported.
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def sampling_of(body: SampleBody, model: ServedModel, seed: int) -> tuple[dict[s
     }
     is_greedy = params.temperature < COLDEST
     sampling = {
-        # Of the likeliest token, the log-prob of the model itself is reported.
+        # The log-prob that is reported for the likeliest token is the model's own.
         "temperature": 1.0 if is_greedy else params.temperature,
         "top_p": GREEDY if is_greedy else params.top_p,
         "top_k": params.top_k if params.top_k > 0 else None,

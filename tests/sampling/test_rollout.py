@@ -411,7 +411,7 @@ def test_a_draw_leaves_out_the_unlikeliest_and_never_the_likeliest():
     assert [drawn(top_p=top_p) for top_p in (0.65, 1e-6)] == [{1, 3}, {1}]
     assert [drawn(top_k=k) for k in (1, 2, 3, 4, 9)] == [{1}, {1, 3}, {1, 2, 3}, {0, 1, 2, 3}, {0, 1, 2, 3}]
     assert [drawn(min_p=p) for p in (0.2, 0.3, 0.6, 0.99)] == [{0, 1, 2, 3}, {1, 2, 3}, {1, 3}, {1}]
-    # Of the 0.7 that top-k leaves, the likeliest token has 0.57; of the 0.9 that min-p leaves, two have 0.78.
+    # The likeliest token has 0.57 of the 0.7 that top-k leaves; two have 0.78 of the 0.9 that min-p leaves.
     assert drawn(top_k=2, top_p=0.55) == {1}
     assert drawn(top_k=2, top_p=0.6) == {1, 3}
     assert drawn(min_p=0.3, top_p=0.75) == {1, 3}

@@ -22,7 +22,7 @@ LAYOUTS = {
     "cp2": (2, {"cp": 2}),
     "dp2": (2, {}),
 }
-# Of optim_step. With this eps, an element's step does not depend on the sign of a gradient near 0.
+# The options of optim_step: with this eps, a gradient near 0 does not decide a step by its sign.
 STEP = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.1, "clip_grad": 2.0}
 
 
