@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -38,16 +39,40 @@ def pins(text: str) -> dict[str, str]:
     return dict(re.findall(r"^([\w-]+)==([\w.+]+)", text, re.MULTILINE))
 
 
+def build(kind: str, source: Path, out: Path) -> Path:
+    """Build `kind`, "wheel" or "sdist", of the package in `source`; returns the file."""
+    program = f"from setuptools import build_meta; build_meta.build_{kind}({str(out)!r})"
+    run(sys.executable, "-W", "ignore", "-c", program, cwd=source)
+    [built] = out.iterdir()
+    return built
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+def source_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "megatron_gvpo", source / "megatron_gvpo")
-    program = f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})"
-    run(sys.executable, "-W", "ignore", "-c", program, cwd=source)
-    [built] = out.glob("*.whl")
-    return built
+    return build("sdist", source, tmp_path_factory.mktemp("sdist"))
+
+
+@pytest.fixture(scope="module")
+def wheel(source_package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the unpacked source package, as an installer does that finds no wheel."""
+    unpacked = tmp_path_factory.mktemp("unpacked")
+    shutil.unpack_archive(source_package, unpacked, filter="data")
+    [source] = unpacked.iterdir()
+    return build("wheel", source, tmp_path_factory.mktemp("wheel"))
+
+
+def test_an_index_would_take_both_packages(source_package: Path, wheel: Path):
+    """The metadata and the description are valid, and no tracked file of the package is missing."""
+    output = run(*UV, "tool", "run", "twine>=6", "check", "--strict", source_package, wheel)
+    assert output.count("PASSED") == 2
+    with zipfile.ZipFile(wheel) as opened:
+        packed = {name for name in opened.namelist() if name.startswith("megatron_gvpo/")}
+    tracked = set(run("git", "ls-files", "megatron_gvpo").splitlines())
+    assert packed >= tracked, "files that the wheel lacks"
 
 
 @pytest.fixture
