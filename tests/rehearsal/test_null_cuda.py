@@ -106,3 +106,22 @@ def test_what_is_not_answered_says_so(found: dict[str, Any]) -> None:
     assert "not supported by the null CUDA" in found["graph"]
     assert found["refused"] == "cudaStreamBeginCapture"
     assert found["inverse"] is not None  # cuSOLVER is the real one, and finds no device
+
+
+COMPILED = """
+import torch
+from megatron_gvpo.rehearsal.nullcuda import counters
+
+gelu = torch.compile(lambda x: 0.5 * x * (1 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))))
+x = torch.zeros(64, 64, device="cuda")
+gelu(x)
+before = counters.read()["kernel_launches"]
+gelu(x)
+found = counters.read()["kernel_launches"] - before
+"""
+
+
+def test_functions_are_compiled_also_where_a_cpu_run_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-core's fused functions keep less than their parts. On a CPU none is compiled."""
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    assert on_null_cuda.run_code(COMPILED) == 1
