@@ -135,7 +135,7 @@ def train(recipe: str, arm: str, seed: int, steps: int) -> None:
 
 
 def ratios_of(out: Path) -> list[dict[str, float]]:
-    """Of each step's first mini-batch before its update: the mean ratio, and the share outside [0.9, 1.1]."""
+    """The mean ratio of each step's first mini-batch before its update, and the share outside [0.9, 1.1]."""
     from megatron_gvpo.observe import step_records
 
     rows = []
