@@ -291,7 +291,7 @@ def test_sigterm_stops_both_ranks_and_the_terminal_shows_only_the_run(task, tmp_
     newest = max((tmp_path / "checkpoints").iterdir())
     said = f"stopped on request; the checkpoint is complete ({newest}): continue with `train ... --resume`"
     assert last == said
-    others = ("checkpoint: ", "memory of the first update", "  ")
+    others = ("train.share_prompts=auto: ", "checkpoint: ", "memory of the first update", "  ")
     assert all(STEP.match(line) or line.startswith(others) for line in lines), printed
     assert json.loads((newest / "state.json").read_text())["step"] == records(tmp_path)[-1]["step"]
 
@@ -303,7 +303,7 @@ def test_a_disk_full_while_logging_is_said_once_and_costs_no_checkpoint(task, tm
     full = reward_options(task, disk_full_in=2)
     launched = start("megatron_gvpo", "train", *given, full, "--nproc=2", PYTHONWARNINGS="")
     _, error = launched.communicate(timeout=300)
-    assert re.fullmatch(r"error: cannot write the records in output_dir=.*: .*File too large; .*\n", error)
+    assert re.fullmatch(r"error: cannot write the records in output_dir=.*: .*File too large; .*\n", error), error
     assert launched.returncode == 1
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
     assert [line["step"] for line in records(tmp_path)] == [0, 1]
@@ -344,7 +344,7 @@ def test_a_rank_that_raises_ends_the_others(task, tmp_path):
     (tmp_path / "wandb.py").write_text(FAILS)
     given = [str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", *SHORT, "logging.wandb_project=p"]
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    launched = start("megatron_gvpo", "train", *given, "--nproc=2", PYTHONPATH=path)
+    launched = start("megatron_gvpo", "train", *given, "--nproc=2", PYTHONPATH=path, WANDB_MODE="offline")
     _, error = launched.communicate(timeout=300)
     assert launched.returncode == 1 and "BaseException: an error of the first rank alone" in error
 
