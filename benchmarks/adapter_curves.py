@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_gvpo.core.jsonl import read_metrics
+from megatron_gvpo.core.json_files import read_metrics
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

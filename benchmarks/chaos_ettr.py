@@ -45,7 +45,7 @@ from lib.chaos.starter import kill_session  # noqa: E402
 from lib.chaos.strikes import Judge, Scene  # noqa: E402
 from lib.chaos.suite import overrides, served_overrides  # noqa: E402
 
-from megatron_gvpo.core.jsonl import read_metrics  # noqa: E402
+from megatron_gvpo.core.json_files import read_metrics  # noqa: E402
 
 EVERY = 10
 FAULTS = ("kill rank", "kill server", "lose node", "kill reward worker", "tell to stop")

@@ -259,7 +259,7 @@ def train_within(overrides: list[str], seconds: float) -> dict[str, Any]:
     """Train until the steps have taken so many processor seconds; the curve, and some metrics by step."""
     import torch
 
-    from megatron_gvpo.settings.load import load_config
+    from megatron_gvpo.settings.config import load_config
     from megatron_gvpo.training.callbacks import Recorder
     from megatron_gvpo.training.trainer import Trainer
 

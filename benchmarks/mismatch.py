@@ -166,8 +166,8 @@ def run(correction: str, scenario: str, seed: int) -> dict[str, Any]:
     """Train once in this process, and evaluate the final weights."""
     import torch
 
-    from megatron_gvpo.settings.engines import ENGINES
-    from megatron_gvpo.settings.load import as_config
+    from megatron_gvpo.settings.config import as_config
+    from megatron_gvpo.settings.servers import ENGINES
     from megatron_gvpo.training.callbacks import Callback
     from megatron_gvpo.training.evaluate import evaluate
     from megatron_gvpo.training.trainer import Trainer

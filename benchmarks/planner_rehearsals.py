@@ -26,8 +26,7 @@ from megatron_gvpo.rehearsal import made_model
 from megatron_gvpo.rehearsal.nullcuda.devices import DEVICES, GIB
 from megatron_gvpo.rehearsal.process import environment_of_ranks, run_jobs
 from megatron_gvpo.rehearsal.rank import RankJob
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import Config, load_config
 
 RESULT = Path(__file__).parent / "results" / "planner_rehearsals.json"
 ROOM = 400  # GiB of a device that does not run out of memory

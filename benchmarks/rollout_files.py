@@ -70,7 +70,7 @@ def one_round(steps: int) -> dict[str, float]:
 
     from megatron_gvpo.megatron import policy
     from megatron_gvpo.observe.rollouts.writer import RolloutWriter
-    from megatron_gvpo.settings.load import load_config
+    from megatron_gvpo.settings.config import load_config
     from megatron_gvpo.training.callbacks import Callback, Recorder
     from megatron_gvpo.training.trainer import Trainer
 

@@ -154,7 +154,7 @@ def submit(args: argparse.Namespace, point: Point, command: Sequence[str]) -> No
     from megatron_gvpo.cluster import slurm
     from megatron_gvpo.cluster.slurm_job import SlurmJob, check_slurm
     from megatron_gvpo.core.errors import ConfigError
-    from megatron_gvpo.settings.load import load_config
+    from megatron_gvpo.settings.config import load_config
 
     words = [w for w in command if w.endswith((".yaml", ".yml")) or ("=" in w and w[0] != "{")]
     job = SlurmJob(

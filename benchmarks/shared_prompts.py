@@ -73,7 +73,7 @@ def measured(prompt: int, response: int, k: int, args: argparse.Namespace) -> di
 
     from megatron_gvpo.megatron import parallel
     from megatron_gvpo.megatron.policy import Policy
-    from megatron_gvpo.settings.load import build_config
+    from megatron_gvpo.settings.config import build_config
     from megatron_gvpo.types import TrainBatch
 
     config = transformers.Qwen2Config(

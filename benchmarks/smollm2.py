@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megatron_gvpo.core.jsonl import read_metrics
+from megatron_gvpo.core.json_files import read_metrics
 from megatron_gvpo.observe.summary import BLUE, GREY, LINE, ORANGE, STYLE
 
 ROOT = Path(__file__).parent.parent

@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from megatron_gvpo.core.jsonl import read_metrics
+from megatron_gvpo.core.json_files import read_metrics
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart"

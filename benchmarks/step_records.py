@@ -53,7 +53,7 @@ def measured(steps: int) -> dict[str, float]:
 
     from megatron_gvpo.megatron.tensor_sums import TensorSums
     from megatron_gvpo.observe.step_records import StepRecords
-    from megatron_gvpo.settings.load import load_config
+    from megatron_gvpo.settings.config import load_config
     from megatron_gvpo.training.callbacks import Callback, Recorder
     from megatron_gvpo.training.trainer import Trainer
 

@@ -107,7 +107,7 @@ truncated_sampling.train(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.arg
 def train(recipe: str, arm: str, seed: int, steps: int) -> None:
     """Train once in this process; the last line of its output is the run's result as JSON."""
     from megatron_gvpo.megatron import batch
-    from megatron_gvpo.settings.load import load_config
+    from megatron_gvpo.settings.config import load_config
     from megatron_gvpo.training.callbacks import Recorder
     from megatron_gvpo.training.trainer import Trainer
 

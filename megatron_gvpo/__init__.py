@@ -8,8 +8,7 @@ __version__ = "0.1.0"
 __all__ = ["Config", "Trainer", "__version__", "load_config"]
 
 if TYPE_CHECKING:
-    from megatron_gvpo.settings.config import Config
-    from megatron_gvpo.settings.load import load_config
+    from megatron_gvpo.settings.config import Config, load_config
     from megatron_gvpo.training.trainer import Trainer
 
 

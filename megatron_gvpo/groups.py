@@ -1,16 +1,31 @@
-"""Prompts, rollouts and groups, in plain Python, so that reward workers need no torch."""
+"""Prompts with their images, rollouts and groups, in plain Python, so that reward workers need no torch."""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from megatron_gvpo.core.image import Image, image_of
 from megatron_gvpo.supports import Support
 from megatron_gvpo.turns import Turn, turn_of
+
+
+class Image(NamedTuple):
+    """`ImageProcessor.pixels` reads the image from its source, on the ranks that need it."""
+
+    source: str  # an absolute path, or a data: URL with the file's content
+    digest: str  # BLAKE2b of the file's content, 128 bits in hexadecimal digits
+    grid: tuple[int, int, int]  # the patches in time, height and width
+    tokens: int  # prompt tokens that stand for the image
+
+
+def image_of(values: Sequence[Any]) -> Image:
+    """Returns an image from its values, after JSON or msgpack has turned tuples into lists."""
+    source, digest, (time, height, width), tokens = values
+    return Image(source, digest, (time, height, width), tokens)
+
 
 Source = Literal["policy", "replay", "exit", "demonstration", "file"]
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megatron_gvpo.core.image import Image
-from megatron_gvpo.core.lazy_torch import torch
+from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.groups import (
     Group as Group,
 )
+from megatron_gvpo.groups import Image
 from megatron_gvpo.groups import (
     Prompt as Prompt,
 )

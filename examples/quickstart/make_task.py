@@ -24,7 +24,7 @@ import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_gvpo.core.by_name import heavy_imports
+from megatron_gvpo.core.lazy_imports import heavy_imports
 
 with heavy_imports():
     import pyarrow

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, 
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from megatron_gvpo.core.lazy_torch import torch
+from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.core.section import EVERY_KEY, Section
 from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.algorithms.advantages.gae import gae
 from megatron_gvpo.algorithms.base import STEP_START, TEACHER, Advantage, Metrics, Reference, References
-from megatron_gvpo.core.lazy_torch import torch
+from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.types import TrainBatch
 
 if TYPE_CHECKING:

@@ -33,10 +33,10 @@ from megatron_gvpo.runs.existing_run import Earlier, check_earlier_run, newest_s
 from megatron_gvpo.runs.lock import check_unlocked
 from megatron_gvpo.runs.record import check_unchanged
 from megatron_gvpo.servers.cpu_engines import check_rollout_model
-from megatron_gvpo.settings.built_in_rewards import BUILT_IN
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.conversation import PYTHON
 from megatron_gvpo.settings.reward_servers import JudgeConfig, key_of
+from megatron_gvpo.settings.rewards import BUILT_IN
 from megatron_gvpo.workers.environment import check_environment
 from megatron_gvpo.workers.programs import check_program
 from megatron_gvpo.workers.rewards import check_reward

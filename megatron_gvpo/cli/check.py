@@ -11,8 +11,8 @@ from typing import Any
 from megatron_gvpo.cli import configured
 from megatron_gvpo.cli.terminal import loading, say
 from megatron_gvpo.cli.with_model import run_with_model
-from megatron_gvpo.core.by_name import heavy_imports
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.lazy_imports import heavy_imports
 
 SHOWN = 600  # characters of a prompt or a response
 

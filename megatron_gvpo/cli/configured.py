@@ -61,7 +61,7 @@ def load(options: argparse.Namespace) -> Config:
     from megatron_gvpo.cli.terminal import say
     from megatron_gvpo.core.redaction import SHORTEST
     from megatron_gvpo.core.secrets import literal_secrets, short_secrets
-    from megatron_gvpo.settings.load import load_config
+    from megatron_gvpo.settings.config import load_config
 
     files = [word for word in options.config if "=" not in word]
     overrides = [word for word in options.config if "=" in word]

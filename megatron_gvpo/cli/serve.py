@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_gvpo.cli import configured
 from megatron_gvpo.cli.terminal import loading, refuse
 from megatron_gvpo.cli.with_model import run_with_model
-from megatron_gvpo.core.by_name import heavy_imports
 from megatron_gvpo.core.errors import RolloutError
+from megatron_gvpo.core.lazy_imports import heavy_imports
 
 if TYPE_CHECKING:
     from megatron_gvpo.settings.tinker import TinkerConfig

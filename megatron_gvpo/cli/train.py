@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_gvpo.cli import configured
 from megatron_gvpo.cli.terminal import loading, outliving_terminal, say
 from megatron_gvpo.cli.with_model import run_with_model
-from megatron_gvpo.core.by_name import heavy_imports
+from megatron_gvpo.core.lazy_imports import heavy_imports
 from megatron_gvpo.core.signals import stopping_signals
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.cli.terminal import loading, say
 from megatron_gvpo.cli.with_model import run_with_model
-from megatron_gvpo.core.by_name import heavy_imports
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.lazy_imports import heavy_imports
 from megatron_gvpo.training.environment import quieten
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import signal
 from collections.abc import Callable
 
 from megatron_gvpo.cli.terminal import loading, refuse, say
-from megatron_gvpo.core.by_name import heavy_imports
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.lazy_imports import heavy_imports
 from megatron_gvpo.training.environment import quieten
 
 

@@ -1,13 +1,21 @@
-"""Reads JSON files that hold one object, and refuses a key that comes twice."""
+"""Reads JSON files that hold one object, and reads and writes metrics.jsonl.
+
+A key that comes twice is refused. metrics.jsonl has an object a line, such as
+`{"step": 3, "reward/mean": 0.41}`.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.real_number import finite_number
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
@@ -37,3 +45,78 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         counts = Counter(key for key, _ in pairs)
         raise ValueError(f"field {next(key for key in counts if counts[key] > 1)!r} is given twice")
     return fields
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """Return the records of a metrics.jsonl in file order; a value that was not finite, or that
+    exceeds a float, is None.
+
+    An incomplete last line (the writer was killed while writing it) is left out. Raises ValueError, with
+    file and line number, for any other line that is not an object with a "step".
+    """
+    records: list[dict[str, Any]] = []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        lines = list(file)
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            problem = error.msg if isinstance(error, json.JSONDecodeError) else error
+            raise ValueError(f"{path}, line {number}: not valid JSON ({problem})") from None
+        if (record := checked_record(record)) is None:
+            raise ValueError(f'{path}, line {number}: expected {{"step": <integer>, ...}}')
+        records.append(record)
+    return records
+
+
+def checked_record(record: Any) -> dict[str, Any] | None:
+    """A line's content, with None for a number that is not finite or too large; None for no record."""
+    if not isinstance(record, dict) or type(step := record.get("step")) is not int or abs(step) >= 2**63:
+        return None
+    return {
+        name: None if type(value) in (int, float) and finite_number(value) is None else value
+        for name, value in record.items()
+    }
+
+
+def last_of_each_step(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The records in the order of their steps; of several of one step, the last."""
+    by_step = {record["step"]: record for record in records}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+class JsonlWriter:
+    """Appends to metrics.jsonl, line by line. It has no buffer, so a failed write is not repeated at exit.
+
+    Of the lines of an earlier run, those up to step `keep_until` stay, every step once; -1 keeps none.
+    """
+
+    def __init__(self, path: Path, keep_until: int) -> None:
+        old = read_metrics(path) if keep_until >= 0 and path.exists() else []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(path.name + ".tmp")
+        _write_lines(aside, (record for record in last_of_each_step(old) if record["step"] <= keep_until))
+        os.replace(aside, path)
+        self._path, self._file = path, path.open("ab", buffering=0)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        os.stat(self._path)  # raises for a file that was removed: what is written to it would be lost
+        # JSON has no NaN and no infinity; every reader understands null.
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        line = (json.dumps({"step": step, **finite}) + "\n").encode()
+        while line:  # a disk that is almost full accepts a part of the line first
+            line = line[self._file.write(line) :]
+        os.fsync(self._file.fileno())  # a checkpoint of the step will be there after a loss of power, too
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for record in records:
+            file.write(json.dumps(record) + "\n")
+        file.flush()
+        os.fsync(file.fileno())

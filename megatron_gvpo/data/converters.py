@@ -7,14 +7,12 @@ wording of prompts is that of the recipes which made a data set known.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_gvpo.data.boxed import boxed
-
 if TYPE_CHECKING:
     from megatron_gvpo.groups import Rollout
-
 
 Record = Mapping[str, Any]
 
@@ -133,3 +131,22 @@ def beginnings(
             earlier.append(message["content"])
         chat.append(dict(message))
     return records
+
+
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
+
+
+def boxed(text: str) -> str | None:
+    r"""Content of the last `\boxed{}`, stripped; None if there is none or its braces do not close."""
+    return _last_box(text)[0]
+
+
+def _last_box(text: str) -> tuple[str | None, str]:
+    """(content, what follows) of the last box."""
+    _, opening, rest = text.rpartition(r"\boxed{")
+    depth = 1 if opening else 0
+    for brace in _BRACE.finditer(rest):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0 and opening:
+            return rest[: brace.start()].strip(), rest[brace.end() :]
+    return None, ""

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 from zlib import crc32
 
-from megatron_gvpo.settings.built_in_rewards import check_installed
+from megatron_gvpo.settings.rewards import check_installed
 
 PREFIX = "reasoning_gym:"
 KEY = "reasoning_gym"  # the record's field that identifies the problem

@@ -12,8 +12,8 @@ import torch
 from PIL import Image as Picture
 from torch import Tensor
 
-from megatron_gvpo.core.image import Image
 from megatron_gvpo.data.image_files import ImageError, read, shown
+from megatron_gvpo.groups import Image
 
 CONFIG = "preprocessor_config.json"
 _CACHE_BYTES = 1 << 30  # pixels that stay in memory

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from megatron_gvpo.core.errors import DataError
-from megatron_gvpo.core.image import Image
 from megatron_gvpo.core.real_number import LARGEST, finite_number
 from megatron_gvpo.core.slow_work import slow_work
 from megatron_gvpo.data.demonstrations import DemonstrationReader
@@ -24,7 +23,7 @@ from megatron_gvpo.data.known_forms import as_dataset, recogniser
 from megatron_gvpo.data.prompt_images import PromptImages, as_parts, images_in, is_part, short_names
 from megatron_gvpo.data.roles import check_roles
 from megatron_gvpo.data.sources import Record, converted, read_records
-from megatron_gvpo.groups import Chat, Prompt, Scored
+from megatron_gvpo.groups import Chat, Image, Prompt, Scored
 from megatron_gvpo.huggingface.end_tokens import ended
 from megatron_gvpo.huggingface.tokenizer import opened, rendered
 from megatron_gvpo.settings.sections import DataConfig, DatasetConfig

@@ -17,8 +17,7 @@ from megatron_gvpo.data.prompts import load_prompts
 from megatron_gvpo.data.tool_calls import parser_of
 from megatron_gvpo.groups import Prompt
 from megatron_gvpo.huggingface.card import ModelCard
-from megatron_gvpo.huggingface.end_tokens import end_token_ids
-from megatron_gvpo.huggingface.stop_strings import StopStrings
+from megatron_gvpo.huggingface.end_tokens import StopStrings, end_token_ids
 from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer, set_template_variables
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.conversation import ConversationConfig

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.config import Config, build_config
 
 # These keys belong to a cluster or a GPU, and do not change what a step computes.
 _ROLLOUT = ("engine", "servers", "weights", "speculation", "async_steps", "router_replay", "batch_size")

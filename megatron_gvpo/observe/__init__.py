@@ -1,6 +1,6 @@
 """Tools to watch a run: phase times, metric files, progress display, profiler, GPU monitor, summary."""
 
-from megatron_gvpo.core.jsonl import read_metrics
+from megatron_gvpo.core.json_files import read_metrics
 from megatron_gvpo.observe.loggers.logger import MetricLogger
 from megatron_gvpo.observe.profiler import ProfileWindow, profile_window
 from megatron_gvpo.observe.progress import Progress

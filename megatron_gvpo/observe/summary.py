@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_gvpo.core.jsonl import read_metrics
+from megatron_gvpo.core.json_files import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

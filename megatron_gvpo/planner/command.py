@@ -15,11 +15,10 @@ import yaml
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.named_file import check_named_file, write_named_file
 from megatron_gvpo.planner import architecture, push_time, teacher, workload
-from megatron_gvpo.planner.method import method
 from megatron_gvpo.planner.search import Candidate, Plan, search
 from megatron_gvpo.planner.sharing import Sharing, sharing
 from megatron_gvpo.planner.step_time import NODE, rollout_seconds, served_seconds
-from megatron_gvpo.planner.workload import Layout
+from megatron_gvpo.planner.workload import Layout, method
 
 if TYPE_CHECKING:
     from rich.console import Console

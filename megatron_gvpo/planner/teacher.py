@@ -11,7 +11,7 @@ from megatron_gvpo.planner import architecture
 from megatron_gvpo.planner.architecture import GIB, Architecture, Gpu, engine_room
 
 if TYPE_CHECKING:
-    from megatron_gvpo.planner.method import Method
+    from megatron_gvpo.planner.workload import Method
 
 
 @dataclass(frozen=True)

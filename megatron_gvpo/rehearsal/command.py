@@ -14,14 +14,13 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.megatron.model.attention_kernel import Attention, check_attention, has_flash_attention
 from megatron_gvpo.planner import workload
 from megatron_gvpo.planner.prediction import SERVER_GIB, predict
-from megatron_gvpo.rehearsal import advice, made_model, report, transformer_engine
+from megatron_gvpo.rehearsal import made_model, report, transformer_engine
 from megatron_gvpo.rehearsal.nullcuda import build
 from megatron_gvpo.rehearsal.nullcuda.build import NullCudaError
 from megatron_gvpo.rehearsal.nullcuda.devices import CONTEXT_BYTES, DEVICES, GIB, Device
 from megatron_gvpo.rehearsal.process import environment_of_ranks, run_jobs
 from megatron_gvpo.rehearsal.rank import RankJob
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import Config, load_config
 from megatron_gvpo.settings.parallel import ParallelConfig
 
 # A GPU's memory that is not PyTorch's. Nothing measures it here.
@@ -150,11 +149,11 @@ def _judged(config: Config, ranks: list[dict[str, Any]], name: str, usable: int)
         verdict = f"it fits: PyTorch reserves at most {_highest(fullest):.1f} of {usable / GIB:.1f} GiB"
     else:
         where = f"rank {fullest['rank']} runs out of memory in the phase {last['name']}"
-        change = advice.remedy(config, fullest["parts"], last["name"])
+        change = report.remedy(config, fullest["parts"], last["name"])
         verdict = f"{where}: {last['out_of_memory']}\nwhat would help: {change}"
     gpu = workload.gpu(name)
     updates = [phase for phase in fullest["phases"] if phase["name"].endswith("update")]
-    bounds = [line for phase in updates if (line := advice.bounds(phase, gpu)) is not None]
+    bounds = [line for phase in updates if (line := report.bounds(phase, gpu)) is not None]
     return {"fullest": fullest["rank"], "fits": fits, "verdict": verdict, "bounds": bounds}
 
 

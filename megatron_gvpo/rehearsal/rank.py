@@ -49,7 +49,7 @@ def main(jobs_file: str) -> int:
     jobs = [RankJob(**job) for job in json.loads(Path(jobs_file).read_text())]
     begin = time.perf_counter()
     from megatron_gvpo.rehearsal.world import FakeWorld
-    from megatron_gvpo.settings.load import load_config
+    from megatron_gvpo.settings.config import load_config
     from megatron_gvpo.training.environment import prepare
 
     world = FakeWorld()  # before megatron-core is imported
@@ -97,7 +97,7 @@ def rehearse(job: RankJob, world: FakeWorld) -> dict[str, Any]:
     """Run the phases of one rank. Raises ConfigError for a configuration that the run would refuse, too."""
     from megatron_gvpo.rehearsal import made_model, stand_ins
     from megatron_gvpo.rehearsal.recorder import PhaseRecorder, host_gib
-    from megatron_gvpo.settings.load import load_config
+    from megatron_gvpo.settings.config import load_config
     from megatron_gvpo.training.environment import prepare
 
     stand_ins.allow_forks()

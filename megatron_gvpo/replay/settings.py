@@ -10,8 +10,7 @@ from pathlib import Path
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.runs.written import CONFIG
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import build_config, load_config
+from megatron_gvpo.settings.config import Config, build_config, load_config
 
 
 def load_run(output_dir: Path, overrides: Sequence[str] = ()) -> Config:

@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.settings.built_in_rewards import COUNT
-from megatron_gvpo.settings.rewards import RewardConfig
+from megatron_gvpo.settings.rewards import COUNT, RewardConfig
 
 
 def environment_reward(prompt: Prompt, rollout: Rollout) -> float:

@@ -11,7 +11,7 @@ import re
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Add, Basic, Function, Mul, Pow
 
-from megatron_gvpo.data.boxed import boxed
+from megatron_gvpo.data.converters import boxed
 from megatron_gvpo.data.generated import entry_of
 from megatron_gvpo.groups import Prompt, Rollout
 

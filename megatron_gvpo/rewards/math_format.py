@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megatron_gvpo.data.boxed import _last_box
+from megatron_gvpo.data.converters import _last_box
 from megatron_gvpo.groups import Prompt, Rollout
 
 

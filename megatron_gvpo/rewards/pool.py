@@ -21,8 +21,7 @@ from megatron_gvpo.core.real_number import LARGEST
 from megatron_gvpo.core.user_functions import contents
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rewards.conversation_rewards import NamedCounts
-from megatron_gvpo.settings.built_in_rewards import BUILT_IN
-from megatron_gvpo.settings.rewards import RewardConfig, RewardsConfig
+from megatron_gvpo.settings.rewards import BUILT_IN, RewardConfig, RewardsConfig
 from megatron_gvpo.workers.messages import (
     HUNG_UP,
     CallError,

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
 from megatron_gvpo.huggingface.card import ModelCard, ModelCards
-from megatron_gvpo.huggingface.fingerprint import fingerprint
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.rewards.judge import Judge, as_text, prompt_messages, scored_chat
 from megatron_gvpo.rewards.reward_model import RewardModel
+from megatron_gvpo.runs.record import fingerprint
 from megatron_gvpo.servers.http import open_session
 from megatron_gvpo.servers.launch.start import report
 from megatron_gvpo.servers.leader import BackgroundLoop, Command, Failed, follow, result_of

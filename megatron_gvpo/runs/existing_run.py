@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.core.jsonl import read_metrics
+from megatron_gvpo.core.json_files import read_metrics
 from megatron_gvpo.runs.written import (
     CONFIG,
     EXPORT,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.core.jsonl import checked_record
+from megatron_gvpo.core.json_files import checked_record
 from megatron_gvpo.core.real_number import finite_number
 from megatron_gvpo.runs.existing_run import checkpoint_steps
 from megatron_gvpo.runs.lock import is_locked

@@ -7,6 +7,7 @@ which versions), and the names in the output directory that the run writes to, w
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -30,7 +31,6 @@ from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.secrets import as_written
 from megatron_gvpo.core.user_functions import named_files
 from megatron_gvpo.core.versions import COMPONENTS, own_commit
-from megatron_gvpo.huggingface.fingerprint import fingerprint
 from megatron_gvpo.runs.settings_diff import Change, changes, is_allowed, known_keys, listed
 from megatron_gvpo.runs.written import CONFIG, HEADER, RUN, names, recorded_names
 from megatron_gvpo.settings.config import Config
@@ -217,3 +217,40 @@ class Best:
         """Restore the state, unless it is of another metric."""
         if self._settings is not None and state.get("by") == self._settings.model_dump():
             self.step, self._value = state["step"], state["value"]
+
+
+# Files up to this many bytes are hashed completely; of longer ones, 256 pieces of 1 MiB are.
+_LARGEST_COMPLETE = 256 << 20
+
+
+def fingerprint(path: Path, patterns: Sequence[str] = ("*",)) -> dict[str, Any] | None:
+    """Return {"bytes", "sha256"} of a file, or of the files in a directory whose names match `patterns`.
+
+    None if a file cannot be read.
+    """
+    files = [path]
+    if path.is_dir():
+        matching = {file for pattern in patterns for file in path.glob(pattern) if file.is_file()}
+        files = sorted(matching)
+    digest, size = hashlib.sha256(), 0
+    try:
+        for file in files:
+            if path.is_dir():
+                digest.update(file.name.encode())
+            size += _hash(file, digest)
+    except OSError:  # a hub data set, or a missing file: an error names it when the data are loaded
+        return None
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _hash(file: Path, digest: Any) -> int:
+    with file.open("rb") as content:
+        size = os.fstat(content.fileno()).st_size
+        if size <= _LARGEST_COMPLETE:
+            while block := content.read(1 << 20):
+                digest.update(block)
+        else:
+            for i in range(256):
+                content.seek(i * (size - (1 << 20)) // 255)
+                digest.update(content.read(1 << 20))
+    return size

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Never, Protocol, Self
 
-from megatron_gvpo.core.by_name import load_class
-from megatron_gvpo.settings.engines import ENGINES
+from megatron_gvpo.core.lazy_imports import load_class
+from megatron_gvpo.settings.servers import ENGINES
 from megatron_gvpo.types import OnWait
 
 if TYPE_CHECKING:

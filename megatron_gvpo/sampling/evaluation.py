@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
-from megatron_gvpo.data.boxed import boxed
+from megatron_gvpo.data.converters import boxed
 from megatron_gvpo.groups import Group, Rollout
-from megatron_gvpo.observe.pass_at_k import is_correct, pass_at_k
+from megatron_gvpo.observe.rollout_metrics import is_correct, pass_at_k
 
 
 def summarise(groups: Sequence[Group], k: Sequence[int], right_at: float = 1.0) -> dict[str, float]:

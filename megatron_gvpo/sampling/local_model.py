@@ -27,15 +27,15 @@ from transformers.masking_utils import sdpa_mask
 
 from megatron_gvpo.data.image_processor import ImageProcessor
 from megatron_gvpo.groups import Rollout
+from megatron_gvpo.huggingface.end_tokens import StopStrings
 from megatron_gvpo.huggingface.image_families import name_in_file, takes_images
-from megatron_gvpo.huggingface.stop_strings import StopStrings
 from megatron_gvpo.kernels import onednn
 from megatron_gvpo.sampling.draws import Draws
 from megatron_gvpo.servers.request import Request, check_request
 from megatron_gvpo.settings.sections import SamplingConfig
 
 if TYPE_CHECKING:
-    from megatron_gvpo.core.image import Image
+    from megatron_gvpo.groups import Image
 
 
 class LocalModel:

@@ -18,7 +18,7 @@ from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
 from megatron_gvpo.huggingface.card import ModelCards
-from megatron_gvpo.huggingface.stop_strings import StopStrings
+from megatron_gvpo.huggingface.end_tokens import StopStrings
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.sampling.server_checks import check_server
 from megatron_gvpo.servers import leader

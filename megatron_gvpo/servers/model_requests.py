@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import aiohttp
 
-from megatron_gvpo.huggingface.fingerprint import fingerprint
+from megatron_gvpo.runs.record import fingerprint
 from megatron_gvpo.servers.http import Http, ServerGone, ServerRefused
 from megatron_gvpo.servers.model_servers import ServerAddresses
 from megatron_gvpo.settings.reward_servers import RewardServers

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.groups import Rollout, Routing
-from megatron_gvpo.huggingface.stop_strings import StopStrings
+from megatron_gvpo.huggingface.end_tokens import StopStrings
 from megatron_gvpo.servers.answers import Expected, SampleFailure, trusted
 from megatron_gvpo.servers.handle import (
     ALL_PARTS,

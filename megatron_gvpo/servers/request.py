@@ -9,9 +9,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.core.errors import RolloutError
-from megatron_gvpo.core.image import Image
 from megatron_gvpo.data.image_files import ImageError
-from megatron_gvpo.groups import Prompt, Rollout
+from megatron_gvpo.groups import Image, Prompt, Rollout
 from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.supports import Support
 from megatron_gvpo.turns import turn_of

@@ -13,9 +13,9 @@ from typing import Any
 
 from PIL import Image as Picture
 
-from megatron_gvpo.core.image import Image
 from megatron_gvpo.data.image_files import data_url
 from megatron_gvpo.data.image_processor import ImageProcessor
+from megatron_gvpo.groups import Image
 
 _KEPT_BYTES = 1 << 28  # limit for the URLs in memory
 

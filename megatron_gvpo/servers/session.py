@@ -10,8 +10,8 @@ from contextlib import ExitStack
 
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.huggingface.card import ModelCards
+from megatron_gvpo.huggingface.end_tokens import StopStrings
 from megatron_gvpo.huggingface.image_families import takes_images
-from megatron_gvpo.huggingface.stop_strings import StopStrings
 from megatron_gvpo.servers import leader
 from megatron_gvpo.servers.http import Http, ServerGone, open_session
 from megatron_gvpo.servers.launch.start import DIALECTS, given_key, report, start_servers

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config as Config
-    from megatron_gvpo.settings.load import load_config as load_config
+    from megatron_gvpo.settings.config import load_config as load_config
 
-_HOMES = {"Config": "config", "load_config": "load"}
+_NAMES = ("Config", "load_config")
 
 
 def __getattr__(name: str) -> Any:
     """Import `Config` or `load_config` when it is first used: the sections take 0.3 s."""
-    if name not in _HOMES:
+    if name not in _NAMES:
         raise AttributeError(f"module 'megatron_gvpo.settings' has no attribute {name!r}")
-    return getattr(import_module(f"megatron_gvpo.settings.{_HOMES[name]}"), name)
+    return getattr(import_module("megatron_gvpo.settings.config"), name)

@@ -6,14 +6,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
-from megatron_gvpo.core.secrets import resolve
+from megatron_gvpo.algorithms.recipe import merge
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.plain_values import check_plain, cut
+from megatron_gvpo.core.secrets import literal_secrets, resolve
 from megatron_gvpo.core.section import LocalPath, Section
+from megatron_gvpo.core.user_functions import load_function
+from megatron_gvpo.core.yaml_files import parse_value, read_yaml
+from megatron_gvpo.settings.explain import explain
 from megatron_gvpo.settings.parallel import ParallelConfig
 from megatron_gvpo.settings.reward_servers import TeacherConfig
 from megatron_gvpo.settings.rewards import RewardsConfig
@@ -91,3 +98,62 @@ def _keys_of(values: Any, *path: str) -> dict[str, Any] | None:
             return None
         values = values.get(name, {}) if name else values
     return dict(values)
+
+
+def load_config(files: Sequence[str | Path], overrides: Iterable[str] = ()) -> Config:
+    """Read and merge YAML files (later ones win), apply `key.sub=value` overrides, validate.
+
+    Raises ConfigError.
+    """
+    merged: dict[str, Any] = {}
+    for file in files:
+        merged = merge(merged, read_yaml(Path(file)))
+    for override in overrides:
+        merged = merge(merged, parse_override(override))
+    return build_config(merged)
+
+
+def build_config(values: Mapping[str, Any]) -> Config:
+    """Validate a nested mapping. Raises ConfigError."""
+    load_function.cache_clear()  # a notebook's next run reads the user's file again
+    try:
+        config = Config.model_validate(values)
+        check_plain(values)  # comes second: the sections say more precisely what is wrong
+        literal_secrets(config.model_dump())  # from here on they are hidden
+    except ValidationError as error:
+        raise ConfigError(explain(error, Config)) from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return config
+
+
+def as_config(config: Config | Mapping[str, Any]) -> Config:
+    """The configuration of a user of the Python API, who may give a nested dict. Raises ConfigError."""
+    if isinstance(config, Config):
+        literal_secrets(config.model_dump())  # from here on they are hidden
+        return config
+    if isinstance(config, Mapping):
+        return build_config(config)
+    raise ConfigError(
+        f"a configuration is what load_config([file, ...]) returns, or a dict of its keys, not "
+        f"{type(config).__name__}"
+    )
+
+
+def parse_override(override: str) -> dict[str, Any]:
+    """The nested mapping of `key.sub=value`. Raises ConfigError, also for a secret in plain text."""
+    dotted, sign, text = override.partition("=")
+    if not sign or not all(dotted.split(".")):
+        raise ConfigError(f"override {cut(override)!r}: expected key.sub=value")
+    try:
+        value = parse_value(text)
+    except ValueError as error:
+        raise ConfigError(f"override {cut(dotted)}: {error}") from None
+    for key in reversed(dotted.split(".")):
+        value = {key: value}
+    if shown := literal_secrets(value):
+        raise ConfigError(
+            f"{shown[0]}: a secret on a command line, which all users of this machine can read: give "
+            "`{env: NAME}`, and the secret in the environment variable NAME"
+        )
+    return value

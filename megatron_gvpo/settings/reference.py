@@ -20,7 +20,7 @@ from megatron_gvpo.algorithms.base import Block
 from megatron_gvpo.algorithms.catalog import _block_keys, _blocks
 from megatron_gvpo.algorithms.field_comments import field_comments
 from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.foreign_keys import foreign
+from megatron_gvpo.settings.explain import foreign
 
 _LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 

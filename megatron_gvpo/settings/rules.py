@@ -7,8 +7,8 @@ from math import lcm
 from typing import TYPE_CHECKING
 
 from megatron_gvpo.core.metric_names import entry
-from megatron_gvpo.settings.built_in_rewards import COUNT
 from megatron_gvpo.settings.idle_keys import check_idle_keys, keys_of_sampling
+from megatron_gvpo.settings.rewards import COUNT
 
 if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config

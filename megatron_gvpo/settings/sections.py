@@ -19,8 +19,14 @@ from megatron_gvpo.core.secrets import from_variable
 from megatron_gvpo.core.section import EVERY_KEY, MIB, LocalPath, Section, Seed
 from megatron_gvpo.settings.adapter import AdapterConfig
 from megatron_gvpo.settings.conversation import ConversationConfig
-from megatron_gvpo.settings.engines import ENGINES, SERVED, known_engine
-from megatron_gvpo.settings.servers import ServersConfig, SpeculationConfig, WeightSyncConfig
+from megatron_gvpo.settings.servers import (
+    ENGINES,
+    SERVED,
+    ServersConfig,
+    SpeculationConfig,
+    WeightSyncConfig,
+    known_engine,
+)
 
 
 def _not_delayed(recipe: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Settings of rollout servers, of the transport of weights to them, and of their speculative decoding."""
+"""Settings of rollout servers, of the transport of weights to them, and of their speculative decoding.
+
+`ENGINES` is the table of rollout engines, by `rollout.engine`.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,14 @@ import hashlib
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
+from megatron_gvpo.core.lazy_imports import known
 from megatron_gvpo.core.section import EVERY_KEY, MIB, LocalPath, Processes, Seconds, Section
 from megatron_gvpo.settings.transports import TRANSPORTS, Traits, known_transport
-
-if TYPE_CHECKING:
-    pass
-
 
 # A server on several machines has further ports on machine 0: its own port plus these numbers.
 AFTER_PORT = {"guards": 1, "ranks": 2}
@@ -217,3 +217,16 @@ def run_directory(output_dir: str, weights: WeightSyncConfig) -> Path:
         return out / "weights"
     digest = hashlib.blake2b(os.path.realpath(out).encode(), digest_size=4).hexdigest()
     return Path(shared).absolute() / f"{out.name}-{digest}"
+
+
+SERVED = "megatron_gvpo.sampling.served:ServedEngine"  # the engine that asks servers for responses
+ENGINES: dict[str, str] = {  # "module:class" for each value of `rollout.engine`
+    "local": "megatron_gvpo.sampling.embedded:EmbeddedEngine",
+    "sglang": SERVED,
+    "vllm": SERVED,
+}
+
+
+def known_engine(name: str) -> str:
+    """Returns a known name. Raises ValueError, which lists the engines, for any other."""
+    return known(ENGINES, name)

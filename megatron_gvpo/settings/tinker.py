@@ -16,8 +16,8 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.secrets import from_variable, resolve
 from megatron_gvpo.core.section import EVERY_KEY, MIB, LocalPath, Section, Seed
 from megatron_gvpo.core.yaml_files import read_yaml
+from megatron_gvpo.settings.config import parse_override
 from megatron_gvpo.settings.explain import explain
-from megatron_gvpo.settings.load import parse_override
 from megatron_gvpo.settings.parallel import ParallelConfig
 from megatron_gvpo.settings.sections import ModelConfig
 

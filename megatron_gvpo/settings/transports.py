@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_gvpo.core.by_name import known
+from megatron_gvpo.core.lazy_imports import known
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -25,19 +25,24 @@ from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.update import UpdateResult
 from megatron_gvpo.observe.rollout_metrics import rollout_statistics, trained_tokens
 from megatron_gvpo.observe.rollouts.table import Responses, TrainedRows
-from megatron_gvpo.observe.step_records import StepRecord
+from megatron_gvpo.observe.step_records import StepRecord, UpdateRecord
 from megatron_gvpo.runs.directory import RunDirectory
 from megatron_gvpo.runs.existing_run import earlier_of, finished
 from megatron_gvpo.runs.hub import prepare_repository, upload_export
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import as_config
+from megatron_gvpo.settings.config import Config, as_config
 from megatron_gvpo.settings.rules import advice
 from megatron_gvpo.training.callbacks import Callback
 from megatron_gvpo.training.checkpoints import Checkpoints
 from megatron_gvpo.training.components import Components
-from megatron_gvpo.training.recording import add_update, new_record
 from megatron_gvpo.training.session import SingleTrainer, naming_the_step, running
 from megatron_gvpo.types import TrainBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megatron_gvpo.megatron.policy import Policy
+    from megatron_gvpo.megatron.update import UpdateResult
+    from megatron_gvpo.types import TrainBatch
 
 log = logging.getLogger(__name__)
 
@@ -455,3 +460,31 @@ class Trainer:
         for warning in warnings:
             if warning is not None and self.is_main:
                 log.warning(hide(warning))
+
+
+def new_record(step: int, policy: Policy, mini_batches: Sequence[TrainBatch]) -> StepRecord:
+    """The record of a step before its first update. A collective."""
+    has_images = any(images for rows in mini_batches for images in rows.images or ())
+    return StepRecord(
+        step, policy.data_parallel_ranks, has_images, policy.tensor_sums.take("weights"), list(mini_batches)
+    )
+
+
+def add_update(record: StepRecord, policy: Policy, rows: TrainBatch, result: UpdateResult) -> None:
+    """Add an update on `rows`, which it has just made, to the record of its step. A collective."""
+    assert rows.place_n is not None, "the trainer numbers the rows of a step"
+    record.updates.append(
+        UpdateRecord(
+            place_n=rows.place_n,
+            old_logp_r=rows.old_logp_r,
+            ref_logp_r=rows.ref_logp_r,
+            logp_r=result.logp_r,
+            weight_r=result.weight_r,
+            metrics={name: float(value) for name, value in result.metrics.items()},
+            grad_norm=result.update.grad_norm,
+            lr=result.update.lr,
+            is_skipped=result.update.skipped,
+            gradients=result.gradients,
+            weights=policy.tensor_sums.take("weights"),
+        )
+    )

@@ -24,7 +24,7 @@ from megatron_gvpo.megatron.cpu.bridge import import_bridge
 from megatron_gvpo.megatron.gradient_export import export_gradients
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
-from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.config import build_config
 from megatron_gvpo.verify import reference
 from megatron_gvpo.verify.layout import ParallelLayout
 from megatron_gvpo.verify.measures import (

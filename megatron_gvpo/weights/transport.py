@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 
-from megatron_gvpo.core.by_name import load_class
+from megatron_gvpo.core.lazy_imports import load_class
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.http import ServerGone, ServerRefused

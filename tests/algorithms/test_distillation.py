@@ -18,7 +18,7 @@ from megatron_gvpo.algorithms.base import Reference
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.distillation import Distillation
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
 V, LENGTH = 3, 3

@@ -25,7 +25,7 @@ from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.recipe import recipe_names
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.megatron import parallel
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.types import BatchTotals
 
 OWN = ROOT / "examples" / "own_method"

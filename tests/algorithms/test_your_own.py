@@ -17,7 +17,7 @@ from megatron_gvpo.algorithms.custom import CustomMember
 from megatron_gvpo.algorithms.registry import choice
 from megatron_gvpo.core.user_functions import load_function
 from megatron_gvpo.megatron import parallel
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.types import BatchTotals, Rows, Totals, TrainBatch
 
 MINE = """

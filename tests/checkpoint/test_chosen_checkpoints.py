@@ -18,7 +18,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.yaml_files import Loader
 from megatron_gvpo.runs.existing_run import exported_step
 from megatron_gvpo.runs.record import Best
-from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.config import build_config
 from megatron_gvpo.settings.sections import BestConfig
 from megatron_gvpo.training.callbacks import Callback
 

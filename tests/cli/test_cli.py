@@ -303,7 +303,9 @@ def test_a_disk_full_while_logging_is_said_once_and_costs_no_checkpoint(task, tm
     full = reward_options(task, disk_full_in=2)
     launched = start("megatron_gvpo", "train", *given, full, "--nproc=2", PYTHONWARNINGS="")
     _, error = launched.communicate(timeout=300)
-    assert re.fullmatch(r"error: cannot write the records in output_dir=.*: .*File too large; .*\n", error), error
+    assert re.fullmatch(r"error: cannot write the records in output_dir=.*: .*File too large; .*\n", error), (
+        error
+    )
     assert launched.returncode == 1
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
     assert [line["step"] for line in records(tmp_path)] == [0, 1]

@@ -12,8 +12,7 @@ from megatron_gvpo.cli import main
 from megatron_gvpo.core.gpus import LocalGpu
 from megatron_gvpo.planner.prediction import COMMON_GIB, excess, least, usable_gib
 from megatron_gvpo.rehearsal import made_model
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import Config, load_config
 
 EXAMPLES = ROOT / "examples"
 PAPERS = ("gvpo_math_7b", "gpg_math_7b")

@@ -10,7 +10,7 @@ import pytest
 from megatron_gvpo.cli import main
 from megatron_gvpo.planner.prediction import least
 from megatron_gvpo.rehearsal import made_model
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 
 CONFIG = """
 output_dir: runs/x

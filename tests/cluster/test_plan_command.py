@@ -11,7 +11,7 @@ import pytest
 from helpers.paths import ROOT
 
 from megatron_gvpo.cli import main
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 
 KNOWN = json.loads(resources.files("megatron_gvpo.planner").joinpath("models.json").read_text())
 ASKED = (

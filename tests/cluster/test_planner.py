@@ -22,18 +22,10 @@ from helpers.tiny_run import configure, fit
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.megatron.critic import Critic
 from megatron_gvpo.megatron.policy import Policy
-from megatron_gvpo.planner import (
-    architecture,
-    command,
-    method,
-    search,
-    sharing,
-    step_time,
-    workload,
-)
+from megatron_gvpo.planner import architecture, command, search, sharing, step_time, workload
 from megatron_gvpo.planner import memory_model as memory
 from megatron_gvpo.planner.workload import Layout, Lengths, Workload
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.settings.parallel import ParallelConfig
 from megatron_gvpo.types import TrainBatch
 
@@ -203,13 +195,13 @@ def test_a_method_scores_as_often_as_it_is_planned_to(
     seen = dict.fromkeys(("scored", "valued", "trained", "critic"), 0)
 
     def count(owner: type, method: str, what: str) -> None:
-        whole = getattr(owner, method)
+        whole = getattr(owner, workload)
 
         def counted(self: object, rows: TrainBatch, *arguments: object, **options: object) -> object:
             seen[what] += len(rows)
             return whole(self, rows, *arguments, **options)
 
-        monkeypatch.setattr(owner, method, counted)
+        monkeypatch.setattr(owner, workload, counted)
 
     count(Policy, "score", "scored")
     count(Policy, "update", "trained")
@@ -217,7 +209,7 @@ def test_a_method_scores_as_often_as_it_is_planned_to(
     count(Critic, "update", "critic")
     overrides = (f"algorithm={recipe}", "train.steps=1", "train.mini_batches=4")
     fit(configure(task, tmp_path / "run", *overrides, f"train.batch_epochs={epochs}"))
-    planned = method.method(recipe, mini_batches=4)
+    planned = workload.method(recipe, mini_batches=4)
     assert epochs * seen["scored"] / seen["trained"] == pytest.approx(planned.scoring)
     assert epochs * seen["valued"] == seen["trained"] * planned.critic
     assert seen["critic"] == seen["trained"] * planned.critic

@@ -15,7 +15,7 @@ from megatron_gvpo.cli import main
 from megatron_gvpo.planner import architecture, memory_model
 from megatron_gvpo.planner.workload import Layout
 from megatron_gvpo.settings.adapter import TARGETS
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 
 KNOWN = json.loads(resources.files("megatron_gvpo.planner").joinpath("models.json").read_text())
 RANK = 16

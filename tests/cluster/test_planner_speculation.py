@@ -12,7 +12,7 @@ from megatron_gvpo.cli import main
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.planner import architecture, step_time, workload
 from megatron_gvpo.planner.workload import Lengths, Speculation, Workload, parse_speculation
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 
 H100 = workload.gpu("h100")
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "planner.md"

@@ -18,19 +18,11 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.kernels import linear_logprob
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.megatron.teacher import Teacher as HeldTeacher
-from megatron_gvpo.planner import (
-    architecture,
-    command,
-    memory_model,
-    method,
-    search,
-    step_time,
-    workload,
-)
+from megatron_gvpo.planner import architecture, command, memory_model, search, step_time, workload
 from megatron_gvpo.planner.architecture import GIB
 from megatron_gvpo.planner.teacher import PlannedTeacher
 from megatron_gvpo.planner.workload import Layout, Lengths, Workload
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.settings.parallel import ParallelConfig
 
 KNOWN = json.loads(resources.files("megatron_gvpo.planner").joinpath("models.json").read_text())
@@ -212,7 +204,7 @@ def test_a_teacher_passes_as_often_as_it_is_planned_to(
     monkeypatch.setattr(Policy, "update", updated)
     overrides = [f"algorithm={recipe}", f"teacher.path={task / 'model'}", "train.steps=1", "data.eval=null"]
     fit(configure(task, tmp_path / "run", *overrides, "train.mini_batches=4", f"train.batch_epochs={epochs}"))
-    asks = method.method(recipe, mini_batches=4)
+    asks = workload.method(recipe, mini_batches=4)
     assert epochs * seen["scored"] == seen["trained"] * asks.teacher_passes
     assert seen["states"] == seen["trained"] * asks.teacher_divergence
     assert seen["trained"] and asks.teacher_passes + asks.teacher_divergence == 1

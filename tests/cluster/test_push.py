@@ -9,9 +9,8 @@ from helpers.suite.doc_tables import Hold
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.planner import architecture, push_time, workload
-from megatron_gvpo.planner.method import method
 from megatron_gvpo.planner.search import search
-from megatron_gvpo.planner.workload import Layout
+from megatron_gvpo.planner.workload import Layout, method
 from megatron_gvpo.weights.shard_plan import Box, Table, plan_push
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "planner.md"

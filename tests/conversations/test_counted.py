@@ -11,8 +11,7 @@ from helpers.tiny_run import GVPO, SHORT, configure, fit
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rewards.pool import RewardPool
-from megatron_gvpo.settings.built_in_rewards import COUNT
-from megatron_gvpo.settings.rewards import RewardConfig, RewardsConfig
+from megatron_gvpo.settings.rewards import COUNT, RewardConfig, RewardsConfig
 from megatron_gvpo.turns import Turn
 from megatron_gvpo.workers.environment import Reply, WrongValue, checked_reply
 

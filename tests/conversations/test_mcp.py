@@ -22,8 +22,8 @@ from test_environments import Held
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import LOST, Prompt, Rollout
 from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer
+from megatron_gvpo.settings.config import build_config
 from megatron_gvpo.settings.conversation import ConversationConfig, McpConfig
-from megatron_gvpo.settings.load import build_config
 from megatron_gvpo.workers.tools import tool_schemas
 
 SERVER = '''

@@ -26,8 +26,8 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import LOST, Prompt
 from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer
+from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.settings.conversation import ConversationConfig
-from megatron_gvpo.settings.load import load_config
 from megatron_gvpo.workers.sandbox import OUTPUT, Sandbox
 
 SECONDS = 8.0  # a busy machine may need some for the simplest program

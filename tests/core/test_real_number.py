@@ -21,7 +21,7 @@ from megatron_gvpo.algorithms.members.base import MemberContext
 from megatron_gvpo.algorithms.members.masa import pass_rate_reward
 from megatron_gvpo.algorithms.shapers.judged import GroupSimilarity, WinRate
 from megatron_gvpo.core.errors import DataError
-from megatron_gvpo.core.jsonl import read_metrics
+from megatron_gvpo.core.json_files import read_metrics
 from megatron_gvpo.core.real_number import LARGEST, NoNumberError, finite_number, real_number
 from megatron_gvpo.core.user_functions import UserFunctionError
 from megatron_gvpo.data.order import SuccessTracker, WeightedOrder

@@ -21,7 +21,7 @@ from helpers.servers.dataset_hub import hub_of
 from megatron_gvpo.data.converters import preference_pair
 from megatron_gvpo.groups import Prompt, Rollout
 from megatron_gvpo.rewards.math_answer import verify_math
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 
 RECIPES = ROOT / "examples" / "recipes"
 NAMES = sorted(file.stem for file in RECIPES.glob("*.yaml"))

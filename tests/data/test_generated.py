@@ -14,7 +14,7 @@ from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.data.sources import read_records
 from megatron_gvpo.groups import Prompt, Rollout
 from megatron_gvpo.rewards.math_answer import score_generated
-from megatron_gvpo.settings import built_in_rewards
+from megatron_gvpo.settings import rewards
 
 SUMS = "reasoning_gym:chain_sum?size=20&min_terms=2&max_terms=2&max_digits=1"
 
@@ -59,7 +59,7 @@ def test_without_the_package_data_and_reward_are_refused(
     def nothing(name: str) -> Sequence[ModuleSpec] | None:
         return None
 
-    monkeypatch.setattr(built_in_rewards, "find_spec", nothing)
+    monkeypatch.setattr(rewards, "find_spec", nothing)
     remedy = r"reasoning-gym is not installed: pip install 'megatron-gvpo\[reasoning-gym\]'"
     with pytest.raises(DataError, match=remedy):
         list(read_records(SUMS))

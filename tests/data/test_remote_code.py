@@ -14,7 +14,7 @@ from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.sampling.local_model import LocalModel
 from megatron_gvpo.servers.launch.start import DIALECTS
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 
 CODE = """
 from pathlib import Path

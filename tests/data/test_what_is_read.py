@@ -16,8 +16,7 @@ from megatron_gvpo.data.prompts import PromptWriter, load_prompts
 from megatron_gvpo.data.task import Task, load_task
 from megatron_gvpo.groups import Prompt
 from megatron_gvpo.huggingface.card import ModelCard
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import Config, load_config
 from megatron_gvpo.settings.sections import DataConfig, DatasetConfig
 
 BEGIN, END = 0, 1

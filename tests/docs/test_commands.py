@@ -23,7 +23,7 @@ from helpers.inputs.good_config import GOOD
 
 from megatron_gvpo import cli
 from megatron_gvpo.core.yaml_files import Loader
-from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.config import build_config
 from megatron_gvpo.settings.tinker import TinkerConfig
 
 ALL = [block for page in pages() for block in blocks(page)]

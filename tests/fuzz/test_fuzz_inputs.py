@@ -23,7 +23,7 @@ from megatron_gvpo.data import task as task_module
 from megatron_gvpo.data.task import load_task
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
-from megatron_gvpo.settings.load import build_config, load_config
+from megatron_gvpo.settings.config import build_config, load_config
 
 FUZZ = settings(settings.get_profile("fuzz"))
 FULL = {

@@ -25,8 +25,7 @@ from megatron_gvpo.core.signals import Interrupted
 from megatron_gvpo.groups import Group
 from megatron_gvpo.observe import read_metrics
 from megatron_gvpo.observe.rollouts.table import Responses
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import Config, load_config
 from megatron_gvpo.training.callbacks import Callback, Recorder
 from megatron_gvpo.training.trainer import Trainer
 

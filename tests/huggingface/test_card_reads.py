@@ -15,7 +15,7 @@ from helpers.suite.real_parts import used
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCard, ModelCards
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 
 # Reports every line of the package from which a file named config.json is opened: the innermost function
 # that is not the standard library's, where that is one of the package's.

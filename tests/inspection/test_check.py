@@ -22,8 +22,7 @@ from megatron_gvpo.inspection.responses import inspect_responses
 from megatron_gvpo.inspection.rewards import inspect_rewards
 from megatron_gvpo.inspection.rules import inspect_engine, inspect_learning_rate, inspect_memory
 from megatron_gvpo.inspection.verdict import RunVerdict
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.config import Config, build_config
 
 REWARD = """
 def blind(prompt, rollout): return 0.5

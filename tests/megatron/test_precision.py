@@ -17,8 +17,7 @@ from helpers.workers.gradient_worker import UPDATE, Case, Layout, config_of
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.megatron.checkpoint.load import load_policy
 from megatron_gvpo.megatron.checkpoint.save import save_policy
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.config import Config, build_config
 from megatron_gvpo.settings.parallel import Padding, ParallelConfig
 from megatron_gvpo.settings.sections import FP8Config, ModelConfig
 

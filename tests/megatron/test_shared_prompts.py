@@ -20,7 +20,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.microbatch import plan
 from megatron_gvpo.megatron.model.build import _obstacle_to_sharing
-from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.config import build_config
 from megatron_gvpo.settings.parallel import Padding
 from megatron_gvpo.types import TrainBatch
 from megatron_gvpo.verify.shrink import save_tiny

@@ -22,8 +22,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.architectures import ARCHITECTURES
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.cpu.bridge import import_bridge
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import Config, load_config
 
 SIZES = {
     "vocab_size": 64,

@@ -19,7 +19,7 @@ from megatron_gvpo.rehearsal.world import FakeWorld
 world = FakeWorld()
 world.join(0, 2)
 import torch
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.megatron import forward
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.rehearsal import made_model, stand_ins

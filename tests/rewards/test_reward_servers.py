@@ -16,7 +16,7 @@ from helpers.servers.server_keys import assert_key_is_hidden, assert_key_is_want
 from helpers.suite.real_parts import used
 
 from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 
 VERDICT = {
     "type": "object",

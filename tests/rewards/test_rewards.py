@@ -18,7 +18,7 @@ from helpers.machine.processes import having, left_having
 from helpers.suite.real_parts import used
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.data.boxed import boxed
+from megatron_gvpo.data.converters import boxed
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rewards.math_answer import verify_math
 from megatron_gvpo.rewards.math_format import verify_format

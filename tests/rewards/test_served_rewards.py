@@ -17,8 +17,7 @@ from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.rewards.judge import as_text, scored_chat
 from megatron_gvpo.sampling.outages import REWARDS, Outages
 from megatron_gvpo.servers import model_requests
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import Config, load_config
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rewards.teacher import PROBE, ServedTeacher
 from megatron_gvpo.servers import model_requests
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.turns import Turn
 from megatron_gvpo.types import TrainBatch
 

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rewards.teacher import ServedTeacher
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.training.text_teacher import TextTeacher
 from megatron_gvpo.types import TrainBatch
 

@@ -25,7 +25,7 @@ from megatron_gvpo.runs.existing_run import (
 )
 from megatron_gvpo.runs.record import write_record
 from megatron_gvpo.runs.written import HEADER, keep_foreign
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.training.callbacks import _refused
 
 CHECKPOINT = "checkpoints/step_00000020/state.json"

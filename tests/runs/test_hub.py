@@ -20,7 +20,7 @@ from helpers.servers.hub_server import TOKEN, Hub, running_hub
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.secrets import as_written
 from megatron_gvpo.core.yaml_files import Loader
-from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.config import build_config
 
 PROGRAM = """
 import json, sys

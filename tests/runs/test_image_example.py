@@ -27,7 +27,7 @@ from megatron_gvpo.data.image_files import ImageError
 from megatron_gvpo.observe import read_metrics
 from megatron_gvpo.observe.report.packing import images_of
 from megatron_gvpo.observe.rollouts.reader import read_rollouts
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.training.callbacks import Callback
 from megatron_gvpo.training.trainer import Trainer
 

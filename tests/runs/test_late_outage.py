@@ -18,7 +18,7 @@ from megatron_gvpo.groups import Group
 from megatron_gvpo.observe.rollouts.reader import read_rollouts
 from megatron_gvpo.sampling.embedded import EmbeddedEngine
 from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.engines import ENGINES
+from megatron_gvpo.settings.servers import ENGINES
 from megatron_gvpo.types import OnWait
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")

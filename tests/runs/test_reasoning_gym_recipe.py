@@ -10,7 +10,7 @@ from helpers.servers.reward_models import make_judge
 from helpers.tiny_run import fit
 
 from megatron_gvpo.observe import read_metrics
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 

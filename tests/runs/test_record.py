@@ -18,8 +18,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.section import EVERY_KEY, Section
 from megatron_gvpo.runs.record import check_unchanged, fingerprints, write_record
 from megatron_gvpo.runs.settings_diff import changes, listed
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import Config, load_config
 from megatron_gvpo.settings.rewards import RewardsConfig
 
 

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_gvpo.checks.preflight import preflight
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.groups import Group
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import Config, load_config
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 

@@ -12,7 +12,7 @@ from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.sampling.empty_batches import EmptyBatches
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.turns import Turn
 from megatron_gvpo.types import TrainBatch
 

@@ -6,7 +6,7 @@ from math import comb
 import pytest
 
 from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.observe.pass_at_k import pass_at_k
+from megatron_gvpo.observe.rollout_metrics import pass_at_k
 from megatron_gvpo.sampling.evaluation import all_at_k, final_answer, is_correct, maj_at_n, score, summarise
 
 

@@ -12,7 +12,7 @@ from helpers.tiny_run import GVPO, configure, fit, records, weights
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.groups import Group, Rollout
 from megatron_gvpo.megatron.checkpoint.directory import complete_checkpoints
-from megatron_gvpo.settings.engines import ENGINES
+from megatron_gvpo.settings.servers import ENGINES
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 

@@ -16,7 +16,7 @@ from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.data.task import load_task
 from megatron_gvpo.groups import Rollout
 from megatron_gvpo.huggingface.card import ModelCard
-from megatron_gvpo.huggingface.stop_strings import StopStrings
+from megatron_gvpo.huggingface.end_tokens import StopStrings
 from megatron_gvpo.sampling.local_model import LocalModel
 from megatron_gvpo.servers.request import Request
 from megatron_gvpo.settings.sections import SamplingConfig

@@ -15,7 +15,7 @@ from helpers.servers.real_servers import ENGINES, engine_python
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.server import PLUGINS
 from megatron_gvpo.servers.vllm import VLLM
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 
 DENSE = {"architectures": ["Qwen3ForCausalLM"]}
 EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}

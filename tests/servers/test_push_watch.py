@@ -23,7 +23,7 @@ from megatron_gvpo.servers.http import PUSHES, ServerRefused
 from megatron_gvpo.servers.launch.start import DIALECTS
 from megatron_gvpo.servers.server import PLUGINS
 from megatron_gvpo.servers.sglang import SGLang
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.settings.sections import SamplingConfig
 
 sys.path.append(str(PLUGINS))

@@ -20,9 +20,9 @@ from helpers.servers.fake_servers import admit_at_once
 from PIL import Image as Picture
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.core.image import Image
 from megatron_gvpo.data.image_files import read
 from megatron_gvpo.data.image_processor import ImageProcessor
+from megatron_gvpo.groups import Image
 from megatron_gvpo.sampling.server_checks import _check_processor
 from megatron_gvpo.servers.http import ServerRefused
 from megatron_gvpo.servers.pool import ServerPool

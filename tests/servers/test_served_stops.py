@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.groups import Rollout
-from megatron_gvpo.huggingface.stop_strings import StopStrings
+from megatron_gvpo.huggingface.end_tokens import StopStrings
 from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.servers.request import Request
 from megatron_gvpo.servers.server import Completion

@@ -37,8 +37,7 @@ from megatron_gvpo.servers.leader import BackgroundLoop
 from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.servers.server import Launch
 from megatron_gvpo.servers.sglang import SGLang
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import Config, load_config
 from megatron_gvpo.settings.servers import ServersConfig
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.disk import Disk

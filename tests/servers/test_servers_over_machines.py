@@ -26,7 +26,7 @@ from megatron_gvpo.servers.launch.server_guard import PART
 from megatron_gvpo.servers.launch.start import DIALECTS, server_gpus, start_servers
 from megatron_gvpo.servers.launch.supervise import RanksProcess, ServerProcess, Supervisor, is_healthy
 from megatron_gvpo.servers.server import Launch
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.settings.servers import ServersConfig
 
 TWO = ("rollout.servers.tp=2", "rollout.servers.nodes=2")

@@ -29,7 +29,7 @@ from megatron_gvpo.observe import read_metrics
 from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.servers.request import Request
 from megatron_gvpo.servers.speculation import DraftCounter, check_draft
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.settings.sections import SamplingConfig
 
 Model = Any  # of transformers

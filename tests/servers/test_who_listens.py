@@ -23,8 +23,7 @@ from megatron_gvpo.servers.launch.start import start_servers
 from megatron_gvpo.servers.launch.supervise import ServerProcess, Supervisor, is_healthy
 from megatron_gvpo.servers.leader import BackgroundLoop
 from megatron_gvpo.servers.server import Launch
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import Config, load_config
 from megatron_gvpo.settings.servers import ServersConfig
 
 SOON = 60.0  # seconds

@@ -13,8 +13,7 @@ from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.architectures import ARCHITECTURES
 from megatron_gvpo.settings.adapter import TARGETS
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import Config, load_config
 from megatron_gvpo.settings.parallel import Padding
 
 SIZES = {

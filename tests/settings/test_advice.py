@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.settings.rules import advice
 
 

@@ -15,7 +15,7 @@ from megatron_gvpo.data.prompts import broken_marks, load_prompts
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.tokenizer import rendered
 from megatron_gvpo.observe.loggers.wandb_login import is_ready
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.settings.sections import DataConfig, DatasetConfig
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.metric_names import own_names
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 
 
 def load(good: Path, name: str) -> str:

@@ -7,7 +7,7 @@ from helpers.inputs.good_config import GOOD, message
 
 from megatron_gvpo.algorithms.losses.gvpo import GVPO
 from megatron_gvpo.algorithms.losses.pg import PolicyGradient
-from megatron_gvpo.settings.load import build_config, load_config
+from megatron_gvpo.settings.config import build_config, load_config
 
 # --- what works ---------------------------------------------------------------------------------------
 

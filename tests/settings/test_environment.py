@@ -17,7 +17,7 @@ from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.launch.start import start_servers
 from megatron_gvpo.servers.launch.supervise import ServerProcess, Supervisor
 from megatron_gvpo.servers.server import Launch
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.settings.servers import ServersConfig
 
 NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_CUMEM_ENABLE", "NVTE_CPU_OFFLOAD_V1", "PYTORCH_ALLOC_CONF")
@@ -152,7 +152,7 @@ def test_a_process_that_may_open_few_files(good: Path, limits: tuple[int, int], 
     """Fails on the old code: a reward's worker ended with a traceback."""
     program = (
         "import resource\nfrom megatron_gvpo.core.errors import ConfigError\n"
-        "from megatron_gvpo.settings.load import load_config\n"
+        "from megatron_gvpo.settings.config import load_config\n"
         "from megatron_gvpo.training.environment import prepare\n"
         f"config = load_config([{str(good)!r}])\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, {limits})\n"

@@ -12,8 +12,8 @@ from helpers.inputs.good_config import GOOD, message
 from megatron_gvpo.algorithms.catalog import _block_keys, _blocks
 from megatron_gvpo.algorithms.recipe import recipe_names
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.settings.foreign_keys import foreign
-from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.config import build_config
+from megatron_gvpo.settings.explain import foreign
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "docs"))
 import configuration

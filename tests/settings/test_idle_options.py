@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.inputs.good_config import message
 
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ from megatron_gvpo.planner.memory_model import shard, trained_shard
 from megatron_gvpo.planner.search import search
 from megatron_gvpo.planner.step_time import model_flops
 from megatron_gvpo.planner.workload import Layout, Workload, gpu, parse_lengths
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.config import Config, build_config
 
 
 def config_of(path: Path, **sections: Any) -> Config:

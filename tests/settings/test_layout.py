@@ -9,9 +9,8 @@ import pytest
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCard
-from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.config import Config, load_config
 from megatron_gvpo.settings.lengths import longest_prompt
-from megatron_gvpo.settings.load import load_config
 
 
 def with_model(good: Path, *overrides: str, **sizes: Any) -> Config:

@@ -19,7 +19,7 @@ from helpers.workers import checkpoint_worker
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.megatron.model.attention_kernel import Attention, check_attention, kernel
-from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.config import build_config
 
 FILE = Path(__file__).parents[2] / "docs" / "reference" / "layouts.md"
 _DENSE = {

@@ -18,7 +18,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.architectures import ARCHITECTURES
 from megatron_gvpo.huggingface.trainable_models import MODEL_TYPES, check_trainable
 from megatron_gvpo.megatron.model.megatron_bridge import open_bridge
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.settings.sections import ModelConfig
 
 GOOD: dict[str, Any] = {

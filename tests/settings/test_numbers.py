@@ -12,7 +12,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.plain_values import check_plain
 from megatron_gvpo.core.section import Section
 from megatron_gvpo.core.yaml_files import parse_value
-from megatron_gvpo.settings.load import build_config, load_config
+from megatron_gvpo.settings.config import build_config, load_config
 
 HUGE = [True, False, 1e300, -1e300, 10**19, -(10**19), math.nan, math.inf]
 

@@ -10,7 +10,7 @@ from helpers.cases.vision_cases import CONFIGS
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.cluster.job import Job, check
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 
 PAPERS = Path(__file__).parents[2] / "examples" / "papers"
 FILES = {  # each with the one that it is given after

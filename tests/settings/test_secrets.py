@@ -19,7 +19,7 @@ from megatron_gvpo.core.secrets import as_written, read_variable
 from megatron_gvpo.core.yaml_files import Loader
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.launch.start import start_servers
-from megatron_gvpo.settings.load import build_config, load_config
+from megatron_gvpo.settings.config import build_config, load_config
 
 SECRET = "s3cr3t-of-the-judge"
 

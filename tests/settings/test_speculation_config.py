@@ -14,8 +14,7 @@ from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.launch.start import DIALECTS
 from megatron_gvpo.servers.server import Drafts
 from megatron_gvpo.servers.speculation import check_draft
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import Config, load_config
 
 NGRAM = "rollout.speculation.method=ngram"
 HEADS = "rollout.speculation.method=mtp"

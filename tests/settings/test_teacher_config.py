@@ -12,8 +12,7 @@ from helpers.inputs.good_config import message
 from megatron_gvpo.checks.teacher import check_teacher
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCards
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import Config, load_config
 
 LEARNS = "algorithm.loss.reference=teacher"
 

@@ -10,7 +10,7 @@ from helpers.inputs.good_config import message
 
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 
 FULL = "algorithm=opd_full"
 HELD = "teacher={path: big}"

@@ -27,7 +27,7 @@ from helpers.servers.real_servers import engine_python
 from megatron_gvpo.core.versions import REFERENCE
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.launch.start import DIALECTS
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 
 PACKAGE = ROOT / "megatron_gvpo"
 SITE = Path(megatron.core.__path__[0]).parents[1]

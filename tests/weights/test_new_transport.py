@@ -19,7 +19,7 @@ from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.launch.start import DIALECTS
 from megatron_gvpo.servers.server import Server
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.settings.transports import TRANSPORTS, Traits
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.node import NodeMemory, new_name

@@ -15,8 +15,7 @@ from megatron_gvpo.servers.http import ServerRefused
 from megatron_gvpo.servers.leader import BackgroundLoop, Failed, Push
 from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.servers.server import ServerInfo
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import Config, load_config
 from megatron_gvpo.settings.servers import ServersConfig, WeightSyncConfig
 from megatron_gvpo.weights import publisher
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec

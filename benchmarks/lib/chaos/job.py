@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from lib.chaos.schedules import ENDS, Fault
 from lib.chaos.strikes import NotYet, Scene
-from megatron_gvpo.core.jsonl import read_metrics
+from megatron_gvpo.core.json_files import read_metrics
 
 RESUME = "--resume=auto"
 FRUITLESS = 5  # starts in a row without a newer checkpoint, after which the job of `megatron-gvpo slurm` ends

@@ -11,7 +11,7 @@ import torch
 
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.policy import Policy
-from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.config import build_config
 from megatron_gvpo.types import TrainBatch
 
 QWEN = {

@@ -124,7 +124,7 @@ def run_trl(args: argparse.Namespace) -> None:
 
 
 def run_ours(args: argparse.Namespace) -> None:
-    from megatron_gvpo.settings.load import load_config
+    from megatron_gvpo.settings.config import load_config
     from megatron_gvpo.training.callbacks import Callback
     from megatron_gvpo.training.trainer import Trainer
 

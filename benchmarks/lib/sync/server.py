@@ -18,8 +18,7 @@ from megatron_gvpo.servers.http import Http, open_session
 from megatron_gvpo.servers.launch.start import DIALECTS, start_servers
 from megatron_gvpo.servers.leader import BackgroundLoop
 from megatron_gvpo.servers.pool import ServerPool
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.config import Config, build_config
 
 ROOT = Path(__file__).parents[3]
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from megatron_gvpo.algorithms.advantages.estimator import prior
 from megatron_gvpo.algorithms.base import Advantage, Metrics
-from megatron_gvpo.core.lazy_torch import torch
+from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.types import TrainBatch
 
 if TYPE_CHECKING:

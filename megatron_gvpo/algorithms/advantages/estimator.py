@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import Field, model_validator
 
 from megatron_gvpo.algorithms.base import Advantage, Metrics, unless
-from megatron_gvpo.core.lazy_torch import torch
+from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.types import TrainBatch
 
 if TYPE_CHECKING:

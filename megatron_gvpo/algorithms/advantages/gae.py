@@ -16,7 +16,7 @@ from megatron_gvpo.algorithms.base import (
     References,
     unless,
 )
-from megatron_gvpo.core.lazy_torch import torch
+from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.types import BatchTotals, TrainBatch
 
 if TYPE_CHECKING:

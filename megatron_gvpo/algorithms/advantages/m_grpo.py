@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt, model_validator
 from megatron_gvpo.algorithms.advantages.baselines import members_of_groups
 from megatron_gvpo.algorithms.advantages.estimator import component, normalised
 from megatron_gvpo.algorithms.base import Advantage, Component, Metrics
-from megatron_gvpo.core.lazy_torch import torch
+from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.turns import ends_of
 from megatron_gvpo.types import TrainBatch
 

@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt
 
 from megatron_gvpo.algorithms.advantages.estimator import component, normalised
 from megatron_gvpo.algorithms.base import Advantage, Component, Metrics
-from megatron_gvpo.core.lazy_torch import torch
+from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.types import TrainBatch
 
 if TYPE_CHECKING:

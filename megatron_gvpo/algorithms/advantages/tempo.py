@@ -11,7 +11,7 @@ from pydantic import Field
 from megatron_gvpo.algorithms.advantages.baselines import members_of_groups
 from megatron_gvpo.algorithms.advantages.estimator import group_std, rewards_differ
 from megatron_gvpo.algorithms.base import Advantage, Metrics
-from megatron_gvpo.core.lazy_torch import torch
+from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.types import TrainBatch
 
 if TYPE_CHECKING:

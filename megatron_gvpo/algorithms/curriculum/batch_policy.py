@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt
 
 from megatron_gvpo.algorithms.base import Block, Component
 from megatron_gvpo.algorithms.shapers.base import value_of
-from megatron_gvpo.core.lazy_torch import torch
+from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.groups import Group, group_fields, group_of
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from megatron_gvpo.core.lazy_torch import torch
+from megatron_gvpo.core.lazy_imports import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, References, unless
 from megatron_gvpo.algorithms.losses import bounded
-from megatron_gvpo.core.lazy_torch import torch
+from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.types import LossInputs, TrainBatch
 
 if TYPE_CHECKING:

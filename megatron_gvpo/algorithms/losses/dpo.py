@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from megatron_gvpo.algorithms.base import Loss, Metrics, Reference, References
-from megatron_gvpo.core.lazy_torch import torch
+from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.types import LossInputs, TrainBatch
 
 if TYPE_CHECKING:

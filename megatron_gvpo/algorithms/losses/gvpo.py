@@ -10,7 +10,7 @@ from pydantic import Field
 from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References, unless
 from megatron_gvpo.algorithms.losses import bounded
 from megatron_gvpo.algorithms.losses.aggregation import GroupNorm, group_coefficients
-from megatron_gvpo.core.lazy_torch import torch
+from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.types import LossInputs
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from megatron_gvpo.algorithms.base import TEACHER, Loss, Metrics, Reference, References, unless
 from megatron_gvpo.algorithms.losses.aggregation import GroupNorm, group_coefficients
 from megatron_gvpo.algorithms.losses.gvpo import Term, log_ratio
-from megatron_gvpo.core.lazy_torch import torch
+from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.core.user_functions import call_function, check_call, load_function, refused
 from megatron_gvpo.types import LossInputs, TrainBatch
 

@@ -12,7 +12,7 @@ from megatron_gvpo.algorithms.importance.base import effective_share
 from megatron_gvpo.algorithms.losses import bounded
 from megatron_gvpo.algorithms.losses.aggregation import Aggregation
 from megatron_gvpo.algorithms.losses.pg import AnyImportance
-from megatron_gvpo.core.lazy_torch import torch
+from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.types import LossInputs, TrainBatch
 
 if TYPE_CHECKING:

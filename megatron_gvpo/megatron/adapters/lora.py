@@ -20,7 +20,6 @@ from torch import Tensor
 
 from megatron_gvpo.core.collectives import all_ranks_agree
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.fingerprint import fingerprint
 from megatron_gvpo.megatron.adapters.directory import (
     adapter_config,
     compare_names,
@@ -35,6 +34,7 @@ from megatron_gvpo.megatron.adapters.tensors import (
     layer_of,
     place_tensors,
 )
+from megatron_gvpo.runs.record import fingerprint
 from megatron_gvpo.settings.adapter import FUSED_NAMES, MEGATRON_NAMES, TARGETS, AdapterConfig
 from megatron_gvpo.settings.sections import ModelConfig
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron_gvpo.core.by_name import heavy_imports
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.lazy_imports import heavy_imports
 from megatron_gvpo.core.versions import REFERENCE
 from megatron_gvpo.huggingface.architectures import add_model_types
 from megatron_gvpo.megatron.model.settings import DTYPES

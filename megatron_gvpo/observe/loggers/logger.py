@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_gvpo.core.jsonl import JsonlWriter, read_metrics
+from megatron_gvpo.core.json_files import JsonlWriter, read_metrics
 from megatron_gvpo.observe.alerts import Alert
 from megatron_gvpo.observe.loggers.backend import Backend, RunInfo, Sample
 from megatron_gvpo.observe.loggers.services import open_services

@@ -16,8 +16,8 @@ from PIL import Image as Picture
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.data.image_files import ImageError, data_url
 from megatron_gvpo.data.image_files import read as read_image
-from megatron_gvpo.observe.pass_at_k import is_correct
 from megatron_gvpo.observe.report.token_texts import TokenTexts
+from megatron_gvpo.observe.rollout_metrics import is_correct
 from megatron_gvpo.observe.rollouts.reader import read_rollouts
 from megatron_gvpo.observe.rollouts.schema import Kind, schema
 

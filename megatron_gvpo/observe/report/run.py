@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.core.jsonl import read_metrics
+from megatron_gvpo.core.json_files import read_metrics
 from megatron_gvpo.runs.written import json_object
 
 

@@ -145,7 +145,7 @@ def pass_intervals(
 
     They do not where only a part of the evaluation was saved.
     """
-    from megatron_gvpo.observe.pass_at_k import pass_at_k
+    from megatron_gvpo.observe.rollout_metrics import pass_at_k
 
     intervals = {}
     for step, counts in correct.items():

@@ -15,8 +15,8 @@ from PIL import Image as Picture
 from torch import Tensor
 
 from helpers.workers.gradient_worker import Layout
-from megatron_gvpo.core.image import Image
 from megatron_gvpo.data.image_processor import ImageProcessor
+from megatron_gvpo.groups import Image
 from megatron_gvpo.types import TrainBatch
 
 IMAGE, VIDEO, START, END = 120, 121, 122, 123

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 
 GOOD = """
 output_dir: runs/x

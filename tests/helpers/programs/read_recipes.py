@@ -12,7 +12,7 @@ from pathlib import Path
 
 from helpers.inputs.chat_tokenizer import END, tokenizer
 from megatron_gvpo.data.prompts import load_prompts
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 
 RECIPES = Path(__file__).parents[3] / "examples" / "recipes"
 tokens, recipes = tokenizer(), {}

@@ -18,8 +18,7 @@ from megatron_gvpo.data.task import load_task
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.sampling.served import ServedEngine
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.config import Config, build_config
 from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.types import TrainBatch
 

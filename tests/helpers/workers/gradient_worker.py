@@ -15,8 +15,7 @@ from torch import Tensor
 from helpers.distributed import run_number
 from helpers.small_constants import late_gathers, small_constants
 from megatron_gvpo.observe.mismatch import MismatchWatch
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.config import Config, build_config
 from megatron_gvpo.types import TrainBatch
 from megatron_gvpo.verify.layout import ParallelLayout
 from megatron_gvpo.verify.measures import UPDATE

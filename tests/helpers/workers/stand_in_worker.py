@@ -21,7 +21,7 @@ from megatron_gvpo.planner.prediction import size_of
 from megatron_gvpo.rehearsal import stand_ins
 from megatron_gvpo.rehearsal.rank import hidden_shape
 from megatron_gvpo.rehearsal.rows import make_rows
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 
 
 def run(file: str, out: str, *overrides: str) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_gvpo.megatron.device_memory import storages
 from megatron_gvpo.megatron.policy import Policy
-from megatron_gvpo.settings.load import load_config
+from megatron_gvpo.settings.config import load_config
 
 
 def run(file: str, out: str, *overrides: str) -> None:

@@ -16,7 +16,7 @@ from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.microbatch import my_share
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.observe.traffic_counter import TrafficCounter
-from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.config import build_config
 from megatron_gvpo.types import TrainBatch
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from helpers.cases.vision_cases import VisionCase, with_placeholders
 from helpers.distributed import forget_layout, run_number
 from helpers.workers.gradient_worker import UPDATE, _copy, sizes_of
-from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.load import build_config
+from megatron_gvpo.settings.config import Config, build_config
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,10 @@
-"""Tables of classes by name, as "module:class": a configuration can name one before torch is loaded."""
+"""Lets a configuration be read without loading torch, and loads large libraries when they are used.
+
+A block of a method is its options and the function that they configure, in one class. A configuration needs
+the options only, so `recipes`, `plan` and the refusal of a wrong configuration do not wait for torch. Modules
+that a configuration imports take `torch` from here, and `Tensor` under TYPE_CHECKING;
+tests/cli/test_startup.py fails if one does not. Tables name classes as "module:class" for the same reason.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,21 @@ import gc
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch as torch
+else:
+
+    class _Torch:
+        """torch, imported at the first use of its attributes."""
+
+        def __getattr__(self, name: str) -> Any:
+            import torch
+
+            return getattr(torch, name)
+
+    torch = _Torch()
 
 
 def load_class(path: str) -> Any:
