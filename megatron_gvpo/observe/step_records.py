@@ -146,7 +146,10 @@ def save(record: StepRecord, path: Path) -> None:
                 values[each.name] = value
         header["updates"].append(values)
     own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    save_file(own, path, {_HEADER: json.dumps(header)})
+    try:
+        save_file(own, path, {_HEADER: json.dumps(header)})
+    except SafetensorError as error:  # its form of a full disk
+        raise OSError(str(error)) from None
 
 
 def read(output_dir: Path | str, step: int) -> StepRecord:

@@ -5,6 +5,7 @@ Each fault is put into the trainer while it trains; the replay computes the step
 
 from __future__ import annotations
 
+import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -117,6 +118,18 @@ def test_a_record_is_read_as_it_was_written(sound: Path, tmp_path: Path):
         assert (one.gradients, one.metrics, one.lr) == (other.gradients, other.metrics, other.lr)
         assert one.weight_r is not None and other.weight_r is not None
         assert torch.equal(one.weight_r, other.weight_r)
+
+
+def test_a_full_disk_is_an_oserror_which_all_ranks_raise(sound: Path, tmp_path: Path):
+    record, limits = read(sound, 2), resource.getrlimit(resource.RLIMIT_FSIZE)
+    records = StepRecords(tmp_path, StepRecordsConfig(), None)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            records.write(record, [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not recorded_steps(tmp_path)
 
 
 def test_a_damaged_record_is_an_error_that_names_it(sound: Path, tmp_path: Path):
