@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
 
     The certificate is also written to RUN/mismatch.json, which the report shows.
     """
-    from megatron_gvpo.replay.settings import load_run
+    from megatron_gvpo.runs.one_machine import load_run
 
     directory: Path = options.run_directory
     config = load_run(directory, options.overrides)

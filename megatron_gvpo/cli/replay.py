@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """0: all is equal; 1: something differs; 2: wrong input. Raises ConfigError."""
-    from megatron_gvpo.replay.settings import load_run
+    from megatron_gvpo.runs.one_machine import load_run
 
     directory: Path = options.run_directory
     config = load_run(directory, options.overrides)
@@ -75,7 +75,7 @@ def _compare(one: Path, other: Path, config: Config) -> list[Finding]:
     from megatron_gvpo.core.secrets import as_written
     from megatron_gvpo.replay.against import first_parting
     from megatron_gvpo.replay.findings import Tolerances
-    from megatron_gvpo.replay.settings import load_run
+    from megatron_gvpo.runs.one_machine import load_run
     from megatron_gvpo.runs.settings_diff import changes
     from megatron_gvpo.settings.config import Config
 

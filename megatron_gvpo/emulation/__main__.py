@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.emulation import process
+from megatron_gvpo.emulation import emulated_gpu
 from megatron_gvpo.rehearsal.nullcuda import counters
 from megatron_gvpo.rehearsal.nullcuda.devices import DEVICES, GIB
 
@@ -27,15 +27,13 @@ def main(arguments: list[str]) -> int:
         return 2
     if not counters.is_loaded():
         try:
-            variables = process.environment(DEVICES["h100"], _GPUS, 16 * GIB)
+            variables = emulated_gpu.environment(DEVICES["h100"], _GPUS, 16 * GIB)
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
         command = [sys.executable, "-m", "megatron_gvpo.emulation", *arguments]
         os.execve(sys.executable, command, os.environ | variables)
     os.environ.pop("LD_PRELOAD", None)  # this process has it; what it starts does not need it
-    from megatron_gvpo.emulation import emulated_gpu
-
     emulated_gpu.install()
     sys.argv = program
     if arguments[0] == "-m":

@@ -10,8 +10,8 @@ from statistics import fmean
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Group
 from megatron_gvpo.huggingface.card import ModelCards
-from megatron_gvpo.inspection.on_laptop import laptop_config
 from megatron_gvpo.inspection.verdict import RunVerdict, failure, not_tried, ok, warning
+from megatron_gvpo.runs.one_machine import laptop_config
 from megatron_gvpo.settings.config import Config
 
 PROMPTS, RESPONSES = 8, 4

@@ -14,15 +14,14 @@ from typing import Any
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.image_families import takes_images
-from megatron_gvpo.inspection.on_laptop import laptop_values
 from megatron_gvpo.inspection.verdict import RunVerdict, failure, not_tried, ok
+from megatron_gvpo.runs.one_machine import laptop_values
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.verify.shrink import save_tiny, shrink
 
 PATIENCE = 300.0  # seconds
 _TOKENS = 8  # tokens in a response
 _MOST = 4  # responses to a prompt
-_ROOM = 64  # tokens of a micro-batch beside prompt and response
 _VOCABULARY = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 _REWARD = "megatron_gvpo.inspection.made_up_reward:reward"
 

@@ -20,7 +20,7 @@ from megatron_gvpo.replay.findings import Tolerances
 from megatron_gvpo.replay.judge import PRECISIONS, ExactJudge, Suspicion, logp_of, suspicions
 from megatron_gvpo.replay.model import ModelReplay, Start
 from megatron_gvpo.replay.rows import RowsReplay
-from megatron_gvpo.replay.settings import on_one_rank
+from megatron_gvpo.runs.one_machine import on_one_rank
 from megatron_gvpo.settings.config import Config
 
 _EARLIER = 3  # earlier versions of the weights that are suspected

@@ -8,7 +8,7 @@ from megatron_gvpo.observe.step_records import StepRecord, read, recorded_steps
 from megatron_gvpo.replay.findings import COMPONENTS, Finding, Tolerances
 from megatron_gvpo.replay.model import ModelReplay, Start
 from megatron_gvpo.replay.rows import RowsReplay, state_after
-from megatron_gvpo.replay.settings import on_one_rank
+from megatron_gvpo.runs.one_machine import on_one_rank
 from megatron_gvpo.settings.config import Config
 
 Tell = Callable[[Finding], None]

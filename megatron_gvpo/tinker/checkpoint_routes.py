@@ -11,8 +11,8 @@ from aiohttp import web
 
 from megatron_gvpo.tinker import requests
 from megatron_gvpo.tinker.checkpoints import CheckpointPath, list_checkpoints, read_info
-from megatron_gvpo.tinker.refusal import Refusal
 from megatron_gvpo.tinker.served_model import ServedModel
+from megatron_gvpo.tinker.wire import Refusal
 
 _TYPES = {"weights": "training", "sampler_weights": "sampler"}
 

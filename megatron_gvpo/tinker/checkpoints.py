@@ -25,8 +25,8 @@ from megatron_gvpo.megatron.checkpoint.load import load_shards
 from megatron_gvpo.megatron.checkpoint.save import Writer, save_shards
 from megatron_gvpo.megatron.checkpoint.state import load_weights, optimizer_shards, weights_state
 from megatron_gvpo.megatron.parallel import megatron_device
-from megatron_gvpo.tinker.refusal import Refusal
 from megatron_gvpo.tinker.state import Slot
+from megatron_gvpo.tinker.wire import Refusal
 
 Kind = Literal["weights", "sampler_weights"]
 INFO = "info.json"

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from megatron_gvpo.algorithms.losses.gvpo import GVPO
 from megatron_gvpo.algorithms.losses.pg import PolicyGradient
-from megatron_gvpo.tinker.refusal import Refusal
-from megatron_gvpo.tinker.wire import Datum
+from megatron_gvpo.tinker.wire import Datum, Refusal
 from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
 LossOptions = Mapping[str, float | str]

@@ -24,10 +24,9 @@ from megatron_gvpo.tinker import checkpoints
 from megatron_gvpo.tinker.checkpoints import CheckpointPath
 from megatron_gvpo.tinker.gradients import differentiate, evaluate
 from megatron_gvpo.tinker.losses import RequestedLoss
-from megatron_gvpo.tinker.refusal import Refusal
 from megatron_gvpo.tinker.sampler import SampleOrder, SnapshotSampler
 from megatron_gvpo.tinker.state import ModelState, Slot
-from megatron_gvpo.tinker.wire import read_forward_backward
+from megatron_gvpo.tinker.wire import Refusal, read_forward_backward
 
 Operation = dict[str, Any]
 Outcome = dict[str, Any]

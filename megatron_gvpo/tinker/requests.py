@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from megatron_gvpo.tinker.refusal import Refusal
+from megatron_gvpo.tinker.wire import Refusal
 
 
 class ApiRequest(BaseModel):

@@ -19,9 +19,8 @@ from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.settings.tinker import TinkerConfig
 from megatron_gvpo.tinker.gradients import TEMPERATURE, rows_of
 from megatron_gvpo.tinker.losses import TARGETS
-from megatron_gvpo.tinker.refusal import Refusal
 from megatron_gvpo.tinker.state import Slot
-from megatron_gvpo.tinker.wire import Datum
+from megatron_gvpo.tinker.wire import Datum, Refusal
 
 NEVER = 2**31 - 2  # a token that no model has: the only one to stop at where the client wants none
 Sequence3 = tuple[list[int], list[float], str]  # tokens, log-probs, stop reason

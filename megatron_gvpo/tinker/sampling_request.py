@@ -7,10 +7,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron_gvpo.settings.sections import GREEDY, SamplingConfig
-from megatron_gvpo.tinker.refusal import Refusal
 from megatron_gvpo.tinker.requests import SampleBody, SamplingParams
 from megatron_gvpo.tinker.sampler import NEVER
 from megatron_gvpo.tinker.served_model import ServedModel
+from megatron_gvpo.tinker.wire import Refusal
 
 COLDEST = 0.01  # below, only the likeliest token is left
 

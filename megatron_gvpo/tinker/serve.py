@@ -23,8 +23,8 @@ from megatron_gvpo.settings.tinker import TinkerConfig
 from megatron_gvpo.tinker.app import TinkerApp
 from megatron_gvpo.tinker.operations import Operation, Operations, Outcome
 from megatron_gvpo.tinker.queue import FairQueue, QueuedOperation
-from megatron_gvpo.tinker.refusal import Refusal
 from megatron_gvpo.tinker.served_model import ServedModel
+from megatron_gvpo.tinker.wire import Refusal
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,9 @@ from megatron_gvpo.huggingface.end_tokens import end_token_ids
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.settings.adapter import possible_targets
 from megatron_gvpo.settings.tinker import TinkerConfig
-from megatron_gvpo.tinker.refusal import Refusal
 from megatron_gvpo.tinker.requests import LoraOptions
 from megatron_gvpo.tinker.sessions import ClientModel
-from megatron_gvpo.tinker.wire import Datum
+from megatron_gvpo.tinker.wire import Datum, Refusal
 
 _OF_ATTENTION = (
     "q_proj",

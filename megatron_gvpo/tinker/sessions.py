@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_gvpo.tinker.checkpoints import CheckpointPath
-from megatron_gvpo.tinker.refusal import Refusal
+from megatron_gvpo.tinker.wire import Refusal
 
 KEPT_SECONDS = 600.0  # a result stays for this long after it was first fetched: the answer may have been lost
 

@@ -14,7 +14,19 @@ import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
-from megatron_gvpo.tinker.refusal import Refusal
+
+class Refusal(Exception):  # noqa: N818 - the server is well; it refuses a request
+    """The request is not carried out, and changed nothing.
+
+    `status`: the SDK makes 400 BadRequestError, 401 AuthenticationError, 404 NotFoundError and 422
+    UnprocessableEntityError of it. An operation that is refused when its turn has come fails with the SDK's
+    RequestFailedError of category User.
+    """
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
 
 CONTENT_TYPE = "application/x-protobuf"
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.inputs.groups import make_group, rewards_of
-from helpers.inputs.rows import make_rows
+from helpers.inputs.rows import make_group, make_rows, rewards_of
 from test_members import Asked
 
 from megatron_gvpo.algorithms.advantages.estimator import Estimator

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from helpers.inputs.groups import make_group
+from helpers.inputs.rows import make_group
 
 from megatron_gvpo import api_model
 

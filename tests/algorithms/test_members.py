@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
-from helpers.inputs.groups import make_group, rewards_of
+from helpers.inputs.rows import make_group, rewards_of
 
 from megatron_gvpo import api_model
 from megatron_gvpo.algorithms.advantages.estimator import Estimator

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.inputs.groups import make_group
-from helpers.inputs.rows import make_logp, make_rows
+from helpers.inputs.rows import make_group, make_logp, make_rows
 
 from megatron_gvpo.algorithms.curriculum.prior import FunctionPrior
 from megatron_gvpo.algorithms.custom import CustomEstimator, CustomLoss, CustomMember, CustomShaper

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from helpers.inputs.groups import make_group
+from helpers.inputs.rows import make_group
 
 from megatron_gvpo.algorithms.advantages.bnpo import BNPO
 from megatron_gvpo.algorithms.advantages.estimator import Estimator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from helpers.inputs.groups import make_group, rewards_of
+from helpers.inputs.rows import make_group, rewards_of
 
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.algorithms.config import AlgorithmConfig
@@ -120,7 +120,7 @@ def test_s_grpo_vector():
 
 def test_win_rate_of_a_strict_order():
     group = make_group([0] * 4, lengths=[4, 3, 2, 1])
-    judge = "helpers.inputs.groups:longer"
+    judge = "helpers.inputs.rows:longer"
     assert shaped(WinRate(function=judge), group) == [pytest.approx([1, 2 / 3, 1 / 3, 0])]
     assert shaped(WinRate(function=judge), make_group([3.0])) == [[0.5]]
     (capped,) = shaped(WinRate(function=judge, opponents=1), group)
@@ -145,11 +145,11 @@ def test_similarity_to_the_others_or_to_answers_to_paraphrases():
     ("block", "said"),
     [
         (
-            {"name": "win_rate", "function": "helpers.inputs.groups:rewards_of"},
+            {"name": "win_rate", "function": "helpers.inputs.rows:rewards_of"},
             "called as f(prompt, a, b, **options)",
         ),
         (
-            {"name": "group_similarity", "function": "helpers.inputs.groups:rewards_of"},
+            {"name": "group_similarity", "function": "helpers.inputs.rows:rewards_of"},
             "called as f(a, b, **options)",
         ),
         (

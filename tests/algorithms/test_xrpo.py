@@ -7,7 +7,7 @@ import math
 from statistics import stdev
 
 import pytest
-from helpers.inputs.groups import make_group, rewards_of
+from helpers.inputs.rows import make_group, rewards_of
 from scipy import stats
 from test_members import Asked
 

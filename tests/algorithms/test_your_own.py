@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.inputs.groups import make_group
+from helpers.inputs.rows import make_group
 from helpers.tiny_run import configure, fit, records
 from pydantic import TypeAdapter
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.inputs.chat_tokenizer import tokenizer
-from helpers.inputs.groups import make_group
+from helpers.inputs.rows import make_group
 
 from megatron_gvpo.algorithms.curriculum.prompts import SuccessRate
 from megatron_gvpo.algorithms.curriculum.tracker import Tracker

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 
 import pytest
-from helpers.inputs.groups import make_group
+from helpers.inputs.rows import make_group
 
 from megatron_gvpo.algorithms.curriculum.prompts import SuccessRate
 from megatron_gvpo.algorithms.curriculum.tracker import Tracker

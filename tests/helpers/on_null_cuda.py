@@ -18,7 +18,7 @@ import torch
 
 from helpers.paths import ROOT
 from helpers.suite.real_parts import used
-from megatron_gvpo.emulation import process
+from megatron_gvpo.emulation import emulated_gpu
 from megatron_gvpo.rehearsal import transformer_engine
 from megatron_gvpo.rehearsal.nullcuda.devices import DEVICES
 from megatron_gvpo.rehearsal.process import environment_of_ranks
@@ -74,7 +74,7 @@ def environment(gib: float = 8.0, device: str = "h100") -> dict[str, str]:
 def emulated_environment(gib: float = 8.0, device: str = "h100") -> dict[str, str]:
     """Variables of a process with eight such devices that compute."""
     transformer_engine.build(lambda _: None)
-    return process.environment(DEVICES[device], 8, int(gib * 2**30))
+    return emulated_gpu.environment(DEVICES[device], 8, int(gib * 2**30))
 
 
 def run_code(code: str, gib: float = 8.0, timeout: float = 300, emulated: bool = False) -> Any:

@@ -17,7 +17,7 @@ from megatron_gvpo import cli
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.megatron.microbatch import Share
 from megatron_gvpo.replay.mismatch import Certificate, certify
-from megatron_gvpo.replay.settings import load_run
+from megatron_gvpo.runs.one_machine import load_run
 from megatron_gvpo.sampling.embedded import EmbeddedEngine
 from megatron_gvpo.sampling.local_model import LocalModel
 from megatron_gvpo.training.callbacks import Callback

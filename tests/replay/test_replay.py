@@ -32,8 +32,8 @@ from megatron_gvpo.observe.step_records import DIRECTORY, StepRecords, read, rec
 from megatron_gvpo.replay.against import first_parting
 from megatron_gvpo.replay.findings import COMPONENTS, Finding, Tolerances
 from megatron_gvpo.replay.run import replay
-from megatron_gvpo.replay.settings import load_run
 from megatron_gvpo.rewards.pool import RewardPool
+from megatron_gvpo.runs.one_machine import load_run
 from megatron_gvpo.runs.record import changed_files
 from megatron_gvpo.settings.sections import StepRecordsConfig
 from megatron_gvpo.training.callbacks import Callback

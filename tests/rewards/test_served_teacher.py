@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.inputs.groups import make_group
+from helpers.inputs.rows import make_group
 from helpers.parts_of_a_run import served_teacher_of
 from helpers.servers.real_servers import logprobs
 from helpers.servers.reward_models import QUIET, make_judge, standing_in

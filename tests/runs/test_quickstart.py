@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.doc_blocks import ROOT
-from helpers.inputs.short_quickstart import SHORT
+from helpers.inputs.good_config import SHORT
 
 
 @pytest.mark.proof  # a minute

@@ -10,7 +10,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
-from helpers.inputs.groups import make_group
+from helpers.inputs.rows import make_group
 
 from megatron_gvpo.algorithms.members.off_policy import Replay
 from megatron_gvpo.conversations.converse import append_turn

@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers.distributed import launch
 from helpers.inputs import moe_task
-from helpers.inputs.groups import make_group
+from helpers.inputs.rows import make_group
 from helpers.parts_of_a_run import server_check
 from helpers.pushes.pushed import assert_exported
 from helpers.servers.real_servers import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers.cases.served_families import SERVED
+from helpers.cases.families import SERVED
 from helpers.distributed import launch
 from helpers.inputs import family_task
 from helpers.pushes.pushed import assert_exported

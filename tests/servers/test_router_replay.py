@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.inputs import moe_task
-from helpers.inputs.groups import make_group
+from helpers.inputs.rows import make_group
 from helpers.references import gradient_reference as reference
 from helpers.servers.real_servers import engine_with, served_config
 from helpers.tiny_run import configure, fit, records

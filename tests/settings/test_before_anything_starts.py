@@ -14,7 +14,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.data.prompts import broken_marks, load_prompts
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.tokenizer import rendered
-from megatron_gvpo.observe.loggers.wandb_login import is_ready
+from megatron_gvpo.observe.loggers.services import wandb_is_ready
 from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.settings.sections import DataConfig, DatasetConfig
 
@@ -65,22 +65,22 @@ def test_weights_and_biases_without_a_login(monkeypatch, tmp_path: Path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("NETRC", raising=False)
     monkeypatch.chdir(tmp_path)
-    assert not is_ready()
+    assert not wandb_is_ready()
     with monkeypatch.context() as inner:
         inner.setenv("WANDB_MODE", "offline")
-        assert is_ready()
+        assert wandb_is_ready()
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb" / "settings").write_text("[default]\nmode = offline\n")
-    assert is_ready()
+    assert wandb_is_ready()
     (tmp_path / "wandb" / "settings").write_text("[default]\nmode = online\n")
-    assert not is_ready()
+    assert not wandb_is_ready()
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password x\n")
     (tmp_path / ".netrc").chmod(0o600)
-    assert is_ready()
+    assert wandb_is_ready()
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
-    assert not is_ready()
+    assert not wandb_is_ready()
     monkeypatch.setenv("WANDB_API_KEY", "k")
-    assert is_ready()
+    assert wandb_is_ready()
 
 
 def test_marks_that_the_tokenizer_lacks(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -11,9 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from helpers.cases.families import FAMILIES
+from helpers.cases.families import FAMILIES, SERVED, SERVED_ELSEWHERE
 from helpers.cases.gradient_cases import RUNS, STEPS
-from helpers.cases.served_families import SERVED, SERVED_ELSEWHERE
 from helpers.inputs import family_task
 from helpers.references import gradient_reference as reference
 from helpers.suite.doc_tables import Hold

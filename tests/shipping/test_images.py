@@ -13,7 +13,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-from helpers.inputs.short_quickstart import SHORT
+from helpers.inputs.good_config import SHORT
 from helpers.machine import images
 from helpers.paths import ROOT
 from packaging.requirements import Requirement

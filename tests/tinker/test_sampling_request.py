@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from megatron_gvpo.tinker import requests
-from megatron_gvpo.tinker.refusal import Refusal
 from megatron_gvpo.tinker.sampler import NEVER
 from megatron_gvpo.tinker.sampling_request import sampling_of
 from megatron_gvpo.tinker.served_model import ServedModel
+from megatron_gvpo.tinker.wire import Refusal
 
 MODEL = ServedModel("name", "path", "Qwen2ForCausalLM", 50, 20, (7,), None, ())
 

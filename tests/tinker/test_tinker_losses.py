@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from megatron_gvpo.tinker.losses import LOSSES, RequestedLoss
-from megatron_gvpo.tinker.refusal import Refusal
-from megatron_gvpo.tinker.wire import Datum
+from megatron_gvpo.tinker.wire import Datum, Refusal
 
 
 def datum(tokens: int = 3, **inputs: list[float]) -> Datum:

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from megatron_gvpo.tinker.checkpoints import CheckpointPath
-from megatron_gvpo.tinker.refusal import Refusal
 from megatron_gvpo.tinker.sessions import KEPT_SECONDS, ClientModel, PendingResult, Sessions, WireAnswer
+from megatron_gvpo.tinker.wire import Refusal
 
 
 def test_a_silent_session_ends_and_one_that_speaks_lives(monkeypatch: pytest.MonkeyPatch):

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from megatron_gvpo.emulation.memory import alias
-from megatron_gvpo.emulation.transformer_engine.memory import fill, read, rows
 from megatron_gvpo.emulation.transformer_engine.quantization import Rounding, write
-from megatron_gvpo.emulation.transformer_engine.references import reference, reference_of
+from megatron_gvpo.emulation.transformer_engine.references import fill, read, reference, reference_of, rows
 
 Tensor = torch.Tensor
 Function = Callable[[Tensor], Tensor]

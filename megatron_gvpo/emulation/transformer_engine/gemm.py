@@ -12,9 +12,8 @@ import torch
 
 from megatron_gvpo.emulation.memory import alias
 from megatron_gvpo.emulation.transformer_engine.activations import gelu, gelu_derivative
-from megatron_gvpo.emulation.transformer_engine.memory import fill, read, rows
 from megatron_gvpo.emulation.transformer_engine.quantization import Rounding, operand, write
-from megatron_gvpo.emulation.transformer_engine.references import reference
+from megatron_gvpo.emulation.transformer_engine.references import fill, read, reference, rows
 
 Tensor = torch.Tensor
 

@@ -14,7 +14,6 @@ from megatron_gvpo.emulation.mode import Launches
 from megatron_gvpo.emulation.transformer_engine import (
     activations,
     attention,
-    context_parallel,
     gemm,
     multi_tensor,
     norms,
@@ -25,9 +24,7 @@ from megatron_gvpo.emulation.transformer_engine import (
 from megatron_gvpo.emulation.transformer_engine.references import TABLE, Reference
 
 # Importing them fills the table.
-_MODULES = (
-    *(activations, attention, context_parallel, gemm, multi_tensor, norms, packs, quantization, rotary),
-)
+_MODULES = (activations, attention, gemm, multi_tensor, norms, packs, quantization, rotary)
 # Functions that answer from the host, or allocate memory without writing it.
 QUESTIONS = {
     *("get_cublasLt_version", "get_cudnn_version", "get_num_cublas_streams", "get_stream_priority_range"),

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_gvpo.emulation.memory import alias
-from megatron_gvpo.emulation.transformer_engine.memory import fill, read
-from megatron_gvpo.emulation.transformer_engine.references import reference
+from megatron_gvpo.emulation.transformer_engine.references import fill, read, reference
 
 Tensor = torch.Tensor
 _L2_DECAY = 0  # Adam's mode that adds the decay to the gradient; the other one is AdamW

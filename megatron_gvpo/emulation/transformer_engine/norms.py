@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from megatron_gvpo.emulation.transformer_engine.memory import fill, read, rows
 from megatron_gvpo.emulation.transformer_engine.quantization import Rounding, write
-from megatron_gvpo.emulation.transformer_engine.references import reference
+from megatron_gvpo.emulation.transformer_engine.references import fill, read, reference, rows
 
 Tensor = torch.Tensor
 

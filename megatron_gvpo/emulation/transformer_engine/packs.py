@@ -1,13 +1,19 @@
-"""Packs to padded ones and back. Source: common/fused_attn/utils.cu and common/util/padding.cu."""
+"""Packs to padded ones and back, and packs that ranks share: halves of sequences, sums of steps.
+
+A rank of those that share a pack has two chunks of every sequence, one after the other; `cu_seqlens` [b + 1]
+int32 counts its tokens, or those of all ranks where a function takes the number of ranks. Logarithms of sums
+are [h, t] in a pack. Sources: common/fused_attn/utils.cu and context_parallel.cu, common/util/padding.cu.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import torch
 
 from megatron_gvpo.emulation.memory import alias
-from megatron_gvpo.emulation.transformer_engine.references import reference
+from megatron_gvpo.emulation.transformer_engine.references import read, reference
 
 Tensor = torch.Tensor
 
@@ -49,3 +55,148 @@ def fused_multi_row_unpadding(
     parts, plain = alias(input).split(input_row_list), alias(output).split(unpadded_input_row_list)
     for part, target in zip(parts, plain, strict=True):
         target.copy_(part[: len(target)])
+
+
+def half_indices(cu_seqlens: Tensor, half: int) -> Tensor:
+    """The tokens of the first (0) or second (1) halves of all sequences."""
+    parts = [
+        torch.arange(begin + half * (end - begin) // 2, begin + (half + 1) * (end - begin) // 2)
+        for begin, end in _bounds(cu_seqlens)
+    ]
+    return torch.cat(parts)
+
+
+def _bounds(cu_seqlens: Tensor) -> Iterator[tuple[int, int]]:
+    return itertools.pairwise(alias(cu_seqlens).tolist())
+
+
+def _packed(name: str, is_packed: bool) -> None:
+    if not is_packed:
+        raise NotImplementedError(f"{name} with statistics of padded sequences")
+
+
+@reference
+def thd_read_half_tensor(result: Tensor, tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> None:
+    """One half of each sequence of tensor [t, h, d] or [2, t, h, d]."""
+    index = half_indices(cu_seqlens, half_idx)
+    alias(result).narrow(-3, 0, len(index)).copy_(alias(tensor).index_select(-3, index))
+
+
+@reference
+def thd_second_half_lse_correction(
+    result: None, lse: Tensor, lse_per_step: Tensor, cu_seqlens: Tensor, lse_packed: bool
+) -> None:
+    """Add a step's sums to those of the second halves, in place; both are logarithms."""
+    _packed("thd_second_half_lse_correction", lse_packed)
+    index = half_indices(cu_seqlens, 1)
+    lse_ht = alias(lse)
+    lse_ht[:, index] = torch.logaddexp(lse_ht[:, index], alias(lse_per_step)[:, : len(index)])
+
+
+@reference
+def thd_read_second_half_lse(
+    result: Tensor, lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, second_half_lse_seqlen: int
+) -> None:
+    """The second halves' [h, second_half_lse_seqlen], with zeros behind them."""
+    _packed("thd_read_second_half_lse", lse_packed)
+    index = half_indices(cu_seqlens, 1)
+    half = alias(result)
+    half.zero_()
+    half[:, : len(index)] = alias(lse)[:, index]
+
+
+@reference
+def thd_out_correction(
+    result: None,
+    out: Tensor,
+    out_per_step: Tensor,
+    old_lse: Tensor,
+    lse: Tensor,
+    lse_per_step: Tensor,
+    cu_seqlens: Tensor,
+    only_second_half: bool,
+    lse_packed: bool,
+) -> None:
+    """Add a step's outputs [t, h, d] in place, each weighted by its part of the softmax' sum."""
+    _packed("thd_out_correction", lse_packed)
+    total = alias(cu_seqlens)[-1].item()
+    index = half_indices(cu_seqlens, 1) if only_second_half else torch.arange(total)
+    heads = old_lse.shape[0]
+    out_thd = alias(out).view(-1, heads, out.shape[-1] if out.dim() == 3 else out.shape[-1] // heads)
+    step_thd = read(out_per_step).view(-1, *out_thd.shape[1:])[: len(index)]
+    new_th1 = alias(lse)[:, index].T[..., None]
+    before = torch.exp(alias(old_lse)[:, index].T[..., None] - new_th1)
+    step = torch.exp(alias(lse_per_step)[:, : len(index)].T[..., None] - new_th1)
+    old_thd = out_thd[index].float()
+    # A number that is 0 stays so, whatever its weight: padding has sums that nobody wrote.
+    added = torch.where(old_thd == 0, 0.0, old_thd * before) + torch.where(
+        step_thd == 0, 0.0, step_thd * step
+    )
+    out_thd[index] = added.to(out.dtype)
+
+
+@reference
+def thd_grad_correction(
+    result: None, grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, first_half: str, second_half: str
+) -> None:
+    """Add or copy a step's gradients into the halves of `grad` [t, h, d] or [2, t, h, d], in place.
+
+    Where one half is "none", `grad_per_step` has only the other.
+    """
+    orders = {0: first_half, 1: second_half}
+    is_half = "none" in orders.values()
+    grad_thd, step_thd = alias(grad), alias(grad_per_step)
+    for half, order in orders.items():
+        if order == "none":
+            continue
+        index = half_indices(cu_seqlens, half)
+        values = step_thd.narrow(-3, 0, len(index)) if is_half else step_thd.index_select(-3, index)
+        if order == "add":
+            values = (grad_thd.index_select(-3, index).float() + values.float()).to(grad.dtype)
+        grad_thd.index_copy_(grad.dim() - 3, index, values)
+
+
+def partition(cu_seqlens: Tensor, world_size: int, rank: int) -> Tensor:
+    """The tokens of a pack that a rank has: of each sequence's 2 x world_size chunks one from either end."""
+    parts = []
+    for begin, end in _bounds(cu_seqlens):
+        chunk = (end - begin) // (2 * world_size)
+        for number in (rank, 2 * world_size - 1 - rank):
+            parts.append(torch.arange(begin + number * chunk, begin + (number + 1) * chunk))
+    return torch.cat(parts)
+
+
+@reference
+def thd_get_partitioned_indices(
+    result: Tensor, cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int
+) -> None:
+    """[total_tokens / world_size] int32."""
+    index = partition(cu_seqlens, world_size, rank)
+    alias(result)[: len(index)] = index.to(result.dtype)
+
+
+@reference
+def thd_sequence_order_to_cp_rank_order(
+    result: Tensor, inp: Tensor, cu_seqlens: Tensor, cp_size: int, total_tokens: int
+) -> None:
+    """Tokens [t, ...] of all ranks, rank after rank."""
+    order = torch.cat([partition(cu_seqlens, cp_size, rank) for rank in range(cp_size)])
+    alias(result)[: len(order)] = alias(inp)[order]
+
+
+@reference
+def thd_cp_rank_order_to_sequence_order(
+    result: Tensor, inp: Tensor, cu_seqlens: Tensor, cp_size: int, total_tokens: int
+) -> None:
+    """The reverse."""
+    order = torch.cat([partition(cu_seqlens, cp_size, rank) for rank in range(cp_size)])
+    alias(result)[order] = alias(inp)[: len(order)]
+
+
+@reference
+def thd_copy_valid_tokens_from_per_split_to_rank_local(
+    result: None, out: Tensor, inp: Tensor, cu_seqlens_padded: Tensor, cu_seqlens: Tensor
+) -> None:
+    """Copy each sequence's tokens without its padding, in place."""
+    for (begin, _), (first, end) in zip(_bounds(cu_seqlens_padded), _bounds(cu_seqlens), strict=True):
+        alias(out)[begin : begin + end - first] = alias(inp)[begin : begin + end - first]

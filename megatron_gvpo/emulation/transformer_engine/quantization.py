@@ -13,8 +13,7 @@ import torch
 
 from megatron_gvpo.emulation.memory import alias
 from megatron_gvpo.emulation.transformer_engine import fp8
-from megatron_gvpo.emulation.transformer_engine.memory import fill, is_plain, read, rows
-from megatron_gvpo.emulation.transformer_engine.references import reference
+from megatron_gvpo.emulation.transformer_engine.references import fill, is_plain, read, reference, rows
 
 Tensor = torch.Tensor
 _LARGEST_FP32 = torch.finfo(torch.float32).max

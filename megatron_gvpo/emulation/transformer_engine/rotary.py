@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from megatron_gvpo.emulation.memory import alias
-from megatron_gvpo.emulation.transformer_engine.memory import read_strided
-from megatron_gvpo.emulation.transformer_engine.references import reference_of
+from megatron_gvpo.emulation.transformer_engine.references import read_strided, reference_of
 
 Tensor = torch.Tensor
 

@@ -62,18 +62,6 @@ log = logging.getLogger(__name__)
 _COMMON = ShardedObject("common_state", None, (1,), (0,)).unique_key  # values that all ranks share
 
 
-def find_newest(root: Path) -> Path | None:
-    """Return the newest complete checkpoint under `root` as rank 0 sees it, on every rank. A collective.
-
-    Rank 0 decides, because a shared file system may show an older state to other nodes for a while. If any
-    rank cannot read `root`, every rank raises CheckpointError.
-    """
-    paths: list[Path] = []
-    run_on_all_ranks(f"cannot read {root}", lambda: paths.extend(complete_checkpoints(root)))
-    name = broadcast_msgpack(paths[-1].name if paths else None)
-    return None if name is None else root / name
-
-
 def load_newest[Loaded](
     root: Path, load: Callable[[Path], Loaded], put_aside: bool = False, step: int | None = None
 ) -> Loaded | None:

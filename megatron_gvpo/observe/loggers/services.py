@@ -5,14 +5,19 @@ A new service is a class with the methods of `Backend`, made from (name, run), a
 
 from __future__ import annotations
 
+import configparser
 import logging
+import netrc
+import os
 import signal
 import sys
 import threading
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
 
 from megatron_gvpo.observe.alerts import Alert
 from megatron_gvpo.observe.loggers.backend import Backend, RunInfo, Sample
@@ -142,3 +147,37 @@ def _described(error: Exception) -> str:
     """The kind of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+_WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_ANONYMOUS")
+_WANDB_OFFLINE = ("offline", "disabled", "dryrun")
+
+
+def wandb_is_ready() -> bool:
+    """True if this machine is logged in to Weights & Biases, or uses it offline.
+
+    Otherwise it would ask a question at the terminal. Nothing is imported: the checks before a run ask this.
+    """
+    if any(os.environ.get(name) for name in _WANDB_KEYS) or _wandb_mode() in _WANDB_OFFLINE:
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    names = [os.environ.get("NETRC"), "~/.netrc", "~/_netrc"]
+    for file in (Path(name).expanduser() for name in names if name):
+        with suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
+            if host in netrc.netrc(str(file)).hosts:
+                return True
+    return False
+
+
+def _wandb_mode() -> str:
+    """WANDB_MODE, or what `wandb offline` has written."""
+    if mode := os.environ.get("WANDB_MODE"):
+        return mode
+    folder = os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")
+    for file in (Path("wandb/settings"), Path(folder).expanduser() / "settings"):
+        settings = configparser.ConfigParser()
+        with suppress(OSError, configparser.Error, UnicodeDecodeError):
+            settings.read(file)
+            if mode := settings.get("default", "mode", fallback=""):
+                return mode
+    return "online"

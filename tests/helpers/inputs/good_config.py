@@ -1,5 +1,7 @@
 """A configuration without any error, for tests that change something in it (the fixture `good`)."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest
@@ -22,3 +24,6 @@ def message(good: Path, *overrides: str) -> str:
     with pytest.raises(ConfigError) as error:
         load_config([good], overrides)
     return str(error.value)
+
+
+SHORT = ("train.steps=2", "train.prompts_per_step=8", "optimizer.warmup_steps=0", "eval.n=1", "eval.k=[1]")

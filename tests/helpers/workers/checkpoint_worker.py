@@ -131,7 +131,7 @@ def saved_again(directory: str) -> None:
     """Save a step a second time. Before every change on disk, copy what a kill would leave; record what can
     be loaded from the copy, and whether saving continues from there.
     """
-    from megatron_gvpo.megatron.checkpoint.load import find_newest, load_policy
+    from megatron_gvpo.megatron.checkpoint.load import load_newest, load_policy
     from megatron_gvpo.megatron.checkpoint.save import save_policy
     from megatron_gvpo.megatron.policy import Policy
 
@@ -161,8 +161,7 @@ def saved_again(directory: str) -> None:
     weights.append({})  # enough has been seen
     results = []
     for instant in [*sorted(instants.iterdir()), root]:
-        newest = find_newest(instant)
-        loaded = 0 if newest is None else load_policy(newest, policy)["mine"]
+        loaded = load_newest(instant, lambda path: load_policy(path, policy)["mine"]) or 0
         expected = weights[loaded - 1] if loaded else {}
         same = all(torch.equal(tensor, expected[name]) for name, tensor in policy.weights() if loaded)
         names = []
@@ -181,7 +180,7 @@ def fails_on_one_rank(directory: str) -> None:
 
     from megatron_gvpo.core.errors import CheckpointError
     from megatron_gvpo.megatron.checkpoint import load, save, state
-    from megatron_gvpo.megatron.checkpoint.load import find_newest, load_policy
+    from megatron_gvpo.megatron.checkpoint.load import load_newest, load_policy
     from megatron_gvpo.megatron.checkpoint.save import save_policy
     from megatron_gvpo.megatron.policy import Policy
 
@@ -189,7 +188,7 @@ def fails_on_one_rank(directory: str) -> None:
     case = torch.load(folder / "case.pt", weights_only=False)
     policy = Policy.of(config_of(case, Layout(2), folder))
     save_policy(folder / "alone", 1, policy, {"mine": 7}, keep=1)
-    newest = find_newest(folder / ("alone", "not mounted")[rank])
+    newest = load_newest(folder / ("alone", "not mounted")[rank], lambda path: path)
     assert newest is not None and newest.name == "step_00000001", "what rank 0 sees"
     heard = []
 

@@ -19,8 +19,7 @@ from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.planner.prediction import size_of
 from megatron_gvpo.rehearsal import stand_ins
-from megatron_gvpo.rehearsal.rank import hidden_shape
-from megatron_gvpo.rehearsal.rows import make_rows
+from megatron_gvpo.rehearsal.rank import hidden_shape, make_rows
 from megatron_gvpo.settings.config import load_config
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_gvpo.settings.tinker import TinkerConfig
 from megatron_gvpo.tinker import wire
-from megatron_gvpo.tinker.refusal import Refusal
+from megatron_gvpo.tinker.wire import Refusal
 
 Request = dict[str, Any]  # loss, config, data: [{"tokens": ..., input: ...}, ...]
 

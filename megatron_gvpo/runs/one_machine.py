@@ -1,10 +1,35 @@
-"""The same run as this machine can try it: one rank, fp32, the engine inside the trainer's process."""
+"""The configuration of a run as one process of this machine can compute it.
+
+`on_one_rank` is for a run that is over, `laptop_config` for one before it starts: fp32, and the engine inside
+the trainer's process. Nothing here loads torch: commands refuse a wrong run before that.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from megatron_gvpo.settings.config import Config, build_config
+from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.runs.written import CONFIG
+from megatron_gvpo.settings.config import Config, build_config, load_config
+
+
+def load_run(output_dir: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration that a run has recorded, of this directory. Raises ConfigError."""
+    if not (output_dir / CONFIG).is_file():
+        raise ConfigError(f"RUN={output_dir}: there is no {CONFIG}: want the output_dir of a run")
+    return load_config([output_dir / CONFIG], [*overrides, f"output_dir={output_dir}"])
+
+
+def on_one_rank(config: Config) -> Config:
+    """The configuration of the same run in one process: no result of a step depends on its layout."""
+    values = config.model_dump(mode="json", exclude_unset=True)
+    values.pop("parallel", None)
+    values.get("optimizer", {}).pop("offload_fraction", None)
+    values.get("model", {}).pop("fp8", None)
+    return build_config(values)
+
 
 # These keys belong to a cluster or a GPU, and do not change what a step computes.
 _ROLLOUT = ("engine", "servers", "weights", "speculation", "async_steps", "router_replay", "batch_size")
