@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cases.vision_cases import (
+    CASES,
     CONFIGS,
     VisionCase,
     decoded_log_probs,
@@ -33,33 +34,6 @@ from megatron_gvpo.types import TrainBatch
 
 TOLERANCE = 1e-5
 _SP = {"tp": 2, "sequence_parallel": True}
-LAYOUTS = [
-    Layout(1),
-    Layout(2, tp=2),
-    Layout(2, **_SP),
-    Layout(2, pp=2),
-    Layout(2),
-    Layout(2, overlap=True),
-    Layout(1, recompute="full"),
-    Layout(4, **_SP, pp=2),
-    Layout(4, tp=2),
-]
-CASES = [
-    VisionCase(model, layout)
-    for model in CONFIGS
-    for layout in LAYOUTS
-    if not layout.overlap and not (layout.recompute == "full" and model.startswith("qwen3"))  # refused
-]
-CASES += [VisionCase(model, layout, trained=False) for model in CONFIGS for layout in LAYOUTS]
-CASES += [
-    VisionCase(model, layout, trained=not layout.overlap)  # with overlap a trained tower is refused
-    for model in ("qwen2_5_vl", "qwen3_vl_tied")
-    for layout in (
-        Layout(2, small=True),
-        Layout(2, overlap=True, small=True),
-        Layout(4, pp=2, overlap=True, small=True),
-    )
-]
 QUICK = {
     VisionCase("qwen2_5_vl", Layout(2, **_SP)),
     VisionCase("qwen2_5_vl", Layout(2, overlap=True), trained=False),

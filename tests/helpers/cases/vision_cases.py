@@ -219,3 +219,33 @@ def log_probs(model: Any, rows: TrainBatch, directory: Path) -> list[Tensor]:
         logp = torch.log_softmax(output.logits[0, len(prompt) - 1 : -1], -1)
         rows_logp.append(logp.gather(1, torch.tensor(answer)[:, None])[:, 0])
     return rows_logp
+
+
+_SP = {"tp": 2, "sequence_parallel": True}
+LAYOUTS = [
+    Layout(1),
+    Layout(2, tp=2),
+    Layout(2, **_SP),
+    Layout(2, pp=2),
+    Layout(2),
+    Layout(2, overlap=True),
+    Layout(1, recompute="full"),
+    Layout(4, **_SP, pp=2),
+    Layout(4, tp=2),
+]
+CASES = [
+    VisionCase(model, layout)
+    for model in CONFIGS
+    for layout in LAYOUTS
+    if not layout.overlap and not (layout.recompute == "full" and model.startswith("qwen3"))  # refused
+]
+CASES += [VisionCase(model, layout, trained=False) for model in CONFIGS for layout in LAYOUTS]
+CASES += [
+    VisionCase(model, layout, trained=not layout.overlap)  # with overlap a trained tower is refused
+    for model in ("qwen2_5_vl", "qwen3_vl_tied")
+    for layout in (
+        Layout(2, small=True),
+        Layout(2, overlap=True, small=True),
+        Layout(4, pp=2, overlap=True, small=True),
+    )
+]
