@@ -37,7 +37,7 @@ from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.reward_servers import key_of
 
 if TYPE_CHECKING:
-    from megatron_gvpo.settings.sections import BestConfig
+    from megatron_gvpo.settings.sections import BestConfig, EarlyStopConfig
 
 
 def check_unchanged(config: Config, allowed: Sequence[str]) -> list[Change]:
@@ -183,7 +183,7 @@ def _replace(file: Path, text: str) -> None:
     os.replace(aside, file)
 
 
-# The best checkpoint of a run so far, by a metric.
+# The best checkpoint of a run so far, by a metric, and the evaluations since the metric last improved.
 
 
 class Best:
@@ -254,3 +254,51 @@ def _hash(file: Path, digest: Any) -> int:
                 content.seek(i * (size - (1 << 20)) // 255)
                 digest.update(content.read(1 << 20))
     return size
+
+
+class EarlyStop:
+    """Counts evaluations in which the metric of `checkpoint.keep_best` did not improve."""
+
+    def __init__(self, settings: EarlyStopConfig | None, best: BestConfig | None) -> None:
+        self._settings, self._best = settings, best
+        self._value, self._step, self._evaluations = math.nan, 0, 0
+
+    def offer(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a step; those without the metric do not count."""
+        if self._settings is None or self._best is None:
+            return
+        value = metrics.get(self._best.metric, math.nan)
+        if math.isnan(value):
+            return
+        sign = 1 if self._best.order == "highest" else -1
+        is_first = math.isnan(self._value)
+        if is_first or sign * (value - self._value) > self._settings.min_delta:
+            self._value, self._step, self._evaluations = value, step, 0
+        else:
+            self._evaluations += 1
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run ends; None if it goes on."""
+        if self._settings is None or self._best is None or self._evaluations < self._settings.patience:
+            return None
+        verb, than = ("risen", "above") if self._best.order == "highest" else ("fallen", "below")
+        by = f" by more than {self._settings.min_delta:g}" if self._settings.min_delta else ""
+        return (
+            f"{self._best.metric} has not {verb}{by} {than} {self._value:.4g}, its value after step "
+            f"{self._step}, in {self._evaluations} evaluation{'s' * (self._evaluations > 1)} "
+            f"(train.stop_early.patience={self._settings.patience})"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state for a checkpoint, as JSON values."""
+        if self._best is None or math.isnan(self._value):
+            return {}
+        state = {"value": self._value, "step": self._step, "evaluations": self._evaluations}
+        return {"by": self._best.model_dump(), **state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state, unless it is of another metric."""
+        if self._best is not None and state.get("by") == self._best.model_dump():
+            self._value, self._step = state["value"], state["step"]
+            self._evaluations = state["evaluations"]

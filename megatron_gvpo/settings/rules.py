@@ -349,6 +349,11 @@ def _checkpoints(config: Config) -> None:
             "checkpoint.push_to_hub with checkpoint.export_hf=false and no keep_best has nothing to push"
         )
     if options.keep_best is None:
+        if config.train.stop_early is not None:
+            raise ValueError(
+                "train.stop_early needs checkpoint.keep_best, whose metric it watches and which keeps the "
+                "best checkpoint: set checkpoint.keep_best={metric: eval/pass@1}"
+            )
         return
     metric = options.keep_best.metric
     if not options.every:

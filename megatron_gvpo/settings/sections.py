@@ -249,11 +249,21 @@ class RolloutConfig(SamplingConfig):
         return ENGINES[self.engine] == SERVED
 
 
+class EarlyStopConfig(Section):
+    """End a run whose metric of `checkpoint.keep_best` no longer improves."""
+
+    free_keys = EVERY_KEY
+
+    patience: PositiveInt  # Evaluations without an improvement after which the run ends.
+    min_delta: float = Field(0.0, ge=0)  # Only a change by more than this is an improvement.
+
+
 class TrainConfig(Section):
     fixed_keys = ("prompts_per_step", "mini_batches", "batch_epochs", "seed")
     free_keys = (
         "steps",
         "max_hours",
+        "stop_early",
         "max_tokens_per_micro_batch",
         "max_empty_batches",
         "share_prompts",
@@ -265,6 +275,9 @@ class TrainConfig(Section):
     # End the run after the step in which this many hours of wall time have passed since its start, with a
     # checkpoint and an export; --resume goes on, for as many hours again. Default: no limit.
     max_hours: float | None = Field(None, gt=0, le=10**5)
+    # End the run when the metric of checkpoint.keep_best has not improved in this many evaluations, with a
+    # checkpoint and an export; the best checkpoint is that of keep_best. Default: never.
+    stop_early: EarlyStopConfig | None = None
     prompts_per_step: int = Field(gt=0, le=10**6)  # Prompts of a step, over all ranks.
     mini_batches: PositiveInt = 1  # Optimizer updates of a step; each trains on an equal part of its groups.
     batch_epochs: PositiveInt = 1  # Passes over the mini-batches of a step (PPO's epochs, GRPO's mu).

@@ -11,7 +11,7 @@ from megatron_gvpo.core.errors import CheckpointError, DataError
 from megatron_gvpo.megatron.checkpoint.load import load_newest, load_policy
 from megatron_gvpo.megatron.checkpoint.save import save_policy
 from megatron_gvpo.runs.existing_run import exported_step
-from megatron_gvpo.runs.record import Best
+from megatron_gvpo.runs.record import Best, EarlyStop
 from megatron_gvpo.training.conversion import write_hugging_face
 from megatron_gvpo.training.run_state import RunState
 
@@ -33,6 +33,7 @@ class Checkpoints:
         self._out = Path(components.config.output_dir)
         self._state = RunState(components)
         self._best = Best(self._options.keep_best)
+        self.early_stop = EarlyStop(components.config.train.stop_early, self._options.keep_best)
         self._pending: Path | None = None  # a checkpoint that may not be complete yet
         self.last: Path | None = None  # the last complete checkpoint that this process wrote
         self.last_step = 0  # the step of the last checkpoint, written or resumed from
@@ -60,6 +61,7 @@ class Checkpoints:
         try:
             self._state.load_state_dict(state)
             self._best.load_state_dict(state.get("best", {}))
+            self.early_stop.load_state_dict(state.get("early_stop", {}))
         except DataError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -80,7 +82,7 @@ class Checkpoints:
         # Ranks may differ in metrics such as times and memory: rank 0 decides.
         is_best = broadcast_msgpack(self._best.offer(step, metrics if step else {}))
         state = self._resume_point | ({} if is_reported else {"unreported": metrics})
-        state["best"] = self._best.state_dict()
+        state |= {"best": self._best.state_dict(), "early_stop": self.early_stop.state_dict()}
         with self._components.timer.phase("checkpoint"):
             self._pending = save_policy(
                 self._out / "checkpoints",
@@ -95,6 +97,11 @@ class Checkpoints:
         self._export_all(self._directories(step, is_best), step)
         if not self._options.asynchronous:
             self.finish()
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the checkpoint that `checkpoint.keep_best` keeps."""
+        return self._best.step
 
     def finish(self) -> None:
         """Wait for a checkpoint that is still being written. Raises CheckpointError if writing fails."""

@@ -27,7 +27,7 @@ from megatron_gvpo.observe.rollout_metrics import rollout_statistics, trained_to
 from megatron_gvpo.observe.rollouts.table import Responses, TrainedRows
 from megatron_gvpo.observe.step_records import StepRecord, UpdateRecord
 from megatron_gvpo.runs.directory import RunDirectory
-from megatron_gvpo.runs.existing_run import earlier_of, finished
+from megatron_gvpo.runs.existing_run import earlier_of, exported_step, finished
 from megatron_gvpo.runs.hub import prepare_repository, upload_export
 from megatron_gvpo.settings.config import Config, as_config
 from megatron_gvpo.settings.rules import advice
@@ -113,7 +113,7 @@ class Trainer:
                 return {}
             with running(self):
                 self._report_start()
-                for step in range(self.step + 1, steps + 1):
+                for step in range(self.step + 1, self._last_step() + 1):
                     with naming_the_step(self, step):
                         self._train_step(step)
                     self._report()
@@ -158,10 +158,19 @@ class Trainer:
 
     def _reason_to_stop(self) -> str | None:
         """Why this rank ends the run before its last step; None if it goes on."""
+        if (reason := self._reason_to_stop_early()) is not None:
+            return reason
         hours = self.config.train.max_hours
         if self._stop_reason is None and hours is not None and time.monotonic() - self._begun >= 3600 * hours:
             return f"train.max_hours={hours:g} have passed"
         return self._stop_reason
+
+    def _reason_to_stop_early(self) -> str | None:
+        """Why `train.stop_early` ends the run; None if it goes on, and on ranks other than the first."""
+        reason, best = self.checkpoints.early_stop.reason, self.checkpoints.best_step
+        if reason is None or not self.is_main:
+            return None
+        return reason + ("" if best is None else f"; the best checkpoint is of step {best}")
 
     def _stop_here(self, reason: str | None, is_saved: bool) -> None:
         """Save the step, and say why the run ends with it. A collective."""
@@ -208,12 +217,36 @@ class Trainer:
             self.checkpoints.complete_exports(self.step)
 
     def _was_finished_before(self) -> bool:
+        if self._was_stopped_early():
+            return True
         if self.step < self.config.train.steps:
             return False
         message = broadcast_msgpack(finished(self.config))
         if message is not None and self.is_main:
             log.warning(message)
         return message is not None
+
+    def _was_stopped_early(self) -> bool:
+        """True, with a warning, if the resumed run had ended because its metric no longer improved."""
+        out, checkpoint = Path(self.config.output_dir), self.config.checkpoint
+        is_settled = self.resumed and self._is_reported and self.step < self.config.train.steps
+        reason = self._reason_to_stop_early() if is_settled else None
+        if reason is not None and checkpoint.export_hf and exported_step(out / "hf") != self.step:
+            reason = None  # the run ended before its export: `fit` writes it
+        reason = broadcast_msgpack(reason)
+        self._warn(
+            f"output_dir={out}: this run has stopped early, after step {self.step} of "
+            f"{self.config.train.steps}: {reason}. To train on, give more patience, or leave "
+            "train.stop_early out"
+            if reason is not None
+            else None
+        )
+        return reason is not None
+
+    def _last_step(self) -> int:
+        """The step with which the run ends, unless it stops: the present one if it has stopped early."""
+        reason = self._reason_to_stop_early() if self.resumed else None
+        return self.config.train.steps if broadcast_msgpack(reason) is None else self.step
 
     def _report_start(self) -> None:
         """Report the policy before the first step, or the step that the resumed run could not report."""
@@ -230,6 +263,7 @@ class Trainer:
             self.interrupt.check()
             self._metrics |= self.evaluate()
         self._is_reported = True
+        self.checkpoints.early_stop.offer(self.step, self._metrics)
         self.notify("on_step", self.step, self._metrics)
 
     def _finish(self) -> None:
