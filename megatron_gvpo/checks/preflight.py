@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 _ENVIRONMENT = "name the one of the engine's own environment (docs/howto/rollout_servers.md)"
-Command = Literal["train", "eval", "export", "slurm"]
+Command = Literal["train", "eval", "named eval", "export", "slurm"]
 
 
 def preflight(
@@ -73,7 +73,7 @@ def preflight(
         check_gpu_packages()
         if cards.policy.has_delta_nets:
             check_delta_nets(f"model.path={config.model.path}")
-    if command in ("train", "eval"):
+    if command in ("train", "eval", "named eval"):
         _check_attention(config, cards.policy)
     if trains:
         check_teacher(config, cards)
@@ -94,8 +94,10 @@ def preflight(
         raise ConfigError("data.eval is missing: it names the held-out prompts")
     if command == "eval" or (trains and config.samples_responses):
         _check_rewards(config, cards)
-    if command == "eval" or (command == "train" and config.samples_responses):
-        _check_tools(config)
+    is_sampling = command in ("eval", "named eval") or (command == "train" and config.samples_responses)
+    if is_sampling:
+        if command != "named eval":  # a named evaluation has neither environment nor tools
+            _check_tools(config)
         if not torch_gpus():
             check_rollout_model(config.model, config.rollout, cards)
 

@@ -21,6 +21,15 @@ def longest_prompt(config: Config, model: dict[str, Any]) -> int:
     return WITHOUT_LIMIT if room is None else room - max(_responses(config).values(), default=1)
 
 
+def room_for_prompt(config: Config, model: dict[str, Any]) -> int | None:
+    """Tokens that `eval.sampling.max_tokens` leaves for the prompt of an evaluation; None without a limit.
+
+    `model`: the model's config.json.
+    """
+    _, room = _room(config, model)
+    return None if room is None else room - config.eval.sampling.max_tokens
+
+
 def check_lengths(config: Config, model: dict[str, Any]) -> None:
     """Raises ConfigError, which says what to lower and how far, if prompt and response exceed the model."""
     where, room = _room(config, model)

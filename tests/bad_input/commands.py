@@ -102,6 +102,18 @@ COMMANDS = [
         "data.eval=null",
         says=("data.eval",),
     ),
+    *(
+        case(f"eval {' '.join(words)}", "eval", "run.yaml", "output_dir=run", *words, says=says)
+        for words, says in (
+            (("--tasks", "gsm9k"), ("gsm8k",)),
+            (("--tasks", ","), ("--tasks",)),
+            (("--tasks", "gsm8k", "--data", "nowhere"), ("nowhere",)),
+            (("--tasks", "gsm8k", "--data", "data"), ("gsm8k/test.jsonl",)),
+            (("--tasks", "gsm8k", "--limit", "0"), ("--limit",)),
+            (("--tasks", "gsm8k", "model=null"), ("model",)),
+            (("--json",), ("--json",)),
+        )
+    ),
     case(
         "eval --resume without a run",
         "eval",

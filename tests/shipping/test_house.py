@@ -254,6 +254,7 @@ TAKES_A_CONFIGURATION = {
     "training/components.py: Components.__init__",  # builds everything
     "training/trainer.py: Trainer.__init__",
     "training/evaluate.py: evaluate",
+    "training/named_evaluations.py: evaluate_named",  # as evaluate
     "training/conversion.py: checkpoint_to_hugging_face",  # preflight checks all of it
     "training/ranks.py: choose_ranks",  # the layout is checked, and memory predicted, for each number
     "training/ranks.py: rank_memory",

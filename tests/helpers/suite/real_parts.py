@@ -36,6 +36,7 @@ PARTS = (
     "MCP server",
     "trackio, MLflow and SwanLab",
     "Tinker SDK",
+    "lm-eval",
 )
 
 _passed: Counter[str] = Counter()

@@ -1,0 +1,1 @@
+"""Named evaluations (gsm8k, humaneval, ...): lm-eval's tasks, answered by the run's own engine."""

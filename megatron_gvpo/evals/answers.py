@@ -1,0 +1,84 @@
+"""The policy's answers to lm-eval's prompts, sampled by the run's engine on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import batched
+from typing import Any
+
+from megatron_gvpo.core.collectives import broadcast_msgpack
+from megatron_gvpo.core.slow_work import slow_work
+from megatron_gvpo.groups import Group, Prompt
+from megatron_gvpo.huggingface.end_tokens import StopStrings
+from megatron_gvpo.sampling.engine import RolloutEngine
+from megatron_gvpo.servers.request import derived_seed
+from megatron_gvpo.settings.sections import EvalConfig
+
+AT_ONCE = 64  # prompts of a ticket: progress is told after each
+MOST_STOPS = 32  # stop strings that an engine takes
+
+
+class Answers:
+    """Rank 0 asks (`sample`), the others take part (`serve`) until it closes.
+
+    The engine's methods are collectives, and lm-eval runs on rank 0 alone.
+    """
+
+    def __init__(self, engine: RolloutEngine[Any], settings: EvalConfig, tokenizer: Any) -> None:
+        self._engine, self._settings = engine, settings
+        self._strings = StopStrings(tokenizer)
+        self._is_usable = True
+
+    @property
+    def n(self) -> int:
+        """Answers to a prompt."""
+        return self._settings.n
+
+    def sample(
+        self, name: str, prompts: Sequence[Sequence[int]], until: Sequence[str]
+    ) -> list[list[tuple[str, str]]]:
+        """`n` answers to each prompt (token ids), each with its finish reason: "stop" or "length".
+
+        An answer ends before the first of the strings `until`. Raises RolloutError, on all ranks.
+        """
+        order = {"name": name, "prompts": [list(ids) for ids in prompts], "until": list(until)}
+        groups = self._sample(broadcast_msgpack(order))
+        return [[(_before(r.text, until), r.finish_reason) for r in group.rollouts] for group in groups]
+
+    def serve(self) -> None:
+        """Take part in what rank 0 samples, until it closes. Raises what `sample` raises."""
+        while (order := broadcast_msgpack(None)) is not None:
+            self._sample(order)
+
+    def close(self) -> None:
+        """End the other ranks' `serve`. Where sampling has failed, it failed there, too."""
+        if self._is_usable:
+            broadcast_msgpack(None)
+
+    def _sample(self, order: dict[str, Any]) -> list[Group]:
+        self._is_usable = False
+        name, settings = order["name"], self._settings
+        own = settings.sampling.stop
+        further = [text for text in order["until"] if text not in own]
+        further = [text for text in further if text not in self._strings.unwritable(further)]
+        stop = (*own, *further)[: max(MOST_STOPS, len(own))]
+        sampling = settings.sampling.model_copy(update={"stop": stop})
+        prompts = [Prompt(f"{name}:{i}", tuple(ids), "") for i, ids in enumerate(order["prompts"], start=1)]
+        # Servers that share the trainer's GPUs fall asleep after each ticket.
+        size = len(prompts) if self._engine.shares_gpus else AT_ONCE
+        with slow_work(f"{name}: sampling") as now:
+            tickets = [
+                self._engine.submit(some, settings.n, sampling, derived_seed(settings.seed, i))
+                for i, some in enumerate(batched(prompts, size))
+            ]
+            groups = list[Group]()
+            for ticket in tickets:
+                now(f"{len(groups)} of {len(prompts)} problems")
+                groups += self._engine.collect(ticket)
+        self._is_usable = True
+        return groups
+
+
+def _before(text: str, until: Sequence[str]) -> str:
+    """The text before the first of the strings, as lm-eval's own models return it."""
+    return text[: min((at for string in until if (at := text.find(string)) >= 0), default=len(text))]
