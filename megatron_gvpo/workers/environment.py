@@ -62,6 +62,9 @@ class Environment(Protocol):
 
     An environment with resources, such as a container, may have a third method, `close()`, plain or async. It
     is called when the conversation has ended or failed, but not if the environment's process has ended.
+
+    A static method `prepare(**options)` is called once in each process, with the configured options, before
+    the first conversation: it may start a server. A ValueError from it ends the run at its start.
     """
 
     def reset(self, prompt: Prompt, seed: int) -> None:
@@ -72,9 +75,11 @@ class Environment(Protocol):
 
 
 def load_environment(spec: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
-    """The class that `spec` names, with its options bound. Raises ValueError that says what is missing."""
+    """The class that `spec` names, prepared, with its options bound. Raises ValueError for what is wrong."""
     environment: Any = load_function(spec)
     check_environment(environment, options)
+    if callable(prepare := getattr(environment, "prepare", None)):
+        prepare(**options)
     return partial(environment, **options)
 
 

@@ -37,6 +37,7 @@ PARTS = (
     "trackio, MLflow and SwanLab",
     "Tinker SDK",
     "lm-eval",
+    "OpenEnv",
 )
 
 _passed: Counter[str] = Counter()
