@@ -9,7 +9,6 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -81,14 +80,6 @@ def divided(jobs: Sequence[QueuedOperation], outcome: Outcome) -> list[Outcome]:
     if not jobs:
         return []
     return outcome["answers"] if jobs[0].operation["kind"] == "sample" else [outcome]
-
-
-@dataclass
-class _Server:
-    """The HTTP server in its thread."""
-
-    loop: asyncio.AbstractEventLoop
-    runner: web.AppRunner
 
 
 @contextmanager
