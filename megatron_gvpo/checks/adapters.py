@@ -36,7 +36,8 @@ def check_adapter(config: Config, card: ModelCard, architecture: str) -> None:
     if config.rollout.uses_servers and config.rollout.weights.traits.sends_own:
         raise ConfigError(
             f"rollout.weights.transport={config.rollout.weights.transport} with model.adapter: it sends what "
-            "each rank holds, and a rank holds base and adapters apart; use adapter or broadcast"
+            "each rank holds, and a rank holds base and adapters apart; use adapter, or one that sends them "
+            f"merged: {'shared' if config.rollout.servers.colocated else 'broadcast'}"
         )
 
 

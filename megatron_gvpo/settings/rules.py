@@ -165,7 +165,7 @@ def _engine(config: Config) -> None:
         raise ValueError(
             f"rollout.weights.transport={rollout.weights.transport} does not reach servers on the trainer's "
             "own GPUs (rollout.servers.colocated): NCCL, for one, forms no process group of two processes on "
-            "the same GPU. Set it to shared"
+            "the same GPU. Set it to colocated, or to shared for FP8 servers and adapters"
         )
 
 

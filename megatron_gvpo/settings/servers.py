@@ -143,9 +143,10 @@ class WeightSyncConfig(Section):
     free_keys = ("transport", "bucket_mb", "address", "directory", "attempts", "timeout")
 
     # `broadcast`: to all servers in one process group. `sharded`: each rank sends the parts that it holds to
-    # the server ranks that need them. `delta`: as `broadcast`, but only the changed elements. `shared`:
-    # through memory of the trainer's nodes, for servers there. `disk`: through files. `adapter`: files with
-    # only the adapter (model.adapter); all others send the whole model with the adapter merged.
+    # the server ranks that need them. `colocated`: the same through memory, for servers on the trainer's own
+    # GPUs. `delta`: as `broadcast`, but only the changed elements. `shared`: all through memory of the
+    # trainer's nodes, for servers there. `disk`: through files. `adapter`: files with only the adapter
+    # (model.adapter); all others send the whole model with the adapter merged, or refuse it.
     transport: Annotated[str, AfterValidator(known_transport)] = "broadcast"
     # MiB of extra memory for a push: one half is filled while the other is sent.
     bucket_mb: int = Field(512, gt=0, le=2**20)

@@ -39,6 +39,12 @@ TRANSPORTS = {
         fp8_ok=False,  # blocks of FP8 have scales, which a rank cannot compute from its part alone
         sends_own=True,
     ),
+    "colocated": Traits(
+        "megatron_gvpo.weights.colocated:Colocated",
+        nodes_ok=False,
+        fp8_ok=False,  # as for sharded
+        sends_own=True,
+    ),
     "delta": Traits(
         "megatron_gvpo.weights.delta:Delta",
         forms_group=True,

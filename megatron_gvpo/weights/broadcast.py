@@ -163,9 +163,7 @@ class Broadcast(Transport):
                 world += (await handle.server.info(self._timeout)).processes
             except (ServerGone, ServerRefused) as error:  # the server died after its last health check
                 raise PushFailed(str(error), [handle]) from None
-        self._group = group = WeightGroup(
-            self._address, world, self._backend, min(60.0, self._timeout), self._timeout, self.max_ctas
-        )
+        self._group = group = self._new_group(world)
 
         async def join(handle: ServerHandle) -> None:
             await self._group_receiver(handle).join(group.rendezvous, self._offset(handle), self._timeout)
@@ -181,6 +179,12 @@ class Broadcast(Transport):
             raise PushFailed(f"the process group for the weights did not form: {error}", handles) from None
         await asyncio.wait(joins)
         self._raise_failed(joins)
+
+    def _new_group(self, world: int) -> WeightGroup:
+        """A group of `world` ranks, which have not met."""
+        return WeightGroup(
+            self._address, world, self._backend, min(60.0, self._timeout), self._timeout, self.max_ctas
+        )
 
     async def _connect(self, group: WeightGroup, prefixes: Sequence[str]) -> None:
         """Join the group with all of the trainer's ranks; returns when all others are there, too."""

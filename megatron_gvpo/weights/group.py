@@ -39,6 +39,10 @@ class Rendezvous:
     name: str
     backend: str  # "gloo" or "nccl"
     max_ctas: int | None = None  # blocks of an operation of NCCL's; None: its own choice
+    # The run's directory of shared memory, from which the servers read weights. Then the process group has
+    # the trainer's ranks alone, the first `members`, and the servers only use its store.
+    memory: str = ""
+    members: int = 0
 
 
 class Background:
@@ -108,8 +112,9 @@ def join(rendezvous: Rendezvous, rank: int, timeout: float, patience: float) -> 
 def _form(
     store: dist.Store, rank: int, rendezvous: Rendezvous, timeout: datetime.timedelta, patience: float
 ) -> Any:
+    members = rendezvous.members or rendezvous.world_size
     if rendezvous.backend != "nccl":
-        return dist.ProcessGroupGloo(store, rank, rendezvous.world_size, timeout)
+        return dist.ProcessGroupGloo(store, rank, members, timeout)
     options = dist.ProcessGroupNCCL.Options()
     # After this time torch's watchdog ends the whole process. The caller's patience ends earlier, and costs
     # only one push.
@@ -117,21 +122,24 @@ def _form(
     if rendezvous.max_ctas is not None:
         options.config.max_ctas = rendezvous.max_ctas
     with _failures_reach_the_caller():
-        return dist.ProcessGroupNCCL(store, rank, rendezvous.world_size, options)
+        return dist.ProcessGroupNCCL(store, rank, members, options)
 
 
-def send_together(group: Any, wires: Sequence[tuple[int, Tensor]]) -> list[Any]:
-    """Begin to send each tensor to its rank; returns the operations to wait for.
+def exchange(
+    group: Any, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]] = ()
+) -> list[Any]:
+    """Begin to send and receive tensors, each to or from its rank; returns the operations to wait for.
 
     With NCCL they are one operation on the communicator that all ranks share. Messages that are not grouped
     would each get a communicator of two ranks, with buffers and a kernel of its own.
     """
-    if not group.supports_coalescing or not wires:
-        return [group.send([wire], target, 0) for target, wire in wires]
-    group._start_coalescing()
-    for target, wire in wires:
-        group.send([wire], target, 0)
-    return [group._end_coalescing()]
+    if not (outgoing or incoming):
+        return []
+    if group.supports_coalescing:
+        group._start_coalescing()
+    works = [group.send([wire], target, 0) for target, wire in outgoing]
+    works += [group.recv([wire], source, 0) for source, wire in incoming]
+    return [group._end_coalescing()] if group.supports_coalescing else works
 
 
 class WeightGroup:
@@ -145,14 +153,18 @@ class WeightGroup:
         timeout: float,
         patience: float,
         max_ctas: int | None = None,
+        memory: str = "",
+        members: int = 0,
     ) -> None:
         """`timeout` limits the rendezvous; after `patience` the caller closes the group of a broadcast that
-        is not done. Both are in seconds. `max_ctas` as in Rendezvous."""
+        is not done. Both are in seconds. The others as in Rendezvous."""
         self._timeout = datetime.timedelta(seconds=timeout)
         self._patience = patience
         self._tcp = host_store(address, 0, world_size, self._timeout)
         name = f"weights-{os.getpid()}-{next(_numbers)}"
-        self.rendezvous = Rendezvous(address, self._tcp.port, world_size, name, backend, max_ctas)
+        self.rendezvous = Rendezvous(
+            address, self._tcp.port, world_size, name, backend, max_ctas, memory, members
+        )
         self._group: Any = None  # in torch's stubs a backend is not a process group
 
     def connect(self, prefixes: Sequence[str]) -> None:

@@ -55,6 +55,18 @@ class NodeMemory:
         self._device, self.on_gpu = device, device.type == "cuda"
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
+    def first_rank(self, rank: int) -> int:
+        """The first trainer rank of this node that has called this; the caller is `rank`.
+
+        Its number is in a file, by which servers know the node.
+        """
+        file, aside = self.directory / "node", self.directory / f"node.{rank}"
+        aside.write_text(str(rank))
+        with contextlib.suppress(FileExistsError):
+            os.link(aside, file)
+        aside.unlink()
+        return int(file.read_text())
+
     def seen(self) -> dict[str, Any]:
         """The servers whose ranks see this node's files, and this rank's GPU.
 
@@ -87,19 +99,24 @@ class NodeMemory:
     def _write(self, flat: Tensor) -> Path:
         file = self.directory / "bucket"
         if len(self._buffer) < len(flat):
-            try:
-                # Reserves memory, without which a write would kill the process.
-                with file.open("ab") as stream:
-                    os.posix_fallocate(stream.fileno(), 0, len(flat))
-            except OSError as error:
-                raise PushFailed(
-                    f"{file}: {len(flat):,} bytes of shared memory are not free ({error.strerror}): lower "
-                    "rollout.weights.bucket_mb, or give this machine or container more",
-                    [],
-                ) from None
-            self._buffer = torch.from_file(str(file), shared=True, size=len(flat), dtype=torch.uint8)
+            self._buffer = reserved(file, len(flat))
         self._buffer[: len(flat)].copy_(flat)
         return file
+
+
+def reserved(file: Path, size: int) -> Tensor:
+    """The file in shared memory, made as large as `size` bytes: uint8 [size]. Raises PushFailed."""
+    try:
+        # Reserves memory, without which a write would kill the process.
+        with file.open("ab") as stream:
+            os.posix_fallocate(stream.fileno(), 0, size)
+    except OSError as error:
+        raise PushFailed(
+            f"{file}: {size:,} bytes of shared memory are not free ({error.strerror}): lower "
+            "rollout.weights.bucket_mb, or give this machine or container more",
+            [],
+        ) from None
+    return torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
 
 
 def _make_locked(directory: Path) -> int:

@@ -87,7 +87,8 @@ class WeightSync:
         if self._fp8 is not None and not self._traits.fp8_ok:
             raise ConfigError(
                 f"rollout.weights.transport={name} cannot change a model in FP8 ({served}): engines keep it "
-                "in another arrangement than they load; use broadcast"
+                "in another arrangement than they load; use "
+                f"{'shared' if settings.rollout.servers.colocated else 'broadcast'}"
             )
         precision = lowest_precision(model, self._fp8 is not None, torch.cuda.is_available())
         self._tolerance = TOLERANCE[precision]

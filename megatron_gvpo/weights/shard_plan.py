@@ -22,7 +22,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -112,13 +112,17 @@ class Part:
         return zlib.compress(json.dumps({"receives": receives, "sends": sends}).encode(), 1)
 
 
-def unpack_sends(packed: bytes, rank: int) -> list[list[Message]]:
-    """The messages that `rank` sends, by round, from its packed part."""
-    sends = json.loads(zlib.decompress(packed))["sends"]
-    return [
-        [Message(rank, target, [Cell(t, Box(*box)) for t, *box in cells]) for target, cells in messages]
-        for messages in sends
-    ]
+def unpack_part(packed: bytes, rank: int) -> Part:
+    """The part of `rank`, from the store."""
+
+    def cells(listed: Sequence[Sequence[int]]) -> list[Cell]:
+        return [Cell(tensor, Box(*box)) for tensor, *box in listed]
+
+    part = json.loads(zlib.decompress(packed))
+    return Part(
+        [[Message(source, rank, cells(c)) for source, c in messages] for messages in part["receives"]],
+        [[Message(rank, target, cells(c)) for target, c in messages] for messages in part["sends"]],
+    )
 
 
 @dataclass(frozen=True)
@@ -164,20 +168,26 @@ class PushPlan:
 
 
 def plan_push(
-    tables: Sequence[Table], sources: Sequence[Layout], needed: Sequence[Sequence[Layout]], limit: int
+    tables: Sequence[Table],
+    sources: Sequence[Layout],
+    needed: Sequence[Sequence[Layout]],
+    limit: int,
+    seats: Sequence[tuple[int, int]] | None = None,
 ) -> PushPlan:
     """Plan a push of `tables` from trainer ranks that hold `sources` to servers whose ranks need `needed`.
 
     `limit`: bytes that a trainer rank sends, and that a server rank gets from the trainer, in one round at
-    most. The ranks that hold the same cells share them evenly. Raises ValueError for a part that a server
-    needs and no trainer rank holds.
+    most. The ranks that hold the same cells share them evenly. `seats`: the GPU and the machine of every
+    rank, the trainer's first; with them no server rank passes anything on, and each gets every cell from the
+    nearest trainer ranks that hold it. Raises ValueError for a part that a server needs and no trainer rank
+    holds.
     """
     trainers = len(sources)
     ranks = [layout for server in needed for layout in server]
     servers = tuple(number for number, server in enumerate(needed) for _ in server)
-    limit = min(
-        limit, max(LEAST, _most(tables, sources, ranks) // (ROUNDS * (len(needed) + _longest(needed))))
-    )
+    path = len(needed) + _longest(needed) if seats is None else 1
+    limit = min(limit, max(LEAST, _most(tables, sources, ranks) // (ROUNDS * path)))
+    nearest = cache(partial(_nearest, seats or ()))
     holders, takers = _by_box(sources, 0), _by_box(ranks, trainers)
     loose: list[tuple[Cell, int, tuple[int, ...], tuple[int, ...]]] = []
     for number, table in enumerate(tables):
@@ -190,7 +200,11 @@ def plan_push(
                     f"{box.right - 1}, and no rank of the trainer holds them"
                 )
             receivers = _union([needed_boxes[other] for other in to])
-            loose.append((Cell(number, box), box.elements * table.itemsize, owners, receivers))
+            cell, size = Cell(number, box), box.elements * table.itemsize
+            if seats is None:
+                loose.append((cell, size, owners, receivers))
+            else:
+                loose += [(cell, size, nearest(owners, rank), (rank,)) for rank in receivers]
     owner = _owners([(size, owners, to[0]) for _, size, owners, to in loose], trainers)
     rounds = _rounds(
         [(rank, to[0], size) for rank, (_, size, _, to) in zip(owner, loose, strict=True)], limit
@@ -313,6 +327,15 @@ def _interleaved(sizes: Sequence[int], shares: Mapping[int, float]) -> Iterator[
         chosen = max(due, key=due.__getitem__)
         due[chosen] -= size
         yield chosen
+
+
+def _nearest(seats: Sequence[tuple[int, int]], owners: tuple[int, ...], receiver: int) -> tuple[int, ...]:
+    """The owners on the receiver's GPU; if there are none, those on its machine; or else all."""
+    for level in range(2):
+        near = tuple(rank for rank in owners if seats[rank][level] == seats[receiver][level])
+        if near:
+            return near
+    return owners
 
 
 def _by_box(layouts: Sequence[Layout], first: int) -> dict[int, dict[Box, tuple[int, ...]]]:

@@ -33,13 +33,13 @@ from megatron_gvpo.weights.group import (
     Membership,
     Rendezvous,
     WeightGroup,
+    exchange,
     group_address,
     join,
-    send_together,
 )
 from megatron_gvpo.weights.node import new_name
 from megatron_gvpo.weights.relay import EndPush, Orders, Relays
-from megatron_gvpo.weights.shard_plan import Box, Layout, PushPlan, Table, plan_push, unpack_sends
+from megatron_gvpo.weights.shard_plan import Box, Layout, PushPlan, Table, plan_push, unpack_part
 from megatron_gvpo.weights.transport import Follower, PushFailed, PushSettings
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Sharded(Broadcast):
             group_address(settings.rollout),
             "nccl" if settings.device.type == "cuda" else "gloo",
             timeout,
-            Relays(_store(name), list(others), timeout, ORDERS),
+            Relays(run_store(name), list(others), timeout, ORDERS),
             getattr(torch, settings.model.dtype),
             weights.bucket_bytes // 2,  # half a bucket, as for other transports
         )
@@ -128,8 +128,8 @@ class Sharded(Broadcast):
     def follower(cls, settings: PushSettings) -> Follower | None:
         name = broadcast_msgpack(None)
         timeout = settings.rollout.weights.timeout
-        orders = Orders(_store(name), dist.get_rank(), timeout, ORDERS)
-        return ShardFollower(orders, getattr(torch, settings.model.dtype), timeout)
+        orders = Orders(run_store(name), dist.get_rank(), timeout, ORDERS)
+        return ShardFollower(orders, getattr(torch, settings.model.dtype), timeout, Sender)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -174,7 +174,15 @@ class Sharded(Broadcast):
         others = asyncio.to_thread(self._relays.ask, orders, "to join the group")
         await asyncio.gather(super()._connect(group, prefixes), others)
         member = group.membership()
-        self._sender = Sender(member, self._dtype, self._timeout, lambda: member.store.check([STOP]))
+        self._sender = self._new_sender(member)
+
+    def _new_sender(self, member: Membership) -> Sender:
+        """This rank's sender in a new group."""
+        return Sender(member, self._dtype, self._timeout, lambda: member.store.check([STOP]))
+
+    def _new_plan(self, tables: Sequence[Table], needed: Sequence[Sequence[Layout]]) -> PushPlan:
+        """The plan of a group's pushes to the servers whose ranks need `needed`."""
+        return plan_push(tables, self.layouts, needed, self._limit)
 
     async def _prepare(
         self, own: OwnWeights, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str]
@@ -185,7 +193,7 @@ class Sharded(Broadcast):
         orders = [SendLayout()] * len(self._relays)
         await asyncio.to_thread(self._relays.ask, orders, "to send their layouts")
         self._sender.send_layout(own)
-        trainer_parts = [_read(store, f"held.{rank}") for rank in range(self._trainers)]
+        trainer_parts = [read_packed(store, f"held.{rank}") for rank in range(self._trainers)]
         dtypes = {name: dtype for parts in trainer_parts for name, dtype, *_ in parts}
         own_dtype = str(self._dtype).removeprefix("torch.")
         tables = [
@@ -207,7 +215,7 @@ class Sharded(Broadcast):
         needed = self._needs_of_servers(store)
         sized = [_table(name, dtype, shape) for name, dtype, shape in tables]
         _check_sizes(sized, self.layouts)
-        plan = await asyncio.to_thread(plan_push, sized, self.layouts, needed, self._limit)
+        plan = await asyncio.to_thread(self._new_plan, sized, needed)
         for rank, part in plan.parts().items():
             store.set(f"plan.{rank}", part.packed())  # type: ignore[arg-type] # torch's stubs know no bytes
         self.plan = plan
@@ -247,6 +255,7 @@ class Sharded(Broadcast):
         for task in posts:
             task.cancel()
         self._raise_failed({task: m for task, m in posts.items() if task.done() and not task.cancelled()})
+        self._raise_reported(store)
         problem = failed[0].exception()
         # RuntimeError is torch's, for a dead rank.
         if isinstance(problem, RuntimeError | Stopped | PushFailed):
@@ -296,8 +305,14 @@ class Sharded(Broadcast):
 class ShardFollower(Follower):
     """Another trainer rank's side: it carries out rank 0's orders."""
 
-    def __init__(self, orders: Orders[Order], dtype: torch.dtype, timeout: float) -> None:
-        self._orders, self._dtype, self._timeout = orders, dtype, timeout
+    def __init__(
+        self,
+        orders: Orders[Order],
+        dtype: torch.dtype,
+        timeout: float,
+        new_sender: Callable[[Membership, torch.dtype, float, Callable[[], bool]], Sender],
+    ) -> None:
+        self._orders, self._dtype, self._timeout, self._new_sender = orders, dtype, timeout, new_sender
         self._sender: Sender | None = None
 
     def follow(self, buckets: Iterator[Bucket]) -> None:
@@ -307,26 +322,31 @@ class ShardFollower(Follower):
         """Take part in one push, to its end. Raises RuntimeError if rank 0 falls silent."""
         while (order := self._orders.next()) != EndPush():
             if order == Leave():
-                self.close()
+                self._leave()
                 continue
             try:
                 self._carry_out(order, own)
-            except (RuntimeError, Stopped) as error:  # RuntimeError is torch's, for a dead rank
-                self.close()
+            except (RuntimeError, Stopped, PushFailed) as error:  # RuntimeError is torch's, for a dead rank
+                self._leave()
                 self._orders.answer(Failed(str(error)))
             else:
                 self._orders.answer(Done())
 
     def close(self) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
         if self._sender is not None:
             self._sender.close()
             self._sender = None
 
     def _carry_out(self, order: Order, own: OwnWeights) -> None:
         if isinstance(order, Rendezvous):
-            self.close()
+            self._leave()
             member = join(order, dist.get_rank(), min(60.0, self._timeout), self._timeout)
-            self._sender = Sender(member, self._dtype, self._timeout, lambda: member.store.check([STOP]))
+            self._sender = self._new_sender(
+                member, self._dtype, self._timeout, lambda: member.store.check([STOP])
+            )
             return
         assert self._sender is not None, "not joined"
         match order:
@@ -338,11 +358,13 @@ class ShardFollower(Follower):
                 raise AssertionError(f"rank 0 has ordered {order} to be answered")
 
 
-def _store(name: str) -> dist.Store:
+def run_store(name: str) -> dist.Store:
+    """The part of the store where the trainer's ranks have met, for the orders of a run's pushes."""
     return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
 
 
-def _read(store: dist.Store, key: str) -> Any:
+def read_packed(store: dist.Store, key: str) -> Any:
+    """Compressed JSON from a group's store."""
     return json.loads(zlib.decompress(store.get(key)))
 
 
@@ -413,7 +435,7 @@ class Sender:
             while len(under_way) >= AHEAD:
                 self._wait(under_way.pop(0))
             wires = [(message.target, self._fill(own, message, number % AHEAD)) for message in messages]
-            under_way.append(send_together(self._member.group, wires))
+            under_way.append(exchange(self._member.group, wires))
             for target, wire in wires:
                 counted[f"{self._member.rank}-{target}"] += len(wire)
         for works in under_way:
@@ -425,31 +447,41 @@ class Sender:
         self._member.group.abort()
 
     def _connect(self, own: OwnWeights) -> None:
-        """Read this rank's part of the plan, and let NCCL connect all ranks, and this one with its targets.
+        """Read this rank's part of the plan, and let NCCL connect all ranks and this one with its targets."""
+        self._rounds = self._read_plan(own)
+        targets = {message.target for messages in self._rounds for message in messages}
+        self._meet(own.tensors[0].device, targets, set())
+
+    def _read_plan(self, own: OwnWeights) -> list[list[Message]]:
+        """This rank's messages by round, from the group's store."""
+        store, rank = self._member.store, self._member.rank
+        tables = read_packed(store, "tables")
+        numbers = {name: number for number, (name, _, _) in enumerate(tables)}
+        for part in own.parts:
+            self._parts.setdefault(numbers.get(part.name, -1), []).append(part)
+        return unpack_part(store.get(f"plan.{rank}"), rank).sends
+
+    def _meet(self, device: torch.device, targets: set[int], sources: set[int]) -> None:
+        """Let NCCL connect all ranks, and this one with those to which it sends and from which it receives.
 
         It happens in a thread that this one does not wait for when the push has failed elsewhere. Gloo
         connects all ranks when they join.
         """
-        store, rank = self._member.store, self._member.rank
-        numbers = {table[0]: i for i, table in enumerate(json.loads(zlib.decompress(store.get("tables"))))}
-        rounds = unpack_sends(store.get(f"plan.{rank}"), rank)
-        for part in own.parts:
-            self._parts.setdefault(numbers.get(part.name, -1), []).append(part)
-        device = own.tensors[0].device
-        targets = sorted({message.target for messages in rounds for message in messages})
+        if self._member.backend != "nccl":
+            return
 
         def meet() -> None:
             with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
                 byte = torch.zeros(1, dtype=torch.uint8, device=device)
                 self._member.group.broadcast([byte], dist.BroadcastOptions()).wait()
-                for work in send_together(self._member.group, [(target, byte) for target in targets]):
+                outgoing = [(target, byte) for target in sorted(targets)]
+                incoming = [(source, torch.empty_like(byte)) for source in sorted(sources)]
+                for work in exchange(self._member.group, outgoing, incoming):
                     work.wait()
                 if device.type == "cuda":
                     torch.cuda.current_stream().synchronize()
 
-        if self._member.backend == "nccl":
-            self._until_completed(Background(meet))
-        self._rounds = rounds
+        self._until(Background(meet).is_completed, "the first message")
 
     def _wait(self, works: Sequence[Any]) -> None:
         """Wait until messages are sent.
@@ -459,38 +491,41 @@ class Sender:
         """
         for work in works:
             if self._member.backend == "nccl":
-                self._until_completed(work)
+                self._until(work.is_completed, "a message")
             work.wait()
 
-    def _until_completed(self, work: Any) -> None:
+    def _until(self, is_done: Callable[[], bool], what: str) -> None:
         """Raises Stopped if the push has failed elsewhere, or after the timeout."""
         begin = last_check = time.monotonic()
-        while not work.is_completed():
+        while not is_done():
             now = time.monotonic()
             if now - last_check > STOP_POLL:
                 last_check = now
                 if self._stopped():
                     raise Stopped("the push failed elsewhere")
             if now - begin > self._timeout:
-                raise Stopped(f"a message took over {self._timeout:g} s")
+                raise Stopped(f"{what} took over {self._timeout:g} s")
             time.sleep(POLL)
 
     def _fill(self, own: OwnWeights, message: Message, turn: int) -> Tensor:
         """Copy a message's parts, as uint8, into the buffer that this turn's messages to its target use."""
         views = [self._view(own, cell) for cell in message.cells]
-        wire_types = [sent_as(view.dtype, self._dtype) for view in views]
-        sizes = [v.numel() * t.itemsize for v, t in zip(views, wire_types, strict=True)]
-        total, key = sum(sizes), (message.target, turn)
+        total, key = sum(v.numel() * self._wire_type(v).itemsize for v in views), (message.target, turn)
         if key not in self._buffers or len(self._buffers[key]) < total:
             self._buffers[key] = torch.empty(total, dtype=torch.uint8, device=views[0].device)
         wire = self._buffers[key][:total]
-        slices = wire.split(sizes)
+        self._copy(views, wire)
+        return wire
+
+    def _copy(self, views: Sequence[Tensor], wire: Tensor) -> None:
+        """Copy parts, one after another, into `wire`, uint8 [bytes]."""
+        wire_types = [self._wire_type(view) for view in views]
+        slices = wire.split([v.numel() * t.itemsize for v, t in zip(views, wire_types, strict=True)])
         for view, kind, target in zip(views, wire_types, slices, strict=True):
             if target.storage_offset() % kind.itemsize:  # an element would lie between two addresses
                 target.copy_(view.to(kind).contiguous().view(torch.uint8).view(-1))
             else:
                 target.view(kind).view(view.shape).copy_(view)
-        return wire
 
     def _view(self, own: OwnWeights, cell: Cell) -> Tensor:
         top, bottom, left, right = cell.box
@@ -502,4 +537,7 @@ class Sender:
         raise AssertionError(f"rank {self._member.rank} does not hold {cell}, and is to send it")
 
     def _wire(self, own: OwnWeights, part: OwnPart) -> str:
-        return str(sent_as(own.tensors[part.source].dtype, self._dtype)).removeprefix("torch.")
+        return str(self._wire_type(own.tensors[part.source])).removeprefix("torch.")
+
+    def _wire_type(self, tensor: Tensor) -> torch.dtype:
+        return sent_as(tensor.dtype, self._dtype)

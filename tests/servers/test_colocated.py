@@ -104,11 +104,14 @@ class WhileTraining(Callback):
 
 @pytest.mark.parametrize("engine", VLLM_FIRST)
 @pytest.mark.parametrize("kill_in", [None, pytest.param(2, marks=pytest.mark.proof)])
-def test_a_run_with_a_colocated_server(engine: str, kill_in: int | None, task: Path, tmp_path: Path):
+@pytest.mark.parametrize("transport", ["colocated", pytest.param("shared", marks=pytest.mark.proof)])
+def test_a_run_with_a_colocated_server(
+    engine: str, transport: str, kill_in: int | None, task: Path, tmp_path: Path
+):
     """Each side holds memory only in its turn, the server has every step's weights, and a server that dies
     while the trainer trains comes back in its own turn.
     """
-    colocated = ("rollout.servers.colocated=true", "rollout.weights.transport=shared")
+    colocated = ("rollout.servers.colocated=true", f"rollout.weights.transport={transport}")
     watch = WhileTraining(kill_in)
     fit(served_config(engine, task, tmp_path, *colocated), [watch])
     assert set(watch.while_generating) == {(0, 0)} and len(watch.while_generating) == 4 + 3

@@ -22,6 +22,21 @@ def assert_equal_from_files(directory: Path, steps: range) -> None:
             assert pushed == (directory / server / f"checksum-{step}-from-files").read_text()
 
 
+@pytest.mark.parametrize("layout", ["tp2 pp2", "ep2 tp2"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_servers_beside_the_trainer_are_handed_their_shards(
+    engine: str, layout: str, task: Path, tmp_path: Path
+):
+    """The same holds through memory, where each server rank has a rank of the trainer beside it."""
+    if "ep2" in layout:
+        task = moe_task.make(task, tmp_path / "task")
+    with running(engine, task, tmp_path, *TWO_OF_TWO) as supervisor:
+        urls = ",".join(process.url for process in supervisor.processes)
+        own = (engine, urls, str(task), str(tmp_path), layout, "colocated")
+        launch("helpers.pushes.sharded_worker:push", [4], *own)
+        assert_equal_from_files(tmp_path, range(3))
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_servers_of_two_ranks_get_their_shards(engine: str, task: Path, tmp_path: Path):
     """Checksums, the probe's log-probs and the bytes of every link are right, push after push."""
@@ -42,9 +57,10 @@ def test_experts_go_from_their_ranks_to_the_servers(engine: str, layout: str, ta
         assert_equal_from_files(tmp_path, range(3))
 
 
+@pytest.mark.parametrize("transport", ["sharded", "colocated"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_server_or_the_trainer_that_is_killed_in_mid_push_is_back_in_the_next(
-    engine: str, task: Path, tmp_path: Path
+    engine: str, transport: str, task: Path, tmp_path: Path
 ):
     with running(engine, task, tmp_path, *TWO_OF_TWO) as supervisor:
         urls = ",".join(process.url for process in supervisor.processes)
@@ -57,6 +73,7 @@ def test_a_server_or_the_trainer_that_is_killed_in_mid_push_is_back_in_the_next(
                 str(task),
                 str(tmp_path),
                 "tp2 pp2",
+                transport,
             )
         pid = str(supervisor.processes[0].pid)
         launch(
@@ -68,5 +85,6 @@ def test_a_server_or_the_trainer_that_is_killed_in_mid_push_is_back_in_the_next(
             str(tmp_path),
             "tp2 pp2",
             pid,
+            transport,
         )
         assert_equal_from_files(tmp_path, range(1, 2))

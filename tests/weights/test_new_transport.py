@@ -132,7 +132,7 @@ def test_a_run_trains_with_a_transport_that_the_package_does_not_have(
 def test_a_new_transports_name_is_unknown_until_it_is_registered(
     good: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ):
-    names = "'broadcast', 'sharded', 'delta', 'shared', 'disk' or 'adapter'"
+    names = "'broadcast', 'sharded', 'colocated', 'delta', 'shared', 'disk' or 'adapter'"
     unknown = rf"transport: Input should be {names} \(given: 'raw_files'\)"
     with pytest.raises(ConfigError, match=unknown):
         load_config([good], CHOSEN)

@@ -14,7 +14,7 @@ import stat
 from pathlib import Path
 
 _OF_A_RUN = re.compile(r"megatron_gvpo-[0-9a-f]{16}")  # megatron_gvpo.weights.node.new_name
-_FILE = re.compile(r"bucket|\d+\.told")
+_FILE = re.compile(r"bucket(\.\d+)?|node|\d+\.told")
 
 
 def in_memory(file: str) -> Path:

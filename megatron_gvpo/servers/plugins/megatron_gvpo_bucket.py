@@ -32,7 +32,15 @@ class BucketLayout:
 
         Raises PermissionError for a file elsewhere, ValueError for one with fewer bytes.
         """
-        path = in_memory(file)
-        if path.stat().st_size < self.nbytes:  # torch would make it longer
-            raise ValueError(f"{file}: {path.stat().st_size:,} bytes, and the bucket has {self.nbytes:,}")
-        return torch.from_file(str(path), shared=True, size=self.nbytes, dtype=torch.uint8)
+        return mapped(file, self.nbytes)
+
+
+def mapped(file: str, size: int) -> torch.Tensor:
+    """The first `size` bytes of a file in shared memory, uint8, mapped without a copy.
+
+    Raises PermissionError for a file elsewhere, ValueError for one with fewer bytes.
+    """
+    path = in_memory(file)
+    if path.stat().st_size < size:  # torch would make it longer
+        raise ValueError(f"{file}: {path.stat().st_size:,} bytes, and the bucket has {size:,}")
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)

@@ -19,7 +19,8 @@ from megatron_gvpo_ipc import opened, tell_gpus
 from megatron_gvpo_patches import apply_patches, check_patched
 from megatron_gvpo_shards import Shards
 
-_groups: dict[str, tuple[Any, Any]] = {}  # by name: a process group, and the store that keeps it alive
+# By name: a process group, if this rank is in it; the store that keeps it alive; and the order to join it.
+_groups: dict[str, tuple[Any, Any, dict[str, Any]]] = {}
 _broken: list[str] = []  # the errors of broadcasts in the present group
 _shards: list[Shards] = []  # this rank's part in the group's sharded pushes, if any
 
@@ -57,18 +58,21 @@ def _join(order: dict[str, Any]) -> None:
     timeout = datetime.timedelta(seconds=order["timeout"])
     world = order["world_size"]
     store = dist.TCPStore(order["address"], order["port"], world, False, timeout)
-    if order["backend"] == "nccl":
+    group: Any = None
+    if order["memory"]:  # weights come through a mailbox, and the group has the trainer's ranks alone
+        pass
+    elif order["backend"] == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         if order["max_ctas"] is not None:
             options.config.max_ctas = order["max_ctas"]
-        group: Any = dist.ProcessGroupNCCL(store, order["rank"], world, options)
+        group = dist.ProcessGroupNCCL(store, order["rank"], world, options)
     else:
         group = dist.ProcessGroupGloo(store, order["rank"], world, timeout)
     _groups.clear()  # the trainer uses one group at a time, and may never have left the last
     _shards.clear()
     _broken.clear()
-    _groups[order["name"]] = (group, store)
+    _groups[order["name"]] = (group, store, order)
 
 
 def _apply(model: torch.nn.Module, order: dict[str, Any]) -> None:
@@ -82,8 +86,9 @@ def _apply(model: torch.nn.Module, order: dict[str, Any]) -> None:
 
 
 def _part_in(model: torch.nn.Module, order: dict[str, Any]) -> Shards:
-    group, store = _groups[order["name"]]
-    _shards[:] = [Shards(group, store, order["rank"], next(model.parameters()).device)]
+    group, store, joined = _groups[order["name"]]
+    device = next(model.parameters()).device
+    _shards[:] = [Shards(group, store, order["rank"], device, joined["memory"], joined["timeout"])]
     return _shards[0]
 
 

@@ -6,6 +6,9 @@ plan (megatron_gvpo.weights.shard_plan), which is in the store of the process gr
 
 In every round it sends what came in the round before, receives, and meanwhile loads what is complete, in one
 call: an engine's loader reads the list of all parameters in each call.
+
+A rank that shares a machine with the trainer may get all its cells from a mailbox in place of a process group
+(megatron_gvpo_mailbox). Then it passes nothing on.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import contextlib
 import json
 import re
 import threading
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron_gvpo_mailbox import Inbox, seat
 from megatron_gvpo_slices import Box, FullTensor, Slice
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], Any]
@@ -33,10 +38,23 @@ STOP_POLL = 0.05  # seconds
 
 
 class Shards:
-    """This rank's part in the pushes over one process group."""
+    """This rank's part in the pushes over one process group, or through one mailbox."""
 
-    def __init__(self, group: Any, store: Any, rank: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: Any,
+        store: Any,
+        rank: int,
+        device: torch.device,
+        memory: str = "",
+        timeout: float = 300.0,
+    ) -> None:
+        """`memory`: the run's directory of shared memory, if weights come through a mailbox there.
+
+        `timeout`: seconds for a round in the mailbox.
+        """
         self._group, self._store, self._rank, self._device = group, store, rank, device
+        self._memory, self._timeout, self._pushes = memory, timeout, 0
         self._tables: list[tuple[str, torch.dtype, torch.Size]] = []
         self._receives: list[list[Message]] = []
         self._sends: list[list[Message]] = []
@@ -51,11 +69,20 @@ class Shards:
         self._needed = {i: tensor.needed() for i, tensor in enumerate(tensors) if tensor.copied}
         told = json.dumps(sorted(self._needed.items()))
         self._store.set(f"needs.{self._rank}", zlib.compress(told.encode()))
+        if self._memory:
+            self._store.set(f"seat.{self._rank}", json.dumps(seat(self._memory, self._device)))
 
     def receive(self, load: Load) -> None:
         """Take part in one push. Raises RuntimeError if another rank of the group fails."""
         if not self._receives:
             self._connect()
+        if self._memory:
+            try:
+                self._take_out(load)
+            except Exception as error:  # the trainer's rank waits for this one
+                self.report(error)
+                raise
+            return
         loading = _Loading(self._tables, self._receives, self._full, load)
         counted: Counter[str] = Counter()
         came: dict[Cell, torch.Tensor] = {}  # in the round before; uint8 [bytes] each
@@ -76,6 +103,36 @@ class Shards:
         loading.take(came)
         self._store.set(f"counted.{self._rank}", json.dumps(counted))
 
+    def _take_out(self, load: Load) -> None:
+        """Take part in one push through the mailbox. Raises RuntimeError if another rank fails."""
+        loading = _Loading(self._tables, self._receives, self._full, load)
+        where = self._stored(f"mailbox.{self._rank}.{self._pushes}")
+        mailbox = Inbox(where, self._pushes * len(self._receives))
+        counted: Counter[str] = Counter()
+        for number, messages in enumerate(self._receives):
+            cells = [cell for _, part in messages for cell in part]
+            sizes = [self._size(cell) for cell in cells]
+            flat = mailbox.wait(number, self._timeout, lambda: self._store.check([STOP]))
+            parts = flat[: sum(sizes)].split(sizes)
+            loading.take({tuple(cell): part for cell, part in zip(cells, parts, strict=True)})
+            del flat, parts
+            mailbox.took(number, is_last=number == len(self._receives) - 1)
+            for source, part in messages:
+                counted[f"{source}-{self._rank}"] += sum(self._size(cell) for cell in part)
+        self._pushes += 1
+        self._store.set(f"counted.{self._rank}", json.dumps(counted))
+
+    def _stored(self, key: str) -> Any:
+        """What another rank writes in the group's store. Raises RuntimeError if the push has failed there."""
+        begin = time.monotonic()
+        while not self._store.check([key]):
+            if self._store.check([STOP]):
+                raise RuntimeError("the push has failed at another rank")
+            if time.monotonic() - begin > self._timeout:
+                raise RuntimeError(f"the trainer's rank has made no mailbox for {self._timeout:g} s")
+            time.sleep(STOP_POLL)
+        return json.loads(self._store.get(key))
+
     def report(self, error: Exception) -> None:
         """Tell the trainer, where it still runs, that this rank's part in a push failed."""
         with contextlib.suppress(RuntimeError):  # torch's: the store's process has ended
@@ -95,7 +152,7 @@ class Shards:
         """
         part = json.loads(zlib.decompress(self._store.get(f"plan.{self._rank}")))
         self._receives, self._sends = part["receives"], part["sends"]
-        if not self._group.supports_coalescing:
+        if self._group is None or not self._group.supports_coalescing:
             return
         errors: list[Exception] = []
 

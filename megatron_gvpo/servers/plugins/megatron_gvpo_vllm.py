@@ -50,6 +50,9 @@ class RendezvousInit(WeightTransferInitInfo):
     backend: str  # "gloo" or "nccl"
     timeout: float  # seconds
     max_ctas: int | None = None  # blocks of an operation of NCCL's; None: its own choice
+    # The run's directory of shared memory, if weights come through mailboxes there. Then no worker is in the
+    # group.
+    memory: str = ""
 
 
 @dataclass
@@ -89,6 +92,7 @@ class Receiver(WeightTransferEngine):
     _copy: dict[str, torch.Tensor]
     _store: Any = None
     _shards: Shards | None = None
+    _joined: RendezvousInit | None = None
     _group_rank = 0
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -102,6 +106,9 @@ class Receiver(WeightTransferEngine):
             init_info.master_address, init_info.master_port, init_info.world_size, False, timeout
         )
         self._group_rank = rank = init_info.rank_offset + self._rank
+        self._joined = init_info
+        if init_info.memory:
+            return
         if init_info.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
@@ -167,7 +174,15 @@ class Receiver(WeightTransferEngine):
     def _take_shards(self, is_layout: bool) -> None:
         self._reload()
         if is_layout:
-            self._shards = Shards(self._group, self._store, self._group_rank, self.device)
+            assert self._joined is not None, "not joined"
+            self._shards = Shards(
+                self._group,
+                self._store,
+                self._group_rank,
+                self.device,
+                self._joined.memory,
+                self._joined.timeout,
+            )
             # Reads the layout alone; weights come before the server serves.
             self._shards.read_layout(self._load_all)
             return

@@ -170,6 +170,7 @@ class PluginGroupReceiver(PluginReceiver):
             "world_size": rendezvous.world_size,
             "backend": rendezvous.backend,
             "max_ctas": rendezvous.max_ctas,
+            "memory": rendezvous.memory,
             "timeout": timeout,
         }
         await self.begin_update(timeout)  # SGLang calls a custom loader only inside an update
@@ -258,6 +259,7 @@ class SGLangAdapter(SGLangReceiver, HttpAdapterReceiver):
 RECEIVERS: dict[str, type[WeightReceiver]] = {
     "broadcast": SGLangBroadcast,
     "sharded": SGLangSharded,
+    "colocated": SGLangSharded,
     "delta": SGLangDelta,
     "shared": SGLangShared,
     "disk": SGLangDisk,

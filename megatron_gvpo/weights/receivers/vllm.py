@@ -55,6 +55,7 @@ class VLLMGroupReceiver(VLLMReceiver):
             "world_size": rendezvous.world_size,
             "backend": rendezvous.backend,
             "max_ctas": rendezvous.max_ctas,
+            "memory": rendezvous.memory,
             "timeout": timeout,
         }
         await self._http.post("/init_weight_transfer_engine", {"init_info": info}, timeout=timeout)
@@ -140,6 +141,7 @@ class VLLMAdapter(VLLMReceiver, HttpAdapterReceiver):
 RECEIVERS: dict[str, type[WeightReceiver]] = {
     "broadcast": VLLMBroadcast,
     "sharded": VLLMSharded,
+    "colocated": VLLMSharded,
     "delta": VLLMDelta,
     "shared": VLLMShared,
     "disk": VLLMDisk,

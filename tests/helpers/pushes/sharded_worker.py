@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from helpers.tiny_run import configure
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.sampling.served import ServedEngine
 from megatron_gvpo.settings.config import Config
-from megatron_gvpo.weights.shard_plan import fair_shares
+from megatron_gvpo.weights.colocated import Colocated
+from megatron_gvpo.weights.shard_plan import PushPlan, fair_shares
 from megatron_gvpo.weights.sharded import Sharded
 
 LAYOUTS = {
@@ -53,9 +55,9 @@ def parts(task: str, out: str, layout: str) -> None:
         torch.save(assembled, Path(out) / "assembled")
 
 
-def push(engine: str, urls: str, task: str, out: str, layout: str) -> None:
+def push(engine: str, urls: str, task: str, out: str, layout: str, transport: str = "sharded") -> None:
     """Push before and after updates; write the servers' checksums, and those of the export from files."""
-    config = _config(engine, urls, task, out, layout)
+    config = _config(engine, urls, task, out, layout, transport)
     policy = Policy.of(config)
     with served_engine(config, policy) as rollouts:
         for step in range(3):
@@ -69,9 +71,11 @@ def push(engine: str, urls: str, task: str, out: str, layout: str) -> None:
             dist.barrier()
 
 
-def killed(engine: str, urls: str, task: str, out: str, layout: str, pid: str) -> None:
+def killed(
+    engine: str, urls: str, task: str, out: str, layout: str, pid: str, transport: str = "sharded"
+) -> None:
     """A server's processes are killed in the middle of the second push. All servers have the third."""
-    config = _config(engine, urls, task, out, layout)
+    config = _config(engine, urls, task, out, layout, transport)
     policy = Policy.of(config)
     with served_engine(config, policy) as rollouts:
         rollouts.sync(0)
@@ -92,9 +96,9 @@ def killed(engine: str, urls: str, task: str, out: str, layout: str, pid: str) -
         dist.barrier()
 
 
-def interrupted(engine: str, urls: str, task: str, out: str, layout: str) -> None:
+def interrupted(engine: str, urls: str, task: str, out: str, layout: str, transport: str = "sharded") -> None:
     """The trainer's ranks are killed in the middle of their first push."""
-    config = _config(engine, urls, task, out, layout)
+    config = _config(engine, urls, task, out, layout, transport)
     policy = Policy.of(config)
     with served_engine(config, policy) as rollouts:
         if rollouts.servers is not None:
@@ -108,7 +112,7 @@ def interrupted(engine: str, urls: str, task: str, out: str, layout: str) -> Non
         rollouts.sync(0)
 
 
-def _config(engine: str, urls: str, task: str, out: str, layout: str) -> Config:
+def _config(engine: str, urls: str, task: str, out: str, layout: str, transport: str) -> Config:
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
     return configure(
         Path(task),
@@ -117,7 +121,7 @@ def _config(engine: str, urls: str, task: str, out: str, layout: str) -> Config:
         f"rollout.servers.urls=[{urls}]",
         "algorithm=grpo",
         "optimizer.lr=1.0e-2",
-        "rollout.weights.transport=sharded",
+        f"rollout.weights.transport={transport}",
         "rollout.weights.bucket_mb=1",
         "rollout.weights.timeout=60",
         *LAYOUTS[layout],
@@ -135,11 +139,48 @@ def _check_bytes(transport: Sharded, metrics: dict[str, float]) -> None:
     plan = transport.plan
     assert plan is not None and transport.counted == plan.link_bytes()
     sent = plan.sent_bytes()
+    if isinstance(transport, Colocated):
+        _check_handed(transport, plan, metrics)
+        return
     shares, bucket = fair_shares(plan, transport.layouts), 2**19
     for rank in range(plan.trainers):
         assert sent[rank] <= shares[rank] + bucket, (rank, sent[rank], shares[rank])
     trainer = sum(sent[rank] for rank in range(plan.trainers))
     assert trainer == metrics["sync/bytes"] and max(sent[r] for r in range(plan.trainers)) < 0.5 * trainer
+
+
+def _check_handed(transport: Colocated, plan: PushPlan, metrics: dict[str, float]) -> None:
+    """Each server rank got its parts once, and no trainer rank had more than those and its own weights.
+
+    What its own porter holds came from there.
+    """
+    sizes = [
+        {
+            (number, box): box.elements * plan.tables[number].itemsize
+            for number, boxes in layout.items()
+            for box in boxes
+        }
+        for layout in transport.layouts
+    ]
+    total = sum(table.rows * table.columns * table.itemsize for table in plan.tables)
+    got: Counter[int] = Counter()
+    for (_, target), size in transport.counted.items():
+        got[target] += size
+    crossed = 0
+    for parcel in plan.parcels:
+        porter = transport._porters[parcel.first - plan.trainers]
+        holders = [
+            rank
+            for rank, layout in enumerate(transport.layouts)
+            if any(box.contains(parcel.cell.box) for box in layout.get(parcel.cell.tensor, ()))
+        ]
+        assert (parcel.owner == porter) == (porter in holders), (parcel, porter, holders)
+        crossed += parcel.nbytes * (parcel.owner != porter)
+    assert sorted(transport._porters) == [0, 1, 2, 3] and not any(parcel.route for parcel in plan.parcels)
+    most_got, most_held = max(got.values()), max(sum(sizes_of_rank.values()) for sizes_of_rank in sizes)
+    assert most_got < 0.9 * total, (most_got, total)  # what its engine loads: half of the model and more
+    assert most_held < 0.8 * total, (most_held, total)
+    assert metrics["sync/most_sent"] < crossed, (metrics, crossed)  # several ranks send
 
 
 def _before_sending(transport: Sharded, act: Any) -> None:
