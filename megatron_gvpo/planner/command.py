@@ -17,8 +17,8 @@ from megatron_gvpo.core.named_file import check_named_file, write_named_file
 from megatron_gvpo.planner import architecture, push_time, teacher, workload
 from megatron_gvpo.planner.search import Candidate, Plan, search
 from megatron_gvpo.planner.sharing import Sharing, sharing
-from megatron_gvpo.planner.step_time import NODE, rollout_seconds, served_seconds
-from megatron_gvpo.planner.workload import Layout, method
+from megatron_gvpo.planner.step_time import rollout_seconds, served_seconds
+from megatron_gvpo.planner.workload import NODE, Layout, method
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -192,10 +192,9 @@ def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: ar
     rollout["servers"] = {"tp": layout.rollout_tp, "count": max(1, min(NODE, own) // layout.rollout_tp)}
     if layout.rollout_tp > NODE:
         rollout["servers"]["nodes"] = layout.rollout_tp // NODE
-    # All is written, to replace what the files before this one say. Colocated servers take turns with the
-    # trainer, so they cannot share a process group with it.
+    # All is written, to replace what the files before this one say.
     rollout["servers"]["colocated"] = not layout.rollout_gpus
-    rollout["weights"] = {"transport": layout.transport if layout.rollout_gpus else "shared"}
+    rollout["weights"] = {"transport": layout.transport}
     if work.speculation is not None:
         method = "ngram" if work.speculation.from_text else "mtp"
         rollout["speculation"] = {"method": method, "tokens": work.speculation.tokens}
@@ -357,16 +356,16 @@ def _print_best(
             f"\nspeculative rollouts: {best.seconds.rollout:.1f} s in place of {plain:.1f} s, with "
             f"{work.speculation.length:.2f} tokens a verification (predicted)"
         )
-    if best.layout.rollout_gpus:
-        gpu = workload.gpu(options.gpu)
-        took = {name: kind(model, gpu, best.layout).seconds for name, kind in push_time.TRANSPORTS.items()}
-        chosen = took.pop(best.layout.transport)
-        slower = ", ".join(f"{s:.1f} s with {n}" for n, s in took.items())
-        console.print(
-            f"predicted for a weight push: {chosen:.1f} s with "
-            f"rollout.weights.transport={best.layout.transport}, which is counted above, and {slower}"
-        )
-    else:
+    gpu = workload.gpu(options.gpu)
+    names = push_time.possible(model, best.layout)
+    took = {name: push_time.TRANSPORTS[name](model, gpu, best.layout).seconds for name in names}
+    chosen = took.pop(best.layout.transport)
+    slower = "".join(f", and {seconds:.1f} s with {name}" for name, seconds in took.items())
+    console.print(
+        f"predicted for a weight push: {chosen:.1f} s with "
+        f"rollout.weights.transport={best.layout.transport}, which is counted above{slower}"
+    )
+    if not best.layout.rollout_gpus:
         console.print("colocated: assumes that trainer and servers use the GPU's memory in turn")
 
 

@@ -11,7 +11,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.planner import architecture
 from megatron_gvpo.planner.architecture import Architecture, Gpu, engine_room
 from megatron_gvpo.planner.prediction import least, predict, usable_gib
-from megatron_gvpo.planner.step_time import NODE
+from megatron_gvpo.planner.workload import NODE
 from megatron_gvpo.settings.config import Config
 
 FEWEST_TOKENS = 1024  # of a micro-batch, in what is proposed

@@ -1,4 +1,4 @@
-"""Predicts the seconds of a weight push to servers on GPUs of their own, by transport, and what limits it."""
+"""Predicts the seconds of a weight push, by transport, and what limits it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 
 from megatron_gvpo.planner.architecture import Architecture, Gpu
 from megatron_gvpo.planner.memory_model import shard
-from megatron_gvpo.planner.workload import Layout
+from megatron_gvpo.planner.workload import NODE, Layout
 from megatron_gvpo.weights.shard_plan import LEAST, ROUNDS
 
 # The share of the network that a push reaches, with gathering, copies and loading. With it DeepSeek-V3 to
@@ -28,19 +28,26 @@ class PushTime:
 
 
 def predicted(model: Architecture, gpu: Gpu, layout: Layout) -> PushTime:
-    """A push over the layout's transport. To colocated servers it takes as long as a broadcast."""
+    """A push over the layout's transport."""
     return TRANSPORTS[layout.transport](model, gpu, layout)
 
 
 def fastest(model: Architecture, gpu: Gpu, layout: Layout) -> str:
-    """The faster of the transports that the layout can have: merged adapters are sent whole."""
-    if not layout.rollout_gpus or model.adapter_rank:
-        return "broadcast"
-    return min(TRANSPORTS, key=lambda name: TRANSPORTS[name](model, gpu, layout).seconds)
+    """The fastest of the transports that the layout can have."""
+    return min(possible(model, layout), key=lambda name: TRANSPORTS[name](model, gpu, layout).seconds)
+
+
+def possible(model: Architecture, layout: Layout) -> tuple[str, ...]:
+    """The transports that the layout can have: merged adapters are sent whole."""
+    complete, by_parts = ("broadcast", "sharded") if layout.rollout_gpus else ("shared", "colocated")
+    return (complete,) if model.adapter_rank else (complete, by_parts)
 
 
 def broadcast(model: Architecture, gpu: Gpu, layout: Layout) -> PushTime:
-    """All weights are gathered by the trainer's first rank, then pass through it to every server rank."""
+    """All weights are gathered by the trainer's first rank, then pass through it to every server rank.
+
+    Colocated servers get them through memory (`shared`), from ranks that have all gathered them.
+    """
     size = float(ELEMENT * model.parameters)
     link = gpu.network_gb_per_s if layout.rollout_gpus else min(gpu.nvlink_gb_per_s, gpu.network_gb_per_s)
     return PushTime(2 * size / (link * PUSH_FRACTION * 1e9), size, size)
@@ -66,7 +73,37 @@ def sharded(model: Architecture, gpu: Gpu, layout: Layout) -> PushTime:
     return PushTime(pace * (1 + way / rounds), share, part)
 
 
+@cache
+def colocated(model: Architecture, gpu: Gpu, layout: Layout) -> PushTime:
+    """Every trainer rank hands the server rank on its GPU what that needs.
+
+    What the ranks of a machine hold among them crosses NVLink at most; the rest comes over the network, once
+    for every server rank. `server` is what a server rank gets in all, `busiest_trainer` what the ranks of the
+    fullest stage send over the network. One round fills before the first is loaded.
+    """
+    of_stage = layout.gpus // layout.pp
+    here = min(1.0, max(1, NODE // of_stage) / layout.pp)  # the share of the stages that a machine has
+    # Ranks beside each other hold different experts, as many as expert parallelism has ranks.
+    experts_here = here * min(1.0, min(NODE, of_stage) / (layout.ep * layout.etp))
+
+    def far(dense: float, experts: float) -> float:
+        """The bytes of these weights that no rank of a machine holds."""
+        return ELEMENT * (dense * (1 - here) + experts * (1 - experts_here))
+
+    one_server = shard(model, Layout(layout.rollout_tp, tp=layout.rollout_tp, ep=layout.rollout_tp), 0)
+    part = one_server.total * ELEMENT
+    stages = [shard(model, layout, stage) for stage in range(layout.pp)]
+    fullest = max(far(s.dense * layout.tp, s.experts * layout.ep * layout.etp) for s in stages)
+    sends = fullest * layout.engines / of_stage
+    gets = far(one_server.dense, one_server.experts)
+    seconds = max(gets, sends) / (gpu.network_gb_per_s * PUSH_FRACTION * 1e9)
+    seconds += part / (gpu.nvlink_gb_per_s * PUSH_FRACTION * 1e9)
+    return PushTime(seconds * (1 + 1 / ROUNDS), sends, part)
+
+
 TRANSPORTS: dict[str, Callable[[Architecture, Gpu, Layout], PushTime]] = {
     "broadcast": broadcast,
     "sharded": sharded,
+    "shared": broadcast,
+    "colocated": colocated,
 }

@@ -12,9 +12,9 @@ from megatron_gvpo.planner import push_time
 from megatron_gvpo.planner.architecture import Architecture, Gpu
 from megatron_gvpo.planner.memory_model import Memory, host_state, memory, shard
 from megatron_gvpo.planner.prediction import USABLE
-from megatron_gvpo.planner.step_time import NODE, Seconds, model_flops, rollout_seconds, seconds
+from megatron_gvpo.planner.step_time import Seconds, model_flops, rollout_seconds, seconds
 from megatron_gvpo.planner.teacher import PlannedTeacher
-from megatron_gvpo.planner.workload import Layout, Workload
+from megatron_gvpo.planner.workload import NODE, Layout, Workload
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 SHOWN = 4  # alternative values shown for each size of the best layout

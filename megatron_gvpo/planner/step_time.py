@@ -19,12 +19,11 @@ from megatron_gvpo.planner import push_time
 from megatron_gvpo.planner.architecture import Architecture, Gpu, engine_room
 from megatron_gvpo.planner.memory_model import shard, trained_shard
 from megatron_gvpo.planner.traffic import layer_backward, layer_forward, on_the_wire, optimizer_bytes
-from megatron_gvpo.planner.workload import Layout, Speculation, Workload
+from megatron_gvpo.planner.workload import NODE, Layout, Speculation, Workload
 
 if TYPE_CHECKING:
     from megatron_gvpo.planner.teacher import PlannedTeacher
 
-NODE = 8  # GPUs that NVLink connects
 DECODE_OVERHEAD = 3e-3  # seconds per decoding step for scheduling and sampling
 # Seconds per proposed token, for its sampling and the draft's bookkeeping: chosen so that Qwen3.5-9B's
 # rollouts gain what SkyRL's docs/examples/spec_decode reports, 2.03 times with 3 tokens and 77 % accepted.

@@ -19,6 +19,8 @@ from megatron_gvpo.planner.architecture import Gpu
 if TYPE_CHECKING:
     from megatron_gvpo.planner.teacher import PlannedTeacher
 
+NODE = 8  # GPUs that NVLink connects
+
 
 def gpu(name: str) -> Gpu:
     """Returns the description of a GPU. Raises ConfigError, which lists the known GPUs, for another name."""
@@ -189,7 +191,7 @@ class Layout:
     rollout_gpus: int = 0  # the servers' own GPUs; 0: colocated with the trainer
     rollout_tp: int = 1
     async_steps: int = 0
-    transport: str = "broadcast"  # transport of weights to servers on GPUs of their own
+    transport: str = "broadcast"  # of weights to the servers
 
     @property
     def dp(self) -> int:
@@ -221,7 +223,7 @@ class Layout:
             where = f"split {self.gpus}+{self.rollout_gpus}, {self.async_steps} ahead"
         else:
             where = "colocated"
-        sent = f", {self.transport}" if self.transport != Layout.transport else ""
+        sent = f", {self.transport}" if self.rollout_gpus and self.transport != Layout.transport else ""
         return f"{' '.join(parts)}, {where}, rollout tp{self.rollout_tp}{sent}"
 
 

@@ -64,7 +64,7 @@ def test_optimizer_states_in_host_memory_make_room(task: Path, tmp_path: Path, c
 @pytest.mark.parametrize(
     ("name", "asked", "keys"),
     [
-        ("Qwen/Qwen2.5-7B", ["--gpus", "8"], ("colocated: true", "transport: shared")),
+        ("Qwen/Qwen2.5-7B", ["--gpus", "8"], ("colocated: true", "transport: colocated")),
         ("Qwen/Qwen2.5-7B", ["--gpus", "64", "--fp8"], ("recipe: blockwise",)),
         # 94 layers, which no power of two but 2 divides
         ("Qwen/Qwen3-235B-A22B", ["--gpus", "256"], ("stage_layers",)),

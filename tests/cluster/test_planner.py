@@ -195,13 +195,13 @@ def test_a_method_scores_as_often_as_it_is_planned_to(
     seen = dict.fromkeys(("scored", "valued", "trained", "critic"), 0)
 
     def count(owner: type, method: str, what: str) -> None:
-        whole = getattr(owner, workload)
+        whole = getattr(owner, method)
 
         def counted(self: object, rows: TrainBatch, *arguments: object, **options: object) -> object:
             seen[what] += len(rows)
             return whole(self, rows, *arguments, **options)
 
-        monkeypatch.setattr(owner, workload, counted)
+        monkeypatch.setattr(owner, method, counted)
 
     count(Policy, "score", "scored")
     count(Policy, "update", "trained")
