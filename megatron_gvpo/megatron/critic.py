@@ -90,6 +90,7 @@ class Critic:
             train.deterministic,
             before_wrapping=without_output_layer,
             key="model.path" if options.path is None else "algorithm.critic.path",
+            muon=optimizer.muon is not None,
         )
         settings = optimizer.model_copy(
             update={

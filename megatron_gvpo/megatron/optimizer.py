@@ -1,4 +1,4 @@
-"""Megatron's distributed Adam with its learning-rate schedule; a non-finite gradient skips the update.
+"""Megatron's distributed AdamW, or Muon and AdamW, with a schedule; a non-finite gradient skips the update.
 
 With `optimizer.offload_fraction`, the master weights and moments of that share of every rank's elements are
 in host memory. Megatron's HybridDeviceOptimizer then copies gradients to the host, updates on the CPU and
@@ -18,13 +18,15 @@ from typing import Any
 import psutil
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from megatron_gvpo.core.collectives import all_ranks_agree
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.megatron import muon
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.settings.sections import ModelConfig, OptimizerConfig
@@ -80,6 +82,8 @@ class Optimizer:
         for optimizer in (o.optimizer for o in self.megatron.chained_optimizers):
             if isinstance(optimizer, HybridDeviceOptimizer):
                 yield from ((part, part is not optimizer.gpu_optimizer) for part in optimizer.sub_optimizers)
+            elif isinstance(optimizer, muon.MuonWithAdam):
+                yield from ((part, False) for part in optimizer.parts)
             elif optimizer is not None:  # a rank that trains no weight has none
                 yield optimizer, False
 
@@ -116,13 +120,14 @@ class Optimizer:
         return sum(t.nbytes for t in self.host_tensors()) + sum(p.nbytes for p in parameters)
 
     def _allocate_states(self) -> None:
-        """Create Adam's moments now, not at the first step: checkpoints and the measured memory need them.
+        """Create the moments now, not at the first step: checkpoints and the measured memory need them.
 
-        They are as Transformer Engine's FusedAdam (`initialize_state`, 2.20.2) and PyTorch's Adam make them.
+        Adam's are as Transformer Engine's FusedAdam (`initialize_state`, 2.20.2) and PyTorch's make them.
         """
         for inner, _ in self._inner():
             for parameter in (p for group in inner.param_groups for p in group["params"]):
-                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                names = ("momentum_buffer",) if isinstance(inner, muon.Muon) else ("exp_avg", "exp_avg_sq")
+                moments = {name: torch.zeros_like(parameter) for name in names}
                 step = {"step": torch.tensor(0.0)} if _counts_by_parameter(inner) else {}
                 inner.state[parameter] = step | moments
         for hybrid in self._hybrids():
@@ -209,7 +214,14 @@ def _megatron_optimizer(model: Model, options: OptimizerConfig, precision: Model
         use_precision_aware_optimizer=offload and bf16,
     )
     with megatron_device(), _host_and_device() if offload else contextlib.nullcontext():
-        return get_megatron_optimizer(settings, model.chunks)
+        if options.muon is None:
+            return get_megatron_optimizer(settings, model.chunks)
+    with megatron_device(), torch.no_grad():  # in fp32 the masters are views, which are leaves only so
+        matrices = ParamKey(predicate=ParamPredicate(name="matrix", fn=muon.is_matrix))
+        overrides = get_standard_config_overrides(settings) | {matrices: dict(muon.OVERRIDE)}
+        optimizer = get_megatron_optimizer(settings, model.chunks, overrides)
+        muon.add_muon(optimizer, options.muon, bf16)
+        return optimizer
 
 
 def _counts_by_parameter(inner: torch.optim.Optimizer) -> bool:

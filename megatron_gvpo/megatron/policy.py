@@ -86,6 +86,7 @@ class Policy(Scorer):
             temperature=temperature_of(algorithm, rollout),
             replays_routing=rollout.router_replay,
             trained=True,
+            muon=optimizer.muon is not None,
         )
         self.optimizer = Optimizer(self.model, optimizer, model, train.updates)
         self.critic = None

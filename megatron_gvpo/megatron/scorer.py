@@ -55,10 +55,12 @@ class Scorer:
         temperature: float = 1.0,
         replays_routing: bool = False,
         trained: bool = False,
+        muon: bool = False,
     ) -> None:
         """`temperature`: divides the logits in `score`.
 
         `replays_routing`: tokens go to the experts that the engine chose (`rollout.router_replay`).
+        `muon`: matrices are trained as a whole (`optimizer.muon`).
         """
         parallel.initialize(layout, train.seed, train.deterministic)
         self.model = build(
@@ -69,6 +71,7 @@ class Scorer:
             replays=replays_routing,
             share_prompts=train.share_prompts if trained else False,
             seed=train.seed,
+            muon=muon,
         )
         self.memory = DeviceMemory((self.model, None))
         self._budget = train.max_tokens_per_micro_batch * layout.cp

@@ -125,12 +125,29 @@ def state(
     copies = layout.dp * layout.cp
     expert_copies = layout.gpus // (layout.pp * layout.ep * layout.etp)
     own = 12 if bytes_each == 2 else 8
+    second = 4 * matrices(model, layout, stage, critic) if layout.muon else 0.0  # Muon has one moment
     added = trained.total if model.adapter_rank and not critic else 0.0
     return (
         bytes_each * (stage_shard.total + added),
         4 * trained.total,
-        (1 - layout.offload) * own * (trained.dense / copies + trained.experts / expert_copies),
+        (1 - layout.offload) * own * (trained.dense / copies + trained.experts / expert_copies) - second,
     )
+
+
+def matrices(model: Architecture, layout: Layout, stage: int, critic: bool = False) -> float:
+    """Counts the parameters that Muon updates on a rank: the trained ones without embeddings and heads.
+
+    Norms and biases are not told apart: they are less than a thousandth.
+    """
+    trained = trained_shard(model, layout, stage, critic)
+    copies = layout.dp * layout.cp
+    expert_copies = layout.gpus // (layout.pp * layout.ep * layout.etp)
+    vectors = 0.0
+    if critic or not model.adapter_rank:
+        first, last = stage == 0, stage == layout.pp - 1
+        tables = first + (last and not critic and not (model.tied and first))
+        vectors = tables * model.embedding / layout.tp + last * model.hidden * (1 + critic)
+    return (trained.dense - vectors) / copies + trained.experts / expert_copies
 
 
 def host_state(model: Architecture, layout: Layout, stage: int, critic: bool = False) -> float:

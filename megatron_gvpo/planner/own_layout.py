@@ -101,8 +101,11 @@ def _changes(config: Config, world: int, usable: float, model: Architecture) -> 
     proposals = [
         _fewer_tokens(config, change),
         change("parallel.recompute=full", _with(config, "parallel", recompute="full", recompute_layers=None)),
-        change("optimizer.offload_fraction=1", _with(config, "optimizer", offload_fraction=1.0)),
     ]
+    can_offload = config.optimizer.muon is None
+    if can_offload:
+        offloaded = _with(config, "optimizer", offload_fraction=1.0)
+        proposals.append(change("optimizer.offload_fraction=1", offloaded))
     parallel = config.parallel
     if 2 * parallel.tp <= NODE and model.divisible(2 * parallel.tp):
         divided = _with(config, "parallel", tp=2 * parallel.tp, sequence_parallel=True)
@@ -114,9 +117,10 @@ def _changes(config: Config, world: int, usable: float, model: Architecture) -> 
     if not any(one is not None and one.fits for one in proposals):
         saving = _with(config, "parallel", recompute="full", recompute_layers=None)
         proposals.append(_fewer_tokens(saving, change, "parallel.recompute=full "))
-        saving = _with(saving, "optimizer", offload_fraction=1.0)
-        more = "parallel.recompute=full optimizer.offload_fraction=1 "
-        proposals.append(_fewer_tokens(saving, change, more))
+        if can_offload:
+            saving = _with(saving, "optimizer", offload_fraction=1.0)
+            more = "parallel.recompute=full optimizer.offload_fraction=1 "
+            proposals.append(_fewer_tokens(saving, change, more))
     yield from (one for one in proposals if one is not None and one.gib < before - 0.05)
 
 

@@ -74,6 +74,7 @@ def layout_of(config: Config, world: int) -> Layout:
         stages=parallel.stage_layers,
         fp8=config.model.fp8 is not None,
         offload=config.optimizer.offload_fraction,
+        muon=config.optimizer.muon is not None,
     )
 
 

@@ -188,6 +188,7 @@ class Layout:
     stages: tuple[int, ...] | None = None  # layers of the pp x vpp stages; None: as equal as can be
     fp8: bool = False
     offload: float = 0.0  # fraction of the optimizer's states in host memory
+    muon: bool = False  # matrices have one moment
     rollout_gpus: int = 0  # the servers' own GPUs; 0: colocated with the trainer
     rollout_tp: int = 1
     async_steps: int = 0

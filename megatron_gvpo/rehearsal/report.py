@@ -122,7 +122,7 @@ def remedy(config: Config, parts: dict[str, float], phase: str) -> str:
         changes.append(
             "divide weights and optimizer among more GPUs (parallel.tp, pp or ep, or a larger --world)"
         )
-        if not config.optimizer.offload_fraction:
+        if not config.optimizer.offload_fraction and config.optimizer.muon is None:
             changes.append("keep the optimizer's states on the host (optimizer.offload_fraction=1)")
         return "; ".join(changes)
     if parallel.tp > 1 and not parallel.sequence_parallel:
@@ -136,7 +136,8 @@ def remedy(config: Config, parts: dict[str, float], phase: str) -> str:
     )
     if parallel.recompute != "full":
         changes.append("parallel.recompute=full")
-    if parts.get("optimizer", 0) > 8 and not config.optimizer.offload_fraction:
+    can_offload = not config.optimizer.offload_fraction and config.optimizer.muon is None
+    if parts.get("optimizer", 0) > 8 and can_offload:
         changes.append("optimizer.offload_fraction=0.5")
     return "; or ".join(changes)
 

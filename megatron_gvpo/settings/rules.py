@@ -36,6 +36,7 @@ def cross_check(config: Config) -> None:
         _schedule,
         _checkpoints,
         _offload,
+        _muon,
         _fp8_weights,
         check_idle_keys,
     ):
@@ -380,6 +381,22 @@ def _offload(config: Config) -> None:
         raise ValueError(
             f"optimizer.offload_fraction={fraction} is not possible with model.fp8.weights=true: Megatron "
             "would make the host's masters of weights that are rounded to FP8 already; use weights=false"
+        )
+
+
+def _muon(config: Config) -> None:
+    """Refuse where a rank does not have a matrix as one tensor on its GPU."""
+    if config.optimizer.muon is None:
+        return
+    if config.optimizer.offload_fraction:
+        raise ValueError(
+            f"optimizer.muon is not possible with optimizer.offload_fraction="
+            f"{config.optimizer.offload_fraction}: Megatron updates on the host by AdamW alone; leave one out"
+        )
+    if config.model.fp8 is not None and config.model.fp8.weights:
+        raise ValueError(
+            "optimizer.muon is not possible with model.fp8.weights=true: an FP8 weight is several tensors; "
+            "use weights=false"
         )
 
 

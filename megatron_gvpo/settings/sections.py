@@ -313,22 +313,47 @@ class TrainConfig(Section):
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
+class MuonConfig(Section):
+    """Muon updates the layers' matrices; AdamW embeddings, heads, norms, biases and single rows."""
+
+    fixed_keys = EVERY_KEY
+
+    momentum: Decay = 0.95  # Decay rate of the moment.
+    nesterov: bool = True  # Also look ahead: mix the gradient into the moment before it is orthogonalised.
+    steps: int = Field(5, ge=1, le=20)  # Newton-Schulz iterations of an update.
+    # What multiplies an orthogonalised matrix of R rows and C columns. `adamw`: 0.2 sqrt(max(R, C)), so that
+    # updates are as large as AdamW's with the same learning rate; `shape_scaling`: sqrt(max(1, R / C)), as in
+    # the first description of Muon; `unit_rms_norm`: sqrt(R / C).
+    scale: Literal["adamw", "shape_scaling", "unit_rms_norm"] = "adamw"
+
+
 class OptimizerConfig(Section):
-    fixed_keys = ("lr", "min_lr", "warmup_steps", "decay", "betas", "eps", "weight_decay", "clip_grad")
+    fixed_keys = (
+        "lr",
+        "min_lr",
+        "warmup_steps",
+        "decay",
+        "betas",
+        "eps",
+        "weight_decay",
+        "clip_grad",
+        "muon",
+    )
     free_keys = ("offload_fraction",)
 
-    lr: float = Field(gt=0, le=10)  # Learning rate of AdamW after the warm-up.
+    lr: float = Field(gt=0, le=10)  # Learning rate after the warm-up.
     min_lr: float = Field(0.0, ge=0)  # Learning rate at the end of the decay.
     warmup_steps: int = Field(0, ge=0)  # Optimizer updates over which the rate rises linearly from 0.
     # How the learning rate falls from lr to min_lr until the last update.
     decay: Literal["constant", "linear", "cosine"] = "constant"
     betas: tuple[Decay, Decay] = (0.9, 0.95)  # AdamW's decay rates of the first and second moments.
     eps: float = Field(1e-8, gt=1e-30, le=1)  # AdamW's epsilon.
-    # AdamW's weight decay. Megatron does not apply it to norms and biases, as torch's AdamW would.
+    # Decoupled weight decay. Megatron does not apply it to norms and biases, as torch's AdamW would.
     weight_decay: float = Field(0.0, ge=0, le=10)
     clip_grad: float = Field(1.0, ge=0)  # Clip the gradient's global norm to this; 0 does not clip.
     # Share of the fp32 master weights and moments that is kept in host memory and updated there.
     offload_fraction: float = Field(0.0, ge=0, le=1)
+    muon: MuonConfig | None = None  # Update the matrices of the layers by Muon; `{}` takes its defaults.
 
 
 class EvalConfig(Section):

@@ -70,7 +70,8 @@ def rank_memory(config: Config, ranks: int) -> float:
     except ConfigError:
         return float("inf")
     parallel, train = config.parallel, config.train
-    layout = Layout(ranks, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep)
+    muon = config.optimizer.muon is not None
+    layout = Layout(ranks, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep, muon=muon)
     width = 2 if config.model.dtype == "float32" else 1  # the planner counts activations in bf16
     weights, gradients, optimizer = state(model, layout, 0, bytes_each=2 * width)
     copies = int(config.samples_responses) + (config.algorithm.kept_reference is not None)

@@ -13,6 +13,7 @@ from helpers.cases import vision_cases
 from helpers.cases.adapter_cases import ADAPTERS
 from helpers.cases.families import FAMILIES, SERVED, SERVED_ELSEWHERE
 from helpers.cases.gradient_cases import RUNS, STEPS
+from helpers.cases.muon_cases import EVERY
 from helpers.references import gradient_reference as reference
 from helpers.suite.doc_tables import Hold
 
@@ -59,17 +60,19 @@ def features() -> str:
     adapters: dict[str, set[str]] = {}
     for model, kind, _ in ADAPTERS.values():
         adapters.setdefault(title_of(model), set()).add({"canonical_lora": "canonical"}.get(kind, kind))
+    muon = {title_of(job.model) for job in EVERY}
     replayed = {title_of(STEPS[step].model) for _, step in RUNS if STEPS[step].replayed}
     served = [(ENGINES[engine], title) for engine, title, _ in [*SERVED, *SERVED_ELSEWHERE]]
     lines = [
-        "| family | divided by | adapters | images | replay of routing | FP8 | served by |",
-        "|---|---|---|---|---|---|---|",
+        "| family | divided by | adapters | Muon | images | replay of routing | FP8 | served by |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for title, compared in sorted(layouts().items()):
         cells = [
             title,
             divisions(compared),
             ", ".join(sorted(adapters.get(title, ()))),
+            "yes" if title in muon else "",
             "yes" if title in VISION.values() else "",
             "yes" if title in replayed else "",
             "rehearsed" if title in fp8_families() else "",

@@ -44,6 +44,7 @@ from megatron_gvpo.megatron.model.settings import (
     has_yarn,
     model_settings,
 )
+from megatron_gvpo.megatron.muon import wrap
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.vision import VisionInputs, has_vision, local_vision, vision_settings
 from megatron_gvpo.settings.parallel import Padding, ParallelConfig
@@ -65,6 +66,7 @@ def build(
     share_prompts: bool | Literal["auto"] = False,
     key: str = "model.path",
     seed: int = 0,
+    muon: bool = False,
 ) -> Model:
     """Build the sharded model with the checkpoint's weights; `trained`: with gradient buffers.
 
@@ -72,7 +74,7 @@ def build(
     `replays`: the routers follow `TrainBatch.routing`. `share_prompts`: a group's prompt is computed once;
     auto: on a CPU, where the model's attention and the layout allow it.
     `key`: the user's key or option for the directory. `seed`: of new adapters, which exclude
-    `before_wrapping`.
+    `before_wrapping`. `muon`: for an optimizer that needs matrices as a whole.
 
     Raises ConfigError for weights that are not exactly the model's, damaged or not finite, for a model that
     Megatron-Bridge does not know, for settings that Megatron refuses, and for settings that this machine
@@ -103,7 +105,7 @@ def build(
         preparation = _Preparation(
             bridge, model, key, own_attention, image_processor, before_wrapping, frozen
         )
-        chunks = _make_chunks(provider, model, parallel, trained, preparation)
+        chunks = _make_chunks(provider, model, parallel, trained, preparation, muon)
     can_share = bool(preparation.rotary) and attends_to_all_before(chunks[0].config)
     obstacle = ""
     if share_prompts == "auto":
@@ -224,7 +226,12 @@ class _Preparation:
 
 
 def _make_chunks(
-    provider: Any, model: ModelConfig, parallel: ParallelConfig, trained: bool, preparation: _Preparation
+    provider: Any,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    trained: bool,
+    preparation: _Preparation,
+    muon: bool,
 ) -> list[Any]:
     """Return the chunks with the checkpoint's weights, wrapped for data parallelism if they are trained."""
     on_cpu = not torch.cuda.is_available()
@@ -237,12 +244,14 @@ def _make_chunks(
             stand_ins.enter_context(local_vision(type(preparation.bridge._model_bridge), provider))
         chunks: list[Any] = provider.provide_distributed_model(
             ddp_config=ddp_settings(model, parallel),
-            wrap_with_ddp=trained,
+            wrap_with_ddp=trained and not muon,
             bf16=model.dtype == "bfloat16",
             fp16=False,
             use_cpu_initialization=on_cpu,
             pre_wrap_hook=preparation,
         )
+        if trained and muon:
+            chunks = wrap(chunks, ddp_settings(model, parallel))
     if preparation.before_wrapping is None:
         preparation.load_weights(chunks)
     if trained:

@@ -1,0 +1,199 @@
+"""Muon for the matrices of the layers, and AdamW for all other weights: `optimizer.muon`.
+
+Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) replaces the momentum of a matrix by a
+matrix near its polar factor, which Newton-Schulz iterations compute. They need the matrix as a whole:
+
+- Data parallelism: megatron-core's layer-wise layout puts every matrix into the shard of one rank. So
+  Megatron's distributed optimizer works as with AdamW: reductions, masters, the gradient's norm, gathers of
+  weights, and checkpoints that any layout can load.
+- Tensor parallelism: the ranks gather the momentum's parts, and each computes the whole matrix.
+
+A fused weight is several matrices: queries, their gates, keys and values; a gate and an up projection. Each
+is computed by itself, as if it were stored by itself. The order of a matrix's rows does not matter, so the
+ranks' parts may follow each other in any order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from megatron_gvpo.settings.sections import MuonConfig
+
+# The usual value: matrices have an override only to be in groups of their own.
+OVERRIDE = {"wd_mult": 1.0}
+_FUSED = re.compile(r"(.*)\.(linear_qkv|linear_fc1)(?:\.adapter\.linear_out)?\.weight\d*")
+# An update as large as AdamW's usual one, so that both take the same learning rate (arXiv:2502.16982, 2.2).
+_LIKE_ADAMW = 0.2
+
+
+def is_matrix(parameter: Tensor) -> bool:
+    """Return True for weights that `mark_matrices` has marked."""
+    return hasattr(parameter, "fused_rows")
+
+
+def mark_matrices(chunk: torch.nn.Module) -> None:
+    """Mark the weights of a chunk that Muon updates: the layers' trained matrices.
+
+    Embeddings, heads, norms, biases, convolutions, and single rows such as a shared expert's gate are not.
+    """
+    for name, parameter in chunk.named_parameters():
+        is_vector = parameter.dim() != 2 or 1 in parameter.shape
+        if not parameter.requires_grad or is_vector or ".layers." not in f".{name}":
+            continue
+        marked: Any = parameter
+        marked.fused_rows = _fused_rows(chunk, name, parameter)
+        marked.is_expert = ".experts." in name
+
+
+def _fused_rows(chunk: torch.nn.Module, name: str, parameter: Tensor) -> tuple[int, ...]:
+    """Return the numbers of rows of the matrices in a fused weight; the pattern may repeat along the rows."""
+    match = _FUSED.fullmatch(name)
+    if match is None:
+        return (len(parameter),)
+    config: Any = chunk.get_submodule(match[1]).config
+    if match[2] == "linear_fc1":
+        parts = 2 if config.gated_linear_unit else 1
+        return (len(parameter) // parts,) * parts
+    size = config.kv_channels
+    queries = config.num_attention_heads // config.num_query_groups * size
+    gates = [queries] if config.attention_output_gate else []
+    return (queries, *gates, size, size)
+
+
+def wrap(chunks: Sequence[Any], settings: DistributedDataParallelConfig) -> list[Any]:
+    """Wrap the chunks for data parallelism, every marked matrix in one rank's shard; others as usual.
+
+    Megatron-Bridge's own wrapping takes no layout.
+    """
+    wrapped = []
+    stream = torch.cuda.Stream()  # one of its own for the gradients' nodes, as in Megatron-Bridge
+    stream.wait_stream(torch.cuda.current_stream())
+    ranks = parallel_state.get_data_parallel_group(with_context_parallel=True).size()
+    expert_ranks = parallel_state.get_expert_data_parallel_group().size()
+    for number, chunk in enumerate(chunks):
+        mark_matrices(chunk)
+        trained: list[Any] = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.is_managed_by_layer_wise_optimizer = is_matrix(parameter)
+        # As Megatron has it: only the first stage's first chunk has several buckets, to overlap their sums.
+        is_first = number == 0 and parallel_state.get_pipeline_model_parallel_rank() == 0
+        bucket = settings.bucket_size or max(40_000_000, 1_000_000 * ranks)
+        layout = LayerWiseDistributedOptimizer.compute_full_param_layout(
+            trained,
+            bucket if settings.overlap_grad_reduce and is_first else None,
+            ranks,
+            settings,
+            expert_ranks,
+        )
+        with torch.cuda.stream(stream):
+            wrapped.append(
+                DistributedDataParallel(
+                    config=get_model_config(chunk),
+                    ddp_config=settings,
+                    module=chunk,
+                    disable_bucketing=number > 0,
+                    full_param_layout=layout,
+                )
+            )
+        for parameter in trained:  # with this mark, the distributed optimizer would not gather the weight
+            del parameter.is_managed_by_layer_wise_optimizer
+    torch.cuda.current_stream().wait_stream(stream)
+    return wrapped
+
+
+class Muon(TensorParallelMuon):
+    """megatron-core's Muon on the flat masters of a distributed optimizer, which are whole matrices."""
+
+    def __init__(
+        self, groups: list[dict[str, Any]], weights: dict[Tensor, Tensor], options: MuonConfig, bf16: bool
+    ) -> None:
+        """`groups`: of masters; `weights`: the model's weight of every master; `bf16`: of the iterations."""
+        scale = {"adamw": "spectral"}.get(options.scale, options.scale)
+        super().__init__(
+            groups,
+            momentum=options.momentum,
+            nesterov=options.nesterov,
+            num_ns_steps=options.steps,
+            coefficient_type="simple",  # Jordan's: 3.4445, -4.7750, 2.0315
+            scale_mode=scale,
+            extra_scale_factor=_LIKE_ADAMW if options.scale == "adamw" else 1.0,
+            fp32_matmul_prec="medium" if bf16 else "highest",
+        )
+        self._weights = weights
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1  # for checkpoints; Muon itself does not need it
+
+    def orthogonalize(self, p: Tensor, grad: Tensor, **_: Any) -> Tensor:
+        """Master and momentum, both flat, -> the update, flat, before the learning rate."""
+        weight: Any = self._weights[p]
+        rows, columns = weight.fused_rows, weight.shape[1]
+        parts = grad.view(-1, sum(rows), columns).split(rows, dim=1)  # [repetitions, rows, columns] each
+        group = dim = None
+        if getattr(weight, "tensor_model_parallel", False):
+            dim = weight.partition_dim
+            group = parallel_state.get_tensor_model_parallel_group()
+            if weight.is_expert:
+                group = parallel_state.get_expert_tensor_parallel_group()
+        updates = [
+            self.scaled_orthogonalize_fn(part.reshape(-1, columns), group, dim).view(part.shape)
+            for part in parts
+        ]
+        return torch.cat(updates, dim=1).view(-1)
+
+
+class MuonWithAdam:
+    """The optimizer inside of a Megatron's distributed one: Muon for its matrices, AdamW for the rest."""
+
+    def __init__(self, distributed: Any, options: MuonConfig, bf16: bool) -> None:
+        """Takes the groups of Muon from the AdamW inside of `distributed`."""
+        adam = distributed.optimizer
+        self.param_groups: list[dict[str, Any]] = adam.param_groups  # Megatron counts on their order
+        weights = {
+            self.param_groups[group]["params"][order]: weight
+            for weight, (group, order) in distributed.model_param_group_index_map.items()
+        }
+        matrices, others = list[dict[str, Any]](), list[dict[str, Any]]()
+        for group in self.param_groups:
+            has_matrices = bool(group["params"]) and is_matrix(weights[group["params"][0]])
+            (matrices if has_matrices else others).append(group)
+        adam.param_groups = others
+        self.parts: list[torch.optim.Optimizer] = [adam]
+        if matrices:
+            self.parts.append(Muon(matrices, weights, options, bf16))
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """The moments of every master."""
+        return {parameter: state for part in self.parts for parameter, state in part.state.items()}
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+
+def add_muon(megatron: Any, options: MuonConfig, bf16: bool) -> None:
+    """Give every distributed optimizer in Megatron's chained one a Muon for its matrices."""
+    for distributed in _not_empty(megatron):
+        distributed.optimizer = MuonWithAdam(distributed, options, bf16)
+
+
+def _not_empty(megatron: Any) -> Iterator[Any]:
+    return (part for part in megatron.chained_optimizers if part.optimizer is not None)
