@@ -5,8 +5,8 @@
 set -euo pipefail
 library=${1:?usage: make_env.sh openenv}
 here=$(cd "$(dirname "$0")" && pwd)
-pins=$here/$library.txt
-[ -e "$pins" ] || { echo "make_env.sh: there is no library '$library'; known:" "$here"/*.txt >&2; exit 2; }
+[ "$library" = openenv ] || { echo "make_env.sh: there is no library '$library'; known: openenv" >&2; exit 2; }
+pins=$here/../../locks/$library.txt
 
 # The name carries what the environment is made of, so that a change builds a new one.
 key=$(cat "$pins" "$0" | sha256sum | cut -c1-12)
