@@ -20,7 +20,9 @@ LAYOUTS = {
     "pp2": (QWEN, ["parallel.pp=2"]),
     "cp2": (QWEN, ["parallel.cp=2"]),
     "tp2 pp2": (QWEN, ["parallel.tp=2", "parallel.pp=2"]),
+    "tp2 muon": (QWEN, ["parallel.tp=2", "optimizer.muon={}"]),
     "ep4": (MIXTURE, ["parallel.ep=4"]),
+    "ep2 muon": (MIXTURE, ["parallel.ep=2", "optimizer.muon={}"]),
     "tp2 ep2": (MIXTURE, ["parallel.tp=2", "parallel.ep=2", "parallel.sequence_parallel=true"]),
     "pp2 ep2": (MIXTURE, ["parallel.pp=2", "parallel.ep=2"]),
 }
