@@ -23,10 +23,10 @@ import configuration
         (["wall", "time"], "train.max_hours: "),
         (["num_generations"], "num_generations, in another trainer: here it is rollout.n"),
         (["top-k"], "top-k, in another trainer: here it is rollout.top_k"),
-        (["muon"], "muon, in another trainer: not supported: another optimizer than AdamW"),
+        (["muon"], "muon, in another trainer: here it is optimizer.muon, a section"),
         (["kubernetes"], "kubernetes, in another trainer: here it is the command megatron-gvpo k8s"),
         (["modal"], "modal, in another trainer: not supported: a launcher other than torchrun"),
-        (["early", "stopping"], "early stopping, in another trainer: not supported: early stopping by a key"),
+        (["early", "stopping"], "early stopping, in another trainer: here it is train.stop_early.patience"),
     ],
 )
 def test_words(words, line, capsys):

@@ -83,7 +83,7 @@ def test_what_is_written_keeps_engine_and_paths_and_replaces_the_rest(config, tm
     assert (after.rollout.n, after.train.prompts_per_step, after.train.mini_batches) == (8, 128, 2)
     assert "for models/Qwen2.5-7B" in out.read_text()
     if colocated == "true":
-        assert after.rollout.servers.colocated and after.rollout.weights.transport == "shared"
+        assert after.rollout.servers.colocated and after.rollout.weights.transport == "colocated"
 
 
 def test_a_search_for_an_engine_and_colocated_servers(capsys, tmp_path):
