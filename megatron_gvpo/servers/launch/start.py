@@ -83,14 +83,14 @@ def start_servers(
 
 
 def _check_served_model(model: ModelConfig, rollout: RolloutConfig, cards: ModelCards) -> None:
-    """Raise ConfigError for a model, a draft, an interpreter or an NCCL with which no server can start here."""
+    """Raise ConfigError for a model, a draft, an interpreter or an NCCL with which no server can start."""
     check_family(cards.served, f"{cards.served_key}={cards.served_path}")
     check_files(Path(cards.served_path), cards.served_key)
     check_draft(rollout.speculation, cards)
     if shutil.which(rollout.servers.python) is None:
         raise ConfigError(
-            f"rollout.servers.python={rollout.servers.python}: there is no such program, or it may not be run; "
-            "name the one of the engine's own environment (docs/howto/rollout_servers.md)"
+            f"rollout.servers.python={rollout.servers.python}: there is no such program, or it may not be "
+            "run; name the one of the engine's own environment (docs/howto/rollout_servers.md)"
         )
     if torch.cuda.is_available():
         check_nccl(rollout, ".".join(map(str, torch.cuda.nccl.version())))
