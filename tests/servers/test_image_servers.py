@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,9 @@ def test_the_servers_log_probs_are_the_trainers(engine: str, model: str, tmp_pat
     found = json.loads((tmp_path / "found.json").read_text())
     assert [step["transport"] for step in found] == list(TRANSPORTS)
     assert max(gap for step in found for gap in step["gaps"]) < 2e-4, found
-    assert len({str(step["tokens"]) for step in found}) == len(found)  # the updates changed the policy
+    # Each update moved the policy further than a server may be from it.
+    for before, after in pairwise([step["first_logp"] for step in found]):
+        assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 1e-3
 
 
 @pytest.mark.parametrize("engine", ENGINES)

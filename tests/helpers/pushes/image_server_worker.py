@@ -90,7 +90,7 @@ def run(engine: str, url: str, folder: str, transports: str) -> None:
     directory, results = Path(folder), []
     config = config_of(engine, directory, urls=[url])
     policy, task = Policy.of(config), load_task(config, ModelCards(config).policy)
-    rows = None
+    rows = first_rows = None
     for step, transport in enumerate(transports.split(",")):
         weights = config.rollout.weights.model_copy(
             update={"transport": transport, "directory": f"{folder}/weights"}
@@ -107,9 +107,10 @@ def run(engine: str, url: str, folder: str, transports: str) -> None:
             rows = TrainBatch.from_groups(groups)
             rows = rows.with_columns(advantage_n=torch.tensor([1.0, -1.0] * len(groups)))
             gap = (policy.score(rows) - rows.engine_logp_r).abs()
-            texts = [[rollout.token_ids for rollout in group.rollouts] for group in groups]
             gaps = [gap[rows.seq_r == row].max().item() for row in range(len(rows))]
-            results.append({"transport": transport, "gaps": gaps, "tokens": texts})
+            first_rows = first_rows or rows
+            first_logp = policy.score(first_rows).tolist()
+            results.append({"transport": transport, "gaps": gaps, "first_logp": first_logp})
     if dist.get_rank() == 0:
         (directory / "found.json").write_text(json.dumps(results))
     dist.barrier()
