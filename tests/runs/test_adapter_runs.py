@@ -25,9 +25,9 @@ ADAPTER = ("model.adapter={rank: 4, alpha: 8}", "checkpoint.every=2", "checkpoin
 
 
 @pytest.fixture(scope="module")
-def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps."""
-    out = tmp_path_factory.mktemp("adapters") / "whole"
+    out = tmp_path_factory.mktemp("adapters") / "finished"
     trainer = fit(configure(task, out, *FIXED, *ADAPTER))
     assert trainer.components.policy.reference is None, "the fixed reference has no weights of its own"
     return out
@@ -37,9 +37,9 @@ def adapter_of(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "adapter_model.safetensors")
 
 
-def test_the_export_is_the_base_with_its_adapters_merged(task: Path, whole: Path) -> None:
-    base, merged = load_file(task / "model" / "model.safetensors"), weights(whole)
-    adapters, moved = adapter_of(whole / "hf" / "adapter"), 0
+def test_the_export_is_the_base_with_its_adapters_merged(task: Path, finished: Path) -> None:
+    base, merged = load_file(task / "model" / "model.safetensors"), weights(finished)
+    adapters, moved = adapter_of(finished / "hf" / "adapter"), 0
     assert merged.keys() == base.keys()
     for name, weight in base.items():
         stem = f"base_model.model.{name.removesuffix('.weight')}"
@@ -51,32 +51,32 @@ def test_the_export_is_the_base_with_its_adapters_merged(task: Path, whole: Path
     assert moved > 0
 
 
-def test_the_embedded_engine_samples_with_the_adapters(whole: Path) -> None:
+def test_the_embedded_engine_samples_with_the_adapters(finished: Path) -> None:
     """Its log-probs are the trainer's, step after step; without the adapters they would drift away."""
-    gaps = [line["mismatch/kl"] for line in records(whole) if "mismatch/kl" in line]
+    gaps = [line["mismatch/kl"] for line in records(finished) if "mismatch/kl" in line]
     assert gaps and max(gaps) < 1e-6
 
 
-def test_a_checkpoint_is_small_and_says_what_it_is(task: Path, whole: Path) -> None:
-    step = whole / "checkpoints" / "step_00000004"
+def test_a_checkpoint_is_small_and_says_what_it_is(task: Path, finished: Path) -> None:
+    step = finished / "checkpoints" / "step_00000004"
     record = json.loads((step / "state.json").read_text())["adapter"]
     assert (record["type"], record["rank"], record["alpha"]) == ("canonical_lora", 4, 8)
     assert record["base"]["bytes"] > 0 and len(record["base"]["sha256"]) == 64
-    held = sum(file.stat().st_size for file in step.rglob("*.distcp"))
-    assert held < 0.5 * (task / "model" / "model.safetensors").stat().st_size
+    checkpoint_bytes = sum(file.stat().st_size for file in step.rglob("*.distcp"))
+    assert checkpoint_bytes < 0.5 * (task / "model" / "model.safetensors").stat().st_size
 
 
 def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
-    task: Path, whole: Path, tmp_path: Path
+    task: Path, finished: Path, tmp_path: Path
 ) -> None:
     config = configure(task, tmp_path, *FIXED, *ADAPTER)
     fit(config, [StopAfter(2)])
     fit(config, resume=True)
-    assert_same_run(whole, tmp_path)
+    assert_same_run(finished, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ("base", "adapters for another base model than model.path"),
         ("alpha", "has adapters with alpha=8, and model.adapter has 16"),
@@ -84,10 +84,10 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
     ],
 )
 def test_a_checkpoint_of_another_adapter_is_refused(
-    task: Path, whole: Path, tmp_path: Path, change: str, said: str
+    task: Path, finished: Path, tmp_path: Path, change: str, message: str
 ) -> None:
     out, overrides = tmp_path / "out", [*FIXED, *ADAPTER]
-    shutil.copytree(whole, out)
+    shutil.copytree(finished, out)
     if change == "base":
         shutil.copytree(task / "model", tmp_path / "model")
         file = tmp_path / "model" / "model.safetensors"
@@ -99,22 +99,24 @@ def test_a_checkpoint_of_another_adapter_is_refused(
         overrides[len(FIXED)] = "model.adapter={rank: 4, alpha: 16}"
     if change == "none":
         overrides[len(FIXED)] = "model.adapter=null"
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         checkpoint_to_hugging_face(configure(task, out, *overrides), tmp_path / "hf")
 
 
 def test_adapters_are_exported_alone_and_another_run_starts_from_them(
-    task: Path, whole: Path, tmp_path: Path
+    task: Path, finished: Path, tmp_path: Path
 ) -> None:
     """A fixed reference is then the adapters that the run began with, so it has weights of its own."""
     alone = tmp_path / "adapter"
-    checkpoint_to_hugging_face(configure(task, whole, *FIXED, *ADAPTER), alone, None, adapter_only=True)
-    ours, theirs = adapter_of(alone), adapter_of(whole / "hf" / "adapter")
+    checkpoint_to_hugging_face(configure(task, finished, *FIXED, *ADAPTER), alone, None, adapter_only=True)
+    alone_by_name, exported_by_name = adapter_of(alone), adapter_of(finished / "hf" / "adapter")
     assert sorted(file.name for file in alone.iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+    assert alone_by_name.keys() == exported_by_name.keys() and all(
+        torch.equal(alone_by_name[n], exported_by_name[n]) for n in alone_by_name
+    )
     path = f"model.adapter.path={alone}"
     config = configure(task, tmp_path / "out", *FIXED, *SHORT, *ADAPTER, path, "train.steps=1")
     trainer = fit(config)
@@ -125,10 +127,12 @@ def test_adapters_are_exported_alone_and_another_run_starts_from_them(
         fit(without, resume=True)
 
 
-def test_a_reference_that_the_checkpoint_lacks_is_no_damage(task: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_reference_that_the_checkpoint_lacks_is_no_damage(
+    task: Path, finished: Path, tmp_path: Path
+) -> None:
     """The run's reference was the base model; resumed with adapters to begin with, it would be those."""
-    shutil.copytree(whole, tmp_path / "out")
-    path = f"model.adapter.path={whole / 'hf' / 'adapter'}"
+    shutil.copytree(finished, tmp_path / "out")
+    path = f"model.adapter.path={finished / 'hf' / 'adapter'}"
     with pytest.raises(CheckpointError, match="step_00000004 has no weights of a reference policy"):
         fit(configure(task, tmp_path / "out", *FIXED, *ADAPTER, path, "train.steps=5"), resume=True)
 
@@ -160,7 +164,7 @@ def broken(directory: Path, change: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ("nan", "values that are NaN or infinite"),
         ("integers", "has integers: want floating-point numbers"),
@@ -173,17 +177,17 @@ def broken(directory: Path, change: str) -> None:
     ],
 )
 def test_a_directory_of_another_kind_is_refused(
-    task: Path, whole: Path, tmp_path: Path, change: str, said: str
+    task: Path, finished: Path, tmp_path: Path, change: str, message: str
 ) -> None:
     directory = tmp_path / "adapter"
     if change == "none":
         directory.mkdir()
     else:
-        shutil.copytree(whole / "hf" / "adapter", directory)
+        shutil.copytree(finished / "hf" / "adapter", directory)
         broken(directory, change)
     options = configure(task, tmp_path, *ADAPTER).model.adapter
     assert options is not None
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read_adapter(directory, options, LAYERS)
 
 
@@ -191,11 +195,11 @@ def test_a_directory_of_another_kind_is_refused(
 def test_adapters_that_peft_takes_out_of_the_base_are_refused(
     task: Path, tmp_path: Path, init: str, refused: bool
 ) -> None:
-    """PEFT's model is the base less the first values, plus the adapter; ours would be the base plus it."""
-    given = {"r": 4, "lora_alpha": 8, "target_modules": list(LAYERS), "init_lora_weights": init}
+    """PEFT's model is the base less the first values, plus the adapter; ours is the base plus the adapter."""
+    peft_options = {"r": 4, "lora_alpha": 8, "target_modules": list(LAYERS), "init_lora_weights": init}
     model = AutoModelForCausalLM.from_pretrained(task / "model")
     before = model.model.layers[0].mlp.up_proj.weight.detach().clone()
-    tuned = peft.get_peft_model(model, peft.LoraConfig(**given))
+    tuned = peft.get_peft_model(model, peft.LoraConfig(**peft_options))
     tuned.save_pretrained(tmp_path)
     after = tuned.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight
     assert torch.equal(before, after) != refused
@@ -209,7 +213,7 @@ def test_adapters_that_peft_takes_out_of_the_base_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ("missing", "it lacks 1 tensor"),
         ("unexpected", "it has 1 tensor .*layers.9.mlp.up_proj"),
@@ -217,18 +221,18 @@ def test_adapters_that_peft_takes_out_of_the_base_are_refused(
     ],
 )
 def test_tensors_that_are_not_the_models_are_refused(
-    task: Path, whole: Path, tmp_path: Path, change: str, said: str
+    task: Path, finished: Path, tmp_path: Path, change: str, message: str
 ) -> None:
     directory = tmp_path / "adapter"
-    shutil.copytree(whole / "hf" / "adapter", directory)
+    shutil.copytree(finished / "hf" / "adapter", directory)
     broken(directory, change)
     path = f"model.adapter.path={directory}"
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         fit(configure(task, tmp_path / "out", *FIXED, *SHORT, *ADAPTER, path))
 
 
-def test_a_damaged_tensor_is_named(task: Path, whole: Path, tmp_path: Path) -> None:
-    shutil.copytree(whole / "hf" / "adapter", tmp_path / "adapter")
+def test_a_damaged_tensor_is_named(task: Path, finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished / "hf" / "adapter", tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
