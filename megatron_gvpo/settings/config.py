@@ -100,17 +100,22 @@ def _keys_of(values: Any, *path: str) -> dict[str, Any] | None:
     return dict(values)
 
 
-def load_config(files: Sequence[str | Path], overrides: Iterable[str] = ()) -> Config:
-    """Read and merge YAML files (later ones win), apply `key.sub=value` overrides, validate.
-
-    Raises ConfigError.
-    """
+def merged_values(files: Sequence[str | Path], overrides: Iterable[str]) -> dict[str, Any]:
+    """Merge YAML files, of which later ones win, and then `key.sub=value` overrides. Raises ConfigError."""
     merged: dict[str, Any] = {}
     for file in files:
         merged = merge(merged, read_yaml(Path(file)))
     for override in overrides:
         merged = merge(merged, parse_override(override))
-    return build_config(merged)
+    return merged
+
+
+def load_config(files: Sequence[str | Path], overrides: Iterable[str] = ()) -> Config:
+    """Read and merge YAML files (later ones win), apply `key.sub=value` overrides, validate.
+
+    Raises ConfigError.
+    """
+    return build_config(merged_values(files, overrides))
 
 
 def build_config(values: Mapping[str, Any]) -> Config:

@@ -321,7 +321,7 @@ class MuonConfig(Section):
     momentum: Decay = 0.95  # Decay rate of the moment.
     nesterov: bool = True  # Also look ahead: mix the gradient into the moment before it is orthogonalised.
     steps: int = Field(5, ge=1, le=20)  # Newton-Schulz iterations of an update.
-    # What multiplies an orthogonalised matrix of R rows and C columns. `adamw`: 0.2 sqrt(max(R, C)), so that
+    # The factor of an orthogonalised matrix of R rows and C columns. `adamw`: 0.2 sqrt(max(R, C)), so that
     # updates are as large as AdamW's with the same learning rate; `shape_scaling`: sqrt(max(1, R / C)), as in
     # the first description of Muon; `unit_rms_norm`: sqrt(R / C).
     scale: Literal["adamw", "shape_scaling", "unit_rms_norm"] = "adamw"

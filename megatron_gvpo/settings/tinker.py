@@ -11,12 +11,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field, PositiveInt, ValidationError, model_validator
 
-from megatron_gvpo.algorithms.recipe import merge
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.secrets import from_variable, resolve
 from megatron_gvpo.core.section import EVERY_KEY, MIB, LocalPath, Section, Seed
-from megatron_gvpo.core.yaml_files import read_yaml
-from megatron_gvpo.settings.config import parse_override
+from megatron_gvpo.settings.config import merged_values
 from megatron_gvpo.settings.explain import explain
 from megatron_gvpo.settings.parallel import ParallelConfig
 from megatron_gvpo.settings.sections import ModelConfig
@@ -81,13 +79,9 @@ def load_tinker_config(files: Sequence[str | Path], overrides: Iterable[str] = (
 
     Raises ConfigError.
     """
-    merged: dict[str, Any] = {}
-    for file in files:
-        merged = merge(merged, read_yaml(Path(file)))
-    for override in overrides:
-        merged = merge(merged, parse_override(override))
+    values = merged_values(files, overrides)
     try:
-        return TinkerConfig.model_validate(merged)
+        return TinkerConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain(error, TinkerConfig)) from None
     except ValueError as error:

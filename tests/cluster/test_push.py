@@ -93,7 +93,7 @@ def test_the_predicted_bytes_of_a_colocated_push_are_those_of_a_plan():
         sends[parcel.owner // 8] += parcel.nbytes
     predicted = push_time.colocated(model, workload.gpu("h800"), layout)
     assert max(sends.values()) / 8 == pytest.approx(predicted.busiest_trainer, rel=1e-3)
-    # What is not split among tensor-parallel ranks, 0.1 %, is predicted to go to every rank.
+    # The prediction sends unsplit tensors, 0.1 %, to every tensor-parallel rank.
     assert max(gets.values()) == pytest.approx(predicted.busiest_trainer, rel=0.01)
     total = sum(parcel.nbytes for parcel in plan.parcels if parcel.first == 16)
     assert total == pytest.approx(predicted.server, rel=0.01)

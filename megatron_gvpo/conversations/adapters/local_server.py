@@ -49,7 +49,7 @@ class LocalServer:
         """Start it and wait until it listens; returns its URL. Raises LocalServerFailed with the reason."""
         [self._port] = free_ports(1, _HOST)
         command = list(self._command(self._port))
-        # What Python found for the trainer is not for another Python environment.
+        # Another Python environment must not see the trainer's packages.
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
         try:
             self._process = subprocess.Popen(

@@ -123,7 +123,7 @@ class Shards:
         self._store.set(f"counted.{self._rank}", json.dumps(counted))
 
     def _stored(self, key: str) -> Any:
-        """What another rank writes in the group's store. Raises RuntimeError if the push has failed there."""
+        """Read another rank's value in the group's store. Raises RuntimeError if the push failed there."""
         begin = time.monotonic()
         while not self._store.check([key]):
             if self._store.check([STOP]):
