@@ -38,6 +38,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "megatron_gvpo/data": ("checkpoint",),
     "megatron_gvpo/conversations": ("servers",),
     "megatron_gvpo/emulation": (),
+    "megatron_gvpo/evals": ("servers",),
     "megatron_gvpo/huggingface": ("settings", "megatron"),
     "megatron_gvpo/inspection": (),
     "megatron_gvpo/kernels": ("megatron",),
