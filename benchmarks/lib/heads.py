@@ -13,7 +13,7 @@ from megatron_gvpo.kernels.linear_logprob import linear_logprob
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (hidden_th, weight_vh, labels_t, g_t) -> scalar
 
-OURS = ("recompute", "weights_first", "stash", "stash_2gb", "stash_10gb", "recompute_triton")
+OURS = ("recompute", "weights_first", "stash", "stash_2gb", "stash_10gb")
 PEERS = ("compiled", "torch_linear_ce", "liger", "quack", "cce", "cce_exact")
 NOTES = {
     "naive": "full logits, log_softmax, gather, autograd",
@@ -24,7 +24,6 @@ NOTES = {
     "cce": "cut-cross-entropy, reduction none; drops small gradients",
     "cce_exact": "cut-cross-entropy, nothing dropped",
     "recompute": "linear_logprob, weights with the backward, which computes the logits again",
-    "recompute_triton": "recompute, with the forward in one Triton kernel",
     "weights_first": "linear_logprob, weights with the forward",
     "stash": "linear_logprob, weights with the backward, exponentials kept (at most --stash-mib)",
     "stash_2gb": "stash, 2 GB at most",
@@ -42,8 +41,6 @@ def head(name: str, stash_bytes: int, logits_bytes: int | None) -> Loss:
             return torch.compile(_naive, dynamic=False)
         case "recompute":
             return weights_last
-        case "recompute_triton":
-            return partial(weights_last, backend="triton")
         case "stash":
             return partial(weights_last, stash_bytes=stash_bytes)
         case "stash_2gb":

@@ -9,16 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_gvpo.kernels.mathematics import accumulator, addmm_, empty_statistics, merge_statistics, operand
+from megatron_gvpo.kernels.mathematics import accumulator, addmm_, merge_statistics
 from megatron_gvpo.kernels.supports import Supports
+
+CHUNK_ROWS = 4096
 
 
 class Tiles(ABC):
     """A backend's operations on a tile of logits z_rv [rows, columns], in the accumulator's dtype.
 
-    The rows of z_rv are contiguous. `labels_r` are column numbers of the tile; a number outside the tile
-    means that another tile has the label. mathematics.py defines `stats_sr`. The content of z_rv after
-    `statistics_` is private to the backend: only its `weights_first_gradient_` reads it.
+    The rows of z_rv are contiguous, and its content is lost. `labels_r` are column numbers of the tile; a
+    number outside the tile means that another tile has the label. mathematics.py defines the statistics.
     """
 
     @abstractmethod
@@ -26,23 +27,11 @@ class Tiles(ABC):
         """Return the statistics of the tile's columns."""
 
     @abstractmethod
-    def stash_(self, z_rv: Tensor, labels_r: Tensor, out_rv: Tensor) -> Tensor:
+    def stash_(self, z_rv: Tensor, labels_r: Tensor, out_rv: Tensor, entropy: bool) -> Tensor:
         """out_rv <- e^(z - row maximum); returns the statistics. out_rv may be z_rv itself."""
 
     @abstractmethod
-    def weights_first_gradient_(
-        self,
-        z_rv: Tensor,
-        piece_sr: Tensor,
-        merged_sr: Tensor,
-        labels_r: Tensor,
-        g_r: Tensor,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """g (1[label] - p) in `dtype`, for a tile after `statistics_`, which returned `piece_sr`."""
-
-    @abstractmethod
-    def weights_last_gradient_(
+    def gradient_(
         self,
         z_rv: Tensor,
         max_r: Tensor,
@@ -52,30 +41,15 @@ class Tiles(ABC):
         g_r: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
-        """e^(z - max) (offset + slope (z - max)) + 1[label] g in `dtype`, for a tile of logits."""
-
-    def scan(self, head: Head, x_rh: Tensor, weight_vh: Tensor, labels_r: Tensor, rows: slice) -> Tensor:
-        """Return the statistics of all columns of the shard; `rows`: the head's rows that x_rh holds.
-
-        This default goes tile by tile and reads every row of W once, for all tokens.
-        """
-        dtype = accumulator(weight_vh.dtype)
-        slices = head.slices(head.columns, len(x_rh), dtype.itemsize)
-        buffer = Buffer(x_rh, len(x_rh) * longest(slices))
-        stats_sr = empty_statistics(labels_r, dtype, head.entropy)
-        for columns in slices:
-            tile_rv = buffer.tile(len(x_rh), length(columns))
-            z_rv = head.logits(tile_rv, x_rh, operand(weight_vh[columns]), rows, columns.start)
-            piece_sr = self.statistics_(z_rv, labels_r - columns.start, head.entropy)
-            stats_sr = merge_statistics(torch.stack((stats_sr, piece_sr)))
-        return stats_sr
+        """e^(z - max) (offset + slope (z - max)) + 1[label] g in `dtype`."""
 
 
 class Buffer:
-    """Memory for one tile of logits at a time."""
+    """Memory for one tile of logits, or chunk of rows, at a time."""
 
-    def __init__(self, like: Tensor, numel: int) -> None:
-        self._flat = like.new_empty(numel, dtype=accumulator(like.dtype))
+    def __init__(self, like: Tensor, numel: int, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: default: the accumulator's dtype of `like`, whose device it takes."""
+        self._flat = like.new_empty(numel, dtype=accumulator(like.dtype) if dtype is None else dtype)
 
     def tile(self, rows: int, columns: int) -> Tensor:
         return self._flat[: rows * columns].view(rows, columns)
@@ -91,16 +65,26 @@ class Head:
     tp_group: dist.ProcessGroup | None
     logits_bytes: int  # most bytes of one tile
     stash_rows: int  # the first rows: their exponentials are kept for the backward
-    stash_dtype: torch.dtype
+    stash_dtype: torch.dtype  # of exponentials, until both products are computed
     tiles: Tiles
     supports: Supports | None = None  # of all rows, in this shard's columns; None: the whole vocabulary
 
     def slices(self, total: int, across: int, itemsize: int) -> list[slice]:
         """Cut `total` into slices such that a tile, one slice by `across` numbers, fits logits_bytes."""
         step = max(1, self.logits_bytes // (itemsize * max(across, 1)))
-        if step > 16:
-            step -= step % 16  # matrix products are faster with aligned rows
-        return [slice(start, min(start + step, total)) for start in range(0, total, step)]
+        if step > 16:  # products are faster with aligned rows; a GPU's compute 128 rows at a time
+            step -= step % (128 if step >= 512 else 16)
+        return _cut(total, step)
+
+    def chunks(self, total: int, across: int, dtype: torch.dtype) -> list[slice]:
+        """Cut `total` rows of `across` numbers for products over all columns of a chunk.
+
+        `dtype`: the accumulator's. A chunk in a smaller dtype has CHUNK_ROWS rows, however many tiles that
+        takes: each chunk's product reads and writes all of dW. In the accumulator's dtype a chunk is a tile.
+        """
+        if self.stash_dtype == dtype:
+            return self.slices(total, across, dtype.itemsize)
+        return _cut(total, CHUNK_ROWS)
 
     def temperature_of(self, rows: slice) -> float | Tensor:
         return self.temperature[rows] if isinstance(self.temperature, Tensor) else self.temperature
@@ -126,6 +110,10 @@ class Head:
         stats_ksr = stats_sr.new_empty(self.tp_group.size(), *stats_sr.shape)
         dist.all_gather(list(stats_ksr), stats_sr, self.tp_group)
         return merge_statistics(stats_ksr)
+
+
+def _cut(total: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, total)) for start in range(0, total, step)]
 
 
 def length(part: slice) -> int:

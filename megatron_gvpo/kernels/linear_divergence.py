@@ -1,8 +1,9 @@
 """The divergence of a student from a teacher over the whole vocabulary, without storing the logits.
 
 The logits of both exist one tile of tokens at a time, in fp32. The weight of every token in the loss is known
-before the forward, so the forward computes both gradients, as `WeightsFirst` does: 6 r h v flops, and
-2 r h v of the teacher's h. It keeps nothing but the gradients, and takes one tile more than that mode.
+before the forward, so the forward computes both gradients, as `WeightsFirst` does, from chunks of dL/dz in
+the dtype of the products' operands: 6 r h v flops, and 2 r h v of the teacher's h. It keeps nothing but the
+gradients, and takes one tile more than that mode.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from torch.autograd.function import once_differentiable
 
 from megatron_gvpo.kernels.divergence import Divergence, merge_rest_, normalise_, statistics
 from megatron_gvpo.kernels.head import Buffer, Head, length, longest
-from megatron_gvpo.kernels.head_autograd import scaled_gradients
 from megatron_gvpo.kernels.linear_logprob import own_columns, tile_bytes, tiles_of
 from megatron_gvpo.kernels.mathematics import (
     accumulator,
-    addmm_,
     logp_of,
     merge_statistics,
     operand,
     operand_dtype,
 )
+from megatron_gvpo.kernels.stash import RowProducts
+from megatron_gvpo.kernels.weights_first import KnownGradients
 
 
 class TeacherLogits(NamedTuple):
@@ -56,6 +57,8 @@ def linear_divergence(
     tp_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     logits_bytes: int | None = None,
+    stash_dtype: torch.dtype | None = None,
+    upstream: float | None = None,
 ) -> LinearDivergence:
     """Compute `divergence` of softmax(hidden_rh @ weight_vh^T / temperature) from the teacher's, per token.
 
@@ -77,9 +80,12 @@ def linear_divergence(
         tp_group: the tensor-parallel group; it exchanges 32 bytes a token, with top_k 4 k + 8 more.
         vocab_size: rows of the student's whole vocabulary from here on are padding.
         logits_bytes: the most bytes of one tile of logits; there are two. Default as `linear_logprob`.
+        stash_dtype: of dL/dz between its computation and the products, as for `linear_logprob`.
+        upstream: as for `linear_logprob`.
 
     Raises:
         ValueError: shapes or sizes that do not fit together.
+        RuntimeError: in the backward, if `surrogate` has another factor than `upstream`.
     """
     tp_size, tp_rank = (tp_group.size(), tp_group.rank()) if tp_group is not None else (1, 0)
     shard = len(weight_vh)
@@ -99,18 +105,20 @@ def linear_divergence(
         tp_group=tp_group if tp_size > 1 else None,
         logits_bytes=tile_bytes(hidden_rh) if logits_bytes is None else logits_bytes,
         stash_rows=0,
-        stash_dtype=weight_vh.dtype,
+        stash_dtype=operand_dtype(weight_vh.dtype, weight_vh.device) if stash_dtype is None else stash_dtype,
         tiles=tiles_of("auto", weight_vh),
     )
     labels_r = labels_r - tp_rank * shard
     shared = TeacherLogits(teacher.hidden_rh.detach(), teacher.weight_vh[:common].detach(), common)
     return LinearDivergence(
-        *_DivergenceFirst.apply(hidden_rh, weight_vh, shared, labels_r, weight_r.detach(), divergence, head)
+        *_DivergenceFirst.apply(
+            hidden_rh, weight_vh, shared, labels_r, weight_r.detach(), divergence, head, upstream
+        )
     )
 
 
 class _DivergenceFirst(torch.autograd.Function):
-    """Computes the gradients of sum(weight_r * divergence_r) in the forward; the backward scales them."""
+    """Computes the gradients of sum(weight_r * divergence_r) in the forward; the backward returns them."""
 
     @staticmethod
     def forward(
@@ -122,44 +130,32 @@ class _DivergenceFirst(torch.autograd.Function):
         weight_r: Tensor,
         divergence: Divergence,
         head: Head,
+        upstream: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype = accumulator(hidden_rh.dtype)
-        factors = operand_dtype(weight_vh.dtype, weight_vh.device)
-        common = len(teacher.weight_vh)
-        x_rh, w_vh = operand(hidden_rh), operand(weight_vh[: head.columns])
-        of_teacher_rh, of_teacher_vh = operand(teacher.hidden_rh), operand(teacher.weight_vh)
-        # Count the padding too: all ranks need the same number of slices, because each has exchanges.
-        slices = head.slices(len(hidden_rh), len(weight_vh), dtype.itemsize)
-        own, other = (Buffer(hidden_rh, longest(slices) * n) for n in (head.columns, common))
-        dx_rh = torch.zeros_like(hidden_rh, dtype=dtype) if ctx.needs_input_grad[0] else None
-        dw_vh = torch.zeros_like(weight_vh, dtype=dtype) if ctx.needs_input_grad[1] else None
+        dtype, common = accumulator(hidden_rh.dtype), len(teacher.weight_vh)
+        tiles = _Tiles(head, divergence, operand(weight_vh[: head.columns]), operand(teacher.weight_vh))
+        gradients = KnownGradients(hidden_rh, weight_vh, ctx.needs_input_grad, upstream)
+        # Count the padding too: all ranks need the same number of tiles, because each has exchanges.
+        chunks = head.chunks(len(hidden_rh), len(weight_vh), dtype)
+        in_place = head.stash_dtype == dtype
+        buffer = Buffer(hidden_rh, 0 if in_place else longest(chunks) * common, head.stash_dtype)
         result_sr = labels_r.new_zeros(2, len(labels_r), dtype=dtype)
-        for rows in slices:
-            z_rv = head.logits(own.tile(length(rows), head.columns), x_rh[rows], w_vh, rows)
-            y_rv = head.logits(other.tile(length(rows), common), of_teacher_rh[rows], of_teacher_vh, rows)
-            z_rv, only_rv = z_rv[:, :common], z_rv[:, common:]
-            stats_sr = statistics(head, z_rv, labels_r[rows])
-            only_sr = statistics(head, only_rv, labels_r[rows] - common)
-            normalise_(z_rv, head.merge_over_tp(stats_sr))
-            result_sr[1, rows] = logp_of(
-                head.merge_over_tp(merge_statistics(torch.stack((stats_sr, only_sr))))
-            )
-            normalise_(y_rv, head.merge_over_tp(statistics(head, y_rv, labels_r[rows])))
-            if divergence.top_k is not None:
-                merge_rest_(head, z_rv, y_rv, divergence.top_k)
-            sums_sr = divergence.statistics(z_rv, y_rv)
-            if head.tp_group is not None:
-                dist.all_reduce(sums_sr, group=head.tp_group)
-            result_sr[0, rows] = sums_sr[0]
-            if dx_rh is None and dw_vh is None:
-                continue
-            g_r = weight_r[rows].to(dtype) / head.temperature_of(rows)
-            d_rv = divergence.gradient_(z_rv, y_rv, sums_sr, g_r).to(factors)
-            if dx_rh is not None:
-                addmm_(dx_rh[rows], d_rv, w_vh[:common], beta=0)
-            if dw_vh is not None:
-                addmm_(dw_vh[:common], d_rv.T, x_rh[rows])
-        ctx.gradients, ctx.dtype, ctx.weight_vh = (dx_rh, dw_vh), hidden_rh.dtype, weight_vh
+        for chunk in chunks:
+            x_rh, y_rh = operand(hidden_rh[chunk]), operand(teacher.hidden_rh[chunk])
+            g_r = weight_r[chunk].to(dtype) * (gradients.factor / head.temperature_of(chunk))
+            d_rv = None if in_place else buffer.tile(length(chunk), common)
+            for rows in head.slices(length(chunk), len(weight_vh), dtype.itemsize):
+                of_head = slice(chunk.start + rows.start, chunk.start + rows.stop)
+                result_sr[:, of_head], tile_rv = tiles.compute(
+                    x_rh[rows], y_rh[rows], labels_r[of_head], g_r[rows], of_head, gradients.are_wanted
+                )
+                if d_rv is None:  # the chunk is this tile
+                    d_rv = tile_rv
+                else:
+                    d_rv[rows] = tile_rv
+            if gradients.are_wanted and d_rv is not None:
+                gradients.add(chunk, common, RowProducts(head, d_rv, x_rh, None), tiles.w_vh)
+        ctx.gradients = gradients
         divergence_r, logp_r = result_sr
         ctx.mark_non_differentiable(divergence_r, logp_r)
         return divergence_r, logp_r, (weight_r * divergence_r).sum()
@@ -167,4 +163,38 @@ class _DivergenceFirst(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _divergence: None, _logp: None, g: Tensor) -> tuple[Tensor | None, ...]:
-        return *scaled_gradients(ctx, g, "linear_divergence"), None, None, None, None, None
+        return *ctx.gradients.take(g, "linear_divergence"), *[None] * 6
+
+
+class _Tiles:
+    """Computes a tile of both models' logits, in memory that is used again for the next tile."""
+
+    def __init__(self, head: Head, divergence: Divergence, w_vh: Tensor, of_teacher_vh: Tensor) -> None:
+        self._head, self._divergence = head, divergence
+        self.w_vh, self._of_teacher_vh = w_vh, of_teacher_vh
+        self._buffers: tuple[Buffer, Buffer] | None = None
+
+    def compute(
+        self, x_rh: Tensor, y_rh: Tensor, labels_r: Tensor, g_r: Tensor, rows: slice, with_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the rows' divergences and labels' log-probs [2, r], and g dD/dz [r, v] of both's tokens."""
+        head, divergence, common = self._head, self._divergence, len(self._of_teacher_vh)
+        if self._buffers is None:  # the first tile is the largest
+            self._buffers = Buffer(x_rh, len(x_rh) * head.columns), Buffer(x_rh, len(x_rh) * common)
+        own, other = self._buffers
+        z_rv = head.logits(own.tile(len(x_rh), head.columns), x_rh, self.w_vh, rows)
+        t_rv = head.logits(other.tile(len(x_rh), common), y_rh, self._of_teacher_vh, rows)
+        z_rv, only_rv = z_rv[:, :common], z_rv[:, common:]
+        stats_sr = statistics(head, z_rv, labels_r)
+        only_sr = statistics(head, only_rv, labels_r - common)
+        normalise_(z_rv, head.merge_over_tp(stats_sr))
+        logp_r = logp_of(head.merge_over_tp(merge_statistics(torch.stack((stats_sr, only_sr)))))
+        normalise_(t_rv, head.merge_over_tp(statistics(head, t_rv, labels_r)))
+        if divergence.top_k is not None:
+            merge_rest_(head, z_rv, t_rv, divergence.top_k)
+        sums_sr = divergence.statistics(z_rv, t_rv)
+        if head.tp_group is not None:
+            dist.all_reduce(sums_sr, group=head.tp_group)
+        if with_gradient:
+            divergence.gradient_(z_rv, t_rv, sums_sr, g_r)
+        return torch.stack((sums_sr[0], logp_r)), z_rv

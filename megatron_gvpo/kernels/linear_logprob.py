@@ -28,9 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gvpo.kernels.head import Head, Tiles
-from megatron_gvpo.kernels.head_autograd import WeightsFirst, WeightsLast
 from megatron_gvpo.kernels.mathematics import accumulator, operand_dtype, reference_logprobs
 from megatron_gvpo.kernels.supports import Supports
+from megatron_gvpo.kernels.weights_first import WeightsFirst
+from megatron_gvpo.kernels.weights_last import WeightsLast
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 Mode = Literal["weights_first", "stash", "recompute", "forward", "reference", "supports"]
@@ -69,6 +70,7 @@ def linear_logprob(
     logits_bytes: int | None = None,
     backend: Backend = "auto",
     supports: Supports | None = None,
+    upstream: float | None = None,
 ) -> LinearLogprob:
     """Compute log softmax(hidden_rh @ weight_vh^T / temperature)[labels_r] without storing the logits.
 
@@ -79,7 +81,8 @@ def linear_logprob(
 
     The gradient of `hidden_rh` is this rank's part: the sum over `tp_group` is the gradient. The caller
     reduces it (Megatron: copy_to_tensor_model_parallel_region, or the sequence-parallel gather). The
-    gradient of `weight_vh` is added to its `main_grad` if Megatron's data parallelism gave it one.
+    gradient of `weight_vh` is added to its `main_grad` if Megatron's data parallelism gave it one: by the
+    backward, or already by the forward if it gets `weight_r` and `upstream`.
 
     Args:
         hidden_rh: [r, h] fp32, bf16 or fp64, hidden states of the positions that predict the labels; equal
@@ -96,14 +99,17 @@ def linear_logprob(
         stash_dtype: default: the dtype of the products' operands (bf16 on a GPU with bf16 inputs).
         logits_bytes: the most bytes of one tile of logits (a tile has at least one row or column);
             default 288 MiB, 512 MiB on a GPU.
-        backend: `reference`: all logits, under autograd. `chunked`: PyTorch's products, with small kernels
-            between them, in Triton on a GPU. `triton`: like chunked, but one kernel computes the forward's
-            product and softmax. `auto`: chunked.
+        backend: `reference`: all logits, under autograd. `chunked`: PyTorch's products, and between them
+            PyTorch's operations or, on a GPU, Triton's kernels. `triton`: these kernels, also where Triton
+            interprets them. `auto`: chunked.
         supports: the tokens that each label was sampled from, on hidden_rh's device: the softmax and the
             entropy are over these alone. All logits are computed (truncated_logprob.py computes fewer).
+        upstream: the factor by which the loss that is differentiated multiplies `surrogate`, if it is known.
+            None: any.
 
     Raises:
         ValueError: shapes, dtypes, sizes or backends that do not fit together.
+        RuntimeError: in the backward, if `surrogate` has another factor than `upstream`.
     """
     tp_size, tp_rank = (tp_group.size(), tp_group.rank()) if tp_group is not None else (1, 0)
     shard, dtype = weight_vh.shape[0], accumulator(weight_vh.dtype)
@@ -148,7 +154,9 @@ def linear_logprob(
     )
     labels_r = labels_r - tp_rank * shard
     if weight_r is not None and differentiable:
-        logp_r, entropy_r, surrogate = WeightsFirst.apply(hidden_rh, weight_vh, labels_r, weight_r, head)
+        logp_r, entropy_r, surrogate = WeightsFirst.apply(
+            hidden_rh, weight_vh, labels_r, weight_r, head, upstream
+        )
         return LinearLogprob(logp_r, entropy_r, surrogate, "weights_first")
     logp_r, entropy_r = WeightsLast.apply(hidden_rh, weight_vh, labels_r, head)
     surrogate = None if weight_r is None else (weight_r * logp_r).sum()
@@ -207,18 +215,18 @@ def tiles_of(backend: Backend, weight_vh: Tensor) -> Tiles:
     if backend == "triton":
         if not possible:
             raise ValueError("backend='triton' computes in fp32, and the inputs are fp64: use 'chunked'")
-        return _triton_tiles(fused=True)
+        return _triton_tiles()
     if weight_vh.is_cuda and possible and find_spec("triton") is not None:
-        return _triton_tiles(fused=False)
+        return _triton_tiles()
     from megatron_gvpo.kernels.torch_tiles import TorchTiles
 
     return TorchTiles()
 
 
 @cache
-def _triton_tiles(fused: bool) -> Tiles:
+def _triton_tiles() -> Tiles:
     try:
         from megatron_gvpo.kernels.triton_tiles import TritonTiles
     except ImportError as error:
         raise ValueError(f"backend='triton' needs Triton, which comes with torch for CUDA: {error}") from None
-    return TritonTiles(fused)
+    return TritonTiles()

@@ -25,25 +25,13 @@ class TorchTiles(Tiles):
         shifted_rv = z_rv.clone()
         return torch.stack((max_r, z_rv.exp_().sum(1), target_r, shifted_rv.mul_(z_rv).sum(1)))
 
-    def stash_(self, z_rv: Tensor, labels_r: Tensor, out_rv: Tensor) -> Tensor:
-        stats_sr = self.statistics_(z_rv, labels_r, entropy=False)
+    def stash_(self, z_rv: Tensor, labels_r: Tensor, out_rv: Tensor, entropy: bool) -> Tensor:
+        stats_sr = self.statistics_(z_rv, labels_r, entropy)
         if out_rv is not z_rv:
             out_rv.copy_(z_rv)
         return stats_sr
 
-    def weights_first_gradient_(
-        self,
-        z_rv: Tensor,
-        piece_sr: Tensor,
-        merged_sr: Tensor,
-        labels_r: Tensor,
-        g_r: Tensor,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        z_rv.mul_((-g_r * (piece_sr[0] - merged_sr[0]).exp() / merged_sr[1])[:, None])
-        return _add_at_labels_(z_rv, labels_r, g_r).to(dtype)
-
-    def weights_last_gradient_(
+    def gradient_(
         self,
         z_rv: Tensor,
         max_r: Tensor,

@@ -54,6 +54,7 @@ def truncated_logprob(
     logits_bytes: int | None = None,
     backend: Backend = "auto",
     narrow: int | None = None,
+    upstream: float | None = None,
 ) -> LinearLogprob:
     """Compute what `linear_logprob` computes, over the tokens that each label was sampled from.
 
@@ -109,6 +110,7 @@ def truncated_logprob(
             logits_bytes=logits_bytes,
             backend=backend,
             supports=rows.supports if rows.supports.count_r.any() else None,
+            upstream=upstream,
         )
 
     if isinstance(temperature, Tensor):

@@ -61,7 +61,8 @@ def run(
     """
     if model.vision is not None:
         model.vision.check(micro_batches)
-    scale = float(len(micro_batches) * parallel_state.get_data_parallel_world_size())
+    # Megatron multiplies by cp / micro-batches, and the average over ranks divides by `loss_factor`.
+    scale = loss_factor() * len(micro_batches) / parallel_state.get_context_parallel_world_size()
     cp_group = parallel_state.get_context_parallel_group()
 
     def loss(rows: TrainBatch, output: Any) -> tuple[Tensor, Any]:
@@ -102,6 +103,15 @@ def run(
         )
     drop_leftovers(model)
     return results
+
+
+def loss_factor() -> float:
+    """Return the factor by which `run` and Megatron's schedule multiply a micro-batch's part of the loss.
+
+    It is cp x ranks, by which the data-parallel average divides.
+    """
+    ranks = parallel_state.get_data_parallel_world_size() * parallel_state.get_context_parallel_world_size()
+    return float(ranks)
 
 
 def _call_chunk(model: Model, chunk: Any, batch: PackedBatch, head: Head) -> Any:
@@ -182,12 +192,15 @@ class LogprobHead:
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             vocab_size=self.vocab_size,
             stash_bytes=self.stash_bytes,
+            upstream=loss_factor(),
         )
 
     def _with_divergence(
         self, options: HeadDivergence, hidden_rh: Tensor, weight_vh: Tensor, batch: PackedBatch
     ) -> LinearLogprob:
-        result = options.of(hidden_rh, weight_vh, batch, self.temperature, self.vocab_size)
+        result = options.of(
+            hidden_rh, weight_vh, batch, self.temperature, self.vocab_size, upstream=loss_factor()
+        )
         if options.alone and not self.entropy:
             local = LinearLogprob(result.logp_r, None, result.surrogate.new_zeros(()), "weights_first")
         else:

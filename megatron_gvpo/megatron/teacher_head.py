@@ -50,9 +50,18 @@ class HeadDivergence:
     alone: bool
 
     def of(
-        self, hidden_rh: Tensor, weight_vh: Tensor, batch: PackedBatch, temperature: float, vocab_size: int
+        self,
+        hidden_rh: Tensor,
+        weight_vh: Tensor,
+        batch: PackedBatch,
+        temperature: float,
+        vocab_size: int,
+        upstream: float,
     ) -> LinearDivergence:
-        """Compute the divergence at the policy's hidden states, given its output weight and vocabulary."""
+        """Compute the divergence at the policy's hidden states, given its output weight and vocabulary.
+
+        `upstream`: the factor by which the loss that is differentiated multiplies it.
+        """
         teacher_rh = batch.rows.teacher_rh
         assert teacher_rh is not None, "a divergence needs the teacher's hidden states"
         return linear_divergence(
@@ -65,4 +74,5 @@ class HeadDivergence:
             temperature=temperature,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             vocab_size=vocab_size,
+            upstream=upstream,
         )

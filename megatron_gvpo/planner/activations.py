@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 STASH_BYTES = 1024 * 2**20  # default of train.head_stash_mb
 TILE_BYTES = 512 * 2**20  # a tile of logits in fp32 (kernels/linear_logprob.py)
+CHUNK_ROWS = 4096  # rows whose exponentials the head computes at once, in bf16 (kernels/head.py)
 CUBLAS_BYTES = 32 * 2**20  # a workspace, from Hopper on
 _B = 2  # bytes of an element in bf16
 _F = 4  # bytes of an element in fp32
@@ -133,16 +134,36 @@ class Activations:
 
     def head(self) -> float:
         """The fused head's own memory, whichever way it takes (docs/explanation/head.md)."""
+        return max(self._head_with_known_weights(), self._head_with_late_weights())
+
+    def _head_with_known_weights(self) -> float:
+        """Gradients of the states, and beside them a chunk of exponentials and a tile of logits.
+
+        Or, in the backward, the tensor that autograd gets in place of the table's gradient.
+        """
+        m, tp = self._model, self._layout.tp
+        chunk = min(CHUNK_ROWS, self._r)
+        rows = TILE_BYTES // (_F * m.vocab / tp)
+        rows -= rows % (128 if rows >= 512 else 16)
+        tile = _F * min(rows, chunk) * m.vocab / tp
+        exponentials = _B * chunk * m.vocab / tp
+        return _B * self._r * m.hidden + max(exponentials + tile, self._table)
+
+    def _head_with_late_weights(self) -> float:
+        """The stash, the gradients of the states, and what the recomputed rows need."""
         m, tp = self._model, self._layout.tp
         logits = _F * self._r * m.vocab / tp
-        tile = min(TILE_BYTES, logits)
-        halves = tile if logits > TILE_BYTES else tile / 2  # the gradient of a tile in bf16, and of the next
-        table, states = m.vocab * m.hidden / tp, self._r * m.hidden
-        known_first = _F * (table + states) + tile + halves
         stash = min(STASH_BYTES, logits / 2)
-        known_last = stash + 2 * _B * states
-        known_last += tile + max(halves, _B * table) if stash < logits / 2 else _B * table
-        return max(known_first, known_last)
+        stashed = self._r * stash / (logits / 2)
+        rest = self._r - stashed
+        tile = min(TILE_BYTES, _F * rest * m.vocab / tp)
+        recomputed = _F * rest * m.hidden + _B * stashed * m.hidden + 1.5 * tile  # with dL/dz in bf16
+        return stash + _B * self._r * m.hidden + max(recomputed, self._table)
+
+    @property
+    def _table(self) -> float:
+        """A rank's part of the output layer's weight."""
+        return _B * self._model.vocab * self._model.hidden / self._layout.tp
 
     def workspaces(self, dense: int, mixtures: int, is_last: bool) -> float:
         """Memory that stays between two updates on a stage with these layers.

@@ -14,7 +14,9 @@ from helpers.references.head_reference import (
 )
 from torch import Tensor
 from torch.nn.functional import embedding
+from torch.overrides import TorchFunctionMode
 
+from megatron_gvpo.kernels import head
 from megatron_gvpo.kernels.linear_logprob import linear_logprob
 
 
@@ -101,14 +103,14 @@ class Megatron(torch.nn.Parameter):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mode", ["weights_first", "stash", "partly", "recompute"])
+@pytest.mark.parametrize("mode", ["weights_first", "upstream", "stash", "partly", "recompute"])
 def test_main_grad_gets_dw_in_fp32(mode: str, dtype: torch.dtype, tied: bool):
     """Two micro-batches add to an existing gradient: nothing is lost, counted twice, or rounded to bf16."""
     hidden, weight, labels, g, _ = problem(20, 8, 30, 1.0, dtype)
     parameter = Megatron(weight)
     parameter.prepare(tied)
     want = torch.full((30, 8), 0.5, dtype=torch.float64)
-    stash = {"weights_first": 0, "stash": 1 << 20, "partly": 7 * 30 * 4, "recompute": 0}[mode]
+    stash = {"stash": 1 << 20, "partly": 7 * 30 * 4}.get(mode, 0)
     for rows, factor in ((slice(0, 12), 1.0), (slice(12, 20), -0.25)):
         x_rh = hidden[rows]
         if tied:  # the embedding's use, whose gradient is 1 a token
@@ -116,13 +118,114 @@ def test_main_grad_gets_dw_in_fp32(mode: str, dtype: torch.dtype, tied: bool):
             want.index_add_(0, labels[rows], torch.ones(len(x_rh), 8, dtype=torch.float64))
         else:
             used = torch.zeros(())
-        options = {"weight_r": factor * g[rows]} if mode == "weights_first" else {"stash_bytes": stash}
+        options = {
+            "weights_first": {"weight_r": factor * g[rows]},
+            "upstream": {"weight_r": g[rows], "upstream": factor},
+        }.get(mode, {"stash_bytes": stash})
+        before = parameter.main_grad.clone()
         out = linear_logprob(x_rh.clone().requires_grad_(), parameter, labels[rows], **options)
-        loss = out.surrogate if mode == "weights_first" else (factor * g[rows] * out.logp_r).sum()
+        assert torch.equal(parameter.main_grad, before) != (mode == "upstream")
+        if out.surrogate is None:
+            loss = (factor * g[rows] * out.logp_r).sum()
+        else:
+            loss = out.surrogate * options.get("upstream", 1.0)
         (loss + used).backward()
         want += naive(x_rh, weight, labels[rows], factor * g[rows])[3]
     assert parameter.grad_added_to_main_grad
     assert error(parameter.main_grad, want) < 2e-6
+
+
+def test_the_hook_of_a_weight_runs_once_a_micro_batch():
+    """Megatron counts on it: it reduces a bucket's gradients when the hooks of all its weights have run."""
+    hidden, weight, labels, g, _ = problem(20, 8, 30)
+    parameter, calls = Megatron(weight), []
+    parameter.prepare(tied=False)
+    parameter.register_post_accumulate_grad_hook(calls.append)
+    for options in ({"upstream": 1.0}, {}):
+        out = linear_logprob(hidden.clone().requires_grad_(), parameter, labels, weight_r=g, **options)
+        assert not calls
+        out.surrogate.backward()
+        assert len(calls) == 1
+        calls.clear()
+
+
+@pytest.mark.parametrize("has_main_grad", [False, True])
+def test_another_factor_than_the_announced_one_is_an_error(has_main_grad: bool):
+    hidden, weight, labels, g, _ = problem(20, 8, 30)
+    parameter = Megatron(weight)
+    if has_main_grad:
+        parameter.prepare(tied=False)
+    options = {"weight_r": g, "upstream": 2.0}
+    out = linear_logprob(hidden.clone().requires_grad_(), parameter, labels, **options)
+    with pytest.raises(RuntimeError, match=r"would be 2\.0: another arrived"):
+        out.surrogate.backward()
+    rounded = 2 / torch.tensor(3.0) * 3
+    linear_logprob(hidden, parameter, labels, **options).surrogate.mul(rounded).backward()
+
+
+@pytest.mark.parametrize("wanted", ["both", "states", "weight"])
+def test_a_known_upstream_gradient_is_applied_in_the_forward(wanted: str):
+    """Also without Megatron's buffer, and where a head or all layers below it are frozen."""
+    hidden, weight, labels, g, _ = problem(20, 8, 30)
+    *_, dx, dw = naive(hidden, weight, labels, -0.7 * g)
+    x, w = (
+        t.clone().requires_grad_(wanted in ("both", n)) for t, n in ((hidden, "states"), (weight, "weight"))
+    )
+    (-0.7 * linear_logprob(x, w, labels, weight_r=g, upstream=-0.7).surrogate).backward()
+    for leaf, want in ((x, dx), (w, dw)):
+        assert (leaf.grad is None) != leaf.requires_grad
+        assert leaf.grad is None or error(leaf.grad, want) < 2e-6
+
+
+class Products(TorchFunctionMode):
+    """Records the shape of each product's result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.addmm:
+            self.shapes.append(tuple(args[0].shape))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("temperature", [0.7, "by row"])
+@pytest.mark.parametrize("upstream", [None, 3.0])
+def test_chunks_in_bf16_have_many_rows(
+    upstream: float | None, temperature: float | str, monkeypatch: pytest.MonkeyPatch
+):
+    """Three chunks of 16, 16 and 8 rows, in tiles of 5 rows: dW is one product a chunk, not one a tile."""
+    monkeypatch.setattr(head, "CHUNK_ROWS", 16)
+    hidden, weight, labels, g, _ = problem(40, 32, 97, 3.0)
+    options = {"temperature": temperature, "vocab_size": 90}
+    if temperature == "by row":
+        options["temperature"] = torch.linspace(0.5, 2, 40)
+    labels.clamp_(max=89)
+    logp, _, dx, dw = naive(hidden, weight, labels, g * (upstream or 1.0), **options)
+    x, w = hidden.requires_grad_(), Megatron(weight)
+    w.prepare(tied=False)
+    tile = 4 * 97 * 5
+    with Products() as products:
+        out = linear_logprob(
+            x,
+            w,
+            labels,
+            weight_r=g,
+            upstream=upstream,
+            stash_dtype=torch.bfloat16,
+            logits_bytes=tile,
+            **options,
+        )
+    (out.surrogate * (upstream or 1.0)).backward()
+    assert products.shapes.count((90, 32)) == 3
+    assert [s for s in products.shapes if s[1] == 90] == [
+        *[(5, 90), (5, 90), (5, 90), (1, 90)] * 2,
+        (5, 90),
+        (3, 90),
+    ]
+    assert error(out.logp_r, logp) < 3e-6
+    assert max(error(x.grad, dx), error(w.main_grad - 0.5, dw)) < 2**-7
 
 
 def test_a_main_grad_in_the_wrong_dtype_is_left_to_megatron():

@@ -21,8 +21,6 @@ def ways(weight_r: Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "weights_first", {"weight_r": weight_r}
     yield "stash", {"stash_bytes": EVERYTHING}
     yield "recompute", {}
-    if weight_r.is_cuda:
-        yield "stash, triton", {"stash_bytes": EVERYTHING, "backend": "triton"}
 
 
 def head(smoke: bool) -> dict[str, Any]:

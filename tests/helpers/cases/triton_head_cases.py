@@ -31,16 +31,12 @@ TRITON = {"backend": "triton"}
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give small shapes several blocks of columns, splits of the vocabulary and groups of rows."""
+    """Give small shapes several blocks of columns."""
     set_small_blocks(monkeypatch.setattr)
 
 
 def set_small_blocks(setattr) -> None:
-    tile = {"ROWS": 16, "COLUMNS": 16, "HIDDEN": 16, "GROUP": 2, "num_warps": 8, "num_stages": 4}
-    setattr(triton_tiles, "scan_tile", lambda *shape: tile)
     setattr(triton_tiles, "ROW_BLOCK", 32)
-    setattr(triton_tiles, "SPLITS", 3)
-    setattr(triton_tiles, "PROGRAMS", 1)
 
 
 FLAT, PEAKED = (pytest.param(s, marks=pytest.mark.proof, id=n) for s, n in ((0.01, "flat"), (8.0, "peaked")))

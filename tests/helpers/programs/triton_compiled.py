@@ -3,7 +3,7 @@
     python triton_compiled.py 80 90 100     # compute capabilities
 
 A line for each kernel: {"capability", "kernel", "entropy", "registers" and "stack" (of a thread; bytes of the
-stack are spills), "shared" (bytes of a block), "tensor_cores", "wide" (loads of 16 bytes)}.
+stack are spills), "shared" (bytes of a block), "wide" (loads of 16 bytes)}.
 """
 
 from __future__ import annotations
@@ -16,38 +16,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_gvpo.kernels import triton_tiles as kernels
 
-SIZES = ("columns", "hidden", "per_split")  # multiples of 16, as Triton finds out at a launch
 
-
-def build(
-    capability: int,
-    kernel: Any,
-    dtype: str,
-    constants: dict[str, Any],
-    sizes: tuple[str, ...] = SIZES,
-    num_warps: int = 8,
-    num_stages: int = 3,
-) -> dict[str, Any]:
-    """Compile one kernel; `sizes`: the arguments that are multiples of 16, as are strides with "hidden"."""
-    pointers = {"labels": "*i64", "x": dtype, "w": dtype, "out": dtype}
+def build(capability: int, kernel: Any, dtype: str, constants: dict[str, Any]) -> dict[str, Any]:
+    """Compile one kernel; columns and strides are multiples of 16, as Triton finds out at a launch."""
+    pointers = {"labels": "*i64", "out": dtype}
     signature, aligned = {}, {}
     for i, name in enumerate(kernel.arg_names):
-        integer = name.endswith("stride") or name in ("rows", "splits", *SIZES)
+        integer = name.endswith("stride") or name in ("rows", "columns")
         signature[name] = "i32" if integer else pointers.get(name, "*fp32")
         if name in constants:
             signature[name] = "constexpr"
-        stride = name.endswith("stride") and "hidden" in sizes
-        if signature[name][0] == "*" or stride or name in sizes:
+        if signature[name][0] == "*" or name.endswith("stride") or name == "columns":
             aligned[i,] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+    options = {"num_warps": 8, "num_stages": 3}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.TemporaryDirectory() as directory:
         cubin = Path(directory, "kernel.cubin")
@@ -55,34 +43,21 @@ def build(
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         text = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True).stdout
     usage = dict(part.split(":")[:2] for part in text.split("\n")[-2].split() if part.count(":") == 1)
-    ptx = made.asm["ptx"]
     return {
         "registers": int(usage["REG"]),
         "stack": int(usage["STACK"]),
         "shared": made.metadata.shared,
-        "tensor_cores": any(word in ptx for word in ("wgmma", "tcgen05.mma", "mma.sync")),
-        "wide": "ld.global.v4" in ptx,
+        "wide": "ld.global.v4" in made.asm["ptx"],
     }
 
 
 def compiled(capability: int) -> Iterator[dict[str, Any]]:
     for entropy in (False, True):
-        rows = {"ENTROPY": entropy, "LEAST": kernels.LEAST, "BLOCK": kernels.ROW_BLOCK, "STASH": not entropy}
+        rows = {"ENTROPY": entropy, "LEAST": kernels.LEAST, "BLOCK": kernels.ROW_BLOCK, "STASH": True}
         slope = {"SLOPE": entropy, "BLOCK": kernels.ROW_BLOCK}
-        cases: dict[str, Any] = {
-            "rows": (kernels.row_kernel, "*bf16", rows, {}),
-            "gradient": (kernels.gradient_kernel, "*bf16", slope, {}),
-        }
-        for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-            tile = kernels.scan_tile(dtype, 8192, 151936, 3584)
-            options = {key: tile.pop(key) for key in ("num_warps", "num_stages")}
-            scan = {"ENTROPY": entropy, "PER_ROW": entropy, "LEAST": kernels.LEAST, **tile}
-            cases[f"scan {name}"] = (kernels.scan_kernel, f"*{name}", scan, options)
-            if name == "bf16" and not entropy:
-                odd = {**options, "sizes": ("columns", "per_split")}
-                cases["scan bf16, hidden no multiple of 16"] = (kernels.scan_kernel, "*bf16", scan, odd)
-        for name, (kernel, dtype_name, constants, options) in cases.items():
-            made = build(capability, kernel, dtype_name, constants, **options)
+        cases = {"rows": (kernels.row_kernel, rows), "gradient": (kernels.gradient_kernel, slope)}
+        for name, (kernel, constants) in cases.items():
+            made = build(capability, kernel, "*bf16", constants)
             yield {"capability": capability, "kernel": name, "entropy": entropy, **made}
 
 
