@@ -74,7 +74,7 @@ class Answers:
             groups = list[Group]()
             for ticket in tickets:
                 now(f"{len(groups)} of {len(prompts)} problems")
-                groups += self._engine.collect(ticket)
+                groups += self._engine.collect([ticket])
         self._is_usable = True
         return groups
 

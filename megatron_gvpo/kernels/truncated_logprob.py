@@ -120,8 +120,7 @@ def truncated_logprob(
         return over_vocabulary(rows)
     if is_narrow_r.all():
         return over_members(rows)
-    wide, narrow_ones = over_vocabulary(rows.at(~is_narrow_r)), over_members(rows.at(is_narrow_r))
-    return _joined(wide, narrow_ones, is_narrow_r)
+    return _joined(over_vocabulary(rows.at(~is_narrow_r)), over_members(rows.at(is_narrow_r)), is_narrow_r)
 
 
 @dataclass(frozen=True)

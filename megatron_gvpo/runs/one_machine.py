@@ -32,7 +32,10 @@ def on_one_rank(config: Config) -> Config:
 
 
 # These keys belong to a cluster or a GPU, and do not change what a step computes.
-_ROLLOUT = ("engine", "servers", "weights", "speculation", "async_steps", "router_replay", "batch_size")
+_ROLLOUT = (
+    *("engine", "servers", "weights", "speculation"),
+    *("async_steps", "over_sampling_prompts", "router_replay", "batch_size"),
+)
 _MODEL = ("dtype", "fp8")
 _TRAIN = ("share_prompts", "head_stash_mb")
 

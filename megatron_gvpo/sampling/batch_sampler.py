@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -35,6 +35,12 @@ class PendingBatch:
     sampled: PendingGroups[Any]
     greedy: PendingGroups[Any] | None
     seed: int
+
+    @property
+    def tickets(self) -> list[Any]:
+        """All that the engine gave for it."""
+        parts = [self.sampled] if self.greedy is None else [self.sampled, self.greedy]
+        return [ticket for part in parts for _, ticket in part.tickets]
 
 
 class ComposedSampler:
@@ -67,6 +73,23 @@ class ComposedSampler:
         """Ask for a group of each prompt; returns at once."""
         greedy = None if self._greedy is None else self._greedy.begin(prompts, seed)
         return PendingBatch(self._base.begin(prompts, seed), greedy, seed)
+
+    def first(self, batches: Sequence[PendingBatch], count: int, due: int) -> list[int]:
+        """Wait until `count` batches are complete, the first `due` among them; their indices.
+
+        A collective.
+        """
+        assert isinstance(self._base, EngineSampler), "rollout.over_sampling_prompts needs an engine"
+        return self._base.wait_for([batch.tickets for batch in batches], count, due)
+
+    def joined(self, batches: Sequence[PendingBatch]) -> PendingBatch:
+        """One batch of the prompts of all."""
+        greedy = [batch.greedy for batch in batches if batch.greedy is not None]
+        return PendingBatch(
+            PendingGroups.joined([batch.sampled for batch in batches]),
+            PendingGroups.joined(greedy) if greedy else None,
+            batches[0].seed,
+        )
 
     def complete(self, batch: PendingBatch, step: int) -> list[Group]:
         """The batch's groups as training step `step` takes them. A collective."""
@@ -168,58 +191,6 @@ def _checked(texts: Any, groups: int, n: int) -> list[list[str | None]]:
         counts = [len(answer) for answer in listed]
         raise ValueError(f"expected {n} texts for each of {groups} groups, it returned {counts}")
     return [[None if text is None else str(text) for text in answer] for answer in listed]
-
-
-# Batches of prompts in the data's order, sampled ahead of the trainer.
-
-
-class Order(Protocol):
-    """Chooses the next prompts; `seed_for_next` is the seed of their samples."""
-
-    def take(self, k: int) -> list[int]: ...
-
-    def seed_for_next(self) -> int: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class BatchSampler[Pending](Protocol):
-    """Samples the groups of a batch. All ranks give the same arguments and get the same groups."""
-
-    def request(self, prompts: Sequence[Prompt], seed: int) -> Pending:
-        """Ask for a group of each prompt; returns at once."""
-
-    def complete(self, batch: Pending, step: int) -> list[Group]:
-        """The batch's groups, in prompt order, for training step `step`."""
-
-
-class BatchQueue[Pending]:
-    """Batches of the groups of `size` prompts, in the order of the data, asked for before they are needed."""
-
-    def __init__(
-        self, order: Order, prompts: Sequence[Prompt], sampler: BatchSampler[Pending], size: int
-    ) -> None:
-        self._order, self._prompts, self._sampler, self._size = order, prompts, sampler, size
-        # Each with the order's state before it.
-        self._pending: deque[tuple[dict[str, Any], Pending]] = deque()
-
-    def request(self, count: int) -> None:
-        """Keep `count` batches in progress or ready."""
-        while len(self._pending) < count:
-            before, seed = self._order.state_dict(), self._order.seed_for_next()
-            prompts = [self._prompts[i] for i in self._order.take(self._size)]
-            self._pending.append((before, self._sampler.request(prompts, seed)))
-
-    def next_batch(self, step: int) -> list[Group]:
-        """The groups of the oldest batch that was asked for, for training step `step`."""
-        _, pending = self._pending.popleft()
-        return self._sampler.complete(pending, step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The order's state before the oldest batch that is not complete: a resumed run asks for it again."""
-        return self._pending[0][0] if self._pending else self._order.state_dict()
 
 
 # Runs the shapers of a method on a batch.

@@ -85,8 +85,16 @@ class EmbeddedEngine:
     def submit(self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int) -> QueuedPrompts:
         return QueuedPrompts(prompts, n, sampling, seed)
 
-    def collect(self, ticket: QueuedPrompts, on_wait: OnWait = None) -> list[Group]:
+    def wait_for(
+        self, tickets: Sequence[Sequence[QueuedPrompts]], count: int, due: int, on_wait: OnWait = None
+    ) -> list[int]:
+        raise AssertionError("rollout.over_sampling_prompts is refused: all is sampled when it is collected")
+
+    def collect(self, tickets: Sequence[QueuedPrompts], on_wait: OnWait = None) -> list[Group]:
         """Sample now. `on_wait` is never called: this process is busy, and waits for nobody."""
+        return [group for ticket in tickets for group in self._sampled(ticket)]
+
+    def _sampled(self, ticket: QueuedPrompts) -> list[Group]:
         if self._conversations is None:
             return generate_groups(ticket, partial(self._generate, ticket.sampling))
         return generate_groups(ticket, partial(self._converse, self._conversations, ticket.sampling))

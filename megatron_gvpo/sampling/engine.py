@@ -49,8 +49,17 @@ class RolloutEngine[Ticket](Protocol):
         Raises ValueError for a prompt that the model cannot take.
         """
 
-    def collect(self, ticket: Ticket, on_wait: OnWait = None) -> list[Group]:
-        """The ticket's groups, in prompt order. A collective. Raises RolloutError.
+    def wait_for(
+        self, tickets: Sequence[Sequence[Ticket]], count: int, due: int, on_wait: OnWait = None
+    ) -> list[int]:
+        """Wait until `count` entries of `tickets` are complete, the first `due` among them; no engine sleeps.
+
+        Returns the indices of `count` complete ones, the earliest. Only for engines whose responses go on
+        under later weights. A collective. Raises RolloutError.
+        """
+
+    def collect(self, tickets: Sequence[Ticket], on_wait: OnWait = None) -> list[Group]:
+        """The tickets' groups, in the order of tickets and prompts. A collective. Raises RolloutError.
 
         A rollout has the engine's log-probs at the sampling temperature, before top-p, its text, and the
         version of the weights that sampled it. While it waits, the engine calls `on_wait` on every rank at
@@ -80,7 +89,12 @@ class NoEngine:
     def submit(self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int) -> Never:
         raise AssertionError("this run has no rollout engine")
 
-    def collect(self, ticket: Never, on_wait: OnWait = None) -> list[Group]:
+    def wait_for(
+        self, tickets: Sequence[Sequence[Never]], count: int, due: int, on_wait: OnWait = None
+    ) -> list[int]:
+        raise AssertionError("this run has no rollout engine")
+
+    def collect(self, tickets: Sequence[Never], on_wait: OnWait = None) -> list[Group]:
         raise AssertionError("this run has no rollout engine")
 
     def __enter__(self) -> Self:

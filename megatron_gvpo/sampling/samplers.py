@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from operator import itemgetter
+from typing import Protocol, Self
 
 import torch.distributed as dist
 
@@ -36,6 +37,15 @@ class PendingGroups[Ticket]:
 
     prompts: Sequence[Prompt]
     tickets: Sequence[tuple[list[int], Ticket]] = ()
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """The groups of all parts, in their order."""
+        first, tickets = 0, list[tuple[list[int], Ticket]]()
+        for part in parts:
+            tickets += [([first + index for index in indices], ticket) for indices, ticket in part.tickets]
+            first += len(part.prompts)
+        return cls([prompt for part in parts for prompt in part.prompts], tickets)
 
 
 class Sampler[Ticket](Protocol):
@@ -95,13 +105,17 @@ class EngineSampler[Ticket]:
             self.score(groups)
         return groups if self._unscored is None else self._unscored.taken_out(groups)
 
+    def wait_for(self, tickets: Sequence[Sequence[Ticket]], count: int, due: int) -> list[int]:
+        """As the engine's: the indices of `count` entries that are complete, the first `due` among them."""
+        with self._timer.phase("rollout"):
+            return self._engine.wait_for(tickets, count, due, self._heartbeat)
+
     def _generate(self, pending: PendingGroups[Ticket]) -> list[Group]:
         """Wait for the engine's groups."""
-        groups: dict[int, Group] = {}
+        indices = [index for own, _ in pending.tickets for index in own]
         with self._timer.phase("rollout"):
-            for indices, ticket in pending.tickets:
-                groups |= dict(zip(indices, self._engine.collect(ticket, self._heartbeat), strict=True))
-        return [groups[index] for index in range(len(groups))]
+            groups = self._engine.collect([ticket for _, ticket in pending.tickets], self._heartbeat)
+        return [group for _, group in sorted(zip(indices, groups, strict=True), key=itemgetter(0))]
 
     def score(self, groups: list[Group]) -> None:
         """Fill in the rewards, of functions and of models on servers.

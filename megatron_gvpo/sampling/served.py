@@ -5,10 +5,11 @@ from __future__ import annotations
 import concurrent.futures
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 
@@ -44,6 +45,14 @@ class PendingResponses:
 
     prompts: Sequence[Prompt]
     future: concurrent.futures.Future[list[list[Rollout]]] | None
+
+
+def _wait(futures: Sequence[concurrent.futures.Future[Any]], until: str) -> bool:
+    """Wait a moment, and return True if all are done. Raises what one of them has raised."""
+    done, others = concurrent.futures.wait(futures, timeout=0.2, return_when=until)
+    for future in done:
+        future.result()
+    return not others
 
 
 class ServedEngine:
@@ -140,22 +149,56 @@ class ServedEngine:
         talks = self._conversations.run_all(Speakers(pool, sampling), prompts, requests, sampling)
         return PendingResponses(prompts, self.servers.loop.submit(talks))
 
-    def collect(self, ticket: PendingResponses, on_wait: OnWait = None) -> list[Group]:
+    def wait_for(
+        self, tickets: Sequence[Sequence[PendingResponses]], count: int, due: int, on_wait: OnWait = None
+    ) -> list[int]:
+        """Wait for some of the entries. Colocated servers stay awake, until `collect`."""
+
+        def complete(servers: ServerSession) -> list[int] | None:
+            entries = [[ticket.future for ticket in entry if ticket.future] for entry in tickets]
+            indices = [i for i, futures in enumerate(entries) if all(future.done() for future in futures)]
+            if len(indices) >= count and indices[:due] == [*range(due)]:
+                return indices[:count]
+            _wait([future for futures in entries for future in futures if not future.done()], FIRST_COMPLETED)
+            return None
+
+        try:
+            indices: list[int] = self._led(complete, on_wait)
+        except BaseException:
+            self._sleep()
+            raise
+        return indices
+
+    def collect(self, tickets: Sequence[PendingResponses], on_wait: OnWait = None) -> list[Group]:
         """Wait for the complete groups. A server that comes back meanwhile gets the weights.
 
-        Afterwards colocated servers sleep, and the trainer has its memory.
+        Afterwards colocated servers sleep, and the trainer has its memory. Responses of other tickets stop
+        then, and go on under the next weights.
         """
-        try:
-            return self._collect(ticket, on_wait)
-        finally:
-            if ticket.future is not None:
-                ticket.future.cancel()  # has an effect only where something was raised
-            self._sleep()
+        futures = [ticket.future for ticket in tickets if ticket.future is not None]
 
-    def _collect(self, ticket: PendingResponses, on_wait: OnWait) -> list[Group]:
+        def packed(servers: ServerSession) -> list[list[dict[str, Any]]] | None:
+            if not _wait(futures, FIRST_EXCEPTION):
+                return None
+            rows = [row for future in futures for row in future.result()]
+            self._decode(rows)
+            self._measure(servers)
+            return pack(rows)
+
+        try:
+            rows = unpack(self._led(packed, on_wait))
+        finally:
+            for future in futures:
+                future.cancel()  # has an effect only where something was raised
+            self._sleep()
+        prompts = [prompt for ticket in tickets for prompt in ticket.prompts]
+        return [Group(prompt, rollouts) for prompt, rollouts in zip(prompts, rows, strict=True)]
+
+    def _led(self, result: Callable[[ServerSession], Any], on_wait: OnWait) -> Any:
+        """Rank 0's result, on every rank, once it is not None. A collective."""
         next_command = None
-        if self.servers is not None and ticket.future is not None:
-            next_command = partial(self._next_command, self.servers, ticket.future)
+        if self.servers is not None:
+            next_command = partial(self._next_command, self.servers, result)
         while True:
             match lead(next_command):
                 case Wait():
@@ -163,27 +206,21 @@ class ServedEngine:
                         on_wait()
                 case Push():
                     self._push(self._version)
-                case Done(rows):
-                    groups = zip(ticket.prompts, unpack(rows), strict=True)
-                    return [Group(prompt, rollouts) for prompt, rollouts in groups]
+                case Done(payload):
+                    return payload
                 case Failed() as failed:
                     raise failed.error
 
-    def _next_command(
-        self, servers: ServerSession, future: concurrent.futures.Future[list[list[Rollout]]]
-    ) -> Command:
+    def _next_command(self, servers: ServerSession, result: Callable[[ServerSession], Any]) -> Command:
         """Rank 0's next command while responses are awaited."""
         deadline = time.monotonic() + leader.HEARTBEAT
         while time.monotonic() < deadline:
-            done, _ = concurrent.futures.wait([future], timeout=0.2)
-            if done:
-                try:
-                    rows = future.result()
-                except RolloutError as error:
-                    return Failed.by(error)
-                self._decode(rows)
-                self._measure(servers)
-                return Done(pack(rows))
+            try:
+                payload = result(servers)
+            except RolloutError as error:
+                return Failed.by(error)
+            if payload is not None:
+                return Done(payload)
             if servers.pool.wants_weights:
                 return Push()
         return Wait()

@@ -76,6 +76,7 @@ class ServerPool:
         self._supervisor, self._routers, self._images = supervisor, routers, images
         self._vocabulary, self._stop_strings = vocabulary, stop_strings
         self.prefix_cache = PrefixCache()
+        self._is_asleep, self._awake_since = False, 0.0  # asleep: a colocated trainer has the memory
         self._changed = asyncio.Event()  # set when a server's state changes
         self._connections = asyncio.Semaphore(spare_connections())  # limits open requests
         self._monitors: list[asyncio.Task[None]] = []
@@ -147,6 +148,7 @@ class ServerPool:
 
     async def sleep(self) -> None:
         """All healthy servers give their memory to a colocated trainer, and lose their weights."""
+        self._is_asleep = True
         await self._hold()
         async with asyncio.TaskGroup() as group:
             for handle in self.handles:
@@ -179,6 +181,7 @@ class ServerPool:
 
     def wake(self) -> None:
         """Let servers that ended in the meantime start: the trainer has released its memory."""
+        self._is_asleep, self._awake_since = False, time.monotonic()
         if self._supervisor is not None:
             self._supervisor.go_on()
 
@@ -227,10 +230,11 @@ class ServerPool:
     def hopeless(self) -> str | None:
         """The reason why no server will come back; None while one may."""
         limit = self._settings.start_timeout
-        gone = [h for h in self.handles if h.is_lost and time.monotonic() - h.since > limit]
+        now, since = time.monotonic(), self._awake_since  # no lost server starts while the others sleep
+        gone = [h for h in self.handles if h.is_lost and now - max(h.since, since) > limit]
         if self._supervisor is not None and self._supervisor.failed:
             return self._supervisor.failed
-        if len(gone) == len(self.handles):
+        if len(gone) == len(self.handles) and not self._is_asleep:
             return (
                 f"all {len(gone)} rollout servers have been lost for more than "
                 f"rollout.servers.start_timeout={limit:g} s: {self._describe(gone)}"
@@ -244,13 +248,13 @@ class ServerPool:
         token_ids, logprobs, failures = list[int](), list[float](), list[str]()
         support = Support(b"", b"")
         spans: list[tuple[int, int, int]] = []
-        begin: float | None = None
+        seconds = 0.0
         while len(failures) < ATTEMPTS:
             async with self._connections:
                 handle = await self._choose(pending)
-                begin = begin or time.monotonic()
-                version = handle.version
+                begin, version = time.monotonic(), handle.version
                 answer = await self._ask(handle, pending, index, token_ids, sampling)
+            seconds += time.monotonic() - begin
             if isinstance(answer, SampleFailure):
                 failures.append(answer.why)
                 self.lose(handle, answer.why)
@@ -270,7 +274,7 @@ class ServerPool:
             if is_ended or is_full or answer.finish_reason == "length":
                 reason = "stop" if is_ended else "length"
                 rollout = rollout_of(token_ids, logprobs, reason, spans)
-                rollout.seconds, rollout.server = time.monotonic() - begin, handle.server.url
+                rollout.seconds, rollout.server = seconds, handle.server.url
                 rollout.support = support if sampling.wants_support else None
                 if sampling.wants_routing and not aborted:
                     rollout.routing = self._routing(handle, pending.request, rollout, answer)

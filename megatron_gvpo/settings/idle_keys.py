@@ -30,7 +30,7 @@ def keys_of_sampling(config: Config) -> str | None:
     algorithm = config.algorithm
     if algorithm.samples_from_policy:
         return None
-    keys = ["rollout.n", "rollout.async_steps"]
+    keys = ["rollout.n", "rollout.async_steps", "rollout.over_sampling_prompts"]
     if config.data.eval is None:
         keys += [f"rollout.{key}" for key in ("temperature", "top_p", "top_k", "min_p", "stop_token_ids")]
         keys += ["rollout.stop", "rewards.components"]

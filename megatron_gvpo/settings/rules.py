@@ -23,6 +23,7 @@ def cross_check(config: Config) -> None:
         _batch,
         _engine_reference,
         _engine,
+        _over_sampling,
         _router_replay,
         _truncated_sampling,
         check_speculation,
@@ -137,7 +138,7 @@ def _engine(config: Config) -> None:
             "without model.adapter none does: set model.adapter, or use broadcast"
         )
     if not rollout.uses_servers:
-        for name in ("servers", "weights", "async_steps", "speculation"):
+        for name in ("servers", "weights", "async_steps", "over_sampling_prompts", "speculation"):
             if getattr(rollout, name) != type(rollout).model_fields[name].default:
                 raise ValueError(
                     f"rollout.{name} has no effect with rollout.engine={rollout.engine}, which generates in "
@@ -148,10 +149,11 @@ def _engine(config: Config) -> None:
             "rollout.servers.args: --trust-remote-code, and model.trust_remote_code=false: set the latter, "
             "which holds for trainer and servers"
         )
-    if rollout.servers.colocated and rollout.async_steps:
+    if rollout.servers.colocated and rollout.async_steps and not rollout.over_sampling_prompts:
         raise ValueError(
             f"rollout.async_steps={rollout.async_steps}: servers that have the trainer's own "
-            "GPUs (rollout.servers.colocated) cannot generate while it trains: set it to 0"
+            "GPUs (rollout.servers.colocated) cannot generate while it trains: set it to 0, or let "
+            "rollout.over_sampling_prompts carry responses over to later steps"
         )
     if (n := rollout.servers.nodes) > 1 and not rollout.weights.traits.nodes_ok:
         why = f"with rollout.servers.nodes={n}: a server's other machines do not see the memory; use sharded"
@@ -168,6 +170,31 @@ def _engine(config: Config) -> None:
             "own GPUs (rollout.servers.colocated): NCCL, for one, forms no process group of two processes on "
             "the same GPU. Set it to colocated, or to shared for FP8 servers and adapters"
         )
+
+
+def _over_sampling(config: Config) -> None:
+    """Refuse what partial rollouts of colocated servers cannot be combined with."""
+    rollout, algorithm = config.rollout, config.algorithm
+    if not (extra := rollout.over_sampling_prompts):
+        return
+    reason, talks, size = None, rollout.conversation, config.train.prompts_per_step
+    if not rollout.servers.colocated:
+        reason = (
+            "servers with GPUs of their own (rollout.servers.colocated=false) need it not: they go on while "
+            "the trainer trains, with rollout.async_steps"
+        )
+    elif not rollout.async_steps:
+        reason = "rollout.async_steps bounds the age of responses that are carried over: set it to 1 or more"
+    elif extra > size:
+        reason = f"at most train.prompts_per_step={size}, so that a step can train all that is carried over"
+    elif rollout.weights.in_flight == "wait":
+        reason = "it stops responses, and rollout.weights.in_flight=wait finishes them: set that to carry"
+    elif talks is not None and talks.program is not None:
+        reason = "a program (rollout.conversation.program) would wait for an answer while the trainer trains"
+    elif algorithm.allocation.name != "equal":
+        reason = f"algorithm.allocation={algorithm.allocation.name} shares out the responses of a whole step"
+    if reason:
+        raise ValueError(f"rollout.over_sampling_prompts={extra}: {reason}")
 
 
 def _router_replay(config: Config) -> None:

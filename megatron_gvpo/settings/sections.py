@@ -210,15 +210,22 @@ class SamplingConfig(Section):
 
 
 class RolloutConfig(SamplingConfig):
-    fixed_keys = (*SamplingConfig.fixed_keys, "n", "async_steps", "router_replay", "conversation")
+    fixed_keys = (
+        *SamplingConfig.fixed_keys,
+        *("n", "async_steps", "over_sampling_prompts", "router_replay", "conversation"),
+    )
     free_keys = ("engine", "batch_size", "mismatch_threshold", "speculation")
 
     # `local` runs inside the trainer's processes; the others are servers.
     engine: Annotated[str, AfterValidator(known_engine)] = "local"
     n: int = Field(8, gt=0, le=10**5)  # Responses to a prompt: the group size k.
     batch_size: PositiveInt = 256  # Sequences that the engine `local` generates at once.
-    # Batches generated ahead while the trainer trains; 0: on-policy.
+    # Steps by which a response's oldest weights may be behind; 0: on-policy. Servers on GPUs of their own
+    # generate so many batches ahead while the trainer trains.
     async_steps: int = Field(0, ge=0, le=100)
+    # Partial rollouts on colocated servers: prompts in progress beyond those of a step, which ends when
+    # train.prompts_per_step groups are complete. The rest go on in later steps, within async_steps.
+    over_sampling_prompts: NonNegativeInt = 0
     router_replay: bool = False  # Train every token through the experts that sampled it.
     conversation: ConversationConfig | None = None  # Several turns with an environment or tools.
     servers: ServersConfig = ServersConfig()  # The servers of the engines sglang and vllm.

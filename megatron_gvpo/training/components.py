@@ -28,7 +28,8 @@ from megatron_gvpo.observe.mismatch import THRESHOLDS, MismatchWatch
 from megatron_gvpo.observe.spans import phase_markers
 from megatron_gvpo.rewards.teacher import SECTION, ServedTeacher
 from megatron_gvpo.runs.record import first_start
-from megatron_gvpo.sampling.batch_sampler import BatchQueue, ComposedSampler, Order, run_shapers
+from megatron_gvpo.sampling.batch_queues import BatchQueue, Order, OverSampledQueue
+from megatron_gvpo.sampling.batch_sampler import ComposedSampler, PendingBatch, run_shapers
 from megatron_gvpo.sampling.empty_batches import EmptyBatches
 from megatron_gvpo.sampling.rollouts import Rollouts
 from megatron_gvpo.sampling.samplers import DatasetSampler, FileSampler, Sampler, responses_of
@@ -100,7 +101,14 @@ class Components:
         self._rollouts = Rollouts(config, cards, task, self.policy, self.timer, heartbeat)
         self.engine = self._rollouts.engine
         self.sampler = self._compose(task, algorithm)
-        self.batches = BatchQueue(self.order, self.prompts, self.sampler, config.train.prompts_per_step)
+        self.batches = self._queue()
+
+    def _queue(self) -> BatchQueue[PendingBatch] | OverSampledQueue[PendingBatch]:
+        rollout, size = self.config.rollout, self.config.train.prompts_per_step
+        if extra := rollout.over_sampling_prompts:
+            source = self.order, self.prompts, self.sampler
+            return OverSampledQueue(*source, size, extra, rollout.async_steps)
+        return BatchQueue(self.order, self.prompts, self.sampler, size)
 
     def _compose(self, task: Task, algorithm: AlgorithmConfig) -> ComposedSampler:
         """The sampler of the method: its responses come from the data, a file or the engine, and members."""

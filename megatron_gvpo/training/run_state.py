@@ -52,7 +52,7 @@ class RunState:
         """
         self._check_data(state)
         parts, blocks, saved = self._components, self._blocks(), state.get("blocks") or self._blocks()
-        parts.order.load_state_dict(state["order"])
+        parts.batches.load_state_dict(state["order"])
         if blocks["batch_policy"] == saved["batch_policy"]:
             parts.batch_policy.load_state_dict(state["batch_policy"])
         if parts.tracker is not None:

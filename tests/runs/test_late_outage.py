@@ -45,12 +45,12 @@ class Outage(EmbeddedEngine):
             raise RolloutError("no rollout server is left")
         return super().submit(prompts, n, sampling, seed)
 
-    def collect(self, ticket: Any, on_wait: OnWait = None) -> list[Group]:
-        if ticket.n == 2 and self.version == self.told_at_evaluation:
+    def collect(self, tickets: Any, on_wait: OnWait = None) -> list[Group]:
+        if tickets[0].n == 2 and self.version == self.told_at_evaluation:
             os.kill(os.getpid(), signal.SIGTERM)
             if on_wait is not None:
                 on_wait()
-        return super().collect(ticket, on_wait)
+        return super().collect(tickets, on_wait)
 
 
 def state(out: Path, step: int) -> Any:

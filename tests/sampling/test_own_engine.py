@@ -48,8 +48,8 @@ class TableEngine:
     def submit(self, prompts, n, sampling, seed):
         return prompts, n
 
-    def collect(self, ticket, on_wait=None):
-        prompts, n = ticket
+    def collect(self, tickets, on_wait=None):
+        [(prompts, n)] = tickets
         if on_wait is not None:
             if self.killed_in == self.version + 1:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers.servers.real_servers import VLLM_FIRST, served_config
-from helpers.tiny_run import configure, fit, records
+import torch
+from helpers.servers.real_servers import VLLM_FIRST, logprobs, reference, served_config
+from helpers.tiny_run import KeepGroups, StopAfter, configure, fit, records
 
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.groups import Rollout
+from megatron_gvpo.observe.rollouts.table import Responses
 from megatron_gvpo.servers.launch.start import server_gpus
 from megatron_gvpo.servers.launch.supervise import is_healthy
 from megatron_gvpo.settings.servers import ServersConfig
@@ -84,13 +89,13 @@ class WhileTraining(Callback):
     def on_start(self, trainer: Trainer) -> None:
         engine = trainer.components.engine
         assert engine.asleep and bytes_held(trainer) != (0, 0)
-        collect = engine._collect
+        led = engine._led
 
-        def noted(ticket, on_wait):  # type: ignore[no-untyped-def]
+        def noted(result, on_wait):  # type: ignore[no-untyped-def]
             self.while_generating.append(bytes_held(trainer))
-            return collect(ticket, on_wait)
+            return led(result, on_wait)
 
-        engine._collect = noted
+        engine._led = noted
 
     def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
         [handle] = trainer.components.engine.servers.pool.handles
@@ -120,6 +125,95 @@ def test_a_run_with_a_colocated_server(
     assert [record["step"] for record in steps] == [1, 2, 3, 4]
     for record in steps:  # sampled from the weights that the trainer has, after each of its updates
         assert record["mismatch/abs_max"] < 1e-3
+
+
+class Versions(Callback):
+    """Keeps a transformers model with each version of the weights, and what each step has trained on."""
+
+    def __init__(self) -> None:
+        self.models: dict[int, Any] = {}
+        self.trained: dict[int, list[tuple[list[int], Rollout]]] = {}  # prompts and responses, by step
+
+    def on_start(self, trainer: Trainer) -> None:
+        self.on_step(trainer, trainer.step, None)
+
+    def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
+        self.models[step] = model = reference(Path(trainer.config.model.path))
+        model.load_state_dict(dict(trainer.components.policy.weights(on_host=True)), strict=False)
+
+    def on_responses(self, trainer: Trainer, responses: Responses) -> None:
+        pairs = [(list(g.prompt.token_ids), rollout) for g in responses.groups for rollout in g.rollouts]
+        self.trained[responses.step] = pairs
+
+    def error(self, version: int, span: tuple[int, int], prompt: list[int], rollout: Rollout) -> float:
+        """The largest error of a span's log-probs, if the weights of `version` sampled it."""
+        expected = logprobs(Path(), prompt, rollout.token_ids, loaded=self.models[version])
+        sampled = torch.tensor(rollout.logprobs)
+        return float((sampled - expected)[slice(*span)].abs().max())
+
+
+PARTIAL = (
+    *("rollout.servers.colocated=true", "rollout.weights.transport=colocated", "rollout.async_steps=1"),
+    *("rollout.over_sampling_prompts=4", "rollout.max_tokens=200", "optimizer.lr=1.0e-2"),
+    *("train.max_tokens_per_micro_batch=1024", "data.eval=null", "logging.rollouts.every=1"),
+)
+
+
+@pytest.mark.parametrize("engine", VLLM_FIRST)
+def test_colocated_servers_carry_responses_over_to_the_next_step(engine: str, task: Path, tmp_path: Path):
+    """Each part of a carried response has the log-probs of the weights that sampled it, by transformers."""
+    watch = Versions()
+    fit(served_config(engine, task, tmp_path, *PARTIAL), [watch])
+    steps = {record["step"]: record for record in records(tmp_path) if record["step"] > 0}
+    assert [*steps] == [*watch.trained] == [1, 2, 3, 4]
+    assert steps[1]["response/staleness_max"] == 0
+    assert max(record["response/staleness_max"] for record in steps.values()) == 1
+    carried = 0
+    for step, pairs in watch.trained.items():
+        assert len(pairs) == 16
+        for prompt, rollout in pairs:
+            spans = rollout.spans
+            assert spans[0][1] == 0 and spans[-1][2] == len(rollout.token_ids) == len(rollout.logprobs)
+            assert all(end == begin for (_, _, end), (_, begin, _) in pairwise(spans))
+            versions = [version for version, _, _ in spans]
+            assert versions in ([step - 1], [step - 2, step - 1], [step - 2])
+            assert all(watch.error(version, (i, j), prompt, rollout) < 5e-4 for version, i, j in spans)
+            if len(spans) > 1 and spans[-1][2] - spans[-1][1] > 20:  # this error tells the versions apart
+                carried += 1
+                assert watch.error(step - 2, spans[-1][1:], prompt, rollout) > 5e-3
+    assert carried
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("engine", VLLM_FIRST)
+def test_a_run_that_is_resumed_asks_again_for_the_carried_prompts(engine: str, task: Path, tmp_path: Path):
+    """The same prompts are trained as often as in a run without an interruption."""
+    config = served_config(engine, task, tmp_path, *PARTIAL, "train.steps=12")
+    first, second = KeepGroups(), KeepGroups()
+    trainer = fit(config, [first, StopAfter(5)])
+    assert trainer.step == 5
+    fit(config, [second], resume=True)
+    ids = [group.prompt.id for group in (*first.groups, *second.groups)]
+    assert len(ids) == len(set(ids)) == 48  # one pass over the data
+    assert max(record["response/staleness_max"] for record in records(tmp_path) if record["step"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.async_steps=0", "rollout.async_steps bounds the age of responses that are carried over"),
+        ("rollout.over_sampling_prompts=5", "at most train.prompts_per_step=4"),
+        ("rollout.over_sampling_prompts=-1", "greater than or equal to 0"),
+        ("rollout.weights.in_flight=wait", "in_flight=wait finishes them: set that to carry"),
+        ("rollout.servers.colocated=false", "servers with GPUs of their own"),
+        ("rollout.conversation={program: 'agent:run'}", "a program .* would wait for an answer"),
+        ("algorithm.allocation=knapsack", "knapsack shares out the responses of a whole step"),
+    ],
+)
+def test_what_cannot_be_carried_over_is_refused(override: str, message: str, task: Path, tmp_path: Path):
+    configure(task, tmp_path, "rollout.engine=sglang", *PARTIAL)
+    with pytest.raises(ConfigError, match=message):
+        configure(task, tmp_path, "rollout.engine=sglang", *PARTIAL, override)
 
 
 def test_what_cannot_share_a_gpu_is_refused(task: Path, tmp_path: Path):

@@ -131,7 +131,7 @@ def run_ours(args: argparse.Namespace) -> None:
     import torch
 
     from megatron_gvpo.groups import Group, Rollout
-    from megatron_gvpo.sampling.batch_sampler import BatchQueue
+    from megatron_gvpo.sampling.batch_queues import BatchQueue
     from megatron_gvpo.settings.config import build_config
     from megatron_gvpo.training.callbacks import Callback
     from megatron_gvpo.training.trainer import Trainer

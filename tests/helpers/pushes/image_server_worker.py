@@ -103,7 +103,7 @@ def run(engine: str, url: str, folder: str, transports: str) -> None:
             if rows is not None:
                 policy.update(rows, at_step_start=True)
             engine_of_step.sync(step)
-            groups = engine_of_step.collect(engine_of_step.submit(task.prompts, 2, SAMPLING, seed=step))
+            groups = engine_of_step.collect([engine_of_step.submit(task.prompts, 2, SAMPLING, seed=step)])
             rows = TrainBatch.from_groups(groups)
             rows = rows.with_columns(advantage_n=torch.tensor([1.0, -1.0] * len(groups)))
             gap = (policy.score(rows) - rows.engine_logp_r).abs()

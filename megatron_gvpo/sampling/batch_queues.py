@@ -1,0 +1,138 @@
+"""Prompts in the data's order, sampled ahead of the trainer: in batches, or more than a step trains."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_gvpo.groups import Group, Prompt
+from megatron_gvpo.servers.request import derived_seed
+
+
+class Order(Protocol):
+    """Chooses the next prompts; `seed_for_next` is the seed of their samples."""
+
+    def take(self, k: int) -> list[int]: ...
+
+    def seed_for_next(self) -> int: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class BatchSampler[Pending](Protocol):
+    """Samples the groups of a batch. All ranks give the same arguments and get the same groups."""
+
+    def request(self, prompts: Sequence[Prompt], seed: int) -> Pending:
+        """Ask for a group of each prompt; returns at once."""
+
+    def complete(self, batch: Pending, step: int) -> list[Group]:
+        """The batch's groups, in prompt order, for training step `step`."""
+
+
+class PartSampler[Pending](BatchSampler[Pending], Protocol):
+    """A sampler that can wait for some of its batches. All ranks get the same."""
+
+    def first(self, batches: Sequence[Pending], count: int, due: int) -> list[int]:
+        """Wait until `count` batches are complete, the first `due` among them; the earliest ones' indices."""
+
+    def joined(self, batches: Sequence[Pending]) -> Pending:
+        """One batch of the prompts of all."""
+
+
+class BatchQueue[Pending]:
+    """Batches of the groups of `size` prompts, in the order of the data, asked for before they are needed."""
+
+    def __init__(
+        self, order: Order, prompts: Sequence[Prompt], sampler: BatchSampler[Pending], size: int
+    ) -> None:
+        self._order, self._prompts, self._sampler, self._size = order, prompts, sampler, size
+        # Each with the order's state before it.
+        self._pending: deque[tuple[dict[str, Any], Pending]] = deque()
+
+    def request(self, count: int) -> None:
+        """Keep `count` batches in progress or ready."""
+        while len(self._pending) < count:
+            before, seed = self._order.state_dict(), self._order.seed_for_next()
+            prompts = [self._prompts[i] for i in self._order.take(self._size)]
+            self._pending.append((before, self._sampler.request(prompts, seed)))
+
+    def next_batch(self, step: int) -> list[Group]:
+        """The groups of the oldest batch that was asked for, for training step `step`."""
+        _, pending = self._pending.popleft()
+        return self._sampler.complete(pending, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The order's state before the oldest batch that is not complete: a resumed run asks for it again."""
+        return self._pending[0][0] if self._pending else self._order.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._order.load_state_dict(state)
+
+
+@dataclass
+class _PendingPrompt[Pending]:
+    index: int  # in the data
+    seed: int
+    pending: Pending
+    step: int | None = None  # the training step in which it was asked for
+
+
+class OverSampledQueue[Pending]:
+    """Partial rollouts: up to `extra` prompts more than the `size` of a batch are in progress at once.
+
+    A batch has the first `size` prompts whose groups are complete. The others go on in later steps, under
+    newer weights, and are trained at most `oldest` steps after the step in which they were asked for:
+    a batch waits for those that are as old. `extra` is at most `size`, so they fit.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        prompts: Sequence[Prompt],
+        sampler: PartSampler[Pending],
+        size: int,
+        extra: int,
+        oldest: int,
+    ) -> None:
+        self._order, self._prompts, self._sampler = order, prompts, sampler
+        self._size, self._extra, self._oldest = size, extra, oldest
+        self._pending: list[_PendingPrompt[Pending]] = []  # in the order in which they were asked for
+        self._again: list[tuple[int, int]] = []  # (index, seed) of those that a resumed run asks for again
+
+    def request(self, count: int) -> None:
+        """Keep one batch in progress, and the extra prompts where the run takes further batches."""
+        for index, seed in self._again:
+            self._ask(index, seed)
+        self._again = []
+        missing = self._size + min(self._extra, self._size * (count - 1)) - len(self._pending)
+        if missing > 0:
+            seed = self._order.seed_for_next()
+            for i, index in enumerate(self._order.take(missing)):
+                self._ask(index, derived_seed(seed, i))
+
+    def _ask(self, index: int, seed: int) -> None:
+        pending = self._sampler.request([self._prompts[index]], seed)
+        self._pending.append(_PendingPrompt(index, seed, pending))
+
+    def next_batch(self, step: int) -> list[Group]:
+        """The first groups that are complete, and all that no later step may train, for step `step`."""
+        for prompt in self._pending:
+            prompt.step = step if prompt.step is None else prompt.step
+        due = sum(prompt.step is not None and step - prompt.step >= self._oldest for prompt in self._pending)
+        chosen = self._sampler.first([prompt.pending for prompt in self._pending], self._size, due)
+        batch = self._sampler.joined([self._pending[i].pending for i in chosen])
+        self._pending = [prompt for i, prompt in enumerate(self._pending) if i not in set(chosen)]
+        return self._sampler.complete(batch, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The order's state, and the prompts in progress: a resumed run asks for them again."""
+        pending = [(prompt.index, prompt.seed) for prompt in self._pending]
+        return self._order.state_dict() | {"in_progress": [list(pair) for pair in [*pending, *self._again]]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._order.load_state_dict(state)
+        self._again = [(index, seed) for index, seed in state.get("in_progress", ())]

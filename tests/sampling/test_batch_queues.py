@@ -1,0 +1,111 @@
+"""Partial rollouts: what a step trains, how old its responses may be, and what a resumed run asks for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from megatron_gvpo.data.order import PromptOrder
+from megatron_gvpo.groups import Group, Prompt
+from megatron_gvpo.sampling.batch_queues import OverSampledQueue
+
+PROMPTS = [Prompt(str(i), (1,), "") for i in range(40)]
+SIZE = 8
+
+
+@dataclass
+class Response:
+    prompt: Prompt
+    seed: int
+    asked: int  # the step in which it began
+    remaining: float  # seconds of sampling that it still needs
+
+
+@dataclass
+class SimulatedServer:
+    """A sampler whose groups need a time of sampling each, drawn from a distribution with a long tail."""
+
+    generator: np.random.Generator
+    step: int = 1
+    asked: list[Response] = field(default_factory=list)
+    trained: list[tuple[int, Response]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def request(self, prompts: Sequence[Prompt], seed: int) -> list[Response]:
+        [prompt] = prompts
+        self.asked.append(Response(prompt, seed, self.step, self.generator.lognormal(0, 1.5)))
+        return [self.asked[-1]]
+
+    def first(self, batches: Sequence[list[Response]], count: int, due: int) -> list[int]:
+        remaining = [response.remaining for [response] in batches]
+        needed = max(sorted(remaining)[count - 1], *remaining[:due], 0.0)
+        for [response] in batches:
+            response.remaining -= needed
+        self.seconds.append(needed)
+        return [i for i, [response] in enumerate(batches) if response.remaining <= 0][:count]
+
+    def joined(self, batches: Sequence[list[Response]]) -> list[Response]:
+        return [response for batch in batches for response in batch]
+
+    def complete(self, batch: list[Response], step: int) -> list[Group]:
+        assert all(response.remaining <= 0 for response in batch)
+        self.trained += [(step, response) for response in batch]
+        self.step = step + 1
+        return [Group(response.prompt, []) for response in batch]
+
+
+def trained(steps: int, extra: int, oldest: int) -> SimulatedServer:
+    server = SimulatedServer(np.random.default_rng(1))
+    order = PromptOrder(len(PROMPTS), seed=0)
+    queue = OverSampledQueue(order, PROMPTS, server, SIZE, extra, oldest)
+    for step in range(1, steps + 1):
+        queue.request(1 + min(oldest, steps - step))
+        assert len(queue.next_batch(step)) == SIZE
+    return server
+
+
+@pytest.mark.parametrize("oldest", [1, 3])
+@pytest.mark.parametrize("extra", [1, 4, 8])
+def test_every_prompt_is_trained_once_and_none_too_late(extra: int, oldest: int):
+    steps = 25
+    server = trained(steps, extra, oldest)
+    # Each pass over the data has every prompt once, and the last step leaves nothing behind.
+    assert Counter(r.prompt.id for _, r in server.trained) == dict.fromkeys([p.id for p in PROMPTS], 5)
+    assert len({response.seed for response in server.asked}) == len(server.asked) == steps * SIZE
+    ages = [step - response.asked for step, response in server.trained]
+    assert max(ages) == oldest if extra > 1 else max(ages) <= oldest
+    assert min(ages) == 0
+
+
+def test_a_step_no_longer_waits_for_its_slowest_prompts():
+    whole, part = trained(25, 0, 1), trained(25, 8, 1)
+    assert sum(part.seconds) < 0.8 * sum(whole.seconds)
+    assert all(step == response.asked for step, response in whole.trained)
+
+
+def test_a_resumed_run_asks_again_for_what_was_in_progress():
+    def begun(server: SimulatedServer) -> tuple[PromptOrder, OverSampledQueue[list[Response]]]:
+        order = PromptOrder(len(PROMPTS), seed=0)
+        return order, OverSampledQueue(order, PROMPTS, server, SIZE, 4, 1)
+
+    first, second = (SimulatedServer(np.random.default_rng(i)) for i in (1, 2))
+    _, queue = begun(first)
+    queue.request(2)
+    queue.next_batch(1)
+    state = queue.state_dict()
+    ready = {id(response) for _, response in first.trained}
+    waiting = [(r.prompt.id, r.seed) for r in first.asked if id(r) not in ready]
+    assert len(waiting) == 4
+
+    _, resumed = begun(second)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state  # a run that is saved again before its next step
+    resumed.request(2)
+    queue.request(2)
+    again = [(r.prompt.id, r.seed) for r in second.asked]
+    assert again[:4] == waiting
+    assert again[4:] == [(r.prompt.id, r.seed) for r in first.asked[12:]]  # then what the first run asks next
