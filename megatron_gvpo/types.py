@@ -13,35 +13,20 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.core.lazy_imports import torch
-from megatron_gvpo.groups import (
-    Group as Group,
-)
+from megatron_gvpo.groups import Group as Group
 from megatron_gvpo.groups import Image
-from megatron_gvpo.groups import (
-    Prompt as Prompt,
-)
-from megatron_gvpo.groups import (
-    Rollout as Rollout,
-)
-from megatron_gvpo.groups import (
-    Routing as Routing,
-)
-from megatron_gvpo.groups import (
-    Scored as Scored,
-)
+from megatron_gvpo.groups import Prompt as Prompt
+from megatron_gvpo.groups import Rollout as Rollout
+from megatron_gvpo.groups import Routing as Routing
+from megatron_gvpo.groups import Scored as Scored
 from megatron_gvpo.supports import Support
 from megatron_gvpo.turns import Segment, Turn, ends_of, segments
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-_DERIVED = (
-    "length_n",
-    "offsets",
-    "seq_r",
-    "groups",
-)  # depends on lengths and groups alone
+# Columns that depend on lengths and groups alone.
+_DERIVED = ("length_n", "offsets", "seq_r", "groups")
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.checks.output_dir import check_output_dir
@@ -34,16 +34,12 @@ from megatron_gvpo.runs.record import check_unchanged
 from megatron_gvpo.servers.cpu_engines import check_rollout_model
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.conversation import PYTHON
-from megatron_gvpo.settings.reward_servers import JudgeConfig, key_of
+from megatron_gvpo.settings.reward_servers import JudgeConfig, RewardModelConfig, key_of
 from megatron_gvpo.settings.rewards import BUILT_IN
 from megatron_gvpo.workers.environment import check_environment
 from megatron_gvpo.workers.programs import check_program
 from megatron_gvpo.workers.rewards import check_reward
 from megatron_gvpo.workers.sandbox import Sandbox
-
-if TYPE_CHECKING:
-    from megatron_gvpo.settings.reward_servers import RewardModelConfig
-
 
 _ENVIRONMENT = "name the one of the engine's own environment (docs/howto/rollout_servers.md)"
 Command = Literal["train", "eval", "named eval", "export", "slurm"]

@@ -104,7 +104,7 @@ def _evaluate_named(config: Config, choice: ChosenEvaluations, options: argparse
 
     def evaluate() -> None:
         with loading("the engine"), heavy_imports():
-            from megatron_gvpo.training.named_evaluations import evaluate_named
+            from megatron_gvpo.training.evaluate import evaluate_named
         tell = partial(say, file=sys.stderr) if options.json else say
         resume = options.resume or options.step is not None
         outcomes.append(evaluate_named(config, choice, resume, options.step, prepared=prepared, tell=tell))

@@ -10,7 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from megatron_gvpo.conversations.converse import ConversationLimits
+from megatron_gvpo.conversations.converse import ConversationLimits, Responder
 from megatron_gvpo.conversations.dialogue import Dialogue
 from megatron_gvpo.conversations.environments import ATTEMPTS
 from megatron_gvpo.conversations.proxy import Proxy
@@ -26,7 +26,6 @@ from megatron_gvpo.workers.output import Printout
 from megatron_gvpo.workers.process import AsyncWorkerProcess, CallFailed
 
 if TYPE_CHECKING:
-    from megatron_gvpo.conversations.converse import Responder
     from megatron_gvpo.data.task import Task
 
 _TEMPLATES = 200  # limit for cached templates, one for each set of tools
@@ -140,9 +139,7 @@ class Starter:
     def __init__(self, config: ConversationConfig, spec: str) -> None:
         self._function = Function(f"rollout.conversation.program={spec}", spec, dict(config.options))
         self._files = contents([spec, config.options])
-        self._idle_s = (
-            config.step_timeout
-        )  # a program that neither asks the policy nor returns for so long is ended
+        self._idle_s = config.step_timeout  # then a program that neither asks nor returns is ended
         self._printout = Printout(["program"])
         self._starting = asyncio.Lock()
         self.load = 0  # programs that run, or wait for their start

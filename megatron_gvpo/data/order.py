@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_gvpo.algorithms.curriculum.tracker import Counts, PromptHistory
+from megatron_gvpo.algorithms.curriculum.tracker import Counts, PromptHistory, Tracker
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.core.plain_values import cut
 from megatron_gvpo.core.real_number import finite_number
 
 if TYPE_CHECKING:
     from megatron_gvpo.algorithms.curriculum.prompts import PromptChoice
-    from megatron_gvpo.algorithms.curriculum.tracker import Tracker
     from megatron_gvpo.groups import Group, Prompt
 
 
@@ -109,7 +108,10 @@ class WeightedOrder:
     def __init__(
         self, prompts: Sequence[Prompt], seed: int, by: PromptChoice, tracker: SuccessTracker
     ) -> None:
-        self._prompts, self._seed, self._by, self._tracker = prompts, seed, by, tracker
+        self._prompts = prompts
+        self._seed = seed
+        self._by = by
+        self._tracker = tracker
         self._draws = 0
         if (field := by.stated_in) is not None:
             _check_rates(prompts, field)

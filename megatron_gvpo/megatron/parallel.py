@@ -106,6 +106,17 @@ def group_names() -> dict[str, str]:
     return {group.group_name: name for name, group in groups.items() if isinstance(group, dist.ProcessGroup)}
 
 
+def rank_in_each_group() -> dict[str, int]:
+    """Return this rank's index in its tensor, pipeline, context, expert and data-parallel group."""
+    return {
+        "tp": parallel_state.get_tensor_model_parallel_rank(),
+        "pp": parallel_state.get_pipeline_model_parallel_rank(),
+        "cp": parallel_state.get_context_parallel_rank(),
+        "ep": parallel_state.get_expert_model_parallel_rank(),
+        "dp": parallel_state.get_data_parallel_rank(),
+    }
+
+
 def release() -> None:
     """Destroy Megatron's groups, if there are any, and keep the process group. A collective.
 

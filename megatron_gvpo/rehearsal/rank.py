@@ -166,22 +166,15 @@ class RankRun:
         return phases
 
     def build(self) -> Results:
-        from megatron.core import parallel_state
-
+        from megatron_gvpo.megatron.parallel import rank_in_each_group
         from megatron_gvpo.megatron.policy import Policy
         from megatron_gvpo.planner.prediction import size_of
         from megatron_gvpo.rehearsal import stand_ins
 
         config = self._config
         self.policy = Policy.of(config)
-        data_parallel = parallel_state.get_data_parallel_world_size()
-        self.role = {
-            "tp": parallel_state.get_tensor_model_parallel_rank(),
-            "pp": parallel_state.get_pipeline_model_parallel_rank(),
-            "cp": parallel_state.get_context_parallel_rank(),
-            "ep": parallel_state.get_expert_model_parallel_rank(),
-            "dp": parallel_state.get_data_parallel_rank(),
-        }
+        data_parallel = self.policy.data_parallel_ranks
+        self.role = rank_in_each_group()
         self.size = size_of(config, data_parallel, self._micro_batches)
         self._rows = make_rows(config, self.size, data_parallel)
         stand_ins.know_shapes(hidden_shape(self.policy, config, self._rows))
@@ -256,15 +249,9 @@ class RankRun:
 
     def checkpoint(self) -> Results:
         """The layout of a checkpoint: what this rank would write. Nothing is written."""
-        from megatron.core.dist_checkpointing.mapping import ShardedTensor
-        from torch.utils._pytree import tree_leaves
+        from megatron_gvpo.megatron.checkpoint.state import own_tensors
 
-        from megatron_gvpo.megatron.checkpoint.state import sharded_state, trained_models
-
-        leaves: list[Any] = []
-        for trained in trained_models(self.policy, Path(self._config.output_dir)):
-            leaves += tree_leaves(sharded_state(trained, randomness=True))
-        tensors = [leaf.data for leaf in leaves if isinstance(leaf, ShardedTensor) and leaf.data is not None]
+        tensors = own_tensors(self.policy)
         return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors)}
 
     def export(self) -> Results:

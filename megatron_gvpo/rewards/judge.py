@@ -8,18 +8,14 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_gvpo.core.real_number import finite_number
 from megatron_gvpo.core.template import filled
-from megatron_gvpo.groups import message_text
+from megatron_gvpo.groups import Prompt, Rollout, message_text
 from megatron_gvpo.servers.http import Http, ServerRefused
 from megatron_gvpo.servers.model_requests import Misfit, Servers, Unanswered, Verdict
 from megatron_gvpo.settings.reward_servers import EXPLANATION, MODEL, SCORE, JudgeConfig
-
-if TYPE_CHECKING:
-    from megatron_gvpo.groups import Prompt, Rollout
-
 
 _SHOWN = 200  # characters of an invalid verdict that a message shows
 

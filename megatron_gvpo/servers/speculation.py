@@ -5,18 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.huggingface.complete_weights import check_files, has_heads
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
-from megatron_gvpo.servers.server import Drafts
+from megatron_gvpo.servers.server import Drafts, Server
 from megatron_gvpo.settings.servers import SpeculationConfig
-
-if TYPE_CHECKING:
-    from megatron_gvpo.servers.server import Server
-
 
 TIMEOUT = 30.0  # seconds for a server's counts
 

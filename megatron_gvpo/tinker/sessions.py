@@ -21,7 +21,6 @@ class ClientModel:
     model_id: str
     rank: int | None  # of its adapters
     metadata: dict[str, Any] = field(default_factory=dict)
-    created: float = field(default_factory=time.time)
     saves: int = 0  # of checkpoints that have no name
     snapshots: list[str] = field(default_factory=list)  # unnamed weights to sample from, the oldest first
 

@@ -19,14 +19,13 @@ from megatron_gvpo.observe.loggers.services import ServiceError
 from megatron_gvpo.observe.monitor import DeviceMonitor, by_machine
 from megatron_gvpo.observe.rollouts.writer import RolloutWriter
 from megatron_gvpo.observe.samples import few_samples, worth_showing
-from megatron_gvpo.observe.step_records import StepRecords
+from megatron_gvpo.observe.step_records import StepRecord, StepRecords
 from megatron_gvpo.runs.existing_run import metrics_problems
 from megatron_gvpo.runs.written import RUN
 
 if TYPE_CHECKING:
     from megatron_gvpo.groups import Group
     from megatron_gvpo.observe.rollouts.table import Responses
-    from megatron_gvpo.observe.step_records import StepRecord
     from megatron_gvpo.training.trainer import Trainer
 
 

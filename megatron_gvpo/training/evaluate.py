@@ -1,23 +1,34 @@
-"""Evaluates a model or a checkpoint without training."""
+"""Measures a model or a checkpoint without training: on held-out prompts, or on named evaluations."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from megatron_gvpo.checks.preflight import preflight_on_ranks
-from megatron_gvpo.data.task import load_task
+from megatron_gvpo.data.task import Task, load_task
+from megatron_gvpo.evals.answers import Answers
+from megatron_gvpo.evals.catalog import ChosenEvaluations
+from megatron_gvpo.evals.documents import Prepared
+from megatron_gvpo.evals.documents import prepare as prepare_evaluations
+from megatron_gvpo.evals.run import EvaluatedPolicy, Outcomes, run_all
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.huggingface.tokenizer import set_date
 from megatron_gvpo.megatron.scorer import Scorer, temperature_of
 from megatron_gvpo.observe import PhaseTimer
 from megatron_gvpo.runs.record import first_start
+from megatron_gvpo.sampling.engine import engine_class
 from megatron_gvpo.sampling.rollouts import Rollouts
+from megatron_gvpo.settings.lengths import room_for_prompt
 from megatron_gvpo.training.conversion import load_checkpoint
 from megatron_gvpo.training.environment import prepare
 from megatron_gvpo.workers.tools import configured_schemas
 
 if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config
+    from megatron_gvpo.settings.sections import EvalConfig, ModelConfig, RolloutConfig
 
 
 def evaluate(config: Config, resume: bool, step: int | None = None) -> dict[str, float]:
@@ -28,10 +39,60 @@ def evaluate(config: Config, resume: bool, step: int | None = None) -> dict[str,
     loaded; DataError, CheckpointError, RolloutError.
     """
     preflight_on_ranks(config, "eval")
+    tools = configured_schemas(config.rollout.conversation)
+    cards, task, policy, version = _load(config, tools, resume, step)
+    with Rollouts(config, cards, task, policy, PhaseTimer()) as rollouts:
+        return rollouts.evaluate(version)[1]
+
+
+def evaluate_named(
+    config: Config,
+    choice: ChosenEvaluations,
+    resume: bool,
+    step: int | None = None,
+    *,
+    prepared: Prepared | None = None,
+    tell: Callable[[str], None] = print,
+) -> Outcomes:
+    """Measure `model.path`, or a checkpoint of the run, on named evaluations. A collective.
+
+    The run's engine samples `eval.n` answers to each problem with `eval.sampling` and `eval.seed`. `resume`:
+    the checkpoint of `step`, or else the newest. `prepared`: the data, where they are read already; rank 0
+    alone reads them, and it alone has the outcomes. Raises ConfigError and DataError before anything is
+    loaded; CheckpointError, RolloutError.
+    """
+    preflight_on_ranks(config, "named eval")
+    # A problem is a prompt with one response: no environment, no tools.
+    cards, task, policy, version = _load(config, (), resume, step)
+    rollout = config.rollout.model_copy(update={"conversation": None})
+    engine = engine_class(rollout.engine)(config.model, rollout, config.output_dir, cards, task, policy)
+    with engine:
+        engine.sync(version)
+        answers = Answers(engine, config.eval, task.tokenizer)
+        if dist.get_rank() != 0:
+            answers.serve()
+            return Outcomes()
+        try:
+            documents = prepare_evaluations(choice) if prepared is None else prepared
+            label, about = _weights(config.model, config.rollout, config.eval, version if resume else None)
+            longest = room_for_prompt(config, cards.policy)
+            answering = EvaluatedPolicy(answers, task, longest, config.data.system_prompt, label, about)
+            return run_all(choice, documents, answering, config.output_dir, tell)
+        finally:
+            answers.close()
+
+
+def _load(
+    config: Config, tools: tuple[dict[str, Any], ...], resume: bool, step: int | None
+) -> tuple[ModelCards, Task, Scorer, int]:
+    """The inputs of a run, the model without gradients and optimizer, and the step of its weights, or 0.
+
+    With `resume`, prompts have the date on which the run in the output directory began.
+    """
     prepare(config.parallel, config.rollout)
-    set_date(first_start(config.output_dir) if resume else None)  # prompts are those of the run
+    set_date(first_start(config.output_dir) if resume else None)
     cards = ModelCards(config)
-    task = load_task(config, cards.policy, configured_schemas(config.rollout.conversation))
+    task = load_task(config, cards.policy, tools)
     policy = Scorer(
         config.model,
         config.parallel,
@@ -39,6 +100,19 @@ def evaluate(config: Config, resume: bool, step: int | None = None) -> dict[str,
         temperature=temperature_of(config.algorithm, config.rollout),
         replays_routing=config.rollout.router_replay,
     )
-    loaded = load_checkpoint(config.output_dir, policy.model, step) if resume else 0
-    with Rollouts(config, cards, task, policy, PhaseTimer()) as rollouts:
-        return rollouts.evaluate(loaded)[1]
+    return cards, task, policy, load_checkpoint(config.output_dir, policy.model, step) if resume else 0
+
+
+def _weights(
+    model: ModelConfig, rollout: RolloutConfig, settings: EvalConfig, step: int | None
+) -> tuple[str, dict[str, Any]]:
+    """The name of the weights in the names of files, and what the results say about them."""
+    label = "model" if step is None else f"step_{step:08d}"
+    about = {
+        "model": model.path,
+        "step": step,
+        "engine": rollout.engine,
+        "sampling": settings.sampling.model_dump(mode="json"),
+        "seed": settings.seed,
+    }
+    return label, about

@@ -24,7 +24,7 @@ from megatron_gvpo.megatron.cpu.bridge import import_bridge
 from megatron_gvpo.megatron.gradient_export import export_gradients
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
-from megatron_gvpo.settings.config import build_config
+from megatron_gvpo.settings.config import Config, build_config
 from megatron_gvpo.verify import reference
 from megatron_gvpo.verify.layout import ParallelLayout
 from megatron_gvpo.verify.measures import (
@@ -40,7 +40,6 @@ from megatron_gvpo.verify.measures import (
 from megatron_gvpo.verify.shrink import VOCABULARY, save_tiny
 
 if TYPE_CHECKING:
-    from megatron_gvpo.settings.config import Config
     from megatron_gvpo.types import TrainBatch
 
 

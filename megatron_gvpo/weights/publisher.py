@@ -34,14 +34,20 @@ from megatron_gvpo.types import TrainBatch
 from megatron_gvpo.weights.bucket import DoubleBuffer, buckets, stored_tensors
 from megatron_gvpo.weights.fp8 import Fp8Layout, fp8_layout
 from megatron_gvpo.weights.receivers import receiver_class
-from megatron_gvpo.weights.transport import PushFailed, PushSettings, Transport, each, transport_class
+from megatron_gvpo.weights.transport import (
+    Follower,
+    PushFailed,
+    PushSettings,
+    Transport,
+    each,
+    transport_class,
+)
 
 if TYPE_CHECKING:
     from megatron_gvpo.groups import Prompt
     from megatron_gvpo.megatron.scorer import Scorer
     from megatron_gvpo.servers.session import ServerSession
     from megatron_gvpo.settings.sections import ModelConfig
-    from megatron_gvpo.weights.transport import Follower
 
 
 RETRY_AFTER = 2.0  # seconds; by then the pool has noticed a server that died
@@ -276,9 +282,15 @@ class Publisher:
         colocated: bool,
         report: Callable[[str], None],
     ) -> None:
-        self._pool, self._loop, self._transport, self._settings = pool, loop, transport, settings
+        self._pool = pool
+        self._loop = loop
+        self._transport = transport
+        self._settings = settings
         self._dtype, self._halves = dtype, DoubleBuffer(settings.bucket_bytes, device)
-        self._expected, self._optional, self._fp8, self._report = expected, optional, fp8, report
+        self._expected = expected
+        self._optional = optional
+        self._fp8 = fp8
+        self._report = report
         self._colocated = colocated
         self._unopened: list[ServerHandle] = []  # they have the weights and wait for `open`
         # The servers of the next attempt, once they have no requests in flight.

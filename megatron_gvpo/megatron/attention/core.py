@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
@@ -25,10 +25,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor
 
-from megatron_gvpo.megatron.attention.merged import Sequences, merged_attention
-
-if TYPE_CHECKING:
-    from megatron_gvpo.megatron.attention.merged import Spans
+from megatron_gvpo.megatron.attention.merged import Sequences, Spans, merged_attention
 
 
 @dataclass

@@ -154,8 +154,16 @@ class _Merged(torch.autograd.Function):
         if sequences.prompts is not None:
             front, behind = _slices(sequences.prompts, sequences.responses)
             shares = kernel.backward(
-                *(grad[behind], query[behind], key[front], value[front], out[behind], lse[:, behind]),
-                *(sequences.responses, sequences.prompts, False, scale),
+                grad[behind],
+                query[behind],
+                key[front],
+                value[front],
+                out[behind],
+                lse[:, behind],
+                sequences.responses,
+                sequences.prompts,
+                False,
+                scale,
             )
             for gradient, tokens, share in zip(total, (behind, front, front), shares, strict=True):
                 gradient[tokens] += share

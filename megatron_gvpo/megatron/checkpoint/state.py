@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from megatron_gvpo.megatron.adapters.tensors import is_adapter
 from megatron_gvpo.megatron.model.model import Model
@@ -68,6 +69,14 @@ def sharded_state(trained: TrainedModel, randomness: bool) -> dict[str, Any]:
         rank, world = dist.get_rank(), dist.get_world_size()
         state["random"] = ShardedObject("random", _random_state(), (world,), (rank,))
     return state
+
+
+def own_tensors(policy: Policy) -> list[Tensor]:
+    """Return the tensors that this rank writes into a checkpoint."""
+    leaves: list[Any] = []
+    for trained in trained_models(policy, Path()):
+        leaves += tree_leaves(sharded_state(trained, randomness=True))
+    return [leaf.data for leaf in leaves if isinstance(leaf, ShardedTensor) and leaf.data is not None]
 
 
 def weights_state(model: Model) -> dict[str, Any]:

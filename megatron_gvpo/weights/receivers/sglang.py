@@ -11,10 +11,10 @@ import json
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from megatron_gvpo.servers.http import ServerRefused
-from megatron_gvpo.servers.server import answer_of
+from megatron_gvpo.servers.server import Server, answer_of
 from megatron_gvpo.servers.sglang import WEIGHT_LOADER
 from megatron_gvpo.weights.adapter import AdapterReceiver
 from megatron_gvpo.weights.broadcast import BroadcastReceiver
@@ -25,10 +25,6 @@ from megatron_gvpo.weights.group import Rendezvous
 from megatron_gvpo.weights.sharded import ShardedReceiver
 from megatron_gvpo.weights.shared import SharedLocation, SharedReceiver
 from megatron_gvpo.weights.transport import WeightReceiver
-
-if TYPE_CHECKING:
-    from megatron_gvpo.servers.server import Server
-
 
 # The parts of weight receivers that all engines share, over HTTP.
 
