@@ -184,88 +184,87 @@ def plan_push(
     """
     trainers = len(sources)
     ranks = [layout for server in needed for layout in server]
-    servers = tuple(number for number, server in enumerate(needed) for _ in server)
     path = len(needed) + _longest(needed) if seats is None else 1
     limit = min(limit, max(LEAST, _most(tables, sources, ranks) // (ROUNDS * path)))
-    nearest = cache(partial(_nearest, seats or ()))
-    holders, takers = _by_box(sources, 0), _by_box(ranks, trainers)
-    loose: list[tuple[Cell, int, tuple[int, ...], tuple[int, ...]]] = []
-    for number, table in enumerate(tables):
-        held_boxes, needed_boxes = holders.get(number, {}), takers.get(number, {})
-        for box, by, to in _cells(table[1:], tuple(held_boxes), tuple(needed_boxes), limit):
-            owners = _union([held_boxes[other] for other in by])
-            if not owners:
-                raise ValueError(
-                    f"{table.name}: servers need rows {box.top} to {box.bottom - 1}, columns {box.left} to "
-                    f"{box.right - 1}, and no rank of the trainer holds them"
-                )
-            receivers = _union([needed_boxes[other] for other in to])
-            cell, size = Cell(number, box), box.elements * table.itemsize
-            if seats is None:
-                loose.append((cell, size, owners, receivers))
-            else:
-                loose += [(cell, size, nearest(owners, rank), (rank,)) for rank in receivers]
-    owner = _owners([(size, owners, to[0]) for _, size, owners, to in loose], trainers)
-    rounds = _rounds(
-        [(rank, to[0], size) for rank, (_, size, _, to) in zip(owner, loose, strict=True)], limit
-    )
+    loads = list(_loads(tables, sources, ranks, limit))
+    if seats is not None:
+        nearest = cache(partial(_nearest, seats))
+        loads = [
+            load._replace(holders=nearest(load.holders, rank), receivers=(rank,))
+            for load in loads
+            for rank in load.receivers
+        ]
+    servers = tuple(number for number, server in enumerate(needed) for _ in server)
+    owners = _owners(loads, trainers)
     parcels = [
-        Parcel(cell, size, rank, receivers[0], _route(receivers, servers, trainers), number)
-        for (cell, size, _, receivers), rank, number in zip(loose, owner, rounds, strict=True)
+        Parcel(
+            load.cell,
+            load.nbytes,
+            owner,
+            load.receivers[0],
+            _route(load.receivers, servers, trainers),
+            number,
+        )
+        for load, owner, number in zip(loads, owners, _rounds(loads, owners, limit), strict=True)
     ]
     last = max((max(parcel.rounds) for parcel in parcels), default=-1)
     return PushPlan(list(tables), trainers, trainers + len(ranks), parcels, last + 1)
 
 
-def fair_shares(plan: PushPlan, sources: Sequence[Layout]) -> list[float]:
-    """The bytes that each trainer rank must send at least, if all that hold the same parts share them evenly.
+class _Load(NamedTuple):
+    """A cell that is to be sent, before its owner is chosen among the trainer ranks that hold it."""
 
-    Where the parts that ranks hold in common are nested, as with Megatron's parallelisms, no plan's busiest
-    rank among them sends less than the largest of their shares.
-    """
-    groups: Counter[tuple[int, ...]] = Counter()
-    holders = _by_box(sources, 0)
-    for parcel in plan.parcels:
-        boxes = holders[parcel.cell.tensor]
-        groups[_union([ranks for box, ranks in boxes.items() if box.contains(parcel.cell.box)])] += (
-            parcel.nbytes
-        )
-    shares = [0.0] * len(sources)
-    for owners in groups:
-        inside = set(owners)
-        size = sum(size for others, size in groups.items() if inside.issuperset(others))
-        for rank in owners:
-            shares[rank] = max(shares[rank], size / len(owners))
-    return shares
+    cell: Cell
+    nbytes: int
+    holders: tuple[int, ...]
+    receivers: tuple[int, ...]
 
 
-def _owners(cells: Sequence[tuple[int, tuple[int, ...], int]], ranks: int) -> list[int]:
-    """The owner of each cell (bytes, the ranks that hold it, its first receiver).
+def _loads(
+    tables: Sequence[Table], sources: Sequence[Layout], ranks: Sequence[Layout], limit: int
+) -> Iterator[_Load]:
+    """The cells that server ranks need, of at most `limit` bytes each. Raises ValueError as `plan_push`."""
+    stored, needed = _by_box(sources, 0), _by_box(ranks, len(sources))
+    for number, table in enumerate(tables):
+        stored_boxes, needed_boxes = stored.get(number, {}), needed.get(number, {})
+        for box, around, takers in _cells(table[1:], tuple(stored_boxes), tuple(needed_boxes), limit):
+            holders = _union([stored_boxes[other] for other in around])
+            if not holders:
+                raise ValueError(
+                    f"{table.name}: servers need rows {box.top} to {box.bottom - 1}, columns {box.left} to "
+                    f"{box.right - 1}, and no rank of the trainer holds them"
+                )
+            receivers = _union([needed_boxes[other] for other in takers])
+            yield _Load(Cell(number, box), box.elements * table.itemsize, holders, receivers)
+
+
+def _owners(loads: Sequence[_Load], ranks: int) -> list[int]:
+    """The trainer rank that sends each cell.
 
     Ranks that hold the same cells send equally much, as far as other cells allow it, and each of them sends
     to as few receivers as that takes. Cells with the fewest holders choose first.
     """
-    alike: dict[tuple[int, ...], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for index, (_, owners, target) in enumerate(cells):
-        alike[owners][target].append(index)
-    load = [0] * ranks
+    # The cells of ranks that hold the same, by their first receiver.
+    shared: dict[tuple[int, ...], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for index, load in enumerate(loads):
+        shared[load.holders][load.receivers[0]].append(index)
+    sent = [0] * ranks
     links: set[tuple[int, int]] = set()
-    sizes_of_all = [size for size, *_ in cells]
-    slack = max([SLACK * sum(sizes_of_all) / ranks, *sizes_of_all])
-    owner = [0] * len(cells)
-    for owners in sorted(alike, key=len):
-        sizes = {target: sum(cells[i][0] for i in indices) for target, indices in alike[owners].items()}
-        level = _level([load[rank] for rank in owners], sum(sizes.values()))
-        for target, indices in alike[owners].items():
-            linked = [rank for rank in owners if (rank, target) in links]
-            shares = _shares(owners, linked, sizes[target], load, level, slack)
-            for index, rank in zip(
-                indices, _interleaved([cells[i][0] for i in indices], shares), strict=True
-            ):
-                owner[index] = rank
-                load[rank] += cells[index][0]
-            links |= {(owner[index], target) for index in indices}
-    return owner
+    sizes = [load.nbytes for load in loads]
+    slack = max([SLACK * sum(sizes) / ranks, *sizes])
+    owners = [0] * len(loads)
+    for holders in sorted(shared, key=len):
+        totals = {target: sum(sizes[i] for i in indices) for target, indices in shared[holders].items()}
+        level = _level([sent[rank] for rank in holders], sum(totals.values()))
+        for target, indices in shared[holders].items():
+            linked = [rank for rank in holders if (rank, target) in links]
+            shares = _shares(holders, linked, totals[target], sent, level, slack)
+            chosen = _interleaved([sizes[i] for i in indices], shares)
+            for index, rank in zip(indices, chosen, strict=True):
+                owners[index] = rank
+                sent[rank] += sizes[index]
+            links |= {(owners[index], target) for index in indices}
+    return owners
 
 
 def _level(loads: Sequence[float], more: float) -> float:
@@ -341,35 +340,38 @@ def _nearest(seats: Sequence[tuple[int, int]], owners: tuple[int, ...], receiver
 def _by_box(layouts: Sequence[Layout], first: int) -> dict[int, dict[Box, tuple[int, ...]]]:
     """The ranks, counted from `first`, that hold each box of each tensor."""
     # Ranks that share a layout, such as those of many servers.
-    alike: dict[int, list[int]] = defaultdict(list)
+    ranks_of_layout: dict[int, list[int]] = defaultdict(list)
     for rank, layout in enumerate(layouts, first):
-        alike[id(layout)].append(rank)
+        ranks_of_layout[id(layout)].append(rank)
     by_tensor: dict[int, dict[Box, tuple[int, ...]]] = defaultdict(dict)
-    for ranks in map(tuple, alike.values()):
+    for ranks in map(tuple, ranks_of_layout.values()):
         for number, boxes in layouts[ranks[0] - first].items():
-            by = by_tensor[number]
+            holders = by_tensor[number]
             for box in boxes:
-                by[box] = _union([by[box], ranks]) if box in by else ranks
+                holders[box] = _union([holders[box], ranks]) if box in holders else ranks
     return by_tensor
 
 
-def _rounds(cells: Sequence[tuple[int, int, int]], limit: int) -> list[int]:
-    """The round of each cell (owner, first receiver, bytes). All owners are done at about the same time."""
+def _rounds(loads: Sequence[_Load], owners: Sequence[int], limit: int) -> list[int]:
+    """The round in which each owner sends its cell. All owners are done at about the same time."""
     total: Counter[int] = Counter()
-    before: list[int] = []
-    for rank, _, size in cells:
-        before.append(total[rank])
-        total[rank] += size
-    rounds = [0] * len(cells)
-    now: dict[int, tuple[int, int]] = {}  # the round that a rank is in, and its bytes in it
-    for index in sorted(range(len(cells)), key=lambda i: before[i] / total[cells[i][0]]):
-        *both, size = cells[index]
-        number = max(now.get(rank, (0, 0))[0] for rank in both)
-        filled = [bytes_ if at == number else 0 for at, bytes_ in (now.get(rank, (0, 0)) for rank in both)]
+    before: list[int] = []  # the bytes of the owner's earlier cells
+    for load, owner in zip(loads, owners, strict=True):
+        before.append(total[owner])
+        total[owner] += load.nbytes
+    rounds = [0] * len(loads)
+    latest: dict[int, tuple[int, int]] = {}  # the round that a rank is in, and its bytes in it
+    for index in sorted(range(len(loads)), key=lambda i: before[i] / total[owners[i]]):
+        size, ends = loads[index].nbytes, (owners[index], loads[index].receivers[0])
+        number = max(latest.get(rank, (0, 0))[0] for rank in ends)
+        filled = [
+            nbytes if round_ == number else 0
+            for round_, nbytes in (latest.get(rank, (0, 0)) for rank in ends)
+        ]
         if max(filled) and max(filled) + size > limit:
             number, filled = number + 1, [0, 0]
-        for rank, bytes_ in zip(both, filled, strict=True):
-            now[rank] = (number, bytes_ + size)
+        for rank, nbytes in zip(ends, filled, strict=True):
+            latest[rank] = (number, nbytes + size)
         rounds[index] = number
     return rounds
 
@@ -377,10 +379,10 @@ def _rounds(cells: Sequence[tuple[int, int, int]], limit: int) -> list[int]:
 @lru_cache(maxsize=4096)
 def _hops(first: int, route: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
     """For each link of a route, the rounds after the first receiver got the cell: each rank adds one."""
-    at = {first: 0}
+    hops = {first: 0}
     for source, target in route:
-        at[target] = at[source] + 1
-    return tuple(at[target] for _, target in route)
+        hops[target] = hops[source] + 1
+    return tuple(hops[target] for _, target in route)
 
 
 @lru_cache(maxsize=4096)
@@ -433,13 +435,13 @@ def _cells(
     for top, bottom in pairwise(rows):
         for left, right in pairwise(columns):
             cell = Box(top, bottom, left, right)
-            to = tuple(box for box in needed if box.contains(cell))
-            if not to:
+            takers = tuple(box for box in needed if box.contains(cell))
+            if not takers:
                 continue
-            by = tuple(box for box in sources if box.contains(cell))
+            holders = tuple(box for box in sources if box.contains(cell))
             step = max(1, limit // ((right - left) * itemsize))
             for start in range(top, bottom, step):
-                cells.append((Box(start, min(bottom, start + step), left, right), by, to))
+                cells.append((Box(start, min(bottom, start + step), left, right), holders, takers))
     return cells
 
 

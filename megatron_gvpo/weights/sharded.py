@@ -39,12 +39,20 @@ from megatron_gvpo.weights.group import (
 )
 from megatron_gvpo.weights.node import new_name
 from megatron_gvpo.weights.relay import EndPush, Orders, Relays
-from megatron_gvpo.weights.shard_plan import Box, Layout, PushPlan, Table, plan_push, unpack_part
+from megatron_gvpo.weights.shard_plan import (
+    Box,
+    Cell,
+    Layout,
+    Message,
+    PushPlan,
+    Table,
+    plan_push,
+    unpack_part,
+)
 from megatron_gvpo.weights.transport import Follower, PushFailed, PushSettings
 
 if TYPE_CHECKING:
     from megatron_gvpo.megatron.model.own_weights import OwnPart, OwnWeights
-    from megatron_gvpo.weights.shard_plan import Cell, Message
 
 
 STOP = "stop"  # a key of the group's store: the push has failed
@@ -62,7 +70,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Leave:
-    """Leave the group. Nobody answers."""
+    """Leave the group; the rank sends no answer."""
 
 
 Order = Rendezvous | SendLayout | Send | Leave | EndPush  # a Rendezvous: join the group there
@@ -312,7 +320,10 @@ class ShardFollower(Follower):
         timeout: float,
         new_sender: Callable[[Membership, torch.dtype, float, Callable[[], bool]], Sender],
     ) -> None:
-        self._orders, self._dtype, self._timeout, self._new_sender = orders, dtype, timeout, new_sender
+        self._orders = orders
+        self._dtype = dtype
+        self._timeout = timeout
+        self._new_sender = new_sender
         self._sender: Sender | None = None
 
     def follow(self, buckets: Iterator[Bucket]) -> None:
@@ -413,7 +424,10 @@ class Sender:
     def __init__(
         self, member: Membership, dtype: torch.dtype, timeout: float, stopped: Callable[[], bool]
     ) -> None:
-        self._member, self._dtype, self._timeout, self._stopped = member, dtype, timeout, stopped
+        self._member = member
+        self._dtype = dtype
+        self._timeout = timeout
+        self._stopped = stopped
         self._rounds: list[list[Message]] | None = None
         self._parts: dict[int, list[OwnPart]] = {}  # own parts, by number of the tensor
         self._buffers: dict[tuple[int, int], Tensor] = {}
@@ -486,8 +500,8 @@ class Sender:
     def _wait(self, works: Sequence[Any]) -> None:
         """Wait until messages are sent.
 
-        Gloo's end with an error when the other end's process ends or leaves the group, or after the group's
-        timeout. NCCL's may never end, so there this rank asks whether the push has failed elsewhere.
+        With Gloo a wait ends with an error when the other process ends or leaves the group, or after the
+        group's timeout. With NCCL it may never end, so this rank asks whether the push has failed elsewhere.
         """
         for work in works:
             if self._member.backend == "nccl":

@@ -6,10 +6,11 @@ import time
 from collections import Counter, defaultdict
 
 import pytest
+from helpers.pushes.fair_shares import fair_shares
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gvpo.weights.shard_plan import SLACK, Box, Layout, PushPlan, Table, fair_shares, plan_push
+from megatron_gvpo.weights.shard_plan import SLACK, Box, Layout, PushPlan, Table, plan_push
 
 
 def whole(table: Table) -> Box:

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from helpers.inputs.rows import make_rows
+from helpers.pushes.fair_shares import fair_shares
 from helpers.pushes.push_worker import _compare, served_engine
 from helpers.tiny_run import configure
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.sampling.served import ServedEngine
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.weights.colocated import Colocated
-from megatron_gvpo.weights.shard_plan import PushPlan, fair_shares
+from megatron_gvpo.weights.shard_plan import PushPlan
 from megatron_gvpo.weights.sharded import Sharded
 
 LAYOUTS = {
