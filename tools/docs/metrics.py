@@ -16,7 +16,7 @@ def page() -> str:
 
 _HEAD = """# Metrics
 
-Generated from `megatron_gvpo/core/metric_names.py`.
+Generated from `megatron_gvpo/core/metrics.txt`.
 
 Every step adds a line to `OUTPUT_DIR/metrics.jsonl`; TensorBoard and the tracking services get it, too.
 A run logs the metrics that apply to its method and engine. `<...>` stands for a name or a number.
