@@ -241,7 +241,7 @@ class Method:
 
 
 def method(recipe: str, mini_batches: int) -> Method:
-    """Returns the work of a recipe, counted as `Trainer._judged` and `_freeze_references` do it.
+    """Returns the work of a recipe, counted as the Trainer's estimator columns and frozen references are.
 
     `mini_batches`: mini-batches per step. Raises ConfigError if the recipe does not exist, or if the policy
     does not sample its responses.

@@ -35,7 +35,7 @@ from megatron_gvpo.sampling.rollouts import Rollouts
 from megatron_gvpo.sampling.samplers import DatasetSampler, FileSampler, Sampler, responses_of
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.reward_servers import TeacherConfig, first_gpus
-from megatron_gvpo.settings.sections import DataConfig
+from megatron_gvpo.settings.sections import DataConfig, TrainConfig
 from megatron_gvpo.training.environment import prepare
 from megatron_gvpo.training.text_teacher import TextTeacher, text_teacher
 from megatron_gvpo.types import OnWait
@@ -56,9 +56,8 @@ class Components:
         `heartbeat` is called on every rank at once from time to time while the ranks wait for responses.
         """
         set_date(first_start(config.output_dir) if resumes else None)
-        prepare(
-            config.parallel, config.rollout
-        )  # the command line did this already; a user of the Python API did not
+        # The command line did this already; a user of the Python API did not.
+        prepare(config.parallel, config.rollout)
         self.config = config
         rank = int(os.environ.get("RANK", "0"))  # there is no process group before the policy
         self._markers = phase_markers(config.logging, config.output_dir, rank)
@@ -68,13 +67,9 @@ class Components:
         self.text_teacher, warning = _text_teacher(
             config.model.path, config.teacher, config.data, task, cards
         )
-        if not rank and warning is not None:
-            log.warning(warning)
-        if not rank and (count := len(task.prompts)) < config.train.prompts_per_step:
-            log.warning(
-                "train.prompts_per_step=%d, and %s has %d prompts: a step trains a prompt several times",
-                *(config.train.prompts_per_step, config.data.train.path, count),
-            )
+        for text in (warning, _few_prompts(config.train, config.data, len(task.prompts))):
+            if rank == 0 and text is not None:
+                log.warning(text)
         algorithm = config.algorithm.sized(config.rollout.max_tokens)
         self.prompts, self.tokenizer = task.prompts, task.tokenizer
         self.tracker = SuccessTracker(algorithm.tracker) if algorithm.needs_tracker else None
@@ -177,6 +172,16 @@ class Components:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._opened.__exit__(kind, error, trace)
+
+
+def _few_prompts(train: TrainConfig, data: DataConfig, count: int) -> str | None:
+    """A warning about data with fewer prompts than a step takes."""
+    if count >= train.prompts_per_step:
+        return None
+    return (
+        f"train.prompts_per_step={train.prompts_per_step}, and {data.train.path} has {count} prompts: a step "
+        "trains a prompt several times"
+    )
 
 
 def _text_teacher(

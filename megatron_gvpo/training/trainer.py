@@ -38,11 +38,7 @@ from megatron_gvpo.training.session import SingleTrainer, naming_the_step, runni
 from megatron_gvpo.types import TrainBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from megatron_gvpo.megatron.policy import Policy
-    from megatron_gvpo.megatron.update import UpdateResult
-    from megatron_gvpo.types import TrainBatch
 
 log = logging.getLogger(__name__)
 
@@ -137,11 +133,11 @@ class Trainer:
         begin = time.perf_counter()
         self._begin_step(step)
         groups = self._sample()
-        batch, metrics = self._mini_batches(groups)
-        mini_batches = [rows for mini_batch in batch if len(rows := mini_batch.trained())]
+        all_rows, metrics = self._mini_batches(groups)
+        mini_batches = [trained for rows in all_rows if len(trained := rows.trained())]
         self._warn(*self.components.empty_batches.check(step, groups, mini_batches))
         mini_batches = self._freeze_references(mini_batches)
-        self._record = self._new_record(step, batch)
+        self._record = self._new_record(step, all_rows)
         results = self._update_all(mini_batches, keep_weights=self.config.logging.rollouts.saves(step))
         self._notify_responses(step, groups, mini_batches, results)
         metrics |= self._update_metrics(step, results)
@@ -149,62 +145,228 @@ class Trainer:
         self._push(step)
         metrics |= self._step_metrics(groups, time.perf_counter() - begin)
 
-    def stop(self, reason: str) -> None:
-        """End the run after the present step with a checkpoint and an export, as after the last one.
+    # A step's verbs, in their order.
 
-        A callback calls it, on one rank or on all. `fit` returns as usual; the run can be resumed.
+    def _begin_step(self, step: int) -> None:
+        self.components.timer.take()
+        self.components.profiler.step(step)
+
+    def _sample(self) -> list[Group]:
+        """Sample prompts and responses, and score them, until the batch policy has a batch."""
+        components, interrupt = self.components, self.interrupt
+        ahead = min(self.config.rollout.async_steps, self.config.train.steps - self.step - 1)
+        while True:
+            interrupt.check()
+            if self._samples_from_policy:
+                components.sync(self.step)
+            components.batches.request(1 + ahead)
+            groups = components.batches.next_batch(self.step + 1)
+            if any(rollout.reward_errors for group in groups for rollout in group.rollouts):
+                # A signal that ends the job ends the rewards' subprocesses, too: never train on such rewards.
+                interrupt.check()
+            groups, warnings = components.shape(groups, self.step + 1)
+            self._warn(*warnings)
+            if groups and (batch := components.batch_policy.offer(groups)) is not None:
+                return self._readable_by_teacher(batch)
+            self.checkpoints.mark()
+
+    def _readable_by_teacher(self, groups: list[Group]) -> list[Group]:
+        """The groups, where a teacher with another tokenizer can score each response that is trained."""
+        text = self.components.text_teacher
+        if text is None:
+            return groups
+        with self.components.timer.phase("scoring"):
+            groups, warnings = text.begin(groups, self.step + 1)
+        self._warn(*warnings)
+        return groups
+
+    def _mini_batches(self, groups: Sequence[Group]) -> tuple[list[TrainBatch], Metrics]:
+        """Split the batch, in whole groups, into the rows of each mini-batch, and give them advantages."""
+        metrics = rollout_statistics(groups, self.step) if self.config.algorithm.has_rewards else {}
+        metrics |= {f"batch/{name}": value for name, value in self.components.batch_policy.metrics.items()}
+        count, estimator = self.config.train.mini_batches, self.components.estimator
+        bounds = [len(groups) * i // count for i in range(count + 1)]
+        first_rows = [0, *accumulate(len(group.rollouts) for group in groups)]
+        turn_weight = self.config.rewards.turn_weight
+        mini_batches = [
+            TrainBatch.from_groups(groups[a:b], first_rows[a], turn_weight)
+            for a, b in pairwise(bounds)
+            if a < b
+        ]
+        if self.components.teacher is not None:
+            self.components.teacher.ask([self._for_teacher(rows.trained()) for rows in mini_batches])
+        if estimator is not None:
+            for i, rows in enumerate(mini_batches):
+                mini_batches[i], statistics = estimator.fill(self._with_estimator_columns(rows))
+                for name, value in statistics.items():
+                    key = f"advantage/{name}"
+                    metrics[key] = metrics.get(key, 0.0) + float(value) / len(mini_batches)
+        return mini_batches, metrics
+
+    def _with_estimator_columns(self, rows: TrainBatch) -> TrainBatch:
+        """Add the columns that the estimator reads: the critic's values, log-probs of reference policies."""
+        policy, estimator = self.components.policy, self.config.algorithm.estimator
+        columns: dict[str, Tensor] = {}
+        with self.components.timer.phase("scoring"):
+            if policy.critic is not None:
+                columns["value_r"] = policy.critic.values(rows)
+            for column, reference in ({} if estimator is None else estimator.reference_policies).items():
+                is_present = reference == STEP_START
+                columns[f"{column}_logp_r"] = (
+                    policy.score(rows) if is_present else self._reference_logp(reference, rows)
+                )
+        return rows.with_columns(**columns)
+
+    def _freeze_references(self, mini_batches: Sequence[TrainBatch]) -> list[TrainBatch]:
+        with self.components.timer.phase("scoring"):
+            return [self._with_references(rows, i == 0) for i, rows in enumerate(mini_batches)]
+
+    def _with_references(self, rows: TrainBatch, first: bool) -> TrainBatch:
+        """Log-probs of the policies that the loss compares with, before the step's first update.
+
+        After an update the policy at step start is gone: compared with the updated one, GVPO would silently
+        be REINFORCE. The first mini-batch needs no scoring by that policy: it is still the one that trains.
         """
-        self._stop_reason = reason
+        references, policy = self.config.algorithm.loss.reference_policies, self.components.policy
+        # The loss's own columns, not the estimator's.
+        columns: dict[str, Tensor | None] = {"old_logp_r": None, "ref_logp_r": None}
+        present_r = None
+        if not (first or self._engine_reference) and STEP_START in references.values():
+            present_r = policy.score(rows) if rows.old_logp_r is None else rows.old_logp_r
+            self.components.mismatch.compare(rows, present_r, self.step)
+        for column, reference in references.items():
+            is_present = reference == STEP_START
+            columns[f"{column}_logp_r"] = present_r if is_present else self._reference_logp(reference, rows)
+        return rows.with_columns(**columns)
 
-    def _reason_to_stop(self) -> str | None:
-        """Why this rank ends the run before its last step; None if it goes on."""
-        if (reason := self._reason_to_stop_early()) is not None:
-            return reason
-        hours = self.config.train.max_hours
-        if self._stop_reason is None and hours is not None and time.monotonic() - self._begun >= 3600 * hours:
-            return f"train.max_hours={hours:g} have passed"
-        return self._stop_reason
+    def _reference_logp(self, reference: Reference, rows: TrainBatch) -> Tensor:
+        """Log-probs of a policy other than the one at step start, fp32 [r]."""
+        policy, served = self.components.policy, self.components.teacher
+        if reference != TEACHER:
+            return policy.score_reference(rows)
+        read, text = self._for_teacher(rows), self.components.text_teacher
+        logp_r = policy.score_teacher(read) if served is None else served.score(read, self.interrupt.check)
+        return logp_r if text is None else text.spread(rows, logp_r)
 
-    def _reason_to_stop_early(self) -> str | None:
-        """Why `train.stop_early` ends the run; None if it goes on, and on ranks other than the first."""
-        reason, best = self.checkpoints.early_stop.reason, self.checkpoints.best_step
-        if reason is None or not self.is_main:
+    def _for_teacher(self, rows: TrainBatch) -> TrainBatch:
+        """The rows in the tokens that the teacher reads."""
+        text = self.components.text_teacher
+        return rows if text is None else text.rows(rows)
+
+    def _new_record(self, step: int, mini_batches: Sequence[TrainBatch]) -> StepRecord | None:
+        if not self.config.logging.steps.max_gb:
             return None
-        return reason + ("" if best is None else f"; the best checkpoint is of step {best}")
+        return new_record(step, self.components.policy, mini_batches)
 
-    def _stop_here(self, reason: str | None, is_saved: bool) -> None:
-        """Save the step, and say why the run ends with it. A collective."""
-        if not is_saved:
-            self.save()
-        why = next(text for text in all_gather_msgpack(reason) if text is not None)
-        self._warn(f"stopped after step {self.step} of {self.config.train.steps}: {why}; --resume goes on")
+    def _update_all(self, mini_batches: list[TrainBatch], keep_weights: bool) -> list[UpdateResult]:
+        """Update with every mini-batch, `train.batch_epochs` times, against the same reference policies.
 
-    def close(self) -> None:
-        """Free the model's memory and its process groups, as the construction of another Trainer does."""
-        self._single.end()
+        In a second pass the first one needs log-probs of the policy at step start, too: its first forward has
+        them. Those with nothing left to train use up their learning rates. `keep_weights`: keep the
+        loss's weights of tokens in the first pass.
+        """
+        results: list[UpdateResult] = []
+        policy, references = self.components.policy, self.config.algorithm.loss.reference_policies
+        at_start = [f"{column}_logp_r" for column, reference in references.items() if reference == STEP_START]
+        with self.components.timer.phase("training"):
+            for epoch in range(self.config.train.batch_epochs):
+                for i, rows in enumerate(mini_batches):
+                    results.append(result := self._update(rows, not results, keep_weights and epoch == 0))
+                    self.is_mid_update = True
+                    if len(results) == 1:
+                        mini_batches[i] = rows.with_columns(**dict.fromkeys(at_start, result.logp_r))
+            planned = self.config.train.mini_batches * self.config.train.batch_epochs
+            policy.skip_updates(planned - len(results))
+            policy.end_step()
+        return results
 
-    def save(self) -> None:
-        """Write, or begin to write, a checkpoint; a run resumed from it does what this one does next."""
-        self.checkpoints.save(self.step, self._metrics, self._is_reported)
+    def _update(self, rows: TrainBatch, first: bool, keep_weights: bool) -> UpdateResult:
+        """One optimizer update; the first of a step also measures the mismatch of engine and trainer.
 
-    def evaluate(self) -> Metrics:
-        """Metrics of the present policy on the held-out prompts; empty without any."""
-        groups, metrics = self.components.evaluate(self.step)
-        if any(rollout.reward_errors for group in groups for rollout in group.rollouts):
-            self.interrupt.check()  # as in `_sample`
-        if groups and self.config.logging.rollouts.every:
-            self.notify("on_responses", Responses("eval", self.step, groups))
+        With the engine's log-probs as the reference, that mismatch corrects the later updates. The first one
+        needs no reference: the policy at step start is the one that trains, so d = 0 exactly. Where older
+        weights sampled, the reference is the policy that sampled, in the first update as well.
+        """
+        if self._engine_reference and not (first and rows.sampled_by(self.step).all()):
+            rows = rows.with_columns(ref_logp_r=self.components.mismatch.corrected(rows))
+        again = self.config.train.batch_epochs > 1
+        keep_logp = first and (again or rows.engine_logp_r is not None)
+        is_recorded = self._record is not None
+        result = self.components.policy.update(
+            rows,
+            at_step_start=first,
+            keep_logp=keep_logp,
+            keep_weights=keep_weights or is_recorded,
+            keep_gradients=is_recorded,
+        )
+        if self._record is not None:
+            add_update(self._record, self.components.policy, rows, result)
+        if (critic := self.components.policy.critic) is not None:
+            result = replace(result, metrics=result.metrics | critic.update(rows))
+        if first and result.logp_r is not None:
+            self.components.mismatch.compare(rows, result.logp_r, self.step)
+        return result
+
+    def _notify_responses(
+        self,
+        step: int,
+        groups: list[Group],
+        mini_batches: Sequence[TrainBatch],
+        results: Sequence[UpdateResult],
+    ) -> None:
+        if self.config.logging.rollouts.saves(step):
+            pairs = zip(mini_batches, results, strict=False)
+            trained = [self._trained_rows(rows, result) for rows, result in pairs]
+            self.notify("on_responses", Responses("train", step, groups, trained))
+        if self._record is not None:
+            self.notify("on_record", self._record, groups)
+
+    def _trained_rows(self, rows: TrainBatch, result: UpdateResult) -> TrainedRows:
+        """The trainer's numbers of an update of the first pass; log-probs at step start where it has them."""
+        references = self.config.algorithm.loss.reference_policies.items()
+        at_start = [f"{column}_logp_r" for column, policy in references if policy == STEP_START]
+        known = [logp_r for name in at_start if (logp_r := getattr(rows, name)) is not None]
+        logp_r = result.logp_r if self._engine_reference or not known else known[0]
+        return TrainedRows(rows, logp_r, result.weight_r)
+
+    def _update_metrics(self, step: int, results: Sequence[UpdateResult]) -> Metrics:
+        """Means over the step's updates, its learning rate, and the mismatch of engine and trainer."""
+        metrics: Metrics = self.components.mismatch.take()
+        self._warn(self.components.mismatch.warning(step, metrics))
+        for result in results:
+            values = {f"train/{name}": value for name, value in result.metrics.items()} | result.head
+            for name, value in values.items():
+                metrics[name] = metrics.get(name, 0.0) + value / len(results)
+        if results:  # empty if every response was masked
+            metrics["train/grad_norm"] = sum(r.update.grad_norm for r in results) / len(results)
+            metrics["train/lr"] = results[-1].update.lr
+            metrics |= results[0].memory
+        metrics["train/skipped"] = float(sum(r.update.skipped for r in results))
         return metrics
 
-    def notify(self, event: str, *args: Any) -> None:
-        """Call the method of this name of every callback."""
-        for callback in self.callbacks:
-            getattr(callback, event)(self, *args)
+    def _complete_step(self, step: int, metrics: Metrics) -> None:
+        """Count the step as trained from here on, even if a later push fails."""
+        self.step, self.is_mid_update = step, False
+        self._metrics, self._is_reported = metrics, False
+        self.checkpoints.mark()
 
-    def _release(self) -> None:
-        vars(self).pop("components", None)
-        vars(self).pop("checkpoints", None)
-        parallel.release()
+    def _push(self, step: int) -> None:
+        if self._samples_from_policy and not self.components.engine.shares_gpus:  # else `_sample` pushes
+            self.components.sync(step)
+
+    def _step_metrics(self, groups: Sequence[Group], seconds: float) -> Metrics:
+        """Metrics of the engine and the teacher, and times."""
+        phases, teacher = self.components.timer.take(), self.components.teacher
+        metrics = dict(self.components.rollout_metrics)
+        if teacher is not None:
+            metrics |= teacher.metrics
+        if self.components.text_teacher is not None:
+            metrics |= self.components.text_teacher.metrics
+        metrics |= {f"time/{name}": value for name, value in phases.items()} | {"time/step": seconds}
+        metrics["throughput/tokens_per_s"] = trained_tokens(groups) / seconds
+        return metrics
+
+    # Before the first step, between steps, and after the last one.
 
     def begin(self) -> None:
         """Claim the output directory, and finish the exports of an earlier run. The input is checked."""
@@ -266,228 +428,70 @@ class Trainer:
         self.checkpoints.early_stop.offer(self.step, self._metrics)
         self.notify("on_step", self.step, self._metrics)
 
+    def save(self) -> None:
+        """Write, or begin to write, a checkpoint; a run resumed from it does what this one does next."""
+        self.checkpoints.save(self.step, self._metrics, self._is_reported)
+
+    def evaluate(self) -> Metrics:
+        """Metrics of the present policy on the held-out prompts; empty without any."""
+        groups, metrics = self.components.evaluate(self.step)
+        if any(rollout.reward_errors for group in groups for rollout in group.rollouts):
+            self.interrupt.check()  # as in `_sample`
+        if groups and self.config.logging.rollouts.every:
+            self.notify("on_responses", Responses("eval", self.step, groups))
+        return metrics
+
+    def stop(self, reason: str) -> None:
+        """End the run after the present step with a checkpoint and an export, as after the last one.
+
+        A callback calls it, on one rank or on all. `fit` returns as usual; the run can be resumed.
+        """
+        self._stop_reason = reason
+
+    def _reason_to_stop(self) -> str | None:
+        """Why this rank ends the run before its last step; None if it goes on."""
+        if (reason := self._reason_to_stop_early()) is not None:
+            return reason
+        hours = self.config.train.max_hours
+        if self._stop_reason is None and hours is not None and time.monotonic() - self._begun >= 3600 * hours:
+            return f"train.max_hours={hours:g} have passed"
+        return self._stop_reason
+
+    def _reason_to_stop_early(self) -> str | None:
+        """Why `train.stop_early` ends the run; None if it goes on, and on ranks other than the first."""
+        reason, best = self.checkpoints.early_stop.reason, self.checkpoints.best_step
+        if reason is None or not self.is_main:
+            return None
+        return reason + ("" if best is None else f"; the best checkpoint is of step {best}")
+
+    def _stop_here(self, reason: str | None, is_saved: bool) -> None:
+        """Save the step, and say why the run ends with it. A collective."""
+        if not is_saved:
+            self.save()
+        why = next(text for text in all_gather_msgpack(reason) if text is not None)
+        self._warn(f"stopped after step {self.step} of {self.config.train.steps}: {why}; --resume goes on")
+
     def _finish(self) -> None:
         self.checkpoints.finish()
         if self.config.checkpoint.export_hf:
             self.checkpoints.export(Path(self.config.output_dir) / "hf", self.step)
         self.notify("on_end")
 
-    def _begin_step(self, step: int) -> None:
-        self.components.timer.take()
-        self.components.profiler.step(step)
+    def close(self) -> None:
+        """Free the model's memory and its process groups, as the construction of another Trainer does."""
+        self._single.end()
 
-    def _complete_step(self, step: int, metrics: Metrics) -> None:
-        """Count the step as trained from here on, even if a later push fails."""
-        self.step, self.is_mid_update = step, False
-        self._metrics, self._is_reported = metrics, False
-        self.checkpoints.mark()
+    def _release(self) -> None:
+        vars(self).pop("components", None)
+        vars(self).pop("checkpoints", None)
+        parallel.release()
 
-    def _push(self, step: int) -> None:
-        if self._samples_from_policy and not self.components.engine.shares_gpus:  # else `_sample` pushes
-            self.components.sync(step)
+    # Messages.
 
-    def _update_metrics(self, step: int, results: Sequence[UpdateResult]) -> Metrics:
-        """Means over the step's updates, its learning rate, and the mismatch of engine and trainer."""
-        metrics: Metrics = self.components.mismatch.take()
-        self._warn(self.components.mismatch.warning(step, metrics))
-        for result in results:
-            values = {f"train/{name}": value for name, value in result.metrics.items()} | result.head
-            for name, value in values.items():
-                metrics[name] = metrics.get(name, 0.0) + value / len(results)
-        if results:  # empty if every response was masked
-            metrics["train/grad_norm"] = sum(r.update.grad_norm for r in results) / len(results)
-            metrics["train/lr"] = results[-1].update.lr
-            metrics |= results[0].memory
-        metrics["train/skipped"] = float(sum(r.update.skipped for r in results))
-        return metrics
-
-    def _step_metrics(self, groups: Sequence[Group], seconds: float) -> Metrics:
-        """Metrics of the engine and the teacher, and times."""
-        phases, teacher = self.components.timer.take(), self.components.teacher
-        metrics = dict(self.components.rollout_metrics)
-        if teacher is not None:
-            metrics |= teacher.metrics
-        if self.components.text_teacher is not None:
-            metrics |= self.components.text_teacher.metrics
-        metrics |= {f"time/{name}": value for name, value in phases.items()} | {"time/step": seconds}
-        metrics["throughput/tokens_per_s"] = trained_tokens(groups) / seconds
-        return metrics
-
-    def _notify_responses(
-        self,
-        step: int,
-        groups: list[Group],
-        mini_batches: Sequence[TrainBatch],
-        results: Sequence[UpdateResult],
-    ) -> None:
-        if self.config.logging.rollouts.saves(step):
-            pairs = zip(mini_batches, results, strict=False)
-            trained = [self._trained(rows, result) for rows, result in pairs]
-            self.notify("on_responses", Responses("train", step, groups, trained))
-        if self._record is not None:
-            self.notify("on_record", self._record, groups)
-
-    def _new_record(self, step: int, mini_batches: Sequence[TrainBatch]) -> StepRecord | None:
-        if not self.config.logging.steps.max_gb:
-            return None
-        return new_record(step, self.components.policy, mini_batches)
-
-    def _sample(self) -> list[Group]:
-        """Sample prompts and responses, and score them, until the batch policy has a batch."""
-        components, interrupt = self.components, self.interrupt
-        ahead = min(self.config.rollout.async_steps, self.config.train.steps - self.step - 1)
-        while True:
-            interrupt.check()
-            if self._samples_from_policy:
-                components.sync(self.step)
-            components.batches.request(1 + ahead)
-            groups = components.batches.next_batch(self.step + 1)
-            if any(rollout.reward_errors for group in groups for rollout in group.rollouts):
-                # A signal that ends the job ends the rewards' subprocesses, too: never train on such rewards.
-                interrupt.check()
-            groups, warnings = components.shape(groups, self.step + 1)
-            self._warn(*warnings)
-            if groups and (batch := components.batch_policy.offer(groups)) is not None:
-                return self._readable_by_teacher(batch)
-            self.checkpoints.mark()
-
-    def _readable_by_teacher(self, groups: list[Group]) -> list[Group]:
-        """The groups, where a teacher with another tokenizer can score each response that is trained."""
-        text = self.components.text_teacher
-        if text is None:
-            return groups
-        with self.components.timer.phase("scoring"):
-            groups, warnings = text.begin(groups, self.step + 1)
-        self._warn(*warnings)
-        return groups
-
-    def _mini_batches(self, groups: Sequence[Group]) -> tuple[list[TrainBatch], Metrics]:
-        """Split whole groups into the rows of each mini-batch, and give them advantages."""
-        metrics = rollout_statistics(groups, self.step) if self.config.algorithm.has_rewards else {}
-        metrics |= {f"batch/{name}": value for name, value in self.components.batch_policy.metrics.items()}
-        count, estimator = self.config.train.mini_batches, self.components.estimator
-        bounds = [len(groups) * i // count for i in range(count + 1)]
-        first_rows = [0, *accumulate(len(group.rollouts) for group in groups)]
-        paid = self.config.rewards.turn_weight
-        mini_batches = [
-            TrainBatch.from_groups(groups[a:b], first_rows[a], paid) for a, b in pairwise(bounds) if a < b
-        ]
-        if self.components.teacher is not None:
-            self.components.teacher.ask([self._for_teacher(rows.trained()) for rows in mini_batches])
-        if estimator is not None:
-            for i, rows in enumerate(mini_batches):
-                mini_batches[i], statistics = estimator.fill(self._judged(rows))
-                for name, value in statistics.items():
-                    key = f"advantage/{name}"
-                    metrics[key] = metrics.get(key, 0.0) + float(value) / len(mini_batches)
-        return mini_batches, metrics
-
-    def _judged(self, rows: TrainBatch) -> TrainBatch:
-        """Add the columns that the estimator reads: the critic's values, log-probs of reference policies."""
-        policy, estimator = self.components.policy, self.config.algorithm.estimator
-        columns: dict[str, Tensor] = {}
-        with self.components.timer.phase("scoring"):
-            if policy.critic is not None:
-                columns["value_r"] = policy.critic.values(rows)
-            for column, reference in ({} if estimator is None else estimator.reference_policies).items():
-                now = reference == STEP_START
-                columns[f"{column}_logp_r"] = (
-                    policy.score(rows) if now else self._reference_logp(reference, rows)
-                )
-        return rows.with_columns(**columns)
-
-    def _reference_logp(self, reference: Reference, rows: TrainBatch) -> Tensor:
-        """Log-probs of a policy other than the one at step start, fp32 [r]."""
-        policy, served = self.components.policy, self.components.teacher
-        if reference != TEACHER:
-            return policy.score_reference(rows)
-        read, text = self._for_teacher(rows), self.components.text_teacher
-        logp_r = policy.score_teacher(read) if served is None else served.score(read, self.interrupt.check)
-        return logp_r if text is None else text.spread(rows, logp_r)
-
-    def _for_teacher(self, rows: TrainBatch) -> TrainBatch:
-        """The rows in the tokens that the teacher reads."""
-        text = self.components.text_teacher
-        return rows if text is None else text.rows(rows)
-
-    def _freeze_references(self, mini_batches: Sequence[TrainBatch]) -> list[TrainBatch]:
-        with self.components.timer.phase("scoring"):
-            return [self._with_references(rows, i == 0) for i, rows in enumerate(mini_batches)]
-
-    def _with_references(self, rows: TrainBatch, first: bool) -> TrainBatch:
-        """Log-probs of the policies that the loss compares with, before the step's first update.
-
-        After an update the policy at step start is gone: compared with the updated one, GVPO would silently
-        be REINFORCE. The first mini-batch needs no scoring by that policy: it is still the one that trains.
-        """
-        references, policy = self.config.algorithm.loss.reference_policies, self.components.policy
-        # The loss's own columns, not the estimator's.
-        columns: dict[str, Tensor | None] = {"old_logp_r": None, "ref_logp_r": None}
-        now_r = None
-        if not (first or self._engine_reference) and STEP_START in references.values():
-            now_r = policy.score(rows) if rows.old_logp_r is None else rows.old_logp_r
-            self.components.mismatch.compare(rows, now_r, self.step)
-        for column, reference in references.items():
-            now = reference == STEP_START
-            columns[f"{column}_logp_r"] = now_r if now else self._reference_logp(reference, rows)
-        return rows.with_columns(**columns)
-
-    def _update_all(self, mini_batches: list[TrainBatch], keep_weights: bool) -> list[UpdateResult]:
-        """Update with every mini-batch, `train.batch_epochs` times, against the same reference policies.
-
-        In a second pass the first one needs log-probs of the policy at step start, too: its first forward has
-        them. Those with nothing left to train use up their learning rates. `keep_weights`: keep the
-        loss's weights of tokens in the first pass.
-        """
-        results: list[UpdateResult] = []
-        policy, references = self.components.policy, self.config.algorithm.loss.reference_policies
-        at_start = [f"{column}_logp_r" for column, reference in references.items() if reference == STEP_START]
-        with self.components.timer.phase("training"):
-            for epoch in range(self.config.train.batch_epochs):
-                for i, rows in enumerate(mini_batches):
-                    results.append(result := self._update(rows, not results, keep_weights and epoch == 0))
-                    self.is_mid_update = True
-                    if len(results) == 1:
-                        mini_batches[i] = rows.with_columns(**dict.fromkeys(at_start, result.logp_r))
-            planned = self.config.train.mini_batches * self.config.train.batch_epochs
-            policy.skip_updates(planned - len(results))
-            policy.end_step()
-        return results
-
-    def _trained(self, rows: TrainBatch, result: UpdateResult) -> TrainedRows:
-        """The trainer's numbers of an update of the first pass; log-probs at step start where it has them."""
-        references = self.config.algorithm.loss.reference_policies.items()
-        at_start = [f"{column}_logp_r" for column, policy in references if policy == STEP_START]
-        known = [logp_r for name in at_start if (logp_r := getattr(rows, name)) is not None]
-        logp_r = result.logp_r if self._engine_reference or not known else known[0]
-        return TrainedRows(rows, logp_r, result.weight_r)
-
-    def _update(self, rows: TrainBatch, first: bool, keep_weights: bool) -> UpdateResult:
-        """One optimizer update; the first of a step also measures the mismatch of engine and trainer.
-
-        With the engine's log-probs as the reference, that mismatch corrects the later updates. The first one
-        needs no reference: the policy at step start is the one that trains, so d = 0 exactly. Where older
-        weights sampled, the reference is the policy that sampled, in the first update as well.
-        """
-        if self._engine_reference and not (first and rows.sampled_by(self.step).all()):
-            rows = rows.with_columns(ref_logp_r=self.components.mismatch.corrected(rows))
-        again = self.config.train.batch_epochs > 1
-        keep_logp = first and (again or rows.engine_logp_r is not None)
-        is_recorded = self._record is not None
-        result = self.components.policy.update(
-            rows,
-            at_step_start=first,
-            keep_logp=keep_logp,
-            keep_weights=keep_weights or is_recorded,
-            keep_gradients=is_recorded,
-        )
-        if self._record is not None:
-            add_update(self._record, self.components.policy, rows, result)
-        if (critic := self.components.policy.critic) is not None:
-            result = replace(result, metrics=result.metrics | critic.update(rows))
-        if first and result.logp_r is not None:
-            self.components.mismatch.compare(rows, result.logp_r, self.step)
-        return result
+    def notify(self, event: str, *args: Any) -> None:
+        """Call the method of this name of every callback."""
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *args)
 
     def _warn(self, *warnings: str | None) -> None:
         """Write the warnings that are not None, on one rank."""
