@@ -78,16 +78,15 @@ def measure(
         # Built again for each turn: lm-eval keeps the answers in the task.
         task = task_of(evaluation, documents, chat)
         with redirect_stderr(io.StringIO()):
-            turns.append(
-                evaluate(
-                    lm=lm,
-                    task_dict={"tasks": {lm_eval_name: task}, "groups": {}},
-                    system_instruction=system_prompt if chat else None,
-                    apply_chat_template=chat,
-                    fewshot_as_multiturn=chat,
-                    confirm_run_unsafe_code=True,  # programs run in the sandbox
-                )
+            results = evaluate(
+                lm=lm,
+                task_dict={"tasks": {lm_eval_name: task}, "groups": {}},
+                system_instruction=system_prompt if chat else None,
+                apply_chat_template=chat,
+                fewshot_as_multiturn=chat,
+                confirm_run_unsafe_code=True,  # programs run in the sandbox
             )
+        turns.append(results)
     metrics, stderrs = _means([turn["results"][lm_eval_name] for turn in turns])
     if evaluation.metric not in metrics:
         raise DataError(f"{evaluation.name}: lm-eval gave no {evaluation.metric}, but {', '.join(metrics)}")

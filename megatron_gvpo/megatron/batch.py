@@ -215,13 +215,8 @@ def _pack_shared(rows: TrainBatch, padding: Padding) -> PackedBatch:
             if tokens:
                 responses.append(_Sequence(tokens, len(prompt)))
                 predicts.append((responses[-1], 0, rows.offsets[i] + 1, len(tokens)))
-    sequences = [*prompts, *responses, *others]
-    total = sum(len(sequence.ids) for sequence in sequences)
-    if pad := -total % padding.pack if total else padding.pack:
-        sequences.append(_Sequence([0] * pad, 0))
+    sequences = _joined([*prompts, *responses, *others], padding.pack)
     lengths = [len(sequence.ids) for sequence in sequences]
-    for sequence, begin in zip(sequences, accumulate(lengths, initial=0), strict=False):
-        sequence.begin = begin
     response_r = torch.zeros(rows.offsets[-1], dtype=torch.int64)
     for sequence, first, offset, count in predicts:
         response_r[offset : offset + count] = torch.arange(count) + sequence.begin + first
@@ -239,6 +234,18 @@ def _pack_shared(rows: TrainBatch, padding: Padding) -> PackedBatch:
         followers=followers,
         supports=_supports(rows),
     )
+
+
+def _joined(sequences: list[_Sequence], multiple: int) -> list[_Sequence]:
+    """Give the sequences their positions in the pack, and add one of padding up to the `multiple`."""
+    total = sum(len(sequence.ids) for sequence in sequences)
+    if pad := -total % multiple if total else multiple:
+        sequences.append(_Sequence([0] * pad, 0))
+    begin = 0
+    for sequence in sequences:
+        sequence.begin = begin
+        begin += len(sequence.ids)
+    return sequences
 
 
 def _by_prompt(rows: TrainBatch) -> list[int]:

@@ -183,27 +183,15 @@ def _check_images(options: argparse.Namespace, model: architecture.Architecture)
 def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: argparse.Namespace) -> str:
     """Returns the layout as the YAML text of a config file. `layers`: layers of the model."""
     layout = chosen.layout
-    own = layout.rollout_gpus or layout.gpus
-    rollout: dict[str, Any] = {
-        "engine": options.engine or "sglang",
-        "n": work.k,
-        "max_tokens": work.lengths.maximum,
-    }
-    rollout["servers"] = {"tp": layout.rollout_tp, "count": max(1, min(NODE, own) // layout.rollout_tp)}
-    if layout.rollout_tp > NODE:
-        rollout["servers"]["nodes"] = layout.rollout_tp // NODE
-    # All is written, to replace what the files before this one say.
-    rollout["servers"]["colocated"] = not layout.rollout_gpus
-    rollout["weights"] = {"transport": layout.transport}
-    if work.speculation is not None:
-        method = "ngram" if work.speculation.from_text else "mtp"
-        rollout["speculation"] = {"method": method, "tokens": work.speculation.tokens}
-    rollout["async_steps"] = layout.async_steps
     train = {"prompts_per_step": work.prompts, "mini_batches": work.mini_batches}
     train |= {"batch_epochs": work.batch_epochs} if work.batch_epochs > 1 else {}
     train |= {"share_prompts": True} if work.share_prompts else {}
     train["max_tokens_per_micro_batch"] = chosen.micro_tokens
-    values: dict[str, Any] = {"parallel": parallel(layout, layers), "rollout": rollout, "train": train}
+    values: dict[str, Any] = {
+        "parallel": parallel(layout, layers),
+        "rollout": _rollout(layout, work, options.engine or "sglang"),
+        "train": train,
+    }
     if layout.fp8:
         values["model"] = {"fp8": {"recipe": "mxfp8" if options.gpu.lower().startswith("b") else "blockwise"}}
     if options.adapter_rank:
@@ -219,17 +207,35 @@ def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: ar
         if taught.is_on_trainer or options.gpus <= NODE:
             values["teacher"] = {"server": server}
     text = yaml.safe_dump(values, sort_keys=False)
-    nodes = math.ceil(layout.gpus / NODE)
-    launch = f"--nodes {nodes}"
-    if layout.rollout_gpus:
-        launch += f" --rollout-nodes {math.ceil(layout.rollout_gpus / NODE)}"
-    command = f"slurm CONFIG.yaml THIS.yaml {launch}"
-    if layout.gpus < options.gpus <= NODE:  # the run starts its servers behind its ranks
-        command = f"train CONFIG.yaml THIS.yaml --nproc {layout.gpus}"
     return (
         f"{PREDICTED} {chosen.seconds.step:.0f} s a step on {options.gpus} x {options.gpu} "
-        f"for {options.named or options.model}.\n# megatron-gvpo {command}\n{text}"
+        f"for {options.named or options.model}.\n# megatron-gvpo {_launch(layout, options.gpus)}\n{text}"
     )
+
+
+def _rollout(layout: Layout, work: workload.Workload, engine: str) -> dict[str, Any]:
+    """The `rollout` section: all of it, to replace what the files before this one say."""
+    own = layout.rollout_gpus or layout.gpus
+    servers = {"tp": layout.rollout_tp, "count": max(1, min(NODE, own) // layout.rollout_tp)}
+    if layout.rollout_tp > NODE:
+        servers["nodes"] = layout.rollout_tp // NODE
+    section: dict[str, Any] = {"engine": engine, "n": work.k, "max_tokens": work.lengths.maximum}
+    section["servers"] = servers | {"colocated": not layout.rollout_gpus}
+    section["weights"] = {"transport": layout.transport}
+    if work.speculation is not None:
+        method = "ngram" if work.speculation.from_text else "mtp"
+        section["speculation"] = {"method": method, "tokens": work.speculation.tokens}
+    return section | {"async_steps": layout.async_steps}
+
+
+def _launch(layout: Layout, gpus: int) -> str:
+    """The command that starts the run on its GPUs, of which there are `gpus`."""
+    if layout.gpus < gpus <= NODE:  # the run starts its servers behind its ranks
+        return f"train CONFIG.yaml THIS.yaml --nproc {layout.gpus}"
+    nodes = f"--nodes {math.ceil(layout.gpus / NODE)}"
+    if layout.rollout_gpus:
+        nodes += f" --rollout-nodes {math.ceil(layout.rollout_gpus / NODE)}"
+    return f"slurm CONFIG.yaml THIS.yaml {nodes}"
 
 
 def parallel(layout: Layout, layers: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.rehearsal.nullcuda import counters
 
 if TYPE_CHECKING:
+    from megatron_gvpo.megatron.policy import Policy
     from megatron_gvpo.planner.prediction import Size
     from megatron_gvpo.rehearsal.world import FakeWorld
     from megatron_gvpo.settings.config import Config
@@ -141,11 +142,11 @@ Results = dict[str, Any] | None
 class RankRun:
     """The phases of a rank, in the order of a run; each returns values to show."""
 
-    def __init__(self, config: Any, micro_batches: int | None) -> None:
+    def __init__(self, config: Config, micro_batches: int | None) -> None:
         self._config, self._micro_batches = config, micro_batches
         self.parts: dict[str, float] = {}  # GiB of weights, gradients, optimizer, activations, head
         self.role: dict[str, int] = {}
-        self.size: Any = None
+        self.size: Size | None = None
         algorithm = config.algorithm.sized(config.rollout.max_tokens)
         self._estimator = None if algorithm.estimator is None else algorithm.estimator.build()
 
@@ -285,7 +286,7 @@ class RankRun:
         return {"stays_gib": stays}
 
 
-def hidden_shape(policy: Any, config: Any, rows: Any) -> list[int]:
+def hidden_shape(policy: Policy, config: Config, rows: TrainBatch) -> list[int]:
     """The shape [t, 1, h] of the hidden states of this rank's first micro-batch, between two layers."""
     from megatron_gvpo.megatron.batch import PackedBatch
     from megatron_gvpo.megatron.microbatch import my_share

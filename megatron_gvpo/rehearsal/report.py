@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.planner.architecture import Gpu
 from megatron_gvpo.settings.config import Config
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 GIB = 2**30
 
@@ -31,8 +35,6 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _rank(console: Any, rank: dict[str, Any]) -> None:
-    from rich.table import Table
-
     role = " ".join(f"{name}{index}" for name, index in rank["role"].items())
     seconds = rank["import_seconds"] + sum(phase["seconds"] for phase in rank["phases"])
     console.print(
@@ -44,21 +46,23 @@ def _rank(console: Any, rank: dict[str, Any]) -> None:
             f"each {pack['rows_of_a_pack']} x ({pack['prompt']} + {pack['response']}) = "
             f"{pack['tokens']:,} tokens"
         )
+    console.print(_phases(rank["phases"]))
+    if rank["parts"]:
+        _parts(console, rank, rank["predicted"] or {})
+    _collectives(console, rank)
+
+
+_COLUMNS = "peak GiB", "reserved", "host s", "launches", "waits", "copies in/out/within", "TFLOP", "sent GiB"
+
+
+def _phases(phases: Sequence[dict[str, Any]]) -> Table:
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    columns = (
-        "peak GiB",
-        "reserved",
-        "host s",
-        "launches",
-        "waits",
-        "copies in/out/within",
-        "TFLOP",
-        "sent GiB",
-    )
     table.add_column("phase")
-    for column in columns:
+    for column in _COLUMNS:
         table.add_column(column, justify="right")
-    for phase in rank["phases"]:
+    for phase in phases:
         counts = phase["counts"]
         copies = "/".join(
             f"{counts.get(f'copies_{way}', 0):,}" for way in ("to_device", "to_host", "on_device")
@@ -75,10 +79,7 @@ def _rank(console: Any, rank: dict[str, Any]) -> None:
             f"{counts.get('matrix_flops', 0) / 1e12:.0f}",
             f"{sent / GIB:.1f}",
         )
-    console.print(table)
-    if rank["parts"]:
-        _parts(console, rank, rank["predicted"] or {})
-    _collectives(console, rank)
+    return table
 
 
 def _parts(console: Any, rank: dict[str, Any], predicted: dict[str, float]) -> None:

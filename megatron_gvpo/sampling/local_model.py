@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import batched
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from megatron_gvpo.data.image_processor import ImageProcessor
-from megatron_gvpo.groups import Rollout
+from megatron_gvpo.groups import Image, Rollout
 from megatron_gvpo.huggingface.end_tokens import StopStrings
 from megatron_gvpo.huggingface.image_families import name_in_file, takes_images
 from megatron_gvpo.kernels import onednn
@@ -34,8 +35,19 @@ from megatron_gvpo.sampling.draws import Draws
 from megatron_gvpo.servers.request import Request, check_request
 from megatron_gvpo.settings.sections import SamplingConfig
 
-if TYPE_CHECKING:
-    from megatron_gvpo.groups import Image
+
+@dataclass(frozen=True)
+class DecodingBatch:
+    """The prompts, and later the sequences, of which each is a row of the model's next forward pass."""
+
+    cache: KeyValueCache
+    width: int  # columns of the prompts
+    mask: Tensor  # [rows, columns of prompts and responses], 1 from the prompt's first token on
+    shift: Tensor  # [rows], position of a sampled token less its column
+
+    def select(self, rows: Tensor) -> DecodingBatch:
+        """The batch of these rows, which the cache has selected already."""
+        return replace(self, mask=self.mask[rows], shift=self.shift[rows])
 
 
 class LocalModel:
@@ -167,7 +179,6 @@ class LocalModel:
         sampling: SamplingConfig,
     ) -> list[Rollout]:
         """One rollout of at most `longest` tokens for each entry of `prompt_of` (a row of `requests`)."""
-        prompts = [request.prompt_ids for request in requests]
         n, steps, device = len(seeds), max(longest), self.device
         stop = torch.tensor(sampling.stops(self._end_token_ids), device=device)
         draws = Draws(sampling, seeds, steps, device)
@@ -177,26 +188,11 @@ class LocalModel:
         last_n = length_n - 1
         begin, seconds_n = time.perf_counter(), torch.zeros(n, dtype=torch.float64, device=device)
 
-        # Left padding puts every prompt's last token into the last column.
-        width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
-        start = torch.tensor([width - len(p) for p in prompts], device=device)
-        column = torch.arange(width + steps, device=device)
-        mask = (column >= start[:, None]).long()
-        cache = KeyValueCache(self.model.config.get_text_config(), width + steps)
-        positions = (column[:width] - start[:, None]).clamp(min=0)
-        further = torch.zeros_like(start)  # positions minus indices, for tokens after a prompt with images
-        vision: dict[str, Tensor] = {}
-        if self._vision is not None:
-            vision = self._vision.inputs([request.images for request in requests], device)
-            positions, further = self._vision.positions(ids, mask[:, :width], vision)
-        logits = self._forward(ids, positions, mask[:, :width], cache, **vision)
-
-        # From prompts to sequences; `live` holds the sequence number of every row still in the batch.
+        batch, logits = self._read_prompts(requests, steps)
         rows = torch.tensor(prompt_of, device=device)
-        live = torch.arange(n, device=device)
-        cache.batch_select_indices(rows)
-        start, mask, logits, further = start[rows], mask[rows], logits[rows], further[rows]
+        batch.cache.batch_select_indices(rows)
+        batch, logits = batch.select(rows), logits[rows]
+        live = torch.arange(n, device=device)  # the sequence of each row that is still in the batch
         for step in range(steps):
             token, logp_ns[live, step] = draws.next(logits, live, step)
             token_ns[live, step] = token
@@ -207,18 +203,39 @@ class LocalModel:
             if stopped.any():
                 length_n[live[stopped]] = step + 1
                 seconds_n[live[stopped]] = time.perf_counter() - begin
-                rows = cache.keep(~stopped)
-                live, token, start, mask = live[rows], token[rows], start[rows], mask[rows]
-                further = further[rows]
+                rows = batch.cache.keep(~stopped)
+                batch, live, token = batch.select(rows), live[rows], token[rows]
             if not len(live):
                 break
-            end = width + step + 1
-            positions = (end - 1 - start + further)[:, None]
-            if self._vision is not None:  # all three axes have the same positions
-                positions = positions.expand(3, -1, -1)
-            logits = self._forward(token[:, None], positions, mask[:, :end], cache)
+            logits = self._read_token(token, batch, step)
 
         return self._rollouts(token_ns, logp_ns, length_n.tolist(), seconds_n.tolist(), sampling, draws)
+
+    def _read_prompts(self, requests: Sequence[Request], steps: int) -> tuple[DecodingBatch, Tensor]:
+        """The prompts, a row each, in a cache with room for `steps` tokens, and the logits after them."""
+        prompts = [request.prompt_ids for request in requests]
+        # Left padding puts every prompt's last token into the last column.
+        width, device = max(map(len, prompts)), self.device
+        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
+        start = torch.tensor([width - len(p) for p in prompts], device=device)
+        column = torch.arange(width + steps, device=device)
+        mask = (column >= start[:, None]).long()
+        positions, shift = (column[:width] - start[:, None]).clamp(min=0), torch.zeros_like(start)
+        vision: dict[str, Tensor] = {}
+        if self._vision is not None:
+            vision = self._vision.inputs([request.images for request in requests], device)
+            positions, shift = self._vision.positions(ids, mask[:, :width], vision)
+        cache = KeyValueCache(self.model.config.get_text_config(), width + steps)
+        logits = self._forward(ids, positions, mask[:, :width], cache, **vision)
+        return DecodingBatch(cache, width, mask, shift - start), logits
+
+    def _read_token(self, token: Tensor, batch: DecodingBatch, step: int) -> Tensor:
+        """The logits after each row's `token`, which was sampled in `step`."""
+        end = batch.width + step + 1
+        positions = (end - 1 + batch.shift)[:, None]
+        if self._vision is not None:  # all three axes have the same positions
+            positions = positions.expand(3, -1, -1)
+        return self._forward(token[:, None], positions, batch.mask[:, :end], batch.cache)
 
     def _rollouts(
         self,
@@ -360,9 +377,9 @@ class KeyValueCache(DynamicCache):
         ]
 
     def keep(self, stays: Tensor) -> Tensor:
-        """Drop the rows where `stays`, bool [rows], is False; the last rows move to the places that are free.
+        """Drop the rows where `stays`, bool [rows], is False; the last rows fill the gaps.
 
-        Returns the former places of the rows that are left, int64, in their new order.
+        Returns the former indices of the rows that stay, int64, in their new order.
         """
         remaining = int(stays.sum())
         free = (~stays[:remaining]).nonzero().squeeze(1)
@@ -395,7 +412,7 @@ class _InPlace(DynamicLayer):
             self.keys, self.values = (memory.select(indices) for memory in self._memories)
 
     def move(self, moved: Tensor, free: Tensor, remaining: int) -> None:
-        """Copy the rows `moved` to the places `free`, and keep the first `left` rows."""
+        """Copy the rows `moved` to the rows `free`, and keep the first `remaining` rows."""
         if self.is_initialized:
             self.keys, self.values = (memory.move(moved, free, remaining) for memory in self._memories)
 

@@ -162,25 +162,10 @@ class VLLM:
         if servers.colocated and on_gpu:
             # vLLM's default share, 0.92, is refused where less is free: trainer processes keep some GiB.
             command += ["--enable-sleep-mode", "--gpu-memory-utilization", "0.85"]
-        traits = rollout.weights.traits
-        if on_gpu and traits.sends_changes and cards.policy.experts:
-            # Others rearrange the experts' weights after loading, and patches name elements as they load.
-            command += ["--moe-backend", "triton"]
-        if traits.sends_adapter:
-            rank = served_rank(model)
-            command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
-            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        if takes_images(cards.served) or rollout.wants_support:
-            command += ["--enable-scale-out"]  # provides the path GENERATE
-        if rollout.wants_support:
-            command += ["--return-sampling-mask"]
-        if rollout.router_replay:
-            command += ["--enable-return-routed-experts"]
-        if rollout.router_replay or rollout.wants_support:
-            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older runner returns neither
-        if rollout.speculation is not None:
-            command += ["--speculative-config", json.dumps(_speculation(rollout.speculation, cards))]
-        return finished_launch(command, environment, servers, api_key, on_gpu, cards.served)
+        options, variables = _features(model, rollout, cards, on_gpu)
+        return finished_launch(
+            command + options, environment | variables, servers, api_key, on_gpu, cards.served
+        )
 
     async def check_health(self, timeout: float) -> None:
         await self.http.get("/health", timeout=timeout)
@@ -380,6 +365,32 @@ def _stop_string(choice: Any) -> str | None:
     """The string that ended a response; vLLM names tokens in the same field."""
     reason = choice.get("stop_reason")
     return reason if isinstance(reason, str) else None
+
+
+def _features(
+    model: ModelConfig, rollout: RolloutConfig, cards: ModelCards, on_gpu: bool
+) -> tuple[list[str], dict[str, str]]:
+    """Options and environment variables for what the run wants of its servers beside sampling."""
+    options: list[str] = []
+    variables: dict[str, str] = {}
+    traits = rollout.weights.traits
+    if on_gpu and traits.sends_changes and cards.policy.experts:
+        # Others rearrange the experts' weights after loading, and patches name elements as they load.
+        options += ["--moe-backend", "triton"]
+    if traits.sends_adapter:
+        options += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(served_rank(model))]
+        variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if takes_images(cards.served) or rollout.wants_support:
+        options += ["--enable-scale-out"]  # provides the path GENERATE
+    if rollout.wants_support:
+        options += ["--return-sampling-mask"]
+    if rollout.router_replay:
+        options += ["--enable-return-routed-experts"]
+    if rollout.router_replay or rollout.wants_support:
+        variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older runner returns neither
+    if rollout.speculation is not None:
+        options += ["--speculative-config", json.dumps(_speculation(rollout.speculation, cards))]
+    return options, variables
 
 
 def _speculation(chosen: SpeculationConfig, cards: ModelCards) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,11 +75,7 @@ def place_tensors(
     done = torch.zeros(sum(sizes), dtype=torch.bool)
     problem = None
     try:
-        at = first
-        for parameter, weight in zip(adapters, weights, strict=True):
-            numbers = torch.arange(at, at + weight.numel(), dtype=torch.float64, device=weight.device)
-            parameter.data = numbers.view(weight.shape)
-            at += weight.numel()
+        _number(adapters, first)
         for name, numbers in export_tensors(bridge, chunks, on_host=True):
             tensor = value(name, tuple(numbers.shape))
             if tensor is None:
@@ -109,6 +105,15 @@ def place_tensors(
             problem = problem or "only a part of an adapter's tensor is given"
         at += weight.numel()
     return problem
+
+
+def _number(adapters: Sequence[torch.nn.Parameter], first: int) -> None:
+    """Number the elements of the adapters from `first` on, in place of their values."""
+    for parameter in adapters:
+        weight = parameter.data
+        numbers = torch.arange(first, first + weight.numel(), dtype=torch.float64, device=weight.device)
+        parameter.data = numbers.view(weight.shape)
+        first += weight.numel()
 
 
 LEAST = 0.9  # share of the change below which a warning is due

@@ -107,11 +107,8 @@ def build(
         )
         chunks = _make_chunks(provider, model, parallel, trained, preparation, muon)
     can_share = bool(preparation.rotary) and attends_to_all_before(chunks[0].config)
-    obstacle = ""
-    if share_prompts == "auto":
-        obstacle = _obstacle_to_sharing(on_cpu, can_share, replays, parallel.cp)
-        share_prompts = not obstacle
-    elif share_prompts and not can_share:
+    obstacle = _obstacle_to_sharing(on_cpu, can_share, replays, parallel.cp)
+    if share_prompts is True and not can_share:
         raise ConfigError(
             f"train.share_prompts=true is not possible here: the attention of {key}={model.path} is not a "
             "plain softmax over all tokens before, or its positions are not plain rotary ones; leave it out"
@@ -126,8 +123,8 @@ def build(
         overlaps_param_gather=trained and parallel.overlap_param_gather,
         own_attention=own_attention,
         rotary=preparation.rotary,
-        share_prompts=share_prompts,
-        obstacle_to_sharing=obstacle,
+        share_prompts=share_prompts is True or (share_prompts == "auto" and not obstacle),
+        obstacle_to_sharing=obstacle if share_prompts == "auto" else "",
         replay=RouterHooks(chunks) if replays else None,
         adapters=adapters,
         vision=preparation.vision[0] if preparation.vision else None,

@@ -17,8 +17,9 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.launch.first_turn import wait_for_turn
 from megatron_gvpo.servers.launch.start import given_key, report, start_servers
-from megatron_gvpo.servers.launch.supervise import is_loopback
+from megatron_gvpo.servers.launch.supervise import Supervisor, is_loopback
 from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig
+from megatron_gvpo.settings.servers import ServersConfig
 
 
 def serve(
@@ -36,11 +37,26 @@ def serve(
     `trainer_timeout`: seconds in which the trainer of the same job gives colocated servers its memory; then
     RolloutError is raised.
     """
-    settings = rollout.servers
     if not rollout.uses_servers:
         raise ConfigError(
             f"rollout.engine={rollout.engine} has no servers: serve needs rollout.engine=sglang or vllm"
         )
+    key = _key(rollout.servers)
+    told = threading.Event()
+    previous = {n: signal.signal(n, lambda *_: told.set()) for n in (signal.SIGTERM, signal.SIGINT)}
+    if rollout.servers.colocated and not wait_for_turn(told, trainer_timeout, report):
+        return 0
+    supervisor = start_servers(model, rollout, output_dir, cards, key, report)
+    try:
+        return _run_until_told(supervisor, rollout.servers, told)
+    finally:
+        supervisor.close()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _key(settings: ServersConfig) -> str | None:
+    """The servers' key; None for servers that this machine alone can reach. Raises ConfigError."""
     key = given_key(settings)
     if key is None and not is_loopback(settings.host):
         raise ConfigError(
@@ -53,29 +69,23 @@ def serve(
             "note: without rollout.servers.api_key_env every user of this machine can use the servers and "
             "load weights into them"
         )
-    told = threading.Event()
-    previous = {n: signal.signal(n, lambda *_: told.set()) for n in (signal.SIGTERM, signal.SIGINT)}
-    if settings.colocated and not wait_for_turn(told, trainer_timeout, report):
-        return 0
-    supervisor = start_servers(model, rollout, output_dir, cards, key, report)
-    try:
-        waiting = list(supervisor.processes)
-        deadline = time.monotonic() + settings.start_timeout
-        while not told.wait(1.0):
-            if supervisor.failed and (waiting or not any(p.is_healthy(5.0) for p in supervisor.processes)):
-                break
-            if waiting and not (waiting := [p for p in waiting if not p.is_healthy(5.0)]):
-                urls = ",".join(process.url for process in supervisor.processes)
-                message = f"started: {urls}" if settings.node else f"ready: rollout.servers.urls=[{urls}]"
-                print(message, flush=True)
-            if waiting and time.monotonic() > deadline:
-                report(
-                    f"{waiting[0].url} was not healthy after {settings.start_timeout:g} s; see "
-                    f"{waiting[0].log}"
-                )
-                return 1
-        return 0 if supervisor.failed is None else 1
-    finally:
-        supervisor.close()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    return key
+
+
+def _run_until_told(supervisor: Supervisor, settings: ServersConfig, told: threading.Event) -> int:
+    """Say when all servers are healthy; return the exit code after a signal to stop, or a failure."""
+    waiting = list(supervisor.processes)
+    deadline = time.monotonic() + settings.start_timeout
+    while not told.wait(1.0):
+        if supervisor.failed and (waiting or not any(p.is_healthy(5.0) for p in supervisor.processes)):
+            break
+        if waiting and not (waiting := [p for p in waiting if not p.is_healthy(5.0)]):
+            urls = ",".join(process.url for process in supervisor.processes)
+            message = f"started: {urls}" if settings.node else f"ready: rollout.servers.urls=[{urls}]"
+            print(message, flush=True)
+        if waiting and time.monotonic() > deadline:
+            report(
+                f"{waiting[0].url} was not healthy after {settings.start_timeout:g} s; see {waiting[0].log}"
+            )
+            return 1
+    return 0 if supervisor.failed is None else 1
