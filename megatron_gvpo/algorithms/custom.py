@@ -57,7 +57,9 @@ class CustomLoss(Loss):
 
     @property
     def signal(self) -> Literal["reward", "advantage", "none"]:  # type: ignore[override]
-        return "advantage" if "advantage" in self.reads else "reward" if "reward" in self.reads else "none"
+        if "advantage" in self.reads:
+            return "advantage"
+        return "reward" if "reward" in self.reads else "none"
 
     @property
     def couples_groups(self) -> bool:  # type: ignore[override]

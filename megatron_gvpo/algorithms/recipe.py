@@ -45,9 +45,8 @@ def read_recipe(name: str) -> tuple[dict[str, Any], About]:
     """
     if name not in recipe_names():
         near = difflib.get_close_matches(name.lower(), recipe_names(), 5, 0.5)
-        near.sort(
-            key=lambda known: sorted(known) != sorted(name.lower())
-        )  # swapped letters first: gpro, grpo
+        # Swapped letters come first: gpro, grpo.
+        near.sort(key=lambda known: sorted(known) != sorted(name.lower()))
         hint = f"did you mean {near[0]!r}?" if near else "`megatron-gvpo recipes` lists them"
         raise ValueError(f"there is no recipe {name!r}; {hint}")
     blocks: dict[str, Any] = yaml.load((RECIPES / f"{name}.yaml").read_text(), _LOADER)

@@ -43,9 +43,10 @@ def teacher_room(teacher: TeacherConfig, card: ModelCard) -> tuple[str, int | No
     servers, room, key = teacher.server, card.get("max_position_embeddings"), "max_position_embeddings"
     if servers is not None and servers.context_length is not None:
         room, key = servers.context_length, "teacher.server.context_length"
+    if servers is None:
+        return key, room, 0
     # Servers reserve a position for a new token, and SGLang gets one more (servers/sglang.py).
-    reserved = 0 if servers is None else 2 if servers.engine == "sglang" else 1
-    return key, room, reserved
+    return key, room, 2 if servers.engine == "sglang" else 1
 
 
 def _reader_of_tokens(config: Config) -> str | None:

@@ -40,14 +40,11 @@ def run(options: argparse.Namespace) -> int:
     certificates: list[Certificate] = []
 
     def work() -> None:
-        from megatron_gvpo.core.errors import DataError
-        from megatron_gvpo.observe.step_records import recorded_steps
+        from megatron_gvpo.observe.step_records import chosen_step
         from megatron_gvpo.replay.mismatch import certify
 
-        step = options.step if options.step is not None else max(recorded_steps(directory), default=None)
-        if step is None:
-            raise DataError(f"RUN={directory}: no step is recorded (logging.steps.max_gb)")
-        certificates.append(certificate := certify(config, step))
+        certificate = certify(config, chosen_step(directory, options.step))
+        certificates.append(certificate)
         certificate.write(directory / "mismatch.json")
         for line in lines(certificate):
             say(line)

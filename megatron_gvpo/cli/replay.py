@@ -53,16 +53,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _replay(directory: Path, config: Config, options: argparse.Namespace) -> list[Finding]:
-    from megatron_gvpo.core.errors import DataError
-    from megatron_gvpo.observe.step_records import recorded_steps
+    from megatron_gvpo.observe.step_records import chosen_step
     from megatron_gvpo.replay.run import replay
     from megatron_gvpo.runs.record import changed_files
 
     for change in changed_files(directory, config):
         say(f"note: a file is not the one that the run has read: {change}")
-    step = options.step if options.step is not None else max(recorded_steps(directory), default=None)
-    if step is None:
-        raise DataError(f"RUN={directory}: no step is recorded (logging.steps.max_gb)")
+    step = chosen_step(directory, options.step)
     first = replay(config, step, not options.without_model, lambda finding: say(line(finding)))
     if first is None:
         say(f"step {step}: all that was compared is equal to the run's")

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 
 from megatron_gvpo.cli.terminal import loading, refuse, say
-from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.errors import CheckpointError, ConfigError, DataError, RolloutError
 from megatron_gvpo.core.lazy_imports import heavy_imports
 from megatron_gvpo.training.environment import quieten
 
@@ -23,10 +23,8 @@ def run_with_model(work: Callable[[], None]) -> int:
     with loading("torch"), heavy_imports():
         import torch  # noqa: F401
     with loading("Megatron"), heavy_imports():
-        from megatron_gvpo.core.errors import CheckpointError
         from megatron_gvpo.megatron import parallel  # before megatron-core itself, which it prepares
     with loading("transformers"), heavy_imports():
-        from megatron_gvpo.core.errors import DataError, RolloutError
         from megatron_gvpo.core.signals import Interrupted
         from megatron_gvpo.core.user_functions import UserFunctionError
         from megatron_gvpo.data.image_files import ImageError

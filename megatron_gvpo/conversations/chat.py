@@ -126,8 +126,10 @@ def _read_call(call: Any) -> dict[str, Any]:
 
 def _is_deep(values: Any, deepest: int) -> bool:
     """True if lists and objects are nested more than `deepest` levels: too deep for a message."""
-    inner = values.values() if isinstance(values, dict) else values if isinstance(values, list) else ()
-    return deepest < 0 or any(_is_deep(value, deepest - 1) for value in inner)
+    if deepest < 0:
+        return True
+    inner = values.values() if isinstance(values, dict) else values
+    return isinstance(values, dict | list) and any(_is_deep(value, deepest - 1) for value in inner)
 
 
 def begins_with(chat: Sequence[Message], earlier: Sequence[Message]) -> bool:

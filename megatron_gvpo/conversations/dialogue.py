@@ -30,14 +30,15 @@ class Dialogue:
     def __init__(
         self, respond: Respond, templates: Templates, prompt: Prompt, seed: int, limits: ConversationLimits
     ) -> None:
-        self.failed: asyncio.Future[None] = (
-            asyncio.get_running_loop().create_future()
-        )  # raised with the engine's error
+        # It has the engine's error, once there is one.
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.first_call = asyncio.Event()
         self.counts: Counter[str] = Counter()
         self.limited = False  # a call was refused because no turns, tokens or time were left
-        self._respond, self._templates, self._prompt, self._seed = respond, templates, prompt, seed
-        self._limits, self._remaining = limits, limits.max_tokens  # `_remaining`: tokens
+        self._respond, self._templates = respond, templates
+        self._prompt, self._seed = prompt, seed
+        self._limits = limits
+        self._remaining = limits.max_tokens
         self._calls = AnsweredCalls(prompt.token_ids)
         self._started: Counter[int] = Counter()  # number of calls, by the hash of the context
         self._turns = 0  # calls that were answered or are running

@@ -202,7 +202,10 @@ class Episode:
         self, environments: Environments, number: int, prompt: Prompt, seed: int, turns: list[str]
     ) -> None:
         """`turns` are the policy's turns that the prompt contains. A new worker hears them first."""
-        self._environments, self._number, self._prompt, self._seed = environments, number, prompt, seed
+        self._environments = environments
+        self._number = number
+        self._prompt = prompt
+        self._seed = seed
         self._turns = turns
         self.seconds = 0.0  # time of its answers, without failures, repetitions, and waiting for a process
         self._worker: _EnvironmentWorker | None = None

@@ -39,7 +39,10 @@ class DemonstrationReader:
         tools: Sequence[Mapping[str, Any]],
     ) -> None:
         """`chat`: prompts are rendered by the chat template, which also gets the `tools`."""
-        self._tokenizer, self._ends, self._chat, self._tools = tokenizer, end_token_ids, chat, tools
+        self._tokenizer = tokenizer
+        self._ends = end_token_ids
+        self._chat = chat
+        self._tools = tools
         self._template: Template | None = None  # made for the first chat: it checks the chat template
 
     def __call__(self, solution: Any) -> SolutionTokens:

@@ -42,7 +42,9 @@ class PromptImages:
         Raises DataError, which names the record, for an image that cannot be read.
         """
         value = record.fields.get(key)
-        values = value if isinstance(value, list) else [] if value is None else [value]
+        if value is None:
+            return ()
+        values = value if isinstance(value, list) else [value]
         images = []
         for number, source in enumerate(values, start=1):
             where = f"{record.where}: field {key!r}, image {number}"

@@ -83,7 +83,10 @@ def load_prompts(
     if dropped := records - len(prompts):
         log.warning(
             "%s: dropped %d of %d prompts, longer than data.max_prompt_tokens=%d",
-            *(dataset.path, dropped, records, longest),
+            dataset.path,
+            dropped,
+            records,
+            longest,
         )
     if not prompts:
         raise DataError(f"{dataset.path}: every prompt is longer than {longest} tokens")

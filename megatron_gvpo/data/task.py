@@ -198,7 +198,9 @@ def _check_differences(algorithm: AlgorithmConfig, dataset: DatasetConfig, promp
         log.warning(
             "%s: the same response has two rewards (%d of %d records): leave such records out "
             "(data.train.convert)",
-            *(contradictory[0], len(contradictory), len(prompts)),
+            contradictory[0],
+            len(contradictory),
+            len(prompts),
         )
 
 

@@ -78,7 +78,9 @@ def ended(ids: Sequence[int], end_token_ids: Sequence[int]) -> tuple[int, ...]:
 
 def _ids(file: Path, content: Mapping[str, Any], vocabulary: float) -> list[int]:
     value = content.get("eos_token_id")
-    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if value is None:
+        return []
+    ids = value if isinstance(value, list) else [value]
     for number in ids:
         if type(number) is not int or not 0 <= number < vocabulary:
             raise ConfigError(

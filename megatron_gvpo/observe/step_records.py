@@ -78,6 +78,15 @@ def recorded_steps(output_dir: Path | str) -> list[int]:
     return sorted(int(number) for path in files if (number := path.stem.removeprefix("step_")).isdecimal())
 
 
+def chosen_step(run: Path, step: int | None) -> int:
+    """`step`, or the last step of which the run has a record. Raises DataError for a run without any."""
+    if step is not None:
+        return step
+    if not (steps := recorded_steps(run)):
+        raise DataError(f"RUN={run}: no step is recorded (logging.steps.max_gb)")
+    return steps[-1]
+
+
 class StepRecords:
     """Writes the records of a run's last steps; for rank 0.
 

@@ -318,7 +318,7 @@ def from_config(values: Mapping[str, Any], where: str) -> Architecture:
     layers, hidden, heads = sizes["num_hidden_layers"], sizes["hidden_size"], sizes["num_attention_heads"]
     mixtures = config.experts
     expert_ffn = sizes.get("moe_intermediate_size", 0) if mixtures else 0
-    if mixtures and not expert_ffn:  # families in which every layer is a mixture may name its width so
+    if mixtures and not expert_ffn:  # config.json may name it so where every layer is a mixture
         expert_ffn = sizes["intermediate_size"]
     latent = None
     if config.is_mla:

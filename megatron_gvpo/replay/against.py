@@ -15,7 +15,7 @@ from megatron_gvpo.replay.findings import (
     Tolerances,
     compare_gradients,
     compare_weights,
-    first_apart,
+    first_difference,
     same_sums,
     scale_of,
 )
@@ -52,14 +52,15 @@ def _compare(one: StepRecord, other: StepRecord, limits: Tolerances) -> Iterator
     """The differences of two records of a step, in the order in which a step computes."""
 
     def differs(component: str, text: str, position: int | None = None, token: int | None = None) -> Finding:
-        at = (
-            "" if position is None else f"response {position}" + ("" if token is None else f", token {token}")
-        )
+        at = "" if position is None else f"response {position}"
+        at += "" if token is None else f", token {token}"
         return Finding(component, one.step, "differs", f"{at}: {text}" if at else text, position, token)
 
     dtype_limit = 1e-5 if limits.logp < 0.01 else 1e-3
-    if (apart := same_sums(one.weights, other.weights, dtype_limit)) is not None:
-        yield Finding("start weights", one.step, "differs", f"{apart[0]}: {apart[1]}", tensor=apart[0])
+    if (difference := same_sums(one.weights, other.weights, dtype_limit)) is not None:
+        yield Finding(
+            "start weights", one.step, "differs", f"{difference[0]}: {difference[1]}", tensor=difference[0]
+        )
     for rows, others in zip(one.mini_batches, other.mini_batches, strict=False):
         yield from _compare_tokens(rows, others, differs)
     sizes = [sum(map(len, record.mini_batches)) for record in (one, other)]
@@ -101,7 +102,7 @@ def _compare_column(
             yield differs(component, f"{name} is in one run alone")
         return
     values = [column.double() for column in pair if column is not None]
-    index = first_apart(values[0], values[1], limit * max(1.0, scale_of(*values)))
+    index = first_difference(values[0], values[1], limit * max(1.0, scale_of(*values)))
     if index is not None and rows.place_n is not None:
         row = index if name.endswith("_n") else int(rows.seq_r[index])
         token = None if name.endswith("_n") else index - rows.offsets[row]
@@ -128,7 +129,7 @@ def _compare_updates(
         if len(columns) == 1:
             yield differs(component, f"{name} is in one run alone")
         scale = scale_of(*columns) if name == "weight_r" else 1.0
-        index = first_apart(columns[0], columns[1], limit * scale) if len(columns) == 2 else None
+        index = first_difference(columns[0], columns[1], limit * scale) if len(columns) == 2 else None
         if index is not None:
             position, token = _token(one, record, index)
             text = f"{name}: {columns[0][index]:.6g} in one run, {columns[1][index]:.6g} in the other"
@@ -136,15 +137,19 @@ def _compare_updates(
     loss = one.metrics["loss"], other.metrics["loss"]
     if abs(loss[0] - loss[1]) > max(limits.loss, limits.logp) * max(1.0, abs(loss[0])):
         yield differs("loss", f"{loss[0]:.6g} in one run, {loss[1]:.6g} in the other")
-    if (apart := compare_gradients(one.gradients, other.gradients, limits.gradient)) is not None:
-        yield Finding("gradients", record.step, "differs", f"{apart[0]}: {apart[1]}", tensor=apart[0])
+    if (difference := compare_gradients(one.gradients, other.gradients, limits.gradient)) is not None:
+        yield Finding(
+            "gradients", record.step, "differs", f"{difference[0]}: {difference[1]}", tensor=difference[0]
+        )
     if abs(one.lr - other.lr) > 1e-6 * max(one.lr, other.lr):
         yield differs("learning rate", f"{one.lr:.6g} in one run, {other.lr:.6g} in the other")
     before = record.weights
     if (
-        apart := compare_weights((before, one.weights), (before, other.weights), one.lr, limits.change)
+        difference := compare_weights((before, one.weights), (before, other.weights), one.lr, limits.change)
     ) is not None:
-        yield Finding("weights", record.step, "differs", f"{apart[0]}: {apart[1]}", tensor=apart[0])
+        yield Finding(
+            "weights", record.step, "differs", f"{difference[0]}: {difference[1]}", tensor=difference[0]
+        )
 
 
 def _token(update: UpdateRecord, record: StepRecord, index: int) -> tuple[int | None, int | None]:

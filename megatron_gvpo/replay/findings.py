@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf, isnan
 from typing import Literal
 
 import torch
@@ -55,12 +56,12 @@ class Tolerances:
         return Tolerances(2e-4, 2e-3, 0.1) if dtype == "float32" else Tolerances(0.25, 0.1, 1.0)
 
 
-def first_apart(recorded: Tensor, again: Tensor, limit: float) -> int | None:
+def first_difference(recorded: Tensor, again: Tensor, limit: float) -> int | None:
     """The first index at which two columns differ by more than `limit`; NaN equals NaN."""
     if recorded.shape != again.shape:
         return 0
-    apart = ~torch.isclose(recorded.double(), again.double(), rtol=0.0, atol=limit, equal_nan=True)
-    return int(apart.nonzero()[0, 0]) if apart.any() else None
+    differs = ~torch.isclose(recorded.double(), again.double(), rtol=0.0, atol=limit, equal_nan=True)
+    return int(differs.nonzero()[0, 0]) if differs.any() else None
 
 
 def scale_of(*columns: Tensor) -> float:
@@ -83,10 +84,10 @@ def compare_gradients(recorded: Sums, again: Sums, limit: float) -> tuple[str, s
         size = max(norm, again[name][1], floor)
         if size:
             spread = size * max(elements, 1.0) ** 0.5
-            apart = max(abs(norm - again[name][1]) / size, abs(total - again[name][0]) / spread)
-            worst = max(worst, (float("inf") if apart != apart else apart, name))
-    apart, name = worst
-    if apart <= limit:
+            difference = max(abs(norm - again[name][1]) / size, abs(total - again[name][0]) / spread)
+            worst = max(worst, (inf if isnan(difference) else difference, name))
+    difference, name = worst
+    if difference <= limit:
         return None
     return name, f"norm {recorded[name][1]:.6g} in the run, {again[name][1]:.6g} replayed"
 
@@ -106,14 +107,14 @@ def compare_weights(
         totals = [after[name][0] - before[name][0] for before, after in (recorded, again)]
         squares = [after[name][1] ** 2 - before[name][1] ** 2 for before, after in (recorded, again)]
         change = lr * max(elements, 1.0) ** 0.5
-        floor = 1e-6 * max(size, 1e-30)  # fp32 holds a weight to 6e-8 of it
-        apart = max(
+        floor = 1e-6 * max(size, 1e-30)  # fp32 rounds a weight by up to 6e-8 of its value
+        difference = max(
             abs(totals[0] - totals[1]) / (change + floor),
             abs(squares[0] - squares[1]) / (2 * size * lr + change**2 + floor * size),
         )
-        worst = max(worst, (float("inf") if apart != apart else apart, name, totals[0], totals[1]))
-    apart, name, run, replayed = worst
-    if apart <= limit:
+        worst = max(worst, (inf if isnan(difference) else difference, name, totals[0], totals[1]))
+    difference, name, run, replayed = worst
+    if difference <= limit:
         return None
     return name, f"the sum of its elements changed by {run:.4g} in the run, by {replayed:.4g} replayed"
 
@@ -124,10 +125,12 @@ def same_sums(recorded: Sums, again: Sums, limit: float) -> tuple[str, str] | No
     for name in recorded.keys() & again.keys():
         (total, norm, elements), (other, other_norm, _) = recorded[name], again[name]
         size = max(norm, other_norm) or 1.0
-        apart = max(abs(norm - other_norm) / size, abs(total - other) / (size * max(elements, 1.0) ** 0.5))
-        worst = max(worst, (float("inf") if apart != apart else apart, name))
-    apart, name = worst
-    if apart <= limit:
+        difference = max(
+            abs(norm - other_norm) / size, abs(total - other) / (size * max(elements, 1.0) ** 0.5)
+        )
+        worst = max(worst, (inf if isnan(difference) else difference, name))
+    difference, name = worst
+    if difference <= limit:
         return None
     return name, f"norm {recorded[name][1]:.9g} in the run, {again[name][1]:.9g} replayed"
 

@@ -284,7 +284,7 @@ def _precision(opened: Sequence[_Gap], bounds: dict[str, _Bound]) -> str | None:
 def _certificate(
     config: Config, step: int, responses: Sequence[_Response], gaps: Sequence[_Gap], bounds: dict[str, _Bound]
 ) -> Certificate:
-    apart = torch.cat([response.trainer - response.engine for response in responses])
+    difference_r = torch.cat([response.trainer - response.engine for response in responses])
     total = sum(float(gap.gap.square().sum()) for gap in gaps) or 1.0
     named: dict[tuple[str, str, str], list[_Gap]] = {}
     for gap in gaps:
@@ -297,11 +297,18 @@ def _certificate(
         mean, largest = float(sizes.mean()), float(sizes.max())
         causes.append(Cause(side, cause, detail, len(gap_r), len(own), share, mean, largest, bound))
     causes.sort(key=lambda cause: -cause.share)
-    kl = float((torch.expm1(apart) - apart).mean())
+    kl = float((torch.expm1(difference_r) - difference_r).mean())
     worst = _worst_tokens(config, responses, gaps)
-    sizes = apart.abs()
+    sizes = difference_r.abs()
     return Certificate(
-        step, config.model.dtype, len(apart), float(sizes.mean()), float(sizes.max()), kl, causes, worst
+        step,
+        config.model.dtype,
+        len(difference_r),
+        float(sizes.mean()),
+        float(sizes.max()),
+        kl,
+        causes,
+        worst,
     )
 
 

@@ -19,13 +19,13 @@ from megatron_gvpo.algorithms.base import STEP_START, TEACHER, token_weights
 from megatron_gvpo.megatron.checkpoint.load import load_policy
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.megatron.update import UpdateResult, with_references
-from megatron_gvpo.observe.step_records import StepRecord, UpdateRecord
+from megatron_gvpo.observe.step_records import StepRecord, Sums, UpdateRecord
 from megatron_gvpo.replay.findings import (
     Finding,
     Tolerances,
     compare_gradients,
     compare_weights,
-    first_apart,
+    first_difference,
     same_sums,
     scale_of,
     where,
@@ -79,8 +79,10 @@ class ModelReplay:
     def _steps(self, record: StepRecord) -> Iterator[Finding]:
         self._record, self._update = record, ""
         before = self.policy.tensor_sums.take("weights")
-        apart = same_sums(record.weights, before, self._weights_limit)
-        yield self._finding("start weights", apart and apart[1], tensor=apart[0] if apart else None)
+        difference = same_sums(record.weights, before, self._weights_limit)
+        yield self._finding(
+            "start weights", difference and difference[1], tensor=difference[0] if difference else None
+        )
         yield from self._references()
         run_before, later = record.weights, list[Finding]()
         for i, update in enumerate(record.updates):
@@ -143,7 +145,7 @@ class ModelReplay:
         self, component: str, rows: TrainBatch, recorded: Tensor, again: Tensor, limit: float
     ) -> Finding:
         """Compare a column of tokens; a difference names its first token, and the rank if it is all there."""
-        index = first_apart(recorded, again, limit)
+        index = first_difference(recorded, again, limit)
         if index is None:
             return self._finding(component, None)
         apart_r = ~torch.isclose(recorded.double(), again.double(), rtol=0.0, atol=limit, equal_nan=True)
@@ -228,10 +230,10 @@ class ModelReplay:
         return self._finding("loss", None)
 
     def _gradients(self, update: UpdateRecord, rows: TrainBatch, result: UpdateResult) -> Finding:
-        apart = compare_gradients(update.gradients, result.gradients, self._limits.gradient)
-        if apart is None:
+        difference = compare_gradients(update.gradients, result.gradients, self._limits.gradient)
+        if difference is None:
             return self._finding("gradients", None)
-        tensor, problem = apart
+        tensor, problem = difference
         if update.weight_r is not None:
             self._put_back()
             weighted = rows.with_columns(weight_r=update.weight_r)
@@ -248,9 +250,11 @@ class ModelReplay:
             return self._finding("gradient norm", f"skipped={update.is_skipped} in the run; {text}")
         return self._finding("gradient norm", text if wrong else None)
 
-    def _weights(self, recorded: Any, again: Any, lr: float) -> Finding:
-        apart = compare_weights(recorded, again, lr, self._limits.change)
-        return self._finding("weights", apart and apart[1], tensor=apart[0] if apart else None)
+    def _weights(self, recorded: tuple[Sums, Sums], again: tuple[Sums, Sums], lr: float) -> Finding:
+        difference = compare_weights(recorded, again, lr, self._limits.change)
+        return self._finding(
+            "weights", difference and difference[1], tensor=difference[0] if difference else None
+        )
 
     def _keep_weights(self) -> None:
         self._weights_before = [weight.detach().clone() for weight in self.policy.model.weights()]

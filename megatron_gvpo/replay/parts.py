@@ -1,7 +1,7 @@
 """The parts into which a run divided an update: responses, groups, micro-batches, ranks.
 
 A gradient is a sum over them. The sums over each tensor are linear, so that they tell which part was counted
-other than once: its own sums explain the rows_of_groups difference.
+other than once: its own sums explain the whole difference.
 """
 
 from __future__ import annotations
@@ -86,15 +86,15 @@ def counted_otherwise(policy: Policy, rows: TrainBatch, recorded: Sums, parts: P
     scale = torch.tensor([max(recorded[n][1], 1e-30) * max(recorded[n][2], 1.0) ** 0.5 for n in names])
     own = torch.tensor([[each[name].total for name in names] for each in sums], dtype=torch.float64) / scale
     run = torch.tensor([recorded[name][0] for name in names], dtype=torch.float64) / scale
-    apart = run - own.sum(0)
+    difference = run - own.sum(0)
     fitting: list[tuple[float, str, float]] = []
     for name, members in parts:
         part = own[sorted(members)].sum(0)
         size = float(part @ part)
         if not size:
             continue
-        factor = float(part @ apart) / size
-        remainder = float((apart - factor * part).norm() / apart.norm())
+        factor = float(part @ difference) / size
+        remainder = float((difference - factor * part).norm() / difference.norm())
         if remainder < _UNEXPLAINED:
             fitting.append((remainder, name, round(1 + factor, 4) + 0.0))
     if not fitting:

@@ -21,7 +21,14 @@ from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.huggingface.tokenizer import set_date
 from megatron_gvpo.observe.rollouts.reader import read_rollouts
 from megatron_gvpo.observe.step_records import StepRecord
-from megatron_gvpo.replay.findings import Finding, NotPossibleError, Tolerances, first_apart, scale_of, where
+from megatron_gvpo.replay.findings import (
+    Finding,
+    NotPossibleError,
+    Tolerances,
+    first_difference,
+    scale_of,
+    where,
+)
 from megatron_gvpo.rewards.pool import RewardPool
 from megatron_gvpo.runs.record import first_start
 from megatron_gvpo.sampling.batch_sampler import run_shapers
@@ -127,7 +134,7 @@ class RowsReplay:
         if rows.engine_logp_r is None or saved is None:
             return None
         own_r = rows.engine_logp_r[rows.offsets[i] : rows.offsets[i + 1]]
-        token = first_apart(own_r, torch.tensor(saved), 1e-6)
+        token = first_difference(own_r, torch.tensor(saved), 1e-6)
         if token is None:
             return None
         text = (
@@ -287,7 +294,7 @@ class RowsReplay:
                     if (recorded is None) != (own is None):
                         return self._differs("advantages", f"{name} is missing on one side")
                     continue
-                index = first_apart(recorded, own, self.limits.advantage * scale_of(recorded, own))
+                index = first_difference(recorded, own, self.limits.advantage * scale_of(recorded, own))
                 if index is not None:
                     text = f"{name}: {recorded[index]:.6g} in the run, {own[index]:.6g} replayed"
                     return self._differs("advantages", text, *_located(rows, name, index))
@@ -298,9 +305,9 @@ class RowsReplay:
         expected = [rows.trained() for rows in self._record.mini_batches]
         expected = [rows for rows in expected if len(rows)] * self.config.train.batch_epochs
         for update, rows in zip(self._record.updates, expected, strict=False):
-            apart = set(_positions(rows)) ^ set(update.place_n.tolist())
-            if apart:
-                position = min(apart)
+            positions = set(_positions(rows)) ^ set(update.place_n.tolist())
+            if positions:
+                position = min(positions)
                 is_marked = position in _positions(rows)
                 text = "the rows mark it as trained, and no update has it"
                 return self._differs("mask", text if is_marked else "an update trained it unmarked", position)

@@ -39,7 +39,9 @@ def earlier_of(resume: bool | Literal["auto"], overwrite: bool) -> Earlier:
     """The treatment that the arguments of `Trainer`, or the options of `train`, ask for."""
     if overwrite:
         return "overwrite"
-    return "auto" if resume == "auto" else "resume" if resume else "refuse"
+    if resume == "auto":
+        return "auto"
+    return "resume" if resume else "refuse"
 
 
 def check_earlier_run(config: Config, earlier: Earlier) -> None:

@@ -93,9 +93,10 @@ def _summary(directory: Path, metric: str) -> RunSummary:
     last, best = _metrics(directory / "metrics.jsonl", metric)
     steps, step = checkpoint_steps(directory), last.get("step")
     value, best_step = best or (None, None)
+    ended: Literal["finished", "stopped"] = "finished" if _finished_at(directory) == step else "stopped"
     return RunSummary(
         directory,
-        "running" if is_locked(directory) else "finished" if _finished_at(directory) == step else "stopped",
+        "running" if is_locked(directory) else ended,
         step,
         steps[-1] if steps else None,
         last.get("reward/mean"),

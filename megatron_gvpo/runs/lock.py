@@ -129,7 +129,8 @@ def _lock(descriptor: int, path: Path) -> bool:
             raise ConfigError(_refusal(path.parent)) from None
         log.warning(
             "output_dir=%s: its file system has no locks (%s): nothing keeps a run on another machine out",
-            *(path.parent, error.strerror),
+            path.parent,
+            error.strerror,
         )
         return True
 

@@ -92,17 +92,18 @@ def _changes(
         inner = each if name not in fields else _section_in(fields[name].annotation)
         if isinstance(before, Mapping) and isinstance(new[name], Mapping):
             yield from _changes(inner, before, new[name], f"{key}.", is_free)
-        elif isinstance(before, list) and isinstance(new[name], list) and len(before) == len(new[name]):
-            if any(isinstance(value, Mapping) for value in (*before, *new[name])):
-                of_each = None if name not in fields else _section_of_each(fields[name].annotation)
-                yield from _changes(
-                    *(None, _by_number(before), _by_number(new[name]), f"{key}.", is_free),
-                    each=of_each,
-                )
-            else:
-                yield Change(key, before, new[name], not is_free)
+        elif _can_be_paired(before, new[name]):
+            of_each = None if name not in fields else _section_of_each(fields[name].annotation)
+            pairs = _by_number(before), _by_number(new[name])
+            yield from _changes(None, *pairs, f"{key}.", is_free, each=of_each)
         else:
             yield Change(key, before, new[name], not is_free)
+
+
+def _can_be_paired(before: Any, after: Any) -> bool:
+    """True for two lists of one length in which there are mappings: each item is compared with the other."""
+    are_lists = isinstance(before, list) and isinstance(after, list) and len(before) == len(after)
+    return are_lists and any(isinstance(value, Mapping) for value in (*before, *after))
 
 
 def _by_number(values: Sequence[Any]) -> dict[str, Any]:

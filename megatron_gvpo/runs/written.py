@@ -114,7 +114,7 @@ def present(directory: Path) -> list[str]:
 def foreign_files(directory: Path, among: Collection[str] = (*OWN,)) -> str:
     """The first files named in `among` that the run in `directory` has not written, as text; or "".
 
-    A link is none of a run's, and where there is no record of a run, no file is. Directories without files
+    A run writes no links; without a record of a run, all files count as foreign. Directories without files
     are not counted. Raises OSError for a directory that cannot be read.
     """
     recorded = recorded_names(directory)

@@ -65,9 +65,16 @@ class ComposedSampler:
         expected: Callable[[Prompt], float] | None = None,
         policy: Callable[[TrainBatch], Tensor] | None = None,
     ) -> None:
-        self._base, self._writer, self._members, self._ends = base, writer, members, end_token_ids
-        self._expected, self._score = expected, score
-        self._answers, self._greedy, self._tracker, self._policy = answers, greedy, tracker, policy
+        self._base = base
+        self._writer = writer
+        self._members = members
+        self._ends = end_token_ids
+        self._expected = expected
+        self._score = score
+        self._answers = answers
+        self._greedy = greedy
+        self._tracker = tracker
+        self._policy = policy
 
     def request(self, prompts: Sequence[Prompt], seed: int) -> PendingBatch:
         """Ask for a group of each prompt; returns at once."""
@@ -93,14 +100,7 @@ class ComposedSampler:
 
     def complete(self, batch: PendingBatch, step: int) -> list[Group]:
         """The batch's groups as training step `step` takes them. A collective."""
-        groups = self._base.finish(batch.sampled)
-        if self._greedy is not None and batch.greedy is not None:
-            best = self._greedy.finish(batch.greedy)
-            groups = [replace(g, prior=b.rollouts[0].reward) for g, b in zip(groups, best, strict=True)]
-        elif self._expected is not None:
-            groups = [replace(g, prior=self._expected(g.prompt)) for g in groups]
-        elif self._tracker is not None:
-            groups = [replace(g, prior=self._tracker.expected_reward(g.prompt)) for g in groups]
+        groups = self._with_priors(self._base.finish(batch.sampled), batch)
         if self._tracker is not None:
             self._tracker.learn(groups)
         for number, member in enumerate(self._members):
@@ -114,6 +114,16 @@ class ComposedSampler:
                 self._policy,
             )
             groups = member(groups, context)
+        return groups
+
+    def _with_priors(self, groups: list[Group], batch: PendingBatch) -> list[Group]:
+        if self._greedy is not None and batch.greedy is not None:
+            best = self._greedy.finish(batch.greedy)
+            return [replace(g, prior=b.rollouts[0].reward) for g, b in zip(groups, best, strict=True)]
+        if self._expected is not None:
+            return [replace(g, prior=self._expected(g.prompt)) for g in groups]
+        if self._tracker is not None:
+            return [replace(g, prior=self._tracker.expected_reward(g.prompt)) for g in groups]
         return groups
 
 

@@ -43,7 +43,10 @@ class Rollouts:
         heartbeat: OnWait = None,
     ) -> None:
         """`heartbeat` is called on every rank at once from time to time during a wait."""
-        self._config, self._task, self._timer, self._heartbeat = config, task, timer, heartbeat
+        self._config = config
+        self._task = task
+        self._timer = timer
+        self._heartbeat = heartbeat
         self._samples = config.samples_responses
         talks = config.rollout.conversation
         self._rewards = RewardPool(config.rewards, () if talks is None else talks.counts)

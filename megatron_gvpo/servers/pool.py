@@ -354,7 +354,13 @@ class ServerPool:
             handle.calls.discard(call)
         placeholder = images[0].placeholder if images else None
         expected = Expected(
-            *(version, room, stops, sampling.stop, self._vocabulary, placeholder, sampling.wants_support)
+            version,
+            max_tokens=room,
+            stops=stops,
+            stop_strings=sampling.stop,
+            vocabulary=self._vocabulary,
+            placeholder=placeholder,
+            supports=sampling.wants_support,
         )
         return trusted(handle.server.url, sample, expected, is_serving=handle.has(version))
 

@@ -246,7 +246,7 @@ class RolloutConfig(SamplingConfig):
 
     @property
     def greedy(self) -> SamplingConfig:
-        """The same sampling of the likeliest token alone, for responses that are not trained."""
+        """The same sampling, but always of the likeliest token, for responses that are not trained."""
         values = {name: getattr(self, name) for name in SamplingConfig.model_fields}
         return SamplingConfig(**values | {"top_p": GREEDY})
 

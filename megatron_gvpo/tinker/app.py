@@ -43,10 +43,8 @@ from megatron_gvpo.tinker.wire import Refusal
 log = logging.getLogger(__name__)
 
 LARGEST = 2**28  # bytes of a request
-CHUNK_DATA, CHUNK_BYTES = (
-    2**20,
-    2**27,
-)  # of one forward_backward: so large that the SDK does not divide groups
+# The limits of one forward_backward are so large that the SDK does not divide groups.
+CHUNK_DATA, CHUNK_BYTES = 2**20, 2**27
 POLL_SECONDS = 20.0  # how long retrieve_future waits for a result
 MOST_SNAPSHOTS = 4  # unnamed weights to sample from that a model keeps, the newest
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

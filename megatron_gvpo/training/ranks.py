@@ -23,6 +23,7 @@ from megatron_gvpo.planner.activations import STASH_BYTES
 from megatron_gvpo.planner.memory_model import activation_bytes, state
 from megatron_gvpo.planner.workload import Layout
 from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.reward_servers import TeacherConfig
 
 MOST = 8  # of a machine: the more ranks exchange gradients, the more of the memory's speed that takes
 LIBRARIES = 0.7 * 2**30  # bytes of a process with torch and the other libraries
@@ -81,14 +82,14 @@ def rank_memory(config: Config, ranks: int) -> float:
     activations = width * layers * activation_bytes(model, layout, tokens)
     stash = min(STASH_BYTES, 2.0 * width * model.vocab * tokens)
     state_bytes = (1 + copies) * weights + gradients + optimizer + critic
-    return state_bytes + _teacher_bytes(config, layout) + activations + stash + LIBRARIES
+    return state_bytes + _teacher_bytes(config.teacher, layout) + activations + stash + LIBRARIES
 
 
-def _teacher_bytes(config: Config, layout: Layout) -> float:
+def _teacher_bytes(teacher: TeacherConfig | None, layout: Layout) -> float:
     """The weights of a teacher that the ranks hold beside the policy."""
-    if config.teacher is None or config.teacher.server is not None:
+    if teacher is None or teacher.server is not None:
         return 0.0
-    model = architecture.load(str(config.teacher.path), "teacher.path")
+    model = architecture.load(str(teacher.path), "teacher.path")
     return state(model, layout, 0, bytes_each=4)[0]
 
 

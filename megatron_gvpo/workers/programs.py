@@ -63,7 +63,7 @@ def serve(worker: Worker, functions: Sequence[Program], load: Load) -> NoReturn:
     """Start programs until the trainer hangs up. Raises EOFError, OSError, WireError."""
     [program] = functions
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a program takes two descriptors
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every program that runs needs two descriptors
     if "openai" in sys.modules:
         for name in _LATE:
             importlib.import_module(name)

@@ -12,12 +12,8 @@ import errno
 import struct
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = (
-    0,
-    4,
-    16,
-    24,
-)  # offsets in the kernel's `struct seccomp_data`
+# Offsets in the kernel's `struct seccomp_data`.
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _THREAD = 0x00010000  # CLONE_THREAD
 _X32 = 0x40000000  # first number of the x32 system calls

@@ -187,23 +187,8 @@ def test_no_check_asks_for_a_transports_name():
     assert found == []
 
 
-VAGUE = set(
-    [
-        "said",
-        "found",
-        "held",
-        "given",
-        "asked",
-        "kept",
-        "theirs",
-        "mine",
-        "ours",
-        "whole",
-        "place",
-        "places",
-        "left",
-    ]
-)
+VAGUE = {"said", "found", "held", "given", "asked", "kept", "theirs", "mine", "ours", "whole"}
+VAGUE |= {"place", "places", "left"}
 PUBLIC = {  # these names stay, because something outside the code reads them
     "megatron_gvpo/algorithms/members/off_policy.py: place",  # a key of the configuration
     "megatron_gvpo/algorithms/members/hinted.py: place",  # a key of the configuration
@@ -237,6 +222,18 @@ def test_names_are_nouns_of_the_field():
             sides = {"left"} if "right" in names else set()  # of a box, or operands
             vague |= {f"{path.relative_to(ROOT)}: {name}" for name in names & VAGUE - sides}
     assert vague == PUBLIC
+
+
+def test_arguments_are_not_unpacked_from_a_tuple_written_beside_them():
+    """`f(*(a, b), c)` serves the formatter, and no reader."""
+    unpacked = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in MODULES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call)
+        and any(isinstance(a, ast.Starred) and isinstance(a.value, ast.Tuple | ast.List) for a in node.args)
+    ]
+    assert unpacked == []
 
 
 def test_no_two_classes_have_the_same_name():
@@ -288,7 +285,6 @@ TAKES_A_CONFIGURATION = {
     "training/conversion.py: checkpoint_to_hugging_face",  # preflight checks all of it
     "training/ranks.py: choose_ranks",  # the layout is checked, and memory predicted, for each number
     "training/ranks.py: rank_memory",
-    "training/ranks.py: _teacher_bytes",
 }
 
 

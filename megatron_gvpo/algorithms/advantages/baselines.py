@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 class MedianEstimator(Advantage):
     """A_i = (r_i - median) / (MAD + floor), MAD = median |r - median| of the group; fp32 [n].
 
-    The medians are lower ones where the group is even, as torch's. `age`: times k / (number of non-zero
-    advantages in the group), which the authors' trainer for GSM8K does, theirs for MATH does not, and their
-    abstract does not say. `drop_pivot`: the response that is the median has advantage 0 and is not trained,
-    so sample k + 1 for k gradients.
+    In a group of even size the median is the lower of the two middle values, as in torch. `age`: multiply by
+    k / (number of non-zero advantages in the group). The authors' trainer for GSM8K does so, and the one for
+    MATH does not; the abstract does not mention it. `drop_pivot`: the response that is the median has
+    advantage 0 and is not trained, so sample k + 1 for k gradients.
 
     With binary rewards MAD is often 0: then advantages are 1 / floor, and gradient clipping has to help; the
     code's floor is 1e-3.

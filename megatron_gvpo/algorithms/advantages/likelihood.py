@@ -23,10 +23,10 @@ class ConfidenceEstimator(Advantage):
     """GRPO's advantage of r_i + coef acc_i [p_i >= mean of p over the eligible - slack], fp32 [n].
 
     p_i = min(exp(mean log-prob of the answer's tokens under `reference`), cap) measures how likely a slow
-    copy of the policy finds the answer after the reasoning. The answer follows the last of `marker_ids` in
-    the response (without one it is the whole response), up to the next of `close_ids` or the end token. acc
-    is the component `accuracy` of the reward, or the reward; eligible are responses with acc above `right`
-    and not below their group's mean. Others have no bonus.
+    copy of the policy finds the answer after the reasoning. The answer is what follows the last of
+    `marker_ids` in the response, up to the next of `close_ids` or the end token; without a marker it is the
+    whole response. acc is the reward, or its component `accuracy`. A response is eligible if its acc is above
+    `right` and not below its group's mean; the others have no bonus.
     """
 
     name: Literal["confidence"] = "confidence"

@@ -50,15 +50,15 @@ class OneMore(Member):
     def _wants(self, group: Group) -> bool:
         if group.prior is None:
             raise ValueError("members: one_more needs the expected reward of a prompt: set algorithm.prior")
-        apart = (self._scaled(fmean(group.rewards)) - self._scaled(group.prior)) ** 2
+        distance = (self._scaled(fmean(group.rewards)) - self._scaled(group.prior)) ** 2
         k = len(group.rollouts)
-        return k < self.high and expected_drop(apart, k) > self.cost
+        return k < self.high and expected_drop(distance, k) > self.cost
 
     def _scaled(self, reward: float) -> float:
         return 2 * (reward - self.low_reward) / (self.high_reward - self.low_reward) - 1
 
 
-def expected_drop(apart: float, k: int) -> float:
-    """By how much one more response than k lowers the error; `apart`: the squared distance (m - V)^2."""
-    d = max(0.0, apart - 1 / k)
+def expected_drop(distance: float, k: int) -> float:
+    """By how much one more response than k lowers the error; `distance`: the squared distance (m - V)^2."""
+    d = max(0.0, distance - 1 / k)
     return d / (k * d + 1) - d / ((k + 1) * d + 1)

@@ -61,7 +61,10 @@ class Adapters:
         from megatron.bridge.peft.utils import create_peft
 
         self.options, self.selected, self.base = options, selected, base
-        self._seed, self._bridge, self._rounds, self._warned = seed, bridge, rounds, False
+        self._seed = seed
+        self._bridge = bridge
+        self._rounds = rounds
+        self._warned = False
         self._chunks: list[Any] = []
         self._base_files: dict[str, Any] | None = None  # see `identity`
         self._peft = create_peft(

@@ -321,7 +321,10 @@ class _Entry(io.RawIOBase):
     """The bytes of one entry of an open file, as a file for torch.load."""
 
     def __init__(self, file: BinaryIO, info: _StorageInfo) -> None:
-        self._file, self._begin, self._length, self._at = file, info.offset, info.length, 0
+        self._file = file
+        self._begin = info.offset
+        self._length = info.length
+        self._at = 0
 
     def seekable(self) -> bool:
         return True

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 # `now` is the mean of a metric over the last steps, `before` that over the first steps of the run.
-# above, below: now > value, now < value; rises, falls: now > value * before, now < value * before;
-# reaches, leaps: some value of the run > value, > value * its first one.
+# above: now > value; below: now < value.
+# rises: now > value * before; falls: now < value * before.
+# reaches: the largest value of the run > value; leaps: it is > value * the first one.
 # constant: all of the last values are the same.
-# not_gained: the last value is above the first one by less than half of what the values range over; also
-# where the metric has fewer than two values, because then nothing says that it did.
+# not_gained: the last value exceeds the first by less than half of the range of all values, or the metric has
+# fewer than two values, which show no gain.
 Kind = Literal["above", "below", "rises", "falls", "reaches", "leaps", "constant", "not_gained"]
 
 

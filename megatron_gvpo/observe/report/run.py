@@ -81,7 +81,7 @@ def short_names(directories: Sequence[Path]) -> list[str]:
 
 
 def _short(value: Any) -> float | None:
-    """A number with six digits, as many as a curve shows; None for anything else."""
+    """The number rounded to six digits, which is all that a curve shows; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(f"{value:.6g}")

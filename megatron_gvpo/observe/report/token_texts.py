@@ -18,7 +18,7 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
-        # At the start of a text, some decoders drop a token's space: each is decoded after this one.
+        # Some decoders drop the space of a text's first token: each token is decoded after this one.
         self._before = 0
         self._text_before = self._decode([self._before])
 

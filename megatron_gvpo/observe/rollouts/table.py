@@ -46,16 +46,14 @@ class Responses:
 
     def with_texts(self, decode: Callable[..., str]) -> Responses:
         """The same with texts for the responses that have none, such as demonstrations, and for all turns."""
+
+        def with_text(rollout: Rollout) -> Rollout:
+            if rollout.text:
+                return rollout
+            return replace(rollout, text=decode(rollout.token_ids, skip_special_tokens=True))
+
         groups = [
-            replace(
-                group,
-                rollouts=[
-                    rollout
-                    if rollout.text
-                    else replace(rollout, text=decode(rollout.token_ids, skip_special_tokens=True))
-                    for rollout in group.rollouts
-                ],
-            )
+            replace(group, rollouts=[with_text(rollout) for rollout in group.rollouts])
             if any(not rollout.text for rollout in group.rollouts)
             else group
             for group in self.groups

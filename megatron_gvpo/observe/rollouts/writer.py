@@ -103,7 +103,9 @@ class RolloutWriter:
                 log.warning(
                     "%s has reached logging.rollouts.max_gb=%g: from now on the oldest files are removed, "
                     "first %s",
-                    *(self._directory, self._settings.max_gb, path.name),
+                    self._directory,
+                    self._settings.max_gb,
+                    path.name,
                 )
             self._full = True
 

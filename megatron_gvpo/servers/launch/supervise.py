@@ -171,7 +171,10 @@ class Supervisor:
     ) -> None:
         self.processes = list(processes)
         self.failed: str | None = None
-        self._settings, self._report, self._key, self._kind = settings, report, key, kind
+        self._settings = settings
+        self._report = report
+        self._key = key
+        self._kind = kind
         self._unusable: set[str] = set()  # URLs of servers to start again
         self._is_on_hold, self._starting = False, threading.Lock()
         self._has_answered = set[str]()  # URLs of servers that were healthy once

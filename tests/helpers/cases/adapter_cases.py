@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
-QKV = ATTENTION[:3]
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 # name: (model, type, targets)
 ADAPTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
