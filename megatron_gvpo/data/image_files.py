@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
-import binascii
+import stat
+from functools import cache
 from pathlib import Path
 
 _DATA = "data:"
+MOST_BYTES = 2**30  # of one file
 
 
 class ImageError(ValueError):
@@ -16,17 +18,31 @@ class ImageError(ValueError):
 def read(source: str) -> bytes:
     """Returns the content of the file at a path or in a data: URL. Raises ImageError."""
     if not source.startswith(_DATA):
-        try:
-            return Path(source).read_bytes()
-        except OSError as error:
-            raise ImageError(f"image {shown(source)}: {error.strerror or error}") from None
+        return _content(source)
     header, comma, coded = source.partition(",")
     if not comma or not header.endswith(";base64"):
         raise ImageError(f"image {shown(source)}: expected data:image/...;base64,...")
     try:
         return base64.b64decode(coded, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # binascii.Error, or a character that is not ASCII
         raise ImageError(f"image {shown(source)}: not base64: {error}") from None
+
+
+def _content(source: str) -> bytes:
+    """The content of a regular file: a pipe or a device may never end. Raises ImageError."""
+    file = Path(source)
+    try:
+        status = file.stat()
+        if stat.S_ISREG(status.st_mode) and status.st_size <= MOST_BYTES:
+            return file.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a path with a null character
+        problem = getattr(error, "strerror", None) or error
+        raise ImageError(f"image {shown(source)}: {problem}") from None
+    if stat.S_ISREG(status.st_mode):
+        problem = f"{status.st_size} bytes, and {MOST_BYTES} are the limit"
+    else:
+        problem = "not a regular file"
+    raise ImageError(f"image {shown(source)}: {problem}")
 
 
 def data_url(content: bytes) -> str:
@@ -38,3 +54,12 @@ def data_url(content: bytes) -> str:
 def shown(source: str) -> str:
     """Returns a source for a message; a data: URL is cut off."""
     return source if not source.startswith(_DATA) else source[:40] + "..."
+
+
+@cache
+def formats() -> list[str]:
+    """Pillow's formats but EPS, for which it runs a program, Ghostscript."""
+    from PIL import Image
+
+    Image.init()
+    return sorted(Image.OPEN.keys() - {"EPS"})

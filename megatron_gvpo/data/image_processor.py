@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from PIL import Image as Picture
+from PIL import ImageOps
 from torch import Tensor
 
-from megatron_gvpo.data.image_files import ImageError, read, shown
+from megatron_gvpo.data.image_files import ImageError, formats, read, shown
 from megatron_gvpo.groups import Image
 
 CONFIG = "preprocessor_config.json"
@@ -141,14 +142,29 @@ def _digest(content: bytes) -> str:
 
 
 def _decoded(source: str, content: bytes) -> Picture.Image:
+    """The picture in RGB, turned as its EXIF data say, as transformers' load_image has it."""
     if not content:
         raise ImageError(f"image {shown(source)}: it is empty (0 bytes)")
     try:
-        picture = Picture.open(io.BytesIO(content))
+        picture = Picture.open(io.BytesIO(content), formats=formats())
         picture.load()
-    except (OSError, ValueError, SyntaxError, Picture.DecompressionBombError) as error:
-        problem = (
-            "not an image that Pillow knows" if isinstance(error, Picture.UnidentifiedImageError) else error
-        )
+        _check_kind(picture)
+        return ImageOps.exif_transpose(picture).convert("RGB")
+    except Exception as error:  # damaged files raise errors of many types
+        is_unknown = isinstance(error, Picture.UnidentifiedImageError)
+        problem = "not an image that Pillow knows" if is_unknown else str(error) or type(error).__name__
         raise ImageError(f"image {shown(source)}: {problem}") from None
-    return picture.convert("RGB")
+
+
+def _check_kind(picture: Picture.Image) -> None:
+    """Raises ValueError for a picture that its conversion to RGB would change without a word."""
+    # A camera's JPEG file may have further pictures (MPO); the first one is the photo.
+    if getattr(picture, "is_animated", False) and picture.format != "MPO":
+        raise ValueError(
+            f"it has {getattr(picture, 'n_frames', 2)} frames, and videos and animations are not supported: "
+            "save the frames as images of their own"
+        )
+    if picture.mode.startswith(("I", "F")):  # Pillow makes every sample above 255 white
+        raise ValueError(
+            f"more than 8 bits a sample (Pillow's mode {picture.mode}), and models see 8: convert it"
+        )

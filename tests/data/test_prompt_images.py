@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from helpers.cases.vision_cases import PROCESSOR
 from helpers.inputs.chat_tokenizer import tokenizer as chat_tokenizer
 from PIL import Image as Picture
 from transformers import PreTrainedTokenizerBase
+from transformers.image_utils import load_image
 
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.image_files import ImageError, data_url
@@ -58,6 +60,22 @@ def png(width: int, height: int, colour: str = "red") -> bytes:
     file = io.BytesIO()
     Picture.new("RGB", (width, height), colour).save(file, "PNG")
     return file.getvalue()
+
+
+def content(picture: Picture.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, kind, **options)
+    return file.getvalue()
+
+
+SIXTEEN_BITS = content(Picture.new("I;16", (16, 16), 30000), "PNG")
+ANIMATION = content(
+    Picture.new("RGB", (16, 16), "red"),
+    "GIF",
+    save_all=True,
+    append_images=[Picture.new("RGB", (16, 16), "blue")],
+)
+EPS = content(Picture.new("RGB", (16, 16)), "EPS")  # Pillow would read it with Ghostscript
 
 
 def load(
@@ -161,6 +179,15 @@ def test_a_prompts_length_counts_its_images(
         ({"images": [data_url(png(48, 48)[:75])]}, r"line 2: field 'images', image 1: image data:"),
         ({"images": ["data:image/png;base64,???"]}, r"image 1: .* not base64"),
         ({"images": ["data:image/png;base64,"]}, r"image 1: .*it is empty"),
+        ({"images": ["data:image/png;base64,\u00e9"]}, r"image 1: .* not base64"),
+        ({"images": ["a\0.png"]}, r"image 1: .*null"),
+        ({"images": ["/dev/zero"]}, r"image 1: image /dev/zero: not a regular file"),
+        (
+            {"images": [data_url(SIXTEEN_BITS)]},
+            r"image 1: .*more than 8 bits a sample \(Pillow's mode I;16\)",
+        ),
+        ({"images": [data_url(ANIMATION)]}, r"image 1: .*it has 2 frames, and videos and animations are not"),
+        ({"images": [data_url(EPS)]}, r"image 1: .*not an image that Pillow knows"),
         ({"images": [3]}, r"image 1: expected a path or a data: URL, found int"),
         ({"images": [data_url(png(4000, 4))]}, r"image 1: .*aspect ratio"),
         (
@@ -184,6 +211,27 @@ def test_errors_name_the_line_and_the_image(
 ) -> None:
     with pytest.raises(DataError, match=said):
         load(tmp_path, tokenizer, images, {"prompt": "fine"}, {"prompt": "x", **record})
+
+
+def test_a_picture_is_turned_as_its_exif_data_say(tmp_path: Path, images: PromptImages) -> None:
+    """As in transformers' load_image: a photo that a phone took upright is stored lying on its side."""
+    exif = Picture.Exif()
+    exif[0x112] = 6  # orientation: turn by 90 degrees
+    file = tmp_path / "photo.jpg"
+    file.write_bytes(content(Picture.new("RGB", (32, 16)), "JPEG", exif=exif))
+    _, high, wide = ImageProcessor(str(tmp_path)).image(str(file)).grid
+    width, height = load_image(str(file)).size
+    assert (high, wide) == (8, 4)
+    assert wide / high == width / height
+
+
+def test_a_pipe_is_not_an_image(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, images: PromptImages
+) -> None:
+    """Reading one would wait for a writer."""
+    os.mkfifo(tmp_path / "a.png")
+    with pytest.raises(DataError, match=r"a\.png: not a regular file"):
+        load(tmp_path, tokenizer, images, {"prompt": "x", "images": ["a.png"]})
 
 
 def test_a_field_of_images_that_no_record_has(

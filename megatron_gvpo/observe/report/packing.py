@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 from PIL import Image as Picture
+from PIL import ImageOps
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.data.image_files import ImageError, data_url
+from megatron_gvpo.data.image_files import data_url, formats
 from megatron_gvpo.data.image_files import read as read_image
 from megatron_gvpo.observe.report.token_texts import TokenTexts
 from megatron_gvpo.observe.rollout_metrics import is_correct
@@ -234,10 +235,10 @@ def thumbnails(images: Mapping[int, Sequence[str]]) -> dict[int, list[str | None
 
 def _thumbnail(name: str) -> str | None:
     try:
-        stored = Picture.open(io.BytesIO(read_image(name)))
+        stored = Picture.open(io.BytesIO(read_image(name)), formats=formats())
         stored.draft("RGB", (SIDE, SIDE))  # a large JPEG is decoded at a fraction of its size
-        picture = stored.convert("RGB")
-    except (ImageError, OSError, ValueError, SyntaxError, Picture.DecompressionBombError):
+        picture = ImageOps.exif_transpose(stored).convert("RGB")
+    except Exception:  # damaged files raise errors of many types
         return None
     picture.thumbnail((SIDE, SIDE))
     file = io.BytesIO()
