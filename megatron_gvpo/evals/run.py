@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,5 +90,16 @@ def _write(
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(record, default=str) + "\n" for record in records)
-    (folder / f"{name}.jsonl").write_text(lines)
-    (folder / f"{name}.json").write_text(json.dumps({**result.as_json(), **about}, indent=2) + "\n")
+    texts = {
+        folder / f"{name}.jsonl": lines,
+        folder / f"{name}.json": json.dumps({**result.as_json(), **about}, indent=2) + "\n",
+    }
+    asides = {file: file.with_name(file.name + ".tmp") for file in texts}
+    try:
+        for file, text in texts.items():  # a full disk leaves the earlier results as they are
+            asides[file].write_text(text)
+        for file, aside in asides.items():
+            os.replace(aside, file)
+    finally:
+        for aside in asides.values():
+            aside.unlink(missing_ok=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,8 +27,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.core.errors import ConfigError, DataError
-from megatron_gvpo.evals.catalog import EVALUATIONS, chosen
-from megatron_gvpo.evals.documents import load_documents
+from megatron_gvpo.evals.catalog import EVALUATIONS, ChosenEvaluations, chosen
+from megatron_gvpo.evals.documents import load_documents, prepare
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 
@@ -162,6 +164,58 @@ def test_a_record_without_a_field_is_named(tmp_path):
     (tmp_path / "aime24" / "train.jsonl").write_text('{"ID": "1", "Problem": "p", "Solution": "s"}\n')
     with pytest.raises(DataError, match=r"aime24: .*train.jsonl.* 1: field 'Answer' is missing or null"):
         load_documents(EVALUATIONS["aime24"], tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error"),
+    [
+        ("gsm8k", {"question": ["1+1?"]}, "line 1: field 'question' is \"['1+1?']\": want a text"),
+        ("gsm8k", {"question": " "}, "line 1: field 'question' is ' ': want a text"),
+        ("ifeval", {"instruction_id_list": 5}, "line 1: field 'instruction_id_list' is '5': want a list"),
+        (
+            "ifeval",
+            {"instruction_id_list": ["no:such"]},
+            "problem 1: lm-eval cannot score it: KeyError('no:such'",
+        ),
+        ("ifeval", {"kwargs": []}, "problem 1: lm-eval cannot score it: IndexError"),
+    ],
+)
+def test_a_record_that_lm_eval_could_not_score_is_named_before_a_model_answers(tmp_path, name, change, error):
+    write_data(tmp_path)
+    evaluation = EVALUATIONS[name]
+    file = tmp_path / name / f"{evaluation.split}.jsonl"
+    first, *others = file.read_text().splitlines()
+    file.write_text("\n".join([json.dumps(json.loads(first) | change), *others]) + "\n")
+    with pytest.raises(DataError, match=re.escape(error)):
+        prepare(ChosenEvaluations((evaluation,), tmp_path))
+
+
+def test_too_few_solved_examples_are_named_before_a_model_answers(tmp_path):
+    write_data(tmp_path)
+    file = tmp_path / "gsm8k" / "train.jsonl"
+    file.write_text("\n".join(file.read_text().splitlines()[:4]) + "\n")
+    with pytest.raises(
+        DataError, match=r"gsm8k: a prompt shows 5 solved examples, and the split 'train' has 4"
+    ):
+        prepare(ChosenEvaluations((EVALUATIONS["gsm8k"],), tmp_path))
+
+
+def test_a_full_disk_leaves_the_earlier_results(folder, tmp_path, monkeypatch, capsys):
+    """The second evaluation of the same weights writes its first file, and has no room for the other."""
+    words = ["--tasks", "math500", "--limit", "1", f"output_dir={tmp_path}"]
+    assert evaluated(folder, *words) == 0
+    before = {file.name: file.read_text() for file in (tmp_path / "evals").iterdir()}
+    write = Path.write_text
+
+    def full(file, text):
+        if ".json." in file.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, text)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert evaluated(folder, *words, "eval.seed=7") == 1
+    assert "math500: failed: [Errno 28] No space left on device" in capsys.readouterr().out
+    assert {file.name: file.read_text() for file in (tmp_path / "evals").iterdir()} == before
 
 
 def test_names_keep_their_order_and_count_once():
