@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="also rehearse the best three layouts, each about a minute (docs/howto/rehearse.md)",
     )
-    parser.set_defaults(run=run, nproc=0, named=None)
+    parser.set_defaults(run=run, nproc=0, named=None, over_sampling_prompts=0)
 
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
@@ -262,7 +262,7 @@ def _search(options: argparse.Namespace, config: Config, name: str, world: int) 
     options.prompts, options.k = train.prompts_per_step, rollout.n
     options.mini_batches, options.batch_epochs = train.mini_batches, train.batch_epochs
     options.recipe = config.algorithm.recipe or options.recipe
-    options.async_steps = rollout.async_steps
+    options.async_steps, options.over_sampling_prompts = rollout.async_steps, rollout.over_sampling_prompts
     options.adapter_rank = 0 if config.model.adapter is None else config.model.adapter.rank
     options.fp8, options.share_prompts = config.model.fp8 is not None, train.share_prompts is True
     options.offload = config.optimizer.offload_fraction

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,8 @@ import yaml
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.named_file import check_named_file, write_named_file
-from megatron_gvpo.planner import architecture, push_time, teacher, workload
+from megatron_gvpo.planner import architecture, partial_rollouts, push_time, teacher, workload
+from megatron_gvpo.planner.partial_rollouts import PartialRollouts
 from megatron_gvpo.planner.search import Candidate, Plan, search
 from megatron_gvpo.planner.sharing import Sharing, sharing
 from megatron_gvpo.planner.step_time import rollout_seconds, served_seconds
@@ -47,8 +48,12 @@ def run(options: argparse.Namespace) -> Planned:
         target = (Path(options.write), f"--write {options.write}", "a plan", PREDICTED)
         write_named_file(*target, overlay(plan.best[0], model.layers, planned.work, options))
     if options.json:
-        servers = {"server_gpus": options.gpus - planned.trained}
-        print(json.dumps(to_dict(plan, options, model, saved) | servers, indent=2))
+        choices = _partial_rollouts(plan.best[0], model, workload.gpu(options.gpu), planned.work)
+        more = {
+            "server_gpus": options.gpus - planned.trained,
+            "partial_rollouts": [asdict(choice) for choice in choices],
+        }
+        print(json.dumps(to_dict(plan, options, model, saved) | more, indent=2))
     else:
         _print(plan, options, model, planned.work, saved)
     return planned
@@ -189,7 +194,7 @@ def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: ar
     train["max_tokens_per_micro_batch"] = chosen.micro_tokens
     values: dict[str, Any] = {
         "parallel": parallel(layout, layers),
-        "rollout": _rollout(layout, work, options.engine or "sglang"),
+        "rollout": _rollout(layout, work, options.engine or "sglang") | _carried(layout, options),
         "train": train,
     }
     if layout.fp8:
@@ -226,6 +231,15 @@ def _rollout(layout: Layout, work: workload.Workload, engine: str) -> dict[str, 
         method = "ngram" if work.speculation.from_text else "mtp"
         section["speculation"] = {"method": method, "tokens": work.speculation.tokens}
     return section | {"async_steps": layout.async_steps}
+
+
+def _carried(layout: Layout, options: argparse.Namespace) -> dict[str, int]:
+    """The keys of partial rollouts, where the configuration has them: only colocated servers need them."""
+    if not options.over_sampling_prompts:
+        return {}
+    if layout.rollout_gpus:
+        return {"over_sampling_prompts": 0}
+    return {"over_sampling_prompts": options.over_sampling_prompts, "async_steps": options.async_steps}
 
 
 def _launch(layout: Layout, gpus: int) -> str:
@@ -363,6 +377,8 @@ def _print_best(
             f"{work.speculation.length:.2f} tokens a verification (predicted)"
         )
     gpu = workload.gpu(options.gpu)
+    for choice in _partial_rollouts(best, model, gpu, work):
+        console.print(_of_partial_rollouts(best, choice))
     names = push_time.possible(model, best.layout)
     took = {name: push_time.TRANSPORTS[name](model, gpu, best.layout).seconds for name in names}
     chosen = took.pop(best.layout.transport)
@@ -373,6 +389,26 @@ def _print_best(
     )
     if not best.layout.rollout_gpus:
         console.print("colocated: assumes that trainer and servers use the GPU's memory in turn")
+
+
+def _partial_rollouts(
+    best: Candidate, model: architecture.Architecture, gpu: architecture.Gpu, work: workload.Workload
+) -> list[PartialRollouts]:
+    """Returns predictions for partial rollouts of the layout's colocated servers; none for other servers."""
+    if best.layout.rollout_gpus:
+        return []
+    return partial_rollouts.choices(model, gpu, best.layout.engines, best.layout.rollout_tp, work)
+
+
+def _of_partial_rollouts(best: Candidate, choice: PartialRollouts) -> str:
+    """Returns the line that says what partial rollouts save."""
+    rollout, step = best.seconds.rollout, best.seconds.step
+    return (
+        f"with rollout.over_sampling_prompts={choice.prompts} and rollout.async_steps={choice.oldest}: "
+        f"rollouts of {choice.seconds:.1f} s in place of {rollout:.1f} s, a step of "
+        f"{step - rollout + choice.seconds:.0f} s in place of {step:.0f} s; {choice.carried:.0%} of the "
+        "responses from several versions of the weights (predicted)"
+    )
 
 
 def _of_teacher(

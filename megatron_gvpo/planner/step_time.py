@@ -11,9 +11,13 @@ from __future__ import annotations
 import heapq
 import math
 import random
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from megatron_gvpo.planner import push_time
 from megatron_gvpo.planner.architecture import Architecture, Gpu, engine_room
@@ -237,41 +241,81 @@ def rollout_seconds(model: Architecture, gpu: Gpu, engines: int, tp: int, work: 
 
     `engines` engines of `tp` GPUs each share the prompts.
     """
-    room = engine_room(model, tp, gpu.memory_gib)
-    per_token = 2.0 * model.cache_per_token
-    if room < per_token * work.longest:
+    if not fits(model, gpu, tp, work):
         return math.inf
     here = math.ceil(work.responses / engines)
     lengths = work.lengths.sample(here)
     random.Random(0).shuffle(lengths)
-    reach = tp * gpu.flops(False) * (MIXTURE_FRACTION if model.moe_layers else 1.0)
-    prefill = model.layer_flops(here / work.k * work.prompt_tokens, work.prompt_tokens / 2)
-    prefill += image_flops(model, work, here / work.k)
+    prefill = prefill_seconds(model, gpu, tp, here / work.k * work.prompt_tokens, work.prompt_tokens)
+    prefill += image_flops(model, work, here / work.k) / prefill_rate(model, gpu, tp)
+    responses = [(float(work.prompt_tokens), length) for length in reversed(lengths)]
+    return prefill + decoded(model, gpu, tp, work, responses).seconds[-1]
+
+
+def fits(model: Architecture, gpu: Gpu, tp: int, work: Workload) -> bool:
+    """Returns True if an engine of `tp` GPUs has room for the longest response."""
+    return engine_room(model, tp, gpu.memory_gib) >= 2.0 * model.cache_per_token * work.longest
+
+
+def prefill_rate(model: Architecture, gpu: Gpu, tp: int) -> float:
+    """Returns operations a second of an engine of `tp` GPUs that reads prompts."""
+    return tp * gpu.flops(False) * (MIXTURE_FRACTION if model.moe_layers else 1.0) * PREFILL_FRACTION
+
+
+def prefill_seconds(model: Architecture, gpu: Gpu, tp: int, tokens: float, length: float) -> float:
+    """Returns the seconds of an engine that reads `tokens` tokens, in texts of `length` tokens."""
+    return model.layer_flops(tokens, length / 2) / prefill_rate(model, gpu, tp)
+
+
+@dataclass
+class Decoding:
+    """When the responses of an engine begin and end. The clock counts the tokens of a running response."""
+
+    begins: list[float]  # the clock when each response began, in the order in which they were given
+    ends: list[float]  # the seconds after which it ended
+    clocks: list[float]  # the clock at the ends of responses, ascending
+    seconds: list[float]  # the seconds at these
+
+    def clock_at(self, seconds: float) -> float:
+        return float(np.interp(seconds, [0.0, *self.seconds], [0.0, *self.clocks]))
+
+
+def decoded(
+    model: Architecture, gpu: Gpu, tp: int, work: Workload, responses: Sequence[tuple[float, float]]
+) -> Decoding:
+    """Simulates an engine of `tp` GPUs that decodes responses, each (tokens read before, tokens to come).
+
+    They begin in their order, as soon as the cache has room. The simulation steps from the end of one
+    response to the end of the next; a decoding step gives every running response `per_step` tokens.
+    """
+    room = engine_room(model, tp, gpu.memory_gib) / (2.0 * model.cache_per_token)  # in tokens
     step = DecodeStep(model, gpu, tp)
-    elapsed = prefill / (reach * PREFILL_FRACTION)
-    # The simulation steps from the end of one response to the end of the next. `clock` counts tokens: a step
-    # gives every running response `per_step` of them. `cached` counts the tokens in the cache now, `reserved`
-    # those that the running responses will have there at their ends.
     per_step = 1.0 if work.speculation is None else work.speculation.length
-    clock = reserved = cached = 0.0
-    ends: list[tuple[float, float]] = []  # heap over running responses: (clock at the end, length in tokens)
-    waiting = lengths
-    while waiting or ends:
-        while waiting and (reserved + work.prompt_tokens + waiting[-1]) * per_token <= room:
-            length = waiting.pop()
-            heapq.heappush(ends, (clock + length, length))
-            reserved += work.prompt_tokens + length
-            cached += work.prompt_tokens
-        stride = ends[0][0] - clock
-        took = step.seconds(len(ends), cached + stride / 2 * len(ends), work.speculation)
+    # `cached` counts the tokens in the cache now, `reserved` those that running responses will have there.
+    clock = elapsed = reserved = cached = 0.0
+    running: list[tuple[float, int]] = []  # heap: (clock at the end, number of the response)
+    result = Decoding([0.0] * len(responses), [0.0] * len(responses), [], [])
+    waiting = deque(range(len(responses)))
+    while waiting or running:
+        while waiting and (not running or reserved + sum(responses[waiting[0]]) <= room):
+            before, length = responses[i := waiting.popleft()]
+            result.begins[i] = clock
+            heapq.heappush(running, (clock + length, i))
+            reserved += before + length
+            cached += before
+        stride = running[0][0] - clock
+        took = step.seconds(len(running), cached + stride / 2 * len(running), work.speculation)
         elapsed += stride / per_step * took
-        cached += stride * len(ends)
-        clock = ends[0][0]
-        while ends and ends[0][0] <= clock:
-            _, length = heapq.heappop(ends)
-            reserved -= work.prompt_tokens + length
-            cached -= work.prompt_tokens + length
-    return elapsed
+        cached += stride * len(running)
+        clock = running[0][0]
+        result.clocks.append(clock)
+        result.seconds.append(elapsed)
+        while running and running[0][0] <= clock:
+            _, i = heapq.heappop(running)
+            result.ends[i] = elapsed
+            reserved -= sum(responses[i])
+            cached -= sum(responses[i])
+    return result
 
 
 class DecodeStep:

@@ -245,12 +245,28 @@ def test_a_server_that_ended_has_all_of_its_memory_when_it_is_back():
         assert handle.asleep is None
 
 
+def test_the_time_in_which_a_trainer_has_the_memory_does_not_count_against_a_lost_server():
+    """Responses that were carried over wait for it meanwhile, and nothing starts it."""
+    with a_pool("http://127.0.0.1:1", start_timeout=0.2) as (loop, pool):
+        time.sleep(0.3)
+        assert pool.hopeless() is not None
+        loop.run(pool.sleep())
+        assert pool.hopeless() is None
+        pool.wake()
+        assert pool.hopeless() is None
+        time.sleep(0.3)
+        assert pool.hopeless() is not None
+
+
 @contextmanager
-def a_pool(url: str, supervisor: Supervisor | None = None) -> Iterator[tuple[BackgroundLoop, ServerPool]]:
+def a_pool(
+    url: str, supervisor: Supervisor | None = None, start_timeout: float = 900.0
+) -> Iterator[tuple[BackgroundLoop, ServerPool]]:
     """A pool of the server at `url`, whose health nobody watches."""
+    settings = ServersConfig(start_timeout=start_timeout)
     loop = BackgroundLoop("test client")
     session = loop.run(open_session())
-    yield loop, ServerPool([SGLang(Http(session, url))], ServersConfig(), [], print, supervisor)
+    yield loop, ServerPool([SGLang(Http(session, url))], settings, [], print, supervisor)
     loop.run(session.close())
     loop.close()
 
