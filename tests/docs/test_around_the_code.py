@@ -33,6 +33,19 @@ def test_a_page_names_files_that_exist(page: Path) -> None:
     assert missing == [], page
 
 
+def test_the_documentation_names_files_of_the_package_that_exist() -> None:
+    package = ROOT / "megatron_gvpo"
+    rooms = "|".join(path.name for path in package.iterdir() if path.is_dir())
+    file = re.compile(rf"`(?:megatron_gvpo/)?((?:{rooms})/[\w/]+\.py)")
+    missing = [
+        f"{page.relative_to(ROOT)}: {name}"
+        for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+        for name in file.findall(page.read_text())
+        if not (package / name).is_file()
+    ]
+    assert missing == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
 def test_a_page_names_commands_that_exist(page: Path) -> None:
     known = {command.__name__.rpartition(".")[2] for command in COMMANDS}
