@@ -114,11 +114,11 @@ class Block(Section):
         """The blocks among the options of this one, and inside these, in the order of the options."""
         for field in type(self).model_fields:
             value = getattr(self, field)
-            listed = isinstance(value, tuple)
-            for i, block in enumerate(value if listed else (value,)):
+            is_listed = isinstance(value, tuple)
+            for i, block in enumerate(value if is_listed else (value,)):
                 if isinstance(block, Block):
-                    key = f"{above}{field}.{i}" if listed else f"{above}{field}"
-                    yield BlockAt(key, _label(f"{above}{field}", block, listed), block)
+                    key = f"{above}{field}.{i}" if is_listed else f"{above}{field}"
+                    yield BlockAt(key, _label(f"{above}{field}", block, is_listed), block)
                     yield from block.blocks_inside(f"{key}.")
 
 

@@ -71,10 +71,10 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(old, list) and isinstance(new, Mapping):
             merged[key] = _merge_items(old, new)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            replaced = any(new.get(tag, old[tag]) != old[tag] for tag in ("name", "recipe") if tag in old)
+            is_replaced = any(new.get(tag, old[tag]) != old[tag] for tag in ("name", "recipe") if tag in old)
             if key == "estimator" and new.get("name", "group") != old.get("name", "group") and "name" in new:
-                replaced = True  # the name `group` may be left out
-            merged[key] = new if replaced else merge(old, new)
+                is_replaced = True  # the name `group` may be left out
+            merged[key] = new if is_replaced else merge(old, new)
     return merged
 
 

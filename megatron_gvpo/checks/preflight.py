@@ -62,7 +62,7 @@ def preflight(
     `earlier`: how `train` or `slurm` treats an earlier run in the output directory; None does not look.
     `allowed`: the keys that change the mathematics and may differ from those of the run that is resumed.
     """
-    trains = command in ("train", "slurm")
+    is_training = command in ("train", "slurm")
     check_no_null_cuda()
     cards = check_layout(config, world_size)
     if command != "slurm" and torch_gpus():  # a job's nodes have other GPUs
@@ -71,7 +71,7 @@ def preflight(
             check_delta_nets(f"model.path={config.model.path}")
     if command in ("train", "eval", "named eval"):
         _check_attention(config, cards.policy)
-    if trains:
+    if is_training:
         check_teacher(config, cards)
         check_output_dir(config)
         if command == "train":  # a job may wait in the queue for the end of the run before it
@@ -88,7 +88,7 @@ def preflight(
         _check_converters(config)
     if command == "eval" and config.data.eval is None:
         raise ConfigError("data.eval is missing: it names the held-out prompts")
-    if command == "eval" or (trains and config.samples_responses):
+    if command == "eval" or (is_training and config.samples_responses):
         _check_rewards(config, cards)
     is_sampling = command in ("eval", "named eval") or (command == "train" and config.samples_responses)
     if is_sampling:

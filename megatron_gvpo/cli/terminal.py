@@ -32,8 +32,8 @@ def refuse(error: Exception, code: int = 2, everywhere: bool = False) -> int:
     """
     rank, logged = os.environ.get("RANK", "0"), "MEGATRON_GVPO_LOGS" in os.environ
     where = "" if rank == "0" or logged else f" on node {platform.node()} (rank {rank})"
-    alone = "WORLD_SIZE" not in os.environ  # other variables may be another job's
-    if os.environ.get("LOCAL_RANK", "0") == "0" or logged or alone or everywhere:
+    is_alone = "WORLD_SIZE" not in os.environ  # other variables may be another job's
+    if os.environ.get("LOCAL_RANK", "0") == "0" or logged or is_alone or everywhere:
         print(f"error{where}: {_readable(hide(str(error)))}", file=sys.stderr, flush=True)
     return code
 

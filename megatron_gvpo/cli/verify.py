@@ -49,8 +49,8 @@ def run(options: argparse.Namespace) -> int:
     if isinstance(config.get("text_config"), dict) and named[0] not in ARCHITECTURES:
         why = REFUSED.get(named[0], "its language model is in text_config, so it takes more than text")
         raise ConfigError(f"{where}: {named[0]}: {why}; this command compares models of text alone")
-    supported = named[0] in ARCHITECTURES
-    if supported:
+    is_supported = named[0] in ARCHITECTURES
+    if is_supported:
         check_family(config, where)
     tiny = shrink(config, where)
     layouts = _chosen(tiny, options.layouts)
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         results = verify(tiny, layouts, where, lambda result: print(row(result), flush=True))
         message, equal = verdict(named[0], results)
         print(message)
-        if not supported:
+        if not is_supported:
             print(f"training refuses it: {REFUSED.get(named[0], UNLISTED)}")
 
     code = run_with_model(compare)

@@ -172,8 +172,8 @@ def _problems(packages: list[Package], torch: Torch, gpus: list[LocalGpu]) -> It
             "pip uninstall transformer-engine transformer-engine-cu12 transformer-engine-cu13, or: "
             + next(one.install for one in COMPONENTS if one.name == "transformer-engine"),
         )
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    if gpus and torch.cuda and not torch.cuda_available and not hidden:
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if gpus and torch.cuda and not torch.cuda_available and not is_hidden:
         yield Problem(
             f"torch cannot use the {len(gpus)} GPU(s) here: it is built for CUDA {torch.cuda}, the driver is "
             f"{driver_version()}",

@@ -54,8 +54,8 @@ def check_no_gpu_is_missed() -> None:
     """
     import torch
 
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if torch.cuda.is_available() or torch.version.cuda is None or hidden or not (gpus := list_gpus()):
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if torch.cuda.is_available() or torch.version.cuda is None or is_hidden or not (gpus := list_gpus()):
         return
     raise ConfigError(
         f"the driver lists {len(gpus)} GPUs, and torch finds none: mend what `python -c 'import torch; "

@@ -150,8 +150,8 @@ class TeacherText:
     def _know_messages(self, drafts: Sequence[_Draft], rollout: Rollout) -> bool:
         """Give turns the messages before them. False where messages and turns are not the same."""
         numbers = [i for i, message in enumerate(rollout.messages) if message["role"] == "assistant"]
-        one_agent = all(not turn.agent for turn in rollout.turns)
-        if not one_agent or not len(numbers) == len(drafts) == len(rollout.turns):
+        has_one_agent = all(not turn.agent for turn in rollout.turns)
+        if not has_one_agent or not len(numbers) == len(drafts) == len(rollout.turns):
             return False
         for number, draft in zip(numbers, drafts, strict=True):
             draft.messages = rollout.messages[:number]

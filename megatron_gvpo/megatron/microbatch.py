@@ -80,7 +80,7 @@ def _items(
     for i, group in enumerate(rows.group_n.tolist()):
         members.setdefault(group, []).append(i)
     items: list[list[int]] = []
-    split = False
+    is_split = False
     for group_rows in members.values():
         size = sum(tokens[i] for i in group_rows)
         if share_prompts:
@@ -89,9 +89,9 @@ def _items(
         if size <= max_tokens or len(group_rows) == 1:
             items.append(group_rows)
         else:
-            split = True
+            is_split = True
             items.extend([i] for i in group_rows)
-    return items, split
+    return items, is_split
 
 
 def _fill(
@@ -255,9 +255,9 @@ def gather(rows: TrainBatch, micro_batches: list[list[int]], results: list[Tenso
 
 def owns_results() -> bool:
     """Return True on one of the ranks that computed the same numbers: the one that reports them."""
-    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-    first = parallel_state.get_tensor_and_context_parallel_rank() == 0
-    return bool(last and first)
+    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    is_first = parallel_state.get_tensor_and_context_parallel_rank() == 0
+    return bool(is_last and is_first)
 
 
 def detached(metrics: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:

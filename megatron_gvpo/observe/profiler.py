@@ -46,11 +46,11 @@ class ProfileWindow:
         if self._steps is None:
             return
         first, last = self._steps
-        inside = first <= n <= last
-        if inside and not self._running:
+        is_inside = first <= n <= last
+        if is_inside and not self._running:
             self._running = True
             self._record.start()
-        elif not inside:
+        elif not is_inside:
             self._stop()
 
     def __enter__(self) -> Self:

@@ -115,11 +115,11 @@ class LineDisplay:
 
     def update(self, status: Status) -> None:
         now, self._step = time.monotonic(), status.step
-        evaluated = any(name.startswith("eval/") for name in status.metrics)
+        has_evaluation = any(name.startswith("eval/") for name in status.metrics)
         if self._every_step:
             metrics = "".join(f"\n  {name} {value:.6g}" for name, value in sorted(status.metrics.items()))
             self.note(format_line(status) + metrics)
-        elif now >= self._next or evaluated or status.step == status.total_steps:
+        elif now >= self._next or has_evaluation or status.step == status.total_steps:
             self._next = now + SECONDS_BETWEEN_LINES
             self.note(format_line(status))
 

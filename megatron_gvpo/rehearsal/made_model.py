@@ -65,10 +65,10 @@ def fill(directory: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(directory)
     # Files of vision-language models may say it beside the language model's section.
     text = config.get_text_config()
-    tied = bool(getattr(text, "tie_word_embeddings", getattr(config, "tie_word_embeddings", False)))
+    is_tied = bool(getattr(text, "tie_word_embeddings", getattr(config, "tie_word_embeddings", False)))
     shards: list[dict[str, Any]] = [{}]
     end = 0
-    for name, shape in _expected(config, tied).items():
+    for name, shape in _expected(config, is_tied).items():
         size = 2 * math.prod(shape)
         if end and end + size > _SHARD_BYTES:
             shards.append({})

@@ -203,9 +203,9 @@ class ModelReplay:
                 yield self._column("loss weights", rows, update.weight_r, again, limit)
         yield self._loss(update, result)
         yield self._gradients(update, rows, result)
-        wrong = abs(update.lr - result.update.lr) > 1e-5 * max(update.lr, result.update.lr)
+        is_wrong = abs(update.lr - result.update.lr) > 1e-5 * max(update.lr, result.update.lr)
         rate = f"{update.lr:.6g} in the run; the schedule gives {result.update.lr:.6g}"
-        yield self._finding("learning rate", rate if wrong else None)
+        yield self._finding("learning rate", rate if is_wrong else None)
         yield self._gradient_norm(update, result)
 
     def _loss_weights(self, rows: TrainBatch, logp_r: Tensor) -> tuple[Tensor, Any]:
@@ -242,13 +242,13 @@ class ModelReplay:
         return self._finding("gradients", problem, tensor=tensor)
 
     def _gradient_norm(self, update: UpdateRecord, result: UpdateResult) -> Finding:
-        wrong = abs(update.grad_norm - result.update.grad_norm) > self._limits.gradient * max(
+        is_wrong = abs(update.grad_norm - result.update.grad_norm) > self._limits.gradient * max(
             update.grad_norm, result.update.grad_norm
         )
         text = f"{update.grad_norm:.6g} in the run, {result.update.grad_norm:.6g} replayed"
         if update.is_skipped != result.update.skipped:
             return self._finding("gradient norm", f"skipped={update.is_skipped} in the run; {text}")
-        return self._finding("gradient norm", text if wrong else None)
+        return self._finding("gradient norm", text if is_wrong else None)
 
     def _weights(self, recorded: tuple[Sums, Sums], again: tuple[Sums, Sums], lr: float) -> Finding:
         difference = compare_weights(recorded, again, lr, self._limits.change)

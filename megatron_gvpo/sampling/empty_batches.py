@@ -100,9 +100,9 @@ class EmptyBatches:
 
     def _first(self, kind: str) -> bool:
         """True the first time that the run meets this kind."""
-        new = kind not in self._warned
+        is_new = kind not in self._warned
         self._warned.add(kind)
-        return new
+        return is_new
 
     def _failed(self, sampled: Sequence[Rollout]) -> dict[str, Callable[[], str]]:
         """The components that count and that failed for every response, each with a sentence about it."""

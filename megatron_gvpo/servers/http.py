@@ -106,8 +106,8 @@ class Http:
                 text = await _text(response)
                 status = response.status
         except aiohttp.ClientConnectorError as error:
-            refused = isinstance(error.os_error, ConnectionRefusedError)
-            raise ServerGone(f"{where}: {error.os_error.strerror or error}", refused=refused) from None
+            is_refused = isinstance(error.os_error, ConnectionRefusedError)
+            raise ServerGone(f"{where}: {error.os_error.strerror or error}", refused=is_refused) from None
         except aiohttp.ConnectionTimeoutError:
             raise ServerGone(f"{where}: no connection within {connect:g} s") from None
         except TimeoutError:

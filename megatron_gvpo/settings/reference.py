@@ -71,8 +71,8 @@ def keys(model: type[BaseModel]) -> Iterator[Key]:
 def type_name(field: FieldInfo) -> str:
     """A field's type in words, with its limits."""
     text = _type(field.annotation)
-    nullable = type(None) in typing.get_args(field.annotation)
-    return " ".join([text, *_limits(field.metadata), *(["or null"] if nullable else [])])
+    is_nullable = type(None) in typing.get_args(field.annotation)
+    return " ".join([text, *_limits(field.metadata), *(["or null"] if is_nullable else [])])
 
 
 def _limits(metadata: Any) -> list[str]:

@@ -61,9 +61,10 @@ def advice(config: Config) -> str | None:
 
 def _one_update(config: Config) -> str | None:
     train, algorithm, loss = config.train, config.algorithm, config.algorithm.loss
-    once = train.mini_batches * train.batch_epochs == 1
-    older = config.rollout.async_steps and algorithm.reference_logprobs == "engine"
-    if not once or older or not loss.reference_sums_only or not loss.known_at_step_start or loss.linear:
+    if train.mini_batches * train.batch_epochs > 1:
+        return None
+    is_older = config.rollout.async_steps and algorithm.reference_logprobs == "engine"
+    if is_older or not loss.reference_sums_only or not loss.known_at_step_start or loss.linear:
         return None
     return (
         f"train.mini_batches=1: a step's only update is its own reference, which makes {loss.name} "
@@ -74,8 +75,8 @@ def _one_update(config: Config) -> str | None:
 
 def _older_weights(config: Config) -> str | None:
     loss = config.algorithm.loss
-    corrects = "importance" in type(loss).model_fields
-    if not config.rollout.async_steps or not corrects or getattr(loss, "importance", None) is not None:
+    has_correction = "importance" in type(loss).model_fields
+    if not config.rollout.async_steps or not has_correction or getattr(loss, "importance", None) is not None:
         return None
     return (
         f"rollout.async_steps={config.rollout.async_steps}: responses come from older weights, and "
@@ -112,8 +113,8 @@ def _batch(config: Config) -> None:
     for block_at in algorithm.sized(config.rollout.max_tokens).blocks_inside():
         if (problem := block_at.block.problem()) is not None:
             raise ValueError(f"algorithm.{block_at.key}.{problem}")
-    alone = algorithm.samples_from_policy and not algorithm.members
-    if algorithm.needs_group and alone and n < 2:
+    has_only_samples = algorithm.samples_from_policy and not algorithm.members
+    if algorithm.needs_group and has_only_samples and n < 2:
         raise ValueError(
             f"rollout.n={n}: this algorithm compares the responses of a prompt with each other, "
             "so it needs rollout.n >= 2"
@@ -292,8 +293,8 @@ def _components(config: Config) -> None:
                 "reward and no components: leave one of them out"
             )
         for component in block_at.block.components_read:
-            there = component < len(known) if isinstance(component, int) else component in known
-            if not there:
+            exists = component < len(known) if isinstance(component, int) else component in known
+            if not exists:
                 raise ValueError(
                     f"{key} reads the reward component {component!r}, and rewards.components has "
                     f"{', '.join(known) or 'none'}: add it, with weight 0 if it is to count nowhere else"

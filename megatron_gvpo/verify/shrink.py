@@ -61,8 +61,8 @@ def shrink(config: dict[str, Any], where: str) -> dict[str, Any]:
     tiny["dtype"] = "float32"
     tiny["initializer_range"] = 0.15
     if config.get("intermediate_size") is not None:
-        same = config["intermediate_size"] == config.get("hidden_size")
-        tiny["intermediate_size"] = tiny["hidden_size"] if same else 48
+        has_one_size = config["intermediate_size"] == config.get("hidden_size")
+        tiny["intermediate_size"] = tiny["hidden_size"] if has_one_size else 48
     _shrink_heads(config, tiny)
     _shrink_experts(config, tiny)
     _shrink_depth(config, tiny, where)

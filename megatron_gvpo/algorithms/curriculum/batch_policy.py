@@ -114,8 +114,8 @@ class Accumulator:
         self._offered += len(groups)
         valid = [is_valid(group, self.by) for group in groups]
         n_valid = len(self._pending) + sum(valid)
-        enough = n_valid >= self.threshold * self.batch_groups
-        if not enough and self._rounds < self.max_rounds:
+        has_enough = n_valid >= self.threshold * self.batch_groups
+        if not has_enough and self._rounds < self.max_rounds:
             self._pending += [group for group, keep in zip(groups, valid, strict=True) if keep]
             return None
 
@@ -128,7 +128,7 @@ class Accumulator:
             "rounds": self._rounds,
             "valid_groups": n_valid,
             "dropped_groups": self._offered - len(batch),
-            "gave_up": float(not enough),
+            "gave_up": float(not has_enough),
         }
         self._pending, self._rounds, self._offered = [], 0, 0
         return batch

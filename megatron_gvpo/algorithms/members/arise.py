@@ -99,8 +99,8 @@ class Library:
             share = softmax([s / options.sharpness for s in scores[g * len(texts) : (g + 1) * len(texts)]])
             if max(share) < options.gate:
                 continue
-            explores = rng.random() < options.explore
-            skill = self.skills[rng.randrange(len(texts)) if explores else share.index(max(share))]
+            should_explore = rng.random() < options.explore
+            skill = self.skills[rng.randrange(len(texts)) if should_explore else share.index(max(share))]
             prompt = context.extended(group.prompt, options.template.replace("{skill}", skill.text))
             if prompt is not None:
                 chosen[g] = skill, prompt

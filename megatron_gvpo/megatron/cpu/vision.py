@@ -106,15 +106,15 @@ def map_local_norms(model_bridge: type[Any]) -> None:
     plain = model_bridge.mapping_registry
     if getattr(plain, "has_local_norms", False):
         return
-    qwen3 = "qwen3" in model_bridge.__name__.lower()
+    is_qwen3 = "qwen3" in model_bridge.__name__.lower()
     AutoMapping.register_module_type(LocalLayerNorm.__name__, "replicated")
     layer = "language_model.decoder.layers.*"
-    hf_layer = "model.language_model.layers.*" if qwen3 else "model.layers.*"
+    hf_layer = "model.language_model.layers.*" if is_qwen3 else "model.layers.*"
     names = {
         f"{layer}.input_layernorm.weight": f"{hf_layer}.input_layernorm.weight",
         f"{layer}.pre_mlp_layernorm.weight": f"{hf_layer}.post_attention_layernorm.weight",
     }
-    if qwen3:
+    if is_qwen3:
         for local, stored in (("input_layernorm", "norm1"), ("pre_mlp_layernorm", "norm2")):
             for part in ("weight", "bias"):
                 block = "vision_model.decoder.layers.*"

@@ -40,8 +40,8 @@ class Attention:
             qk, v = shape["qk_nope_head_dim"] + shape["qk_rope_head_dim"], shape["v_head_dim"]
         else:
             qk = v = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-        sinks = "GptOssForCausalLM" in (shape.get("architectures") or [])
-        return Attention(model.dtype, deterministic, parallel.cp, qk, v, sinks)
+        has_sinks = "GptOssForCausalLM" in (shape.get("architectures") or [])
+        return Attention(model.dtype, deterministic, parallel.cp, qk, v, has_sinks)
 
 
 def kernel(attention: Attention, capability: Capability, flash_attention: bool) -> Kernel:

@@ -199,9 +199,9 @@ def fuse_weight_gradients(chunks: Iterable[Any]) -> None:
     """
     for chunk in chunks:
         for module in chunk.modules():
-            trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+            is_trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
             # Only Transformer Engine's linear layers have it; weights under adapters have no such buffers.
-            if trained and hasattr(module, "fuse_wgrad_accumulation"):
+            if is_trained and hasattr(module, "fuse_wgrad_accumulation"):
                 module.fuse_wgrad_accumulation = True
 
 
@@ -222,8 +222,8 @@ def correct_marks(chunks: Iterable[Any]) -> None:
                 parameter.tensor_model_parallel = True
                 parameter.partition_dim = 0
                 parameter.partition_stride = 1
-            of_experts = not getattr(parameter, "allreduce", True)  # only linear layers have this attribute
-            if of_experts and getattr(parameter, "sequence_parallel", False):
+            is_expert = not getattr(parameter, "allreduce", True)  # only linear layers have this attribute
+            if is_expert and getattr(parameter, "sequence_parallel", False):
                 parameter.sequence_parallel = False
 
 

@@ -102,8 +102,8 @@ def _by_turn(chat: Messages) -> tuple[list[Mapping[str, Any]], list[list[Mapping
 
 def _are_of_turns(own: Messages, rollout: Rollout) -> bool:
     """True where the policy's messages are its turns, one after the other."""
-    linear = all(turn.after == i - 1 and turn.keep is None for i, turn in enumerate(rollout.turns))
-    return linear and len(own) == len(rollout.turns)
+    is_linear = all(turn.after == i - 1 and turn.keep is None for i, turn in enumerate(rollout.turns))
+    return is_linear and len(own) == len(rollout.turns)
 
 
 def _text(chat: Messages) -> str:
