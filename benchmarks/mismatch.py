@@ -274,6 +274,10 @@ def engine_of_fp8(*parts: Any) -> Any:
     return engine(*parts, rounded=fp8)
 
 
+def engine_of_stale2(*parts: Any) -> Any:
+    return engine(*parts, stale=2)
+
+
 def engine_of_stale4(*parts: Any) -> Any:
     return engine(*parts, stale=STALE)
 
