@@ -124,7 +124,7 @@ class Critic:
 
         self.optimizer.zero_grad()
         results = forward.run(self.model, share.packs(rows), loss, head=value_head)
-        metrics = sum_over_ranks([floats(result) for result in results])
+        metrics = sum_over_ranks(floats(results))
         self.model.finish_background_work()
         update = self.optimizer.apply()
         return metrics | {"value_grad_norm": update.grad_norm, "value_skipped": float(update.skipped)}

@@ -244,10 +244,10 @@ def gather(rows: TrainBatch, micro_batches: list[list[int]], results: list[Tenso
     """Gather the ranks' values of their micro-batches' tokens: fp32 [r] of all rows, on every rank's CPU."""
     value_r = torch.zeros(int(rows.length_n.sum()), dtype=torch.float32)
     if owns_results():
-        for index, values in zip(micro_batches, results, strict=True):
-            spans = [torch.arange(rows.offsets[i], rows.offsets[i + 1]) for i in index]
-            if spans:
-                value_r[torch.cat(spans)] = values.float().cpu()
+        spans = [torch.arange(*rows.offsets[i : i + 2]) for index in micro_batches for i in index]
+        values = [result for index, result in zip(micro_batches, results, strict=True) if index]
+        if spans:  # one copy to the host, which waits for the GPU in each
+            value_r[torch.cat(spans)] = torch.cat(values).float().cpu()
     # All ranks but the owner of a row add zeros, so the sum is exact.
     dist.all_reduce(value_r)
     return value_r
@@ -265,8 +265,16 @@ def detached(metrics: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]
     return {n: value.detach() if isinstance(value, Tensor) else value for n, value in metrics.items()}
 
 
-def floats(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items()}
+def floats(per_micro_batch: Sequence[Mapping[str, Tensor | float]]) -> list[dict[str, float]]:
+    """Convert the metrics of all micro-batches in one copy: the host waits for the GPU in each."""
+    tensors = [value for metrics in per_micro_batch for value in metrics.values() if isinstance(value, Tensor)]
+    device = tensors[0].device if tensors else None
+    scalars = [tensor.detach().to(device, torch.float64).reshape(()) for tensor in tensors]
+    numbers = iter(torch.stack(scalars).tolist() if scalars else [])
+    return [
+        {name: next(numbers) if isinstance(value, Tensor) else float(value) for name, value in metrics.items()}
+        for metrics in per_micro_batch
+    ]
 
 
 def sum_over_ranks(per_micro_batch: list[dict[str, float]]) -> dict[str, float]:

@@ -83,7 +83,7 @@ class LossPass(ABC):
     ) -> dict[str, float]:
         """Return the update's loss and metrics. A collective. `logp_r`: the log-probs of all rows."""
         loss = self._loss
-        metrics = self._summed(rows, logp_r, sum_over_ranks([floats(result.metrics) for result in results]))
+        metrics = self._summed(rows, logp_r, sum_over_ranks(floats([result.metrics for result in results])))
         if loss.wants_entropy:
             metrics["loss"] -= loss.entropy_coef * metrics["entropy"]
         if loss.divergence is not None:
@@ -115,7 +115,7 @@ class KnownWeights(LossPass):
     def _summed(self, rows: TrainBatch, logp_r: Tensor | None, summed: Metrics) -> Metrics:
         assert logp_r is not None
         value, metrics = self._loss(LossInputs(with_references(rows, logp_r), logp_r, self._totals))
-        return floats({"loss": value, **metrics}) | summed
+        return floats([{"loss": value, **metrics}])[0] | summed
 
 
 class LossInForward(LossPass):

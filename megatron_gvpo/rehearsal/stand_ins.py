@@ -58,20 +58,23 @@ def _balance_experts() -> None:
 
     preprocess = Dispatcher.preprocess
 
+    def on_device(numbers: list[Any]) -> torch.Tensor:
+        """From pinned memory: another copy would count as a wait of the host, which a router never makes."""
+        return torch.tensor(numbers).pin_memory().to("cuda", non_blocking=True)
+
     def filled(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
-        tokens_e: torch.Tensor = preprocess(self, routing_map)
+        preprocess(self, routing_map)
         counts = balanced(routing_map.size(0) * self.config.moe_router_topk, self.num_experts)
         own = [counts[i] for i in self.local_expert_indices]
         local, ranks = self.num_local_experts, self.tp_size * self.ep_size
         if self.input_splits is not None:
             sent = [sum(counts[i * local : (i + 1) * local]) for i in range(self.ep_size)]
-            self.input_splits.copy_(torch.tensor(sent))
-            self.output_splits.copy_(torch.full((self.ep_size,), sum(own)))
-            self.output_splits_tp.copy_(torch.full((self.tp_size,), self.ep_size * sum(own)))
+            self.input_splits.copy_(on_device(sent))
+            self.output_splits.copy_(on_device([sum(own)] * self.ep_size))
+            self.output_splits_tp.copy_(on_device([self.ep_size * sum(own)] * self.tp_size))
         if local > 1:  # made anew, because it may share memory with `tokens_e`
-            by_rank = torch.tensor(own, device=routing_map.device).repeat(ranks, 1)
-            self.num_global_tokens_per_local_expert = by_rank
-        return torch.tensor([n * ranks for n in own], device=tokens_e.device)
+            self.num_global_tokens_per_local_expert = on_device([own] * ranks)
+        return on_device([n * ranks for n in own])
 
     Dispatcher.preprocess = filled
 
