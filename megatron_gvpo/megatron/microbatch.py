@@ -267,12 +267,17 @@ def detached(metrics: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]
 
 def floats(per_micro_batch: Sequence[Mapping[str, Tensor | float]]) -> list[dict[str, float]]:
     """Convert the metrics of all micro-batches in one copy: the host waits for the GPU in each."""
-    tensors = [value for metrics in per_micro_batch for value in metrics.values() if isinstance(value, Tensor)]
+    tensors = [
+        value for metrics in per_micro_batch for value in metrics.values() if isinstance(value, Tensor)
+    ]
     device = tensors[0].device if tensors else None
     scalars = [tensor.detach().to(device, torch.float64).reshape(()) for tensor in tensors]
     numbers = iter(torch.stack(scalars).tolist() if scalars else [])
     return [
-        {name: next(numbers) if isinstance(value, Tensor) else float(value) for name, value in metrics.items()}
+        {
+            name: next(numbers) if isinstance(value, Tensor) else float(value)
+            for name, value in metrics.items()
+        }
         for metrics in per_micro_batch
     ]
 

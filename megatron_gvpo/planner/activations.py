@@ -33,11 +33,20 @@ class Layer:
 
 
 class Activations:
-    """The activations of a micro-batch of `tokens` tokens, `responses` of which have a label."""
+    """The activations of a micro-batch of `tokens` tokens, `responses` of which have a label.
+
+    `weights_first`: whether the tokens' weights are known before the forward; None: either may be.
+    """
 
     def __init__(
-        self, model: Architecture, layout: Layout, tokens: float, responses: float | None = None
+        self,
+        model: Architecture,
+        layout: Layout,
+        tokens: float,
+        responses: float | None = None,
+        weights_first: bool | None = None,
     ) -> None:
+        self._weights_first = weights_first
         self._model, self._layout, self.tokens = model, layout, tokens
         self._n = tokens / layout.cp
         self._u = self._n / (layout.tp if layout.sequence_parallel else 1)
@@ -134,9 +143,10 @@ class Activations:
 
     def head(self) -> float:
         """The fused head's own memory, whichever way it takes (docs/explanation/head.md)."""
-        return max(self._head_with_known_weights(), self._head_with_late_weights())
+        first = self._head_with_weights_first() if self._weights_first is not False else 0.0
+        return first if self._weights_first else max(first, self._head_with_weights_last())
 
-    def _head_with_known_weights(self) -> float:
+    def _head_with_weights_first(self) -> float:
         """Gradients of the states, and beside them a chunk of exponentials and a tile of logits.
 
         Or, in the backward, the tensor that autograd gets in place of the table's gradient.
@@ -149,8 +159,11 @@ class Activations:
         exponentials = _B * chunk * m.vocab / tp
         return _B * self._r * m.hidden + max(exponentials + tile, self._table)
 
-    def _head_with_late_weights(self) -> float:
-        """The stash, the gradients of the states, and what the recomputed rows need."""
+    def _head_with_weights_last(self) -> float:
+        """The stash, and beside it a tile of logits in the forward.
+
+        Or, in the backward, the gradients of the states, and what the recomputed rows need.
+        """
         m, tp = self._model, self._layout.tp
         logits = _F * self._r * m.vocab / tp
         stash = min(STASH_BYTES, logits / 2)
@@ -158,7 +171,8 @@ class Activations:
         rest = self._r - stashed
         tile = min(TILE_BYTES, _F * rest * m.vocab / tp)
         recomputed = _F * rest * m.hidden + _B * stashed * m.hidden + 1.5 * tile  # with dL/dz in bf16
-        return stash + _B * self._r * m.hidden + max(recomputed, self._table)
+        backward = _B * self._r * m.hidden + max(recomputed, self._table)
+        return stash + max(backward, min(TILE_BYTES, _F * stashed * m.vocab / tp))
 
     @property
     def _table(self) -> float:

@@ -214,15 +214,17 @@ def memory(
     teacher: PlannedTeacher | None = None,
     responses: float | None = None,
     stage: int | None = None,
+    weights_first: bool | None = None,
 ) -> Memory:
     """Predicts the memory of a GPU of a pipeline stage, with `tokens` tokens per micro-batch.
 
     `responses`: how many of them have a label; default: all. `stage`: default: the fullest one.
+    `weights_first`: whether the tokens' weights are known before the forward; default: the fuller case.
 
     A critic is trained after the policy, so its activations take no more than the policy's and are not added.
     The pass of a teacher that the trainer holds comes before the policy's: the fuller of both moments counts.
     """
-    activations = Activations(model, layout, tokens, responses)
+    activations = Activations(model, layout, tokens, responses, weights_first)
     stages = stages_of_a_kind(layout, model.layers) if stage is None else [stage]
     return max(
         (_of_stage(model, layout, i, activations, micro_batches, critic, teacher) for i in stages),

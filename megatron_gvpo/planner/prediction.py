@@ -90,7 +90,9 @@ def _parts(
     size = size_of(config, layout.dp, micro_batches)
     work = size.tokens_of_a_pack, size.micro_batches, config.algorithm.critic is not None
     responses = size.rows_of_a_pack * size.response
-    predicted = memory(model, layout, *work, responses=responses, stage=stage)
+    has_bonus = config.algorithm.loss.wants_entropy or config.algorithm.loss.divergence is not None
+    weights_first = size.divides_groups and not has_bonus  # a bonus has gradients of its own
+    predicted = memory(model, layout, *work, responses=responses, stage=stage, weights_first=weights_first)
     return {_PARTS[name]: gib for name, gib in predicted.in_gib().items() if gib}
 
 
@@ -108,6 +110,7 @@ class Size:
     response: int
     micro_batches: int
     micro_batches_of_run: int  # an update of the run has this many; its peak is the same
+    divides_groups: bool  # a loss over groups then knows its weights before the forward
 
     @property
     def tokens_of_a_pack(self) -> int:
@@ -135,7 +138,8 @@ def size_of(config: Config, data_parallel: int, micro_batches: int | None = None
     in_run += -in_run % parallel.pp if parallel.vpp > 1 else 0
     enough = parallel.pp * (2 if parallel.vpp > 1 else 1) + (parallel.vpp == 1)
     count = micro_batches or min(in_run, max(2, enough))
-    return Size(of_a_pack, length - response, response, count, in_run)
+    is_divided = (together and unit == 1) or longest > budget
+    return Size(of_a_pack, length - response, response, count, in_run, is_divided)
 
 
 def usable_gib(gpu_gib: float, colocated: bool) -> float:
