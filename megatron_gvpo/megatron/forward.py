@@ -86,10 +86,12 @@ def run(
         model.replay.begin(training=not forward_only)
     offloaded = offloaded_activations(model.chunks, forward_only)
     iterators, messages = [packs() for _ in model.chunks], {}
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1 and len(model.chunks) == 1:
-        of_pass = list(iterators[0])  # all at first: their lengths are the shapes of messages between stages
-        messages = planned_messages(model.config, [len(batch.token_t) for batch in of_pass])
-        iterators = [iter(of_pass)]
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        of_pass = list(packs())  # all at first: their lengths are the shapes of messages between stages
+        messages = planned_messages(
+            model.config, [len(batch.token_t) for batch in of_pass], len(model.chunks)
+        )
+        iterators = [iter(of_pass) for _ in model.chunks]
     with megatron_device(), torch.set_grad_enabled(not forward_only), offloaded:
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,

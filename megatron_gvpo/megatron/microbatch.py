@@ -6,7 +6,7 @@ if the token budget allows it. batch.py packs the rows of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any

@@ -1,18 +1,19 @@
 """Messages between pipeline stages whose shapes every rank knows beforehand.
 
 Packs differ in length, so megatron-core's stages send each other the shape of every message first, and wait
-for the GPU to read it. But every rank of a pipeline has the same micro-batches, and in the 1F1B schedule
-hidden states and their gradients come in their order. So the n-th message in a direction has the shape of
-pack n.
+for the GPU to read it. But every rank of a pipeline has the same micro-batches, and the schedules say in
+which order hidden states and their gradients come: without virtual stages, the n-th message in a direction
+has the shape of pack n.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
@@ -21,15 +22,18 @@ _NOTHING: Shape = [0, 0, 0]
 
 
 class PlannedMessages(P2PCommunicator):
-    """One pass over micro-batches without virtual stages; `shapes`: those of the hidden states [t, 1, h]."""
+    """The messages of one pass; `shapes`: of the hidden states [t, 1, h] that go between two stages.
 
-    def __init__(self, group: Any, config: Any, shapes: Sequence[Shape]) -> None:
+    By direction, "previous" and "next", in the order of the messages, which is the same both ways.
+    """
+
+    def __init__(self, group: Any, config: Any, shapes: Mapping[str, Sequence[Shape]]) -> None:
         super().__init__(group, config)
         self._plan(shapes)
 
-    def _plan(self, shapes: Sequence[Shape]) -> None:
-        self._received = {"previous": iter(shapes), "next": iter(shapes)}
-        self._sent = {"previous": iter(shapes), "next": iter(shapes)}
+    def _plan(self, shapes: Mapping[str, Sequence[Shape]]) -> None:
+        self._received = {direction: iter(of_direction) for direction, of_direction in shapes.items()}
+        self._sent = {direction: iter(of_direction) for direction, of_direction in shapes.items()}
 
     def _communicate_shapes(
         self,
@@ -53,18 +57,35 @@ class PlannedMessages(P2PCommunicator):
         )
 
 
-def planned_messages(config: Any, lengths: Sequence[int]) -> dict[str, Any]:
-    """Return arguments of megatron-core's 1F1B schedule; `lengths`: this rank's tokens of every pack.
+def planned_messages(config: Any, lengths: Sequence[int], chunks: int) -> dict[str, Any]:
+    """Return arguments of megatron-core's schedules; `lengths`: this rank's tokens of every pack.
 
-    `config` is the model's TransformerConfig.
+    `config` is the model's TransformerConfig; `chunks`: a rank's number of virtual stages.
     """
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
     shapes = [[tokens // shards, 1, config.hidden_size] for tokens in lengths]
     group = parallel_state.get_pipeline_model_parallel_group()
+    of_direction = {}
+    for direction, is_end in (("previous", group.rank() == 0), ("next", group.rank() == group.size() - 1)):
+        order = _order(len(lengths), chunks, config.microbatch_group_size_per_vp_stage, is_end)
+        of_direction[direction] = [shapes[i] for i in order]
     return {
-        "p2p_communicator": PlannedMessages(group, config, shapes),
+        "p2p_communicator": PlannedMessages(group, config, of_direction),
         "pg_collection": _process_groups(),
     }
+
+
+def _order(micro_batches: int, chunks: int, together: int, is_end: bool) -> list[int]:
+    """Return the micro-batches of the messages between a stage and one beside it, in their order.
+
+    `together`: how many micro-batches go through a chunk before the next chunk's turn. `is_end`: the stage is
+    the first or the last one in this direction. It then has a chunk without messages there: the model's first
+    or last one.
+    """
+    if chunks == 1:
+        return list(range(micro_batches))
+    table = get_schedule_table(micro_batches, chunks, together)
+    return [micro_batch for micro_batch, chunk in table if chunk or not is_end]
 
 
 def _process_groups() -> ProcessGroupCollection:

@@ -15,7 +15,7 @@ from helpers.inputs.rows import make_rows
 from helpers.tiny_run import configure
 
 
-@pytest.mark.parametrize("layout", ["pp=2", "pp=2 tp=2 sequence_parallel=true"])
+@pytest.mark.parametrize("layout", ["pp=2", "pp=2 vpp=2", "pp=2 tp=2 sequence_parallel=true"])
 def test_the_gradients_are_those_of_megatrons_own_messages(layout: str, task: Path, tmp_path: Path) -> None:
     ranks = 4 if "tp" in layout else 2
     launch("test_pipeline_messages:compare", [ranks], str(task), str(tmp_path), layout)
@@ -66,7 +66,7 @@ def test_a_message_of_another_shape_is_found_where_it_is_sent() -> None:
     from megatron_gvpo.megatron.pipeline import PlannedMessages
 
     messages = PlannedMessages.__new__(PlannedMessages)
-    messages._plan([[3, 1, 4], [5, 1, 4]])
+    messages._plan({key: [[3, 1, 4], [5, 1, 4]] for key in ("previous", "next")})
     first, second = torch.zeros(3, 1, 4), torch.zeros(5, 1, 4)
     assert messages._communicate_shapes(first, None, True, False) == ([3, 1, 4], [0, 0, 0])
     assert messages._communicate_shapes(second, first, True, True) == ([5, 1, 4], [3, 1, 4])
