@@ -2,11 +2,13 @@
 
 Megatron-Bridge converts between both. So that no code here repeats its rules, tensors that hold their own
 positions in place of weights are converted once: what comes out says where each of this rank's elements goes.
-The conversion gathers the tensors of one pipeline stage over tensor parallelism, and nothing else.
+The conversion gathers the tensors of one pipeline stage over tensor parallelism, and nothing else. Of the
+layers' and experts' tensors of a kind, one is converted.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -66,30 +68,59 @@ def find_own_weights(bridge: Any, chunks: list[Any], vocab_size: int) -> OwnWeig
     tensor whose elements do not lie in rows.
     """
     own = OwnWeights([], [])
+    known: dict[Any, list[OwnPart]] = {}  # of the first tensor of a kind, with keys of `_names` for names
     # The groups over which a conversion would bring tensors from other stages and other experts' ranks.
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True, backend="gloo")
     for task in bridge.get_conversion_tasks(chunks):
         if task is None or task.param_weight is None:
             continue
-        weight, mapping = task.param_weight, task.mapping
-        mapping.set_process_groups_from_pg_collection(SimpleNamespace(pp=alone, ep=alone))
-        size, number = weight.numel(), len(own.tensors)
-        first = mapping.tp_rank * size
-        kind = torch.int32 if mapping.tp_size * size < 2**31 else torch.int64
-        positions = torch.arange(first, first + size, dtype=kind, device=weight.device).view(weight.shape)
-        if not weight.is_contiguous():
-            raise ValueError(f"{task.global_param_name}: not contiguous, so its parts cannot be sent")
-        width = 1 if weight.dim() < 2 else weight.shape[-1]
-        added = _added(mapping, weight, task)
-        for name, converted in mapping.megatron_to_hf(positions, task.megatron_module).items():
-            converted = converted - int(added)
-            if name.endswith(("embed_tokens.weight", "lm_head.weight")):
-                converted = converted[:vocab_size]
-            table = converted.reshape(len(converted), -1) if converted.dim() else converted.reshape(1, 1)
-            parts = _parts(name, table, first, size, width, number)
-            own.parts.extend(replace(part, added=added) for part in parts)
-        own.tensors.append(weight)
+        task.mapping.set_process_groups_from_pg_collection(SimpleNamespace(pp=alone, ep=alone))
+        names, kind, number = _names(task.mapping), _kind(task), len(own.tensors)
+        if kind in known:
+            own.parts.extend(replace(part, name=names[part.name], source=number) for part in known[kind])
+        else:
+            of_names = _converted_parts(task, vocab_size, number)
+            parts = [part for of_name in of_names.values() for part in of_name]
+            own.parts.extend(parts)
+            key_of = {name: key for key, name in names.items()}
+            if of_names.keys() <= key_of.keys():
+                known[kind] = [replace(part, name=key_of[part.name]) for part in parts]
+        own.tensors.append(task.param_weight)
     return own
+
+
+def _names(mapping: Any) -> dict[str, str]:
+    """Return the names of the Hugging Face tensors that a conversion makes, by its own keys for them."""
+    return dict(mapping.hf_param) if isinstance(mapping.hf_param, dict) else {"": mapping.hf_param}
+
+
+def _kind(task: Any) -> tuple[Any, ...]:
+    """Return what tensors of all layers and experts have in common whose elements go to the same positions."""
+    weight, mapping = task.param_weight, task.mapping
+    patterns = tuple((key, re.sub(r"\d+", "*", name)) for key, name in _names(mapping).items())
+    return type(mapping), type(task.megatron_module), tuple(weight.shape), weight.is_contiguous(), patterns
+
+
+def _converted_parts(task: Any, vocab_size: int, number: int) -> dict[str, list[OwnPart]]:
+    """Convert the positions of the elements of tensor `number`: the parts by name. A collective."""
+    weight, mapping = task.param_weight, task.mapping
+    if not weight.is_contiguous():
+        raise ValueError(f"{task.global_param_name}: not contiguous, so its parts cannot be sent")
+    size = weight.numel()
+    first = mapping.tp_rank * size
+    dtype = torch.int32 if mapping.tp_size * size < 2**31 else torch.int64
+    positions = torch.arange(first, first + size, dtype=dtype, device=weight.device).view(weight.shape)
+    width = 1 if weight.dim() < 2 else weight.shape[-1]
+    added = _added(mapping, weight, task)
+    of_names = {}
+    for name, converted in mapping.megatron_to_hf(positions, task.megatron_module).items():
+        converted = converted - int(added)
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            converted = converted[:vocab_size]
+        table = converted.reshape(len(converted), -1) if converted.dim() else converted.reshape(1, 1)
+        parts = _parts(name, table, first, size, width, number)
+        of_names[name] = [replace(part, added=added) for part in parts]
+    return of_names
 
 
 def _added(mapping: Any, weight: Tensor, task: Any) -> float:
