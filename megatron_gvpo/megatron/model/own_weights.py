@@ -95,7 +95,7 @@ def _names(mapping: Any) -> dict[str, str]:
 
 
 def _kind(task: Any) -> tuple[Any, ...]:
-    """Return what tensors of all layers and experts have in common whose elements go to the same positions."""
+    """Return what tensors of layers and experts have in common whose elements go to the same positions."""
     weight, mapping = task.param_weight, task.mapping
     patterns = tuple((key, re.sub(r"\d+", "*", name)) for key, name in _names(mapping).items())
     return type(mapping), type(task.megatron_module), tuple(weight.shape), weight.is_contiguous(), patterns
