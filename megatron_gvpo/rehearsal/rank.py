@@ -22,7 +22,6 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.rehearsal.nullcuda import counters
 
 if TYPE_CHECKING:
-    from megatron_gvpo.megatron.policy import Policy
     from megatron_gvpo.planner.prediction import Size
     from megatron_gvpo.rehearsal.world import FakeWorld
     from megatron_gvpo.settings.config import Config
@@ -170,7 +169,6 @@ class RankRun:
         from megatron_gvpo.megatron.parallel import rank_in_each_group
         from megatron_gvpo.megatron.policy import Policy
         from megatron_gvpo.planner.prediction import size_of
-        from megatron_gvpo.rehearsal import stand_ins
 
         config = self._config
         self.policy = Policy.of(config)
@@ -178,7 +176,6 @@ class RankRun:
         self.role = rank_in_each_group()
         self.size = size_of(config, data_parallel, self._micro_batches)
         self._rows = make_rows(config, self.size, data_parallel)
-        stand_ins.know_shapes(hidden_shape(self.policy, config, self._rows))
         model = self.policy.model
         return {"parameters": sum(weight.numel() for weight in model.weights())}
 
@@ -284,19 +281,6 @@ class RankRun:
         memory.restore("weights")
         memory.restore("training")
         return {"stays_gib": stays}
-
-
-def hidden_shape(policy: Policy, config: Config, rows: TrainBatch) -> list[int]:
-    """The shape [t, 1, h] of the hidden states of this rank's first micro-batch, between two layers."""
-    from megatron_gvpo.megatron.batch import PackedBatch
-    from megatron_gvpo.megatron.microbatch import my_share
-
-    model, parallel = policy.model, config.parallel
-    budget = config.train.max_tokens_per_micro_batch * parallel.cp
-    [first, *_] = my_share(model, rows, budget, True).packs(rows)
-    tokens = len(PackedBatch.pack(first, model.padding, model.shares_prompts_of(first)).token_t)
-    shards = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
-    return [tokens // shards, 1, model.config.hidden_size]
 
 
 def make_rows(config: Config, size: Size, data_parallel: int) -> TrainBatch:

@@ -58,25 +58,28 @@ def _balance_experts() -> None:
 
     preprocess = Dispatcher.preprocess
 
-    def on_device(numbers: list[Any]) -> torch.Tensor:
-        """From pinned memory: another copy would count as a wait of the host, which a router never makes."""
-        return torch.tensor(numbers).pin_memory().to("cuda", non_blocking=True)
-
     def filled(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
         preprocess(self, routing_map)
+        like = routing_map.device
         counts = balanced(routing_map.size(0) * self.config.moe_router_topk, self.num_experts)
         own = [counts[i] for i in self.local_expert_indices]
         local, ranks = self.num_local_experts, self.tp_size * self.ep_size
         if self.input_splits is not None:
             sent = [sum(counts[i * local : (i + 1) * local]) for i in range(self.ep_size)]
-            self.input_splits.copy_(on_device(sent))
-            self.output_splits.copy_(on_device([sum(own)] * self.ep_size))
-            self.output_splits_tp.copy_(on_device([self.ep_size * sum(own)] * self.tp_size))
+            self.input_splits.copy_(_on_device(sent, like))
+            self.output_splits.copy_(_on_device([sum(own)] * self.ep_size, like))
+            self.output_splits_tp.copy_(_on_device([self.ep_size * sum(own)] * self.tp_size, like))
         if local > 1:  # made anew, because it may share memory with `tokens_e`
-            self.num_global_tokens_per_local_expert = on_device([own] * ranks)
-        return on_device([n * ranks for n in own])
+            self.num_global_tokens_per_local_expert = _on_device([own] * ranks, like)
+        return _on_device([n * ranks for n in own], like)
 
     Dispatcher.preprocess = filled
+
+
+def _on_device(numbers: list[Any], device: torch.device) -> torch.Tensor:
+    """From pinned memory: another copy would count as a wait of the host, which a router does not make."""
+    tensor = torch.tensor(numbers)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _know_lengths() -> None:
@@ -108,22 +111,6 @@ def _leave_adapters() -> None:
         return None
 
     lora.place_tensors = leave  # type: ignore[assignment]
-
-
-def know_shapes(shape: list[int]) -> None:
-    """Let all hidden states have `shape` [t, 1, h]: pipeline stages would send each other the shapes."""
-    from megatron.core.pipeline_parallel import p2p_communication as p2p
-
-    communicate = p2p.P2PCommunicator._communicate_shapes
-
-    def shapes(self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> Any:
-        shapes_of_all = communicate(self, send_next, send_prev, recv_prev, recv_next)
-        return [
-            list(shape) if wanted else other
-            for wanted, other in zip((recv_prev, recv_next), shapes_of_all, strict=True)
-        ]
-
-    p2p.P2PCommunicator._communicate_shapes = shapes
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Rotary embeddings of packs make the host wait for nothing: counted by the null CUDA with real libraries."""
+"""How often the host waits for the GPU: counted by the null CUDA with the real libraries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from helpers import on_null_cuda
-from helpers.on_null_cuda import QWEN, phase, rehearse, write_model
+from helpers.on_null_cuda import MIXTURE, QWEN, phase, rehearse, write_model
 
 pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
@@ -54,3 +54,25 @@ def of_a_layer(folder: Path, model: dict[str, Any]) -> float:
 def test_latent_attention_waits_for_nothing(tmp_path: Path) -> None:
     """megatron-core's own rotation waits four times a layer, and then goes through the sequences."""
     assert of_a_layer(tmp_path, LATENT) == of_a_layer(tmp_path / "qwen", QWEN) == 0
+
+
+def test_virtual_stages_wait_for_the_norm_alone(tmp_path: Path) -> None:
+    """The shapes of their messages come from the packs."""
+    config = write_model(tmp_path, QWEN | {"num_hidden_layers": 4})
+    result = rehearse(str(config), "--world", "2", "parallel.pp=2", "parallel.vpp=2")
+    counts = {name: phase(result, name)["counts"] for name in ("scoring", "second update")}
+    assert {name: of_phase.get("host_waits", 0) for name, of_phase in counts.items()} == {
+        "scoring": 0,
+        "second update": 1,
+    }
+
+
+@pytest.mark.proof
+def test_a_layer_of_experts_waits_once_for_their_counts(tmp_path: Path) -> None:
+    """A micro-batch of a layer; the pass itself waits once, for its log-probs."""
+    for layers in (2, 4):
+        config = write_model(tmp_path / str(layers), MIXTURE | {"num_hidden_layers": layers})
+        result = rehearse(str(config), "--world", "2", "parallel.ep=2")
+        [rank] = result["ranks"]
+        expected = 1 + layers * rank["pack"]["micro_batches"]
+        assert phase(result, "scoring")["counts"]["host_waits"] == expected

@@ -6,20 +6,14 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
 
-from megatron_gvpo.megatron import forward
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
-from megatron_gvpo.planner.prediction import size_of
 from megatron_gvpo.rehearsal import stand_ins
-from megatron_gvpo.rehearsal.rank import hidden_shape, make_rows
 from megatron_gvpo.settings.config import load_config
 
 
@@ -30,8 +24,6 @@ def run(file: str, out: str, *overrides: str) -> None:
     results: dict[str, Any] = {}
     if config.parallel.ep > 1:
         results |= _experts(policy)
-    if config.parallel.pp > 1:
-        results["shapes"] = _shapes(policy, config)
     results["parts"] = _parts(policy)
     Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(results))
 
@@ -72,28 +64,3 @@ def _parts(policy: Policy) -> list[Any]:
     with stand_ins.positions_of_all_ranks():
         made_up = policy.own_weights().parts
     return [[asdict(part) for part in parts] for parts in (real, made_up)]
-
-
-def _shapes(policy: Policy, config: Any) -> list[Any]:
-    """The shapes that a scoring pass receives, beside the one that a rehearsal takes all to have.
-
-    They are megatron-core's own messages, which runs send with virtual stages alone.
-    """
-    data_parallel = parallel_state.get_data_parallel_world_size()
-    rows = make_rows(config, size_of(config, data_parallel), data_parallel)
-    received: list[list[int]] = []
-    communicate = p2p_communication.P2PCommunicator._communicate_shapes
-
-    def record(self: Any, *args: Any) -> Any:
-        shapes = communicate(self, *args)
-        received.extend(list(map(int, shape)) for shape in shapes if shape and any(shape))
-        return shapes
-
-    p2p_communication.P2PCommunicator._communicate_shapes = record
-    try:
-        with mock.patch.object(forward, "planned_messages", lambda *_: {}):
-            policy.score(rows)
-    finally:
-        p2p_communication.P2PCommunicator._communicate_shapes = communicate
-    distinct = [list(shape) for shape in sorted({tuple(shape) for shape in received})]
-    return [distinct, [hidden_shape(policy, config, rows)] if distinct else []]
