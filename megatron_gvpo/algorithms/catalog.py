@@ -53,7 +53,10 @@ def show(name: str) -> str:
     lines = [about.title, f"{about.paper}; {PROVENANCE[about.provenance]}", about.summary]
     lines += [f"chosen: {about.chosen}"] if about.chosen else []
     lines += [f"needs: {need}" for need in about.needs]
-    lines += [f"goes with: {key}={json.dumps(value)}" for key, value in about.settings.items()]
+    lines += [
+        f"set beside it, which the recipe does not do: {key}={json.dumps(value)}"
+        for key, value in about.settings.items()
+    ]
     head = "\n".join(f"# {line}" for text in lines for line in textwrap.wrap(text, 108))
     return f"{head}\n{yaml.safe_dump({'algorithm': values}, sort_keys=False)}"
 

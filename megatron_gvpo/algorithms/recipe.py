@@ -61,6 +61,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
     A plain string in `base` is a block's short form where `over` sets keys of that block. A list is replaced,
     unless `over` gives its items by their numbers: `members: {0: {count: 4}}`, or members.0.count=4.
+    `recipe: null` alone, as algorithm.recipe=null, leaves the blocks that `base` gives.
     """
     merged = {**base, **over}
     for key in base.keys() & over.keys():
@@ -72,6 +73,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
             merged[key] = _merge_items(old, new)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             is_replaced = any(new.get(tag, old[tag]) != old[tag] for tag in ("name", "recipe") if tag in old)
+            if new == {"recipe": None}:
+                is_replaced = False
             if key == "estimator" and new.get("name", "group") != old.get("name", "group") and "name" in new:
                 is_replaced = True  # the name `group` may be left out
             merged[key] = new if is_replaced else merge(old, new)

@@ -19,6 +19,7 @@ from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.lengths import check_lengths
 from megatron_gvpo.settings.parallel import ParallelConfig
 from megatron_gvpo.settings.reward_servers import TeacherConfig
+from megatron_gvpo.settings.sections import RolloutConfig
 
 
 def check_layout(config: Config, world_size: int) -> ModelCards:
@@ -41,6 +42,7 @@ def check_layout(config: Config, world_size: int) -> ModelCards:
     _check_stop_tokens(config, card)
     _check_top_k(config, card)
     _check_shared_prompts(config, card)
+    _check_servers(config.rollout, card)
     _check_delta_nets(config, card)
     _check_critic(config, cards)
     if config.teacher is not None and config.teacher.server is None:
@@ -58,6 +60,21 @@ def check_division(parallel: ParallelConfig, values: Mapping[str, Any]) -> None:
     _check_depth(parallel, card)
     _check_recompute(parallel, card)
     _check_experts(parallel, card)
+
+
+def _check_servers(rollout: RolloutConfig, card: ModelCard) -> None:
+    """Raises ConfigError for servers that would refuse to divide the model's heads, once they have started.
+
+    Source: vLLM's ModelConfig.verify_with_parallel_config, and the layers of SGLang's models.
+    """
+    servers, heads = rollout.servers, card.get("num_attention_heads")
+    if not rollout.uses_servers or servers.urls or "--enable-dp-attention" in servers.args or not heads:
+        return
+    if heads % servers.tp:
+        raise ConfigError(
+            f"rollout.servers.tp={servers.tp} does not divide the model's num_attention_heads={heads}, and "
+            f"{rollout.engine} gives whole heads to its GPUs; possible: {_divisors(heads)}"
+        )
 
 
 def _check_delta_nets(config: Config, card: ModelCard) -> None:
@@ -133,7 +150,8 @@ def check_processes(parallel: ParallelConfig, world_size: int) -> None:
     if world_size % (tp * pp * cp):
         raise ConfigError(
             f"{world_size} process(es) cannot hold {ranks}: "
-            f"start a multiple of {tp * pp * cp} (--nproc {tp * pp * cp})"
+            f"start a multiple of {tp * pp * cp} (train --nproc {tp * pp * cp}; in a job, --nodes times "
+            "--ranks-per-node)"
         )
     if (world_size // pp) % (ep * etp):
         raise ConfigError(

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_gvpo.checks.data_files import check_data_files
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.checks.output_dir import check_output_dir
 from megatron_gvpo.checks.teacher import check_teacher
@@ -86,6 +87,8 @@ def preflight(
         _check_loggers(config)
     if command != "export":
         _check_converters(config)
+    if command in ("train", "eval", "slurm"):
+        check_data_files(config, command)
     if command == "eval" and config.data.eval is None:
         raise ConfigError("data.eval is missing: it names the held-out prompts")
     if command == "eval" or (is_training and config.samples_responses):

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 MOST_PROCESSES = 1024  # ranks on one machine
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+RANKS = "start N ranks on this machine (default: 1; torchrun works, too)"
+
+
+def add_arguments(parser: argparse.ArgumentParser, ranks: str = RANKS) -> None:
+    """Adds the configuration and --nproc; `ranks`: the help of --nproc, SUPPRESS where it is refused."""
     parser.add_argument(
         "config",
         nargs="+",
@@ -29,8 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_processes,
         default=0,
         metavar="N",
-        help="start N ranks on this machine (torchrun works, too); without it and without a GPU, `train` "
-        "starts one for each core that memory allows, where OMP_NUM_THREADS is not set",
+        help=ranks,
     )
 
 
@@ -84,8 +87,15 @@ def load(options: argparse.Namespace) -> Config:
 
 
 def world_size(options: argparse.Namespace) -> int:
-    """The number of ranks: torchrun's, or --nproc. Raises ConfigError for variables of another job."""
+    """The number of ranks: torchrun's, or --nproc.
+
+    Raises ConfigError for variables of another job, and for more processes than this machine has memory for.
+    """
+    from megatron_gvpo.training.ranks import check_ranks
+
     check_rank_variables(options.nproc)
+    if is_launcher(options):
+        check_ranks(options.nproc)
     return int(os.environ.get("WORLD_SIZE", options.nproc or 1))
 
 

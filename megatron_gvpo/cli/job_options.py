@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the configuration, the job's size, and how it treats an earlier run."""
-    configured.add_arguments(parser)
+    configured.add_arguments(parser, argparse.SUPPRESS)
     number: dict[str, Any] = {"type": int, "metavar": "N"}
     parser.add_argument("--nodes", required=True, help="nodes of the trainer", **number)
     parser.add_argument(

@@ -194,7 +194,10 @@ def _rehearse(planned: Planned, options: argparse.Namespace) -> int:
 
 
 def _of_configuration(options: argparse.Namespace) -> int:
-    """Answer for the layout of a configuration; with --write, also search for the best one."""
+    """Answer for the layout of a configuration; with --write, also search for the best one.
+
+    0 if the layout fits, or one that does was written; 1 if not.
+    """
     for name in ("model", "prompts", "k"):
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name}: the configuration says it; leave it out, or give no configuration")
@@ -225,7 +228,7 @@ def _of_configuration(options: argparse.Namespace) -> int:
         print(json.dumps(result.to_dict(), indent=2)) if options.json else _print(result, config)
         if options.write is not None:
             _search(options, local, config.model.path, world)
-    return 0 if result.fits else 1
+    return 0 if result.fits or options.write is not None else 1
 
 
 def _print(result: LayoutAnswer, config: Config) -> None:

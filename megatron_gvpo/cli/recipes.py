@@ -16,9 +16,11 @@ def add_parser(commands: Any) -> None:
     form.add_argument(
         "--markdown", action="store_true", help="print the list as a page of Markdown, with every block"
     )
-    one = parser.add_subparsers(dest="show", metavar="show NAME")
-    one.add_parser("show", help="print one recipe with every effective value").add_argument(
-        "name", metavar="NAME"
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="[show] NAME",
+        help="print one recipe with every effective value, instead of the list",
     )
     parser.set_defaults(run=run)
 
@@ -32,12 +34,15 @@ def run(options: argparse.Namespace) -> int:
 def _text(options: argparse.Namespace) -> str:
     from megatron_gvpo.algorithms import catalog
 
-    if options.show:
+    if options.names:
+        names = options.names[options.names[0] == "show" :]
+        if len(names) != 1:
+            raise ConfigError(f"recipes {' '.join(options.names)}: give the name of one recipe")
         if options.json or options.markdown:
             raise ConfigError("--json and --markdown are forms of the list; show NAME prints YAML")
         try:
             with loading("the methods"):
-                return catalog.show(options.name)
+                return catalog.show(names[0])
         except ValueError as error:
             raise ConfigError(str(error)) from None
     if options.markdown:

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("train", help="train a policy")
-    configured.add_arguments(parser)
+    configured.add_arguments(
+        parser,
+        "start N ranks on this machine (torchrun works, too); without it, one, or without a GPU one for each "
+        "core that memory allows, where OMP_NUM_THREADS is not set",
+    )
     earlier = parser.add_mutually_exclusive_group()
     earlier.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
     earlier.add_argument(
@@ -50,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         from megatron_gvpo.checks.preflight import check_interpreter, preflight
         from megatron_gvpo.runs.existing_run import earlier_of, finished
         from megatron_gvpo.training.environment import prepare
-        from megatron_gvpo.training.ranks import choose_ranks
+        from megatron_gvpo.training.ranks import choose_ranks, warning
 
         if options.quiet:
             options.config.append("logging.progress=off")
@@ -71,6 +75,8 @@ def run(options: argparse.Namespace) -> int:
         if configured.is_launcher(options):
             from megatron_gvpo.core.launch import launch
 
+            if text := warning(config, options.nproc):
+                say(f"warning: {text}", sys.stderr)
             return launch(options.nproc, options.command_line)
         _warn_of_memory(config, configured.world_size(options))
         prepare(config.parallel, config.rollout)

@@ -78,7 +78,7 @@ class Diagnosis:
 
 
 def main(as_json: bool = False) -> int:
-    """Print the report; 0 if the main job can run here, 1 if something that it needs is missing."""
+    """Print the report; 0 if training can run here, 1 if something that it needs is missing."""
     result = report()
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))
@@ -215,7 +215,7 @@ def _holds(package: str, submodule: str) -> bool:
 
 
 def planned_use(packages: list[Package], torch: Torch) -> dict[str, str]:
-    """Return the device, backend, kernels and dtype that the main job will use here, for the report."""
+    """Return the device, backend, kernels and dtype that training will use here, for the report."""
     versions = {package.component.name: package.found for package in packages}
     if not torch.cuda_available:
         return {
@@ -302,7 +302,7 @@ def _print(result: Diagnosis) -> None:
             heading(title)
         for item in items:
             console.print(Text.assemble("  ", (item.what, style), f"\n    {item.fix}"), soft_wrap=True)
-    verdict = "Ready: the main job can run here." if result.ready else "Not ready: see the problems above."
+    verdict = "Ready: training can run here." if result.ready else "Not ready: see the problems above."
     console.print(Text(f"\n{verdict}", "bold green" if result.ready else "bold red"))
 
 

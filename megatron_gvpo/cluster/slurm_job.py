@@ -56,6 +56,12 @@ def _check_options(job: SlurmJob) -> None:
         name, value = _parsed(option)
         if name in OWN:
             raise ConfigError(f"--sbatch={option}: the job sets {name} itself; use {OWN[name]} instead")
+        gpus = value.rpartition(":")[2]
+        if name == "--gpus-per-node" and gpus.isdecimal() and int(gpus) < job.ranks_per_node:
+            raise ConfigError(
+                f"--sbatch={option}: the job starts {job.ranks_per_node} ranks on a node, each with a "
+                f"GPU; use --ranks-per-node {gpus} instead"
+            )
         if name == "--time" and 0 < (_seconds(value) or 0) <= job.save_before:
             raise ConfigError(
                 f"--sbatch={option}: the job saves and requeues itself {job.save_before} s before this "

@@ -46,7 +46,7 @@ class Component:
 
     name: str  # distribution name
     purpose: str
-    need: Literal["needed", "on GPUs", "optional"]  # the main job needs it always, on GPUs only, or never
+    need: Literal["needed", "on GPUs", "optional"]  # training needs it always, on GPUs only, or never
     instead: str  # substitute that is used if it is missing; empty: there is none
     install: str  # command or instruction that installs it
     tested: str = ""  # PEP 440 specifier of the tested versions; empty: any version

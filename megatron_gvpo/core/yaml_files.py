@@ -55,7 +55,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     """A configuration file's settings. Raises ConfigError, which names the file and the line."""
     try:
         if not file.is_file():
-            raise ConfigError(f"{file}: no such configuration file")
+            raise ConfigError(f"{file}: {_not_a_file(file)}")
         if file.stat().st_size > LARGEST_FILE:
             raise ConfigError(f"{file}: longer than 1 MiB, the limit for a configuration")
         values = _parse(file.read_bytes())
@@ -64,12 +64,21 @@ def read_yaml(file: Path) -> dict[str, Any]:
     except _NotYamlError as error:
         raise ConfigError(f"{file}{error}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{file}: expected `section: {{key: value}}`, found {type(values).__name__}")
+        kind = "nothing" if values is None else f"a {type(values).__name__}"
+        raise ConfigError(f"{file}: expected `section: {{key: value}}`, found {kind}")
     try:
         check_plain(values, finite=False)
     except ValueError as error:
         raise ConfigError(f"{file}: {error}") from None
     return values
+
+
+def _not_a_file(file: Path) -> str:
+    if file.is_dir():
+        return "it is a directory, not a configuration file"
+    if re.fullmatch(r"\w+(\.\w+)*", str(file)) and file.suffix not in (".yaml", ".yml"):
+        return f"no such configuration file; a value is given without spaces, as {file}=VALUE"
+    return "no such configuration file"
 
 
 def parse_value(text: str) -> Any:

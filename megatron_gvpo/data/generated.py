@@ -1,7 +1,7 @@
-"""Problems that the package reasoning-gym generates, named `reasoning_gym:NAME?key=value` in place of a file.
+"""Problems that the package reasoning-gym generates: `reasoning_gym:NAME?option=value` in place of a file.
 
-The keys, divided by `&`, are the generator's own, `size` and `seed` among them. Where there is no seed, the
-split gives one, so that `split: test` has other problems than `split: train`.
+The options, divided by `&`, are the generator's own, `size` and `seed` among them. Where there is no seed,
+the split gives one, so that `split: test` has other problems than `split: train`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from megatron_gvpo.data.demonstrations import DemonstrationReader
 from megatron_gvpo.data.known_forms import as_dataset, recogniser
 from megatron_gvpo.data.prompt_images import PromptImages, as_parts, images_in, is_part, short_names
 from megatron_gvpo.data.roles import check_roles
-from megatron_gvpo.data.sources import Record, converted, read_records
+from megatron_gvpo.data.sources import Record, converted, field_of, read_records
 from megatron_gvpo.groups import Chat, Image, Prompt, Scored
 from megatron_gvpo.huggingface.end_tokens import ended
 from megatron_gvpo.huggingface.tokenizer import opened, rendered
@@ -166,7 +166,7 @@ class _PromptReader:
         self, record: Record, key: str, ids: Sequence[int], has_pictures: bool
     ) -> tuple[tuple[int, ...], Chat | None]:
         """The token ids of the worked solution in field `key`, and its chat, where it is one."""
-        value = _field(record, key)
+        value = field_of(record, key)
         try:
             solution = self._read_demonstration(value)
         except DataError as error:
@@ -216,7 +216,7 @@ def _encoded(
             now(f"{done} records so far, tokenising {len(some)} more")
             pictures = list(pool.map(pictures_of, some))
             texts = [
-                render(record, _field(record, dataset.prompt_key), len(images))
+                render(record, field_of(record, dataset.prompt_key), len(images))
                 for record, images in zip(some, pictures, strict=True)
             ]
             # A chat template writes the special tokens itself.
@@ -309,7 +309,7 @@ class PromptWriter:
         Raises DataError for what the chat template refuses.
         """
         record = Record(prompt.id, f"prompt {prompt.id}", prompt.record)
-        content = _field(record, self._key)
+        content = field_of(record, self._key)
         if messages and self.is_chat:
             first = content if isinstance(content, list) else [{"role": "user", "content": content}]
             content = [*first, *messages]
@@ -333,7 +333,7 @@ class PromptWriter:
             return text + content if before else content + text
 
         record = Record(prompt.id, f"prompt {prompt.id}", prompt.record)
-        content = _field(record, self._key)
+        content = field_of(record, self._key)
         if isinstance(content, str):
             content = with_text(content)
         else:
@@ -440,22 +440,11 @@ def _changed(content: Any, with_text: Callable[[str], str], before: bool) -> Any
     return [added, *content] if before else [*content, added]
 
 
-def _field(record: Record, key: str) -> Any:
-    value = record.fields.get(key)
-    if value is None:
-        problem = "is null" if key in record.fields else "is missing"
-        raise DataError(
-            f"{record.where}: field {key!r} {problem}; fields there: {', '.join(record.fields)}. A key of "
-            "data.train names another field, and data.train.convert a function that makes it"
-        )
-    return value
-
-
 def _responses(
     record: Record, key: str, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]
 ) -> tuple[Scored, ...]:
     """The scored responses of a record: [{"response": text, "reward": number}, ...]."""
-    responses = _field(record, key)
+    responses = field_of(record, key)
     wanted = '[{"response": "...", "reward": 1.0}, ...]'
     if not isinstance(responses, list) or not responses:
         raise DataError(f"{record.where}: field {key!r}: expected {wanted}, found {_shown(responses)}")
@@ -476,7 +465,7 @@ def _responses(
 
 
 def _answer(record: Record, key: str) -> str:
-    value = _field(record, key)
+    value = field_of(record, key)
     if isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"{record.where}: field {key!r} is {value}, which is not an answer")
     if isinstance(value, bool) or not isinstance(value, str | int | float):

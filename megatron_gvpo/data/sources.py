@@ -9,8 +9,6 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow
-
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.core.json_files import unique_keys
 from megatron_gvpo.core.user_functions import described, load_function
@@ -37,7 +35,7 @@ def read_records(
     read completely. `limit`: read only the first records, this many. Raises DataError, also if a package
     is missing.
     """
-    generated, of_hub = path.startswith(PREFIX), not (path.startswith(PREFIX) or _is_local(path))
+    generated, of_hub = path.startswith(PREFIX), not (path.startswith(PREFIX) or is_local(path))
     if subset is not None and not of_hub:
         raise DataError(f"{path}: subset={subset} is for data sets of the hub: leave it out")
     if split != "train" and not (of_hub or generated):
@@ -65,12 +63,25 @@ def converted(record: Record, function: str) -> Record | None:
     return record._replace(fields=fields)
 
 
+def field_of(record: Record, key: str) -> Any:
+    """The value of a record's field. Raises DataError, which names the record and its fields, without one."""
+    value = record.fields.get(key)
+    if value is None:
+        problem = "is null" if key in record.fields else "is missing"
+        raise DataError(
+            f"{record.where}: field {key!r} {problem}; fields there: {', '.join(record.fields)}. A key "
+            "beside the file's path, such as prompt_key, names another field, and `convert` a function that "
+            "makes it"
+        )
+    return value
+
+
 def _read_records(path: str, split: str, subset: str | None, limit: int | None) -> Iterator[Record]:
     if path.startswith(PREFIX):
         yield from _generate(path, split)
         return
     local = Path(path)
-    if not _is_local(path):
+    if not is_local(path):
         yield from _read_hub(path, split, subset, limit)
     elif local.is_dir():
         files = sorted(file for file in local.iterdir() if file.suffix in _READERS and not file.is_dir())
@@ -87,7 +98,7 @@ def _read_records(path: str, split: str, subset: str | None, limit: int | None) 
         yield from _READERS[local.suffix](local)
 
 
-def _is_local(path: str) -> bool:
+def is_local(path: str) -> bool:
     """True for a file or directory, present or not; False for the name of a hub data set."""
     local = Path(path)
     return local.suffix in _READERS or os.path.lexists(local) or local.is_absolute() or path.startswith(".")
@@ -107,7 +118,10 @@ def _read_jsonl(file: Path) -> Iterator[Record]:
                 text = line.decode("utf-8-sig")
                 fields = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_no_number)
             except json.JSONDecodeError as error:
-                raise DataError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
+                problem = f"not valid JSON: {error.msg} at column {error.colno}"
+                if number == 1 and text.strip() in ("[", "{"):
+                    problem = "a record over several lines, and each line must be one record, {...}"
+                raise DataError(f"{where}: {problem}") from None
             except UnicodeDecodeError as error:
                 raise DataError(f"{where}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
             except RecursionError:
@@ -135,10 +149,12 @@ def _has_half_a_pair(fields: dict[str, Any]) -> bool:
 
 
 def _read_parquet(file: Path) -> Iterator[Record]:
+    import pyarrow.parquet  # takes a while, and most data are JSONL
+
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches():
+            for batch in table.iter_batches(batch_size=256):  # the first row alone may be wanted
                 for fields in batch.to_pylist():
                     row += 1
                     yield Record(f"{file.name}:{row}", f"{file}, row {row}", _as_json(fields))

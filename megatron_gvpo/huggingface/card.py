@@ -50,7 +50,7 @@ class ModelCard(dict[str, Any]):
         if not exists:
             remedy = ""
             if re.fullmatch(r"[\w.-]+/[\w.-]+", str(directory)) and not Path(directory).exists():
-                remedy = f"; names of the hub are not downloaded: hf download {directory} --local-dir DIR"
+                remedy = f"; if it is a name of the hub, download it: hf download {directory} --local-dir DIR"
             raise ConfigError(
                 f"{key}={directory}: no config.json there (a Hugging Face checkpoint directory){remedy}"
             )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 EVERY = 10  # steps between two tables; an evaluation has one, too
 MOST = 4  # responses of a step
+DEMONSTRATION = "demonstration"  # kind of a solution in the data, whose reward says nothing
 
 
 def few_samples(responses: Responses) -> list[Sample]:
@@ -23,10 +24,12 @@ def few_samples(responses: Responses) -> list[Sample]:
     rollouts.sort(key=lambda pair: -math.inf if math.isnan(pair[1].reward) else pair[1].reward)
     count = min(MOST, len(rollouts))
     indices = [round(i * (len(rollouts) - 1) / max(count - 1, 1)) for i in reversed(range(count))]
-    return [
-        Sample(responses.kind, hide_secrets(prompt.text), hide_secrets(transcript(rollout)), rollout.reward)
-        for prompt, rollout in (rollouts[index] for index in indices)
-    ]
+    samples = []
+    for prompt, rollout in (rollouts[index] for index in indices):
+        kind = DEMONSTRATION if rollout.source == DEMONSTRATION else responses.kind
+        texts = hide_secrets(prompt.text), hide_secrets(transcript(rollout))
+        samples.append(Sample(kind, *texts, rollout.reward))
+    return samples
 
 
 def one_line(sample: Sample, width: int) -> str:
@@ -34,7 +37,9 @@ def one_line(sample: Sample, width: int) -> str:
 
     Of a text that is too long, the middle is left out: the end of a response has its answer.
     """
-    start = f"{sample.kind}, reward {sample.reward:.3g}: "
+    start = (
+        f"{sample.kind}: " if sample.kind == DEMONSTRATION else f"{sample.kind}, reward {sample.reward:.3g}: "
+    )
     room = max(width - len(start) - 4, 8)
     response = _shortened(_visible(sample.response), max(room - 24, room // 2))
     prompt = _shortened(_visible(sample.prompt), room - len(response))

@@ -13,6 +13,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
+from itertools import islice
 from typing import Any
 
 import yaml
@@ -165,6 +166,14 @@ def foreign(key: str) -> str | None:
     names += [name + _OTHERS for name in sections]
     table = _table()
     return next((table[name] for name in names if name in table), None)
+
+
+def foreign_about(words: Sequence[str], most: int = 10) -> Iterator[tuple[str, str]]:
+    """Yields (name, answer) for at most `most` names of other trainers' keys that have all words in them."""
+    table = _table()
+    names = (name for name in table if not name.endswith((_OTHERS, _ALL)))
+    matches = (name for name in names if all(word in name.replace("_", " ") for word in words))
+    yield from ((name, table[name]) for name in islice(matches, most))
 
 
 def _leaves(key: str, value: Any) -> Iterator[str]:

@@ -20,7 +20,7 @@ from megatron_gvpo.algorithms.base import Block
 from megatron_gvpo.algorithms.catalog import _block_keys, _blocks
 from megatron_gvpo.algorithms.field_comments import field_comments
 from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.explain import foreign
+from megatron_gvpo.settings.explain import foreign, foreign_about
 
 _LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
@@ -128,16 +128,23 @@ def search(words: str) -> Iterator[str]:
     """A line for every key that has all words in its name, type or meaning; then for another trainer's key.
 
     The options of a method's blocks are among them, as `algorithm.PLACE.OPTION [BLOCK]`. Without a word all
-    keys are told.
+    keys are told. Of `NAME=VALUE`, as another trainer's command line has it, the name counts. Where no key of
+    ours has the words, those of other trainers that have them in their names follow.
     """
+    words = words.partition("=")[0].strip()
     wanted = [_spaced(re.sub(r"@\d+", "@k", word)) for word in words.lower().split()]
+    is_ours = False
     for name, key, owner in _all_keys():
         text = _spaced(f"{name} {key.type} {key.meaning}".lower())
         if all(word in text for word in wanted):
+            is_ours = True
             where = f" [{owner}]" if owner else ""
             yield f"{name}{where}: {key.type}; {key.default.strip('`')}. {key.meaning}".rstrip()
     if (answer := foreign(words.lower().replace("-", "_").replace(" ", "_"))) is not None:
         yield f"{words}, in another trainer: {answer}"
+    elif not is_ours:
+        for name, answer in foreign_about(wanted):
+            yield f"{name}, in another trainer: {answer}"
 
 
 def _spaced(text: str) -> str:

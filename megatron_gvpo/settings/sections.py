@@ -104,7 +104,7 @@ class DatasetConfig(Section):
     free_keys = ("path",)  # a resumed run compares the content of the files
 
     # A .jsonl or .parquet file, a directory of such files, the name of a hub data set, or
-    # `reasoning_gym:NAME?key=value`, a generator of the package reasoning-gym with its options.
+    # `reasoning_gym:NAME?option=value`, a generator of the package reasoning-gym with its options.
     path: LocalPath
     subset: str | None = None  # The configuration of a hub data set, such as `main`.
     split: str = "train"  # The split of a hub data set, or the name of one for a generator.

@@ -60,8 +60,34 @@ def choose_ranks(config: Config) -> Choice:
         if needed <= free:
             threads = cores // count
             return Choice(count, f"{count} ranks of {_threads(threads)}: {cores} cores, no GPU (see --nproc)")
-        too_large = f"{count} ranks would need {needed / 2**30:.1f} of {free / 2**30:.1f} GiB"
+        too_large = f"{count} ranks would need {_gib(needed)} of {_gib(free)} GiB"
     return Choice(1, f"1 rank of {_threads(cores)}: {too_large}" if too_large else "")
+
+
+def check_ranks(ranks: int) -> None:
+    """Raises ConfigError where the libraries of so many processes need more memory than the machine has free.
+
+    Otherwise the machine would become slow, and the kernel would then kill processes.
+    """
+    free = free_memory()
+    if ranks > 1 and ranks * LIBRARIES > free:
+        raise ConfigError(
+            f"--nproc {ranks}: the libraries of so many processes need {_gib(ranks * LIBRARIES)} GiB, and "
+            f"{_gib(free)} GiB are free: start at most {max(1, int(free // LIBRARIES))}"
+        )
+
+
+def warning(config: Config, ranks: int) -> str:
+    """A warning where a machine without a GPU lacks cores or memory (predicted) for the ranks; else empty."""
+    if ranks == 1 or _has_gpu():
+        return ""
+    problems = []
+    if ranks > (cores := usable_cores()):
+        problems.append(f"{ranks} ranks share {cores} cores, which is slower than {cores} ranks")
+    needed, free = ranks * rank_memory(config, ranks), free_memory()
+    if free < needed < float("inf"):
+        problems.append(f"{ranks} ranks need about {_gib(needed)} of {_gib(free)} GiB (predicted)")
+    return "; ".join(problems)
 
 
 def rank_memory(config: Config, ranks: int) -> float:
@@ -118,6 +144,10 @@ def _has_gpu() -> bool:
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or version("torch").endswith("+cpu"):
         return False
     return bool(list_gpus())
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f}"
 
 
 def _threads(count: int) -> str:

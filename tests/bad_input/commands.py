@@ -163,6 +163,7 @@ COMMANDS = [
         spoil=with_text("model/config.json", "{}"),
     ),
     case("recipes show nothing", "recipes", "show", "nosuch", says=("nosuch",)),
+    case("recipes show without a name", "recipes", "show", says=("name of one recipe",)),
     case(
         "doctor --directory nowhere",
         "doctor",

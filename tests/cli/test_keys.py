@@ -26,6 +26,13 @@ import configuration
         (["muon"], "muon, in another trainer: here it is optimizer.muon, a section"),
         (["kubernetes"], "kubernetes, in another trainer: here it is the command megatron-gvpo k8s"),
         (["modal"], "modal, in another trainer: not supported: a launcher other than torchrun"),
+        (["batch", "size"], "batch size, in another trainer: here it is train.prompts_per_step"),
+        (["lr_scheduler_type=cosine"], "lr_scheduler_type, in another trainer: here it is optimizer.decay"),
+        (
+            ["gradient", "accumulation"],
+            "gradient_accumulation_steps, in another trainer: here it is train.mini",
+        ),
+        (["flash", "attention"], "flash attention, in another trainer: not supported: a choice of the atten"),
         (["early", "stopping"], "early stopping, in another trainer: here it is train.stop_early.patience"),
     ],
 )
@@ -36,7 +43,9 @@ def test_words(words, line, capsys):
 
 def test_without_a_word_every_key_is_told_as_the_reference_page_has_it(capsys):
     assert main(["keys"]) == 0
-    told = {line.partition(": ")[0].partition(" [")[0] for line in capsys.readouterr().out.splitlines()}
+    printed = capsys.readouterr().out
+    assert "<redacted>" not in printed, "a meaning reads like a URL with a key"
+    told = {line.partition(": ")[0].partition(" [")[0] for line in printed.splitlines()}
     for path, section in sections():
         assert {f"{path}.{key.name}".lstrip(".") for key in keys(section)} <= told
     assert len(told) > 300 and "| `prompts_per_step` |" in configuration.page()

@@ -56,6 +56,13 @@ def test_changes_together_where_none_is_enough_alone(config, capsys):
     assert enough[0].startswith("  parallel.recompute=full train.max_tokens_per_micro_batch=")
 
 
+def test_a_layout_that_fits_is_written_for_one_that_does_not(config, tmp_path, capsys):
+    plan = tmp_path / "plan.yaml"
+    assert main(["plan", config, "--nodes", "4", "--write", str(plan)]) == 0
+    assert "does not fit: needs " in capsys.readouterr().out
+    assert main(["plan", config, str(plan), "--nodes", "4"]) == 0
+
+
 def test_servers_that_are_too_small_are_a_part_too(config, capsys):
     small = ["model.path=Qwen/Qwen2.5-72B", "train.max_tokens_per_micro_batch=8192", "parallel.tp=8"]
     assert main(["plan", config, *small, "--nodes", "16", "parallel.recompute=full"]) == 1

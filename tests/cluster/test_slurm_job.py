@@ -19,7 +19,9 @@ from megatron_gvpo.cluster.slurm_job import _seconds
 
 
 def over_two_nodes(tp: int) -> tuple[str, ...]:
-    return (f"rollout.servers.tp={tp}", "rollout.servers.nodes=2")
+    """Settings of a server on two nodes; the task's model has fewer heads than the server has GPUs."""
+    attention = "rollout.servers.args=[--enable-dp-attention]"
+    return (f"rollout.servers.tp={tp}", "rollout.servers.nodes=2", attention)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,7 @@ def over_two_nodes(tp: int) -> tuple[str, ...]:
         (["--nodes", "1", "--sbatch=-N3"], "--sbatch=-N3: the job sets --nodes itself"),
         (["--nodes", "1", "--sbatch=--array=0-3"], "--array itself; use one job for each"),
         (["--nodes", "1", "--sbatch=--comment=a\n#SBATCH -N3"], "an option is one line"),
+        (["--nodes", "1", "--sbatch=--gpus-per-node=h100:4"], "use --ranks-per-node 4 instead"),
         (["--nodes", "1", "--sbatch=--time=10"], "the job saves and requeues itself 600 s before this limit"),
         (["--nodes", "1", "--sbatch=-t 0-00:02", "--save-before", "120"], "120 s before this limit"),
         (["--nodes", "1", "output_dir=runs/100%n"], "Slurm expands % in the name"),

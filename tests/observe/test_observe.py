@@ -258,6 +258,12 @@ def test_few_samples_are_spread_from_the_best_to_the_worst():
     assert worth_showing(7, shown) and not worth_showing(8, [])
 
 
+def test_a_solution_of_the_data_has_no_reward():
+    solution = Rollout([1], [0.0], "2", "stop", reward=1.0, source="demonstration")
+    [shown] = few_samples(Responses("train", 7, [Group(Prompt("p", (1,), "1+1="), [solution])]))
+    assert one_line(shown, 80) == "demonstration: 1+1= -> 2"
+
+
 def test_the_live_display_fits_80_columns():
     status = Status(1000)
     status.update(999, dict.fromkeys([name for name, _ in CELLS], 123456.789) | STEP)

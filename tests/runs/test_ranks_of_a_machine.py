@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from helpers.tiny_run import GVPO, configure
 
+from megatron_gvpo.cli import main
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.planner import architecture
 from megatron_gvpo.training import ranks
 from megatron_gvpo.training.ranks import Choice, choose_ranks, rank_memory
@@ -75,6 +77,28 @@ def test_one_rank_stays_one(why: str, machine, config, monkeypatch: pytest.Monke
         monkeypatch.setenv("OMP_NUM_THREADS", "2")
     served = ("rollout.engine=sglang", "rollout.servers.count=1") if why == "servers" else ()
     assert choose_ranks(config(*served)) == Choice(1, "")
+
+
+def test_more_ranks_than_memory_are_refused_before_any_starts(
+    machine, task: Path, tmp_path: Path, capsys
+) -> None:
+    machine(cores=2, gib=22)
+    assert main(["train", f"{task}/run.yaml", f"output_dir={tmp_path}/run", "--nproc", "64"]) == 2
+    error = capsys.readouterr().err
+    assert "--nproc 64: the libraries of so many processes need 44.8 GiB, and 22.0 GiB are free" in error
+    assert error.rstrip().endswith("start at most 31")
+    ranks.check_ranks(31)
+    with pytest.raises(ConfigError):
+        ranks.check_ranks(32)
+
+
+def test_more_ranks_than_cores_or_predicted_memory_give_a_warning(machine, config) -> None:
+    machine(cores=2)
+    assert ranks.warning(config(), 2) == ""
+    assert ranks.warning(config(), 4) == "4 ranks share 2 cores, which is slower than 2 ranks"
+    two = 2 * rank_memory(config(), 2) / GIB
+    machine(cores=2, gib=0.99 * two)
+    assert f"2 ranks need about {two:.1f} of {0.99 * two:.1f} GiB" in ranks.warning(config(), 2)
 
 
 def test_memory_of_a_rank_is_that_of_its_parts(task: Path, config, monkeypatch: pytest.MonkeyPatch) -> None:

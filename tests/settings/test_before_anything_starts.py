@@ -46,7 +46,7 @@ def test_the_interpreter_of_servers_is_tried(good: Path, tmp_path: Path):
 
 
 def test_a_name_of_the_hub_is_not_a_directory():
-    with pytest.raises(ConfigError, match=r"not downloaded: hf download Qwen/Qwen2\.5-0\.5B --local-dir DIR"):
+    with pytest.raises(ConfigError, match=r"download it: hf download Qwen/Qwen2\.5-0\.5B --local-dir DIR"):
         ModelCard.read("Qwen/Qwen2.5-0.5B")
     with pytest.raises(ConfigError) as error:
         ModelCard.read("/models/Qwen2.5-0.5B")

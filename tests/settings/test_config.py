@@ -1,6 +1,7 @@
 """Configurations as users write them, and the errors for those that cannot run."""
 
 import json
+from pathlib import Path
 
 import pytest
 from helpers.inputs.good_config import GOOD, message
@@ -290,6 +291,13 @@ def test_one_response_is_enough_where_nothing_is_compared(good):
     assert not load_config([good], [plain, "rollout.n=1"]).algorithm.needs_group
 
 
+def test_no_recipe_keeps_the_blocks_that_files_give(good, tmp_path):
+    own = tmp_path / "own.yaml"
+    own.write_text("algorithm: {recipe: gvpo, loss: {name: pg}, estimator: {baseline: none}}\n")
+    algorithm = load_config([good, own], ["algorithm.recipe=null"]).algorithm
+    assert (algorithm.loss.name, algorithm.estimator.baseline) == ("pg", "none")
+
+
 def test_blocks_may_read_components_that_there_are(good):
     rewards = "rewards.components=[{name: right, function: x:y}, {name: rubric, function: x:y}]"
     assert load_config([good], ["algorithm=c_grpo", rewards]).algorithm.recipe == "c_grpo"
@@ -384,8 +392,8 @@ def test_missing_keys_and_several_errors_at_once(tmp_path):
         ("train:\n  steps: 1\n  steps: 2\n", "key 'steps' given twice"),
         ("train: {steps: [\n", "not valid YAML"),
         ("train: {steps: 1}\n\tmodel: x\n", "not valid YAML"),
-        ("- a\n- b\n", "expected `section: {key: value}`, found list"),
-        ("", "expected `section: {key: value}`, found NoneType"),
+        ("- a\n- b\n", "expected `section: {key: value}`, found a list"),
+        ("", "expected `section: {key: value}`, found nothing"),
         ("model: {path: {{ model }}}\n", "found unhashable key"),  # a template that nobody has filled
         ("train: {steps: 0x_}\n", "not valid YAML"),
     ],
@@ -400,6 +408,12 @@ def test_the_line_of_a_duplicate_key_is_named(tmp_path):
     file = tmp_path / "bad.yaml"
     file.write_text("train:\n  steps: 1\n  seed: 0\n  steps: 2\n")
     assert "line 4" in message(file)
+
+
+def test_what_is_taken_for_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message(Path("optimizer.lr")).endswith("a value is given without spaces, as optimizer.lr=VALUE")
+    assert message(tmp_path).endswith("it is a directory, not a configuration file")
 
 
 def test_a_binary_file_and_a_missing_one(tmp_path):

@@ -84,6 +84,11 @@ def test_the_answer_is_the_same_in_a_section_of_ours(section):
         ("policy.dtensor_cfg.tensor_parallel_size", "here it is parallel.tp"),
         ("--n-samples-per-prompt", "here it is rollout.n"),
         ("optimizer.epsilon", "here it is optimizer.eps"),
+        (
+            "algorithm.gvpo.beta",
+            "here it is algorithm.loss.kl_coef; with the recipes gvpo and dpo algorithm.loss.b",
+        ),
+        ("train.batch_size", "here it is train.prompts_per_step"),
     ],
 )
 def test_answers(key, answer):

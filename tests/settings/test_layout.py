@@ -43,6 +43,18 @@ def test_layouts_that_fit(good, overrides, world_size):
     check_layout(with_model(good, *overrides), world_size)
 
 
+def test_servers_divide_the_heads(good):
+    served = ("rollout.engine=vllm", "rollout.servers.tp=5")
+    with pytest.raises(
+        ConfigError, match=r"servers\.tp=5 does not divide .*heads=12, and vllm .*3, 4, 6, 12\]"
+    ):
+        check_layout(with_model(good, *served), 1)
+    check_layout(with_model(good, served[0], "rollout.servers.tp=4"), 1)
+    check_layout(with_model(good, *served, "rollout.servers.urls=[http://127.0.0.1:3000]"), 1)
+    attention = "rollout.servers.args=[--enable-dp-attention]"
+    check_layout(with_model(good, "rollout.engine=sglang", served[1], attention), 1)
+
+
 @pytest.mark.parametrize("sizes", [{}, {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}])
 def test_selective_recomputation_is_possible_for_every_model(good, sizes):
     """Its default names MLPs and experts; a model may have only one of them."""

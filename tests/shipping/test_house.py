@@ -285,6 +285,7 @@ TAKES_A_CONFIGURATION = {
     "training/conversion.py: checkpoint_to_hugging_face",  # preflight checks all of it
     "training/ranks.py: choose_ranks",  # the layout is checked, and memory predicted, for each number
     "training/ranks.py: rank_memory",
+    "training/ranks.py: warning",
 }
 
 

@@ -275,7 +275,7 @@ def test_the_cpu_image_runs_the_quickstart(cpu_image: images.Images, steps: int)
     assert details["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
 
     box = cpu_image("from", "megatron_gvpo:cpu").strip()
-    assert "Ready: the main job can run here." in cpu_image("run", box, "--", "megatron-gvpo", "doctor")
+    assert "Ready: training can run here." in cpu_image("run", box, "--", "megatron-gvpo", "doctor")
     look = "command -v cc gcc g++ clang nvcc; id -u; ls /root 2>&1 || true"
     compilers = cpu_image("run", box, "--", "sh", "-c", look)
     assert compilers.splitlines()[0] == "10001" and "Permission denied" in compilers

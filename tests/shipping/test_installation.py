@@ -183,7 +183,7 @@ def test_the_wheel_resolves_with_its_extras(constraints: str, left_out: set[str]
 @pytest.mark.proof
 @pytest.mark.parametrize("installer", ["uv", "pip"])
 def test_the_wheel_installs_into_an_empty_environment(installer: str, wheel: Path, empty: Path):
-    """As docs/howto/install.md says; `doctor` then finds everything that the main job needs on a CPU."""
+    """As docs/howto/install.md says; `doctor` then finds everything that training needs on a CPU."""
     if installer == "uv":
         run(*UV, "pip", "sync", "--require-hashes", "--python", empty, "locks/cpu.txt", seconds=3000)
         run(*UV, "pip", "install", "--no-deps", "--python", empty, wheel)
@@ -194,4 +194,4 @@ def test_the_wheel_installs_into_an_empty_environment(installer: str, wheel: Pat
     program = empty.with_name("megatron-gvpo")
     elsewhere = wheel.parent
     assert run(program, "--version", cwd=elsewhere).startswith(f"megatron-gvpo {__version__} (commit ")
-    assert "Ready: the main job can run here." in run(program, "doctor", cwd=elsewhere)
+    assert "Ready: training can run here." in run(program, "doctor", cwd=elsewhere)

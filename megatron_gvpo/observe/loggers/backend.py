@@ -12,7 +12,7 @@ from megatron_gvpo.observe.alerts import Alert
 class Sample(NamedTuple):
     """One response, as people read it."""
 
-    kind: str  # "train" or "eval"
+    kind: str  # "train" or "eval"; "demonstration" for a solution in the data
     prompt: str
     response: str
     reward: float
