@@ -14,6 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def is_first_rank() -> bool:
+    """True on rank 0, and in a process without torch.distributed."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def all_gather_msgpack(obj: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Returns every rank's object, in rank order. Collective over `group` (default: all ranks).
 

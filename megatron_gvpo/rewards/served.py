@@ -11,8 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-import torch.distributed as dist
-
+from megatron_gvpo.core.collectives import is_first_rank
 from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
 from megatron_gvpo.huggingface.card import ModelCard, ModelCards
@@ -70,7 +69,7 @@ class ServedRewards:
         """Start the servers. Raises ConfigError, RolloutError."""
         if self._components:
             try:
-                follow(self._open if not dist.is_initialized() or dist.get_rank() == 0 else None)
+                follow(self._open if is_first_rank() else None)
             except BaseException:  # Python does not call __exit__ then
                 self._opened.close()
                 raise

@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megatron_gvpo.core.collectives import is_first_rank
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.rewards.reward_model import TOLERANCE
@@ -63,7 +63,7 @@ class ServedTeacher:
     def __enter__(self) -> Self:
         """Start the servers. Raises ConfigError, RolloutError."""
         try:
-            follow(self._open if _is_rank0() else None)
+            follow(self._open if is_first_rank() else None)
         except BaseException:  # Python does not call __exit__ then
             self._opened.close()
             raise
@@ -195,10 +195,6 @@ class ServedTeacher:
         self._opened.callback(loop.cancel_all)
         self._loop = loop
         self._ready = loop.submit(self._servers.check_all())
-
-
-def _is_rank0() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _requests(rows: TrainBatch) -> list[tuple[LogProbRequest, list[tuple[int, int, int]]]]:

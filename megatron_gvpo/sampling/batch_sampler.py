@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gvpo.algorithms.members.base import JoinGroups
 from megatron_gvpo.algorithms.shapers.base import rewarded
-from megatron_gvpo.core.collectives import broadcast_msgpack
+from megatron_gvpo.core.collectives import broadcast_msgpack, is_first_rank
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.core.user_functions import UserFunctionError, described, load_function
 from megatron_gvpo.data.order import SuccessTracker
@@ -246,7 +245,7 @@ def call_on_rank0(where: str, call: Callable[[], Any]) -> Any:
     waits for another, and the run writes a checkpoint.
     """
     outcome, cause = None, None
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first_rank():
         try:
             outcome = {"value": call()}
         except Exception as error:
