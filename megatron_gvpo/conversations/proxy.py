@@ -26,7 +26,7 @@ from megatron_gvpo.conversations.chat import (
 )
 from megatron_gvpo.conversations.dialogue import Dialogue, tools_text
 from megatron_gvpo.core.user_functions import UserFunctionError
-from megatron_gvpo.groups import Rollout
+from megatron_gvpo.groups import Rollout, utf8
 from megatron_gvpo.servers.http import spare_connections
 from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.workers.messages import Endpoint
@@ -137,7 +137,7 @@ class Proxy:
         messages = [read_message(message) for message in body.messages]
         tools = tools_text(body.shown_tools)
         context = dialogue.context(messages, tools)
-        agent = request.headers.get("X-Agent", body.user or "")
+        agent = _agent(request, body.user or "")
         response = await self._ask(dialogue, context, body.most, body.extra)
         text = self._decode(response.token_ids)
         has_tools = bool(tools) and body.extra.get("tool_choice") != "none"
@@ -161,7 +161,7 @@ class Proxy:
             )
         options = body.sampling_params.__pydantic_extra__ or {}
         response = await self._ask(dialogue, context, body.sampling_params.max_tokens, options)
-        dialogue.record(context, response, request.headers.get("X-Agent", ""))
+        dialogue.record(context, response, _agent(request))
         choice = {
             "index": 0,
             "token_ids": response.token_ids,
@@ -177,6 +177,11 @@ class Proxy:
         response = await dialogue.ask(context, most)
         self._answers += 1
         return response
+
+
+def _agent(request: web.Request, default: str = "") -> str:
+    """The name of the agent that calls. Bytes of a header that are not UTF-8 are replaced."""
+    return utf8(request.headers.get("X-Agent", default))
 
 
 async def _streamed(request: web.Request, body: dict[str, Any], with_usage: bool) -> web.StreamResponse:

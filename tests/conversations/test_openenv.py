@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ from helpers.servers.library_environments import Talks, library_python
 from helpers.suite.real_parts import used
 from helpers.tiny_run import GVPO, configure, fit, records
 
+from megatron_gvpo.conversations.adapters import openenv
 from megatron_gvpo.conversations.adapters.local_server import LocalServer, LocalServerFailed
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.groups import LOST
@@ -258,12 +260,15 @@ LIES = {
     "NaN as reward": '{"type": "observation", "data": {"observation": {}, "reward": NaN}}',
     "number as done": '{"type": "observation", "data": {"observation": {}, "reward": 1, "done": 1}}',
     "bytes": b"\x00",
+    "no field": '{"type": "observation", "data": {"observation": {"other": 1}, "done": false}}',
+    "nested": "[" * 100_000,
 }
+SHOWN = {"board": "1"}  # what it shows otherwise
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_garbage_is_a_failure_of_the_environment(liar: str, lie: str) -> None:
-    with Talks(OPENENV, {"url": liar}) as talks:
+    with Talks(OPENENV, {"url": liar, "observation": "board"}) as talks:
         [rollout] = talks.hold([json.dumps({"lie": lie})])
         assert rollout.finish_reason == LOST and f"OpenEnv server {liar}" in rollout.text, rollout.text
 
@@ -273,25 +278,26 @@ def liar() -> Iterator[str]:
     """The URL of a server whose step answers as the action asks: one of LIES."""
 
     async def schema(request: web.Request) -> web.Response:
-        one = {"properties": {}}
-        return web.json_response({"action": one, "observation": one})
+        return web.json_response({"action": {"properties": {}}, "observation": {"properties": SHOWN}})
 
-    async def session(request: web.Request) -> web.WebSocketResponse:
-        socket = web.WebSocketResponse()
-        await socket.prepare(request)
-        async for message in socket:
+    async def answer(request: web.Request) -> web.WebSocketResponse:
+        session = web.WebSocketResponse()
+        await session.prepare(request)
+        async for message in session:
             assert message.type == WSMsgType.TEXT
             order = json.loads(message.data)
             if order["type"] == "reset":
-                await socket.send_json({"type": "observation", "data": {"observation": {}, "done": False}})
+                await session.send_json(
+                    {"type": "observation", "data": {"observation": SHOWN, "done": False}}
+                )
             elif order["type"] == "close" or (lie := LIES[order["data"]["lie"]]) is None:
-                await socket.close()
+                await session.close()
             else:
-                await (socket.send_bytes(lie) if isinstance(lie, bytes) else socket.send_str(lie))
-        return socket
+                await (session.send_bytes(lie) if isinstance(lie, bytes) else session.send_str(lie))
+        return session
 
     app, loop, ready = web.Application(), asyncio.new_event_loop(), threading.Event()
-    app.add_routes([web.get("/schema", schema), web.get("/ws", session)])
+    app.add_routes([web.get("/schema", schema), web.get("/ws", answer)])
     runner = web.AppRunner(app)
 
     def run() -> None:
@@ -319,6 +325,55 @@ def test_data_can_be_written_from_an_environment(countdown: Talks, tmp_path: Pat
     assert [record["reset"] for record in records] == [{"seed": 1}, {"seed": 2}, {"seed": 3}]
     again = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert again.returncode == 2 and str(file) in again.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("flags", [("--prompts", "0"), ("--prompts", "3", "--seed", "-1")])
+def test_no_data_are_written_of_no_prompts_or_impossible_seeds(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, ...],
+) -> None:
+    file = tmp_path / "games.jsonl"
+    monkeypatch.setattr(sys, "argv", ["openenv", str(file), "--url", "http://127.0.0.1:9", *flags])
+    with pytest.raises(SystemExit) as ended:
+        openenv.main()
+    assert ended.value.code == 2 and " ".join(flags) in capsys.readouterr().err.splitlines()[-1]
+    assert not file.exists()
+
+
+def test_a_server_that_never_shows_anything_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the connection, and answers nothing."""
+    monkeypatch.setattr(openenv, "_FIRST", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server = openenv.EnvironmentServer(None, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(LocalServerFailed, match=r"no first observation for seed 3 within 0\.2 seconds"):
+            asyncio.run(openenv._first_observations(server, None, range(3, 5)))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"garbage\r\n\r\n",
+        b'HTTP/1.0 200 OK\r\n\r\n{"action": {"properties": {}, "required": 5}, "observation": {}}',
+        b"HTTP/1.0 200 OK\r\n\r\n" + b"[" * 100_000,
+    ],
+)
+def test_a_schema_that_is_none_is_named(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        server = openenv.EnvironmentServer(None, f"http://127.0.0.1:{listening.getsockname()[1]}")
+        with pytest.raises(ValueError, match="GET /schema gave no schema of an OpenEnv environment"):
+            server.check_fields("word", None)
+        thread.join(10)
 
 
 def _servers(app: str) -> list[psutil.Process]:

@@ -13,11 +13,13 @@ from typing import Any
 
 import psutil
 import pytest
+from aiohttp import web
 from helpers.inputs.chat_tokenizer import CHATML, END, ids, tokenizer
 from helpers.machine.processes import command_of
 from helpers.paths import HELPERS
 from helpers.suite.real_parts import used
 
+from megatron_gvpo.conversations import proxy
 from megatron_gvpo.conversations.chat import answer_of, overrides, read_message
 from megatron_gvpo.conversations.dialogue import AnsweredCalls
 from megatron_gvpo.conversations.program_runner import ProgramRunner
@@ -169,6 +171,30 @@ def test_sub_agents_ask_at_the_same_time_and_have_names(held: Held) -> None:
         assert len(segments(prompt("x").token_ids, rollout.token_ids, rollout.turns)) == 3
         assert rollout.counts["environment_reward"] == 0.5
     assert len(set(held.policy.seeds)) == 18
+
+
+def test_an_agents_name_is_text_whatever_bytes_the_header_has() -> None:
+    """A rollout's file takes no half of a surrogate pair, as which aiohttp reads other bytes."""
+    names = list[str]()
+
+    async def handler(request: web.Request) -> web.Response:
+        names.append(proxy._agent(request))
+        return web.Response()
+
+    async def ask() -> None:
+        app = web.Application()
+        app.router.add_get("/", handler)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        reader, writer = await asyncio.open_connection(*runner.addresses[0][:2])
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Agent: one \xff\r\n\r\n")
+        await asyncio.wait_for(reader.read(), 30)
+        writer.close()
+        await runner.cleanup()
+
+    asyncio.run(ask())
+    assert names == ["one ?"]
 
 
 def test_of_retries_the_answer_counts_that_a_later_call_shows(held: Held) -> None:

@@ -21,6 +21,7 @@ import json
 import math
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from megatron_gvpo.groups import Prompt
 from megatron_gvpo.workers.environment import Reply
 
 _CONNECT = 10.0  # seconds that a connection may take; a step's own limit ends every other wait
+_FIRST = 120.0  # seconds for the first observation of an episode, where data are written
 _MOST_BYTES = 2**24  # of one message
 _SEEDS = 2**32  # NumPy's generators take smaller ones
 _OF_EVERY_ACTION = ("metadata",)
@@ -81,7 +83,7 @@ class OpenEnv:
         observation, _, is_done = await self._session.ask("reset", {"seed": seed % _SEEDS, **own})
         if is_done:
             raise LocalServerFailed(f"{self._server}: its episode is over after the reset")
-        text = _text(observation, self._observation)
+        text = self._text(observation)
         if (recorded := prompt.record.get("observation")) is not None and recorded != text:
             raise ValueError(
                 f"the record's `observation` is not what the environment shows after its reset, {text[:80]!r}"
@@ -98,7 +100,7 @@ class OpenEnv:
             return Reply(f"Error: {problem}", counts={"invalid_actions": 1})
         self._is_paid |= reward is not None
         if not is_done:
-            return Reply(_text(observation, self._observation), reward or 0.0, counts)
+            return Reply(self._text(observation), reward or 0.0, counts)
         if not self._is_paid:
             raise LocalServerFailed(f"{self._server}: its episode ended without any reward")
         return Reply(None, reward or 0.0, counts)
@@ -106,6 +108,9 @@ class OpenEnv:
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
+
+    def _text(self, observation: Mapping[str, Any]) -> str:
+        return _text(observation, self._observation, self._server)
 
 
 class InvalidAction(ValueError):  # noqa: N818 - it is not a fault of this program
@@ -142,18 +147,20 @@ class EnvironmentServer:
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with direct.open(f"{self._url}/schema", timeout=_CONNECT) as answer:
-                schema = json.load(answer)
+                schema = json.loads(answer.read(_MOST_BYTES))
             actions, observations = schema["action"], schema["observation"]
             self.fields = frozenset(actions["properties"])
+            needed = set(actions.get("required", ()))
             shown = set(observations["properties"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # a server that is none of OpenEnv's may answer anything
+            reason = " ".join(repr(error).split())[:300]
             raise ValueError(
-                f"{self}: GET /schema gave no schema of an OpenEnv environment: {error!r}"
+                f"{self}: GET /schema gave no schema of an OpenEnv environment: {reason}"
             ) from None
         if action is not None and action not in self.fields:
             names = ", ".join(sorted(self.fields.difference(_OF_EVERY_ACTION)))
             raise ValueError(f"action={action}: the environment's action has the fields {names}")
-        if action is not None and (others := set(actions.get("required", ())) - {action}):
+        if action is not None and (others := needed - {action}):
             raise ValueError(
                 f"action={action}: the environment's action needs {', '.join(sorted(others))} too; without "
                 "`action` the policy writes actions as JSON objects"
@@ -240,7 +247,7 @@ class EnvironmentSession:
                 raise ValueError("`done` is not a boolean")
         except (InvalidAction, LocalServerFailed):
             raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise LocalServerFailed(
                 f"{self._server}: it answered a {kind} with {text[:80]!r} ({error!r}), which is not an "
                 "observation of OpenEnv"
@@ -285,21 +292,33 @@ def _action(response: str, field: str | None) -> dict[str, Any]:
     return action
 
 
-def _text(observation: Mapping[str, Any], field: str | None) -> str:
+def _text(observation: Mapping[str, Any], field: str | None, server: EnvironmentServer) -> str:
+    """The text of an observation. Raises LocalServerFailed if it lacks the configured field."""
+    if field is not None and field not in observation:
+        names = ", ".join(sorted(observation)) or "none"
+        raise LocalServerFailed(f"{server}: an observation without the field {field}; it has {names[:300]}")
     without_metadata = {name: value for name, value in observation.items() if name != "metadata"}
-    value = without_metadata if field is None else observation.get(field)
+    value = without_metadata if field is None else observation[field]
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 async def _first_observations(server: EnvironmentServer, field: str | None, seeds: range) -> list[str]:
+    """The first observation of each seed. Raises LocalServerFailed."""
     texts = []
     for seed in seeds:
         session = EnvironmentSession(server)
         try:
-            await session.open()
-            texts.append(_text((await session.ask("reset", {"seed": seed}))[0], field))
+            async with asyncio.timeout(_FIRST):
+                await session.open()
+                observation, _, _ = await session.ask("reset", {"seed": seed})
+        except TimeoutError:
+            raise LocalServerFailed(
+                f"{server}: no first observation for seed {seed} within {_FIRST:g} seconds"
+            ) from None
         finally:
-            await session.close()
+            with suppress(TimeoutError):  # the observation is there, or another error tells of it
+                await session.close()
+        texts.append(_text(observation, field, server))
     return texts
 
 
@@ -316,6 +335,11 @@ def main() -> None:
     server: EnvironmentServer | None = None
     try:
         check_named_file(*target)
+        if options.prompts < 1 or not 0 <= options.seed <= _SEEDS - options.prompts:
+            raise ConfigError(
+                f"--prompts {options.prompts} --seed {options.seed}: want 1 or more prompts, and seeds from "
+                f"0 to {_SEEDS - 1}"
+            )
         server = server_of(options.python, options.app, options.directory, options.url)
         server.start()
         server.check_fields(None, options.observation)

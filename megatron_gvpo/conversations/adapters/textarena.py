@@ -84,6 +84,8 @@ def main() -> None:
     target = (options.file, str(options.file), "a new file", None)
     try:
         check_named_file(*target)
+        if options.games < 1:
+            raise ConfigError(f"--games {options.games}: want 1 or more")
         lines = []
         for seed in range(options.seed, options.seed + options.games):
             _, _, shown = begin(options.game, seed)
