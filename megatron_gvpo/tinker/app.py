@@ -96,8 +96,8 @@ class TinkerApp:
     async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the key, and answer every error as JSON with a sentence."""
         try:
-            key = request.headers.get("X-API-Key", "")
-            if not hmac.compare_digest(key.encode(), self._config.serve.key.encode()):
+            key = request.headers.get("X-API-Key", "").encode(errors="surrogateescape")
+            if not hmac.compare_digest(key, self._config.serve.key.encode(errors="surrogateescape")):
                 raise Refusal("this server has another key: give its own as api_key or TINKER_API_KEY", 401)
             return await handler(request)
         except Refusal as refusal:
@@ -107,6 +107,9 @@ class TinkerApp:
             if error.status == 404:
                 detail += "; this server does not serve this part of the API (docs/howto/tinker_server.md)"
             return web.json_response({"detail": detail}, status=error.status)
+        except Exception as error:
+            log.exception("%s %s failed", request.method, request.path)
+            return web.json_response({"detail": f"the server failed: {type(error).__name__}"}, status=500)
 
     # The service.
 

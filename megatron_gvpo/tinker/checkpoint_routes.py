@@ -23,7 +23,7 @@ def add(app: web.Application, root: Path, model: ServedModel) -> None:
     async def weights_info(request: web.Request) -> web.Response:
         body = requests.read(requests.WeightsInfo, await request.read())
         info = read_info(root, CheckpointPath.parse(body.tinker_path))
-        return web.json_response({key: info[key] for key in model.weights_info()})
+        return web.json_response({key: info.get(key) for key in model.weights_info()})
 
     async def checkpoints(request: web.Request) -> web.Response:
         listed = _listed(root, request.match_info["model_id"])

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.json_files import read_json_object
+from megatron_gvpo.core.real_number import finite_number
 from megatron_gvpo.megatron.checkpoint.directory import PARTIAL, run_on_all_ranks, run_on_rank_0
 from megatron_gvpo.megatron.checkpoint.load import load_shards
 from megatron_gvpo.megatron.checkpoint.save import Writer, save_shards
@@ -30,7 +31,7 @@ from megatron_gvpo.tinker.wire import Refusal
 
 Kind = Literal["weights", "sampler_weights"]
 INFO = "info.json"
-_NAME = re.compile(r"[A-Za-z0-9][\w.:-]{0,127}")
+_NAME = re.compile(r"[A-Za-z0-9][\w.:-]{0,127}", re.ASCII)
 
 
 class CheckpointPath(NamedTuple):
@@ -57,7 +58,11 @@ class CheckpointPath(NamedTuple):
         """Raises Refusal for names that a file must not have."""
         for part in (model_id, name):
             if not _NAME.fullmatch(part):
-                raise Refusal(f"{part[:200]!r}: a checkpoint's name has letters, digits and . _ : - only")
+                raise Refusal(
+                    f"{part[:200]!r}: a checkpoint's name has up to 128 letters, digits and . _ : - only"
+                )
+        if name.endswith(PARTIAL):  # another save would take the directory for what it left unfinished
+            raise Refusal(f"{name!r}: a checkpoint's name does not end with {PARTIAL}")
         return CheckpointPath(model_id, kind, name)
 
     @property
@@ -73,9 +78,20 @@ def read_info(root: Path, path: CheckpointPath) -> dict[str, Any]:
     file = path.directory(root) / INFO
     if not file.is_file():
         raise Refusal(f"there is no checkpoint {path.uri}", 404)
-    info = read_json_object(file)
-    if (expires := info.get("expires")) is not None and expires < time.time():
+    info = _facts(file)
+    if (expires := info["expires"]) is not None and expires < time.time():
         raise Refusal(f"the checkpoint {path.uri} has expired", 404)
+    return info
+
+
+def _facts(file: Path) -> dict[str, Any]:
+    """The content of an info.json. Raises Refusal if it is not what `save` writes."""
+    try:
+        info = read_json_object(file)
+        if not finite_number(info["time"]) or finite_number(info["expires"] or 0.0) is None:
+            raise ConfigError(f"{file}: its times are not numbers")
+    except (ConfigError, KeyError, TypeError) as error:
+        raise Refusal(f"a checkpoint is damaged: {file}: {error}") from None
     return info
 
 
@@ -85,7 +101,7 @@ def list_checkpoints(root: Path, model_id: str) -> list[tuple[CheckpointPath, di
     kinds: tuple[Kind, ...] = ("weights", "sampler_weights")
     for kind in kinds:
         for file in (root / model_id / kind).glob(f"*/{INFO}"):
-            checkpoints.append((CheckpointPath(model_id, kind, file.parent.name), read_json_object(file)))
+            checkpoints.append((CheckpointPath(model_id, kind, file.parent.name), _facts(file)))
     return sorted(checkpoints, key=lambda item: float(item[1]["time"]))
 
 
@@ -108,7 +124,7 @@ def save(slot: Slot, root: Path, path: CheckpointPath, info: dict[str, Any]) -> 
             save_shards(what, optimizer_state, partial / "optimizer", writer)
     run_on_all_ranks(what, writer.write)
     if path.kind == "sampler_weights":
-        export(slot, partial)
+        run_on_all_ranks(what, lambda: export(slot, partial))
     run_on_rank_0(what, lambda: _finish(partial, final, info))
 
 
@@ -118,7 +134,6 @@ def export(slot: Slot, directory: Path) -> None:
         slot.model.save_adapters(directory / "adapter")
     else:
         slot.model.save_hf(directory / "hf")
-    dist.barrier()
 
 
 def load(slot: Slot, root: Path, path: CheckpointPath, with_optimizer: bool) -> None:

@@ -24,6 +24,7 @@ from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 LossOptions = Mapping[str, float | str]
 TARGETS = "target_tokens"
 GROUP, REWARD = "group", "reward"  # GVPO's inputs: one number for a sequence
+LARGEST_GROUP = 2**53  # up to here a float64 holds every integer
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class ServerLoss:
     options: Mapping[str, float | str]  # keys of loss_fn_config, with their defaults
     formula: Formula  # (log-probs [r], inputs, options, totals of the request) -> scalar
     couples_groups: bool = False  # the sequences of a group must be in one call of the formula
+    is_mean: bool = False  # over the trained tokens or groups of the request, of which there must be some
 
 
 def _cross_entropy(logp_r: Tensor, c: Columns, _: LossOptions, __: BatchTotals) -> Tensor:
@@ -137,8 +139,14 @@ LOSSES = {
     "ppo": ServerLoss(_SAMPLED, _CLIP, _ppo),
     "cispo": ServerLoss(_SAMPLED, _CLIP, _cispo),
     "dro": ServerLoss(_SAMPLED, {"beta": 0.05}, _dro),
-    "gpg": ServerLoss(("weights", "advantages"), {}, _gpg),
-    "gvpo": ServerLoss(("weights", "logprobs", GROUP, REWARD), {"beta": 0.1, "norm": "k-1"}, _gvpo, True),
+    "gpg": ServerLoss(("weights", "advantages"), {}, _gpg, is_mean=True),
+    "gvpo": ServerLoss(
+        ("weights", "logprobs", GROUP, REWARD),
+        {"beta": 0.1, "norm": "k-1"},
+        _gvpo,
+        couples_groups=True,
+        is_mean=True,
+    ),
 }
 
 
@@ -158,12 +166,20 @@ class RequestedLoss:
         if unknown := sorted(config.keys() - loss.options.keys()):
             known = ", ".join(loss.options) or "none"
             raise Refusal(f"loss_fn_config[{unknown[0]!r}]: {name} has no such option; its options: {known}")
-        wanted = {TARGETS, *loss.inputs}
-        for i, datum in enumerate(data):
-            _check_inputs(f"data[{i}].loss_fn_inputs", name, wanted, datum)
         requested = RequestedLoss(name, {**loss.options, **config}, data)
         if name == "gvpo":
             gvpo(requested.config)
+        else:
+            _check_options(requested.config)
+        wanted = {TARGETS, *loss.inputs}
+        for i, datum in enumerate(data):
+            _check_inputs(f"data[{i}].loss_fn_inputs", name, wanted, datum)
+        if data and loss.is_mean and not any(datum.inputs["weights"].any() for datum in data):
+            raise Refusal(
+                f"loss_fn_inputs['weights']: all are 0, so no token is trained, and {name} is a mean"
+            )
+        if data and loss.couples_groups:
+            _check_groups(name, data)
         return requested
 
     @property
@@ -198,6 +214,19 @@ class RequestedLoss:
         return weight_r.to(logp_r.device), value.detach()
 
 
+def _check_options(config: LossOptions) -> None:
+    """Raises Refusal for an option that is not a number, or bounds of the ratio that cross."""
+    for option, value in config.items():
+        if isinstance(value, str) or not value >= 0:
+            raise Refusal(f"loss_fn_config[{option!r}]: {value!r} is not a number of at least 0")
+    low, high = config.get("clip_low_threshold"), config.get("clip_high_threshold")
+    if low is not None and high is not None and float(low) > float(high):
+        raise Refusal(
+            f"loss_fn_config: clip_low_threshold={low} exceeds clip_high_threshold={high}: they bound the "
+            "ratio itself, as 0.8 and 1.2"
+        )
+
+
 def _check_inputs(where: str, loss: str, wanted: set[str], datum: Datum) -> None:
     if missing := sorted(wanted - datum.inputs.keys()):
         raise Refusal(f"{where}: {missing[0]} is missing; {loss} needs {', '.join(sorted(wanted))}")
@@ -209,5 +238,22 @@ def _check_inputs(where: str, loss: str, wanted: set[str], datum: Datum) -> None
         values, length = datum.inputs[name], 1 if name in (GROUP, REWARD) else len(datum.tokens)
         if len(values) != length:
             raise Refusal(f"{where}[{name!r}] has {len(values)} numbers: want {length}")
+        if name == TARGETS and values.dtype.kind != "i":
+            raise Refusal(f"{where}[{name!r}] is of {values.dtype}: tokens are int64")
         if not np.isfinite(values).all():
             raise Refusal(f"{where}[{name!r}] has a number that is not finite")
+
+
+def _check_groups(loss: str, data: Sequence[Datum]) -> None:
+    """Raises Refusal for numbers of groups that are not integers, and where no group has two sequences."""
+    numbers = [float(datum.inputs[GROUP][0]) for datum in data]
+    for i, number in enumerate(numbers):
+        if not number.is_integer() or abs(number) > LARGEST_GROUP:
+            raise Refusal(
+                f"data[{i}].loss_fn_inputs[{GROUP!r}] is {number:g}: want an integer, {LARGEST_GROUP} at most"
+            )
+    if len(set(numbers)) == len(numbers):
+        raise Refusal(
+            f"loss_fn_inputs[{GROUP!r}]: each of the {len(data)} sequences is alone in its group, and {loss} "
+            "compares those of a group: all of them must be in one request"
+        )

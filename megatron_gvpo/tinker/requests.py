@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from megatron_gvpo.tinker.wire import Refusal
 
+HIGHEST_RATE = 10  # as optimizer.lr
+LONGEST_LIFE = 10**9  # seconds of a checkpoint
+
 
 class ApiRequest(BaseModel):
     """A request of the API."""
@@ -67,8 +70,11 @@ class AdamParams(ApiRequest):
         values = self.model_dump(exclude={"type"})
         if not all(math.isfinite(value) and value >= 0 for value in values.values()):
             raise Refusal(f"adam_params={values}: want finite numbers of at least 0")
-        if max(self.beta1, self.beta2) >= 1 or self.eps == 0:
-            raise Refusal(f"adam_params={values}: want betas below 1 and an eps above 0")
+        if max(self.beta1, self.beta2) >= 1 or self.eps == 0 or self.learning_rate > HIGHEST_RATE:
+            raise Refusal(
+                f"adam_params={values}: want betas below 1, an eps above 0 and a learning_rate of at most "
+                f"{HIGHEST_RATE}"
+            )
         return {
             "lr": self.learning_rate,
             "betas": [self.beta1, self.beta2],
@@ -86,7 +92,7 @@ class OptimStep(ModelRequest):
 class SaveWeights(ModelRequest):
     path: str | None = None
     seq_id: int = 0
-    ttl_seconds: int | None = Field(None, gt=0)
+    ttl_seconds: int | None = Field(None, gt=0, le=LONGEST_LIFE)
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
 
@@ -96,7 +102,7 @@ class SaveForSampler(ModelRequest):
     sampling_session_seq_id: int | None = None
     kind: Literal["snapshot"] = "snapshot"  # `inflight`, a sampler that follows training, is not served
     seq_id: int = 0
-    ttl_seconds: int | None = Field(None, gt=0)
+    ttl_seconds: int | None = Field(None, gt=0, le=LONGEST_LIFE)
     user_metadata: dict[str, str] | None = None
 
 

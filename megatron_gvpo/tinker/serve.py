@@ -98,7 +98,7 @@ def _http(config: TinkerConfig, app: TinkerApp) -> Iterator[None]:
 
     try:
         address = asyncio.run_coroutine_threadsafe(start(), loop).result()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a text that cannot be a host's name
         raise ConfigError(f"serve.address={serving.address}, serve.port={serving.port}: {error}") from None
     print(f"serving {config.name} at http://{address[0]}:{address[1]}", flush=True)
     try:

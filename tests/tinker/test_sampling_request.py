@@ -66,6 +66,20 @@ def test_top_k_of_minus_1_is_no_limit():
     assert asked()[1]["top_k"] is None and asked(top_k=5)[1]["top_k"] == 5
 
 
+@pytest.mark.parametrize(
+    "params", [{"learning_rate": 1e30}, {"learning_rate": float("nan")}, {"beta1": 1.0}, {"eps": 0.0}]
+)
+def test_an_impossible_step_is_refused(params):
+    with pytest.raises(Refusal, match="adam_params"):
+        requests.AdamParams.model_validate(params).step()
+
+
+def test_a_checkpoints_life_is_bounded():
+    body = b'{"model_id": "m", "ttl_seconds": 1' + b"0" * 400 + b"}"
+    with pytest.raises(Refusal, match="ttl_seconds"):
+        requests.read(requests.SaveWeights, body)
+
+
 def test_what_is_not_served_is_refused():
     body = (
         b'{"sampling_session_id": "s", "seq_id": 0, "prompt": {"chunks": []}, "sampling_params": {}, "x": 1}'

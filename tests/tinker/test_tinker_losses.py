@@ -13,6 +13,10 @@ def datum(tokens: int = 3, **inputs: list[float]) -> Datum:
     return Datum([1] * tokens, {"target_tokens": np.asarray([2] * tokens, np.int64), **columns})
 
 
+def sampled() -> Datum:
+    return datum(logprobs=[-1.0] * 3, advantages=[1.0] * 3)
+
+
 @pytest.mark.parametrize(
     ("name", "config", "data", "words"),
     [
@@ -29,11 +33,47 @@ def datum(tokens: int = 3, **inputs: list[float]) -> Datum:
             datum(weights=[1] * 3, logprobs=[0] * 3, group=[0], reward=[1]),
             "loss_fn_config",
         ),
+        ("ppo", {"clip_low_threshold": "x"}, sampled(), "'x' is not a number of at least 0"),
+        ("cispo", {"clip_high_threshold": float("nan")}, sampled(), "nan is not a number of at least 0"),
+        (
+            "ppo",
+            {"clip_low_threshold": 1.3},
+            sampled(),
+            "clip_low_threshold=1.3 exceeds clip_high_threshold=1.2",
+        ),
+        ("dro", {"beta": -1.0}, sampled(), "-1.0 is not a number of at least 0"),
     ],
 )
 def test_what_a_loss_cannot_read_is_refused(name, config, data, words):
     with pytest.raises(Refusal, match=words):
         RequestedLoss.of(name, config, [data])
+
+
+def gvpo(group: float, weights: float = 1.0) -> Datum:
+    return datum(weights=[weights] * 3, logprobs=[-1.0] * 3, group=[group], reward=[1.0])
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("gpg", [datum(weights=[0] * 3, advantages=[1] * 3)], "all are 0, so no token is trained"),
+        ("gvpo", [gvpo(0, 0.0), gvpo(0, 0.0)], "all are 0, so no token is trained"),
+        ("gvpo", [gvpo(0), gvpo(0.5)], r"data\[1\].* is 0\.5: want an integer"),
+        ("gvpo", [gvpo(1e30), gvpo(1e30)], r"data\[0\].* is 1e\+30: want an integer"),
+        ("gvpo", [gvpo(0), gvpo(1)], "each of the 2 sequences is alone in its group"),
+    ],
+)
+def test_a_request_that_would_train_nothing_is_refused(name, data, words):
+    """A mean over no token would be a division by zero on all ranks, which would end the server."""
+    with pytest.raises(Refusal, match=words):
+        RequestedLoss.of(name, {}, data)
+    assert RequestedLoss.of("gvpo", {}, [gvpo(0), gvpo(0, 0.0), gvpo(1)])
+
+
+def test_targets_are_integers():
+    floats = Datum([1], {"target_tokens": np.asarray([2.5], np.float32), "weights": np.ones(1, np.float32)})
+    with pytest.raises(Refusal, match="is of float32: tokens are int64"):
+        RequestedLoss.of("cross_entropy", {}, [floats])
 
 
 def test_the_shares_of_micro_batches_add_up():

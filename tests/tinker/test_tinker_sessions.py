@@ -2,10 +2,11 @@
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
 
-from megatron_gvpo.tinker.checkpoints import CheckpointPath
+from megatron_gvpo.tinker.checkpoints import CheckpointPath, list_checkpoints, read_info
 from megatron_gvpo.tinker.sessions import KEPT_SECONDS, ClientModel, PendingResult, Sessions, WireAnswer
 from megatron_gvpo.tinker.wire import Refusal
 
@@ -63,12 +64,28 @@ def test_answers_stay_until_they_were_fetched_long_ago(monkeypatch: pytest.Monke
         "tinker://model/weights/..",
         "tinker://model/other/one",
         "tinker://model/weights/",
+        "tinker://model/weights/\u00e9",
+        "tinker://model/weights/one.partial",  # where a save of `one` is not finished yet
         "/etc/passwd",
     ],
 )
 def test_a_path_does_not_leave_the_directory_of_checkpoints(uri: str):
     with pytest.raises(Refusal):
         CheckpointPath.parse(uri)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"expires": null}', '{"time": "now", "expires": null}', '{"time": 1, "expires": "never"}'],
+)
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, text: str):
+    path = CheckpointPath.parse("tinker://model/weights/one")
+    file = path.directory(tmp_path) / "info.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    for read in (lambda: read_info(tmp_path, path), lambda: list_checkpoints(tmp_path, "model")):
+        with pytest.raises(Refusal, match=r"a checkpoint is damaged: .*info\.json"):
+            read()
 
 
 def test_a_path_is_read_as_it_is_written():
