@@ -27,6 +27,8 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megatron_gvpo.core.collectives import all_gather_msgpack
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.settings.sections import MuonConfig
 
 # The usual value: matrices have an override only to be in groups of their own.
@@ -73,15 +75,23 @@ def _fused_rows(chunk: torch.nn.Module, name: str, parameter: Tensor) -> tuple[i
 def wrap(chunks: Sequence[Any], settings: DistributedDataParallelConfig) -> list[Any]:
     """Wrap the chunks for data parallelism, every marked matrix in one rank's shard; others as usual.
 
-    Megatron-Bridge's own wrapping takes no layout.
+    Megatron-Bridge's own wrapping takes no layout. A collective; raises ConfigError on all ranks if none has
+    a matrix to update.
     """
+    for chunk in chunks:
+        mark_matrices(chunk)
+    has_matrix = any(is_matrix(parameter) for chunk in chunks for parameter in chunk.parameters())
+    if not any(all_gather_msgpack(has_matrix)):
+        raise ConfigError(
+            "optimizer.muon has no effect: model.freeze leaves no matrix of the layers to train; leave one "
+            "of the two out"
+        )
     wrapped = []
     stream = torch.cuda.Stream()  # one of its own for the gradients' nodes, as in Megatron-Bridge
     stream.wait_stream(torch.cuda.current_stream())
     ranks = parallel_state.get_data_parallel_group(with_context_parallel=True).size()
     expert_ranks = parallel_state.get_expert_data_parallel_group().size()
     for number, chunk in enumerate(chunks):
-        mark_matrices(chunk)
         trained: list[Any] = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
         for parameter in trained:
             parameter.is_managed_by_layer_wise_optimizer = is_matrix(parameter)

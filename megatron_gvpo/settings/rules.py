@@ -53,9 +53,11 @@ def advice(config: Config) -> str | None:
     - responses of older weights, in a loss that could correct for that and takes them for the present
       policy's;
     - an evaluation that does not count right answers, although a component of the reward judges them;
+    - more patience than the run has evaluations, so that train.stop_early ends nothing;
     - keys of sampling in a run that samples nothing.
     """
-    warnings = (_one_update(config), _older_weights(config), _counted(config), keys_of_sampling(config))
+    checks = (_one_update, _older_weights, _counted, _too_patient, keys_of_sampling)
+    warnings = [check(config) for check in checks]
     return "\n".join(text for text in warnings if text is not None) or None
 
 
@@ -95,6 +97,20 @@ def _counted(config: Config) -> str | None:
     return (
         f"rewards.components: evaluation counts the first, {components[0].name}, and {judge} judges the "
         f"answers: put {judge} first"
+    )
+
+
+def _too_patient(config: Config) -> str | None:
+    stop, best, steps = config.train.stop_early, config.checkpoint.keep_best, config.train.steps
+    if stop is None or best is None:
+        return None
+    between = config.eval.every if best.metric.startswith("eval/") else 1
+    after_the_first = (steps - 1) // between
+    if stop.patience <= after_the_first:
+        return None
+    return (
+        f"train.stop_early.patience={stop.patience} ends nothing: before the last of train.steps={steps} "
+        f"there are {after_the_first} evaluations after the first one"
     )
 
 

@@ -50,6 +50,12 @@ def test_the_gradient_passes_a_frozen_embedding_where_layers_are_computed_again(
         torch.testing.assert_close(second[name], weight, rtol=1e-5, atol=1e-7)
 
 
+def test_muon_without_a_matrix_to_train_is_refused(task: Path, tmp_path: Path):
+    words = ("model.freeze=['*.linear_*']", "optimizer.muon={}")
+    with pytest.raises(ConfigError, match=r"optimizer\.muon has no effect: model\.freeze leaves no matrix"):
+        fit(configure(task, tmp_path, *GVPO, *EXPORTED, *words))
+
+
 @pytest.mark.parametrize(
     ("freeze", "error"),
     [

@@ -43,3 +43,15 @@ def test_an_evaluation_that_counts_another_component_than_the_answers(good):
     alone = "rewards.components=[{name: format}]"
     for given in ([both], [held_out, alone], [held_out]):
         assert advice(load_config([good], [*given, "train.mini_batches=2"])) is None
+
+
+@pytest.mark.parametrize(
+    ("patience", "every", "is_told"), [(4, 2, False), (5, 2, True), (9, 1, True), (8, 1, False)]
+)
+def test_a_user_is_told_where_there_are_too_few_evaluations_to_stop_early(good, patience, every, is_told):
+    """After the evaluation before the first of 9 steps there are those after steps 2, 4, 6 and 8."""
+    keys = [f"eval.every={every}", f"checkpoint.every={every}", "data.eval={path: e.jsonl}", "train.steps=9"]
+    best = "checkpoint.keep_best={metric: eval/pass@1}"
+    stop = f"train.stop_early={{patience: {patience}}}"
+    text = advice(load_config([good], [*keys, best, stop, "train.mini_batches=2"])) or ""
+    assert (f"train.stop_early.patience={patience} ends nothing" in text) == is_told
