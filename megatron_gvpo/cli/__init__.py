@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_gvpo.cli import (
     check,
@@ -112,7 +112,13 @@ class _Version(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says of an option that got a value and takes none, such as `--resume=yes`, which forms there are."""
+    """Says of an option that got a value and takes none, such as `--resume=yes`, which forms there are.
+
+    Options have no short forms: `--o` would be `--overwrite`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         match = re.fullmatch(r"argument (\S+): ignored explicit argument (.*)", message)

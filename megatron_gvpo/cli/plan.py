@@ -22,6 +22,16 @@ NODE = 8  # GPUs
 # A search needs these options; a configuration says them.
 OF_CONFIGURATION = ("model", "gpus", "prompts", "k", "response_length")
 
+# With a configuration: the options whose meaning it has, and those that only the search reads (--write).
+IN_CONFIGURATION = (
+    *("model", "prompts", "k", "recipe", "mini_batches", "batch_epochs", "async_steps"),
+    *("adapter_rank", "fp8", "offload", "share_prompts"),
+)
+OF_SEARCH = (
+    *("response_length", "prompt_tokens", "image_tokens", "reward_gpus", "speculate"),
+    *("teacher", "teacher_gpus", "top"),
+)
+
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 
 
@@ -49,7 +59,8 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="also rehearse the best three layouts, each about a minute (docs/howto/rehearse.md)",
     )
-    parser.set_defaults(run=run, nproc=0, named=None, over_sampling_prompts=0)
+    defaults = {name: parser.get_default(name) for name in (*IN_CONFIGURATION, *OF_SEARCH)}
+    parser.set_defaults(run=run, nproc=0, named=None, over_sampling_prompts=0, defaults=defaults)
 
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
@@ -198,9 +209,16 @@ def _of_configuration(options: argparse.Namespace) -> int:
 
     0 if the layout fits, or one that does was written; 1 if not.
     """
-    for name in ("model", "prompts", "k"):
-        if getattr(options, name) is not None:
-            raise ConfigError(f"--{name}: the configuration says it; leave it out, or give no configuration")
+    for name, default in options.defaults.items():
+        if getattr(options, name) == default:
+            continue
+        option = f"--{name.replace('_', '-')}"
+        if name in IN_CONFIGURATION:
+            raise ConfigError(f"{option}: the configuration says it; leave it out, or give no configuration")
+        if options.write is None:
+            raise ConfigError(
+                f"{option}: with a configuration only the search reads it: give --write, too, or leave it out"
+            )
     if options.rehearse:
         raise ConfigError(f"--rehearse: megatron-gvpo rehearse {options.config[0]} rehearses a configuration")
     if options.json and options.write is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.cli.terminal import say
 from megatron_gvpo.cli.with_model import run_with_model
+from megatron_gvpo.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_gvpo.replay.findings import Finding
@@ -38,6 +39,9 @@ def run(options: argparse.Namespace) -> int:
     from megatron_gvpo.runs.one_machine import load_run
 
     directory: Path = options.run_directory
+    if options.against is not None and (options.step is not None or options.without_model):
+        option = "--without-model" if options.step is None else f"--step {options.step}"
+        raise ConfigError(f"{option}: --against compares the records of all steps; leave it out")
     config = load_run(directory, options.overrides)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on the CPU, whatever the run's layout was
     differs: list[Finding] = []

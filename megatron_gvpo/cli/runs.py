@@ -38,13 +38,16 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table. Raises ConfigError for a directory that cannot be read."""
+    """Print the table. Raises ConfigError for a directory that cannot be read, and for an unknown metric."""
+    from megatron_gvpo.core.metric_names import entry
     from megatron_gvpo.runs.listing import differing, find_runs
 
     try:
         runs = find_runs(options.directory, options.best)
     except OSError as error:
         raise ConfigError(f"{options.directory}: {error.strerror}") from None
+    if runs and all(run.best is None for run in runs) and entry(options.best) is None:
+        raise ConfigError(f"--best {options.best}: no run there has this metric, and no metric has this name")
     if options.json:
         columns = differing(runs)
         fields = [

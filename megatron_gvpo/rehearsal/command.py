@@ -33,6 +33,10 @@ NODE = 8  # GPUs of a node
 def run(options: argparse.Namespace) -> int:
     """Rehearse; returns 0 if every rank fits, 1 if one does not or fails. Raises ConfigError."""
     if options.build:
+        if options.config:
+            raise ConfigError(
+                f"--build only compiles, and reads no {options.config[0]}: leave one of them out"
+            )
         return _build()
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         return _rehearse(options, Path(folder))

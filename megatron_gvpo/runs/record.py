@@ -27,6 +27,7 @@ from megatron_gvpo import __version__
 from megatron_gvpo.core.commit import Commit, checked_out
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.json_files import read_json_object
+from megatron_gvpo.core.named_file import begins_with
 from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.secrets import as_written
 from megatron_gvpo.core.user_functions import named_files
@@ -44,12 +45,13 @@ def check_unchanged(config: Config, allowed: Sequence[str]) -> list[Change]:
     """Compare with the record in the output directory; returns the changes that are allowed.
 
     Raises ConfigError, which names key, old and new value and the option that allows it, for a change of the
-    mathematics that `allowed` does not name; and for a name in `allowed` that is not a key. A run without a
-    record, from an earlier version of the program, is not compared.
+    mathematics that `allowed` does not name; for a name in `allowed` that is not a key; and for half a
+    record. A run without a record, from an earlier version of the program, is not compared.
     """
     directory, now = Path(config.output_dir), as_written(config)
     if unknown := set(allowed) - set(known_keys(now)):
         raise ConfigError(f"--allow-change {sorted(unknown)[0]}: the configuration has no such key")
+    _check_whole(directory)
     differences = changes(Config, _read_config(directory), now) if (directory / CONFIG).exists() else []
     differences += changed_files(directory, config)
     refused = [change for change in differences if change.fixed and not is_allowed(change.key, allowed)]
@@ -60,6 +62,17 @@ def check_unchanged(config: Config, allowed: Sequence[str]) -> list[Change]:
             f"the settings in {directory / CONFIG}, or say that this is meant: {options}"
         )
     return differences
+
+
+def _check_whole(directory: Path) -> None:
+    """Raises ConfigError if one of the record's two files is gone: nothing would be compared with it."""
+    config, run = directory / CONFIG, directory / RUN
+    there, gone = (run, config) if run.exists() else (config, run)
+    if not gone.exists() and (there == run or begins_with(config, HEADER)):
+        raise ConfigError(
+            f"{gone} is missing, with which settings and data are compared: put it back, or move {there} "
+            "away, too, to go on without a comparison"
+        )
 
 
 def first_start(directory: str) -> datetime | None:
@@ -149,8 +162,11 @@ def _read_config(directory: Path) -> dict[str, Any]:
     file = directory / CONFIG
     try:
         values = yaml.safe_load(file.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: cannot be read as the configuration of the run there: {error}") from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        problem = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"{file}: cannot be read as the configuration of the run there: {problem}"
+        ) from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: this is not the configuration of the run there")
     return values

@@ -108,6 +108,9 @@ def test_a_search_for_an_engine_and_colocated_servers(capsys, tmp_path):
     [
         (["--gpu", "h100"], "--model, --gpus, --prompts, --k, --response-length: missing; or give a config"),
         (["CONFIG", "--k", "8"], "--k: the configuration says it"),
+        (["CONFIG", "--offload", "1"], "--offload: the configuration says it"),
+        (["CONFIG", "--fp8", "--write", "x.yaml"], "--fp8: the configuration says it"),
+        (["CONFIG", "--teacher-gpus", "2"], "--teacher-gpus: with a configuration only the search reads it"),
         (["CONFIG", "--nodes", "2", "--gpus", "8"], "--nodes and --gpus: give one of them"),
         (["CONFIG", "--nodes", "0"], "0 GPUs: must be from 1"),
         (["CONFIG", "parallel.tp=3"], "tp=3"),

@@ -224,6 +224,26 @@ def test_a_real_run_without_saved_responses(page: Page, finished: Path, tmp_path
 # --- the numbers ---
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("run.json", '{"starts": 5}'),
+        ("run.json", '{"starts": null}'),
+        ("run.json", "[" * 5_000),
+        ("config.yaml", "[" * 5_000),
+        ("config.yaml", "a: \x00"),
+    ],
+)
+def test_a_damaged_file_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str
+) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    (run / name).write_text(content)
+    assert main(["report", str(run)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert str(run / name) in line
+
+
 def test_no_run_is_refused_in_a_line(tmp_path: Path, runs: list[Path], capsys: pytest.CaptureFixture[str]):
     def refused(*arguments: str) -> str:
         assert main(["report", *arguments]) == 2

@@ -50,6 +50,8 @@ def test_the_table(runs: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_another_metric_and_json(runs: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["runs", str(runs), "--best", "eval/pas@1"]) == 2
+    assert "--best eval/pas@1: no run there has this metric" in capsys.readouterr().err
     assert main(["runs", str(runs), "--best", "reward/mean", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [(run["best"], run["best_step"]) for run in found] == [(0.4, 4), (0.4, 4), (None, None)]

@@ -228,11 +228,22 @@ def test_a_key_that_a_new_version_has_added_had_its_default():
 def test_what_cannot_be_compared_is_named(run):
     with pytest.raises(ConfigError, match=r"--allow-change optimizer\.learning_rate: .* no such key"):
         compare(run, allowed=("optimizer.learning_rate",))
-    for name, content in (("config.yaml", "[1]"), ("config.yaml", "a: [\x00"), ("run.json", '{"files": 3}')):
+    for name, content in (
+        ("config.yaml", "[1]"),
+        ("config.yaml", "a: [\x00"),
+        ("config.yaml", "[" * 5_000),
+        ("run.json", '{"files": 3}'),
+    ):
         before = Path("out", name).read_text()
         Path("out", name).write_text(content)
         with pytest.raises(ConfigError, match=rf"out/{name}: "):
             compare(run)
         Path("out", name).write_text(before)
-    Path("out/config.yaml").unlink()
+    for name in ("config.yaml", "run.json"):
+        aside = Path("out", name).rename(Path("out", "aside"))
+        with pytest.raises(ConfigError, match=rf"out/{name} is missing, with which settings and data are"):
+            compare(run, "train.seed=4")
+        aside.rename(Path("out", name))
+    for name in ("config.yaml", "run.json"):
+        Path("out", name).unlink()
     assert compare(run, "train.seed=4") == "", "a run of an earlier version has no record"

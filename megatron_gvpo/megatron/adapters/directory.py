@@ -20,6 +20,7 @@ from megatron_gvpo.huggingface.safetensors_writer import sort_metadata
 from megatron_gvpo.settings.adapter import AdapterConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Options of Hugging Face PEFT (0.21.2) that say nothing about the function that an adapter computes. Any
 # other option changes it, unless empty: rank-stabilised scale, magnitudes, tokens that switch it on.
 _HARMLESS = {
@@ -106,6 +107,8 @@ def _read_tensors(file: Path, where: str) -> dict[str, Tensor]:
     try:
         with safe_open(file, "pt") as opened:
             sums = json.loads((opened.metadata() or {}).get(HEADER, "{}"))
+            if not isinstance(sums, dict):
+                raise ValueError("the checksums in its header are damaged")
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError, ValueError) as error:
         raise ConfigError(f"{where}: {file.name} is not whole: {error}") from None
@@ -114,10 +117,13 @@ def _read_tensors(file: Path, where: str) -> dict[str, Tensor]:
             raise ConfigError(
                 f"{where}: {name} in {file.name} is not what was saved (another checksum): it is damaged"
             )
+        if tensor.dtype not in _FLOATS:
+            raise ConfigError(
+                f"{where}: {name} in {file.name} is of {tensor.dtype}: want float32, bfloat16, float16 or "
+                "float64"
+            )
         if tensor.numel() and not torch.isfinite(tensor).all():
             raise ConfigError(f"{where}: {name} in {file.name} has values that are NaN or infinite")
-        if not tensor.is_floating_point():
-            raise ConfigError(f"{where}: {name} in {file.name} has integers: want floating-point numbers")
     return tensors
 
 

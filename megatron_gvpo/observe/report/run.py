@@ -92,8 +92,9 @@ def _config(file: Path) -> dict[str, Any]:
         values = yaml.safe_load(file.read_text())
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file}: cannot be read as a configuration: {error}") from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        problem = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{file}: cannot be read as a configuration: {problem}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: this is not the configuration of a run")
     return dict(_flat(values))
@@ -120,10 +121,10 @@ def _certificate(file: Path) -> dict[str, Any] | None:
 
 def _starts(file: Path) -> list[dict[str, Any]]:
     try:
-        starts = json.loads(file.read_text())["starts"]
+        starts = [*json.loads(file.read_text())["starts"]]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{file}: this is not the record of a run: {error}") from None
     keep = ("time", "from_step", "host", "world_size", "command", "directory", "versions")
     return [{key: start.get(key) for key in keep} for start in starts if isinstance(start, dict)]
