@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import Any, Protocol
 
 from megatron_gvpo.groups import Group, Prompt
 from megatron_gvpo.servers.request import derived_seed
+
+log = logging.getLogger(__name__)
 
 
 class Order(Protocol):
@@ -70,6 +73,12 @@ class BatchQueue[Pending]:
         return self._pending[0][0] if self._pending else self._order.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if count := len(state.get("in_progress", ())):
+            log.warning(
+                "%d prompts were in progress in the run that saved this, and are not sampled again: "
+                "rollout.over_sampling_prompts is 0 now",
+                count,
+            )
         self._order.load_state_dict(state)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_gvpo.data.order import PromptOrder
 from megatron_gvpo.groups import Group, Prompt
-from megatron_gvpo.sampling.batch_queues import OverSampledQueue
+from megatron_gvpo.sampling.batch_queues import BatchQueue, OverSampledQueue
 
 PROMPTS = [Prompt(str(i), (1,), "") for i in range(40)]
 SIZE = 8
@@ -109,3 +109,10 @@ def test_a_resumed_run_asks_again_for_what_was_in_progress():
     again = [(r.prompt.id, r.seed) for r in second.asked]
     assert again[:4] == waiting
     assert again[4:] == [(r.prompt.id, r.seed) for r in first.asked[12:]]  # then what the first run asks next
+
+
+def test_a_resumed_run_without_over_sampling_says_what_it_loses(caplog: pytest.LogCaptureFixture):
+    server = SimulatedServer(np.random.default_rng(0))
+    queue = BatchQueue(PromptOrder(len(PROMPTS), 0), PROMPTS, server, SIZE)
+    queue.load_state_dict(PromptOrder(len(PROMPTS), 0).state_dict() | {"in_progress": [[3, 7], [5, 8]]})
+    assert "2 prompts were in progress" in caplog.text
