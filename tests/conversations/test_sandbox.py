@@ -132,7 +132,7 @@ def test_a_machine_that_cannot_make_sandboxes_is_refused_at_the_start(
     good: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = ("rollout={conversation: {tools: [python]}, max_tokens: 64}", f"model.path={task / 'model'}")
-    config = load_config([good], own)
+    config = load_config([good], (*own, f"data.train.path={task / 'data' / 'train.jsonl'}"))
     preflight(config, "train", 1)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"tools: python: bubblewrap is not installed: apt-get install"):
