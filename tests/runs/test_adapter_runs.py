@@ -167,7 +167,7 @@ def broken(directory: Path, change: str) -> None:
     ("change", "message"),
     [
         ("nan", "values that are NaN or infinite"),
-        ("integers", "has integers: want floating-point numbers"),
+        ("integers", r"is of torch\.int8: want float32, bfloat16"),
         ("rank", "r=8 in adapter_config.json, and model.adapter.rank=4"),
         ("dora", "use_dora=True in adapter_config.json"),
         ("targets", "set model.adapter.targets="),
