@@ -85,13 +85,7 @@ def run(
     if model.replay is not None:
         model.replay.begin(training=not forward_only)
     offloaded = offloaded_activations(model.chunks, forward_only)
-    iterators, messages = [packs() for _ in model.chunks], {}
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        of_pass = list(packs())  # all at first: their lengths are the shapes of messages between stages
-        messages = planned_messages(
-            model.config, [len(batch.token_t) for batch in of_pass], len(model.chunks)
-        )
-        iterators = [iter(of_pass) for _ in model.chunks]
+    iterators, messages = _schedule_inputs(model, packs())
     with megatron_device(), torch.set_grad_enabled(not forward_only), offloaded:
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -105,6 +99,18 @@ def run(
         )
     drop_leftovers(model)
     return results
+
+
+def _schedule_inputs(
+    model: Model, packs: Iterator[PackedBatch]
+) -> tuple[list[Iterator[PackedBatch]], dict[str, Any]]:
+    """Return the packs for each chunk, and the arguments that describe the messages between stages."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return [packs], {}
+    of_pass = list(packs)  # all at first: their lengths are the shapes of the messages
+    lengths = [len(batch.token_t) for batch in of_pass]
+    messages = planned_messages(model.config, lengths, len(model.chunks))
+    return [iter(of_pass) for _ in model.chunks], messages
 
 
 def loss_factor() -> float:

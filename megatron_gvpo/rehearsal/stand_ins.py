@@ -1,7 +1,7 @@
 """Values that a rehearsal makes up: kernels or other ranks would compute them, and sizes depend on them.
 
-Every expert gets equally many tokens; a neighbour in the pipeline sends what this stage sends; weights that
-no file has are zeros; Triton's autotuner takes its first configuration.
+Every expert gets equally many tokens; weights that no file has are zeros; Triton's autotuner takes its first
+configuration.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def balanced(total: int, experts: int) -> list[int]:
 
 
 def take_first_configuration() -> None:
-    """Have Triton\'s autotuner take its first configuration, instead of compiling and timing all."""
+    """Have Triton's autotuner take its first configuration, instead of compiling and timing all."""
     from triton.runtime.autotuner import Autotuner
 
     run = Autotuner.run
@@ -60,18 +60,18 @@ def _balance_experts() -> None:
 
     def filled(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
         preprocess(self, routing_map)
-        like = routing_map.device
+        device = routing_map.device
         counts = balanced(routing_map.size(0) * self.config.moe_router_topk, self.num_experts)
         own = [counts[i] for i in self.local_expert_indices]
         local, ranks = self.num_local_experts, self.tp_size * self.ep_size
         if self.input_splits is not None:
             sent = [sum(counts[i * local : (i + 1) * local]) for i in range(self.ep_size)]
-            self.input_splits.copy_(_on_device(sent, like))
-            self.output_splits.copy_(_on_device([sum(own)] * self.ep_size, like))
-            self.output_splits_tp.copy_(_on_device([self.ep_size * sum(own)] * self.tp_size, like))
-        if local > 1:  # made anew, because it may share memory with `tokens_e`
-            self.num_global_tokens_per_local_expert = _on_device([own] * ranks, like)
-        return _on_device([n * ranks for n in own], like)
+            self.input_splits.copy_(_on_device(sent, device))
+            self.output_splits.copy_(_on_device([sum(own)] * self.ep_size, device))
+            self.output_splits_tp.copy_(_on_device([self.ep_size * sum(own)] * self.tp_size, device))
+        if local > 1:  # made anew, because it may share memory with what `preprocess` returned
+            self.num_global_tokens_per_local_expert = _on_device([own] * ranks, device)
+        return _on_device([n * ranks for n in own], device)
 
     Dispatcher.preprocess = filled
 
