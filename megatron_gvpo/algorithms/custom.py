@@ -84,8 +84,11 @@ class CustomLoss(Loss):
                 "it does not depend on inputs.logp_r, so nothing would be trained; where there is nothing to "
                 "learn, return 0 * inputs.logp_r.sum()",
             )
-        if not isinstance(metrics, Mapping) or not all(map(_is_metric, metrics.items())):
+        if not isinstance(metrics, Mapping):
             raise refused(*where, f"expected metrics as {{name: number}}, it returned {_shown(metrics)}")
+        if wrong := [item for item in metrics.items() if not _is_metric(item)]:
+            name, value = wrong[0]
+            raise refused(*where, f"expected metrics as {{name: number}}, and {name!r} is {_shown(value)}")
         for name in metrics:
             try:
                 check_name(name, _TAKEN)

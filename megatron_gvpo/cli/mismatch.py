@@ -32,10 +32,11 @@ def run(options: argparse.Namespace) -> int:
 
     The certificate is also written to RUN/mismatch.json, which the report shows.
     """
-    from megatron_gvpo.runs.one_machine import load_run
+    from megatron_gvpo.runs.one_machine import check_model_is_there, load_run
 
     directory: Path = options.run_directory
     config = load_run(directory, options.overrides)
+    check_model_is_there(config)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the judge computes in float64, on the CPU
     certificates: list[Certificate] = []
 

@@ -59,10 +59,13 @@ def run(options: argparse.Namespace) -> int:
 def _replay(directory: Path, config: Config, options: argparse.Namespace) -> list[Finding]:
     from megatron_gvpo.observe.step_records import chosen_step
     from megatron_gvpo.replay.run import replay
+    from megatron_gvpo.runs.one_machine import check_model_is_there
     from megatron_gvpo.runs.record import changed_files
 
     for change in changed_files(directory, config):
         say(f"note: a file is not the one that the run has read: {change}")
+    if not options.without_model:
+        check_model_is_there(config)
     step = chosen_step(directory, options.step)
     first = replay(config, step, not options.without_model, lambda finding: say(line(finding)))
     if first is None:

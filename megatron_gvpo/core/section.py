@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
@@ -25,6 +26,12 @@ def _expand(path: str) -> str:
         raise ValueError("the path is empty; the current directory is `.`")
     if any(ord(letter) < ord(" ") for letter in path):
         raise ValueError("the path has a control character, such as a line break")
+    variable = re.search(r"\$(\{\w+\}|[A-Za-z_]\w*)", path)
+    if variable is not None and not os.path.lexists(path):
+        raise ValueError(
+            f"{variable[0]} is not expanded in a configuration: write the path, or give it on the command "
+            "line, where the shell expands it"
+        )
     path = os.path.expanduser(path)
     if path.startswith("~"):
         raise ValueError(f"there is no user of this name; a directory of that name is ./{path}")

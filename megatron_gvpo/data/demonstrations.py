@@ -48,8 +48,8 @@ class DemonstrationReader:
     def __call__(self, solution: Any) -> SolutionTokens:
         if isinstance(solution, str):
             ids = self._tokens(solution)
-            if not ids:
-                raise DataError("is empty: it has no tokens, so nothing would be learned from it")
+            if not ids or not solution.strip():
+                raise DataError("is empty: it has no tokens, or white space alone; nothing would be learned")
             return SolutionTokens(ended(ids, self._ends), None, [solution])
         self._check(solution)
         if self._template is None:

@@ -20,12 +20,12 @@ from megatron_gvpo.core.real_number import LARGEST, finite_number
 from megatron_gvpo.core.slow_work import slow_work
 from megatron_gvpo.data.demonstrations import DemonstrationReader
 from megatron_gvpo.data.known_forms import as_dataset, recogniser
-from megatron_gvpo.data.prompt_images import PromptImages, as_parts, images_in, is_part, short_names
+from megatron_gvpo.data.prompt_images import MARK, PromptImages, as_parts, images_in, is_part, short_names
 from megatron_gvpo.data.roles import check_roles
 from megatron_gvpo.data.sources import Record, converted, field_of, read_records
 from megatron_gvpo.groups import Chat, Image, Prompt, Scored
 from megatron_gvpo.huggingface.end_tokens import ended
-from megatron_gvpo.huggingface.tokenizer import opened, rendered
+from megatron_gvpo.huggingface.tokenizer import check_writes_content, opened, rendered
 from megatron_gvpo.settings.sections import DataConfig, DatasetConfig
 
 if TYPE_CHECKING:
@@ -74,7 +74,8 @@ def load_prompts(
         if (prompt := reader.read(record, text, ids, pictures)) is not None:
             prompts.append(prompt)
     if not records:
-        raise DataError(f"{dataset.path}: no records")
+        left_out = f" that convert={dataset.convert} does not leave out" if dataset.convert else ""
+        raise DataError(f"{dataset.path}: no records{left_out}")
     if dataset.images_key is not None and not pictured:
         raise DataError(
             f"{dataset.path}: no record has an image in the field {dataset.images_key!r} (images_key): name "
@@ -146,6 +147,11 @@ class _PromptReader:
         if dataset.responses_key is not None:
             responses = self._responses(record, dataset.responses_key, ids)
         fields = record.fields
+        if dataset.images_key is None and MARK in text and (names := {"image", "images"} & fields.keys()):
+            raise DataError(
+                f"{record.where}: the prompt has {MARK}, and no key names the images: the record has the "
+                f"field {min(names)!r}; set images_key={min(names)}, or remove the mark (data.train.convert)"
+            )
         if dataset.images_key is not None:
             fields = short_names(fields, dataset.images_key, pictures)
         return Prompt(record.id, tuple(ids), text, answer, demonstration, fields, responses, pictures, chat)
@@ -368,6 +374,8 @@ class _Renderer:
         self._no_chat = (
             "the tokenizer has no chat template" if data.chat_template else "data.chat_template is false"
         )
+        if self.chat:
+            check_writes_content(tokenizer)
         if self._system and not self.chat:
             raise DataError(f"data.system_prompt needs a chat template, but {self._no_chat}")
 
@@ -393,7 +401,7 @@ class _Renderer:
 
     def _rendered(self, record: Record, prompt: Any, pictures: int) -> str:
         if not self.chat:
-            if isinstance(prompt, list):
+            if isinstance(prompt, list) and prompt and all(map(self._is_message, prompt)):
                 raise DataError(f"{record.where}: the prompt is a list of chat messages, but {self._no_chat}")
             if not isinstance(prompt, str):
                 raise DataError(f"{record.where}: the prompt is not a string but {_shown(prompt)}")

@@ -53,7 +53,7 @@ def converted(record: Record, function: str) -> Record | None:
     """The record as the user's function returns it; None if it leaves the record out. Raises DataError."""
     try:
         fields = load_function(function)(dict(record.fields))
-    except Exception as error:  # user's code may raise anything
+    except (Exception, SystemExit) as error:  # user's code may raise anything
         raise DataError(f"{record.where}: convert={function}: {described(error)}") from None
     if fields is None:
         return None

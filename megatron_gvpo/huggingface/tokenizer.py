@@ -47,6 +47,8 @@ def load_tokenizer(
             f"{key}={path}: the tokenizer there, or its config.json, cannot be read: "
             f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         ) from error
+    if not tokenizer.chat_template and (Path(path) / "chat_template.jinja").is_file():
+        raise DataError(f"{key}={path}: chat_template.jinja there is empty; remove it to train without one")
     return tokenizer
 
 
@@ -112,6 +114,22 @@ def rendered(
         options["strftime_now"] = _date.strftime
     chat = [dict(message) for message in messages]
     return str(tokenizer.apply_chat_template(chat, tokenize=False, **options))
+
+
+def check_writes_content(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises DataError for a chat template that leaves out what the user says: all prompts would be alike.
+
+    A template that refuses the chats of the check is left to the prompts' own.
+    """
+    try:
+        one, other = (rendered(tokenizer, [{"role": "user", "content": text}]) for text in "ab")
+    except Exception:  # a template is a program, and may fail in any way
+        return
+    if one == other:
+        raise DataError(
+            f"model.path={tokenizer.name_or_path}: the chat template does not write the content of messages, "
+            f"so all prompts would be alike, {one[:60]!r}: correct it, or set data.chat_template=false"
+        )
 
 
 def opened(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

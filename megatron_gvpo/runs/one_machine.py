@@ -6,6 +6,7 @@ the trainer's process. Nothing here loads torch: commands refuse a wrong run bef
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,32 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.runs.written import CONFIG
 from megatron_gvpo.settings.config import Config, build_config, load_config
 
+_PATHS = ("path", "convert", "function", "packages", "environment", "program", "tools", "directory")
+
 
 def load_run(output_dir: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration that a run has recorded, of this directory. Raises ConfigError."""
+    """The configuration that a run has recorded, of this directory. Raises ConfigError.
+
+    `overrides`: paths that are others on this machine, and nothing else: the run is as it was.
+    """
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key.rpartition(".")[2] not in _PATHS:
+            raise ConfigError(
+                f"{key}: the run has had its own; only paths may be given, such as model.path=DIR"
+            )
     if not (output_dir / CONFIG).is_file():
         raise ConfigError(f"RUN={output_dir}: there is no {CONFIG}: want the output_dir of a run")
     return load_config([output_dir / CONFIG], [*overrides, f"output_dir={output_dir}"])
+
+
+def check_model_is_there(config: Config) -> None:
+    """Raises ConfigError if the run's model is not at its path on this machine."""
+    if not os.path.isfile(os.path.join(config.model.path, "config.json")):
+        raise ConfigError(
+            f"model.path={config.model.path}: the run's model is not there; give its place on this machine, "
+            "model.path=DIR"
+        )
 
 
 def on_one_rank(config: Config) -> Config:

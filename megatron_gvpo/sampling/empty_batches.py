@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from megatron_gvpo.types import TrainBatch
 
 SHAPED = "shaped"  # batches whose groups are all removed by shapers
+SKIPPED = "skipped"  # batches whose updates are all skipped
 
 
 class EmptyBatches:
     """Warns of the first batch of each kind that teaches nothing; too many in a row end the run.
 
     A batch teaches nothing where shapers leave none of its groups, where the loss has no signal in any group,
-    or where a component of the reward failed for every response. Every rank has the same groups, so all come
-    to the same result.
+    where a component of the reward failed for every response, or where no update had a finite gradient. Every
+    rank has the same groups, so all come to the same result.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class EmptyBatches:
         has_signal = any(self._taught or self._loss.has_signal(rows) for rows in mini_batches)
         if not has_signal:
             problems["signal"] = lambda: self._no_signal(rollouts, mini_batches)
-        warnings = self._count(step, problems, self._in_a_row.keys() - {SHAPED})
+        warnings = self._count(step, problems, self._in_a_row.keys() - {SHAPED, SKIPPED})
         cut = bool(sampled) and all(rollout.finish_reason == "length" for rollout in sampled)
         if cut and self._first("cut"):
             limit = f"rollout.max_tokens={self._max_tokens}"
@@ -83,6 +84,24 @@ class EmptyBatches:
             )
 
         return self._count(step, {} if remaining else {SHAPED: sentence}, {SHAPED})
+
+    def check_updates(self, step: int, are_skipped: Sequence[bool]) -> list[str]:
+        """Returns warnings about updates that were skipped. Raises RolloutError at the limit.
+
+        `are_skipped`: for each update of the step.
+        """
+
+        def sentence() -> str:
+            return (
+                f"the gradient was not finite in {sum(are_skipped)} of {len(are_skipped)} updates, which "
+                "left the weights as they were (train/skipped): the loss or the weights gave NaN or infinity"
+            )
+
+        is_empty = bool(are_skipped) and all(are_skipped)
+        warnings = self._count(step, {SKIPPED: sentence} if is_empty else {}, {SKIPPED})
+        if any(are_skipped) and not is_empty and self._first("some skipped"):
+            warnings.append(f"step {step}: {sentence()}")
+        return warnings
 
     def _count(self, step: int, problems: Mapping[str, Callable[[], str]], looked_for: Set[str]) -> list[str]:
         """Count the kinds found in a batch, and reset those that were checked and not found."""

@@ -12,6 +12,8 @@ from pydantic import (
     JsonValue,
     NonNegativeInt,
     PositiveInt,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
@@ -189,6 +191,15 @@ class SamplingConfig(Section):
     # text belongs to the response, and is trained.
     stop: Annotated[tuple[StopString, ...], Field(max_length=32)] = ()
 
+    @field_validator("temperature", "top_k", mode="before")
+    @classmethod
+    def _as_engines_say(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.field_name == "top_k" and value in (0, -1):
+            raise ValueError("all tokens are null here, not 0 or -1 as in some engines")
+        if info.field_name == "temperature" and value == 0 and not isinstance(value, bool):
+            raise ValueError("0 is greedy in some engines; the lowest here is 0.01, which is nearly so")
+        return value
+
     def stops(self, end_token_ids: Sequence[int]) -> tuple[int, ...]:
         """All tokens that end a response: the policy's `end_token_ids`, and those of the configuration."""
         return tuple(dict.fromkeys((*end_token_ids, *self.stop_token_ids)))
@@ -291,7 +302,8 @@ class TrainConfig(Section):
     # Prompt and response tokens that a rank computes at once. It bounds memory and does not change gradients.
     max_tokens_per_micro_batch: PositiveInt = 8192
     # End the run after this many batches in a row that teach nothing: algorithm.shapers drop every group, no
-    # group has a signal for the loss (all its rewards are equal), or a reward fails for every response.
+    # group has a signal for the loss (all its rewards are equal), a reward fails for every response, or no
+    # update has a finite gradient.
     max_empty_batches: PositiveInt = 20
     # Compute a prompt once for all responses to it in a micro-batch. `auto`: on a CPU, where model and layout
     # allow it; the run says so, or why not.

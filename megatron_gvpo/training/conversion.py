@@ -14,6 +14,7 @@ import torch
 
 from megatron_gvpo.checks.preflight import preflight_on_ranks
 from megatron_gvpo.core.errors import CheckpointError, ConfigError
+from megatron_gvpo.core.json_files import read_json_object
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.huggingface.trainable_models import check_trainable
@@ -30,6 +31,11 @@ from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.parallel import ParallelConfig
 from megatron_gvpo.settings.sections import ModelConfig
 
+_SOURCE_CONFIG = "source_config.json"  # in a Megatron directory: the config.json of the model it was made of
+_NOT_OF_THE_WEIGHTS = {  # keys of config.json
+    *("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+}
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "generation_*")
 _PROCESSOR = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 
@@ -44,6 +50,9 @@ def to_megatron(source: Path, target: Path) -> None:
     run_on_rank_0(f"cannot write {target}", lambda: target.mkdir(parents=True, exist_ok=True))
     with parallel.megatron_device():
         save_shards(f"cannot write {target}", lambda: weights_state(model), target, Writer())
+    run_on_rank_0(
+        f"cannot write {target}", lambda: shutil.copy(source / "config.json", target / _SOURCE_CONFIG)
+    )
 
 
 def to_hugging_face(source: Path, target: Path, like: Path) -> None:
@@ -53,6 +62,7 @@ def to_hugging_face(source: Path, target: Path, like: Path) -> None:
     Raises ConfigError, also where `target` is not empty, and CheckpointError.
     """
     check_empty(target, f"TARGET={target}")
+    _check_like(source, like)
     model = _build(like, "--like")
     _read(model, source, f"cannot read {source} as weights of {like}")
     run_on_all_ranks(f"cannot write {target}", lambda: model.save_hf(target))
@@ -63,6 +73,23 @@ def to_hugging_face(source: Path, target: Path, like: Path) -> None:
                 shutil.copy(file, target)
 
     run_on_rank_0(f"cannot write {target}", copy)
+
+
+def _check_like(source: Path, like: Path) -> None:
+    """Raises ConfigError if `source` was converted from a model with another config.json.
+
+    Weights of another vocabulary fit, because the rows are padded, and a value such as rope_theta has no
+    weight at all.
+    """
+    if not (file := source / _SOURCE_CONFIG).is_file():
+        return  # a run's checkpoint
+    own, other = read_json_object(file), ModelCard.read(like, "--like").in_file
+    for key in sorted((own.keys() & other.keys()) - _NOT_OF_THE_WEIGHTS):
+        if own[key] != other[key]:
+            raise ConfigError(
+                f"--like={like}: {key}={other[key]} in config.json, and SOURCE={source} was converted from a "
+                f"model with {own[key]}"
+            )
 
 
 def checkpoint_to_hugging_face(

@@ -142,6 +142,7 @@ class Trainer:
         self._notify_responses(step, groups, mini_batches, results)
         metrics |= self._update_metrics(step, results)
         self._complete_step(step, metrics)
+        self._warn(*self.components.empty_batches.check_updates(step, [r.update.skipped for r in results]))
         self._push(step)
         metrics |= self._step_metrics(groups, time.perf_counter() - begin)
 

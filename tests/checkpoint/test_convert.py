@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +105,15 @@ def test_a_target_that_cannot_be_written_is_one_line(
 def test_sources_with_impossible_names_are_one_line(models: Path, tmp_path: Path, capsys) -> None:
     assert main(["convert", "x" * 5000, str(tmp_path / "a")]) == 2
     assert "File name too long" in capsys.readouterr().err
+
+
+def test_like_another_model_of_the_same_shapes(models: Path, tmp_path: Path, capsys) -> None:
+    """Fails on the old code, which wrote padding as the rows of tokens that the model has never had."""
+    there, like = tmp_path / "megatron", tmp_path / "like"
+    assert main(["convert", str(models / "tied"), str(there)]) == 0
+    shutil.copytree(models / "tied", like)
+    values = json.loads((like / "config.json").read_text())
+    values |= {"vocab_size": values["vocab_size"] + 1, "transformers_version": "another"}
+    (like / "config.json").write_text(json.dumps(values))
+    assert main(["convert", str(there), str(tmp_path / "back"), "--like", str(like)]) == 2
+    assert "vocab_size=" in capsys.readouterr().err and not (tmp_path / "back").exists()

@@ -180,6 +180,17 @@ ASK = {"prompt": "?", "answer": "x"}
         ([ASK | {"prompt": 7}], {}, "line 1: the prompt is not a string but int 7"),
         ([ASK | {"prompt": ""}], {}, "line 1: the prompt is empty: it has no tokens"),
         ([ASK | {"solution": ""}], {"demonstration_key": "solution"}, "line 1: the demonstration (field 'so"),
+        (
+            [ASK | {"solution": " \n"}],
+            {"demonstration_key": "solution"},
+            "or white space alone",
+        ),
+        (
+            [ASK | {"prompt": "<image>?", "images": ["a.png"]}],
+            {},
+            "line 1: the prompt has <image>, and no key names the images: the record has the field 'images'",
+        ),
+        ([ASK | {"prompt": ["1", "2"]}], {}, "line 1: the prompt is not a string but list ['1', '2']"),
         ([ASK, '{"prompt": "1", "prompt": "2", "answer": "x"}'], {}, "line 2: field 'prompt' is given twice"),
         ([ASK | {"note": {}}, '{"prompt": "1", "n": {"a": 1, "a": 2}}'], {}, "line 2: field 'a' is given tw"),
         ([ASK, '{"prompt": "1", "answer": NaN}'], {}, "line 2: not valid JSON: NaN is not a number"),
@@ -292,6 +303,13 @@ def test_a_chat_template_that_fails(tmp_path: Path, chat_tokenizer: Any) -> None
         load(jsonl(tmp_path / "a.jsonl", ASK), chat_tokenizer)
 
 
+def test_a_chat_template_that_leaves_out_what_is_said(tmp_path: Path, chat_tokenizer: Any) -> None:
+    """Fails on the old code: every prompt became the same text, and the run trained on it."""
+    chat_tokenizer.chat_template = "{% for message in messages %}<{{ message.role }}>{% endfor %}"
+    with pytest.raises(DataError, match=r"the chat template does not write the content .*'<user>'"):
+        load(jsonl(tmp_path / "a.jsonl", ASK), chat_tokenizer)
+
+
 def test_a_prompt_with_more_text_is_written_like_the_others(
     tmp_path: Path, tokenizer: Any, chat_tokenizer: Any
 ) -> None:
@@ -356,6 +374,9 @@ def test_the_tokenizer_must_know_an_end(tmp_path: Path, tokenizer: PreTrainedTok
         load_tokenizer(str(tmp_path))
     tokenizer.save_pretrained(tmp_path)
     assert end_token_id(load_tokenizer(str(tmp_path))) == END
+    (tmp_path / "chat_template.jinja").touch()
+    with pytest.raises(DataError, match=r"chat_template.jinja there is empty"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_every_epoch_visits_every_prompt_once_in_an_order_of_its_own() -> None:

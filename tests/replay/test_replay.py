@@ -21,7 +21,7 @@ from helpers.tiny_run import StopAfter, configure, fit
 from megatron_gvpo import cli
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.core.errors import DataError
-from megatron_gvpo.core.user_functions import load_function
+from megatron_gvpo.core.user_functions import forget_functions
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.megatron.optimizer import Optimizer
 from megatron_gvpo.megatron.policy import Policy
@@ -516,7 +516,7 @@ def test_files_that_have_changed_are_named_with_what_they_change(task: Path, tmp
     reward = own / "reward.py"
     reward.write_text(reward.read_text().replace("return rollout.token_ids[0] % 2", "return variety / 2 #"))
     reward.write_text(reward.read_text().replace(" if coarse else variety", ""))
-    load_function.cache_clear()
+    forget_functions()
     first, _ = findings_of(out, with_model=False)
     assert first is not None and (first.component, first.response) == ("rewards", 0)
     assert "component variety: " in first.text
@@ -576,6 +576,11 @@ def test_the_command_says_what_it_found(sound: Path, tmp_path: Path, capsys: pyt
     assert "want the output_dir of a run" in capsys.readouterr().err
     assert cli.main(["replay", str(sound), "--step", "9"]) == 2
     assert "no record of step 9" in capsys.readouterr().err
+    for command in ("replay", "mismatch"):
+        assert cli.main([command, str(sound), "model.path=/none"]) == 2
+        assert "the run's model is not there; give its place" in capsys.readouterr().err
+        assert cli.main([command, str(sound), "rollout.n=3"]) == 2
+        assert "rollout.n: the run has had its own; only paths may be given" in capsys.readouterr().err
 
 
 def test_a_step_with_a_secret_is_not_recorded(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -95,6 +95,21 @@ def test_a_resumed_run_goes_on_counting(good):
     check(mended, 3, EQUAL)
 
 
+def test_updates_that_are_all_skipped_end_the_run(good):
+    """Fails on the old code, which trained to the end without changing a weight, and said nothing."""
+    watching = watch(good)
+    [warning] = watching.check_updates(1, [True, False])
+    assert warning.startswith("step 1: the gradient was not finite in 1 of 2 updates")
+    assert watching.check_updates(2, [True, False]) == []  # said once
+    [warning] = watching.check_updates(3, [True, True])
+    assert "not finite in 2 of 2 updates" in warning and "after 3 such batches in a row" in warning
+    assert check(watching, 4, [group(1, 0)]) == []  # a batch with signal, whose updates are skipped
+    assert watching.check_updates(4, [True, True]) == watching.check_updates(5, [False, True]) == []
+    assert watching.check_updates(6, [True]) == watching.check_updates(7, [True]) == []
+    with pytest.raises(RolloutError, match=r"step 8: the gradient was not finite .* for 3 batches in a row"):
+        watching.check_updates(8, [True])
+
+
 def test_shapers_that_leave_nothing_end_the_run(good):
     """A draw of which they leave something starts the count again, and is not yet a batch with signal."""
     watching = watch(good)

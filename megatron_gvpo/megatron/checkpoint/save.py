@@ -180,6 +180,9 @@ def _sync(path: Path) -> None:
 
 def _remove(checkpoint: Path) -> None:
     """Remove a checkpoint. It is renamed first, so that no complete name ever lacks files."""
+    if checkpoint.is_symlink():  # the files belong to whoever put them elsewhere
+        checkpoint.unlink()
+        return
     partial = checkpoint.with_suffix(PARTIAL)
     if partial != checkpoint:
         shutil.rmtree(partial, ignore_errors=True)
