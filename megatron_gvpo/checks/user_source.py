@@ -8,6 +8,8 @@ the same arguments and an empty body.
 from __future__ import annotations
 
 import ast
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,14 @@ def check_source(spec: str) -> Any:
     """
     source, name = spec_parts(spec)
     if not source.endswith(".py"):
+        if _is_missing(source.partition(".")[0], Path()):
+            raise ValueError(f"importing {source} failed: there is no module {source.partition('.')[0]}")
         return None
     try:
         tree = ast.parse(Path(source).read_bytes(), source)
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"importing {source} failed: {type(error).__name__}: {error}") from None
+    _check_imports(tree, source)
     names = _names(tree)
     if names is None:
         return None
@@ -43,6 +48,38 @@ def check_source(spec: str) -> Any:
     module = ast.fix_missing_locations(ast.Module([stub], []))
     exec(compile(module, source, "exec"), {"__name__": source, "object": object}, made)
     return made[name]
+
+
+def _check_imports(tree: ast.Module, source: str) -> None:
+    """Raises ValueError for a module that the file imports, come what may, and that is not installed."""
+    if any(isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path" for node in ast.walk(tree)):
+        return  # the file may say where its modules are
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            raise ValueError(
+                f"importing {source} failed: line {node.lineno}: a relative import, and the file is not in a "
+                "package"
+            )
+        imported = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if isinstance(node, ast.Import):
+            imported = [alias.name for alias in node.names]
+        for module in (name.partition(".")[0] for name in imported):
+            if _is_missing(module, Path(source).parent):
+                raise ValueError(
+                    f"importing {source} failed: line {node.lineno}: there is no module {module!r}; install "
+                    "its package in the run's environment"
+                )
+
+
+def _is_missing(module: str, directory: Path) -> bool:
+    """True if no import could find the module: one beside the file, or here, is not missing."""
+    places = (directory, Path())
+    if any((place / module).is_dir() or (place / f"{module}.py").is_file() for place in places):
+        return False
+    try:
+        return module not in sys.modules and find_spec(module) is None
+    except (ImportError, ValueError):
+        return False
 
 
 def _names(tree: ast.Module) -> dict[str, ast.AST] | None:

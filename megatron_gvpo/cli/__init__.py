@@ -73,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     open_standard_streams()
     try:
+        _check_interpreter()
         with outliving_terminal(must_be_complete=True):
             options = parse(list(sys.argv[1:] if arguments is None else arguments))
             code: int = options.run(options)
@@ -89,6 +90,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def _check_interpreter() -> None:
+    """Raises ConfigError for options of Python under which the libraries cannot be imported."""
+    if sys.flags.optimize >= 2:
+        raise ConfigError("PYTHONOPTIMIZE=2 (python -OO) removes docstrings, which libraries need: unset it")
+    if any(re.fullmatch("error:*", option) for option in sys.warnoptions):
+        raise ConfigError(
+            "PYTHONWARNINGS=error (python -W error): libraries warn when they are imported, and would fail: "
+            "unset it, or name a category, as in error::RuntimeWarning"
+        )
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The options of a command line; `command_line` among them holds the arguments themselves.
 
@@ -97,10 +109,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments, argparse.Namespace(command_line=arguments))
     if rest and ("config" not in options or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{_as_settings(rest)}")
     if rest:
         options.config += rest
     return options
+
+
+def _as_settings(words: list[str]) -> str:
+    """Continues the error for settings that are written as options, such as `--optimizer.lr=1e-5`."""
+    settings = [word.lstrip("-") for word in words if re.match(r"--[a-z]\w*(\.\w+)*=", word)]
+    return f"; a setting has no dashes: {' '.join(settings)}" if settings else ""
 
 
 class _Version(argparse.Action):
@@ -126,6 +144,8 @@ class _Parser(argparse.ArgumentParser):
             option, value = match.groups()
             forms = [form for form in self._option_string_actions if form.partition("=")[0] == option]
             message = f"argument {option}: {value} is not a value of it; there is {' and '.join(forms)}"
+        if match := re.fullmatch(r"argument (--sbatch): expected one argument", message):
+            message += f"; an option of sbatch comes after a sign of equality: {match[1]}=--time=1:00:00"
         super().error(message)
 
 

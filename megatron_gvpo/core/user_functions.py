@@ -82,6 +82,8 @@ def load_function(spec: str) -> Callable[..., Any]:
         return load_function(now)
     try:
         module = _load_file(source) if source.endswith(".py") else importlib.import_module(source)
+    except SystemExit as error:  # such as a script without `if __name__ == "__main__"`
+        raise ValueError(f"importing {source} ended the program (sys.exit, {described(error)})") from error
     except Exception as error:
         raise ValueError(f"importing {source} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
@@ -122,7 +124,7 @@ def call_function(where: str, spec: str, *arguments: Any, **options: Any) -> Any
     """The value that the function returns. `where` is the configuration's key. Raises UserFunctionError."""
     try:
         return load_function(spec)(*arguments, **options)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if type(error).__module__.startswith(__package__.partition(".")[0] + "."):
             raise
         raise UserFunctionError(f"{where}={spec}: {described(error)}") from error
@@ -153,6 +155,13 @@ def described(error: BaseException) -> str:
     return f"{text} ({os.path.basename(frame.filename)}, line {frame.lineno})"
 
 
+def forget_functions() -> None:
+    """Let users' files be read again: a notebook's next run may have other ones."""
+    load_function.cache_clear()
+    _load_file.cache_clear()
+
+
+@cache  # once for all functions of a file, as Python imports a module: they share its state
 def _load_file(source: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"user_{Path(source).stem}", source)
     assert spec is not None and spec.loader is not None  # always true for a name that ends with .py

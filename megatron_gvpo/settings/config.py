@@ -18,7 +18,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.plain_values import check_plain, cut
 from megatron_gvpo.core.secrets import literal_secrets, resolve
 from megatron_gvpo.core.section import LocalPath, Section
-from megatron_gvpo.core.user_functions import load_function
+from megatron_gvpo.core.user_functions import forget_functions
 from megatron_gvpo.core.yaml_files import parse_value, read_yaml
 from megatron_gvpo.settings.explain import explain
 from megatron_gvpo.settings.parallel import ParallelConfig
@@ -120,7 +120,7 @@ def load_config(files: Sequence[str | Path], overrides: Iterable[str] = ()) -> C
 
 def build_config(values: Mapping[str, Any]) -> Config:
     """Validate a nested mapping. Raises ConfigError."""
-    load_function.cache_clear()  # a notebook's next run reads the user's file again
+    forget_functions()  # a notebook's next run reads the user's file again
     try:
         config = Config.model_validate(values)
         check_plain(values)  # comes second: the sections say more precisely what is wrong

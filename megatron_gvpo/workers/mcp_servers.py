@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,32 @@ START = 60.0  # seconds that a server has to start and to list its tools
 _CONNECT = 5.0  # seconds that a connection may take; a step has more
 _MOST_TOOLS = 1000
 _NAME = re.compile(r"[\w./:-]{1,128}")  # of a tool, as the protocol recommends
+
+
+class _Strays(logging.Filter):
+    """One line in place of a traceback for a line that a server's program prints among its messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        from pydantic import ValidationError
+
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, ValidationError):
+            return True
+        line = repr(error.errors(include_url=False)[0].get("input"))[:100]
+        record.msg = (
+            "an MCP server's program printed %s on its standard output, where the protocol's messages are: "
+            "print to standard error there"
+        )
+        record.args, record.exc_info = (line,), None
+        is_first, self.first = not self.first, self.first or line
+        return is_first
+
+
+_STRAYS = _Strays()
 
 
 class ServerFailed(Exception):  # noqa: N818 - it is not a fault of this program
@@ -97,7 +124,7 @@ class McpServer:
             self._drop(session)
             problem = _problem(error)
             if self._settings["url"] is None and problem.endswith("Connection closed"):
-                problem += ": its program ended before it answered; look at what it printed"
+                problem += f": its program ended before it answered; look at what it printed{_printed()}"
             raise ServerFailed(f"{self}: {problem}") from None
 
     def _drop(self, session: _Session) -> None:
@@ -160,6 +187,8 @@ async def _connect(settings: Mapping[str, Any], stack: AsyncExitStack) -> Client
     transport: Any
     if settings["url"] is None:
         program, *arguments = settings["command"]
+        _STRAYS.first = ""
+        logging.getLogger("mcp.client.stdio").addFilter(_STRAYS)
         parameters = StdioServerParameters(command=program, args=arguments, env=dict(settings["env"]))
         transport = stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr)
     else:
@@ -209,11 +238,16 @@ def _text(result: CallToolResult) -> str:
     return "\n".join(parts)
 
 
+def _printed() -> str:
+    line = _STRAYS.first
+    return f"; it printed {line} on its standard output, which is for messages" if line else ""
+
+
 def _problem(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):
-        return f"it did not start in {START:g} seconds"
+        return f"it did not start in {START:g} seconds{_printed()}"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 

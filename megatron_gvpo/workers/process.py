@@ -62,7 +62,8 @@ class WorkerProcess:
         self._leash: int | None = leash
         output, output_of_worker = os.pipe()
         self.output = Output(output, printout)
-        reaper = [sys.executable, "-u", "-m", "megatron_gvpo.workers.reaper"]
+        # -P: the current directory is not the first in which the process looks for modules (see `work`).
+        reaper = [sys.executable, "-P", "-u", "-m", "megatron_gvpo.workers.reaper"]
         try:
             self._process = subprocess.Popen(
                 [*reaper, str(channel_of_worker.fileno()), str(end), f"megatron_gvpo.workers.{handler}"],

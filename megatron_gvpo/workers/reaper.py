@@ -39,7 +39,9 @@ def main() -> NoReturn:
         os.setsid()  # a function that kills its process group does not kill the reaper
         die_with_parent(reaper)
         _be_first_to_die()
-        import_module("megatron_gvpo.workers.worker").work(channel, sys.argv[3])
+        handler = sys.argv[3]
+        del sys.argv[1:]  # a user's file that reads arguments gets none
+        import_module("megatron_gvpo.workers.worker").work(channel, handler)
         os._exit(0)  # without waiting for the threads of the functions
     os.close(channel)
     code = _follow(worker, leash, trainer)

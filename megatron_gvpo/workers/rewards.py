@@ -29,6 +29,8 @@ from megatron_gvpo.workers.messages import (
 from megatron_gvpo.workers.worker import Worker
 
 Reward = Callable[..., Any]
+# Parameters of other trainers' rewards, whose functions get all responses, or a text, and not two objects.
+_FOREIGN = {"completions": "TRL's", "completion": "TRL's", "solution_str": "verl's", "data_source": "verl's"}
 
 
 def load(spec: str, options: Mapping[str, Any]) -> Reward:
@@ -40,6 +42,12 @@ def load(spec: str, options: Mapping[str, Any]) -> Reward:
 
 def check_reward(function: Reward, options: Mapping[str, Any]) -> None:
     """Raises ValueError for a function that cannot be called as a reward with these options."""
+    for name in inspect.signature(function).parameters:
+        if (form := _FOREIGN.get(name)) is not None and name not in options:
+            raise ValueError(
+                f"its argument {name} is that of {form} rewards; here a reward is "
+                "f(prompt, rollout, **options) and returns a number (docs/howto/migrate.md)"
+            )
     check_call(function, "f(prompt, rollout, **options)", 2, dict(options))
 
 

@@ -49,7 +49,8 @@ def work(channel: int, handler: str) -> None:
         load = worker.receive()
         if not isinstance(load, Load):
             raise WireError("the first order is not Load")
-        sys.path += [entry for entry in load.path if entry not in sys.path]
+        # The current directory comes last: a user's random.py there does not hide Python's own.
+        sys.path += [entry for entry in (*load.path, os.getcwd()) if entry not in sys.path]
         hold(load.files)
         module = import_module(handler)
         functions: list[Callable[..., Any]] = []

@@ -15,7 +15,7 @@ from megatron_gvpo.algorithms.base import Loss
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.custom import CustomMember
 from megatron_gvpo.algorithms.registry import choice
-from megatron_gvpo.core.user_functions import load_function
+from megatron_gvpo.core.user_functions import forget_functions
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.types import BatchTotals, Rows, Totals, TrainBatch
@@ -137,7 +137,7 @@ def test_a_block_of_the_package_is_one_file_in_its_folder(tmp_path, monkeypatch)
 
 def test_former_names_work_for_one_more_release():
     assert (Rows, Totals) == (TrainBatch, BatchTotals)
-    load_function.cache_clear()
+    forget_functions()
     former = "megatron_gvpo.algorithms.judged:unigram_overlap"
     with pytest.warns(FutureWarning, match="is now megatron_gvpo.algorithms.shapers.judged:unigram"):
         block = AlgorithmConfig.model_validate(

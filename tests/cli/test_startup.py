@@ -114,3 +114,24 @@ def test_an_output_that_ends_or_is_full(output: str, code: int, said: str) -> No
     script = f"set -o pipefail; {sys.executable} -m megatron_gvpo runs tests {output}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == code and done.stderr.startswith(said) and done.stderr.count("\n") == code
+
+
+def test_options_of_python_under_which_libraries_fail_are_named() -> None:
+    for words, problem in (
+        (["-OO"], "removes docstrings"),
+        (["-W", "error"], "libraries warn when they are imp"),
+    ):
+        command = [sys.executable, *words, "-m", "megatron_gvpo", "recipes"]
+        done = subprocess.run(command, text=True, timeout=300, capture_output=True)
+        assert done.returncode == 2 and done.stderr.startswith("error: PYTHON") and problem in done.stderr
+
+
+def test_files_beside_the_user_do_not_hide_modules(tmp_path: Path) -> None:
+    """Fails on the old code, which imported a user's random.py in place of Python's own."""
+    for name in ("random", "types", "json", "yaml", "datasets", "utils"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "torch").mkdir()
+    command = [sys.executable, "-m", "megatron_gvpo", "keys", "lr"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, timeout=300, capture_output=True)
+    assert done.returncode == 0 and "optimizer.lr" in done.stdout, done.stderr

@@ -284,6 +284,18 @@ def test_schemas_reach_the_template_and_names_are_unique(program: Path) -> None:
         tool_schemas([], [ends])
 
 
+def test_what_a_server_prints_among_its_messages_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Fails on the old code, which showed a traceback of the package, and no reason for the end."""
+    program = [sys.executable, "-c", "print('starting')"]
+    server = {"command": program, "url": None, "env": {}, "headers": {}}
+    with pytest.raises(
+        ValueError, match=r"its program ended .*; it printed 'starting' on its standard output"
+    ):
+        tool_schemas([], [server])
+    [record] = caplog.records
+    assert record.exc_info is None and "print to standard error there" in record.getMessage()
+
+
 # Answers with a list of tools that it is told: `{"tools": [...], "nextCursor": ...}`.
 LIAR = """
 import json, sys

@@ -99,7 +99,7 @@ def test_json_is_json(block: Block):
 @pytest.fixture
 def quickstart(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory like the repository after the quickstart, with the tiny task, and the current one."""
-    from megatron_gvpo.core.user_functions import load_function
+    from megatron_gvpo.core.user_functions import forget_functions
     from megatron_gvpo.megatron import parallel
 
     for name in ("examples", "benchmarks", "docs"):
@@ -115,9 +115,9 @@ def quickstart(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     }.items():
         (runs / link).symlink_to(task / target)
     monkeypatch.chdir(tmp_path)
-    load_function.cache_clear()  # names are relative to the current directory
+    forget_functions()  # names are relative to the current directory
     yield tmp_path
-    load_function.cache_clear()
+    forget_functions()
     parallel.shut_down()  # a Trainer from Python leaves its process group up
 
 

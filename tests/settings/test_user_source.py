@@ -15,7 +15,7 @@ from megatron_gvpo.core.errors import ConfigError
 # Importing it fails: nothing of it may run.
 SOURCE = """
 import os.path as place
-from elsewhere import found as other
+from operator import pos as other
 
 class Half:
     "It lacks a method."
@@ -122,3 +122,48 @@ def test_what_only_running_it_can_tell_is_not_refused(file: Path, tmp_path: Path
     for text in ("from os import *", "globals()['x'] = 1", "def __getattr__(name): pass"):
         (tmp_path / "dynamic.py").write_text(text)
         assert check_source(f"{tmp_path}/dynamic.py:anything") is None
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("import json\nimport no_such_module.part\n", "line 2: there is no module 'no_such_module'"),
+        ("from no_such_module import part\n", "line 1: there is no module 'no_such_module'"),
+        ("from . import part\n", "line 1: a relative import, and the file is not in a package"),
+        ("import beside\nimport json, os.path\n", None),
+        ("try:\n    import no_such_module\nexcept ImportError:\n    pass\n", None),
+        ("import sys\nsys.path.append('/elsewhere')\nimport no_such_module\n", None),
+    ],
+)
+def test_modules_that_a_file_imports_are_looked_for(source: str, problem: str | None, tmp_path: Path) -> None:
+    """Otherwise the run would load its model first, and then fail in the workers."""
+    (tmp_path / "beside.py").touch()
+    file = tmp_path / "mine.py"
+    file.write_text(source + "def score(prompt, rollout): pass\n")
+    if problem is None:
+        check_source(f"{file}:score")
+        return
+    with pytest.raises(ValueError, match=rf"importing {file} failed: {problem}"):
+        check_source(f"{file}:score")
+
+
+def test_a_module_that_is_not_installed() -> None:
+    with pytest.raises(ValueError, match=r"importing no_such\.part failed: there is no module no_such"):
+        check_source("no_such.part:score")
+    assert check_source("operator:pos") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "form"),
+    [
+        ("completions, **kwargs", "TRL's"),
+        ("prompts, completions, **kwargs", "TRL's"),
+        ("solution_str, answer", "verl's"),
+    ],
+)
+def test_rewards_of_other_trainers_are_named(arguments: str, form: str, task: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"def score({arguments}): pass\n")
+    component = json.dumps([{"name": "mine", "function": f"{file}:score"}])
+    with pytest.raises(ConfigError, match=rf"that of {form} rewards; .*docs/howto/migrate.md"):
+        preflight(configure(task, tmp_path / "out", f"rewards.components={component}"), "train", 1)
