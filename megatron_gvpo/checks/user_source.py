@@ -73,8 +73,8 @@ def _check_imports(tree: ast.Module, source: str) -> None:
 
 def _is_missing(module: str, directory: Path) -> bool:
     """True if no import could find the module: one beside the file, or here, is not missing."""
-    places = (directory, Path())
-    if any((place / module).is_dir() or (place / f"{module}.py").is_file() for place in places):
+    directories = (directory, Path())
+    if any((d / module).is_dir() or (d / f"{module}.py").is_file() for d in directories):
         return False
     try:
         return module not in sys.modules and find_spec(module) is None

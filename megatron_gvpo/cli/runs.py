@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_gvpo.runs.listing import RunSummary
 
 
-MOST_KEYS, LONGEST_VALUE = 4, 24  # columns of keys, and characters of a value
+MOST_KEYS, MOST_NAMES, LONGEST_VALUE = 4, 12, 24  # columns of keys, further names, characters of a value
 
 
 def add_parser(commands: Any) -> None:
@@ -76,7 +76,8 @@ def _table(runs: list[RunSummary], columns: dict[str, list[Any]], options: argpa
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     if more := list(columns)[MOST_KEYS:]:
-        lines.append(f"{len(more)} more keys differ: {', '.join(more)}; report RUN RUN ... shows all")
+        names = ", ".join(more[:MOST_NAMES]) + (", ..." if len(more) > MOST_NAMES else "")
+        lines.append(f"{len(more)} more keys differ: {names}; report RUN RUN ... shows all")
     return "\n".join(lines)
 
 

@@ -48,7 +48,7 @@ def _problem(value: Any) -> str | None:
         if "\0" in value:
             return "the text has a NUL character"
         if not _is_utf8(value):
-            return "the text is not UTF-8"
+            return "the text is not UTF-8, or the locale is not: try LC_ALL=C.UTF-8"
     elif isinstance(value, int):
         if abs(value) >= 2**63:
             return "more than 64 bits for one number"

@@ -12,6 +12,15 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.plain_values import check_plain
 
 LARGEST_FILE = 2**20  # bytes of a configuration
+# Files that users give in place of a configuration, by suffix.
+_OTHER_FILES = {
+    ".py": "Python",
+    ".ipynb": "a notebook",
+    ".sh": "a shell script",
+    ".jsonl": "data, which data.train.path names",
+    ".parquet": "data, which data.train.path names",
+    ".safetensors": "weights, whose directory model.path names",
+}
 
 
 class Loader(yaml.SafeLoader):
@@ -56,6 +65,8 @@ def read_yaml(file: Path) -> dict[str, Any]:
     try:
         if not file.is_file():
             raise ConfigError(f"{file}: {_not_a_file(file)}")
+        if (kind := _OTHER_FILES.get(file.suffix)) is not None:
+            raise ConfigError(f"{file}: it is {kind}; a configuration is a YAML file, such as run.yaml")
         if file.stat().st_size > LARGEST_FILE:
             raise ConfigError(f"{file}: longer than 1 MiB, the limit for a configuration")
         values = _parse(file.read_bytes())
@@ -76,6 +87,10 @@ def read_yaml(file: Path) -> dict[str, Any]:
 def _not_a_file(file: Path) -> str:
     if file.is_dir():
         return "it is a directory, not a configuration file"
+    if str(file) == "auto":
+        return "no such configuration file; --resume=auto is one word"
+    if str(file).endswith(":"):
+        return f"no such configuration file; a value is given as {str(file)[:-1]}=VALUE, without spaces"
     if re.fullmatch(r"\w+(\.\w+)*", str(file)) and file.suffix not in (".yaml", ".yml"):
         return f"no such configuration file; a value is given without spaces, as {file}=VALUE"
     return "no such configuration file"
@@ -101,7 +116,10 @@ def _parse(text: bytes | str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = "" if mark is None else f", line {mark.line + 1}"
-        raise _NotYamlError(f"{line}: not valid YAML: {error.problem or error.context}") from None
+        problem = error.problem or error.context
+        if problem == "found unhashable key":
+            problem = "braces in place of a key; a placeholder such as {{ name }} must be filled in first"
+        raise _NotYamlError(f"{line}: not valid YAML: {problem}") from None
     except yaml.reader.ReaderError as error:
         raise _NotYamlError(f": not valid YAML: {error.reason} at byte {error.position + 1}") from None
     except RecursionError:

@@ -23,6 +23,26 @@ DENSE_FIRST = ("ExaoneMoeForCausalLM", "Glm4MoeLiteForCausalLM", "HYV3ForCausalL
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")  # several names for the number of experts
 
 
+def _remedy(directory: Path) -> str:
+    """Continues the error for what is not a model's directory: what it is, and what would be right."""
+    try:
+        if directory.is_file():
+            return f"; it is a file: name its directory, {directory.parent}"
+        if (directory / "adapter_config.json").is_file():
+            return "; it is an adapter: name its base model, and the adapter in model.adapter.path"
+        inner = sorted(file.parent for file in directory.glob("*/config.json"))
+        inner += sorted(file.parent for file in directory.glob("snapshots/*/config.json"))  # the hub's cache
+    except OSError:
+        return ""
+    if inner:
+        return f"; {inner[0]} has one"
+    if not (is_there := directory.exists()):
+        name = re.fullmatch(r"(?:https?:/+[\w.]+/)?([\w.-]+/[\w.-]+)", str(directory))
+        if name is not None:
+            return f"; if it is a name of the hub, download it: hf download {name[1]} --local-dir DIR"
+    return "" if is_there else "; there is no such directory"
+
+
 class ModelCard(dict[str, Any]):
     """The keys and values of a model's config.json.
 
@@ -48,11 +68,9 @@ class ModelCard(dict[str, Any]):
         except OSError as error:  # no permission, or a name that is too long
             raise ConfigError(f"{file}: {error.strerror}") from None
         if not exists:
-            remedy = ""
-            if re.fullmatch(r"[\w.-]+/[\w.-]+", str(directory)) and not Path(directory).exists():
-                remedy = f"; if it is a name of the hub, download it: hf download {directory} --local-dir DIR"
             raise ConfigError(
-                f"{key}={directory}: no config.json there (a Hugging Face checkpoint directory){remedy}"
+                f"{key}={directory}: no config.json there (a Hugging Face checkpoint directory)"
+                f"{_remedy(Path(directory))}"
             )
         return cls(read_json_object(file))
 

@@ -41,7 +41,12 @@ _REFUSED = {
     ),
     r"\.lora_|\.base_layer\.": "merge the adapter into the weights",
 }
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.gguf")
+_BEGINNINGS = {  # of files that were downloaded in place of weights
+    b"version https://git-lfs": "it is a pointer of Git LFS: fetch the file itself with `git lfs pull`",
+    b"<": "it is a web page, such as the error of a download: fetch the file again",
+    b"{": "it is JSON, such as the error of a download: fetch the file again",
+}
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -128,10 +133,10 @@ def _headers(directory: Path) -> tuple[dict[str, _Stored], set[str]]:
     else:
         files = sorted(directory.glob("*.safetensors"))
     if not files:
-        others = sorted(file.name for kind in _PICKLES for file in directory.glob(kind))
+        others = sorted(file.name for kind in _OTHER_WEIGHTS for file in directory.glob(kind))
         raise ConfigError(
             "no weights there (*.safetensors)"
-            + (f"; {others[0]} is a pickle, which is not read" if others else "")
+            + (f"; {others[0]} is {_unread(others[0])}, which is not read" if others else "")
         )
     if absent := [file.name for file in files if not file.is_file()]:
         raise ConfigError(f"{absent[0]} is missing there, and {_INDEX} names it")
@@ -149,13 +154,29 @@ def _headers(directory: Path) -> tuple[dict[str, _Stored], set[str]]:
                     header = opened.get_slice(name)
                     stored[name] = _Stored(file.name, tuple(header.get_shape()), header.get_dtype())
         except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{file.name} is not whole: {error}") from None
+            raise ConfigError(f"{file.name} is not whole: {_beginning(file) or error}") from None
     for name, file in copies:
         if name in stored and not _same(name, directory / stored[name].file, name, file):
             raise ConfigError(
                 f"{name} is in {stored[name].file} and, with other values, in {file.name}: remove one"
             )
     return stored, set(stored) if listed is None else stored.keys() & listed.keys()
+
+
+def _unread(name: str) -> str:
+    return "a GGUF file" if name.endswith(".gguf") else "a pickle"
+
+
+def _beginning(file: Path) -> str | None:
+    """A sentence about a damaged file, by its first bytes; None for one that may be cut off."""
+    try:
+        with file.open("rb") as opened:
+            start = opened.read(64).lstrip()
+    except OSError:
+        return None
+    if not start:
+        return "it is empty"
+    return next((text for begin, text in _BEGINNINGS.items() if start.startswith(begin)), None)
 
 
 def _compare(
@@ -175,6 +196,9 @@ def _compare(
     layers = f"num_hidden_layers={hf_config.num_hidden_layers}"
     if missing := expected.keys() - listed:
         where = f", or {_INDEX} does not name them" if missing & tensors.keys() else ""
+        first = min(missing)
+        if renamed := next((name for name in extra if name.endswith(f".{first}")), None):
+            where += f", and has {renamed} in place of {first}: rename its tensors"
         raise ConfigError(
             f"it lacks {shown_names(missing)}{where}: all {len(expected)} of config.json ({layers}, "
             f"tie_word_embeddings={str(tied).lower()}) must be there"

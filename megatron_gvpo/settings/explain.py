@@ -10,6 +10,7 @@ import difflib
 import re
 import reprlib
 import typing
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
@@ -64,7 +65,8 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
             case "union_tag_not_found":
                 lines.append(f"{key}.name: missing; it says which one is meant")
             case "model_type" | "model_attributes_type" | "dict_type":
-                lines.append(f"{key}: expected settings as `key: value`, found {_shown(value)}")
+                instead = _instead(item["loc"], value, root)
+                lines.append(f"{key}: expected settings as `key: value`, found {_shown(value)}{instead}")
             case "tuple_type" | "list_type":
                 lines.append(f"{key}: expected a list, as [a, b], found {_shown(value)}")
             case "int_type" | "float_type" if isinstance(value, str) and _NUMBER.fullmatch(value):
@@ -95,10 +97,13 @@ def _of_other_trainers(key: str, value: Any, siblings: Sequence[str]) -> list[tu
     name = key.rpartition(".")[2]
     if isinstance(value, Mapping) and difflib.get_close_matches(name, siblings, 1, 0.9):
         return []
-    return list(answers(key, value))
+    return [(path, answer) for path, answer in answers(key, value) if answer != f"here it is {path}"]
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
+    if odd := [letter for letter in name if not letter.isascii()]:
+        code, name = f"U+{ord(odd[0]):04X}", unicodedata.name(odd[0], "no name")
+        return f"{odd[0]!r} in it is {code} ({name}), and keys are ASCII letters"
     near = difflib.get_close_matches(name, known, 1, 0.6)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
 
@@ -128,6 +133,48 @@ def _locate(loc: Sequence[int | str], root: type[BaseModel]) -> tuple[str, list[
             sections = [section for field in fields for section in _sections_in(field.annotation)]
     known = sorted({name for section in beside for name in section.model_fields})
     return ".".join(key), known, sorted(section.model_fields["name"].default for section in owners)
+
+
+# What switches off a section that users write as `eval: false`.
+_OFF = {
+    "eval": "to evaluate nothing, leave data.eval out (data.eval=null)",
+    "checkpoint": "a run always ends with a checkpoint; checkpoint.export_hf=false leaves out the export",
+    "logging.rollouts": "logging.rollouts.every=0 saves none",
+    "logging.steps": "logging.steps.max_gb=0 writes none",
+}
+_OFF_WORDS: list[Any] = [False, None, "none", "None", "off", "no", "false", "False"]
+
+
+def _instead(loc: Sequence[int | str], value: Any, root: type[BaseModel]) -> str:
+    """Continues the error for a value in place of a section: what to write instead."""
+    sections, annotations = [root], []
+    for part in loc:
+        fields = [section.model_fields[str(part)] for section in sections if part in section.model_fields]
+        annotations = [field.annotation for field in fields]
+        sections = [section for annotation in annotations for section in _sections_in(annotation)]
+    key = ".".join(map(str, loc))
+    if len(sections) != 1 or not key:
+        return ""
+    if value in _OFF_WORDS:
+        can_be_null = any(type(None) in typing.get_args(annotation) for annotation in annotations)
+        default = f"for none write {key}=null" if can_be_null else "leave it out for the defaults"
+        return f"; {_OFF.get(key, default)}"
+    if isinstance(value, str) and (inner := _only_text(sections[0])):
+        return f"; did you mean {key}.{inner}={cut(hide(value))}?"
+    return f"; its keys: {', '.join(sorted(sections[0].model_fields))}"
+
+
+def _only_text(section: type[BaseModel]) -> str | None:
+    """The dotted name of the one field that a section needs, if that is a text."""
+    required = [name for name, field in section.model_fields.items() if field.is_required()]
+    if len(required) != 1:
+        return None
+    [name] = required
+    annotation = section.model_fields[name].annotation
+    if annotation is str:
+        return name
+    inner = [_only_text(section) for section in _sections_in(annotation)]
+    return f"{name}.{inner[0]}" if len(inner) == 1 and inner[0] else None
 
 
 def _sections_in(annotation: Any) -> list[type[BaseModel]]:
@@ -168,11 +215,16 @@ def foreign(key: str) -> str | None:
     return next((table[name] for name in names if name in table), None)
 
 
+def begins_a_word(word: str, text: str) -> bool:
+    """True if a word of the text begins so: `rope` is not in `properly`."""
+    return re.search(rf"(?<![^\W_]){re.escape(word)}", text) is not None
+
+
 def foreign_about(words: Sequence[str], most: int = 10) -> Iterator[tuple[str, str]]:
     """Yields (name, answer) for at most `most` names of other trainers' keys that have all words in them."""
     table = _table()
     names = (name for name in table if not name.endswith((_OTHERS, _ALL)))
-    matches = (name for name in names if all(word in name.replace("_", " ") for word in words))
+    matches = (n for n in names if all(begins_a_word(word, n.replace("_", " ")) for word in words))
     yield from ((name, table[name]) for name in islice(matches, most))
 
 

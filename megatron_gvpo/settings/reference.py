@@ -20,7 +20,7 @@ from megatron_gvpo.algorithms.base import Block
 from megatron_gvpo.algorithms.catalog import _block_keys, _blocks
 from megatron_gvpo.algorithms.field_comments import field_comments
 from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.explain import foreign, foreign_about
+from megatron_gvpo.settings.explain import begins_a_word, foreign, foreign_about
 
 _LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
@@ -136,7 +136,7 @@ def search(words: str) -> Iterator[str]:
     is_ours = False
     for name, key, owner in _all_keys():
         text = _spaced(f"{name} {key.type} {key.meaning}".lower())
-        if all(word in text for word in wanted):
+        if all(begins_a_word(word, text) for word in wanted):
             is_ours = True
             where = f" [{owner}]" if owner else ""
             yield f"{name}{where}: {key.type}; {key.default.strip('`')}. {key.meaning}".rstrip()

@@ -61,6 +61,13 @@ def incomplete_model(task: Path, place: Path) -> list[str]:
     return [f"model.path={place / 'model'}"]
 
 
+def pointer_in_place_of_weights(task: Path, place: Path) -> list[str]:
+    shutil.copytree(task / "model", place / "model")
+    [weights] = (place / "model").glob("*.safetensors")
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    return [f"model.path={place / 'model'}"]
+
+
 def changed_model(file: str, **changes: object) -> Callable[[Path, Path], list[str]]:
     """A copy of the model with changed or removed (None) keys of a JSON file."""
 
@@ -124,6 +131,10 @@ WRONG = {
     "damaged weights": (
         damaged_model("*.safetensors", 100_000),
         r"model\.path=.*model: model\.safetensors is not whole: ",
+    ),
+    "a pointer in place of weights": (
+        pointer_in_place_of_weights,
+        r"model\.path=.*model\.safetensors is not whole: it is a pointer of Git LFS: fetch the file",
     ),
     "missing weights": (
         incomplete_model,

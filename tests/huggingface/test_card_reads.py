@@ -107,3 +107,31 @@ def test_a_card_that_is_missing_names_its_key(good: Path, tmp_path: Path) -> Non
     overrides = ["rollout.engine=vllm", f"rollout.servers.model_path={tmp_path}/none"]
     with pytest.raises(ConfigError, match=r"^rollout\.servers\.model_path=.*none: no config\.json there"):
         _ = ModelCards(load_config([good], overrides)).served
+
+
+@pytest.mark.parametrize(
+    ("files", "path", "remedy"),
+    [
+        (["model.safetensors"], "model.safetensors", "it is a file: name its directory"),
+        (
+            ["adapter_config.json"],
+            "",
+            "it is an adapter: name its base model",
+        ),
+        (["inner/config.json"], "", "/inner has one"),
+        (["snapshots/1a2b/config.json"], "", "/snapshots/1a2b has one"),
+        ([], "none", "there is no such directory"),
+    ],
+)
+def test_what_is_not_a_models_directory(files: list[str], path: str, remedy: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match=rf"no config\.json there .*{remedy}"):
+        ModelCard.read(tmp_path / path)
+
+
+def test_names_of_the_hub_are_told_to_be_downloaded() -> None:
+    for name in ("Qwen/Qwen3-4B", "https://huggingface.co/Qwen/Qwen3-4B"):
+        with pytest.raises(ConfigError, match=r"hf download Qwen/Qwen3-4B --local-dir DIR"):
+            ModelCard.read(name)

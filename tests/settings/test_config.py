@@ -137,6 +137,10 @@ def test_evaluation_samples_as_training_does(good):
             "train.quux=1",
             "train.quux: no such key; known: batch_epochs, deterministic, head_stash_mb, ",
         ),
+        (
+            "tr\u0430in.steps=1",
+            "tr\u0430in: no such key; '\u0430' in it is U+0430 (CYRILLIC SMALL",
+        ),
         # unknown names
         (
             "algorithm=gpgg",
@@ -164,12 +168,38 @@ def test_evaluation_samples_as_training_does(good):
         ("algorithm.loss.beta=-0.1", "algorithm.loss.beta: Input should be greater than 0 (given: -0.1)"),
         ("rollout.top_p=1.5", "rollout.top_p: Input should be less than or equal to 1 (given: 1.5)"),
         ("rollout=", "rollout: expected settings as `key: value`, found None"),
-        ("data.train=train.jsonl", "data.train: expected settings as `key: value`, found 'train.jsonl'"),
+        (
+            "data.train=train.jsonl",
+            "data.train: expected settings as `key: value`, found 'train.jsonl'; did you mean "
+            "data.train.path=train.jsonl?",
+        ),
+        (
+            "data=a/b",
+            "data: expected settings as `key: value`, found 'a/b'; did you mean data.train.path=",
+        ),
+        (
+            "eval=false",
+            "eval: expected settings as `key: value`, found False; to evaluate nothing, leave data.eval out",
+        ),
+        (
+            "model.adapter=off",
+            "model.adapter: expected settings as `key: value`, found 'off'; for none write model.adapter=",
+        ),
+        (
+            "rollout.servers=none",
+            "rollout.servers: expected settings as `key: value`, found 'none'; leave it out for the defaults",
+        ),
+        (
+            "model.adapter=true",
+            "model.adapter: expected settings as `key: value`, found True; its keys: alpha, path, rank,",
+        ),
         ("rewards.components=math", "rewards.components: expected a list, as [a, b], found 'math'"),
         ("nonsense", "override 'nonsense': expected key.sub=value"),
         ("train..steps=1", "override 'train..steps=1': expected key.sub=value"),
         ("output_dir=''", "output_dir: the path is empty; the current directory is `.`"),
         ("data.train.path=''", "data.train.path: "),
+        ("output_dir=$RUNS/first", "output_dir: $RUNS is not expanded in a configuration: write the path"),
+        ("model.path=${HOME}/models", "model.path: ${HOME} is not expanded in a configuration"),
         # impossible combinations
         ("rollout.n=1", "rollout.n=1: this algorithm compares the responses of a prompt with each other"),
         ("train.mini_batches=3", "train.mini_batches=3 does not divide train.prompts_per_step=4"),
@@ -356,7 +386,8 @@ def test_what_the_engines_reference_needs(good):
             ["rollout={engine: vllm, top_k: 50, speculation: {method: ngram}}"],
             "rollout.top_k=50 is not possible with rollout.speculation.method=ngram",
         ),
-        (["rollout.top_k=0"], "rollout.top_k: Input should be greater than 0"),
+        (["rollout.top_k=-1"], "rollout.top_k: all tokens are null here, not 0 or -1 as in some engines"),
+        (["rollout.temperature=0"], "rollout.temperature: 0 is greedy in some engines; the lowest here is"),
         (["rollout.min_p=1"], "rollout.min_p: Input should be less than 1"),
     ],
 )
@@ -394,7 +425,10 @@ def test_missing_keys_and_several_errors_at_once(tmp_path):
         ("train: {steps: 1}\n\tmodel: x\n", "not valid YAML"),
         ("- a\n- b\n", "expected `section: {key: value}`, found a list"),
         ("", "expected `section: {key: value}`, found nothing"),
-        ("model: {path: {{ model }}}\n", "found unhashable key"),  # a template that nobody has filled
+        (
+            "model: {path: {{ model }}}\n",
+            "braces in place of a key; a placeholder such as",
+        ),  # a template that nobody has filled
         ("train: {steps: 0x_}\n", "not valid YAML"),
     ],
 )
