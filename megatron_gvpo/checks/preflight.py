@@ -16,11 +16,12 @@ from megatron_gvpo.checks.data_files import check_data_files
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.checks.output_dir import check_output_dir
 from megatron_gvpo.checks.teacher import check_teacher
-from megatron_gvpo.checks.user_source import check_source
+from megatron_gvpo.checks.user_source import check_source, check_tool
 from megatron_gvpo.core.environment import check_rank_variables
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.gpu_packages import check_delta_nets, check_gpu_packages, check_no_null_cuda
 from megatron_gvpo.core.gpus import LocalGpu, list_gpus
+from megatron_gvpo.core.json_files import read_json_object
 from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.megatron.model.attention_kernel import (
     Attention,
@@ -214,7 +215,9 @@ def _check_rewards(config: Config, cards: ModelCards) -> None:
         return
     for tool in talks.tools:
         if tool != PYTHON:
-            _check_source("rollout.conversation.tools", tool)
+            _check_tool(tool)
+    if talks.tools or talks.mcp:
+        _check_chat_template(config)
     if ":" in talks.parser:
         _check_source("rollout.conversation.parser", talks.parser)
     if talks.environment is not None:
@@ -233,6 +236,26 @@ def _check_source(key: str, spec: str, check: Callable[[Any], None] | None = Non
             check(stub)
     except ValueError as error:
         raise ConfigError(f"{key}={spec}: {error}") from None
+
+
+def _check_tool(spec: str) -> None:
+    try:
+        check_tool(spec)
+    except ValueError as error:
+        raise ConfigError(f"rollout.conversation.tools={spec}: {error}") from None
+
+
+def _check_chat_template(config: Config) -> None:
+    """Tools are shown by a chat template: the model's directory must have one, as far as its files tell."""
+    directory = Path(config.model.path)
+    needs = "rollout.conversation.tools need a chat template, which tells the policy of them"
+    if not config.data.chat_template:
+        raise ConfigError(f"{needs}: data.chat_template=false")
+    file = directory / "tokenizer_config.json"
+    in_file = file.is_file() and read_json_object(file).get("chat_template")
+    others = ("chat_template.*", "additional_chat_templates", "tekken.json")
+    if not in_file and not any(path for pattern in others for path in directory.glob(pattern)):
+        raise ConfigError(f"{needs}: model.path={directory} has none (chat_template.jinja)")
 
 
 def _check_tools(config: Config) -> None:

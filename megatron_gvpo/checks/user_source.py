@@ -8,6 +8,7 @@ the same arguments and an empty body.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,6 +49,34 @@ def check_source(spec: str) -> Any:
     module = ast.fix_missing_locations(ast.Module([stub], []))
     exec(compile(module, source, "exec"), {"__name__": source, "object": object}, made)
     return made[name]
+
+
+def check_tool(spec: str) -> None:
+    """Raises ValueError, beyond `check_source`, for a tool whose arguments lack a type or a description.
+
+    The chat template shows the policy a schema that is made of both. transformers reads the docstring in full
+    when the schema is made.
+    """
+    check_source(spec)
+    source, name = spec_parts(spec)
+    if not source.endswith(".py"):
+        return
+    tree = ast.parse(Path(source).read_bytes(), source)
+    definitions = {node.name: node for node in tree.body if isinstance(node, _Function)}
+    if (node := definitions.get(name)) is None or node.decorator_list:
+        return
+    text = ast.get_docstring(node) or ""
+    for argument in (*node.args.args, *node.args.kwonlyargs):
+        problem = None
+        if argument.annotation is None:
+            problem = "a type, as city: str"
+        elif not re.search(rf"^\s*{argument.arg}\s*(\(.*\))?:", text, re.MULTILINE):
+            problem = "a line under Args: in the docstring"
+        if problem:
+            raise ValueError(
+                f"line {node.lineno}: its argument {argument.arg} needs {problem}: the policy is shown both "
+                "(docs/howto/tools.md)"
+            )
 
 
 def _check_imports(tree: ast.Module, source: str) -> None:

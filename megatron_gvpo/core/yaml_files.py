@@ -102,6 +102,8 @@ def parse_value(text: str) -> Any:
         value = _parse(text)
     except _NotYamlError:
         value = text
+    if isinstance(value, str) and "\n" in text and text.lstrip()[:1] not in ('"', "'", "|", ">"):
+        value = text  # YAML would join the lines by spaces
     check_plain(value, finite=False)
     return value
 

@@ -73,6 +73,12 @@ def recogniser(dataset: DatasetConfig, sampler: str) -> Callable[[Record], Recor
     return recognise
 
 
+def solution_field(key: str, fields: Fields) -> str:
+    """The field of the user's record with the solution that `key` has, for messages."""
+    origins = ("completion", "output", "messages", "conversations") if key == SOLUTION else ()
+    return next((name for name in origins if name in fields), key)
+
+
 def _needed(dataset: DatasetConfig, sampler: str) -> str | None:
     """The field that the method trains on, if the data set has no key for it."""
     if dataset.convert is not None:

@@ -19,7 +19,7 @@ from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.core.real_number import LARGEST, finite_number
 from megatron_gvpo.core.slow_work import slow_work
 from megatron_gvpo.data.demonstrations import DemonstrationReader
-from megatron_gvpo.data.known_forms import as_dataset, recogniser
+from megatron_gvpo.data.known_forms import as_dataset, recogniser, solution_field
 from megatron_gvpo.data.prompt_images import MARK, PromptImages, as_parts, images_in, is_part, short_names
 from megatron_gvpo.data.roles import check_roles
 from megatron_gvpo.data.sources import Record, converted, field_of, read_records
@@ -172,7 +172,7 @@ class _PromptReader:
         self, record: Record, key: str, ids: Sequence[int], has_pictures: bool
     ) -> tuple[tuple[int, ...], Chat | None]:
         """The token ids of the worked solution in field `key`, and its chat, where it is one."""
-        value = field_of(record, key)
+        value, key = field_of(record, key), solution_field(key, record.fields)
         try:
             solution = self._read_demonstration(value)
         except DataError as error:

@@ -50,6 +50,19 @@ def test_a_solution_is_recognised(tmp_path, record):
     assert prompt.demonstration == (*ids(tokenizer(), "hell"), END)
 
 
+@pytest.mark.parametrize(
+    ("record", "field"),
+    [
+        ({"instruction": "hello", "output": ["hell"]}, "output"),
+        ({"prompt": "hello", "completion": " "}, "completion"),
+        ({"messages": [ASKED, ANSWER, ANSWER]}, "messages"),
+    ],
+)
+def test_a_wrong_solution_is_named_by_the_records_own_field(tmp_path, record, field):
+    with pytest.raises(DataError, match=rf"line 1: the demonstration \(field '{field}'\) "):
+        load(tmp_path, record, "dataset")
+
+
 def test_all_the_assistants_messages_are_trained_and_none_is_dropped(tmp_path):
     chat = [SYSTEM, ASKED, ANSWER, {"role": "tool", "content": "42"}, WORSE]
     shared = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hell"}]

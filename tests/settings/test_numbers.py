@@ -79,6 +79,7 @@ def test_a_boolean_or_a_huge_number_is_refused(field):
         ("rollout.servers={port: 65535, count: 2}", "rollout.servers: port=65535: the last of count=2"),
         ("rollout.temperature=1e-5", "rollout.temperature: Input should be greater than or equal to 0.01"),
         ("algorithm={recipe: gpg, batch_policy: {by: true}}", "algorithm.batch_policy.by: Input should be a"),
+        ("output_dir=a\nb", "output_dir: the path has a control character"),
         ('output_dir="a\\0b"', "override output_dir: the text has a NUL character"),
         (f"output_dir={'x' * 300}", "output_dir: longer than a path may be"),
         ("output_dir=\udcff", "override output_dir: the text is not UTF-8"),

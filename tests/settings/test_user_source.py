@@ -9,7 +9,7 @@ import pytest
 from helpers.tiny_run import configure
 
 from megatron_gvpo.checks.preflight import preflight
-from megatron_gvpo.checks.user_source import check_source
+from megatron_gvpo.checks.user_source import check_source, check_tool
 from megatron_gvpo.core.errors import ConfigError
 
 # Importing it fails: nothing of it may run.
@@ -167,3 +167,35 @@ def test_rewards_of_other_trainers_are_named(arguments: str, form: str, task: Pa
     component = json.dumps([{"name": "mine", "function": f"{file}:score"}])
     with pytest.raises(ConfigError, match=rf"that of {form} rewards; .*docs/howto/migrate.md"):
         preflight(configure(task, tmp_path / "out", f"rewards.components={component}"), "train", 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "problem"),
+    [
+        ("city", "Names.", "its argument city needs a type, as city: str"),
+        ("city: str", "Names.", "its argument city needs a line under Args:"),
+        (
+            "city: str, *, far: bool = True",
+            "Names.\n\n    Args:\n        city: It.",
+            "its argument far needs a line",
+        ),
+        ("city: str", "Names.\n\n    Args:\n        city (str): It.", None),
+        ("", "", None),
+    ],
+)
+def test_tools_are_checked_so_too(arguments: str, text: str, problem: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f'def country({arguments}):\n    """{text}"""\n')
+    if problem is None:
+        check_tool(f"{file}:country")
+        return
+    with pytest.raises(ValueError, match=f"line 1: {problem}"):
+        check_tool(f"{file}:country")
+
+
+def test_tools_without_a_chat_template_are_refused_by_the_files(task: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text('def now():\n    """Tells the time."""\n')
+    tools = f"rollout.conversation={{tools: ['{file}:now']}}"
+    with pytest.raises(ConfigError, match=r"tools need a chat template.*has none \(chat_template.jinja\)"):
+        preflight(configure(task, tmp_path / "out", tools), "train", 1)
