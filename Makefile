@@ -41,10 +41,10 @@ chaos: venv engines  ## whole runs with seeded faults, for hours; it goes on whe
 	$(PYTHON) benchmarks/chaos_ettr.py --servers sglang --out runs/chaos/chaos_ettr_sglang.json
 	cp runs/chaos/chaos_* benchmarks/results/
 
-engines: venv  # the environments of SGLang, vLLM, Tinker and OpenEnv: built in the background where missing; tests wait for them
+engines: venv  # the environments of SGLang, vLLM, Tinker, OpenEnv and NeMo-Gym: built in the background where missing; tests wait for them
 	@for engine in sglang vllm; do nohup tools/engines/make_env.sh $$engine >/dev/null 2>&1 & done
 	@TINKER_PYTHON=$(PYTHON) nohup tools/tinker/make_env.sh >/dev/null 2>&1 &
-	@ENVIRONMENT_PYTHON=$(PYTHON) nohup tools/environments/make_env.sh openenv >/dev/null 2>&1 &
+	@for library in openenv nemo_gym; do ENVIRONMENT_PYTHON=$(PYTHON) nohup tools/environments/make_env.sh $$library >/dev/null 2>&1 & done
 
 extension: venv  # what rehearsals need: Transformer Engine's extension, compiled in the background where missing
 	@nohup nice -n 15 $(PYTHON) -m megatron_gvpo rehearse --build >/dev/null 2>&1 &

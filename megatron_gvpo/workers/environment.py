@@ -45,9 +45,9 @@ class WrongValue(ValueError):  # noqa: N818
 
 
 class Outage(Exception):  # noqa: N818
-    """Raised by a tool when a service that it needs is down, which is not the policy's fault.
+    """Raised by a tool or a program when a service that it needs is down, which is not the policy's fault.
 
-    The step is tried once more, and then the conversation leaves its group.
+    The step, or the program, is tried once more, and then the conversation leaves its group.
     """
 
 

@@ -160,12 +160,15 @@ class CallResult(_Message):
                 raise ValueError("a chat message without role or content")
 
 
+Cause = Literal["raised", "late", "ended", "outage"]  # why a call has no value
+
+
 class CallError(_Message):
     """The call has no value: the function raised, took too long, or the process of a program ended."""
 
     call: int
     reason: Reason
-    cause: Literal["raised", "late", "ended"] = "raised"
+    cause: Cause = "raised"
 
 
 WorkerReply = Ready | Unloadable | Importing | CallResult | CallError

@@ -13,13 +13,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
-from typing import Literal
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.workers.messages import (
     CallError,
     CallResult,
     Cancel,
+    Cause,
     Function,
     Importing,
     Load,
@@ -182,7 +182,10 @@ class CallFailed(Exception):  # noqa: N818 - it is not a fault of this program
     """
 
     def __init__(
-        self, reason: str, cause: Literal["raised", "late", "ended"] = "ended", is_gone: bool = False
+        self,
+        reason: str,
+        cause: Cause = "ended",
+        is_gone: bool = False,
     ) -> None:
         super().__init__(reason)
         self.cause, self.is_gone = cause, is_gone

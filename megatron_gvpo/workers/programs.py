@@ -22,12 +22,14 @@ from typing import Any, NamedTuple, NoReturn
 from megatron_gvpo.core.environment import die_with_parent
 from megatron_gvpo.core.real_number import NoNumberError, real_number
 from megatron_gvpo.core.user_functions import check_call, load_function
-from megatron_gvpo.workers.environment import Reply, WrongValue, checked_reply
+from megatron_gvpo.workers.environment import Outage, Reply, WrongValue, checked_reply
 from megatron_gvpo.workers.messages import (
     MAX_REPLY,
+    MAX_TEXT,
     CallError,
     CallResult,
     Cancel,
+    Cause,
     Load,
     Ready,
     RunProgram,
@@ -49,7 +51,16 @@ def load(spec: str, options: Mapping[str, Any]) -> Program:
     """The function that `spec` names, with its options bound. Raises ValueError that says what is wrong."""
     function = load_function(spec)
     check_program(function, options)
-    return partial(function, **options)
+    program = partial(function, **options)
+    prepare(program)
+    return program
+
+
+def prepare(program: Program) -> None:
+    """Call the program's own `prepare` with its options, if it has one. Raises ValueError."""
+    assert isinstance(program, partial)
+    if callable(own := getattr(program.func, "prepare", None)):
+        own(**program.keywords)
 
 
 def check_program(function: Any, options: Mapping[str, Any]) -> None:
@@ -79,6 +90,11 @@ def serve(worker: Worker, functions: Sequence[Program], load: Load) -> NoReturn:
                 continue
             match worker.receive():
                 case RunProgram() as run:
+                    try:
+                        prepare(program)
+                    except ValueError as error:
+                        worker.send(CallError(run.call, str(error)[:MAX_TEXT], "outage"))
+                        continue
                     child = _start(program, children, run)
                     children[child.ends] = child
                     poll.register(child.ends, select.POLLIN)
@@ -127,7 +143,9 @@ def _run(program: Program, run: RunProgram, result: int) -> NoReturn:
         if len(reply) > _LONGEST:
             raise ValueError(f"the program returned {len(reply)} bytes of counts")
     except BaseException as error:
-        reply = encode(CallError(run.call, reason_of(error)))
+        # An outage is not how a program ends because nothing was left for the policy to say.
+        cause: Cause = "outage" if isinstance(error, Outage) else "raised"
+        reply = encode(CallError(run.call, reason_of(error), cause))
     if os.getpid() == process:  # else the program has forked, and its child returned
         os.write(result, reply)
     os._exit(0)

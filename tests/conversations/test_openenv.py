@@ -21,7 +21,7 @@ import psutil
 import pytest
 from aiohttp import WSMsgType, web
 from helpers.machine.processes import command_of
-from helpers.servers.library_environments import Talks, library_python
+from helpers.servers.library_environments import Talks, library_python, serving
 from helpers.suite.real_parts import used
 from helpers.tiny_run import GVPO, configure, fit, records
 
@@ -296,23 +296,10 @@ def liar() -> Iterator[str]:
                 await (session.send_bytes(lie) if isinstance(lie, bytes) else session.send_str(lie))
         return session
 
-    app, loop, ready = web.Application(), asyncio.new_event_loop(), threading.Event()
+    app = web.Application()
     app.add_routes([web.get("/schema", schema), web.get("/ws", answer)])
-    runner = web.AppRunner(app)
-
-    def run() -> None:
-        asyncio.set_event_loop(loop)
-        loop.run_until_complete(runner.setup())
-        loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", 0).start())
-        ready.set()
-        loop.run_forever()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    assert ready.wait(30)
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(30)
+    with serving(app) as url:
+        yield url
 
 
 def test_data_can_be_written_from_an_environment(countdown: Talks, tmp_path: Path) -> None:

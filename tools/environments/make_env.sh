@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # Build the Python environment of another library's environments, once, outside the repository; print its Python.
-#   usage: tools/environments/make_env.sh openenv
+#   usage: tools/environments/make_env.sh openenv|nemo_gym
 # ENVIRONMENT_PYTHON names the interpreter to build with (default: python3.12).
 set -euo pipefail
-library=${1:?usage: make_env.sh openenv}
+library=${1:?usage: make_env.sh openenv|nemo_gym}
 here=$(cd "$(dirname "$0")" && pwd)
-[ "$library" = openenv ] || { echo "make_env.sh: there is no library '$library'; known: openenv" >&2; exit 2; }
+case $library in
+  openenv | nemo_gym) ;;
+  *) echo "make_env.sh: there is no library '$library'; known: openenv, nemo_gym" >&2; exit 2 ;;
+esac
 pins=$here/../../locks/$library.txt
 
 # The name carries what the environment is made of, so that a change builds a new one.

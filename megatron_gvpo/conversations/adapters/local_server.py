@@ -7,31 +7,38 @@ that ends.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_gvpo.core.launch import free_ports
+from megatron_gvpo.workers.environment import Outage
 
 START = 180.0  # seconds that a server has to import its packages and to listen
+CONNECT = 10.0  # seconds that a connection may take
+MOST_BYTES = 2**24  # of one message or answer
 _HOST = "127.0.0.1"
 _AGAIN = 0.05  # seconds between two attempts to connect
 _ENDING = 2.0  # seconds that a process may take to end after it has closed its connections
-_LAST_LINES = 5  # of what a server printed, in the error of one that has ended
+_SHOWN = 600  # bytes of what a server printed last, in the error of one that has ended
+_MOST_PRINTED = 2**20  # bytes on the disk; then they are thrown away
 
 
-class LocalServerFailed(RuntimeError):  # noqa: N818
+class LocalServerFailed(Outage):
     """A server of environments did not start, has ended, or answered what it should not."""
 
 
 class LocalServer:
-    """One server process. It is started by `start`, and again by `url` after it has ended."""
+    """One server process. It is started by `start`, and again after it has ended, by `url` or `ensure`.
+
+    It takes no thread of this process, so that a process which starts agent programs can fork.
+    """
 
     def __init__(
         self, name: str, command: Callable[[int], Sequence[str]], directory: str, seconds: float = START
@@ -39,9 +46,10 @@ class LocalServer:
         """`command` gets the port. `directory` is its working directory; `name` is for errors."""
         self.name = name
         self._command, self._directory, self._seconds = command, directory, seconds
-        self._process: subprocess.Popen[str] | None = None
-        self._printed: deque[str] = deque(maxlen=_LAST_LINES)
-        self._reader: threading.Thread | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._printed = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - as long as this object
+        # What is printed after the file was emptied begins at its beginning.
+        fcntl.fcntl(self._printed, fcntl.F_SETFL, fcntl.fcntl(self._printed, fcntl.F_GETFL) | os.O_APPEND)
         self._port = 0
         self._starting: asyncio.Task[str] | None = None
 
@@ -51,22 +59,18 @@ class LocalServer:
         command = list(self._command(self._port))
         # Another Python environment must not see the trainer's packages.
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+        self._printed.truncate(0)
         try:
             self._process = subprocess.Popen(
                 command,
                 cwd=self._directory,
                 env={**environment, "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=self._printed,
                 stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
             )
         except OSError as error:
             raise LocalServerFailed(f"{self.name} cannot be started: {error}") from None
-        self._printed.clear()
-        self._reader = threading.Thread(target=self._read, args=[self._process], daemon=True)
-        self._reader.start()
         self._wait(self._process)
         return f"http://{_HOST}:{self._port}"
 
@@ -76,29 +80,33 @@ class LocalServer:
             self._process.kill()
             self._process.wait()
 
-    async def url(self) -> str:
+    def ensure(self) -> str:
         """Its URL, once it listens; one that has ended is started again. Raises LocalServerFailed."""
-        if self._starting is None or (self._starting.done() and self.problem() is not None):
-            self._starting = asyncio.create_task(self._restarted())
-        return await asyncio.shield(self._starting)  # it goes on starting for others if a step is late
-
-    async def _restarted(self) -> str:
         if (problem := self.problem()) is None:
             return f"http://{_HOST}:{self._port}"
-        print(f"{problem}: starting it again", file=sys.stderr, flush=True)
-        return await asyncio.to_thread(self.start)
+        if self._process is not None:
+            print(f"{problem}: starting it again", file=sys.stderr, flush=True)
+        return self.start()
+
+    async def url(self) -> str:
+        """`ensure`, in the background. Raises LocalServerFailed."""
+        if self._starting is None or (self._starting.done() and self.problem() is not None):
+            self._starting = asyncio.create_task(asyncio.to_thread(self.ensure))
+        return await asyncio.shield(self._starting)  # it goes on starting for others if a step is late
 
     def problem(self) -> str | None:
         """How its process ended, with the last lines that it printed; None while it runs."""
         if self._process is None:
             return f"{self.name} was not started"
-        if (code := self._process.poll()) is None:
+        code, size = self._process.poll(), os.fstat(self._printed.fileno()).st_size
+        if code is None:
+            if size > _MOST_PRINTED:
+                self._printed.truncate(0)
             return None
-        assert self._reader is not None
-        self._reader.join(1.0)
-        lines = " / ".join(line for line in self._printed if line)
+        last = os.pread(self._printed.fileno(), _SHOWN, max(0, size - _SHOWN)).decode(errors="replace")
+        lines = " / ".join(line.strip() for line in last.splitlines() if line.strip())
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        return f"{self.name} ended ({how}; it printed: {lines[-600:] or 'nothing'})"
+        return f"{self.name} ended ({how}; it printed: {lines or 'nothing'})"
 
     async def ended(self) -> str | None:
         """`problem` of a process that has closed a connection, and may be about to end."""
@@ -107,12 +115,7 @@ class LocalServer:
             await asyncio.sleep(_AGAIN)
         return problem
 
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            self._printed.append(line.strip()[:300])
-
-    def _wait(self, process: subprocess.Popen[str]) -> None:
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + self._seconds
         while time.monotonic() < deadline:
             if (problem := self.problem()) is not None:

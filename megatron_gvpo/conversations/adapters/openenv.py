@@ -28,15 +28,19 @@ from typing import Any
 
 import aiohttp
 
-from megatron_gvpo.conversations.adapters.local_server import LocalServer, LocalServerFailed, interpreter
+from megatron_gvpo.conversations.adapters.local_server import (
+    CONNECT,
+    MOST_BYTES,
+    LocalServer,
+    LocalServerFailed,
+    interpreter,
+)
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.named_file import check_named_file, write_named_file
 from megatron_gvpo.groups import Prompt
 from megatron_gvpo.workers.environment import Reply
 
-_CONNECT = 10.0  # seconds that a connection may take; a step's own limit ends every other wait
 _FIRST = 120.0  # seconds for the first observation of an episode, where data are written
-_MOST_BYTES = 2**24  # of one message
 _SEEDS = 2**32  # NumPy's generators take smaller ones
 _OF_EVERY_ACTION = ("metadata",)
 
@@ -146,8 +150,8 @@ class EnvironmentServer:
         """Raises ValueError for a field that the action or the observation lacks, by the server's schema."""
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with direct.open(f"{self._url}/schema", timeout=_CONNECT) as answer:
-                schema = json.loads(answer.read(_MOST_BYTES))
+            with direct.open(f"{self._url}/schema", timeout=CONNECT) as answer:
+                schema = json.loads(answer.read(MOST_BYTES))
             actions, observations = schema["action"], schema["observation"]
             self.fields = frozenset(actions["properties"])
             needed = set(actions.get("required", ()))
@@ -205,7 +209,7 @@ class EnvironmentSession:
     def __init__(self, server: EnvironmentServer) -> None:
         self._server = server
         self._http = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT), trust_env=False
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT), trust_env=False
         )
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
@@ -213,7 +217,7 @@ class EnvironmentSession:
         """Raises LocalServerFailed."""
         url = await self._server.url()
         try:
-            self._socket = await self._http.ws_connect(f"{url}/ws", max_msg_size=_MOST_BYTES, heartbeat=None)
+            self._socket = await self._http.ws_connect(f"{url}/ws", max_msg_size=MOST_BYTES, heartbeat=None)
         except (aiohttp.ClientError, OSError) as error:
             raise LocalServerFailed(f"{self._server}: no session could be opened: {error!r}") from None
 
@@ -268,7 +272,7 @@ class EnvironmentSession:
     async def close(self) -> None:
         """End the session. The server then closes its environment."""
         if self._socket is not None and not self._socket.closed:
-            async with asyncio.timeout(_CONNECT):
+            async with asyncio.timeout(CONNECT):
                 await self._socket.send_str('{"type": "close"}')
                 await self._socket.close()
         await self._http.close()

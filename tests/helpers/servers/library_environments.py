@@ -11,13 +11,18 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+from aiohttp import web
 
 from helpers.inputs.chat_tokenizer import END, ids, tokenizer
 from helpers.paths import ROOT
 from helpers.suite.real_parts import used
 from megatron_gvpo.conversations.conversations import Conversations
+from megatron_gvpo.conversations.program_runner import ProgramRunner
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Prompt, Rollout
 from megatron_gvpo.servers.request import Request
@@ -56,17 +61,31 @@ class Script:
 
 
 class Talks:
-    """Conversations in the real worker processes, open for several tests."""
+    """Conversations in the real worker processes, open for several tests.
 
-    def __init__(self, environment: str, options: dict[str, Any], **settings: Any) -> None:
-        config = ConversationConfig(
-            environment=environment, options=options, **{"turns": 20, "step_timeout": 120, **settings}
+    They are those of an environment's class, or of a program.
+    """
+
+    def __init__(
+        self,
+        environment: str | None,
+        options: dict[str, Any],
+        program: str | None = None,
+        tokens: int = 4000,
+        **settings: Any,
+    ) -> None:
+        own = {"turns": 20, "step_timeout": 120, **settings}
+        config = ConversationConfig(environment=environment, program=program, options=options, **own)
+        task = Task(tokenizer(), (END,), [], [], chat=True)
+        self._conversations: Conversations | ProgramRunner = (
+            Conversations(config, task) if program is None else ProgramRunner(config, program, task)
         )
-        self._conversations = Conversations(config, Task(tokenizer(), (END,), [], [], chat=True))
+        self._part = "environment workers" if program is None else "agent programs"
+        self._tokens = tokens
         self._runner = asyncio.Runner()
 
     def __enter__(self) -> Talks:
-        used("environment workers")
+        used(self._part)
         self._conversations.__enter__()
         return self
 
@@ -78,7 +97,34 @@ class Talks:
         """A group of n conversations about a prompt with this record, in which the policy says `turns`."""
         prompt = Prompt("p", (5, 6), "?", record=record)
         requests = [Request(prompt.token_ids, n, seed=3)]
-        sampling = SamplingConfig(max_tokens=4000)
+        sampling = SamplingConfig(max_tokens=self._tokens)
         runs = self._conversations.run_all(Script(turns), [prompt], requests, sampling)
         [group] = self._runner.run(runs)
         return group
+
+
+@contextmanager
+def serving(app: web.Application) -> Iterator[str]:
+    """The URL of this application, which a thread serves on loopback."""
+    loop, ready = asyncio.new_event_loop(), threading.Event()
+    runner = web.AppRunner(app)
+
+    def run() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(runner.setup())
+        loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", 0).start())
+        ready.set()
+        loop.run_forever()
+        requests = asyncio.all_tasks(loop)
+        for request in requests:
+            request.cancel()
+        loop.run_until_complete(asyncio.gather(*requests, return_exceptions=True))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)

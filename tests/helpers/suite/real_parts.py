@@ -38,6 +38,7 @@ PARTS = (
     "Tinker SDK",
     "lm-eval",
     "OpenEnv",
+    "NeMo-Gym",
 )
 
 _passed: Counter[str] = Counter()
