@@ -163,7 +163,7 @@ def _run(order: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["directory"])
-    sys.path[:] = order["path"]
+    sys.path[:] = dict.fromkeys([*order["path"], *sys.path])  # this process has Transformer Engine's, too
     target, arguments = order["target"], order["arguments"]
     importlib.import_module(target.split(":")[0])
     for run, size in enumerate(order["sizes"]):

@@ -120,26 +120,40 @@ each_resumed = pytest.mark.parametrize("job", _parameters(CONTINUED, _QUICK))
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models, adapters, and the results of one launch of all jobs that the selected tests need."""
     path = tmp_path_factory.mktemp("adapters")
-    reference.save_models(path)
-    items = [
-        item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
-    ]
-    wanted = {params["job"] for item in items if "job" in (params := item.callspec.params)}
+    jobs = wanted_jobs(request)
+    save_inputs(path, jobs)
+    run_jobs(path, jobs)
+    return path
+
+
+def wanted_jobs(request: pytest.FixtureRequest) -> list[Job]:
+    """The jobs of the selected tests of this file, and those that some of them resume."""
+    items = [item for item in request.session.items if item.path == request.path]
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    wanted = {p["job"] for p in params if "job" in p}
     first = [j for j in TRAINED if j in wanted or j.file in {w.load for w in wanted}]
-    jobs = [*first, *(j for j in CONTINUED if j in wanted)]
+    return [*first, *(j for j in CONTINUED if j in wanted)]
+
+
+def save_inputs(path: Path, jobs: list[Job]) -> None:
+    """Write the models and adapters of these jobs."""
+    reference.save_models(path, {j.model for j in jobs} - FAMILY.keys())
     for name in FAMILY.keys() & {j.model for j in jobs}:
         save_tiny(FAMILY[name].tiny, path / name, name)
     for name in {j.adapter for j in jobs}:
         model, kind, targets = ADAPTERS[name]
         adapter_reference.write_adapter(path / model, path / name, targets, RANK, ALPHA, kind == "lora")
+
+
+def run_jobs(path: Path, jobs: list[Job], emulated: bool = False) -> None:
     cases = {}
     for model in {j.model for j in jobs}:
         step = STEP[model]
         rows, *_ = sampled_for(step, path)
         cases[model] = Case(model, step.algorithm, rows, step.budget, step.at_step_start, model)
     torch.save((jobs, cases), path / "work.pt")
-    launch("helpers.workers.adapter_worker:run", [j.layout.ranks for j in jobs], str(path), timeout=1800)
-    return path
+    ranks = [j.layout.ranks for j in jobs]
+    launch("helpers.workers.adapter_worker:run", ranks, str(path), timeout=1800, emulated=emulated)
 
 
 @cache

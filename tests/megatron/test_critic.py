@@ -218,19 +218,21 @@ HEAD, BIAS = torch.randn(32, generator=torch.Generator().manual_seed(5)) * 0.3, 
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results of the selected tests' layouts, and of one rank, with which they are compared."""
     path = tmp_path_factory.mktemp("critic")
-    reference.save_models(path)
     items = [item for item in request.session.items if item.path == request.path]
     params = [item.callspec.params for item in items if hasattr(item, "callspec")]
-    wanted = {ALL[0], *((p["layout"], p["model"]) for p in params if "layout" in p)}
-    work = [
-        (layout, Case("", {"recipe": "ppo", "critic": {"lr": 1e-2}}, step_rows(), SPLIT, model=model))
-        for layout, model in ALL
-        if (layout, model) in wanted
-    ]
+    wanted = {(p["layout"], p["model"]) for p in params if "layout" in p}
+    run_layouts(path, [run for run in ALL if run in wanted | {ALL[0]}])
+    return path
+
+
+def run_layouts(path: Path, runs: list[tuple[Layout, str]], emulated: bool = False) -> None:
+    reference.save_models(path, ("untied", "tied"))
+    algorithm = {"recipe": "ppo", "critic": {"lr": 1e-2}}
+    work = [(layout, Case("", algorithm, step_rows(), SPLIT, model=model)) for layout, model in runs]
     assert RowSegments.divide(step_rows(), SPLIT) is not None, "a conversation is divided by segment"
     torch.save((work, HEAD, BIAS), path / "work.pt")
-    launch("helpers.workers.critic_worker:run", [layout.ranks for layout, _ in work], str(path))
-    return path
+    ranks = [layout.ranks for layout, _ in runs]
+    launch("helpers.workers.critic_worker:run", ranks, str(path), timeout=1800, emulated=emulated)
 
 
 @pytest.fixture(scope="module")

@@ -124,6 +124,11 @@ class Plain:
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("teachers")
+    save_models(path)
+    return path
+
+
+def save_models(path: Path) -> None:
     reference.save_models(path, ("untied", "tied", "qwen3_moe"))
     torch.manual_seed(1)
     teacher = transformers.AutoModelForCausalLM.from_config(
@@ -133,7 +138,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     scatter(teacher)
     teacher.save_pretrained(path / "teacher")
-    return path
 
 
 @pytest.fixture(scope="module")

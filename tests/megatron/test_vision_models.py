@@ -55,14 +55,17 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     items = [item for item in request.session.items if item.path == request.path]
     params = [item.callspec.params for item in items if hasattr(item, "callspec")]
     cases = list(dict.fromkeys(p["case"] for p in params if "case" in p))
+    run_cases(path, cases)
+    return path
+
+
+def run_cases(path: Path, cases: list[VisionCase], emulated: bool = False) -> None:
     for model in CONFIGS:
         save_model(path, model)
     rows = make_rows(path, ImageProcessor(str(path / "qwen3_vl")))
     torch.save((cases, rows), path / "work.pt")
-    launch(
-        "helpers.workers.vision_worker:run", [case.layout.ranks for case in cases], str(path), timeout=1800
-    )
-    return path
+    ranks = [case.layout.ranks for case in cases]
+    launch("helpers.workers.vision_worker:run", ranks, str(path), timeout=1800, emulated=emulated)
 
 
 def rows_of(directory: Path) -> TrainBatch:

@@ -89,6 +89,7 @@ class Adapters:
                 if is_adapter(name) and not self._is_selected(name):
                     parameter.requires_grad_(False)
             _store_gate_and_up_apart(chunk)
+            _gather_by_adapters(chunk)
             # Modules that are computed again in the backward pass lose their gradients without an error if
             # nothing that enters them needs one, such as the first layer's MLP with adapters in MLPs only.
             if hasattr(chunk, "embedding"):
@@ -223,6 +224,22 @@ def _megatron_targets(kind: str, selected: tuple[str, ...]) -> list[str]:
     parts = {part for name in fused for part in FUSED_NAMES[name]}
     others = {MEGATRON_NAMES[name] for name in selected if name not in parts}
     return sorted(others | (fused if kind == "lora" else {MEGATRON_NAMES[part] for part in parts}))
+
+
+def _gather_by_adapters(chunk: Any) -> None:
+    """Let adapters behind a norm gather their input themselves, under sequence parallelism.
+
+    Transformer Engine's layers can give them the norm's output gathered already. Its backward (2.20.2) then
+    leaves out the gradient of that output: all weights before it would train without the adapter's part
+    (docs/explanation/audit.md).
+    """
+    for module in chunk.modules():
+        layer: Any = getattr(module, "to_wrap", None)
+        if getattr(layer, "return_layernorm_output_gathered", False):
+            layer.return_layernorm_output_gathered = False
+            for adapter in module.adapter.modules():
+                if hasattr(adapter, "disable_sequence_parallel_comm"):
+                    adapter.disable_sequence_parallel_comm = False
 
 
 def _store_gate_and_up_apart(chunk: Any) -> None:

@@ -1,7 +1,8 @@
 """Divides the tests over the workers of pytest-xdist (`-n 2 --dist loadscope --no-loadscope-reorder`).
 
 One worker runs a group's tests one after the other. A group is a file, so that its fixtures are made once;
-the tests of an engine's shared server are a group, too. The longest groups begin first, so that all workers
+the tests of an engine's shared server are a group, too, and so are the files whose ranks have emulated GPUs:
+the process that forks them imports for long. The longest groups begin first, so that all workers
 end at about the same time.
 """
 
@@ -21,6 +22,7 @@ SHARED_SERVERS = (
 # environments are built meanwhile.
 LONGEST = (
     "megatron/test_gradient_invariance",
+    "emulated GPUs",
     "shipping/test_images",
     "servers/test_long_runs",
     "docs/test_commands",
@@ -54,10 +56,12 @@ LONGEST = (
 
 
 def group_of(nodeid: str) -> str:
-    """The group of a test: the engine, for the files that share a server, or else the file."""
+    """The group of a test: the engine or the GPU that its file shares with others, or else the file."""
     file, _, name = nodeid.partition("::")
     file = file.removeprefix("tests/").removesuffix(".py")
     engine = re.search(r"\[(sglang|vllm)", name)
+    if file.startswith("emulation/test_emulated_"):
+        return "emulated GPUs"
     return engine[1] if engine and file in SHARED_SERVERS else file
 
 

@@ -108,7 +108,7 @@ def _named(critic: Any, gradients: bool = False) -> dict[str, Tensor]:
     named = export_gradients(critic.model, weights) if gradients else _copy(weights())
     heads = _heads(critic)  # of gradients: after they were summed over all ranks, above
     local = {
-        f"head.{name}": (parameter.main_grad if gradients else parameter.data).clone()
+        f"head.{name}": (parameter.main_grad if gradients else parameter.data).to("cpu", copy=True)
         for head in heads
         for name, parameter in head.named_parameters()
     }
