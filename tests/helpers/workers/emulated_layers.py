@@ -3,15 +3,13 @@
     python -m helpers.workers.emulated_layers RESULT.json
 
 The result maps what was compared to its largest error, relative to the largest number, over the error of its
-dtype: 1 is as large as may be. FP8's operands are made anew from PyTorch's FP8 types, by `Quantized`: nothing
-of the references is used.
+dtype: 1 is as large as may be. FP8's operands are made anew from PyTorch's FP8 types (fp8_quantized.py).
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from helpers.references.fp8_quantized import quantizers
 from megatron_gvpo.emulation import emulated_gpu
 
 Errors = dict[str, float]
@@ -179,44 +178,6 @@ def recipes() -> dict[str, Any]:
     is_blackwell = torch.cuda.get_device_capability()[0] >= 10
     kinds = {"tensorwise": recipe.Float8CurrentScaling(), "blockwise": recipe.Float8BlockScaling()}
     return kinds | ({"mxfp8": recipe.MXFP8BlockScaling()} if is_blackwell else {})
-
-
-@dataclass
-class Quantized:
-    """A matrix's values after quantization along its rows, in fp64."""
-
-    recipe: str
-    dtype: torch.dtype = torch.float8_e4m3fn
-    is_weight: bool = False
-
-    def along_rows(self, x: Tensor) -> Tensor:
-        """With one scale, or one for each block: 128 x 128 (weights), 1 x 128, 1 x 32."""
-        height, width = {
-            "tensorwise": x.shape,
-            "blockwise": (128 if self.is_weight else 1, 128),
-            "mxfp8": (1, 32),
-        }[self.recipe]
-        x = x.detach().float().unflatten(1, (-1, width)).unflatten(0, (-1, height))
-        scale = self._scale(x.abs().amax((1, 3), keepdim=True))
-        quantized = (x * scale).to(self.dtype).double() / scale.double()
-        return quantized.flatten(2, 3).flatten(0, 1)
-
-    def along_columns(self, x: Tensor) -> Tensor:
-        return self.along_rows(x.T).T
-
-    def _scale(self, amax: Tensor) -> Tensor:
-        largest = torch.full_like(amax, torch.finfo(self.dtype).max)
-        if self.recipe == "tensorwise":
-            return largest / amax
-        if self.recipe == "blockwise":
-            return (largest.double() / amax.double()).log2().floor().exp2().float()
-        return (amax.double() / largest.double()).log2().ceil().neg().exp2().float()
-
-
-def quantizers(name: str) -> tuple[Quantized, Quantized, Quantized]:
-    """One each for inputs, weights and gradients."""
-    gradients = torch.float8_e5m2 if name == "tensorwise" else torch.float8_e4m3fn
-    return Quantized(name), Quantized(name, is_weight=True), Quantized(name, gradients)
 
 
 def linear(name: str) -> Errors:

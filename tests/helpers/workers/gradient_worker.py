@@ -16,6 +16,7 @@ from helpers.distributed import run_number
 from helpers.small_constants import late_gathers, small_constants
 from megatron_gvpo.observe.mismatch import MismatchWatch
 from megatron_gvpo.settings.config import Config, build_config
+from megatron_gvpo.settings.sections import FP8Config
 from megatron_gvpo.types import TrainBatch
 from megatron_gvpo.verify.layout import ParallelLayout
 from megatron_gvpo.verify.measures import UPDATE
@@ -42,6 +43,7 @@ class Case:
     teacher: str | None = None  # a model's name; its log-probs are results, too
     text: TrainBatch | None = None  # the rows in the tokens of a teacher with another tokenizer
     dtype: str = "float32"
+    fp8: str | None = None  # the recipe of matrix products in FP8
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def config_of(case: Case, layout: Layout, directory: Path) -> Config:
     replays = case.model in ("qwen3_moe", "deepseek_v3")  # where rows say which experts; some do
     named = [{"name": name, "function": "not:called"} for name in case.rows.component_n]
     components = named or [{"name": "math"}]  # a method that learns from rewards needs one
-    return build_config(
+    config = build_config(
         {
             "output_dir": "unused",
             "model": {"path": str(directory / case.model), "dtype": case.dtype},
@@ -89,6 +91,11 @@ def config_of(case: Case, layout: Layout, directory: Path) -> Config:
             "teacher": None if case.teacher is None else {"path": str(directory / case.teacher)},
         }
     )
+    if case.fp8 is None:
+        return config
+    # A user's configuration has FP8 beside bf16 only, which would hide small errors of it.
+    model = config.model.model_copy(update={"fp8": FP8Config(recipe=case.fp8)})
+    return config.model_copy(update={"model": model})
 
 
 @contextlib.contextmanager
