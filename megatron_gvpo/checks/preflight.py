@@ -216,8 +216,6 @@ def _check_rewards(config: Config, cards: ModelCards) -> None:
     for tool in talks.tools:
         if tool != PYTHON:
             _check_tool(tool)
-    if talks.tools or talks.mcp:
-        _check_chat_template(config)
     if ":" in talks.parser:
         _check_source("rollout.conversation.parser", talks.parser)
     if talks.environment is not None:
@@ -226,6 +224,8 @@ def _check_rewards(config: Config, cards: ModelCards) -> None:
     if talks.program is not None:
         check = partial(check_program, options=talks.options)
         _check_source("rollout.conversation.program", talks.program, check)
+    if talks.tools or talks.mcp:
+        _check_chat_template(config)
 
 
 def _check_source(key: str, spec: str, check: Callable[[Any], None] | None = None) -> None:

@@ -61,6 +61,10 @@ def many(*args: int) -> int:
     return sum(args)
 '''
 LOST = "rollout.conversation.max_lost"
+UNTOLD = "tools without a chat template"
+with_template = with_text(
+    "model/chat_template.jinja", "{% for message in messages %}{{ message.content }}{% endfor %}"
+)
 
 
 def talks(
@@ -87,12 +91,16 @@ def environment(
 
 
 def tools(name: str, *specs: str, says: tuple[str, ...], **keys: Any) -> Case:
-    spoil = with_text("tools.py", TOOLS)
+    def spoil(task: Path) -> None:
+        with_text("tools.py", TOOLS)(task)
+        if name != UNTOLD:
+            with_template(task)
+
     return talks(name, tools=specs, spoil=spoil, reward="math", says=says, **keys)
 
 
 def mcp(name: str, says: tuple[str, ...], **server: Any) -> Case:
-    return talks(name, mcp=[server], reward="math", says=says)
+    return talks(name, mcp=[server], spoil=with_template, reward="math", says=says)
 
 
 def program(name: str, body: str, says: tuple[str, ...] = (), **keys: Any) -> Case:
@@ -110,7 +118,7 @@ KEYS = [
     environment("a misspelt parser", parser="hermse", says=("parser=hermse: want hermes, json, xml",)),
     environment("a misspelt history", history="temlate", says=("rollout.conversation.history",)),
     environment("a history without a template", history="template", says=("history=template",)),
-    environment("a parser's file that is missing", parser="p.py:f", says=("parser=p.py:f: there is",)),
+    environment("a parser beside an environment", parser="p.py:f", says=("parser has no effect",)),
     environment("an unknown key", turn=3, says=("rollout.conversation.turn",)),
     talks("nobody to talk with", turns=3, says=("give one of environment, tools and program",)),
     environment("an environment and tools", tools=["t.py:f"], says=("give one of environment, tools",)),
@@ -153,7 +161,7 @@ ENVIRONMENTS = [
     environment("a count that is not a number", "return Reply('1', 1, {'n': None})", says=("n=None, which",)),
 ]
 TOOLS_AND_SERVERS = [
-    tools("tools without a chat template", "tools.py:add", says=("tools need a chat template",)),
+    tools(UNTOLD, "tools.py:add", says=("tools need a chat template",)),
     tools("a tool that is missing", "tools.py:ad", says=("tools.py:ad: tools.py has no function 'ad'",)),
     talks("a tool's file that is missing", tools=["t.py:f"], reward="math", says=("tools=t.py:f: there",)),
     tools("a tool without types", "tools.py:bare", says=("tools.py:bare",)),
