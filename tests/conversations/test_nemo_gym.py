@@ -207,7 +207,8 @@ def test_the_workplace_assistant_scores_what_its_tools_did() -> None:
     assert right.finish_reason == wrong.finish_reason == "stop", right.text
     assert [r.counts["environment_reward"] for r in (right, wrong, unknown)] == [1, 0, 1]
     assert "Task Update" in right.messages[-2 * len(wanted) - 2]["content"], "the tool's own answer"
-    assert unknown.counts["tool_errors"] == 1 and "there is no tool 'verify'" in str(unknown.messages)
+    assert unknown.counts["tool_errors"] == 1
+    assert any("there is no tool 'verify'" in message["content"] for message in unknown.messages)
     shown = chat_tokenizer().decode(right.turns[0].given)
     assert all(tool["name"] in shown for tool in row["responses_create_params"]["tools"])
 
