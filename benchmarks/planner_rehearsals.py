@@ -1,7 +1,7 @@
 """Compares the planner's memory with that of rehearsed ranks, part by part.
 
     python benchmarks/planner_rehearsals.py            # writes benchmarks/results/planner_rehearsals.json
-    python benchmarks/planner_rehearsals.py NAME...    # prints the rows whose names have one of these words
+    python benchmarks/planner_rehearsals.py NAME...    # only the rows whose names have one of these words
     python benchmarks/planner_rehearsals.py --predict  # the predictions anew, where the planner changed
 
 A row is a rank of a layout: a model of few layers with its true widths, two updates of full micro-batches.
@@ -46,6 +46,7 @@ def job_of(row: Row, folder: Path) -> RankJob:
     directory = folder / "model"
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(_config_of(row)))
+    made_model.add_image_processor(directory)
     file = folder / "config.yaml"
     file.write_text(CONFIG)
     keys = [*row.keys, f"model.path={directory}", f"train.max_tokens_per_micro_batch={row.tokens}"]
@@ -55,7 +56,7 @@ def job_of(row: Row, folder: Path) -> RankJob:
 def _config_of(row: Row) -> dict[str, Any]:
     """The model's config.json with as many layers as the row has; one of them is dense, if any was."""
     config: dict[str, Any] = {"torch_dtype": "bfloat16", **made_model.known_models()[row.model]}
-    config["num_hidden_layers"] = row.layers
+    (config.get("text_config") or config)["num_hidden_layers"] = row.layers
     if "first_k_dense_replace" in config:
         config["first_k_dense_replace"] = 1
     return config
@@ -137,8 +138,10 @@ def main() -> int:
             print(f"{result['ratio']:.3f}  {result['row']}  {result['rehearsed_gib']}")
     worst = max(abs(result["ratio"] - 1) for result in results)
     print(f"{len(results)} rows; the largest difference is {worst:.1%}")
-    if not options.names:
-        RESULT.write_text(json.dumps({"rows": results}, indent=1) + "\n")
+    earlier = json.loads(RESULT.read_text())["rows"] if options.names else []
+    by_name = {result["row"]: result for result in [*earlier, *results]}
+    rows = [by_name[row.name] for row in ROWS if row.name in by_name]
+    RESULT.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     return 0
 
 

@@ -37,13 +37,16 @@ def check_gpu_packages() -> None:
         )
 
 
-def check_delta_nets(key: str) -> None:
-    """Raises ConfigError, which names `key`, if this environment has no kernels for gated delta nets."""
+def check_delta_nets(key: str, otherwise: str = f", {HIDE}") -> None:
+    """Raises ConfigError, which names `key`, if this environment has no kernels for gated delta nets.
+
+    `otherwise`: what else would help, at the end of the message.
+    """
     if util.find_spec("fla") is None:
         [install] = [one.install for one in COMPONENTS if one.name == "flash-linear-attention"]
         raise ConfigError(
-            f"{key}: its gated delta nets need flash-linear-attention on a GPU, which is missing: {install}, "
-            f"{HIDE}"
+            f"{key}: its gated delta nets need flash-linear-attention on a GPU, which is missing: {install}"
+            f"{otherwise}"
         )
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_gvpo.emulation.memory import alias
+from megatron_gvpo.rehearsal.nullcuda.aliases import alias
 
 # Work that may not be done yet, with the tensors whose memory it reads or writes.
 _pending: list[tuple[Any, list[torch.Tensor]]] = []

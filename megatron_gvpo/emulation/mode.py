@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from megatron_gvpo.emulation import collectives, decompositions
-from megatron_gvpo.emulation.memory import alias, aliases, tensors_of
+from megatron_gvpo.rehearsal.nullcuda.aliases import alias, aliases, tensors_of
 
 aten = torch.ops.aten
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from megatron_gvpo.emulation.memory import aliases
 from megatron_gvpo.rehearsal import stand_ins
+from megatron_gvpo.rehearsal.nullcuda.aliases import aliases
 
 
 def install() -> None:

@@ -7,6 +7,8 @@ Megatron-Bridge (0.6.2) has three faults here; docs/explanation/audit.md describ
   own tokens to the first layers' hidden states, and differentiates these alone. A forward hook of the tower
   sums the ranks' gradients.
 - Qwen2.5-VL does not pass `output_processor` on to its language model, which ends in the head.
+
+Full recomputation of Qwen2.5-VL includes its tower, if that trains: it is the larger part of the activations.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from megatron_gvpo.data.image_processor import ImageProcessor
 from megatron_gvpo.huggingface.image_families import TOKENS
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.types import TrainBatch
+
+_QWEN2_5 = "Qwen25VLModel"  # Bridge's class
 
 
 def has_vision(hf_config: Any) -> bool:
@@ -67,11 +71,14 @@ class VisionInputs:
             for module in tower.modules():
                 if type(module).__name__ == "Qwen3VLVisionPatchMerger":
                     module.activation_func = torch.nn.functional.gelu
+            if trained and chunk.config.recompute_granularity == "full" and type(chunk).__name__ == _QWEN2_5:
+                # transformers' own layers: megatron-core's settings do not reach them.
+                tower.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             if chunk.config.sequence_parallel and hasattr(chunk, "vision_model"):
                 tower.register_forward_hook(_sum_gradients)
         if self._first:
             language.embedding.register_forward_pre_hook(self._with_all_tokens, with_kwargs=True)
-        self._drops_head = type(chunk).__name__ == "Qwen25VLModel"
+        self._drops_head = type(chunk).__name__ == _QWEN2_5
         if self._drops_head:
             plain = language.forward
             language.forward = lambda *args, **kwargs: plain(*args, **kwargs, **self._head)

@@ -23,6 +23,25 @@ _B = 2  # bytes of an element in bf16
 _F = 4  # bytes of an element in fp32
 
 
+def tower_bytes(model: Architecture, layout: Layout, image_tokens: float) -> float:
+    """Bytes that a trained vision tower keeps for the backward pass of images of so many tokens together.
+
+    Qwen2.5-VL's blocks are those of transformers, whose norms keep fp32 copies; Qwen3-VL's are Transformer
+    Engine's.
+    """
+    tower = model.vision
+    if tower is None or not model.trains_vision:
+        return 0.0
+    patches = image_tokens * tower.merge
+    if layout.recompute:  # what enters each block
+        return _B * patches * tower.depth * tower.hidden
+    if tower.split:
+        of_a_patch = 8 * tower.hidden + (10 * tower.hidden + 4 * tower.ffn) / layout.tp
+    else:
+        of_a_patch = 30 * tower.hidden + 8 * tower.ffn
+    return patches * tower.depth * of_a_patch
+
+
 @dataclass(frozen=True)
 class Layer:
     """Bytes of one layer: `saved` from its forward to its backward, and the most beside them in each pass."""

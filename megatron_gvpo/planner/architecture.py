@@ -77,6 +77,9 @@ class VisionTower:
     width: int  # summed over the layers whose attention spans a whole image
     deep: int  # features for the first layers of the language model
     merge: int  # patches merged into one token
+    depth: int
+    hidden: int
+    ffn: int  # MLP width
 
     def flops(self, tokens: float, patches_of_an_image: float) -> float:
         """Operations of the forward pass for images of `tokens` tokens together."""
@@ -100,13 +103,17 @@ def vision_tower(config: Mapping[str, Any], architecture: str, size: Callable[[s
         mlp = 3 * hidden * width + 2 * width + hidden
         block, full_blocks = attention + mlp + 2 * hidden, len(config.get("fullatt_block_indexes") or ())
         total = patch + depth * block + hidden + merger
-        return VisionTower(total, False, depth * block + patch, merger, full_blocks * hidden, 0, merge)
+        sizes = depth, hidden, width
+        return VisionTower(
+            total, False, depth * block + patch, merger, full_blocks * hidden, 0, merge, *sizes
+        )
     deep = len(config.get("deepstack_visual_indexes") or ())
     block = attention + 2 * hidden * width + width + hidden + 4 * hidden
     total = patch + hidden + size("num_position_embeddings") * hidden + depth * block
     total += merger + 2 * hidden + deep * (merger + 2 * joined)
     mergers = (1 + deep) * merger
-    return VisionTower(total, True, depth * block + patch, mergers, depth * hidden, deep, merge)
+    sizes = depth, hidden, width
+    return VisionTower(total, True, depth * block + patch, mergers, depth * hidden, deep, merge, *sizes)
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,7 @@ class Architecture:
     window: bool = False  # sliding-window attention
     adapted: tuple[str, ...] = ()  # Hugging Face's names of the layers that can have adapters
     vision: VisionTower | None = None  # set for a model that takes images
+    trains_vision: bool = False  # model.train_vision
     adapter_rank: int = 0  # rank of trained adapters; 0: the weights themselves train
 
     @property

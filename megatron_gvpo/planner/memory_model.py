@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron_gvpo.planner.activations import TILE_BYTES, Activations
+from megatron_gvpo.planner.activations import TILE_BYTES, Activations, tower_bytes
 from megatron_gvpo.planner.architecture import GIB, RUNTIME_BYTES, Architecture
 from megatron_gvpo.planner.workload import Layout
 
@@ -97,16 +97,17 @@ def stage_layers(model: Architecture, layout: Layout, stage: int) -> tuple[int, 
 
 
 def _tower(model: Architecture, layout: Layout) -> float:
-    """Parameters of the vision tower on a rank of the first stage; its weights stay as they are."""
+    """Parameters of the vision tower on a rank of the first stage."""
     tower = model.vision
     return 0.0 if tower is None else tower.parameters / (layout.tp if tower.split else 1)
 
 
 def trained_shard(model: Architecture, layout: Layout, stage: int, critic: bool = False) -> Shard:
-    """Counts the parameters on a rank that train: all but a vision tower's, or the adapters'."""
+    """Counts the parameters on a rank that train: all but a frozen vision tower's, or the adapters'."""
     if not model.adapter_rank or critic:
         stage_shard = shard(model, layout, stage, critic)
-        return replace(stage_shard, dense=stage_shard.dense - (stage == 0) * _tower(model, layout))
+        frozen = 0.0 if stage or model.trains_vision else _tower(model, layout)
+        return replace(stage_shard, dense=stage_shard.dense - frozen)
     here, mixtures = stage_layers(model, layout, stage)
     dense = here * model.attention_adapters + (here - mixtures) * model.mlp_adapters(model.ffn)
     routed = mixtures * model.experts * model.mlp_adapters(model.expert_ffn)
@@ -215,11 +216,13 @@ def memory(
     responses: float | None = None,
     stage: int | None = None,
     weights_first: bool | None = None,
+    image_tokens: float = 0.0,
 ) -> Memory:
     """Predicts the memory of a GPU of a pipeline stage, with `tokens` tokens per micro-batch.
 
     `responses`: how many of them have a label; default: all. `stage`: default: the fullest one.
     `weights_first`: whether the tokens' weights are known before the forward; default: the fuller case.
+    `image_tokens`: tokens of a micro-batch that stand for images.
 
     A critic is trained after the policy, so its activations take no more than the policy's and are not added.
     The pass of a teacher that the trainer holds comes before the policy's: the fuller of both moments counts.
@@ -227,7 +230,10 @@ def memory(
     activations = Activations(model, layout, tokens, responses, weights_first)
     stages = stages_of_a_kind(layout, model.layers) if stage is None else [stage]
     return max(
-        (_of_stage(model, layout, i, activations, micro_batches, critic, teacher) for i in stages),
+        (
+            _of_stage(model, layout, i, activations, micro_batches, critic, teacher, image_tokens)
+            for i in stages
+        ),
         key=lambda m: m.total,
     )
 
@@ -247,14 +253,15 @@ def _of_stage(
     micro_batches: int,
     critic: bool,
     teacher: PlannedTeacher | None,
+    image_tokens: float,
 ) -> Memory:
     is_last = stage == layout.pp - 1
     second = sum(state(model, layout, stage, critic=True)) if critic else 0.0
     state_here = (*state(model, layout, stage), second)
     layers, mixtures = stage_layers(model, layout, stage)
-    saved, head = activations.stage(
-        layers - mixtures, mixtures, is_last, in_flight(layout, stage, micro_batches)
-    )
+    waiting = in_flight(layout, stage, micro_batches)
+    saved, head = activations.stage(layers - mixtures, mixtures, is_last, waiting)
+    saved += 0.0 if stage else waiting * tower_bytes(model, layout, image_tokens)
     beside = own = 0.0
     if teacher is not None and teacher.is_on_trainer:
         own = teacher_pass(teacher, layout, stage, activations.tokens)

@@ -19,6 +19,7 @@ USABLE = 0.94  # fraction of a GPU's memory that a layout may fill
 SERVER_GIB = 4.0  # a colocated server that sleeps: its context and its CUDA graphs
 _ALONE = 0.98  # usable share of a GPU beside a sleeping server; the driver takes the rest
 COMMON_GIB = 79.6  # memory of an "80 GB" H100 or H800, assumed for the GPUs of a Slurm job
+TEXT = 32  # tokens of a prompt beside its image
 PROMPT = 512  # tokens of a prompt, unless data.max_prompt_tokens is less
 
 # The planner's parts under the names of a rehearsal's.
@@ -87,12 +88,22 @@ def _parts(
         return None
     if config.model.adapter is not None:
         model = replace(model, adapter_rank=config.model.adapter.rank)
+    model = replace(model, trains_vision=config.model.train_vision)
     size = size_of(config, layout.dp, micro_batches)
+    images = size.rows_of_a_pack * largest_image(size.prompt) if model.vision is not None else 0
     work = size.tokens_of_a_pack, size.micro_batches, config.algorithm.critic is not None
     responses = size.rows_of_a_pack * size.response
     has_bonus = config.algorithm.loss.wants_entropy or config.algorithm.loss.divergence is not None
     weights_first = size.divides_groups and not has_bonus  # a bonus has gradients of its own
-    predicted = memory(model, layout, *work, responses=responses, stage=stage, weights_first=weights_first)
+    predicted = memory(
+        model,
+        layout,
+        *work,
+        responses=responses,
+        stage=stage,
+        weights_first=weights_first,
+        image_tokens=images,
+    )
     return {_PARTS[name]: gib for name, gib in predicted.in_gib().items() if gib}
 
 
@@ -140,6 +151,11 @@ def size_of(config: Config, data_parallel: int, micro_batches: int | None = None
     count = micro_batches or min(in_run, max(2, enough))
     is_divided = (together and unit == 1) or longest > budget
     return Size(of_a_pack, length - response, response, count, in_run, is_divided)
+
+
+def largest_image(prompt: int) -> int:
+    """Tokens of the largest square image that fits into a prompt of `prompt` tokens, beside some text."""
+    return math.isqrt(max(0, prompt - TEXT)) ** 2
 
 
 def usable_gib(gpu_gib: float, colocated: bool) -> float:

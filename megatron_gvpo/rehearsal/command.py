@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.gpu_packages import check_delta_nets
 from megatron_gvpo.megatron.model.attention_kernel import Attention, check_attention, has_flash_attention
 from megatron_gvpo.planner import workload
 from megatron_gvpo.planner.prediction import SERVER_GIB, predict
@@ -106,6 +107,8 @@ def _checked(options: argparse.Namespace, device: Device, folder: Path) -> tuple
     attention = Attention.of(config.model, config.parallel, config.train.deterministic, card)
     major, minor = divmod(device.capability, 10)
     check_attention(attention, (major, minor), has_flash_attention())
+    if card.has_delta_nets:
+        check_delta_nets(f"model.path={config.model.path}", otherwise="")
     return config, RankJob(files, [*overrides, *added], 0, options.world, options.micro_batches, made)
 
 

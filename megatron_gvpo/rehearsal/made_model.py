@@ -1,4 +1,7 @@
-"""Makes a Hugging Face directory from a config.json: its safetensors have true shapes and take no disk."""
+"""Makes a Hugging Face directory from a config.json: its safetensors have true shapes and take no disk.
+
+A model that takes images gets the usual image processor of its family, unless the directory has one.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +46,7 @@ def prepare(path: str, key: str, folder: Path) -> Path:
         for file in directory.iterdir():
             if file.is_file() and file.suffix in (".json", ".txt", ".jinja", ".model"):
                 shutil.copy(file, made)
+        add_image_processor(made)
         return made
     known = known_models()
     names = [name for name in known if directory.name in (name, name.partition("/")[2])]
@@ -53,7 +57,19 @@ def prepare(path: str, key: str, folder: Path) -> Path:
             "of any model is enough: put it into that directory"
         )
     (made / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", **known[names[0]]}, indent=2))
+    add_image_processor(made)
     return made
+
+
+def add_image_processor(directory: Path) -> None:
+    """Write preprocessor_config.json for a model that takes images and lacks it."""
+    vision = json.loads((directory / "config.json").read_text()).get("vision_config")
+    if vision is None or (file := directory / "preprocessor_config.json").is_file():
+        return
+    keys = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size"}
+    keys["merge_size"] = "spatial_merge_size"
+    sizes = {name: vision[key] for name, key in keys.items() if key in vision}
+    file.write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessor", **sizes}))
 
 
 def fill(directory: Path) -> None:

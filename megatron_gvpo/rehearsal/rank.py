@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from megatron_gvpo.planner.prediction import Size
     from megatron_gvpo.rehearsal.world import FakeWorld
     from megatron_gvpo.settings.config import Config
-    from megatron_gvpo.types import TrainBatch
 
 
 @dataclass(frozen=True)
@@ -169,6 +168,7 @@ class RankRun:
         from megatron_gvpo.megatron.parallel import rank_in_each_group
         from megatron_gvpo.megatron.policy import Policy
         from megatron_gvpo.planner.prediction import size_of
+        from megatron_gvpo.rehearsal.made_rows import make_rows
 
         config = self._config
         self.policy = Policy.of(config)
@@ -281,35 +281,6 @@ class RankRun:
         memory.restore("weights")
         memory.restore("training")
         return {"stays_gib": stays}
-
-
-def make_rows(config: Config, size: Size, data_parallel: int) -> TrainBatch:
-    """The rows of an optimizer update, from a configuration's lengths: the fullest packs that can be.
-
-    Tokens are constant, rewards random.
-    """
-    import torch
-
-    from megatron_gvpo.types import TrainBatch
-
-    count = size.rows_of_a_pack * size.micro_batches * data_parallel
-    tokens = count * size.response
-    generator = torch.Generator().manual_seed(0)
-    reward_n = torch.rand(count, generator=generator)
-    components = [component.name for component in config.rewards.components]
-    return TrainBatch(
-        prompt_ids=[[1] * size.prompt] * count,
-        response_ids=[[2] * size.response] * count,
-        group_n=torch.arange(count) // config.rollout.n,
-        reward_n=reward_n,
-        truncated_n=torch.zeros(count, dtype=torch.bool),
-        engine_logp_r=torch.full((tokens,), -1.0) if config.algorithm.samples_from_policy else None,
-        version_r=torch.zeros(tokens, dtype=torch.int64),
-        place_n=torch.arange(count),
-        trained_n=torch.ones(count, dtype=torch.bool),
-        demonstration_n=torch.full((count,), config.algorithm.trains_on_demonstrations),
-        component_n={name: reward_n.clone() for name in components},
-    )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,22 @@
 """Values that a rehearsal makes up: kernels or other ranks would compute them, and sizes depend on them.
 
 Every expert gets equally many tokens; weights that no file has are zeros; Triton's autotuner takes its first
-configuration.
+configuration. Image grids, tokens and lengths have their values where a vision tower reads them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+
+from megatron_gvpo.rehearsal.integers import with_integers, without_integers
 
 
 def install(made_weights: bool) -> None:
@@ -21,6 +25,8 @@ def install(made_weights: bool) -> None:
     _balance_experts()
     _know_lengths()
     _leave_adapters()
+    _know_images()
+    _know_delta_nets()
     if made_weights:
         _read_zeros()
 
@@ -101,6 +107,58 @@ def _know_lengths() -> None:
         return rotate(t, host_ends, freqs, *args, **options)
 
     rope_utils._apply_rotary_pos_emb_thd = with_lengths
+
+
+def _know_images() -> None:
+    """Vision-language models compute places and positions of images from tokens and grids (Bridge 0.6.2)."""
+    from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import text_model, transformer_block
+    from megatron.core.models.gpt import GPTModel
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
+
+    from megatron_gvpo.megatron.vision import VisionInputs
+
+    VisionInputs.run = with_integers(VisionInputs.run)  # type: ignore[method-assign]
+    tower, layers = transformer_block.Qwen3VLVisionTransformerBlock, transformer_block.Qwen3VLTransformerBlock
+    for compiled in (GPTModel, text_model.Qwen3VLGPTModel, tower):
+        compiled.forward = without_integers(compiled.forward)
+    layers._deepstack_process = with_integers(layers._deepstack_process)
+    attention = modeling_qwen2_5_vl.Qwen2_5_VLVisionAttention
+    attention.forward = with_integers(attention.forward)  # again in the backward pass, which recomputes it
+    _do_without_cudnn()
+
+
+def _know_delta_nets() -> None:
+    """Gated delta nets check where sequences end, and cut them into chunks (mcore 0.19.2, fla 0.6.0)."""
+    if importlib.util.find_spec("fla") is None:
+        return
+    from fla.ops.utils import index
+    from megatron.core.ssm.gated_delta_net import common
+
+    layers: list[Any] = [layer for layer in vars(common).values() if isinstance(layer, type)]
+    for layer in layers:
+        if "_resolve_cu_seqlens" in vars(layer):
+            layer._resolve_cu_seqlens = with_integers(layer._resolve_cu_seqlens)
+    chunks = {name: with_integers(f) for name, f in vars(index).items() if name.startswith("prepare_")}
+    for module in [module for name, module in sys.modules.items() if name.startswith("fla.")]:
+        for name in chunks.keys() & vars(module).keys():
+            setattr(module, name, chunks[name])
+
+
+def _do_without_cudnn() -> None:
+    """Do a vision tower's work without cuDNN, which is not there: attention by PyTorch's own flash kernel.
+
+    Convolve a patch of a kernel's own size by a matrix product, which cuDNN makes of it, too.
+    """
+    convolve = torch.nn.Conv3d._conv_forward
+
+    def multiply(self: Any, patches: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        if patches.shape[2:] != weight.shape[2:]:
+            return convolve(self, patches, weight, bias)
+        made = torch.nn.functional.linear(patches.flatten(1), weight.flatten(1), bias)
+        return made[..., None, None, None]
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.nn.Conv3d._conv_forward = multiply  # type: ignore[method-assign,assignment]
 
 
 def _leave_adapters() -> None:

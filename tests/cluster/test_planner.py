@@ -34,12 +34,13 @@ KNOWN = json.loads(resources.files("megatron_gvpo.planner").joinpath("models.jso
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_parameter_counts_are_those_of_transformers(name: str):
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     values = dict(KNOWN[name])
     config = AutoConfig.for_model(values.pop("model_type"), **values)
+    kind = AutoModelForImageTextToText if "vision_config" in values else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = kind.from_config(config)
     counted = sum({id(p): p.numel() for p in model.parameters()}.values())
     assert architecture.load(name).parameters == counted
 
@@ -55,6 +56,8 @@ def test_parameter_counts_are_those_of_transformers(name: str):
         ("meta-llama/Llama-3.1-8B", 8_030_261_248),
         ("meta-llama/Llama-3.1-70B", 70_553_706_496),
         ("deepseek-ai/DeepSeek-V2", 235_741_434_880),
+        ("Qwen/Qwen2.5-VL-3B-Instruct", 3_754_622_976),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", 8_292_166_656),
     ],
 )
 def test_parameter_counts_are_the_published_ones(name: str, published: int):

@@ -90,7 +90,7 @@ CODE = """
 import threading
 import torch
 from megatron_gvpo.emulation import mode
-from megatron_gvpo.emulation.memory import alias
+from megatron_gvpo.rehearsal.nullcuda.aliases import alias
 mode.install()
 found = {}
 

@@ -19,7 +19,7 @@ import torch
 from helpers.paths import ROOT
 from helpers.suite.real_parts import used
 from megatron_gvpo.emulation import emulated_gpu
-from megatron_gvpo.rehearsal import transformer_engine
+from megatron_gvpo.rehearsal import made_model, transformer_engine
 from megatron_gvpo.rehearsal.nullcuda.devices import DEVICES
 from megatron_gvpo.rehearsal.process import environment_of_ranks
 
@@ -97,6 +97,7 @@ def write_model(folder: Path, config: dict[str, Any] = QWEN) -> Path:
     """A configuration beside a model without weights; returns the configuration's file."""
     (folder / "model").mkdir(parents=True, exist_ok=True)
     (folder / "model" / "config.json").write_text(json.dumps(config))
+    made_model.add_image_processor(folder / "model")
     file = folder / "config.yaml"
     file.write_text(CONFIG.replace("path: model", f"path: {folder / 'model'}"))
     return file

@@ -18,6 +18,7 @@ import pytest
 from helpers import on_null_cuda
 from helpers.on_null_cuda import MIXTURE, QWEN
 from helpers.paths import ROOT
+from helpers.references.transformer_engine_source import wheel_source
 
 from megatron_gvpo.rehearsal.nullcuda.devices import DEVICES
 from megatron_gvpo.rehearsal.process import environment_of_ranks, run_jobs
@@ -46,7 +47,47 @@ LATENT: dict[str, Any] = {
     "moe_intermediate_size": 128,
     "first_k_dense_replace": 1,
 }
-MODELS = {"qwen": QWEN, "mixture": MIXTURE, "latent": LATENT}
+_TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 256}
+_TOWER |= {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+_TOKENS = {"image_token_id": 1000, "video_token_id": 1001, "vision_start_token_id": 1002}
+_THREE_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}
+VISION: dict[str, Any] = {
+    **QWEN,
+    **_TOKENS,
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
+    "vision_config": {**_TOWER, "depth": 2, "window_size": 56, "fullatt_block_indexes": [1]},
+}
+DEEP_VISION: dict[str, Any] = {
+    **_TOKENS,
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "text_config": {**QWEN, "model_type": "qwen3_vl_text", "head_dim": 64, "rope_parameters": _THREE_AXES},
+    "vision_config": {
+        **_TOWER,
+        "depth": 3,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    },
+}
+DELTA: dict[str, Any] = {
+    **QWEN,
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "head_dim": 64,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+}
+MODELS = {"qwen": QWEN, "mixture": MIXTURE, "latent": LATENT, "delta": DELTA}
+MODELS |= {"vision": VISION, "deep vision": DEEP_VISION}
 FAMILIES = {"Qwen3-MoE": "mixture", "DeepSeek-V3": "latent", "DeepSeek-V2": "latent"}  # others: qwen
 
 
@@ -125,9 +166,19 @@ OPTIONS: dict[str, Case] = {
     "context all gathered": Case("qwen", 4, ("parallel.cp=2", "parallel.cp_exchange=all_gather")),
     "context heads": Case("qwen", 4, ("parallel.cp=2", "parallel.cp_exchange=a2a")),
     "shared prompts": Case("qwen", 2, ("train.share_prompts=true",)),
+    "delta nets": Case("delta", 2),
+    "delta nets divided": Case("delta", 4, ("parallel.tp=2", "parallel.sequence_parallel=true")),
+    "images": Case("vision", 2),
+    "images with a trained tower": Case("vision", 2, ("model.train_vision=true",)),
+    "images recomputed": Case("vision", 2, ("model.train_vision=true", "parallel.recompute=full")),
+    "images divided": Case("vision", 4, ("parallel.tp=2", "parallel.sequence_parallel=true")),
+    "images on the last stage": Case("vision", 4, ("parallel.pp=2",), rank=3),
+    "deep images": Case("deep vision", 2, ("model.train_vision=true",)),
+    "deep images divided": Case("deep vision", 4, ("parallel.tp=2", "parallel.sequence_parallel=true")),
 }
 CASES = _documented() | OPTIONS
 IN_TEST = ("tp2-pp2-vpp2-sp", "latent attention", "adapters", "critic", "fp8 blockwise", "shared prompts")
+IN_TEST += ("delta nets", "images recomputed", "deep images divided")
 
 
 def test_the_page_has_layouts() -> None:
@@ -154,6 +205,7 @@ def rehearse(names: Sequence[str], folder: Path) -> list[str]:
     problems = []
     for number, ((gpu, _), group) in enumerate(itertools.groupby(sorted(names, key=kind), kind)):
         variables = environment_of_ranks(DEVICES[gpu], 8, 8 * 2**30)
+        variables["PYTHONPATH"] += f":{wheel_source('fla-core')}"
         here = list(group)
         jobs = [_job(CASES[name], folder / f"{number}-{name}") for name in here]
         (folder / str(number)).mkdir()

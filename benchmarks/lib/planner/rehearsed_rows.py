@@ -7,6 +7,7 @@ from dataclasses import dataclass
 DENSE, TIED, QWEN3 = "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-8B"
 LLAMA, LARGE = "meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-72B"
 A3B, A22B = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"
+VL3B, VL4B = "Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen3-VL-4B-Instruct"
 V2, V3 = "deepseek-ai/DeepSeek-V2", "deepseek-ai/DeepSeek-V3"
 
 
@@ -23,16 +24,18 @@ class Row:
 
     @property
     def name(self) -> str:
-        words = [word.removeprefix("parallel.") for word in self.keys]
+        words = [word.removeprefix("parallel.").removeprefix("model.") for word in self.keys]
         where = f"rank {self.rank} of {self.world}"
         model = self.model.partition("/")[2]
         return ", ".join([f"{model}, {self.layers} layers", *words, f"{self.tokens} tokens", where])
 
 
 def _row(model: str, layers: int, world: int, words: str = "", rank: int = 0, tokens: int = 8192) -> Row:
-    return Row(model, layers, world, tuple(f"parallel.{word}" for word in words.split()), rank, tokens)
+    keys = tuple(f"{'model' if word == _TOWER else 'parallel'}.{word}" for word in words.split())
+    return Row(model, layers, world, keys, rank, tokens)
 
 
+_TOWER = "train_vision=true"
 _SP = "sequence_parallel=true"
 _AGAIN = "recompute=selective recompute_modules"
 ROWS = (
@@ -67,6 +70,12 @@ ROWS = (
     _row(A3B, 4, 8, "ep=8 cp=2"),
     _row(A22B, 4, 256, f"tp=4 ep=64 {_SP} recompute=full"),
     _row(A22B, 4, 64, f"tp=4 ep=16 pp=2 {_SP}"),
+    _row(VL3B, 36, 8),
+    _row(VL3B, 36, 8, _TOWER),
+    _row(VL3B, 36, 8, f"{_TOWER} recompute=full", 0, 16384),
+    _row(VL4B, 36, 8),
+    _row(VL4B, 36, 8, _TOWER),
+    _row(VL4B, 36, 8, f"{_TOWER} tp=2 {_SP}"),
     _row(V2, 4, 32, "ep=32", 0, 4096),
     _row(V2, 4, 64, f"tp=4 ep=32 {_SP}", 0, 4096),
     _row(V3, 6, 256, "ep=64 pp=2 recompute=full", 0, 4096),

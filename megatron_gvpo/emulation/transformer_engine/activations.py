@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from megatron_gvpo.emulation.memory import alias
 from megatron_gvpo.emulation.transformer_engine.quantization import Rounding, write
 from megatron_gvpo.emulation.transformer_engine.references import fill, read, reference, reference_of, rows
+from megatron_gvpo.rehearsal.nullcuda.aliases import alias
 
 Tensor = torch.Tensor
 Function = Callable[[Tensor], Tensor]

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron_gvpo.emulation.memory import alias
 from megatron_gvpo.emulation.transformer_engine.references import reference
+from megatron_gvpo.rehearsal.nullcuda.aliases import alias
 
 Tensor = torch.Tensor
 

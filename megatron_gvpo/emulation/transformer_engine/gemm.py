@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from megatron_gvpo.emulation.memory import alias
 from megatron_gvpo.emulation.transformer_engine.activations import gelu, gelu_derivative
 from megatron_gvpo.emulation.transformer_engine.quantization import Rounding, operand, write
 from megatron_gvpo.emulation.transformer_engine.references import fill, read, reference, rows
+from megatron_gvpo.rehearsal.nullcuda.aliases import alias
 
 Tensor = torch.Tensor
 

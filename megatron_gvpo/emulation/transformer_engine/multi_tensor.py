@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_gvpo.emulation.memory import alias
 from megatron_gvpo.emulation.transformer_engine.references import fill, read, reference
+from megatron_gvpo.rehearsal.nullcuda.aliases import alias
 
 Tensor = torch.Tensor
 _L2_DECAY = 0  # Adam's mode that adds the decay to the gradient; the other one is AdamW

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_gvpo.emulation.memory import alias
 from megatron_gvpo.emulation.transformer_engine.references import read, reference
+from megatron_gvpo.rehearsal.nullcuda.aliases import alias
 
 Tensor = torch.Tensor
 

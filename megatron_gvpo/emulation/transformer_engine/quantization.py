@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from megatron_gvpo.emulation.memory import alias
 from megatron_gvpo.emulation.transformer_engine import fp8
 from megatron_gvpo.emulation.transformer_engine.references import fill, is_plain, read, reference, rows
+from megatron_gvpo.rehearsal.nullcuda.aliases import alias
 
 Tensor = torch.Tensor
 _LARGEST_FP32 = torch.finfo(torch.float32).max

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_gvpo.emulation.memory import alias
+from megatron_gvpo.rehearsal.nullcuda.aliases import alias
 
 Reference = Callable[..., None]
 TABLE: dict[str, Reference] = {}
