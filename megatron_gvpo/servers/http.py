@@ -16,6 +16,7 @@ import aiohttp
 LONGEST = 2**30  # bytes of an answer, decompressed; the experts of a long response are some MiB
 SHOWN = 600  # characters of a server's answer that an error quotes
 CONNECT = 10.0  # seconds that a connection may take
+OPENING = 64  # connections that are opened at once; a server's queue of new ones may be as short as 128
 PUSHES = "X-Megatron-GVPO-Trainer"  # the header of clients that push weights
 FILES = 2**16  # open files to ask for; each connection is one
 
@@ -37,8 +38,24 @@ async def open_session() -> aiohttp.ClientSession:
     # The number of connections has no limit, because the engines queue requests better than a client does.
     # No connection is used twice: a server may close an idle one just when a request takes it, and that would
     # look as if the server had died.
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    connector = _Connector(limit=0, force_close=True)
     return aiohttp.ClientSession(connector=connector, trust_env=False)
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Opens a few connections at a time.
+
+    A step sends a thousand requests at once. Where a machine is busy, that many new connections overflow the
+    server's queue, and some would not be there within `CONNECT` seconds.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._opening = asyncio.Semaphore(OPENING)
+
+    async def connect(self, req: Any, traces: Any, timeout: Any) -> Any:
+        async with self._opening:  # the limits of `timeout` begin behind it
+            return await super().connect(req, traces, timeout)
 
 
 class ServerRefused(Exception):  # noqa: N818 - the server's answer, which the caller may expect

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -9,11 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import aiohttp
 import pytest
 from helpers.servers.fake_servers import admit_at_once
 
 from megatron_gvpo.core.errors import RolloutError
-from megatron_gvpo.servers.http import Http, open_session
+from megatron_gvpo.servers.http import OPENING, Http, open_session
 from megatron_gvpo.servers.launch.start import DIALECTS
 from megatron_gvpo.servers.leader import BackgroundLoop
 from megatron_gvpo.servers.pool import ServerPool
@@ -113,3 +115,29 @@ def test_a_request_stops_at_the_tokens_of_its_own_sampling(engine: str, monkeypa
     assert body.get("sampling_params", body)["stop_token_ids"] == [1, 7, 8]
     loop.run(session.close())
     loop.close()
+
+
+def test_a_thousand_requests_at_once_open_few_connections_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    """A server's queue of new connections is short: here it has 16 places."""
+    opening, most = 0, 0
+    connect = aiohttp.TCPConnector.connect
+
+    async def counted(self: Any, *arguments: Any) -> Any:
+        nonlocal opening, most
+        opening += 1
+        most = max(most, opening)
+        try:
+            return await connect(self, *arguments)
+        finally:
+            opening -= 1
+
+    async def ask(url: str) -> list[Any]:
+        async with await open_session() as session:
+            http = Http(session, url)
+            return await asyncio.gather(*(http.get("/", timeout=60.0) for _ in range(1000)))
+
+    monkeypatch.setattr(aiohttp.TCPConnector, "connect", counted)
+    with answering({"a": 1}) as url:
+        answers = asyncio.run(ask(url))
+    assert answers == [{"a": 1}] * 1000
+    assert 1 < most <= OPENING
