@@ -13,14 +13,19 @@ from helpers.references import gradient_reference as reference
 
 
 def round_weights(directory: Path) -> None:
-    """Round the weights of the models in `directory` to bf16: all precisions have one fp64 gradient."""
-    for file in directory.glob("*/model.safetensors"):
+    """Round the weights of the models and adapters in `directory` to bf16: all precisions have one fp64
+    gradient.
+    """
+    for file in directory.glob("*/*model.safetensors"):
         save_file({name: t.bfloat16() for name, t in load_file(file).items()}, file, {"format": "pt"})
 
 
 def errors(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
     """The norm of each parameter's error, over the norm of its gradient; names as in a checkpoint."""
-    exact = reference.as_in_file(exact)
+    return relative_errors(gradients, reference.as_in_file(exact))
+
+
+def relative_errors(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
     return {key: ((gradients[key] - exact[key]).norm() / exact[key].norm()).item() for key in exact}
 
 
