@@ -119,9 +119,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--problems", type=int, default=8, help="problems a step (8)")
+    parser.add_argument("--problems", type=int, default=16, help="problems a step (16)")
     parser.add_argument("--responses", type=int, default=8, help="responses to a problem (8)")
-    parser.add_argument("--held-out", type=int, default=128, help="held-out sums, one response each (128)")
+    parser.add_argument("--held-out", type=int, default=256, help="held-out sums, one response each (256)")
     return parser.parse_args()
 
 

@@ -25,7 +25,7 @@ def args(tmp_path, monkeypatch):
 
 def line(row, seed, strict, **others):
     """A finished cell, as the program writes it."""
-    settings = {"steps": 2, "problems": 8, "responses": 8, "held_out": 128}
+    settings = {"steps": 2, "problems": 16, "responses": 8, "held_out": 256}
     fixed = {"lenient": 0.5, "curve": [0.25, 0.75], "responses": 128, "of": settings}
     return {"row": row, "seed": seed, "strict": strict, **fixed, **others}
 
@@ -40,7 +40,7 @@ def test_every_row_is_a_configuration(name, args):
     overrides = [f"{key}={json.dumps(value)}" for key, value in papers.overrides_of(row, 1, args).items()]
     config = load_config([papers.EXAMPLE / "gvpo.yaml"], overrides)
     assert (config.algorithm.recipe, config.optimizer.lr) == (row.algorithm["recipe"], row.lr)
-    assert (config.rollout.n, config.train.prompts_per_step, config.train.mini_batches) == (8, 8, 2)
+    assert (config.rollout.n, config.train.prompts_per_step, config.train.mini_batches) == (8, 16, 2)
     assert not row.stale or callable(getattr(mismatch, f"engine_of_stale{row.stale}"))
 
 
@@ -52,7 +52,7 @@ def test_all_rows_of_a_seed_run_before_the_next_seed(args):
 
 
 def test_a_cell_of_the_same_settings_is_not_repeated(args):
-    other = {"steps": 2, "problems": 4, "responses": 8, "held_out": 128}
+    other = {"steps": 2, "problems": 4, "responses": 8, "held_out": 256}
     write(args, [line("GVPO", 0, 0.5), line("GVPO without Var", 0, 0.5, of=other)])
     cells = papers.missing(args)
     assert ("GVPO", 0) not in cells and ("GVPO without Var", 0) in cells

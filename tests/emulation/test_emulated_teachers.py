@@ -19,6 +19,7 @@ from megatron_gvpo.algorithms.config import AlgorithmConfig
 pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
 
+@pytest.mark.proof
 def test_loss_gradients_norm_and_the_teachers_log_probs_equal_transformers(tmp_path: Path) -> None:
     on_cpu.save_models(tmp_path)
     plain, layout, name = on_cpu.Plain(tmp_path), Layout(1), "reverse"
