@@ -40,9 +40,8 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.chdir(tmp_path)
     shutil.copy(HELPERS / "programs" / "harbor_bubblewrap.py", tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    [_, program] = [
-        block.text for block in blocks("docs/howto/agent_programs.md") if "test_harbor.py" in block.mark
-    ]
+    of_harbor = [one for one in blocks("docs/howto/agent_programs.md") if "test_harbor.py" in one.mark]
+    [program] = [block.text for block in of_harbor if block.language == "python"]
     Path("harbor_program.py").write_text(program)
     Path("harbor-env").symlink_to(environment_of("harbor.txt").parents[1])
     for name, text in TASK.items():
