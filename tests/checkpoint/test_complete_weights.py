@@ -262,7 +262,12 @@ def test_convert_like_another_model(models, tmp_path, capsys):
         there, back = tmp_path / source, tmp_path / "back"
         if not there.exists():
             assert main(["convert", str(models / source), str(there)]) == 0
+            recorded = (there / "source_config.json").read_text()
+        (there / "source_config.json").write_text(recorded)
         capsys.readouterr()
+        assert main(["convert", str(there), str(back), "--like", str(like)]) == 2
+        assert f"SOURCE={there} was converted from a model with" in capsys.readouterr().err
+        (there / "source_config.json").unlink()  # weights of other origins have none
         assert main(["convert", str(there), str(back), "--like", str(like)]) == 1
         error = capsys.readouterr().err
         assert error.startswith(f"error: cannot read {there} as weights of {like}: ") and said in error
