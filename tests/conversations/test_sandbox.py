@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -131,7 +132,9 @@ def test_a_hundred_hostile_programs_stay_inside(
 def test_a_machine_that_cannot_make_sandboxes_is_refused_at_the_start(
     good: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = ("rollout={conversation: {tools: [python]}, max_tokens: 64}", f"model.path={task / 'model'}")
+    model = shutil.copytree(task / "model", tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    own = ("rollout={conversation: {tools: [python]}, max_tokens: 64}", f"model.path={model}")
     config = load_config([good], (*own, f"data.train.path={task / 'data' / 'train.jsonl'}"))
     preflight(config, "train", 1)
     monkeypatch.setenv("PATH", str(tmp_path))
