@@ -135,7 +135,7 @@ def _locate(loc: Sequence[int | str], root: type[BaseModel]) -> tuple[str, list[
     return ".".join(key), known, sorted(section.model_fields["name"].default for section in owners)
 
 
-# What switches off a section that users write as `eval: false`.
+# The keys that switch off a section, for users who write `eval: false`.
 _OFF = {
     "eval": "to evaluate nothing, leave data.eval out (data.eval=null)",
     "checkpoint": "a run always ends with a checkpoint; checkpoint.export_hf=false leaves out the export",

@@ -48,7 +48,7 @@ class LocalServer:
         self._command, self._directory, self._seconds = command, directory, seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._printed = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - as long as this object
-        # What is printed after the file was emptied begins at its beginning.
+        # After the file was emptied, output begins at its start.
         fcntl.fcntl(self._printed, fcntl.F_SETFL, fcntl.fcntl(self._printed, fcntl.F_GETFL) | os.O_APPEND)
         self._port = 0
         self._starting: asyncio.Task[str] | None = None
