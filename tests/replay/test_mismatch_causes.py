@@ -18,8 +18,10 @@ from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.megatron.microbatch import Share
 from megatron_gvpo.replay.mismatch import Certificate, certify
 from megatron_gvpo.runs.one_machine import load_run
+from megatron_gvpo.runs.written import CONFIG
 from megatron_gvpo.sampling.embedded import EmbeddedEngine
 from megatron_gvpo.sampling.local_model import LocalModel
+from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.training.callbacks import Callback
 from megatron_gvpo.training.trainer import Trainer
 
@@ -179,7 +181,7 @@ def test_a_sound_run_has_rounding_only(sound: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_run_that_truncates_its_sampling_is_refused(sound: Path):
-    config = load_run(sound, ["rollout.top_p=0.7"])
+    config = load_config([sound / CONFIG], ["rollout.top_p=0.7"])
     with pytest.raises(DataError, match=r"^rollout\.top_p, top_k or min_p truncates .*mismatch/"):
         certify(config, 2)
 
