@@ -26,10 +26,17 @@ import torch
 from torch._decomp import decomposition_table
 from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from megatron_gvpo.emulation import collectives, decompositions
-from megatron_gvpo.rehearsal.nullcuda.aliases import alias, aliases, tensors_of
+from megatron_gvpo.rehearsal.nullcuda.aliases import (
+    alias,
+    aliases,
+    computed_first,
+    has_mask,
+    overwrite,
+    tensors_of,
+)
 
 aten = torch.ops.aten
 
@@ -60,7 +67,6 @@ _FROM_HOST = re.compile(
     r"|log_sigmoid_forward|_?native_batch_norm\w*|_batch_norm\w*|cudnn_\w+|grid_sampler\w*|geqrf|ormqr"
     r"|_to_sparse\w*|_coalesce"
 )
-_BOOLS = (torch.bool, torch.uint8)
 
 
 class Values(TorchDispatchMode):
@@ -149,7 +155,7 @@ def _on_both(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _indexed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return (_from_host if _has_mask(args) else _on_both)(func, args, kwargs)
+    return (_from_host if has_mask(args) else _on_both)(func, args, kwargs)
 
 
 def _seeded(way: Way, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -207,31 +213,12 @@ def _fill(func: Any, made: Any, computed: Any) -> Any:
 def _filled(func: Any, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     if out.shape != result.shape:
         raise EmulationError(f"{func}: {list(out.shape)} on CUDA, {list(result.shape)} on the CPU")
-    memory = alias(out)
-    if memory.data_ptr() != result.data_ptr():
-        memory.copy_(result)
+    overwrite(out, result)
     return out
 
 
 def _from_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute first; results that are not an argument go to the device of the first argument there."""
-    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.is_cuda]
-    by_address = {t.data_ptr(): t for t in tensors if t.numel()} if func._schema.is_mutable else {}
-    device = tensors[0].device if tensors else torch.device(kwargs["device"])
-
-    def on_device(result: torch.Tensor) -> torch.Tensor:
-        if (own := by_address.get(result.data_ptr())) is not None:
-            return own
-        made = torch.empty_strided(result.size(), result.stride(), dtype=result.dtype, device=device)
-        alias(made).copy_(result)
-        return made
-
-    return tree_map_only(torch.Tensor, on_device, compute(func, args, kwargs))
-
-
-def _has_mask(args: tuple[Any, ...]) -> bool:
-    indices = [t for a in args[1:2] if isinstance(a, list | tuple) for t in a if t is not None]
-    return any(t.dtype in _BOOLS for t in indices)
+    return computed_first(compute, func, args, kwargs)
 
 
 _UNWRITTEN = 0x7F  # NaN of both kinds of float8, and the largest int8

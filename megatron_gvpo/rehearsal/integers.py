@@ -15,9 +15,17 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from megatron_gvpo.rehearsal.nullcuda.aliases import alias, aliases, tensors_of
+from megatron_gvpo.rehearsal.nullcuda.aliases import (
+    alias,
+    aliases,
+    computed_first,
+    has_mask,
+    is_mask,
+    overwrite,
+    tensors_of,
+)
 
 # Their CUDA code reads a size from the device, which no kernel has written there.
 _SIZED_BY_VALUES = ("nonzero", "masked_select", "_unique", "unique", "repeat_interleave", "equal", "isin")
@@ -73,12 +81,12 @@ class Integers(TorchDispatchMode):
         if any(_has_fractions(t) for t in tensors) or func.namespace != "aten":
             return func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
-        if name.startswith(_SIZED_BY_VALUES) or (name.startswith(("index", "_index")) and _has_mask(args)):
-            return _computed_first(func, args, kwargs)
+        if name.startswith(_SIZED_BY_VALUES) or (name.startswith(("index", "_index")) and has_mask(args)):
+            return computed_first(_compute, func, args, kwargs)
         made = func(*args, **kwargs)  # allocates, and counts a launch
         outs = [out for out in tree_leaves(made) if isinstance(out, torch.Tensor)]
         if outs and not any(map(_has_fractions, outs)) and "empty" not in name:
-            _write(outs, func(*aliases(args), **_on_host(kwargs)))
+            _write(outs, _compute(func, args, kwargs))
         return made
 
 
@@ -118,41 +126,26 @@ class _MaskedScatter(torch.autograd.Function):
 
 def _by_indices(key: Any) -> Any:
     """An indexing key with a tensor of indices for every dimension of each mask."""
-    if isinstance(key, torch.Tensor) and _is_mask(key):
+    if isinstance(key, torch.Tensor) and is_mask(key):
         count = int(alias(key).sum())
         return tuple(torch.empty(count, dtype=torch.int64, device=key.device) for _ in range(key.dim()))
-    if isinstance(key, tuple) and any(isinstance(part, torch.Tensor) and _is_mask(part) for part in key):
+    if isinstance(key, tuple) and any(isinstance(part, torch.Tensor) and is_mask(part) for part in key):
         parts = [_by_indices(part) for part in key]
         return tuple(one for part in parts for one in (part if isinstance(part, tuple) else (part,)))
     return key
 
 
-def _computed_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute on the CPU, and put results that are not an argument itself on the device."""
-    tensors = [t for t in tensors_of((args, kwargs)) if t.is_cuda]
-    by_address = {t.data_ptr(): t for t in tensors if t.numel()} if func._schema.is_mutable else {}
-
-    def on_device(result: torch.Tensor) -> torch.Tensor:
-        if (own := by_address.get(result.data_ptr())) is not None:
-            return own
-        made = torch.empty(result.shape, dtype=result.dtype, device=tensors[0].device)
-        alias(made).copy_(result)
-        return made
-
-    return tree_map_only(torch.Tensor, on_device, func(*aliases(args), **_on_host(kwargs)))
-
-
-def _on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in aliases(kwargs).items() if key != "pin_memory"}
+def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(
+        *aliases(args), **{key: value for key, value in aliases(kwargs).items() if key != "pin_memory"}
+    )
 
 
 def _write(outs: list[torch.Tensor], computed: Any) -> None:
     """Write what was computed into the memory that CUDA's code allocated for it."""
     results = [result for result in tree_leaves(computed) if isinstance(result, torch.Tensor)]
     for out, result in zip(outs, results, strict=True):
-        memory = alias(out)
-        if memory.data_ptr() != result.data_ptr():
-            memory.copy_(result)
+        overwrite(out, result)
 
 
 def _has_fractions(tensor: torch.Tensor) -> bool:
@@ -161,11 +154,3 @@ def _has_fractions(tensor: torch.Tensor) -> bool:
 
 def _is_on_device(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.is_cuda and _has_fractions(tensor)
-
-
-def _is_mask(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.bool, torch.uint8)
-
-
-def _has_mask(args: tuple[Any, ...]) -> bool:
-    return any(_is_mask(t) for t in tensors_of(args[1:2]))

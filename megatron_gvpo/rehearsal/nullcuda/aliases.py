@@ -1,13 +1,16 @@
-"""CPU tensors over the memory of `cuda` tensors: the null CUDA's device memory is memory of this process."""
+"""CPU tensors over the memory of `cuda` tensors, and results of the CPU in that memory.
+
+The null CUDA's device memory is memory of this process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 _CPU = torch.device("cpu")
 
@@ -84,3 +87,41 @@ def _on_host(leaf: Any) -> Any:
     if isinstance(leaf, torch.device) and leaf.type == "cuda":
         return _CPU
     return leaf
+
+
+def overwrite(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Write a CPU tensor's values into the memory of `target`, unless they were computed there."""
+    memory = alias(target)
+    if memory.data_ptr() != values.data_ptr():
+        memory.copy_(values)
+
+
+def computed_first(
+    compute: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The results of `compute(func, args, kwargs)`, made on the CPU, as tensors on the device.
+
+    A result that is an argument which the operation changes is that argument. The device is that of the first
+    argument there, or of the keywords.
+    """
+    tensors = [t for t in tensors_of((args, kwargs)) if t.is_cuda]
+    by_address = {t.data_ptr(): t for t in tensors if t.numel()} if func._schema.is_mutable else {}
+    device = tensors[0].device if tensors else torch.device(kwargs["device"])
+
+    def on_device(result: torch.Tensor) -> torch.Tensor:
+        if (own := by_address.get(result.data_ptr())) is not None:
+            return own
+        made = torch.empty_strided(result.size(), result.stride(), dtype=result.dtype, device=device)
+        overwrite(made, result)
+        return made
+
+    return tree_map_only(torch.Tensor, on_device, compute(func, args, kwargs))
+
+
+def is_mask(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.bool, torch.uint8)
+
+
+def has_mask(args: tuple[Any, ...]) -> bool:
+    """True if the indices of an indexing operation, its second argument, have a mask."""
+    return any(is_mask(t) for t in tensors_of(args[1:2]))
