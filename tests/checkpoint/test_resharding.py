@@ -19,6 +19,7 @@ import transformers
 from helpers.cases.gradient_cases import SPLIT, STEPS, sampled_for
 from helpers.distributed import launch
 from helpers.references import gradient_reference as reference
+from helpers.suite.selected import selected
 from helpers.workers.checkpoint_worker import MOVES, PARTS_OF_A_LOAD, PARTS_OF_A_SAVE, QUICK, Continuation
 from helpers.workers.gradient_worker import UPDATE, Case, Layout
 
@@ -45,9 +46,7 @@ EVERY_MOVE = [(model, source, layout) for (model, source), to in MOVES.items() f
 @pytest.fixture(scope="module")
 def found(place: Path, request: pytest.FixtureRequest) -> Path:
     """Results of one launch of the selected tests' layouts: first those that save, then the others."""
-    items = [item for item in request.session.items if item.path == request.path]
-    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
-    wanted = {(p["model"], p["source"], p["layout"]) for p in params if "model" in p}
+    wanted = selected(request, "model", "source", "layout")
     every = [move for move in EVERY_MOVE if move in wanted]
     cases = {model: case_of(model, place) for model, _, _ in every}
     saves = [(source, source, cases[model]) for model, source in dict.fromkeys(move[:2] for move in every)]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import test_adapters as on_cpu
 from helpers import on_null_cuda
+from helpers.suite.selected import selected
 from helpers.workers.adapter_worker import Job
 from helpers.workers.gradient_worker import Layout
 
@@ -34,8 +35,7 @@ CHECKS: list[Callable[[Path, Job], None]] = [
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models, adapters, and the results of one launch of all jobs that the selected tests need."""
     path = tmp_path_factory.mktemp("emulated-adapters")
-    items = [item for item in request.session.items if item.path == request.path]
-    jobs = list(dict.fromkeys(item.callspec.params["job"] for item in items if hasattr(item, "callspec")))
+    jobs = selected(request, "job")
     on_cpu.save_inputs(path, jobs)
     on_cpu.run_jobs(path, jobs, emulated=True)
     return path

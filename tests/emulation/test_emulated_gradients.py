@@ -31,6 +31,7 @@ from helpers.cases.gradient_cases import (
 from helpers.distributed import launch
 from helpers.references import gradient_reference as reference
 from helpers.references.bf16_errors import errors, round_weights, transformers_in_bf16
+from helpers.suite.selected import selected
 from helpers.workers.gradient_worker import UPDATE, Case, Layout, Outcome, Probe
 from safetensors.torch import load_file
 
@@ -97,9 +98,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, directory: Path) -> dict[tuple[str, str, str], Any]:
     """{(dtype, layout, step): Outcome, (dtype, layout, model): Probe} of the runs that tests need."""
-    items = [item for item in request.session.items if item.path == request.path]
-    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
-    wanted = dict.fromkeys((p["dtype"], p["layout"], p["name"]) for p in params)
+    wanted = selected(request, "dtype", "layout", "name")
     results: dict[tuple[str, str, str], Any] = {}
     for dtype in dict.fromkeys(dtype for dtype, *_ in wanted):
         runs = [(layout, name) for of, layout, name in wanted if of == dtype]

@@ -11,6 +11,7 @@ import pytest
 import test_vision_models as on_cpu
 from helpers import on_null_cuda
 from helpers.cases.vision_cases import VisionCase
+from helpers.suite.selected import selected
 from helpers.workers.gradient_worker import Layout
 
 pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
@@ -30,9 +31,7 @@ CHECKS = [
 @pytest.fixture(scope="module")
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("vision")
-    items = [item for item in request.session.items if item.path == request.path]
-    cases = list(dict.fromkeys(item.callspec.params["case"] for item in items if hasattr(item, "callspec")))
-    on_cpu.run_cases(path, cases, emulated=True)
+    on_cpu.run_cases(path, selected(request, "case"), emulated=True)
     return path
 
 

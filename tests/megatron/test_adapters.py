@@ -30,6 +30,7 @@ from helpers.distributed import launch
 from helpers.references import adapter_reference
 from helpers.references import gradient_reference as reference
 from helpers.references.adapter_reference import Expected
+from helpers.suite.selected import selected
 from helpers.workers.adapter_worker import Job
 from helpers.workers.gradient_worker import TEMPERATURE, UPDATE, Case, Layout
 
@@ -128,9 +129,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def wanted_jobs(request: pytest.FixtureRequest) -> list[Job]:
     """The jobs of the selected tests of this file, and those that some of them resume."""
-    items = [item for item in request.session.items if item.path == request.path]
-    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
-    wanted = {p["job"] for p in params if "job" in p}
+    wanted = selected(request, "job")
     first = [j for j in TRAINED if j in wanted or j.file in {w.load for w in wanted}]
     return [*first, *(j for j in CONTINUED if j in wanted)]
 

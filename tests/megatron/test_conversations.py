@@ -22,6 +22,7 @@ from helpers.cases.gradient_cases import COMBINED, FAMILIES, FAMILY_LAYOUTS, OTH
 from helpers.cases.gradient_rows import supports_of
 from helpers.distributed import launch
 from helpers.references import gradient_reference as reference
+from helpers.suite.selected import selected
 from helpers.workers.gradient_worker import TEMPERATURE, Case, Layout, Outcome
 from hypothesis import given
 from hypothesis import strategies as st
@@ -279,14 +280,7 @@ def plain(plains: Plains) -> Plain:
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, directory: Path, plains: Plains) -> dict[tuple[str, str], Outcome]:
     """{(layout, "method, budget, form"): Outcome} of the selected tests."""
-    items = [item for item in request.session.items if item.path == request.path]
-    params = [
-        item.callspec.params
-        for item in items
-        if hasattr(item, "callspec") and "budget" in item.callspec.params
-    ]
-    wanted = {(p["layout"], p["budget"], p["name"]) for p in params}
-    wanted.add((Layout(1), ALL, "gvpo"))
+    wanted = {*selected(request, "layout", "budget", "name"), (Layout(1), ALL, "gvpo")}
     work = [
         (layout, Case(f"{name}, {budget}, {form}", ALGORITHMS[name], rows, budget, model=model_of(name)))
         for layout, budget, name in sorted(wanted, key=lambda run: (run[0].ranks, str(run[0]), *run[1:]))

@@ -13,6 +13,7 @@ import torch
 from helpers.distributed import launch
 from helpers.inputs.rows import make_rows
 from helpers.references import gradient_reference as reference
+from helpers.suite.selected import selected
 from helpers.workers.critic_worker import Found
 from helpers.workers.gradient_worker import Case, Layout
 from hypothesis import given, settings
@@ -218,10 +219,8 @@ HEAD, BIAS = torch.randn(32, generator=torch.Generator().manual_seed(5)) * 0.3, 
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results of the selected tests' layouts, and of one rank, with which they are compared."""
     path = tmp_path_factory.mktemp("critic")
-    items = [item for item in request.session.items if item.path == request.path]
-    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
-    wanted = {(p["layout"], p["model"]) for p in params if "layout" in p}
-    run_layouts(path, [run for run in ALL if run in wanted | {ALL[0]}])
+    wanted = {*selected(request, "layout", "model"), ALL[0]}
+    run_layouts(path, [run for run in ALL if run in wanted])
     return path
 
 

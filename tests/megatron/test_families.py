@@ -17,6 +17,7 @@ import torch
 import transformers
 from helpers.cases.families import FAMILIES, Family
 from helpers.distributed import launch
+from helpers.suite.selected import selected
 
 from megatron_gvpo.huggingface.architectures import add_model_types, check_family
 from megatron_gvpo.megatron.model.megatron_bridge import open_bridge
@@ -53,9 +54,7 @@ each_small_layout = pytest.mark.parametrize(
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both sides' results: one launch runs every family and layout that the selected tests need."""
     path = tmp_path_factory.mktemp("families")
-    items = [item for item in request.session.items if item.path == request.path]
-    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
-    wanted = list(dict.fromkeys((p["family"], p["layout"]) for p in params if "layout" in p))
+    wanted = selected(request, "family", "layout")
     jobs: list[tuple[str, ParallelLayout | None]] = []
     for family in dict.fromkeys(family for family, _ in wanted):
         place = path / family.architecture

@@ -57,6 +57,7 @@ from helpers.cases.gradient_cases import (
 )
 from helpers.distributed import launch
 from helpers.references import gradient_reference as reference
+from helpers.suite.selected import selected
 from helpers.workers.gradient_worker import TEMPERATURE, UPDATE, Case, Layout, Outcome, Probe
 from safetensors.torch import load_file
 
@@ -81,15 +82,13 @@ each_small_run = pytest.mark.parametrize(
 each_probe = pytest.mark.parametrize(("layout", "model"), _cases(PROBES, _QUICK_PROBES))
 
 
-def selected(request: pytest.FixtureRequest) -> set[tuple[Layout, str]]:
+def selected_runs(request: pytest.FixtureRequest) -> set[tuple[Layout, str]]:
     """The runs that the selected tests of this file need, and those of a single rank that they compare
     with.
     """
-    items = [item for item in request.session.items if item.path == request.path]
-    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
-    runs = {(p["layout"], p["name"]) for p in params if "name" in p}
-    for p in (p for p in params if "model" in p):
-        runs.add(next(run for run in RUNS if (run[0], STEPS[run[1]].model) == (p["layout"], p["model"])))
+    runs = set(selected(request, "layout", "name"))
+    for probe in selected(request, "layout", "model"):
+        runs.add(next(run for run in RUNS if (run[0], STEPS[run[1]].model) == probe))
     runs |= {(Layout(1), MODELS[STEPS[name].model]) for _, name in runs}
     return runs | {(Layout(1), name) for _, name in runs}
 
@@ -99,7 +98,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """Checkpoints and the ranks' results: one launch runs all layouts that the selected tests need."""
     path = tmp_path_factory.mktemp("invariance")
     reference.save_models(path)
-    wanted = selected(request)
+    wanted = selected_runs(request)
     cases = {}
     for name in {*(name for _, name in wanted), *MODELS.values()}:
         step = STEPS[name]

@@ -18,6 +18,7 @@ import torch
 from helpers.distributed import launch
 from helpers.paths import ROOT
 from helpers.references import gradient_reference as reference
+from helpers.suite.selected import selected
 from helpers.workers.gradient_worker import TEMPERATURE, Case, Layout, Outcome
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
@@ -166,9 +167,7 @@ def plain(directory: Path) -> Plain:
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, directory: Path, plain: Plain) -> dict[tuple[str, str], Outcome]:
     """{(layout, algorithm and budget): Outcome} in the divisions of the selected tests."""
-    of_file = [item for item in request.session.items if item.path == request.path]
-    params = [item.callspec.params for item in of_file if "found" in item.fixturenames]
-    divisions = {(p["layout"], p["budget"]) for p in params}
+    divisions = selected(request, "layout", "budget")
     work = [
         (layout, Case(f"{name} {budget}", algorithm, plain.rows, budget))
         for layout in LAYOUTS

@@ -17,6 +17,7 @@ from helpers.cases.gradient_cases import SPLIT, STEPS, expected, sampled, sample
 from helpers.cases.muon_cases import ADAPTERS, EVERY, LORA, RESUMED
 from helpers.distributed import launch
 from helpers.references import gradient_reference as reference
+from helpers.suite.selected import selected
 from helpers.workers.gradient_worker import TEMPERATURE, UPDATE, Case, Layout
 from helpers.workers.muon_worker import Job, Updates
 from torch import Tensor
@@ -35,12 +36,11 @@ def step_of(model: str) -> str:
 def directory(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """Results of the jobs that the selected tests need, those first that others resume."""
     path = tmp_path_factory.mktemp("muon")
-    items = [item for item in request.session.items if item.path == request.path]
-    selected = {item.callspec.params["job"] for item in items if hasattr(item, "callspec")}
-    selected |= {Job(job.model, job.load, job.muon, job.adapter) for job in selected if job.load}
-    if any(job.adapter for job in selected):
-        selected.add(Job("untied", Layout(1), adapter=LORA))
-    jobs = sorted(selected, key=lambda job: (job.load is not None, job.layout.ranks, job.file))
+    wanted = set(selected(request, "job"))
+    wanted |= {Job(job.model, job.load, job.muon, job.adapter) for job in wanted if job.load}
+    if any(job.adapter for job in wanted):
+        wanted.add(Job("untied", Layout(1), adapter=LORA))
+    jobs = sorted(wanted, key=lambda job: (job.load is not None, job.layout.ranks, job.file))
     models = {job.model for job in jobs}
     reference.save_models(path, models)
     cases = {}

@@ -16,6 +16,7 @@ import torch
 from helpers.cases.gradient_cases import SPLIT, WHOLE, gvpo, sampled_for
 from helpers.distributed import launch
 from helpers.references import gradient_reference as reference
+from helpers.suite.selected import selected
 from helpers.workers.gradient_worker import Case, Layout
 
 EMA = {"name": "ema", "decay": 0.5}
@@ -37,10 +38,10 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """Results of the selected tests' cases."""
     place = tmp_path_factory.mktemp("overlap")
     reference.save_models(place)
-    selected = {item.callspec.params["name"] for item in request.session.items if item.path == request.path}
+    names = selected(request, "name")
     work = []
     for name, (layout, model, groups, loss) in CASES.items():
-        if name not in selected:
+        if name not in names:
             continue
         step = gvpo(SPLIT if groups == "split" else WHOLE, model=model, **loss)
         rows, *_ = sampled_for(step, place)

@@ -16,6 +16,7 @@ import transformers
 from helpers.distributed import launch
 from helpers.references import gradient_reference as reference
 from helpers.references.divergence_reference import on_logits
+from helpers.suite.selected import selected
 from helpers.workers.gradient_worker import TEMPERATURE, Case, Layout, Outcome
 from test_methods_invariance import make_rows
 
@@ -148,7 +149,7 @@ def plain(directory: Path) -> Plain:
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, directory: Path, plain: Plain) -> dict[tuple[str, str], Outcome]:
     """{(layout, algorithm): Outcome} in the layouts of the selected tests."""
-    layouts = {i.callspec.params["layout"] for i in request.session.items if i.path == request.path}
+    layouts = selected(request, "layout")
     cases = [Case(name, a, plain.rows, BUDGET, teacher="teacher") for name, a in ALGORITHMS.items()]
     own = beside("gvpo", name="js", reference="fixed")  # equal rewards have no gradient at a step's start
     ones_n = torch.ones_like(plain.rows.reward_n)

@@ -24,6 +24,7 @@ from helpers.cases.vision_cases import (
     with_placeholders,
 )
 from helpers.distributed import launch
+from helpers.suite.selected import selected
 from helpers.workers.gradient_worker import UPDATE, Layout
 from helpers.workers.vision_worker import Found
 from safetensors.torch import load_file
@@ -52,10 +53,7 @@ each_case = pytest.mark.parametrize(
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints and results: one launch runs all cases that the selected tests need."""
     path = tmp_path_factory.mktemp("vision")
-    items = [item for item in request.session.items if item.path == request.path]
-    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
-    cases = list(dict.fromkeys(p["case"] for p in params if "case" in p))
-    run_cases(path, cases)
+    run_cases(path, selected(request, "case"))
     return path
 
 
