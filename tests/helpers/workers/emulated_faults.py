@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,25 +20,47 @@ from helpers.workers.gradient_worker import Case, Layout, _gradients, config_of
 Change = Callable[[list[Any], dict[str, Any]], None]  # of the arguments of a compiled function
 
 
-@contextlib.contextmanager
-def changed(name: str, change: Change) -> Iterator[None]:
-    """Inside, a compiled function of Transformer Engine gets other arguments."""
-    import transformer_engine_torch as extension
+@dataclass(frozen=True)
+class Result:
+    """An update with a fault, or the error that the fault raised."""
 
-    function = getattr(extension, name)
+    gradients: dict[str, Tensor]
+    norm: float  # as the optimizer has it
+    error: str | None = None
+    reached: int = 0  # the calls of code with the fault: 0 is a fault that nothing ran
+
+
+_calls: list[str] = []  # of code with the present fault
+
+
+def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        _calls.append(name)
+        return function(*args, **options)
+
+    return call
+
+
+@contextlib.contextmanager
+def changed(name: str, change: Change, module: str = "transformer_engine_torch") -> Iterator[None]:
+    """Inside, a compiled function of Transformer Engine, as `module` has it, gets other arguments."""
+    owner = importlib.import_module(module)
+    function = getattr(owner, name)
 
     def call(*args: Any, **options: Any) -> Any:
         changeable = list(args)
         change(changeable, options)
+        if any(new is not old for new, old in zip(changeable, args, strict=True)):
+            _calls.append(name)
         return function(*changeable, **options)
 
-    with mock.patch.object(extension, name, call):
+    with mock.patch.object(owner, name, call):
         yield
 
 
 @contextlib.contextmanager
 def replaced(module: str, name: str, function: Any) -> Iterator[None]:
-    with mock.patch(f"{module}.{name}", function):
+    with mock.patch(f"{module}.{name}", _counted(name, function)):
         yield
 
 
@@ -49,7 +73,8 @@ def gemm(change: Change, is_backward: bool | None = None) -> contextlib.Abstract
 
 
 def _forget_accumulation(args: list[Any], options: dict[str, Any]) -> None:
-    args[14] = False
+    if args[14]:
+        args[14], options["beta"] = False, 0.0
 
 
 def _transpose_square_weight(args: list[Any], options: dict[str, Any]) -> None:
@@ -93,10 +118,10 @@ def _interleave(args: list[Any], options: dict[str, Any]) -> None:
     args[4] = not args[4]
 
 
-def _one_sequence(args: list[Any], options: dict[str, Any]) -> None:
-    """Positions go on from one sequence of a pack to the next."""
+def _reverse_lengths(args: list[Any], options: dict[str, Any]) -> None:
+    """The first sequence of a pack has the length of the last, and so on: other positions of tokens."""
     ends = args[5]
-    args[5] = ends[[0, *[-1] * (len(ends) - 1)]].contiguous()
+    args[5] = (ends[-1] - ends).flip(0).contiguous()
 
 
 def _swapped_swiglu(y: Tensor) -> Tensor:
@@ -126,8 +151,10 @@ def _swapped(one: int, other: int) -> Change:
     return change
 
 
-def _copied(args: list[Any], options: dict[str, Any]) -> None:
-    args[3:5] = ["copy" if order == "add" else order for order in args[3:5]]
+def _swap_halves(args: list[Any], options: dict[str, Any]) -> None:
+    """The half of a sequence to which a step adds is overwritten, and the other is added to."""
+    if "none" not in args[3:5]:
+        args[3], args[4] = args[4], args[3]
 
 
 @contextlib.contextmanager
@@ -138,10 +165,81 @@ def double_bias_gradients() -> Iterator[None]:
 
     def doubled(*args: Any, **options: Any) -> Any:
         out, bias_gradient, *others = product(*args, **options)
-        return [out, None if bias_gradient is None else 2 * bias_gradient, *others]
+        if bias_gradient is None:
+            return [out, None, *others]
+        _calls.append("generic_gemm")
+        return [out, 2 * bias_gradient, *others]
 
     with mock.patch.object(extension, "generic_gemm", doubled):
         yield
+
+
+@contextlib.contextmanager
+def one_transposed_weight_gradient() -> Iterator[None]:
+    """In one layer the gradient of the square weight is added transposed."""
+    import transformer_engine_torch as extension
+
+    product = extension.generic_gemm
+    layers, square = 4, 0
+
+    def transposed(*args: Any, **options: Any) -> Any:
+        nonlocal square
+        out, is_of_weight = args[4], bool(args[11]) and not args[1] and args[3]
+        if not is_of_weight or out is None or out.shape[0] != out.shape[1]:
+            return product(*args, **options)
+        square += 1
+        before = out.clone()
+        result = product(*args, **options)
+        if square % layers == 0:
+            _calls.append("generic_gemm")
+            out.copy_(before + (out - before).T)
+        return result
+
+    with mock.patch.object(extension, "generic_gemm", transposed):
+        yield
+
+
+@contextlib.contextmanager
+def half_a_norm() -> Iterator[None]:
+    """The norm by which gradients are clipped has every second gradient only."""
+    from megatron.core.optimizer import optimizer
+
+    norm = optimizer.get_grad_norm_fp32
+
+    def half(gradients: Any, *args: Any, **options: Any) -> Any:
+        return norm(gradients[::2], *args, **options)
+
+    with mock.patch.object(optimizer, "get_grad_norm_fp32", _counted("get_grad_norm_fp32", half)):
+        yield
+
+
+@contextlib.contextmanager
+def divided_twice() -> Iterator[None]:
+    """Gradients are divided by the number of data-parallel ranks once more than the loss expects."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+    start = _ParamAndGradBucketGroup.start_grad_sync
+
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        factors = [bucket.gradient_scaling_factor for bucket in self.buckets]
+        for bucket in self.buckets:
+            bucket.gradient_scaling_factor /= dist.get_world_size()
+        try:
+            return start(self, *args, **options)
+        finally:
+            for bucket, factor in zip(self.buckets, factors, strict=True):
+                bucket.gradient_scaling_factor = factor
+
+    with mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync", _counted_method(call)):
+        yield
+
+
+def _counted_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        _calls.append(function.__name__)
+        return function(self, *args, **options)
+
+    return call
 
 
 def _gradient_of_swapped_swiglu(grad: Tensor, y: Tensor) -> Tensor:
@@ -167,7 +265,7 @@ def gathered_in_another_order() -> Iterator[None]:
             work.wait()
         return gathered.roll(len(gathered) // 2, 0), None
 
-    with mock.patch.object(layernorm_linear, "gather_along_first_dim", turned):
+    with mock.patch.object(layernorm_linear, "gather_along_first_dim", _counted("gather", turned)):
         yield
 
 
@@ -191,7 +289,7 @@ def buffers(change: Callable[[Tensor], Any], method: str, is_before: bool) -> It
                 change(part.grad_data)
         return result
 
-    with mock.patch.object(owner, method, call):
+    with mock.patch.object(owner, method, _counted_method(call)):
         yield
 
 
@@ -204,13 +302,13 @@ def _not_added(*_: Any, **__: Any) -> None:
 
 
 _LINEAR = "transformer_engine.pytorch.module.linear"
+_WRAPPED = "transformer_engine.pytorch.cpp_extensions"
 _NORM_LINEAR = "transformer_engine.pytorch.module.layernorm_linear"
 _RING = "transformer_engine.pytorch.attention.dot_product_attention.context_parallel"
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 Faults = dict[str, Callable[[], contextlib.AbstractContextManager[None]]]
 ONE: Faults = {
-    "nothing": contextlib.nullcontext,
     "a transposed weight": lambda: gemm(_transpose_square_weight, is_backward=False),
     "a transposed weight in the backward": lambda: gemm(_transpose_square_weight, is_backward=True),
     "main_grad overwritten": lambda: gemm(_forget_accumulation),
@@ -222,7 +320,7 @@ ONE: Faults = {
     "a norm around 1 in the backward": lambda: changed("rmsnorm_bwd", _plus_one),
     "interleaved rotary": lambda: changed("fused_rope_forward", _interleave),
     "rotary not turned back": lambda: changed("fused_rope_backward", _interleave),
-    "positions of a pack": lambda: changed("fused_rope_forward", _one_sequence),
+    "positions of a pack": lambda: changed("fused_rope_forward", _reverse_lengths),
     "gate and linear swapped": lambda: replaced(
         "megatron.core.fusions.fused_bias_swiglu", "swiglu", _swapped_swiglu
     ),
@@ -237,14 +335,18 @@ ONE: Faults = {
     "rotary by half the angles": lambda: changed("fused_rope_forward", _scale(0.5, 1)),
     "a bias' gradient twice": double_bias_gradients,
     "main_grad not zeroed": lambda: buffers(lambda g: g.add_(0.01), "zero_grad_buffer", is_before=False),
+    "one transposed weight gradient": one_transposed_weight_gradient,
+    "a norm of half the gradients": half_a_norm,
+}
+# What bf16 rounds away.
+EXACT: Faults = {
+    "another epsilon of a norm": lambda: changed("rmsnorm_fwd", _scale(10, 2), _WRAPPED),
 }
 TENSOR: Faults = {
-    "nothing": contextlib.nullcontext,
     "a missed all-reduce": lambda: replaced(_LINEAR, "allreduce", _nothing),
     "a missed all-reduce in the backward": lambda: replaced(_NORM_LINEAR, "allreduce", _nothing),
 }
 SEQUENCE: Faults = {
-    "nothing": contextlib.nullcontext,
     "a missed reduce-scatter": lambda: replaced(_LINEAR, "reduce_scatter_along_first_dim", _own_part),
     "a missed reduce-scatter in the backward": lambda: replaced(
         _NORM_LINEAR, "reduce_scatter_along_first_dim", _own_part
@@ -255,47 +357,49 @@ SEQUENCE: Faults = {
     ),
 }
 CONTEXT: Faults = {
-    "nothing": contextlib.nullcontext,
     "a ring that sends nothing": lambda: replaced(_RING, "flash_attn_p2p_communicate", _no_message),
     "a step's outputs not added": lambda: replaced(
         "transformer_engine_torch", "thd_out_correction", _not_added
     ),
-    "a step's gradients overwritten": lambda: changed("thd_grad_correction", _copied),
+    "a step's gradients overwritten": lambda: changed("thd_grad_correction", _swap_halves),
 }
 DATA: Faults = {
-    "nothing": contextlib.nullcontext,
     "gradients of one rank": lambda: replaced(_BUFFER, "dist_reduce_scatter_func", _not_added),
+    "gradients divided twice by the ranks": divided_twice,
 }
-# A layout, and the faults that are made in it.
-GROUPS: list[tuple[Layout, Faults]] = [
-    (Layout(1), ONE),
-    (Layout(2, tp=2), TENSOR),
-    (Layout(2, tp=2, sequence_parallel=True), SEQUENCE),
-    (Layout(2, cp=2), CONTEXT),
-    (Layout(2, overlap=True), DATA),
+# A dtype, a layout, and the faults that are made in it.
+GROUPS: list[tuple[str, Layout, Faults]] = [
+    ("bfloat16", Layout(1), ONE),
+    ("bfloat16", Layout(2, tp=2), TENSOR),
+    ("bfloat16", Layout(2, tp=2, sequence_parallel=True), SEQUENCE),
+    ("bfloat16", Layout(2, cp=2), CONTEXT),
+    ("bfloat16", Layout(2, overlap=True), DATA),
+    ("float32", Layout(1), EXACT),
 ]
 
 
 def run(directory: str) -> None:
-    """Write results-LAYOUT.pt: {fault: (gradients, their norm), or the error that the fault raised}."""
+    """Write results-DTYPE-LAYOUT.pt: {fault: Result}."""
     from megatron_gvpo.megatron.policy import Policy
 
     folder = Path(directory)
     case: Case = torch.load(folder / "work.pt", weights_only=False)
-    layout, faults = GROUPS[run_number()]
-    config = config_of(case, layout, folder)
+    dtype, layout, faults = GROUPS[run_number()]
+    config = config_of(replace(case, dtype=dtype), layout, folder)
     policy = Policy.of(config)
-    results: dict[str, tuple[dict[str, Tensor], float] | str] = {}
-    for name, fault in faults.items():
-        print(f"{layout}: {name}", flush=True)
+    results: dict[str, Result] = {}
+    without = contextlib.nullcontext
+    for name, fault in {"nothing": without, **faults, "nothing at the end": without}.items():
+        print(f"{dtype}, {layout}: {name}", flush=True)
+        _calls.clear()
         with fault():
             try:
                 outcome = _gradients(policy, case, config)
-                results[name] = (outcome.gradients, outcome.grad_norm)
+                results[name] = Result(outcome.gradients, outcome.grad_norm, None, len(_calls))
             except Exception as error:
-                results[name] = f"{type(error).__name__}: {error}"
+                results[name] = Result({}, 0.0, f"{type(error).__name__}: {error}", len(_calls))
         policy.optimizer.__dict__.pop("apply", None)
         for chunk in policy.model.chunks:
             chunk.zero_grad_buffer()
     if dist.get_rank() == 0:
-        torch.save(results, folder / f"results-{layout}.pt")
+        torch.save(results, folder / f"results-{dtype}-{layout}.pt")
