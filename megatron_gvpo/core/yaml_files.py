@@ -77,6 +77,11 @@ def read_yaml(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         kind = "nothing" if values is None else f"a {type(values).__name__}"
         raise ConfigError(f"{file}: expected `section: {{key: value}}`, found {kind}")
+    if "model_type" in values and "model" not in values:
+        raise ConfigError(
+            f"{file}: it describes a model, whose directory model.path names; a configuration is a YAML "
+            "file, such as run.yaml"
+        )
     try:
         check_plain(values, finite=False)
     except ValueError as error:

@@ -438,6 +438,12 @@ def test_files_that_are_not_a_configuration(tmp_path, text, said):
     assert str(file) in message(file) and said in message(file)
 
 
+def test_a_models_own_configuration_is_not_that_of_a_run(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text('{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896}')
+    assert message(file).startswith(f"{file}: it describes a model, whose directory model.path names")
+
+
 def test_the_line_of_a_duplicate_key_is_named(tmp_path):
     file = tmp_path / "bad.yaml"
     file.write_text("train:\n  steps: 1\n  seed: 0\n  steps: 2\n")
