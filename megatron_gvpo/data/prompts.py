@@ -73,14 +73,7 @@ def load_prompts(
         pictured += bool(pictures)
         if (prompt := reader.read(record, text, ids, pictures)) is not None:
             prompts.append(prompt)
-    if not records:
-        left_out = f" that convert={dataset.convert} does not leave out" if dataset.convert else ""
-        raise DataError(f"{dataset.path}: no records{left_out}")
-    if dataset.images_key is not None and not pictured:
-        raise DataError(
-            f"{dataset.path}: no record has an image in the field {dataset.images_key!r} (images_key): name "
-            "the field that has, or leave it out"
-        )
+    _check_records(dataset, records, pictured)
     if dropped := records - len(prompts):
         log.warning(
             "%s: dropped %d of %d prompts, longer than data.max_prompt_tokens=%d",
@@ -100,6 +93,18 @@ def load_prompts(
             ", ".join(broken),
         )
     return prompts
+
+
+def _check_records(dataset: DatasetConfig, records: int, pictured: int) -> None:
+    """Raises DataError for no records, and for images_key if none of them has a picture."""
+    if not records:
+        left_out = f" that convert={dataset.convert} does not leave out" if dataset.convert else ""
+        raise DataError(f"{dataset.path}: no records{left_out}")
+    if dataset.images_key is not None and not pictured:
+        raise DataError(
+            f"{dataset.path}: no record has an image in the field {dataset.images_key!r} (images_key): name "
+            "the field that has, or leave it out"
+        )
 
 
 def broken_marks(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:

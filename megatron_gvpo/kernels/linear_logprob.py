@@ -129,12 +129,9 @@ def linear_logprob(
             raise ValueError(
                 f"backend='reference' has no tensor parallelism, and tp_group has {tp_size} ranks"
             )
-        hide_ = None if supports is None else partial(supports.hide_, rows=slice(0, len(labels_r)))
-        logp_r, entropy_r = reference_logprobs(
-            hidden_rh, weight_vh, labels_r, temperature, entropy, vocab_size, hide_
+        return _by_reference(
+            hidden_rh, weight_vh, labels_r, temperature, weight_r, entropy, vocab_size, supports
         )
-        surrogate = None if weight_r is None else (weight_r * logp_r).sum()
-        return LinearLogprob(logp_r, entropy_r, surrogate, "reference")
 
     if stash_dtype is None:
         stash_dtype = operand_dtype(weight_vh.dtype, weight_vh.device)
@@ -164,6 +161,25 @@ def linear_logprob(
     share = stash_rows / max(len(hidden_rh), 1)
     kept_bytes = stash_rows * head.columns * stash_dtype.itemsize
     return LinearLogprob(logp_r, entropy_r, surrogate, mode, kept_bytes, share)
+
+
+def _by_reference(
+    hidden_rh: Tensor,
+    weight_vh: Tensor,
+    labels_r: Tensor,
+    temperature: float | Tensor,
+    weight_r: Tensor | None,
+    entropy: bool,
+    vocab_size: int,
+    supports: Supports | None,
+) -> LinearLogprob:
+    """The log-probs of all logits at once, under autograd."""
+    hide_ = None if supports is None else partial(supports.hide_, rows=slice(0, len(labels_r)))
+    logp_r, entropy_r = reference_logprobs(
+        hidden_rh, weight_vh, labels_r, temperature, entropy, vocab_size, hide_
+    )
+    surrogate = None if weight_r is None else (weight_r * logp_r).sum()
+    return LinearLogprob(logp_r, entropy_r, surrogate, "reference")
 
 
 def _check(

@@ -76,15 +76,7 @@ def search(
     memory. `colocated`: consider servers on the trainer's GPUs alone. Raises ConfigError with the reasons if
     no layout can run.
     """
-    if fp8 and gpu.fp8_tflops is None:
-        raise ConfigError(f"--fp8: the GPU {gpu.name} does not support FP8")
-    if model.positions and work.longest > model.positions:
-        raise ConfigError(
-            f"--prompt-tokens plus the longest response are {work.longest} tokens, more than the "
-            f"model's max_position_embeddings={model.positions}: a prompt has {work.prompt_tokens} "
-            f"(--prompt-tokens), the longest response {work.lengths.maximum} (--response-length MEAN,max=N; "
-            "without max, 5 times the mean)"
-        )
+    _check_request(model, gpu, work, fp8)
     candidates: list[Candidate] = []
     reasons: Counter[str] = Counter()
     smallest: float | None = None
@@ -110,12 +102,33 @@ def search(
         if with_host:
             impossible.append("some layouts fit with the optimizer's states in host memory: try --offload 1")
         raise ConfigError("no layout can run: " + "; ".join(impossible or [_no_server(model, gpu, work)]))
-    candidates.sort(key=_order)
-    # Predictions are not accurate to 1%. Among layouts within 1% of the fastest, prefer the simplest.
-    limit = 1.01 * candidates[0].seconds.step
-    simplest = min((c for c in candidates if c.seconds.step <= limit), key=_divisions)
-    candidates.insert(0, candidates.pop(candidates.index(simplest)))
+    candidates = _fastest_first(candidates)
     return Plan(candidates, list(_losers(candidates)), impossible, len(candidates) + reasons.total())
+
+
+def _check_request(model: Architecture, gpu: Gpu, work: Workload, fp8: bool) -> None:
+    """Raises ConfigError for FP8 on a GPU without it, and for texts longer than the model's positions."""
+    if fp8 and gpu.fp8_tflops is None:
+        raise ConfigError(f"--fp8: the GPU {gpu.name} does not support FP8")
+    if model.positions and work.longest > model.positions:
+        raise ConfigError(
+            f"--prompt-tokens plus the longest response are {work.longest} tokens, more than the "
+            f"model's max_position_embeddings={model.positions}: a prompt has {work.prompt_tokens} "
+            f"(--prompt-tokens), the longest response {work.lengths.maximum} (--response-length MEAN,max=N; "
+            "without max, 5 times the mean)"
+        )
+
+
+def _fastest_first(candidates: list[Candidate]) -> list[Candidate]:
+    """The candidates by their time, but first the simplest of those within 1 % of the fastest.
+
+    Predictions are not accurate to 1 %.
+    """
+    ordered = sorted(candidates, key=_order)
+    limit = 1.01 * ordered[0].seconds.step
+    simplest = min((c for c in ordered if c.seconds.step <= limit), key=_divisions)
+    ordered.insert(0, ordered.pop(ordered.index(simplest)))
+    return ordered
 
 
 def _placements(

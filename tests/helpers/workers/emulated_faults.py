@@ -230,16 +230,8 @@ def divided_twice() -> Iterator[None]:
             for bucket, factor in zip(self.buckets, factors, strict=True):
                 bucket.gradient_scaling_factor = factor
 
-    with mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync", _counted_method(call)):
+    with mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync", _counted("start_grad_sync", call)):
         yield
-
-
-def _counted_method(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(self: Any, *args: Any, **options: Any) -> Any:
-        _calls.append(function.__name__)
-        return function(self, *args, **options)
-
-    return call
 
 
 def _gradient_of_swapped_swiglu(grad: Tensor, y: Tensor) -> Tensor:
@@ -289,7 +281,7 @@ def buffers(change: Callable[[Tensor], Any], method: str, is_before: bool) -> It
                 change(part.grad_data)
         return result
 
-    with mock.patch.object(owner, method, _counted_method(call)):
+    with mock.patch.object(owner, method, _counted(method, call)):
         yield
 
 
@@ -338,7 +330,7 @@ ONE: Faults = {
     "one transposed weight gradient": one_transposed_weight_gradient,
     "a norm of half the gradients": half_a_norm,
 }
-# What bf16 rounds away.
+# bf16 rounds these away.
 EXACT: Faults = {
     "another epsilon of a norm": lambda: changed("rmsnorm_fwd", _scale(10, 2), _WRAPPED),
 }
