@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_gvpo.kernels.mathematics import accumulator, addmm_, merge_statistics
+from megatron_gvpo.kernels.mathematics import accumulator, addmm_, merge_statistics, operand_dtype
 from megatron_gvpo.kernels.supports import Supports
 
+Backend = Literal["auto", "reference", "chunked", "triton"]
+
 CHUNK_ROWS = 4096
+_CPU_LOGITS, _CUDA_LOGITS = 288 << 20, 512 << 20  # bytes of one tile; a GPU needs more rows a product
 
 
 class Tiles(ABC):
@@ -57,8 +63,9 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Head:
-    """The settings of one call of `linear_logprob`, for all modes."""
+    """The settings of one call of a function of the head, for all modes."""
 
+    first_id: int  # the token of the first row of this rank's shard of W
     columns: int  # rows of W's shard that are tokens; the padding after them is never touched
     temperature: float | Tensor  # one number for all rows, or [r] in the accumulator's dtype
     entropy: bool
@@ -68,6 +75,49 @@ class Head:
     stash_dtype: torch.dtype  # of exponentials, until both products are computed
     tiles: Tiles
     supports: Supports | None = None  # of all rows, in this shard's columns; None: the whole vocabulary
+
+    @classmethod
+    def of_shard(
+        cls,
+        hidden_rh: Tensor,
+        weight_vh: Tensor,
+        *,
+        temperature: float | Tensor,
+        tp_group: dist.ProcessGroup | None,
+        vocab_size: int | None,
+        logits_bytes: int | None,
+        entropy: bool = False,
+        stash_bytes: int = 0,
+        stash_dtype: torch.dtype | None = None,
+        backend: Backend = "auto",
+        supports: Supports | None = None,
+    ) -> Head:
+        """The head of a rank of `tp_group`, which holds the rows weight_vh of W.
+
+        The arguments are those of `linear_logprob`. Raises ValueError for a vocabulary that W does not have,
+        and for a backend that does not exist or fit.
+        """
+        shard, dtype = len(weight_vh), weight_vh.dtype
+        first_id = shard * tp_group.rank() if tp_group is not None else 0
+        if logits_bytes is None:
+            logits_bytes = _CUDA_LOGITS if hidden_rh.is_cuda else _CPU_LOGITS
+        if stash_dtype is None:
+            stash_dtype = operand_dtype(dtype, weight_vh.device)
+        if isinstance(temperature, Tensor):
+            temperature = temperature.detach().to(accumulator(dtype))
+        row_bytes = shard * stash_dtype.itemsize  # count the padding too: all ranks stash equally many rows
+        return cls(
+            first_id=first_id,
+            columns=min(max(checked_vocabulary(vocab_size, weight_vh, tp_group) - first_id, 0), shard),
+            temperature=temperature,
+            entropy=entropy,
+            tp_group=tp_group if tp_group is not None and tp_group.size() > 1 else None,
+            logits_bytes=logits_bytes,
+            stash_rows=min(len(hidden_rh), stash_bytes // row_bytes),
+            stash_dtype=stash_dtype,
+            tiles=_tiles_of(backend, weight_vh),
+            supports=None if supports is None else supports.shifted(first_id),
+        )
 
     def slices(self, total: int, across: int, itemsize: int) -> list[slice]:
         """Cut `total` into slices such that a tile, one slice by `across` numbers, fits logits_bytes."""
@@ -112,6 +162,22 @@ class Head:
         return merge_statistics(stats_ksr)
 
 
+def checked_vocabulary(vocab_size: int | None, weight_vh: Tensor, tp_group: dist.ProcessGroup | None) -> int:
+    """The entries of the whole vocabulary; default: all rows of W, the shards of tp_group together.
+
+    Raises ValueError if W has fewer.
+    """
+    shard, size = len(weight_vh), 1 if tp_group is None else tp_group.size()
+    if vocab_size is None:
+        return shard * size
+    if not 0 < vocab_size <= shard * size:
+        raise ValueError(
+            f"vocab_size {vocab_size}: weight_vh has {size} x {shard} rows on the ranks of tp_group; want "
+            f"1 to {size * shard}"
+        )
+    return vocab_size
+
+
 def _cut(total: int, step: int) -> list[slice]:
     return [slice(start, min(start + step, total)) for start in range(0, total, step)]
 
@@ -122,3 +188,28 @@ def length(part: slice) -> int:
 
 def longest(parts: list[slice]) -> int:
     return max(map(length, parts), default=0)
+
+
+def _tiles_of(backend: Backend, weight_vh: Tensor) -> Tiles:
+    """Return the operations of a backend. Raises ValueError for one that does not exist or fit."""
+    if backend not in ("auto", "chunked", "triton"):
+        raise ValueError(f"backend {backend!r}: want 'auto', 'reference', 'chunked' or 'triton'")
+    possible = weight_vh.dtype != torch.float64
+    if backend == "triton":
+        if not possible:
+            raise ValueError("backend='triton' computes in fp32, and the inputs are fp64: use 'chunked'")
+        return _triton_tiles()
+    if weight_vh.is_cuda and possible and find_spec("triton") is not None:
+        return _triton_tiles()
+    from megatron_gvpo.kernels.torch_tiles import TorchTiles
+
+    return TorchTiles()
+
+
+@cache
+def _triton_tiles() -> Tiles:
+    try:
+        from megatron_gvpo.kernels.triton_tiles import TritonTiles
+    except ImportError as error:
+        raise ValueError(f"backend='triton' needs Triton, which comes with torch for CUDA: {error}") from None
+    return TritonTiles()

@@ -17,13 +17,11 @@ from torch.autograd.function import once_differentiable
 
 from megatron_gvpo.kernels.divergence import Divergence, merge_rest_, normalise_, statistics
 from megatron_gvpo.kernels.head import Buffer, Head, length, longest
-from megatron_gvpo.kernels.linear_logprob import own_columns, tile_bytes, tiles_of
 from megatron_gvpo.kernels.mathematics import (
     accumulator,
     logp_of,
     merge_statistics,
     operand,
-    operand_dtype,
 )
 from megatron_gvpo.kernels.stash import RowProducts
 from megatron_gvpo.kernels.weights_first import KnownGradients
@@ -87,28 +85,23 @@ def linear_divergence(
         ValueError: shapes or sizes that do not fit together.
         RuntimeError: in the backward, if `surrogate` has another factor than `upstream`.
     """
-    tp_size, tp_rank = (tp_group.size(), tp_group.rank()) if tp_group is not None else (1, 0)
-    shard = len(weight_vh)
-    vocab_size = shard * tp_size if vocab_size is None else vocab_size
-    columns = own_columns(vocab_size, shard, tp_rank)
-    common = own_columns(min(vocab_size, teacher.vocab_size), shard, tp_rank)
+    head = Head.of_shard(
+        hidden_rh,
+        weight_vh,
+        temperature=temperature,
+        tp_group=tp_group,
+        vocab_size=vocab_size,
+        logits_bytes=logits_bytes,
+        stash_dtype=stash_dtype,
+    )
+    common = min(head.columns, max(teacher.vocab_size - head.first_id, 0))
     if len(teacher.hidden_rh) != len(hidden_rh) or len(teacher.weight_vh) < common:
         raise ValueError(
             f"the teacher has hidden states of {len(teacher.hidden_rh)} tokens and "
             f"{len(teacher.weight_vh)} rows of its output weight: want {len(hidden_rh)} tokens and at least "
             f"{common} rows"
         )
-    head = Head(
-        columns=columns,
-        temperature=temperature,
-        entropy=False,
-        tp_group=tp_group if tp_size > 1 else None,
-        logits_bytes=tile_bytes(hidden_rh) if logits_bytes is None else logits_bytes,
-        stash_rows=0,
-        stash_dtype=operand_dtype(weight_vh.dtype, weight_vh.device) if stash_dtype is None else stash_dtype,
-        tiles=tiles_of("auto", weight_vh),
-    )
-    labels_r = labels_r - tp_rank * shard
+    labels_r = labels_r - head.first_id
     shared = TeacherLogits(teacher.hidden_rh.detach(), teacher.weight_vh[:common].detach(), common)
     return LinearDivergence(
         *_DivergenceFirst.apply(

@@ -19,25 +19,22 @@ docs/explanation/head.md has the mathematics, the cost of each mode, and how one
 
 from __future__ import annotations
 
-from functools import cache, partial
-from importlib.util import find_spec
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_gvpo.kernels.head import Head, Tiles
-from megatron_gvpo.kernels.mathematics import accumulator, operand_dtype, reference_logprobs
+from megatron_gvpo.kernels.head import Backend, Head, checked_vocabulary
+from megatron_gvpo.kernels.mathematics import accumulator, reference_logprobs
 from megatron_gvpo.kernels.supports import Supports
 from megatron_gvpo.kernels.weights_first import WeightsFirst
 from megatron_gvpo.kernels.weights_last import WeightsLast
 
-Backend = Literal["auto", "reference", "chunked", "triton"]
 Mode = Literal["weights_first", "stash", "recompute", "forward", "reference", "supports"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-_CPU_LOGITS, _CUDA_LOGITS = 288 << 20, 512 << 20  # bytes of one tile; a GPU needs more rows a product
 
 
 class LinearLogprob(NamedTuple):
@@ -111,45 +108,40 @@ def linear_logprob(
         ValueError: shapes, dtypes, sizes or backends that do not fit together.
         RuntimeError: in the backward, if `surrogate` has another factor than `upstream`.
     """
-    tp_size, tp_rank = (tp_group.size(), tp_group.rank()) if tp_group is not None else (1, 0)
-    shard, dtype = weight_vh.shape[0], accumulator(weight_vh.dtype)
-    vocab_size = shard * tp_size if vocab_size is None else vocab_size
     _check(hidden_rh, weight_vh, labels_r, temperature, weight_r)
-    if not 0 < vocab_size <= shard * tp_size:
-        raise ValueError(
-            f"vocab_size {vocab_size}: weight_vh has {tp_size} x {shard} rows on the ranks of tp_group; want "
-            f"1 to {tp_size * shard}"
-        )
-    if isinstance(temperature, Tensor):
-        temperature = temperature.detach().to(dtype)
     differentiable = torch.is_grad_enabled() and (hidden_rh.requires_grad or weight_vh.requires_grad)
     weight_r = None if weight_r is None else weight_r.detach()
     if backend == "reference":
-        if tp_size > 1:
+        if tp_group is not None and tp_group.size() > 1:
             raise ValueError(
-                f"backend='reference' has no tensor parallelism, and tp_group has {tp_size} ranks"
+                f"backend='reference' has no tensor parallelism, and tp_group has {tp_group.size()} ranks"
             )
         return _by_reference(
-            hidden_rh, weight_vh, labels_r, temperature, weight_r, entropy, vocab_size, supports
+            hidden_rh,
+            weight_vh,
+            labels_r,
+            temperature,
+            weight_r,
+            entropy,
+            checked_vocabulary(vocab_size, weight_vh, None),
+            supports,
         )
 
-    if stash_dtype is None:
-        stash_dtype = operand_dtype(weight_vh.dtype, weight_vh.device)
     can_stash = differentiable and weight_r is None and not entropy
-    row_bytes = shard * stash_dtype.itemsize  # count the padding too: every rank stashes equally many rows
-    stash_rows = min(len(hidden_rh), stash_bytes // row_bytes) if can_stash else 0
-    head = Head(
-        columns=own_columns(vocab_size, shard, tp_rank),
+    head = Head.of_shard(
+        hidden_rh,
+        weight_vh,
         temperature=temperature,
+        tp_group=tp_group,
+        vocab_size=vocab_size,
+        logits_bytes=logits_bytes,
         entropy=entropy,
-        tp_group=tp_group if tp_size > 1 else None,
-        logits_bytes=tile_bytes(hidden_rh) if logits_bytes is None else logits_bytes,
-        stash_rows=stash_rows,
+        stash_bytes=stash_bytes if can_stash else 0,
         stash_dtype=stash_dtype,
-        tiles=tiles_of(backend, weight_vh),
-        supports=None if supports is None else supports.shifted(tp_rank * shard),
+        backend=backend,
+        supports=supports,
     )
-    labels_r = labels_r - tp_rank * shard
+    labels_r = labels_r - head.first_id
     if weight_r is not None and differentiable:
         logp_r, entropy_r, surrogate = WeightsFirst.apply(
             hidden_rh, weight_vh, labels_r, weight_r, head, upstream
@@ -157,9 +149,9 @@ def linear_logprob(
         return LinearLogprob(logp_r, entropy_r, surrogate, "weights_first")
     logp_r, entropy_r = WeightsLast.apply(hidden_rh, weight_vh, labels_r, head)
     surrogate = None if weight_r is None else (weight_r * logp_r).sum()
-    mode: Mode = "stash" if stash_rows else "recompute" if differentiable else "forward"
-    share = stash_rows / max(len(hidden_rh), 1)
-    kept_bytes = stash_rows * head.columns * stash_dtype.itemsize
+    mode: Mode = "stash" if head.stash_rows else "recompute" if differentiable else "forward"
+    share = head.stash_rows / max(len(hidden_rh), 1)
+    kept_bytes = head.stash_rows * head.columns * head.stash_dtype.itemsize
     return LinearLogprob(logp_r, entropy_r, surrogate, mode, kept_bytes, share)
 
 
@@ -174,6 +166,8 @@ def _by_reference(
     supports: Supports | None,
 ) -> LinearLogprob:
     """The log-probs of all logits at once, under autograd."""
+    if isinstance(temperature, Tensor):
+        temperature = temperature.detach().to(accumulator(weight_vh.dtype))
     hide_ = None if supports is None else partial(supports.hide_, rows=slice(0, len(labels_r)))
     logp_r, entropy_r = reference_logprobs(
         hidden_rh, weight_vh, labels_r, temperature, entropy, vocab_size, hide_
@@ -211,38 +205,3 @@ def _check(
             )
     elif not temperature > 0:
         raise ValueError(f"temperature {temperature}: want a number above 0")
-
-
-def own_columns(vocab_size: int, shard: int, tp_rank: int) -> int:
-    """Return the number of rows of a rank's shard of W that are tokens; the rows after them are padding."""
-    return min(max(vocab_size - tp_rank * shard, 0), shard)
-
-
-def tile_bytes(hidden_rh: Tensor) -> int:
-    """Return the default of `logits_bytes`."""
-    return _CUDA_LOGITS if hidden_rh.is_cuda else _CPU_LOGITS
-
-
-def tiles_of(backend: Backend, weight_vh: Tensor) -> Tiles:
-    """Return the operations of a backend. Raises ValueError for one that does not exist or fit."""
-    if backend not in ("auto", "chunked", "triton"):
-        raise ValueError(f"backend {backend!r}: want 'auto', 'reference', 'chunked' or 'triton'")
-    possible = weight_vh.dtype != torch.float64
-    if backend == "triton":
-        if not possible:
-            raise ValueError("backend='triton' computes in fp32, and the inputs are fp64: use 'chunked'")
-        return _triton_tiles()
-    if weight_vh.is_cuda and possible and find_spec("triton") is not None:
-        return _triton_tiles()
-    from megatron_gvpo.kernels.torch_tiles import TorchTiles
-
-    return TorchTiles()
-
-
-@cache
-def _triton_tiles() -> Tiles:
-    try:
-        from megatron_gvpo.kernels.triton_tiles import TritonTiles
-    except ImportError as error:
-        raise ValueError(f"backend='triton' needs Triton, which comes with torch for CUDA: {error}") from None
-    return TritonTiles()

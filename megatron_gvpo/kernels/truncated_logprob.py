@@ -22,15 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_gvpo.kernels.head import Head
-from megatron_gvpo.kernels.linear_logprob import (
-    Backend,
-    LinearLogprob,
-    linear_logprob,
-    own_columns,
-    tile_bytes,
-    tiles_of,
-)
+from megatron_gvpo.kernels.head import Backend, Head, checked_vocabulary
+from megatron_gvpo.kernels.linear_logprob import LinearLogprob, linear_logprob
 from megatron_gvpo.kernels.mathematics import accumulator, entropy_of, logp_of
 from megatron_gvpo.kernels.supports import HIDDEN, Supports
 from megatron_gvpo.kernels.weight_gradient import added, main_grad
@@ -69,27 +62,23 @@ def truncated_logprob(
     """
     if len(supports.count_r) != len(labels_r):
         raise ValueError(f"{len(supports.count_r)} supports for {len(labels_r)} labels: want one a label")
-    shard = len(weight_vh)
-    tp_size, tp_rank = (tp_group.size(), tp_group.rank()) if tp_group is not None else (1, 0)
-    vocab_size = shard * tp_size if vocab_size is None else vocab_size
+    vocab_size = checked_vocabulary(vocab_size, weight_vh, tp_group)
     most = max(LEAST_NARROW, int(vocab_size * NARROW_SHARE)) if narrow is None else narrow
     is_narrow_r = supports.narrow(most)
 
     def over_members(rows: _Rows) -> LinearLogprob:
-        head = Head(
-            columns=own_columns(vocab_size, shard, tp_rank),
+        head = Head.of_shard(
+            rows.hidden_rh,
+            weight_vh,
             temperature=rows.temperature,
+            tp_group=tp_group,
+            vocab_size=vocab_size,
+            logits_bytes=logits_bytes,
             entropy=entropy,
-            tp_group=tp_group if tp_size > 1 else None,
-            logits_bytes=tile_bytes(hidden_rh) if logits_bytes is None else logits_bytes,
-            stash_rows=0,
-            stash_dtype=weight_vh.dtype,
-            tiles=tiles_of(backend, weight_vh),
+            backend=backend,
         )
-        first_id = tp_rank * shard
-        logp_r, entropy_r = OverSupports.apply(
-            rows.hidden_rh, weight_vh, rows.labels_r - first_id, rows.supports.shifted(first_id), head
-        )
+        own_labels_r, own_supports = rows.labels_r - head.first_id, rows.supports.shifted(head.first_id)
+        logp_r, entropy_r = OverSupports.apply(rows.hidden_rh, weight_vh, own_labels_r, own_supports, head)
         if rows.weight_r is None:
             return LinearLogprob(logp_r, entropy_r, mode="supports")
         surrogate = (rows.weight_r.detach() * logp_r).sum()
@@ -113,8 +102,6 @@ def truncated_logprob(
             upstream=upstream,
         )
 
-    if isinstance(temperature, Tensor):
-        temperature = temperature.detach().to(accumulator(weight_vh.dtype))
     rows = _Rows(hidden_rh, labels_r, supports, temperature, weight_r)
     if not is_narrow_r.any():
         return over_vocabulary(rows)
