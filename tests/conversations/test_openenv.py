@@ -333,7 +333,9 @@ def test_a_server_that_never_shows_anything_is_named(monkeypatch: pytest.MonkeyP
     """It takes the connection, and answers nothing."""
     monkeypatch.setattr(openenv, "_FIRST", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        server = openenv.EnvironmentServer(None, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        server = openenv.OpenEnvServer(
+            "the OpenEnv server", None, f"http://127.0.0.1:{silent.getsockname()[1]}"
+        )
         with pytest.raises(LocalServerFailed, match=r"no first observation for seed 3 within 0\.2 seconds"):
             asyncio.run(openenv._first_observations(server, None, range(3, 5)))
 
@@ -357,7 +359,9 @@ def test_a_schema_that_is_none_is_named(answer: bytes) -> None:
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        server = openenv.EnvironmentServer(None, f"http://127.0.0.1:{listening.getsockname()[1]}")
+        server = openenv.OpenEnvServer(
+            "the OpenEnv server", None, f"http://127.0.0.1:{listening.getsockname()[1]}"
+        )
         with pytest.raises(ValueError, match="GET /schema gave no schema of an OpenEnv environment"):
             server.check_fields("word", None)
         thread.join(10)

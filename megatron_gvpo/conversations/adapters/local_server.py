@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Self
 
 from megatron_gvpo.core.launch import free_ports
 from megatron_gvpo.workers.environment import Outage
@@ -130,6 +131,60 @@ class LocalServer:
         raise LocalServerFailed(
             f"{self.name} did not listen on {_HOST}:{self._port} within {self._seconds:g} seconds"
         )
+
+
+class EnvironmentServer:
+    """Where an environment is served: by a process that is started here, or at a URL."""
+
+    def __init__(self, kind: str, local: LocalServer | None, address: str) -> None:
+        """`kind` is for errors; `address` is empty until a process that is started here listens."""
+        self._kind, self.local, self.address = kind, local, address
+
+    def __str__(self) -> str:
+        return self.local.name if self.local else f"{self._kind} {self.address}"
+
+    @classmethod
+    def of(
+        cls,
+        kind: str,
+        command: Callable[[str, str, int], Sequence[str]],
+        application: tuple[str, str | None],
+        python: str | None,
+        directory: str,
+        url: str | None,
+    ) -> Self:
+        """The server with a user's options. `command` gets the interpreter, the application and the port.
+
+        `application`: the option's name and its value. Raises ValueError for wrong options.
+        """
+        name, value = application
+        if (python is None) != (value is None) or (url is None) == (value is None):
+            raise ValueError(f"give python and {name}, whose server is started, or the url of one that runs")
+        if url is not None:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"url={url}: want http:// or https://")
+            return cls(kind, None, url.rstrip("/"))
+        assert python is not None
+        assert value is not None
+        program = interpreter(python)
+        if not Path(directory).is_dir():
+            raise ValueError(f"directory={directory}: there is no such directory")
+        local = LocalServer(f"{kind} of {value}", lambda port: command(program, value, port), directory)
+        return cls(kind, local, "")
+
+    def ensure(self) -> None:
+        """Start it where it does not run. Raises ValueError if it cannot be."""
+        if self.local is not None:
+            try:
+                self.address = self.local.ensure()
+            except LocalServerFailed as problem:
+                raise ValueError(str(problem)) from None
+
+    async def url(self) -> str:
+        """Its address; one that has ended is started again. Raises LocalServerFailed."""
+        if self.local is not None:
+            self.address = await self.local.url()
+        return self.address
 
 
 def interpreter(python: str) -> str:

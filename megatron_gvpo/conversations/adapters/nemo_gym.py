@@ -29,9 +29,8 @@ from megatron_gvpo.conversations.adapters import nemo_gym_items as items
 from megatron_gvpo.conversations.adapters.local_server import (
     CONNECT,
     MOST_BYTES,
-    LocalServer,
+    EnvironmentServer,
     LocalServerFailed,
-    interpreter,
 )
 from megatron_gvpo.core.real_number import LARGEST, finite_number
 from megatron_gvpo.groups import Prompt
@@ -106,23 +105,13 @@ class Agent:
 agent = Agent()
 
 
-class GymServer:
-    """Where an environment is served: by a process that is started here, or at a URL."""
+class GymServer(EnvironmentServer):
+    """The server of an environment of NeMo-Gym."""
 
-    def __init__(self, local: LocalServer | None, url: str) -> None:
-        self._local, self.url = local, url
-        self.pays_steps: bool | None = None  # the protocol; None until it is known
-
-    def __str__(self) -> str:
-        return self._local.name if self._local else f"NeMo-Gym's server {self.url}"
+    pays_steps: bool | None = None  # the protocol; None until it is known
 
     def ensure(self) -> None:
-        """Raises ValueError."""
-        if self._local is not None:
-            try:
-                self.url = self._local.ensure()
-            except LocalServerFailed as problem:
-                raise ValueError(str(problem)) from None
+        super().ensure()
         if self.pays_steps is None:
             is_scored, is_stepped = (all(map(self._takes_posts, paths)) for paths in (_SCORES, _STEPS))
             if not (is_scored or is_stepped):
@@ -139,7 +128,7 @@ class GymServer:
         """
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            direct.open(self.url + path, timeout=_FIRST).close()
+            direct.open(self.address + path, timeout=_FIRST).close()
         except urllib.error.HTTPError as error:
             return error.code == 405
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -152,19 +141,11 @@ class GymServer:
 @cache
 def _server(python: str | None, config: str | None, directory: str, url: str | None) -> GymServer:
     """The server with these options: one object in each process. Raises ValueError for wrong ones."""
-    if (python is None) != (config is None) or (url is None) == (config is None):
-        raise ValueError("give python and config, whose server is started, or the url of one that runs")
-    if url is not None:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"url={url}: want http:// or https://")
-        return GymServer(None, url.rstrip("/"))
-    assert python is not None
-    program = interpreter(python)
-    if not Path(directory).is_dir():
-        raise ValueError(f"directory={directory}: there is no such directory")
-    name = f"NeMo-Gym's server of {config}"
-    command = [program, "-P", str(_LAUNCHER), str(config)]
-    return GymServer(LocalServer(name, lambda port: [*command, str(port)], directory), "")
+    return GymServer.of("NeMo-Gym's server", _command, ("config", config), python, directory, url)
+
+
+def _command(program: str, config: str, port: int) -> list[str]:
+    return [program, "-P", str(_LAUNCHER), config, str(port)]
 
 
 class AskedPolicy:
@@ -306,7 +287,7 @@ class _Rollout:
         limits = aiohttp.ClientTimeout(total=self._timeout, sock_connect=CONNECT)
         try:
             async with self._http.post(
-                self._server.url + path, json=body, timeout=limits, allow_redirects=False
+                self._server.address + path, json=body, timeout=limits, allow_redirects=False
             ) as answer:
                 content = bytearray()
                 async for part in answer.content.iter_any():

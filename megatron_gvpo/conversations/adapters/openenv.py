@@ -31,9 +31,8 @@ import aiohttp
 from megatron_gvpo.conversations.adapters.local_server import (
     CONNECT,
     MOST_BYTES,
-    LocalServer,
+    EnvironmentServer,
     LocalServerFailed,
-    interpreter,
 )
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.named_file import check_named_file, write_named_file
@@ -72,10 +71,17 @@ class OpenEnv:
         self._is_paid = False
 
     @staticmethod
-    def prepare(action: str | None = None, observation: str | None = None, **server: Any) -> None:
+    def prepare(
+        python: str | None = None,
+        app: str | None = None,
+        directory: str = ".",
+        url: str | None = None,
+        action: str | None = None,
+        observation: str | None = None,
+    ) -> None:
         """Start the server of this process. Raises ValueError if it cannot be, or lacks a field."""
-        source = server_of(**server)
-        source.start()
+        source = server_of(python, app, directory, url)
+        source.ensure()
         source.check_fields(action, observation)
 
     async def reset(self, prompt: Prompt, seed: int) -> None:
@@ -121,36 +127,16 @@ class InvalidAction(ValueError):  # noqa: N818 - it is not a fault of this progr
     """The policy's action is not one of the environment's. The policy is told so."""
 
 
-class EnvironmentServer:
-    """Where an environment is served: by a process that is started here, or at a URL."""
+class OpenEnvServer(EnvironmentServer):
+    """The server of an environment of OpenEnv."""
 
-    def __init__(self, local: LocalServer | None, url: str | None) -> None:
-        self.local, self._url = local, url
-        self.fields = frozenset[str]()  # of an action
-
-    def __str__(self) -> str:
-        return self.local.name if self.local else f"OpenEnv server {self._url}"
-
-    def start(self) -> None:
-        """Raises ValueError."""
-        if self.local is not None:
-            try:
-                self._url = self.local.start()
-            except LocalServerFailed as problem:
-                raise ValueError(str(problem)) from None
-
-    async def url(self) -> str:
-        """Raises LocalServerFailed."""
-        if self.local is not None:
-            self._url = await self.local.url()
-        assert self._url is not None
-        return self._url
+    fields = frozenset[str]()  # of an action
 
     def check_fields(self, action: str | None, observation: str | None) -> None:
         """Raises ValueError for a field that the action or the observation lacks, by the server's schema."""
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with direct.open(f"{self._url}/schema", timeout=CONNECT) as answer:
+            with direct.open(f"{self.address}/schema", timeout=CONNECT) as answer:
                 schema = json.loads(answer.read(MOST_BYTES))
             actions, observations = schema["action"], schema["observation"]
             self.fields = frozenset(actions["properties"])
@@ -176,37 +162,21 @@ class EnvironmentServer:
             )
 
 
-def server_of(
-    python: str | None = None, app: str | None = None, directory: str = ".", url: str | None = None
-) -> EnvironmentServer:
-    """The server with these options: one object in each process. Raises ValueError for wrong ones."""
-    if (python is None, app is None) not in ((True, True), (False, False)) or (url is None) == (app is None):
-        raise ValueError("give python and app, whose server is started, or the url of one that runs")
-    if url is not None and not url.startswith(("http://", "https://")):
-        raise ValueError(f"url={url}: want http:// or https://")
-    return _server(python, app, directory, url)
-
-
 @cache
-def _server(python: str | None, app: str | None, directory: str, url: str | None) -> EnvironmentServer:
-    if python is None:
-        assert url is not None
-        return EnvironmentServer(None, url.rstrip("/"))
-    program = interpreter(python)
-    if not Path(directory).is_dir():
-        raise ValueError(f"directory={directory}: there is no such directory")
+def server_of(python: str | None, app: str | None, directory: str, url: str | None) -> OpenEnvServer:
+    """The server with these options: one object in each process. Raises ValueError for wrong ones."""
+    return OpenEnvServer.of("the OpenEnv server", _command, ("app", app), python, directory, url)
 
-    def command(port: int) -> list[str]:
-        own = ("--host", "127.0.0.1", "--port", str(port), "--log-level", "warning")
-        return [program, "-m", "uvicorn", str(app), *own]
 
-    return EnvironmentServer(LocalServer(f"the OpenEnv server of {app}", command, directory), None)
+def _command(program: str, app: str, port: int) -> list[str]:
+    own = ("--host", "127.0.0.1", "--port", str(port), "--log-level", "warning")
+    return [program, "-m", "uvicorn", app, *own]
 
 
 class EnvironmentSession:
     """A WebSocket session, which has an environment of its own on the server."""
 
-    def __init__(self, server: EnvironmentServer) -> None:
+    def __init__(self, server: OpenEnvServer) -> None:
         self._server = server
         self._http = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT), trust_env=False
@@ -296,7 +266,7 @@ def _action(response: str, field: str | None) -> dict[str, Any]:
     return action
 
 
-def _text(observation: Mapping[str, Any], field: str | None, server: EnvironmentServer) -> str:
+def _text(observation: Mapping[str, Any], field: str | None, server: OpenEnvServer) -> str:
     """The text of an observation. Raises LocalServerFailed if it lacks the configured field."""
     if field is not None and field not in observation:
         names = ", ".join(sorted(observation)) or "none"
@@ -306,7 +276,7 @@ def _text(observation: Mapping[str, Any], field: str | None, server: Environment
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-async def _first_observations(server: EnvironmentServer, field: str | None, seeds: range) -> list[str]:
+async def _first_observations(server: OpenEnvServer, field: str | None, seeds: range) -> list[str]:
     """The first observation of each seed. Raises LocalServerFailed."""
     texts = []
     for seed in seeds:
@@ -336,7 +306,7 @@ def main() -> None:
     parser.add_argument("--directory", default=".", help="the option directory of the environment")
     options = parser.parse_args()
     target = (options.file, str(options.file), "a new file", None)
-    server: EnvironmentServer | None = None
+    server: OpenEnvServer | None = None
     try:
         check_named_file(*target)
         if options.prompts < 1 or not 0 <= options.seed <= _SEEDS - options.prompts:
@@ -345,7 +315,7 @@ def main() -> None:
                 f"0 to {_SEEDS - 1}"
             )
         server = server_of(options.python, options.app, options.directory, options.url)
-        server.start()
+        server.ensure()
         server.check_fields(None, options.observation)
         seeds = range(options.seed, options.seed + options.prompts)
         texts = asyncio.run(_first_observations(server, options.observation, seeds))
