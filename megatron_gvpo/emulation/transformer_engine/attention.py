@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -115,6 +115,10 @@ class Side:
             lengths = [length] * len(lengths)
         return cls(format, lengths, begins[: len(lengths)])
 
+    def in_format(self, format: str) -> Side:
+        """The same sequences in a tensor of another format."""
+        return replace(self, format=format)
+
     def sequence(self, tensor: Tensor, number: int) -> Tensor:
         """A view [tokens, heads, width] of one sequence."""
         length = self.length_b[number]
@@ -129,6 +133,11 @@ class Side:
         if self.format == "thd":
             return self.sequence(tensor.view(-1, heads, 1), number)[..., 0].T
         return tensor.view(len(self.length_b), heads, -1)[number, :, : self.length_b[number]]
+
+
+def _format(name: Any) -> str:
+    """The format of one tensor: thd of NVTE_THD."""
+    return str(name.name.removeprefix("NVTE_").lower())
 
 
 def _formats(layout: Any) -> tuple[str, str]:
@@ -158,15 +167,49 @@ def _sink(softmax_type: Any, offset: Tensor | None, heads: int) -> Tensor | None
     return torch.zeros(heads) if offset is None else alias(offset).float().view(heads)
 
 
-def _sequences(
-    q: Tensor, k: Tensor, v: Tensor, sides: tuple[Side, Side], mask: SeenKeys, scale: float
-) -> Iterator[Heads]:
-    for number, (queries, keys) in enumerate(zip(sides[0].length_b, sides[1].length_b, strict=True)):
-        parts = [
-            side.sequence(alias(t), number).float()
-            for side, t in zip((sides[0], sides[1], sides[1]), (q, k, v), strict=True)
-        ]
-        yield Heads(parts[0], parts[1], parts[2], mask.hidden(queries, keys), scale)
+@dataclass(frozen=True)
+class Batch:
+    """One call's sequences: where they are in the tensors, and what a query sees of its keys."""
+
+    queries: Side
+    keys: Side
+    heads: int
+    mask: SeenKeys
+    scale: float
+
+    @classmethod
+    def of(
+        cls,
+        layout: Any,
+        q: Tensor,
+        k: Tensor,
+        ends: tuple[Tensor, Tensor],
+        padded_ends: tuple[Tensor | None, Tensor | None],
+        mask_type: Any,
+        window: Any,
+        bottom_right_diagonal: bool,
+        scale: float,
+    ) -> Batch:
+        """`ends`: cumulative lengths [b + 1] of queries and of keys; `padded_ends`: with their padding."""
+        is_padded = "PADDING" in mask_type.name
+        queries, keys = (
+            Side.of(format, tensor, own_ends, own_padded, is_padded)
+            for format, tensor, own_ends, own_padded in zip(
+                _formats(layout), (q, k), ends, padded_ends, strict=True
+            )
+        )
+        heads = q.shape[1 if queries.format in ("thd", "bhsd") else 2]
+        return cls(queries, keys, heads, SeenKeys.of(mask_type, window, bottom_right_diagonal), scale)
+
+    def sequences(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[int, Heads]]:
+        """Each sequence with its number."""
+        tensors = [alias(tensor) for tensor in (q, k, v)]
+        sides = (self.queries, self.keys, self.keys)
+        for number, lengths in enumerate(zip(self.queries.length_b, self.keys.length_b, strict=True)):
+            own_q, own_k, own_v = (
+                side.sequence(tensor, number).float() for side, tensor in zip(sides, tensors, strict=True)
+            )
+            yield number, Heads(own_q, own_k, own_v, self.mask.hidden(*lengths), self.scale)
 
 
 @reference
@@ -211,25 +254,29 @@ def fused_attn_fwd(
     padding in a pack are zeros.
     """
     _check(bias_type, p_dropout, page_table_k, (s_quantizer, o_quantizer), (q, k, v))
-    q_format, kv_format = _formats(qkv_layout)
-    is_padded = "PADDING" in attn_mask_type.name
-    sides = (
-        Side.of(q_format, q, cu_seqlens_q, cu_seqlens_q_padded, is_padded),
-        Side.of(kv_format, k, cu_seqlens_kv, cu_seqlens_kv_padded, is_padded),
+    batch = Batch.of(
+        qkv_layout,
+        q,
+        k,
+        (cu_seqlens_q, cu_seqlens_kv),
+        (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        attn_mask_type,
+        window_size,
+        bottom_right_diagonal,
+        attn_scale,
     )
-    out_side = Side(o_format.name.removeprefix("NVTE_").lower(), sides[0].length_b, sides[0].begin_b)
-    heads = q.shape[1 if q_format in ("thd", "bhsd") else 2]
-    mask = SeenKeys.of(attn_mask_type, window_size, bottom_right_diagonal)
-    sink_h = _sink(softmax_type, softmax_offset, heads)
+    out_side = batch.queries.in_format(_format(o_format))
+    sink_h = _sink(softmax_type, softmax_offset, batch.heads)
     out, stats = alias(result[0]), alias(result[1])
     if out_side.format == "thd":
         out.zero_()
-    for number, sequence in enumerate(_sequences(q, k, v, sides, mask, attn_scale)):
+    for number, sequence in batch.sequences(q, k, v):
         out_qhd, stats_hq = sequence.forward(sink_h)
         out_side.sequence(out, number).copy_(out_qhd)
-        sides[0].stats(stats, number, heads).copy_(stats_hq)
+        batch.queries.stats(stats, number, batch.heads).copy_(stats_hq)
         if return_max_logit:
-            sides[0].stats(alias(result[2]), number, heads).copy_(sequence.scores().amax(-1).flatten(0, 1))
+            largest_hq = sequence.scores().amax(-1).flatten(0, 1)
+            batch.queries.stats(alias(result[2]), number, batch.heads).copy_(largest_hq)
 
 
 @reference
@@ -273,40 +320,37 @@ def fused_attn_bwd(
     `saved`: what the forward saved after its outputs. Padding of a pack gets zeros.
     """
     _check(bias_type, p_dropout, None, (s_quantizer, dp_quantizer, dqkv_quantizer), (q, k, v, out, d_out))
-    q_format, kv_format = _formats(qkv_layout)
-    is_padded = "PADDING" in attn_mask_type.name
-    sides = (
-        Side.of(q_format, q, cu_seqlens_q, cu_seqlens_q_padded, is_padded),
-        Side.of(kv_format, k, cu_seqlens_kv, cu_seqlens_kv_padded, is_padded),
+    batch = Batch.of(
+        qkv_layout,
+        q,
+        k,
+        (cu_seqlens_q, cu_seqlens_kv),
+        (cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        attn_mask_type,
+        window_size,
+        bottom_right_diagonal,
+        attn_scale,
     )
-    lengths, begins = sides[0].length_b, sides[0].begin_b
-    out_side, grad_side = (
-        Side(format.name.removeprefix("NVTE_").lower(), lengths, begins) for format in (o_format, do_format)
-    )
-    made_q, made_kv = _formats(dqkv_layout)
-    made = (
-        Side(made_q, lengths, begins),
-        Side(made_kv, sides[1].length_b, sides[1].begin_b),
-        Side(made_kv, sides[1].length_b, sides[1].begin_b),
-    )
-    heads = q.shape[1 if q_format in ("thd", "bhsd") else 2]
-    mask = SeenKeys.of(attn_mask_type, window_size, bottom_right_diagonal)
+    out_side, grad_side = (batch.queries.in_format(_format(format)) for format in (o_format, do_format))
+    format_q, format_kv = _formats(dqkv_layout)
+    side_kv = batch.keys.in_format(format_kv)
+    gradient_sides = (batch.queries.in_format(format_q), side_kv, side_kv)
     stats = alias(saved[0])
     offset = None if "LEARNABLE" not in softmax_type.name else saved[-1]
-    sink_h = _sink(softmax_type, offset, heads)
-    d_sink_h = torch.zeros(heads)
+    sink_h = _sink(softmax_type, offset, batch.heads)
+    d_sink_h = torch.zeros(batch.heads)
     gradients = [alias(tensor) for tensor in result[:3]]
-    for gradient, side in zip(gradients, made, strict=True):
+    for gradient, side in zip(gradients, gradient_sides, strict=True):
         if side.format == "thd":
             gradient.zero_()
-    for number, sequence in enumerate(_sequences(q, k, v, sides, mask, attn_scale)):
-        stats_hq = sides[0].stats(stats, number, heads)
+    for number, sequence in batch.sequences(q, k, v):
+        stats_hq = batch.queries.stats(stats, number, batch.heads)
         out_qhd = out_side.sequence(alias(out), number).float()
         grad_qhd = grad_side.sequence(alias(d_out), number).float()
         *values, dots_hq = sequence.backward(stats_hq, out_qhd, grad_qhd)
-        for gradient, side, value in zip(gradients, made, values, strict=True):
+        for gradient, side, value in zip(gradients, gradient_sides, values, strict=True):
             side.sequence(gradient, number).copy_(value)
         if sink_h is not None:
             d_sink_h -= (torch.exp(sink_h[:, None] - stats_hq) * dots_hq).sum(1)
     if sink_h is not None:
-        alias(result[4]).view(heads).copy_(d_sink_h)
+        alias(result[4]).view(batch.heads).copy_(d_sink_h)
