@@ -24,10 +24,12 @@ PATIENCE, PATIENCE_AFTER_KILL = 10.0, 1.0
 # Linux gives ports from 32768 on to outgoing connections. Such a connection could take a port before the
 # process listens on it, or while the process restarts.
 PORTS = range(20_000, 30_000)
+# The arguments of Python in each rank, before those of the command. On emulated GPUs it is another module.
+program = ["-m", "megatron_gvpo"]
 
 
 def launch(processes: int, arguments: Sequence[str]) -> int:
-    """Run `python -m megatron_gvpo <arguments>` in `processes` ranks; returns 0 or the first other exit code.
+    """Run `python <program> <arguments>` in `processes` ranks; returns 0 or the first other exit code.
 
     The signals that ask a run to stop are passed on to the ranks, which save and exit with 0. torchrun would
     give them half a minute, and would report that as a failure, like wrong input, with a page of its text.
@@ -37,7 +39,7 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     when this process is.
     """
     environment = _environment(processes)
-    command = [sys.executable, "-m", "megatron_gvpo", *arguments]
+    command = [sys.executable, *program, *arguments]
     ranks: list[subprocess.Popen[bytes]] = []
     patience = PATIENCE
 

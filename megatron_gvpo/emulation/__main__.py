@@ -1,7 +1,7 @@
 """`python -m megatron_gvpo.emulation PROGRAM [ARGUMENT ...]`: runs a Python program on emulated GPUs.
 
 PROGRAM is a file, or `-m` and a module. Example: `python -m megatron_gvpo.emulation -m megatron_gvpo train
-CONFIG.yaml`. Processes that the program starts have no emulated GPU.
+CONFIG.yaml`, also with --nproc: each rank has an emulated GPU. Other processes that are started have none.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from megatron_gvpo.core import launch
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.emulation import emulated_gpu
 from megatron_gvpo.rehearsal.nullcuda import counters
@@ -34,6 +35,7 @@ def main(arguments: list[str]) -> int:
         command = [sys.executable, "-m", "megatron_gvpo.emulation", *arguments]
         os.execve(sys.executable, command, os.environ | variables)
     os.environ.pop("LD_PRELOAD", None)  # this process has it; what it starts does not need it
+    launch.program[:] = ["-m", "megatron_gvpo.emulation", *launch.program]
     emulated_gpu.install()
     sys.argv = program
     if arguments[0] == "-m":

@@ -28,8 +28,9 @@ def _run(folder: Path, *command: str) -> None:
 
 
 @pytest.mark.proof
-def test_the_quickstarts_first_steps_are_those_of_the_cpu(tmp_path: Path) -> None:
-    """Two steps of its supervised warm start, which samples nothing.
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_quickstarts_first_steps_are_those_of_the_cpu(tmp_path: Path, ranks: int) -> None:
+    """Two steps of its supervised warm start, which samples nothing; with two ranks, of --nproc.
 
     Adam divides a gradient by its own size: what rounds differently in a tiny gradient moves a weight by up
     to twice the learning rate, 3e-3; here by less than a thirtieth of it.
@@ -39,6 +40,7 @@ def test_the_quickstarts_first_steps_are_those_of_the_cpu(tmp_path: Path) -> Non
     _run(tmp_path, sys.executable, str(example / "make_task.py"), "--out", "runs/quickstart/task")
     settings = ["train.steps=2", "train.prompts_per_step=8", "optimizer.warmup_steps=0"]
     train = ["-m", "megatron_gvpo", "train", str(example / "sft.yaml"), *settings, "model.dtype=float32"]
+    train += ["--nproc", str(ranks)]
     _run(tmp_path, *_EMULATION, *train, "output_dir=runs/gpu")
     used("emulated GPU")
     _run(tmp_path, sys.executable, *train, "output_dir=runs/cpu")
@@ -53,6 +55,7 @@ def test_the_quickstarts_first_steps_are_those_of_the_cpu(tmp_path: Path) -> Non
         load_file(tmp_path / "runs" / name / "hf" / "model.safetensors") for name in ("gpu", "cpu")
     )
     assert gpu_weights.keys() == cpu_weights.keys()
+    assert any(not gpu_weights[key].equal(weight) for key, weight in cpu_weights.items()), "other kernels"
     for key, weight in cpu_weights.items():
         assert (gpu_weights[key] - weight).abs().max() < 3e-3 / 30, key
 
