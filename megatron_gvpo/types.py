@@ -122,6 +122,17 @@ class TrainBatch:
         _, index_n, size_g = torch.unique(self.group_n, return_inverse=True, return_counts=True)
         return index_n, size_g
 
+    @property
+    def rows_of_groups(self) -> list[list[int]]:
+        """The rows of every group, in their order: on a GPU one copy of the index, not a mask a group, whose
+        size would be known only there.
+        """
+        index_n, size_g = self.groups
+        rows: list[list[int]] = [[] for _ in range(len(size_g))]
+        for row, g in enumerate(index_n.tolist()):
+            rows[g].append(row)
+        return rows
+
     def with_group_tokens(self) -> TrainBatch:
         """The same rows, which are whole groups, with `group_tokens_n`."""
         index_n, size_g = self.groups

@@ -12,7 +12,9 @@ pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build
 CODE = """
 import gc
 import torch
+from megatron_gvpo.algorithms.losses.dpo import DPO
 from megatron_gvpo.rehearsal.nullcuda import counters
+from megatron_gvpo.types import TrainBatch
 
 found = {}
 
@@ -60,6 +62,9 @@ graph = torch.cuda.CUDAGraph()
 found["graph"] = error(lambda: torch.cuda.graph(graph).__enter__())
 found["refused"] = counters.refused()
 found["inverse"] = error(lambda: torch.linalg.inv(torch.eye(3, device="cuda")))
+group_n, reward_n = torch.tensor([0, 0, 5, 5]), torch.tensor([1.0, 0.0, 0.0, 1.0])
+rows = TrainBatch([[1]] * 4, [[2]] * 4, group_n, reward_n, truncated_n=torch.zeros(4).bool())
+found["pairs"] = [column.tolist() for column in DPO()._pairs(rows.to(torch.device("cuda")))]
 """
 
 
@@ -94,6 +99,10 @@ def test_small_copies_are_made_and_large_ones_counted(found: dict[str, Any]) -> 
     assert found["copied"]
     assert found["copies"]["copies_to_device"] == 1 and found["copies"]["bytes_to_device"] == 8000
     assert found["large copy"] == 0
+
+
+def test_preferences_have_their_pairs_though_no_kernel_compares_rewards(found: dict[str, Any]) -> None:
+    assert found["pairs"] == [[0, 3], [1, 2], [1.0, 1.0]]
 
 
 def test_what_a_device_would_refuse_is_refused(found: dict[str, Any]) -> None:

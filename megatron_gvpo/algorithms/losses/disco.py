@@ -71,20 +71,20 @@ class DisCO(Loss):
         score_r = inputs.logp_r if self.score == "log_likelihood" else bounded.ratio(log_ratio_r)
         score_n = rows.sequence_mean(score_r)
         gap = score_n.new_zeros(())
-        index_n, size_g = rows.groups
-        for g in range(len(size_g)):
-            mine_n = index_n == g
-            right_n, wrong_n = mine_n & (rows.reward_n > self.right), mine_n & (rows.reward_n <= self.right)
-            if right_n.any() and wrong_n.any():
-                gap = gap + (self._weights(rows, right_n) * score_n[right_n]).sum()
-                gap = gap - self._pooled(score_n[wrong_n])
+        is_right = (rows.reward_n.cpu() > self.right).tolist()
+        for group in rows.rows_of_groups:
+            right = [i for i in group if is_right[i]]
+            wrong = [i for i in group if not is_right[i]]
+            if right and wrong:
+                gap = gap + (self._weights(rows, right) * score_n[right]).sum()
+                gap = gap - self._pooled(score_n[wrong])
         kl = -log_ratio_r.sum() / totals.tokens
         penalty = self.kl_coef / 2 * (kl - self.kl_limit).clamp(min=0) ** 2
         return penalty - gap / totals.groups, {"kl_step": kl.detach(), "gap": gap.detach() / totals.groups}
 
-    def _weights(self, rows: TrainBatch, right_n: Tensor) -> Tensor:
-        """omega of the right responses of one group; sums to 1."""
-        length_p = rows.length_n[right_n].to(torch.float32)
+    def _weights(self, rows: TrainBatch, right: list[int]) -> Tensor:
+        """omega of the right responses of one group, fp32 [p]; sums to 1."""
+        length_p = rows.length_n[right].to(torch.float32)
         if self.length_temperature is None:
             return torch.ones_like(length_p) / len(length_p)
         assert self.max_tokens is not None, "the longest response is not known here (Block.sized)"

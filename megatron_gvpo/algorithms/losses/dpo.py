@@ -54,16 +54,14 @@ class DPO(Loss):
 
     def _pairs(self, rows: TrainBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of the better and the worse of each pair, int64 [p]; 1 / (pairs of its group), fp32 [p]."""
-        index_n, size_g = rows.groups
         reward = rows.reward_n.tolist()
         better: list[int] = []
         worse: list[int] = []
         coef: list[float] = []
-        for g in range(len(size_g)):
-            members = (index_n == g).nonzero().flatten().tolist()
-            pairs = [(i, j) for i in members for j in members if reward[i] > reward[j]]
+        for group in rows.rows_of_groups:
+            pairs = [(i, j) for i in group for j in group if reward[i] > reward[j]]
             if self.pairs == "best_worst":
-                most, least = max(reward[i] for i in members), min(reward[i] for i in members)
+                most, least = max(reward[i] for i in group), min(reward[i] for i in group)
                 pairs = [(i, j) for i, j in pairs if (reward[i], reward[j]) == (most, least)]
             better += [i for i, _ in pairs]
             worse += [j for _, j in pairs]
