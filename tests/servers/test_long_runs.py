@@ -27,10 +27,13 @@ def run(engine: str, script: str, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_twenty_random_schedules_of_faults(engine: str) -> None:
-    """In all of them every group is complete, and from the weights of its step."""
-    said = run(engine, "rollout_faults.py", "--engine", engine, "--schedules", "20")
-    assert "20 of 20 schedules passed" in said
+def test_random_schedules_of_faults(engine: str) -> None:
+    """In all of them every group is complete, and from the weights of its step.
+
+    The committed results have 20 schedules of each engine, a minute or more each.
+    """
+    output = run(engine, "rollout_faults.py", "--engine", engine, "--schedules", "4")
+    assert "4 of 4 schedules passed" in output
 
 
 def test_fifty_delta_pushes_are_exact() -> None:

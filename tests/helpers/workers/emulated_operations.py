@@ -2,6 +2,7 @@
 
     python -m helpers.workers.emulated_operations RESULT.json [NAME ...]
 
+It prints the name of each operation before it begins.
 The result maps "operation/dtype" to "equal", "named" (refused with its name), "refused" (PyTorch's CUDA code
 refuses what the CPU computes), or a line that says how they differ. Random numbers and unwritten memory are
 no part of it.
@@ -120,7 +121,10 @@ def main(result: str, *names: str) -> None:
     warnings.simplefilter("ignore")
     mode.install()
     count = FEW if names else SAMPLES
-    outcomes = {name: compared(operation, dtype, count) for name, operation, dtype in chosen(set(names))}
+    outcomes = {}
+    for name, operation, dtype in chosen(set(names)):
+        print(name, flush=True)  # for a test that waits in vain
+        outcomes[name] = compared(operation, dtype, count)
     Path(result).write_text(json.dumps(outcomes))
 
 
