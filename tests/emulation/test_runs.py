@@ -60,6 +60,24 @@ def test_the_quickstarts_first_steps_are_those_of_the_cpu(tmp_path: Path, ranks:
         assert (gpu_weights[key] - weight).abs().max() < 3e-3 / 30, key
 
 
+@pytest.mark.proof
+def test_gvpo_samples_and_trains_on_two_ranks(task: Path, tmp_path: Path) -> None:
+    """The embedded engine and the trainer compute there; their log-probs of the sampled tokens are equal.
+
+    The random numbers are not those of the CPU, so that rewards cannot be compared.
+    """
+    transformer_engine.build(lambda _: None)
+    settings = ["algorithm=gvpo", "train.steps=2", "train.mini_batches=2", "data.eval=null"]
+    settings += [f"output_dir={tmp_path / 'run'}", "parallel.tp=2", "--nproc", "2"]
+    _run(tmp_path, *_EMULATION, "-m", "megatron_gvpo", "train", str(task / "run.yaml"), *settings)
+    used("emulated GPU")
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()][1:]
+    assert len(steps) == 2
+    for step in steps:
+        assert 0 < step["reward/mean"] <= 1 and step["train/grad_norm"] > 0
+        assert step["mismatch/abs_max"] < 1e-4, "nats"
+
+
 def test_a_program_imports_what_lies_beside_it(tmp_path: Path) -> None:
     """And computes: the product is the CPU's."""
     transformer_engine.build(lambda _: None)
