@@ -41,14 +41,21 @@ IS_EMULATED = __name__ == "__main__" and sys.argv[1:] == ["emulated"]  # of the 
 
 
 def launch(
-    target: str, sizes: Sequence[int], *arguments: str, timeout: float = 600, emulated: bool = False
+    target: str,
+    sizes: Sequence[int],
+    *arguments: str,
+    timeout: float = 600,
+    emulated: bool | str = False,
 ) -> None:
     """Run `target` ("module:function") once with every number of ranks in `sizes`.
 
+    `emulated`: on emulated GPUs of this name; True is "h100".
+
     Raises AssertionError with the end of the output if a rank fails, or is not done in `timeout` seconds.
     """
-    server = _fork_server(emulated)
-    variables = _variables(emulated)
+    device = "h100" if emulated is True else emulated or ""
+    server = _fork_server(device)
+    variables = _variables(device)
     with tempfile.NamedTemporaryFile("r") as log:
         order = {
             "target": target,
@@ -83,24 +90,24 @@ def launch(
 
 
 @functools.cache
-def _variables(emulated: bool) -> dict[str, str]:
-    """Variables of a process with emulated GPUs, if it is to have them."""
-    if not emulated:
+def _variables(device: str) -> dict[str, str]:
+    """Variables of a process with emulated GPUs, if it is to have them: "" is without."""
+    if not device:
         return {}
     from helpers import on_null_cuda
 
-    return on_null_cuda.emulated_environment()
+    return on_null_cuda.emulated_environment(device=device)
 
 
 @functools.cache
-def _fork_server(emulated: bool) -> subprocess.Popen[bytes]:
+def _fork_server(device: str) -> subprocess.Popen[bytes]:
     """The process that has imported the libraries. It takes an order a line, and answers with two numbers:
     the fork's process id, and its exit status.
     """
-    variables = {**os.environ, **_variables(emulated)}
+    variables = {**os.environ, **_variables(device)}
     path = os.pathsep.join([IMPORTS, variables.get("PYTHONPATH", "")])
     environment = {**variables, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-W", "ignore", "-m", "helpers.distributed", *(["emulated"] * emulated)]
+    command = [sys.executable, "-W", "ignore", "-m", "helpers.distributed", *(["emulated"] if device else [])]
     pipe = subprocess.PIPE
     server = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
     atexit.register(server.kill)

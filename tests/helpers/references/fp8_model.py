@@ -7,6 +7,8 @@ fp8_quantized.py, and without FP8 the model equals that of `transformers` (a tes
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,25 +18,64 @@ from torch import Tensor
 from helpers.references.fp8_quantized import quantizers
 
 Weights = dict[str, Tensor]
+Rounding = Callable[[Tensor, Tensor | None, float], Tensor]
+
+
+@dataclass
+class Operands:
+    """The two operands of each product in FP8, in the order of the products: forward, then backward.
+
+    One operand that rounds to the other side changes all that follows it, by up to as much as FP8 itself
+    does. So a reference that another computation is compared with takes the side of that computation's
+    operands, `computed`, where their exact values are within `tolerance` of a middle (`Quantized`).
+    """
+
+    recipe: str
+    computed: Sequence[tuple[Tensor, Tensor]] | None = None
+    tolerance: float = 0.0  # of a block's largest value
+    quantized: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # what the products have read
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        inputs, weights, _ = quantizers(self.recipe)
+        left, right = self._pair(inputs.along_rows, x, weights.along_rows, weight)
+        return left @ right.T
+
+    def of_x(self, grad: Tensor, weight: Tensor) -> Tensor:
+        _, weights, gradients = quantizers(self.recipe)
+        left, right = self._pair(gradients.along_rows, grad, weights.along_columns, weight)
+        return left @ right
+
+    def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+        inputs, _, gradients = quantizers(self.recipe)
+        left, right = self._pair(gradients.along_columns, grad, inputs.along_columns, x)
+        return left.T @ right
+
+    def _pair(
+        self, of_left: Rounding, left: Tensor, of_right: Rounding, right: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        computed = (None, None) if self.computed is None else self.computed[len(self.quantized)]
+        pair = (
+            of_left(left, computed[0], self.tolerance),
+            of_right(right, computed[1], self.tolerance),
+        )
+        self.quantized.append(pair)
+        return pair
 
 
 class _Product(torch.autograd.Function):
     """x W^T; each of its three products reads operands that were quantized along its sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, operands: Operands) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.recipe = recipe
-        inputs, weights, _ = quantizers(recipe)
-        return (inputs.along_rows(x) @ weights.along_rows(weight).T).to(x.dtype)
+        ctx.operands = operands
+        return operands.forward(x, weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        inputs, weights, gradients = quantizers(ctx.recipe)
-        of_x = gradients.along_rows(grads[0]) @ weights.along_columns(weight)
-        of_weight = gradients.along_columns(grads[0]).T @ inputs.along_columns(x)
-        return of_x.to(x.dtype), of_weight.to(weight.dtype), None
+        of_x = ctx.operands.of_x(grads[0], weight)
+        return of_x.to(x.dtype), ctx.operands.of_weight(grads[0], x).to(weight.dtype), None
 
 
 class PackedModel:
@@ -43,9 +84,9 @@ class PackedModel:
     Megatron's layers have q, k and v in one weight, and gate and up: these share scales, and their gradients.
     """
 
-    def __init__(self, config: Any, weights: Weights, recipe: str | None) -> None:
-        """`config`: a Qwen3Config; `weights`: by their names in files; `recipe` None: no FP8."""
-        self.config, self.weights, self.recipe = config, weights, recipe
+    def __init__(self, config: Any, weights: Weights, operands: Operands | None) -> None:
+        """`config`: a Qwen3Config; `weights`: by their names in files; `operands` None: no FP8."""
+        self.config, self.weights, self.operands = config, weights, operands
 
     def logits(self, token_t: Tensor, lengths: list[int]) -> Tensor:
         """[t, v] of a pack of sequences with these `lengths`."""
@@ -61,8 +102,7 @@ class PackedModel:
 
     def _attention(self, x: Tensor, name: str, position_t: Tensor, is_seen_tt: Tensor) -> Tensor:
         width = self.config.head_dim
-        parts = [f"{name}.self_attn.{part}_proj.weight" for part in "qkv"]
-        q, k, v = self._together(self._norm(x, f"{name}.input_layernorm"), parts)
+        q, k, v = self._qkv(self._norm(x, f"{name}.input_layernorm"), name)
         q, k, v = (part.unflatten(1, (-1, width)).transpose(0, 1) for part in (q, k, v))
         q = self._rotated(self._norm(q, f"{name}.self_attn.q_norm"), position_t)
         k = self._rotated(self._norm(k, f"{name}.self_attn.k_norm"), position_t)
@@ -73,7 +113,8 @@ class PackedModel:
 
     def _mlp(self, x: Tensor, name: str) -> Tensor:
         normed = self._norm(x, f"{name}.post_attention_layernorm")
-        gate, up = self._together(normed, [f"{name}.mlp.{part}_proj.weight" for part in ("gate", "up")])
+        parts = [self.weights[f"{name}.mlp.{part}_proj.weight"] for part in ("gate", "up")]
+        gate, up = self._product(normed, torch.cat(parts)).chunk(2, 1)
         return self._product(F.silu(gate) * up, self.weights[f"{name}.mlp.down_proj.weight"])
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
@@ -89,13 +130,16 @@ class PackedModel:
         turned = torch.cat([-second, first], -1)
         return x * angles.cos().to(x.dtype) + turned * angles.sin().to(x.dtype)
 
-    def _together(self, x: Tensor, names: list[str]) -> list[Tensor]:
-        """The products with weights that are one in Megatron."""
-        parts = [self.weights[name] for name in names]
-        return list(self._product(x, torch.cat(parts)).split([len(part) for part in parts], 1))
+    def _qkv(self, x: Tensor, name: str) -> list[Tensor]:
+        """In Megatron's order: the queries that share a key, the key, the value; then the next."""
+        groups = self.config.num_key_value_heads
+        weights = [self.weights[f"{name}.self_attn.{part}_proj.weight"] for part in "qkv"]
+        parts = [weight.unflatten(0, (groups, -1)) for weight in weights]
+        together = self._product(x, torch.cat(parts, 1).flatten(0, 1)).unflatten(1, (groups, -1))
+        return [part.flatten(1) for part in together.split([part.shape[1] for part in parts], 2)]
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        if self.recipe is None:
+        if self.operands is None:
             return x @ weight.T
-        product: Tensor = _Product.apply(x, weight, self.recipe)  # type: ignore[no-untyped-call]
+        product: Tensor = _Product.apply(x, weight, self.operands)  # type: ignore[no-untyped-call]
         return product

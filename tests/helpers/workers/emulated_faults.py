@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +30,7 @@ class Result:
     norm: float  # as the optimizer has it
     error: str | None = None
     reached: int = 0  # the calls of code with the fault: 0 is a fault that nothing ran
+    loss: float = math.nan
 
 
 _calls: list[str] = []  # of code with the present fault
@@ -285,6 +288,20 @@ def buffers(change: Callable[[Tensor], Any], method: str, is_before: bool) -> It
         yield
 
 
+@contextlib.contextmanager
+def in_zeroed_memory(fault: Fault) -> Iterator[None]:
+    """A fault where unwritten memory has zeros, as it may on a GPU, and not the NaN of the emulated one."""
+    from megatron_gvpo.emulation import mode
+    from megatron_gvpo.rehearsal.nullcuda.aliases import alias
+
+    def fill(made: Any) -> None:
+        if isinstance(made, Tensor) and made.is_cuda and made.numel():
+            alias(made).zero_()
+
+    with mock.patch.object(mode, "_fill_unwritten", fill), fault():
+        yield
+
+
 def _no_message(*_: Any) -> list[Any]:
     return []
 
@@ -299,7 +316,9 @@ _NORM_LINEAR = "transformer_engine.pytorch.module.layernorm_linear"
 _RING = "transformer_engine.pytorch.attention.dot_product_attention.context_parallel"
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
-Faults = dict[str, Callable[[], contextlib.AbstractContextManager[None]]]
+Fault = Callable[[], contextlib.AbstractContextManager[None]]
+Faults = dict[str, Fault]
+NO_FAULT: Fault = contextlib.nullcontext
 ONE: Faults = {
     "a transposed weight": lambda: gemm(_transpose_square_weight, is_backward=False),
     "a transposed weight in the backward": lambda: gemm(_transpose_square_weight, is_backward=True),
@@ -348,12 +367,16 @@ SEQUENCE: Faults = {
         _FINALIZE, "_allreduce_non_tensor_model_parallel_grads", _not_added
     ),
 }
+_SILENT = functools.partial(replaced, _RING, "flash_attn_p2p_communicate", _no_message)
+_OVERWRITTEN = functools.partial(changed, "thd_grad_correction", _swap_halves)
 CONTEXT: Faults = {
-    "a ring that sends nothing": lambda: replaced(_RING, "flash_attn_p2p_communicate", _no_message),
+    "a ring that sends nothing": _SILENT,
+    "a ring that sends nothing, in memory of zeros": lambda: in_zeroed_memory(_SILENT),
     "a step's outputs not added": lambda: replaced(
         "transformer_engine_torch", "thd_out_correction", _not_added
     ),
-    "a step's gradients overwritten": lambda: changed("thd_grad_correction", _swap_halves),
+    "a step's gradients overwritten": _OVERWRITTEN,
+    "a step's gradients overwritten, in memory of zeros": lambda: in_zeroed_memory(_OVERWRITTEN),
 }
 DATA: Faults = {
     "gradients of one rank": lambda: replaced(_BUFFER, "dist_reduce_scatter_func", _not_added),
@@ -380,18 +403,23 @@ def run(directory: str) -> None:
     config = config_of(replace(case, dtype=dtype), layout, folder)
     policy = Policy.of(config)
     results: dict[str, Result] = {}
-    without = contextlib.nullcontext
-    for name, fault in {"nothing": without, **faults, "nothing at the end": without}.items():
+    for name, fault in {"nothing": NO_FAULT, **faults, "nothing at the end": NO_FAULT}.items():
         print(f"{dtype}, {layout}: {name}", flush=True)
-        _calls.clear()
-        with fault():
-            try:
-                outcome = _gradients(policy, case, config)
-                results[name] = Result(outcome.gradients, outcome.grad_norm, None, len(_calls))
-            except Exception as error:
-                results[name] = Result({}, 0.0, f"{type(error).__name__}: {error}", len(_calls))
-        policy.optimizer.__dict__.pop("apply", None)
-        for chunk in policy.model.chunks:
-            chunk.zero_grad_buffer()
+        results[name] = updated(fault, policy, case, config)
     if dist.get_rank() == 0:
         torch.save(results, folder / f"results-{dtype}-{layout}.pt")
+
+
+def updated(fault: Fault, policy: Any, case: Case, config: Any) -> Result:
+    """The gradients of a step with a fault. The weights do not change."""
+    _calls.clear()
+    with fault():
+        try:
+            outcome = _gradients(policy, case, config)
+            result = Result(outcome.gradients, outcome.grad_norm, None, len(_calls), outcome.metrics["loss"])
+        except Exception as error:
+            result = Result({}, 0.0, f"{type(error).__name__}: {error}", len(_calls))
+    policy.optimizer.__dict__.pop("apply", None)
+    for chunk in policy.model.chunks:
+        chunk.zero_grad_buffer()
+    return result
