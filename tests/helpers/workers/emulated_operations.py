@@ -34,6 +34,7 @@ RANDOM = {
     *("nn.functional.feature_alpha_dropout", "nn.functional.fractional_max_pool2d", "nn.functional.rrelu"),
     *("nn.functional.fractional_max_pool3d", "nn.functional.multi_head_attention_forward"),
     *("nn.functional.scaled_dot_product_attention",),  # its samples drop values
+    *("pca_lowrank",),  # of a random projection, whose draw decides the signs of the vectors
 }
 UNWRITTEN = {
     "empty",
