@@ -15,7 +15,7 @@ from helpers.tiny_run import configure, fit
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.cli import main
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.kernels import linear_logprob
+from megatron_gvpo.kernels import head
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.megatron.teacher import Teacher as HeldTeacher
 from megatron_gvpo.planner import architecture, command, memory_model, search, step_time, workload
@@ -48,7 +48,7 @@ def test_the_numbers_by_hand_are_those_of_the_model_and_the_gpu():
     assert ALL == LARGE.parameters == 32_763_876_352
     assert H100.flops(False) == pytest.approx(REACH, rel=1e-3)
     assert (H100.pcie_gb_per_s, H100.network_fraction) == (64, 0.7)
-    assert memory_model.TILE_BYTES == linear_logprob._CUDA_LOGITS
+    assert memory_model.TILE_BYTES == head._CUDA_LOGITS
 
 
 def seconds(layout: Layout, teacher: PlannedTeacher | None, work: Workload = WORK) -> step_time.Seconds:

@@ -45,7 +45,7 @@ CONSTANTS = [
         "elements at which Megatron closes a bucket of gradients and gathered weights",
     ),
     Constant(
-        "megatron_gvpo.kernels.linear_logprob:_CPU_LOGITS",
+        "megatron_gvpo.kernels.head:_CPU_LOGITS",
         288 * MIB,
         4000,
         "bytes of one tile of logits in the head",
