@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.roles import check_role, check_roles
+from megatron_gvpo.data.tool_calls import with_values
 from megatron_gvpo.huggingface.tokenizer import opened, rendered
 
 if TYPE_CHECKING:
@@ -138,7 +139,10 @@ class Template:
         """
         if not message.get("tool_calls"):
             return str(message["content"])
-        (_, opening), text = self._renderings(0, [message], generate=False)
+        try:
+            (_, opening), text = self._renderings(0, [with_values(message)], generate=False)
+        except DataError:  # a template that takes the arguments as text
+            (_, opening), text = self._renderings(0, [message], generate=False)
         reply = text[len(opening) :]
         ends = [token for token in self._tokenizer.convert_ids_to_tokens(self._ends) if token]
         end = max(map(reply.rfind, ends))

@@ -23,6 +23,7 @@ from megatron_gvpo.data.known_forms import as_dataset, recogniser, solution_fiel
 from megatron_gvpo.data.prompt_images import MARK, PromptImages, as_parts, images_in, is_part, short_names
 from megatron_gvpo.data.roles import check_roles
 from megatron_gvpo.data.sources import Record, converted, field_of, read_records
+from megatron_gvpo.data.tool_calls import with_values
 from megatron_gvpo.groups import Chat, Image, Prompt, Scored
 from megatron_gvpo.huggingface.end_tokens import ended
 from megatron_gvpo.huggingface.tokenizer import check_writes_content, opened, rendered
@@ -439,10 +440,16 @@ class _Renderer:
         if self._system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._system}, *messages]
         try:
-            return rendered(self._tokenizer, messages, tools=self._tools, add_generation_prompt=True)
+            try:
+                return self._written([*map(with_values, messages)])
+            except Exception:  # a template may take the arguments of calls as text
+                return self._written(messages)
         except Exception as error:  # a template is a program, and may fail in any way
             problem = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise DataError(f"{record.where}: the chat template refuses the prompt: {problem}") from None
+
+    def _written(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        return rendered(self._tokenizer, messages, tools=self._tools, add_generation_prompt=True)
 
 
 def _changed(content: Any, with_text: Callable[[str], str], before: bool) -> Any:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,6 +37,28 @@ class ToolCall(NamedTuple):
     arguments: dict[str, Any]
     problem: str | None = None
     id: str | None = None
+
+
+def with_values(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose calls have their arguments as values, where they are an object as JSON text.
+
+    OpenAI's interface and most data sets have text. A chat template writes it as a quoted text within the
+    call's JSON, which no parser takes for arguments; inference servers make values of it, too.
+    """
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | tuple):
+        return dict(message)
+    return {**message, "tool_calls": [_with_values(call) for call in calls]}
+
+
+def _with_values(call: Any) -> Any:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(text := function.get("arguments"), str):
+        return call
+    with suppress(ValueError, RecursionError):
+        if isinstance(values := json.loads(text), dict):
+            function = {**function, "arguments": values}
+    return {**call, "function": function} if "function" in call else function
 
 
 def behind_thoughts(text: str) -> str:

@@ -49,6 +49,20 @@ def test_a_chat_is_the_tokens_that_the_template_writes() -> None:
     assert own == ["hello<|im_end|>", f"llo<call>{call}</call><|im_end|>", "he<|im_end|>"]
 
 
+def test_arguments_as_text_are_the_values_that_they_spell() -> None:
+    """OpenAI's form of a call: as a quoted text within the call, no parser would take them for arguments."""
+    spelled = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+    as_text = [{**m, **({"tool_calls": [spelled]} if "tool_calls" in m else {})} for m in SOLUTION]
+    read = DemonstrationReader(tokenizer(WITH_CALLS), (END,), chat=True, tools=())
+    assert read(as_text).token_ids == read(SOLUTION).token_ids
+    joined = WITH_CALLS.replace(
+        "{{ call.function | tojson }}", "{{ call.function.name + call.function.arguments }}"
+    )
+    of = tokenizer(joined)  # as DeepSeek's: it takes text
+    own = DemonstrationReader(of, (END,), chat=True, tools=())(as_text)
+    assert 'add{"a": 1}</call>' in of.decode(own.token_ids)
+
+
 def test_texts_follow_each_other_without_a_chat_template() -> None:
     of = tokenizer(None)
     shown = DemonstrationReader(of, (END,), chat=False, tools=())([*SOLUTION[:2], SOLUTION[0]])
