@@ -162,6 +162,14 @@ class AlgorithmConfig(Block):
                 f"members: {early[0]} adds groups of prompts that it has changed, and later members "
                 "would take these for prompts of the data: put it last"
             )
+        added = next((member.name for member in self.members if member.adds_groups), None)
+        readers = [entry.label for entry in self.blocks_inside() if entry.block.needs_prior]
+        of_estimator = next((label for label in readers if label.startswith("estimator")), None)
+        if added is not None and of_estimator is not None:
+            raise ValueError(
+                f"members: {added} adds groups of prompts that have no expected reward, and {of_estimator} "
+                "reads one: use an estimator with another baseline"
+            )
 
     def _unread_shaper(self) -> str | None:
         """The shaper whose rewards no later block reads, with the reason; None without one."""

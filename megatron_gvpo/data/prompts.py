@@ -310,6 +310,10 @@ class PromptWriter:
         ids: list[int] = self._tokenizer([text], add_special_tokens=False)["input_ids"][0]
         return ids
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The tokens as text, without special ones."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
     @property
     def is_chat(self) -> bool:
         """True if the chat template renders prompts."""

@@ -113,7 +113,17 @@ class ComposedSampler:
                 self._policy,
             )
             groups = member(groups, context)
-        return groups
+        return [self._with_texts(group) for group in groups]
+
+    def _with_texts(self, group: Group) -> Group:
+        """The group, with the text of demonstrations, which shapers compare: the data gives their tokens."""
+        rollouts = [
+            replace(rollout, text=self._writer.decode(rollout.token_ids))
+            if rollout.source == "demonstration" and not rollout.text
+            else rollout
+            for rollout in group.rollouts
+        ]
+        return replace(group, rollouts=rollouts)
 
     def _with_priors(self, groups: list[Group], batch: PendingBatch) -> list[Group]:
         if self._greedy is not None and batch.greedy is not None:

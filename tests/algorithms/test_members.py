@@ -22,7 +22,7 @@ from megatron_gvpo.algorithms.members.hinted import Hinted
 from megatron_gvpo.algorithms.members.off_policy import Demonstration, Replay, TeacherMember
 from megatron_gvpo.core.user_functions import load_function
 from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.sampling.batch_sampler import _checked
+from megatron_gvpo.sampling.batch_sampler import ComposedSampler, PendingBatch, _checked
 from megatron_gvpo.types import BatchTotals, TrainBatch
 
 
@@ -285,3 +285,28 @@ def test_a_chat_model_is_asked_over_http():
     assert wins == [0.0, 0.5] and "A:\nbad\n\nB:\ngood" in said[2][2]
     with pytest.raises(api_model.ApiModelError, match=r"/v1: prompt p: "):
         api_model.chat([group], 1, url=url, model="m", timeout=5)
+
+
+def test_shapers_see_the_text_of_a_demonstration():
+    """The data gives its tokens; a judge would take a solution without text for an empty response."""
+
+    class Given:
+        def finish(self, groups):
+            return groups
+
+    class Writer:
+        def decode(self, token_ids):
+            return " ".join(map(str, token_ids))
+
+    sampler = ComposedSampler(Given(), Writer(), [Demonstration()], (0,))
+    (group,) = sampler.complete(PendingBatch([make_group([0, 1])], None, 0), 1)
+    assert [r.text for r in group.rollouts[:2]] == [r.text for r in make_group([0, 1]).rollouts]
+    assert group.rollouts[2].text == " ".join(map(str, group.prompt.demonstration))
+
+
+@pytest.mark.parametrize("estimator", [{"name": "shrunk"}, {"baseline": "prior", "age": "none"}])
+def test_groups_without_an_expected_reward_are_refused_where_it_is_read(estimator):
+    settings = {"recipe": "gpg", "prior": "tracker", "estimator": estimator}
+    AlgorithmConfig(**settings, members=[{"name": "replay"}])
+    with pytest.raises(ValueError, match="foresight adds groups of prompts that have no expected reward"):
+        AlgorithmConfig(**settings, members=[{"name": "foresight"}])
