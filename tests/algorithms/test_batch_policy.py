@@ -94,3 +94,9 @@ def test_alpha_of_an_accumulated_batch():
     batch = policy.offer([make_group(VALID), make_group(VALID), *[make_group(RIGHT)] * 3])
     _, metrics = Estimator(age="sample")(TrainBatch.from_groups(batch))
     assert metrics["age_alpha"] == pytest.approx(5 / 3)
+
+
+def test_a_share_that_reaches_the_threshold_exactly_is_enough():
+    """In floating point 0.55 * 100 is above 55."""
+    batch = [make_group(VALID)] * 55 + [make_group(WRONG)] * 45
+    assert Accumulate(threshold=0.55).build(100).offer(batch) == batch

@@ -232,6 +232,8 @@ def test_knapsack_gives_nobody_more_than_the_most():
     given = Knapsack(low=2, high=12).shares([1.0, 1.0, 1.0, 0.0], 8)
     assert given == [7, 7, 6, 12]
     assert Knapsack(low=2, high=5).shares([1.0, 0.5], 8) == [5, 5], "more than all may have is not sampled"
+    with pytest.raises(ValueError, match="low=8 exceeds high=4"):
+        Knapsack(low=8, high=4)
 
 
 def test_knapsack_is_optimal_where_all_can_be_tried():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import PositiveInt
+from pydantic import PositiveInt, model_validator
 
 from megatron_gvpo.algorithms.base import Block
 
@@ -48,6 +48,14 @@ class Knapsack(Allocation):
     name: Literal["knapsack"] = "knapsack"
     low: PositiveInt = 2
     high: PositiveInt = 128
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(
+                f"low={self.low} exceeds high={self.high}: a prompt has from low to high responses"
+            )
+        return self
 
     def shares(self, success: Sequence[float | None], n: int) -> list[int]:
         known = [i for i, p in enumerate(success) if p is not None]

@@ -114,7 +114,8 @@ class Accumulator:
         self._offered += len(groups)
         valid = [is_valid(group, self.by) for group in groups]
         n_valid = len(self._pending) + sum(valid)
-        has_enough = n_valid >= self.threshold * self.batch_groups
+        # The product may be rounded up: 0.55 * 100 is above 55.
+        has_enough = n_valid / self.batch_groups >= self.threshold
         if not has_enough and self._rounds < self.max_rounds:
             self._pending += [group for group, keep in zip(groups, valid, strict=True) if keep]
             return None
