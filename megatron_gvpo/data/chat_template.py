@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.roles import check_role, check_roles
-from megatron_gvpo.data.tool_calls import with_values
+from megatron_gvpo.data.tool_calls import thoughts, with_values
 from megatron_gvpo.huggingface.tokenizer import opened, rendered
 
 if TYPE_CHECKING:
@@ -133,17 +133,23 @@ class Template:
         return self._end_before[role]
 
     def written(self, message: Mapping[str, Any]) -> str:
-        """A message of the policy as the policy writes it: its text, and its `tool_calls` by the template.
+        """A message as the policy writes it: its text, and its thoughts and `tool_calls` by the template.
 
-        Raises DataError if the template does not write it after the opening of the policy's turn.
+        Raises DataError if the template does not write them after the opening of the policy's turn.
         """
-        if not message.get("tool_calls"):
+        reasoning = thoughts(message)
+        if not (message.get("tool_calls") or reasoning):
             return str(message["content"])
         try:
             (_, opening), text = self._renderings(0, [with_values(message)], generate=False)
         except DataError:  # a template that takes the arguments as text
             (_, opening), text = self._renderings(0, [message], generate=False)
         reply = text[len(opening) :]
+        if reasoning.strip() not in reply:
+            raise DataError(
+                "the chat template leaves out the message's thoughts (reasoning_content): put them into the "
+                "content, as the policy writes them"
+            )
         ends = [token for token in self._tokenizer.convert_ids_to_tokens(self._ends) if token]
         end = max(map(reply.rfind, ends))
         if not self._chat or not text.startswith(opening) or end < 0:

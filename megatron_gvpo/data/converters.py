@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from megatron_gvpo.data.tool_calls import thoughts
+
 if TYPE_CHECKING:
     from megatron_gvpo.groups import Rollout
 
@@ -94,6 +96,11 @@ def _last_turns(chosen: Any, rejected: Any) -> tuple[list[dict[str, Any]], tuple
             raise ValueError("chosen and rejected are neither two texts nor two chats")
         if not chat or chat[-1].get("role") != "assistant" or not isinstance(chat[-1].get("content"), str):
             raise ValueError("chosen and rejected must end with a message of the assistant")
+        if chat[-1].get("tool_calls") or thoughts(chat[-1]):
+            raise ValueError(
+                "the last message of chosen or rejected has tool_calls or thoughts (reasoning_content), and "
+                "its content alone would be trained: write them into the content"
+            )
     (*before, last), (*other, other_last) = chosen, rejected
     if other != before:
         raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.converters import preference_pair
 from megatron_gvpo.data.sources import Record
+from megatron_gvpo.data.tool_calls import thoughts
 from megatron_gvpo.settings.sections import DatasetConfig
 
 Fields = Mapping[str, Any]
@@ -168,7 +169,7 @@ def _divided(chat: Sequence[Message]) -> tuple[Any, Any]:
             f"the chat ends with a message of role {chat[-1]['role']!r}, which nobody answers: leave it out"
         )
     prompt, solution = list(chat[:first]), list(chat[first:])
-    single = len(solution) == 1 and not solution[0].get("tool_calls")
+    single = len(solution) == 1 and not solution[0].get("tool_calls") and not thoughts(solution[0])
     return prompt, solution[0]["content"] if single else solution
 
 

@@ -30,6 +30,9 @@ _ID = re.compile(r"[0-9A-Za-z]{9}")  # Mistral's models write ids so, and its te
 Parser = Callable[[str], "list[ToolCall]"]
 
 
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of messages
+
+
 class ToolCall(NamedTuple):
     """A call of a tool; `problem` says why it cannot be understood, `id` is what the policy calls it."""
 
@@ -37,6 +40,12 @@ class ToolCall(NamedTuple):
     arguments: dict[str, Any]
     problem: str | None = None
     id: str | None = None
+
+
+def thoughts(message: Mapping[str, Any]) -> str:
+    """The thoughts that a message has beside its content, as data and inference servers give them, or ""."""
+    texts = (message.get(name) for name in _THOUGHTS)
+    return next((text for text in texts if isinstance(text, str) and text.strip()), "")
 
 
 def with_values(message: Mapping[str, Any]) -> dict[str, Any]:

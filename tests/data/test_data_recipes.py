@@ -282,3 +282,6 @@ def test_chats_that_part_before_the_last_message_are_no_pair() -> None:
     assert preference_pair({"chosen": one, "rejected": one})["prompt"] == one[:1]
     with pytest.raises(ValueError, match="differ before the last message"):
         preference_pair({"chosen": one, "rejected": other})
+    thinking = [one[0], {**one[-1], "reasoning_content": "so"}]
+    with pytest.raises(ValueError, match="has tool_calls or thoughts"):
+        preference_pair({"chosen": thinking, "rejected": one})

@@ -63,6 +63,23 @@ def test_arguments_as_text_are_the_values_that_they_spell() -> None:
     assert 'add{"a": 1}</call>' in of.decode(own.token_ids)
 
 
+def test_thoughts_are_written_by_the_template_or_refused() -> None:
+    """Data and servers give them beside the content; without them the policy would learn not to think."""
+    with_thoughts = CHATML.replace(
+        "{{ m.content }}<|im_end|>",
+        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+        "{{ m.content }}<|im_end|>",
+    )
+    solution = [{"role": "assistant", "content": "hello", "reasoning_content": "he"}]
+    of = tokenizer(with_thoughts)
+    own = DemonstrationReader(of, (END,), chat=True, tools=())(solution)
+    assert of.decode(own.token_ids) == "<think>he</think>hello<|im_end|>"
+    with pytest.raises(DataError, match=r"leaves out the message's thoughts \(reasoning_content\)"):
+        DemonstrationReader(tokenizer(CHATML), (END,), chat=True, tools=())(
+            [{**solution[0], "reasoning_content": "x"}]
+        )
+
+
 def test_texts_follow_each_other_without_a_chat_template() -> None:
     of = tokenizer(None)
     shown = DemonstrationReader(of, (END,), chat=False, tools=())([*SOLUTION[:2], SOLUTION[0]])
