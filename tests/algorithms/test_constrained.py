@@ -174,6 +174,11 @@ def test_a_golden_answer_may_be_free_of_clipping():
     clipped, _ = token_weights(PPO(), rows, far_r, BatchTotals.of(rows))
     free, _ = token_weights(PPO(demonstrations="unclipped"), rows, far_r, BatchTotals.of(rows))
     assert clipped.tolist() == [0.0, 0.0] and free.tolist() == [pytest.approx(-1.0), 0.0]
+    # Nor does the second bound, of negative advantages, take its gradient.
+    worse = rows.with_columns(advantage_n=torch.tensor([-1.0, -1.0]))
+    bounded = PPO(demonstrations="unclipped", dual_clip=1.5)
+    weights_r, _ = token_weights(bounded, worse, far_r, BatchTotals.of(worse))
+    assert weights_r.tolist() == [pytest.approx(1.0), 0.0]
     near_r = make_logp(rows) * 0
     losses = [PPO(demonstrations=how) for how in ("ratio", "unclipped")]
     torch.testing.assert_close(

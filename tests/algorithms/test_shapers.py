@@ -112,6 +112,7 @@ def test_soft_log_is_continuous_and_flat_above_its_turn():
     (found,) = shaped(block, make_group([0.5, 0.5 + 1e-6, 0.5 - 1e-6, 1.0, 0.0]))
     assert found[:3] == pytest.approx([0.5] * 3, abs=1e-5)
     assert found[3] - 0.5 < 0.5 < 0.5 - found[4]
+    assert shaped(block, make_group([-1000.0])) > [[-1e9]]
 
 
 def test_s_grpo_vector():

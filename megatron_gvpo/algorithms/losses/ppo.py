@@ -102,7 +102,8 @@ class PPO(Loss):
         clipped_r = clipped_r.where(~free_r, unclipped_r)
         gain_r = unclipped_r.minimum(clipped_r)
         if self.dual_clip is not None:
-            gain_r = gain_r.maximum(self.dual_clip * advantage_r).where(advantage_r < 0, gain_r)
+            is_bounded_r = (advantage_r < 0) & ~free_r
+            gain_r = gain_r.maximum(self.dual_clip * advantage_r).where(is_bounded_r, gain_r)
         if self.demonstrations == "likelihood" and rows.demonstration_n is not None:
             gain_r = (self.likelihood_coef * logp_r).where(rows.demonstration_n[rows.seq_r], gain_r)
         drift_r = (logp_r - _old(rows)).detach()

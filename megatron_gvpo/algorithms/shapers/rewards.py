@@ -14,6 +14,8 @@ from megatron_gvpo.algorithms.base import Component
 from megatron_gvpo.algorithms.shapers.base import Shaper, each, rewarded, value_of
 from megatron_gvpo.groups import Group, Rollout
 
+_MOST_EXPONENT = 20.0  # of a soft logarithm's far end; e^710 is infinite
+
 
 class Affine(Shaper):
     """r' = scale r + shift: [0, 1] for BNPO; lambda and -1 of W-REINFORCE are scale 1 + lambda, shift -1.
@@ -126,7 +128,7 @@ class SoftLog(Shaper):
     """TempSamp-R1's soft reshaping (arXiv 2509.18056): little difference above `tau`, much below it.
 
     r' = tau + high ln(r - tau + 1) for r >= tau, tau - (exp(low (tau - r)) - 1) / low below. The paper's
-    constants, and its form below tau, were not found: these are a choice.
+    constants, and its form below tau, were not found: these are a choice. An exponent is at most 20.
     """
 
     name: Literal["soft_log"] = "soft_log"
@@ -139,7 +141,7 @@ class SoftLog(Shaper):
             above = rollout.reward - self.tau
             if above >= 0:
                 return self.tau + self.high * math.log1p(above)
-            return self.tau - math.expm1(-self.low * above) / self.low
+            return self.tau - math.expm1(min(-self.low * above, _MOST_EXPONENT)) / self.low
 
         return each(groups, reward)
 
