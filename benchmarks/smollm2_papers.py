@@ -287,7 +287,11 @@ def draw(results: Mapping[tuple[str, int], Mapping[str, Any]], png: Path) -> Non
     from megatron_gvpo.observe.summary import GREY, STYLE
 
     finished = {name for name, _ in results}
-    tables = [table for table, names in TABLES.items() if len(finished & set(names)) > 1]
+    rows = {table: finished & set(names) for table, names in TABLES.items()}
+    tables = list[str]()
+    for table in TABLES:  # one with rows that no table before it shows
+        if len(rows[table]) > 1 and not any(rows[table] <= rows[shown] for shown in tables):
+            tables.append(table)
     if not tables:
         return
     with rc_context(STYLE):
