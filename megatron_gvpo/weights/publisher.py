@@ -334,7 +334,7 @@ class Publisher:
             sent = self._send(stream, targets, version) if targets else 0
             for handle in targets:
                 self._failures.pop(handle.server.url, None)
-                self._in_loop(self._pool.admit, handle, version)
+            self._in_loop(self._admit, targets, version)
             self._in_a_row = 0
             seconds = time.perf_counter() - begin
             self.metrics = {"sync/bytes": float(sent), "sync/gb_per_s": sent / seconds / 1e9}
@@ -350,6 +350,14 @@ class Publisher:
 
     def close(self) -> None:
         self._run(self._transport.close())
+
+    def _admit(self, targets: Sequence[ServerHandle], version: int) -> None:
+        """Let the servers serve, all in one turn of the event loop.
+
+        Requests that wait choose in the next turn. With one ready server they would all choose that one.
+        """
+        for handle in targets:
+            self._pool.admit(handle, version)
 
     def _send(self, stream: Stream, targets: Sequence[ServerHandle], version: int) -> int:
         """Prepare, send to and conclude with the targets; returns the bytes sent to each."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from megatron_gvpo.servers.handle import Pending
 from megatron_gvpo.servers.http import ServerRefused
 from megatron_gvpo.servers.leader import BackgroundLoop, Failed, Push
 from megatron_gvpo.servers.pool import ServerPool
-from megatron_gvpo.servers.server import ServerInfo
+from megatron_gvpo.servers.request import Request
+from megatron_gvpo.servers.server import Completion, ServerInfo
 from megatron_gvpo.settings.config import Config, load_config
+from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.settings.servers import ServersConfig, WeightSyncConfig
 from megatron_gvpo.weights import publisher
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
@@ -86,6 +89,85 @@ def test_a_server_that_was_started_anew_has_all_its_attempts_again(
     assert isinstance(command, Failed)
     assert str(command.error) == "4 weight pushes in a row failed, at last: http://server: no"
     pushes.close()
+    loop.close()
+
+
+class Serving:
+    """Stands for a server that samples until it is told to stop, and then ends its responses."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._stopped = asyncio.Event()
+        self.prompts: list[list[int]] = []  # of all requests
+
+    async def sample(self, token_ids: list[int], *_: object) -> Completion:
+        self.prompts.append(token_ids)
+        if not self._stopped.is_set():
+            await self._stopped.wait()
+            return Completion([5], [-1.0], "abort")
+        return Completion([7], [-1.0], "stop")
+
+    async def abort(self, timeout: float) -> None:
+        self._stopped.set()
+
+    async def pause(self, timeout: float) -> None: ...
+
+    async def resume(self, timeout: float) -> None: ...
+
+    async def flush_cache(self, timeout: float) -> None: ...
+
+
+class Nowhere:
+    """Stands for a transport, for servers that keep no weights."""
+
+    metrics: ClassVar[dict[str, float]] = {}
+
+    async def begin(self, *_: object) -> None: ...
+
+    async def end(self) -> None: ...
+
+    def over(self) -> None: ...
+
+
+def test_responses_that_a_push_has_stopped_go_on_where_they_were():
+    """Fails on the old code: the first server that was admitted again got the responses of all."""
+    loop, servers = BackgroundLoop("test"), [Serving(f"http://server{i}") for i in range(4)]
+    pool = ServerPool(servers, ServersConfig(), [7], print)  # type: ignore[arg-type]
+    pushes = Publisher(
+        pool,
+        loop,
+        Nowhere(),  # type: ignore[arg-type]
+        WeightSyncConfig(in_flight="carry"),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        expected={},
+        optional=frozenset(),
+        fp8=None,
+        colocated=False,
+        report=print,
+    )
+
+    async def healthy() -> None:
+        for handle in pool.handles:
+            handle.to(Pending())
+
+    async def all_have_begun() -> None:
+        while sum(len(server.prompts) for server in servers) < 32:
+            await asyncio.sleep(0.001)
+
+    loop.run(healthy())
+    requests = [Request((number,), 1, number) for number in range(32)]
+    responses = None
+    for version in (0, 1):
+        while pushes.next_command(version) == Push():
+            pushes.attempt(iter(()), version)
+        if responses is None:
+            responses = loop.submit(pool.generate(requests, SamplingConfig(max_tokens=4)))
+            loop.run(all_have_begun())
+    assert [[r.token_ids for r in row] for row in responses.result(5.0)] == [[[5, 7]]] * 32
+    for server in servers:
+        first, second = server.prompts[:8], server.prompts[8:]
+        assert sorted([*prompt, 5] for prompt in first) == sorted(second), server.url
     loop.close()
 
 
