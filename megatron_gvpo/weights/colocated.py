@@ -206,6 +206,8 @@ class Porter(Sender):
         store = self._member.store
         for rank, mailbox in self._mailboxes.items():
             store.set(f"mailbox.{rank}.{self._pushes}", json.dumps(mailbox.open()))
+            if self._pushes:  # the server has read it: it took all rounds of that push
+                store.delete_key(f"mailbox.{rank}.{self._pushes - 1}")
         counted: Counter[str] = Counter()
         for number, messages in enumerate(self._rounds):
             self._wait_for_servers(Mailbox.has_room, "load a round")

@@ -58,6 +58,7 @@ class Relays[T]:
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined] # torch's stubs lack it
         self._ranks, self._timeout, self._orders = list(ranks), timeout, orders
         self._number = 0
+        self._oldest = 0  # the first order that the store may still have
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -85,7 +86,10 @@ class Relays[T]:
             listed = ", ".join(map(str, silent))
             raise PushFailed(f"rank(s) {listed} did not answer in {self._timeout:g} s: {doing}", []) from None
         answers = [ANSWERS.decode(msgpack.unpackb(packed)) for packed in self._store.multi_get(keys)]
-        self._store.delete_key(f"order.{number}")
+        # All have read it, and all orders before it, which nobody answers.
+        for old in range(self._oldest, number + 1):
+            self._store.delete_key(f"order.{old}")
+        self._oldest = number + 1
         payloads = []
         for rank, answer in zip(self._ranks, answers, strict=True):
             if isinstance(answer, Failed):

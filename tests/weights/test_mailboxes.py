@@ -132,13 +132,16 @@ def test_every_server_rank_is_handed_its_slices_over_and_over(
     """Whoever its porter is: one that has all, some or none of what it needs."""
     ranks = Ranks(memory)
     ranks.prepare(porters_of, (0, 0), limit)
+    keys = set[int]()  # in the store, after each push
     for step in range(3):
         full = {name: tensor + step for name, tensor in FULL.items()}
         ranks.push(full)
         assert not ranks.errors, ranks.errors
+        keys.add(ranks.store.num_keys())
         for model in ranks.models:
             for name, tensor in model.expected(full).items():
                 assert torch.equal(getattr(model, name), tensor), name
+    assert len(keys) == 1, "a push leaves nothing more in the store than the one before"
     links: dict[tuple[int, int], int] = {}
     for rank in range(6):
         for link, size in json.loads(ranks.store.get(f"counted.{rank}")).items():

@@ -86,6 +86,19 @@ def test_two_pushes_to_two_other_nodes(tmp_path, monkeypatch):
                 mine.tell(EndPush())
 
 
+def test_orders_do_not_collect_in_the_store(tmp_path, monkeypatch):
+    """Each holds an entry for every relay: two more a push fill a large run's host memory."""
+    counts = []
+    with relays(tmp_path, monkeypatch, [1, 2]) as (mine, others):
+        for _ in range(3):
+            with following(others, [stream(1), stream(1)]):
+                mine.tell(JoinStream())
+                mine.ask([NOTHING, NOTHING], "to offer")
+                mine.tell(EndPush())
+            counts.append(mine._store.num_keys())
+    assert counts[0] == counts[1] == counts[2], counts
+
+
 def test_a_push_that_ends_early_leaves_the_stream_to_the_caller(tmp_path, monkeypatch):
     with relays(tmp_path, monkeypatch, [1]) as (mine, others):
         for before in (0, 1, 2):
