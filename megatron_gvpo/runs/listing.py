@@ -93,7 +93,8 @@ def _summary(directory: Path, metric: str) -> RunSummary:
     last, best = _metrics(directory / "metrics.jsonl", metric)
     steps, step = checkpoint_steps(directory), last.get("step")
     value, best_step = best or (None, None)
-    ended: Literal["finished", "stopped"] = "finished" if _finished_at(directory) == step else "stopped"
+    is_finished = step is not None and _finished_at(directory) == step  # a run may stop before any step
+    ended: Literal["finished", "stopped"] = "finished" if is_finished else "stopped"
     return RunSummary(
         directory,
         "running" if is_locked(directory) else ended,

@@ -49,6 +49,13 @@ def test_the_table(runs: Path, capsys: pytest.CaptureFixture[str]):
     ]
 
 
+def test_a_run_that_was_stopped_before_its_first_record_is_not_finished(tmp_path: Path):
+    make_run(tmp_path / "a", [])
+    make_run(tmp_path / "b", [])
+    (tmp_path / "b" / "metrics.jsonl").unlink()
+    assert [run.state for run in find_runs(tmp_path, "reward/mean")] == ["stopped", "stopped"]
+
+
 def test_another_metric_and_json(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["runs", str(runs), "--best", "eval/pas@1"]) == 2
     assert "--best eval/pas@1: no run there has this metric" in capsys.readouterr().err
