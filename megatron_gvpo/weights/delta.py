@@ -44,7 +44,7 @@ class DeltaReceiver(GroupReceiver, Protocol):
 
     @abstractmethod
     async def check_patches(self, timeout: float) -> None:
-        """Refuse a push, after all patches, if they changed other elements than those they name."""
+        """Refuse a push, after all patches, if a broadcast failed or they changed other elements too."""
 
 
 class Delta(Broadcast):
@@ -91,9 +91,9 @@ class Delta(Broadcast):
         return len(wire)
 
     async def end(self) -> None:
-        if self._sparse:
-            async with self._whole_or_discarded():
-                await each(self._handles, self._check)
+        # Also where whole tensors were sent: a server answers as usual even if a broadcast failed there.
+        async with self._whole_or_discarded():
+            await each(self._handles, self._check)
         await super().end()
         self._sent_version = self._version
 

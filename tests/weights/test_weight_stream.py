@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from itertools import pairwise
 
@@ -14,15 +15,18 @@ from hypothesis import strategies as st
 
 from megatron_gvpo.megatron.model.own_weights import OwnPart, OwnWeights
 from megatron_gvpo.servers.handle import ServerHandle
+from megatron_gvpo.servers.http import ServerGone
 from megatron_gvpo.servers.server import PLUGINS
 from megatron_gvpo.weights.bucket import Bucket, DoubleBuffer, TensorSpec, buckets
 from megatron_gvpo.weights.delta import Delta
 from megatron_gvpo.weights.publisher import not_pushed
 from megatron_gvpo.weights.shard_plan import Box, Cell, Message
 from megatron_gvpo.weights.sharded import Sender
+from megatron_gvpo.weights.transport import PushFailed
 
 sys.path.insert(0, str(PLUGINS))
 
+import megatron_gvpo_sglang
 from megatron_gvpo_patches import apply_patches, check_patched, unpack
 
 CPU = torch.device("cpu")
@@ -142,6 +146,44 @@ def test_patches_change_the_changed_elements_alone_through_a_fused_sharded_loade
     push(sparse=True)
     assert [count for *_, count in delta.patches] == [-1, 0], "all of a tensor is smaller without positions"
     assert torch.equal(model.qv, torch.cat([full["q"][2:], full["v"][2:]]))
+
+
+def test_a_server_that_got_no_whole_tensors_does_not_serve_them():
+    """SGLang would end at an error in a broadcast, so its plugin answers as usual and tells it at the end."""
+
+    class Broken:
+        def broadcast(self, *_: object) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+    class Server:
+        url, version = "http://server", ""
+
+        async def check_patches(self, timeout: float) -> None:
+            try:
+                megatron_gvpo_sglang.receive(model, order(op="check"))
+            except RuntimeError as error:
+                raise ServerGone(str(error)) from None
+
+        async def end_update(self, version: str, timeout: float) -> None:
+            self.version = version
+
+    def order(**values: object) -> list[tuple[str, torch.Tensor]]:
+        return [("order", torch.tensor(list(json.dumps(values).encode()), dtype=torch.uint8))]
+
+    model, server = Fused(), Server()
+    before = model.qv.clone()
+    megatron_gvpo_sglang._groups["weights"] = (Broken(), None, {})
+    try:
+        patch = ["q", "float32", [4, 6], -1]
+        megatron_gvpo_sglang.receive(model, order(op="apply", name="weights", bytes=96, patches=[patch]))
+        delta = Delta(itself, "127.0.0.1", "gloo", 1.0)
+        delta._handles, delta._version = [ServerHandle(server)], 3
+        with pytest.raises(PushFailed, match="a broadcast of weight patches failed: Connection closed"):
+            asyncio.run(delta.end())
+    finally:
+        megatron_gvpo_sglang._groups.clear()
+        megatron_gvpo_sglang._broken.clear()
+    assert torch.equal(model.qv, before) and server.version == "" and delta._sent_version == -1
 
 
 def test_the_routers_biases_keep_all_digits_in_a_run_in_bfloat16():
