@@ -104,6 +104,7 @@ class WeightSync:
         # Another rank's part in a push, and its buffers; rank 0's are the publisher's.
         self._follower: tuple[Follower, DoubleBuffer] | None = None
         self._proved = 0
+        self._proved_version = -1  # of the last proof
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -177,7 +178,9 @@ class WeightSync:
         for result in outcomes:
             if result.outcome == "wrong":
                 raise RolloutError(result.problem)
-        self._proved += any(result.outcome == "right" for result in outcomes)
+        # Colocated servers get the same weights again before the first step: only new ones count once more.
+        if version != self._proved_version and any(result.outcome == "right" for result in outcomes):
+            self._proved, self._proved_version = self._proved + 1, version
 
     async def _compare(self, handle: ServerHandle, version: int, expected: Tensor) -> ProbeOutcome:
         assert self._servers is not None

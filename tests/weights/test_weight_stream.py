@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_gvpo.megatron.model.own_weights import OwnPart, OwnWeights
-from megatron_gvpo.servers.handle import ServerHandle
+from megatron_gvpo.servers.handle import ServerHandle, Serving
 from megatron_gvpo.servers.http import ServerGone
+from megatron_gvpo.servers.leader import BackgroundLoop
 from megatron_gvpo.servers.server import PLUGINS
+from megatron_gvpo.settings.sections import RolloutConfig
 from megatron_gvpo.weights.bucket import Bucket, DoubleBuffer, TensorSpec, buckets
 from megatron_gvpo.weights.delta import Delta
-from megatron_gvpo.weights.publisher import not_pushed
+from megatron_gvpo.weights.publisher import WeightSync, not_pushed
 from megatron_gvpo.weights.shard_plan import Box, Cell, Message
 from megatron_gvpo.weights.sharded import Sender
 from megatron_gvpo.weights.transport import PushFailed
@@ -184,6 +187,34 @@ def test_a_server_that_got_no_whole_tensors_does_not_serve_them():
         megatron_gvpo_sglang._groups.clear()
         megatron_gvpo_sglang._broken.clear()
     assert torch.equal(model.qv, before) and server.version == "" and delta._sent_version == -1
+
+
+@pytest.mark.parametrize("versions", [(0, 0, 1, 2), (0, 1, 2)])
+def test_two_versions_of_the_weights_are_proved_however_often_the_first_is_sent(versions: tuple[int, ...]):
+    """Fails on the old code: colocated servers get version 0 for an evaluation, and again for step 1."""
+
+    class Policy:
+        def score(self, rows: object, temperature: float) -> torch.Tensor:
+            return torch.zeros(2)
+
+    class Server:
+        url = "http://server"
+
+        async def score(self, token_ids: list[int], timeout: float) -> list[float]:
+            return [0.0, 0.0]
+
+    sync, loop = WeightSync.__new__(WeightSync), BackgroundLoop("test")
+    sync._proved, sync._proved_version, sync._probe, sync._tolerance = 0, -1, [1, 2, 3], 1e-3
+    sync._policy, sync._settings = Policy(), SimpleNamespace(rollout=RolloutConfig())
+    proved = []
+    for version in versions:
+        handle = ServerHandle(Server(), state=Serving(version))
+        sync._servers = SimpleNamespace(pool=SimpleNamespace(handles=[handle]), loop=loop)
+        if (expected := sync.expected_probe()) is not None:
+            sync.prove(version, expected)
+            proved.append(version)
+    assert proved == [version for version in versions if version < 2]
+    loop.close()
 
 
 def test_the_routers_biases_keep_all_digits_in_a_run_in_bfloat16():
