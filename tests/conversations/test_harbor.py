@@ -100,7 +100,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.proof
 def test_gvpo_trains_on_a_task_of_harbor(options: dict[str, Any], model: Path) -> None:
-    """SFT on two trials, one right and one wrong; then GVPO learns from Harbor's scores which is which."""
+    """SFT on two trials, one right and one wrong; then three steps of GVPO with Harbor's scores."""
     settings = {"program": "harbor_program.py:run", "turns": 4, "step_timeout": 600}
     with Talks(None, options, tokens=30_000, **settings) as talks:
         trials = [

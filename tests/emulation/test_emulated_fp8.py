@@ -46,7 +46,8 @@ SIZES = {
 STEP = gvpo(ALL)
 DEVICES = {"tensorwise": "h100", "blockwise": "h100", "mxfp8": "b200"}
 BOUND = 1e-5
-# Of a block's largest value: how near to the middle the error of the precision beside FP8 may decide.
+# The distance from the middle within which the error of the precision beside FP8 may decide, as a share of a
+# block's largest value.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2}
 
 

@@ -130,7 +130,7 @@ class Nowhere:
 
 
 def test_responses_that_a_push_has_stopped_go_on_where_they_were():
-    """Fails on the old code: the first server that was admitted again got the responses of all."""
+    """The first server that is admitted again must not get the responses of all."""
     loop, servers = BackgroundLoop("test"), [Serving(f"http://server{i}") for i in range(4)]
     pool = ServerPool(servers, ServersConfig(), [7], print)  # type: ignore[arg-type]
     pushes = Publisher(
