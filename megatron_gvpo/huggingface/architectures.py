@@ -114,6 +114,14 @@ _GPT_OSS_YARN = {
     "beta_slow": 1.0,
     "truncate": False,
 }
+# Families that rotate a part of every head: transformers (5.19) reads it in `rope_parameters`.
+PARTLY_ROTATED = (
+    "Glm4MoeForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+)
 # The only values of llama3's rope parameters that megatron-core implements. It accepts any `factor`.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -181,6 +189,12 @@ def _check_rope(card: ModelCard, architecture: str, where: str) -> None:
         value = rope.get(name)
         if value is not None and not is_positive(value):
             raise ConfigError(f"{where}: {name}={shown(value)} in config.json: expected a positive number")
+    share = rope.get("partial_rotary_factor", card.get("partial_rotary_factor"))
+    if share not in (None, 1) and architecture not in PARTLY_ROTATED:
+        raise ConfigError(
+            f"{where}: partial_rotary_factor={shown(share)} of the rope in config.json; Megatron-Bridge "
+            f"builds {architecture} with 1 only"
+        )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if architecture == "GptOssForCausalLM":
         for name, value in {"rope_type": "yarn", **_GPT_OSS_YARN}.items():

@@ -43,6 +43,7 @@ from megatron_gvpo.megatron.model.settings import (
     fusions,
     has_yarn,
     model_settings,
+    rotary_settings,
 )
 from megatron_gvpo.megatron.muon import wrap
 from megatron_gvpo.megatron.parallel import megatron_device
@@ -164,7 +165,8 @@ def _configure(
     on_cpu = not torch.cuda.is_available()
     text_config = hf_config.get_text_config()
     settings = {} if on_cpu else fusions(provider)
-    settings |= model_settings(model, parallel, on_cpu, deterministic) | routing_settings(text_config)
+    settings |= model_settings(model, parallel, on_cpu, deterministic)
+    settings |= routing_settings(text_config) | rotary_settings(text_config)
     settings |= vision_settings(hf_config) if has_vision(hf_config) else {}
     for name, value in settings.items():
         setattr(provider, name, value)

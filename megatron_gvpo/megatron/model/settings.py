@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
 )
 from megatron.core.utils import get_model_config
 
+from megatron_gvpo.huggingface.architectures import PARTLY_ROTATED
 from megatron_gvpo.settings.parallel import ParallelConfig
 from megatron_gvpo.settings.sections import FP8Config, ModelConfig
 
@@ -154,6 +155,17 @@ def ddp_settings(model: ModelConfig, parallel: ParallelConfig) -> DistributedDat
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
     )
+
+
+def rotary_settings(hf_config: Any) -> dict[str, Any]:
+    """Return the TransformerConfig's share of a head that is rotated, where it is a part of it.
+
+    `hf_config`: of the language model. Megatron-Bridge (0.6.2) reads the share at the top of config.json, or
+    takes MiniMax-M2's from `rotary_dim`. transformers 5 writes it in `rope_parameters` alone.
+    """
+    if not set(hf_config.architectures or ()) & set(PARTLY_ROTATED):
+        return {}
+    return {"rotary_percent": hf_config.rope_parameters.get("partial_rotary_factor", 1.0)}
 
 
 def fusions(architecture: Any) -> dict[str, Any]:
