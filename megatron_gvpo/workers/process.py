@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -13,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
+from multiprocessing.connection import wait
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.workers.messages import (
@@ -131,7 +131,7 @@ class WorkerProcess:
     def wait_ready(self) -> None:
         """Wait until the functions are loaded. Raises ConfigError if they cannot be, or not in time."""
         while not self.is_ready:
-            select.select(self.descriptors(), [], [], min(1.0, START))
+            wait(self.descriptors(), min(1.0, START))  # not select, which takes no descriptor above 1,023
             try:
                 for _ in self.replies():
                     pass

@@ -62,9 +62,12 @@ def _be_first_to_die() -> None:
 def _follow(worker: int, leash: int, trainer: int) -> int:
     """Wait until the worker has ended, or end it with the trainer; returns its exit code (-n: signal n)."""
     ends = os.pidfd_open(worker)
+    watched = select.poll()  # not select: the trainer's number of the leash may be above 1,023
+    watched.register(leash, select.POLLIN)
+    watched.register(ends, select.POLLIN)
     while True:
-        readable, _, _ = select.select([leash, ends], [], [], 1.0)
-        if leash in readable or os.getppid() != trainer:
+        ready = {descriptor for descriptor, _ in watched.poll(1000)}
+        if leash in ready or os.getppid() != trainer:
             os.kill(worker, signal.SIGKILL)
             return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
         while True:

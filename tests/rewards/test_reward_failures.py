@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -64,6 +68,32 @@ def test_a_job_whose_worker_was_killed_is_tried_once_more(tmp_path: Path) -> Non
     assert [rollout.rewards["mine"] for rollout in rollouts] == [1.0, 1.0, 0.0, 1.0]
     [error] = [rollout.reward_errors["mine"] for rollout in rollouts if rollout.reward_errors]
     assert error == "it ended its process (signal 9, Killed)"
+
+
+@contextmanager
+def many_open_files(count: int) -> Iterator[None]:
+    """So many further files are open, as in a run with a connection for each response of a step."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + 256
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        pytest.skip(f"this machine allows a process {hard} open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    try:
+        with ExitStack() as opened, open(os.devnull, "rb") as nothing:
+            for _ in range(count):
+                opened.callback(os.close, os.dup(nothing.fileno()))
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_workers_start_beside_a_thousand_connections(tmp_path: Path) -> None:
+    """Fails on the old code, which asked select about them: a run ended with its first late reward."""
+    rollouts = [Rollout([i], [0.0], text, "stop") for i, text in enumerate(["once", "fine"])]
+    with many_open_files(1100), pool(tmp_path / "killed.py", KILLED) as rewards:
+        rewards.score([Group(Prompt("p", (1,), "?", record={"mark": str(tmp_path / "mark")}), rollouts)])
+    assert (tmp_path / "mark").exists()
+    assert [rollout.rewards["mine"] for rollout in rollouts] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("edit", ["edited", "deleted"])
