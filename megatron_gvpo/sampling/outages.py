@@ -34,16 +34,19 @@ class Outages:
     """Counts what batches lost to a kind of outage.
 
     A group that keeps fewer than two members of several is dropped. Raises RolloutError, with the commonest
-    cause, for a batch that lost a larger share of its responses than `most`.
+    cause, for a batch that lost all of its responses, or a larger share than `most`. None never raises: it is
+    for the few responses that a method's members ask for, of which one is a large share.
     """
 
-    def __init__(self, most: float, kind: LostTo = ENVIRONMENTS) -> None:
+    def __init__(self, most: float | None, kind: LostTo = ENVIRONMENTS) -> None:
         self._most, self._kind = most, kind
         self.metrics: dict[str, float] = {}  # metrics of the last sampled batch
         self._told = 0.0  # the largest share that was reported
 
     def taken_out(self, groups: Sequence[Group]) -> list[Group]:
         """The groups without the responses that were lost. Every rank has the same."""
+        if not groups:  # an earlier kind of outage took them all
+            return []
         wanted = sum(len(group.rollouts) for group in groups)
         causes = Counter(r.text for group in groups for r in group.rollouts if r.finish_reason == LOST)
         smaller = [
@@ -62,7 +65,7 @@ class Outages:
             f"{causes.total()} of {wanted} {self._kind.what} were lost to {self._kind.cause}, "
             f"{count} of them to: {cause}"
         )
-        if lost > self._most or not remaining:
+        if self._most is not None and (lost > self._most or not remaining):
             raise RolloutError(hide(f"{message} ({self._kind.key}={self._most:g})"))
         if lost >= 2 * self._told:
             self._told = lost

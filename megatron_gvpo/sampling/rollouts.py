@@ -51,12 +51,13 @@ class Rollouts:
         talks = config.rollout.conversation
         self._rewards = RewardPool(config.rewards, () if talks is None else talks.counts)
         self._most_lost = None if talks is None else talks.max_lost
-        self._outages = None if talks is None else Outages(talks.max_lost)
+        self._outages, self._of_members = self._outages_now(), self._outages_now(is_limited=False)
         self._served = None
         if config.rewards.is_served:
             gpus = first_gpus(config)
             self._served = ServedRewards(config.rewards, config.data, cards, config.output_dir, gpus)
         self._unscored = self._unscored_now()
+        self._unscored_of_members = self._unscored_now(is_limited=False)
         self.engine: RolloutEngine[Any] = NoEngine()
         if self._samples:
             build = engine_class(config.rollout.engine)
@@ -73,22 +74,41 @@ class Rollouts:
 
         `counted`: what it loses to outages is in `metrics`.
         """
-        others = None if self._most_lost is None else Outages(self._most_lost)
+        outages = self._outages if counted else self._outages_now()
+        unscored = self._unscored if counted else self._unscored_now()
+        return self._sampler(n, sampling or self._config.rollout, outages, unscored, shares)
+
+    def sampler_of_members(self, n: int) -> EngineSampler[Any]:
+        """A sampler of `n` scored responses to a prompt, of which any number may be lost to outages."""
+        return self._sampler(n, self._config.rollout, self._of_members, self._unscored_of_members)
+
+    def _sampler(
+        self,
+        n: int,
+        sampling: SamplingConfig,
+        outages: Outages | None,
+        unscored: Outages | None,
+        shares: Callable[..., list[int]] | None = None,
+    ) -> EngineSampler[Any]:
         return EngineSampler(
             self.engine,
             self._rewards,
             self._timer,
             n,
-            sampling or self._config.rollout,
+            sampling,
             shares=shares,
-            outages=self._outages if counted else others,
+            outages=outages,
             served=self._served,
-            unscored=self._unscored if counted else self._unscored_now(),
+            unscored=unscored,
             heartbeat=self._heartbeat,
         )
 
-    def _unscored_now(self) -> Outages | None:
-        return Outages(self._config.rewards.max_lost, REWARDS) if self._served is not None else None
+    def _outages_now(self, is_limited: bool = True) -> Outages | None:
+        return None if self._most_lost is None else Outages(self._most_lost if is_limited else None)
+
+    def _unscored_now(self, is_limited: bool = True) -> Outages | None:
+        most = self._config.rewards.max_lost if is_limited else None
+        return None if self._served is None else Outages(most, REWARDS)
 
     @property
     def metrics(self) -> dict[str, float]:

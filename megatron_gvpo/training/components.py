@@ -109,16 +109,15 @@ class Components:
         """The sampler of the method: its responses come from the data, a file or the engine, and members."""
         config, tracker = self.config, self.tracker
         base: Sampler[Any] = DatasetSampler() if algorithm.trains_on_demonstrations else FileSampler()
-        answers = score = greedy = None
+        of_members = score = greedy = None
         if algorithm.samples_from_policy:
             shares = None
             if tracker is not None:
                 shares = responses_of(algorithm.allocation, tracker, config.rollout.n)
-            answers = self._rollouts.sampler
-            sampled = answers(config.rollout.n, shares=shares, counted=True)
-            base, score = sampled, sampled.score
+            sampled = self._rollouts.sampler(config.rollout.n, shares=shares, counted=True)
+            base, score, of_members = sampled, sampled.score, self._rollouts.sampler_of_members
             if algorithm.prior.greedy:
-                greedy = answers(1, config.rollout.greedy)
+                greedy = self._rollouts.sampler(1, config.rollout.greedy)
         writer = PromptWriter(
             config.data.train, config.data, task.tokenizer, task.longest_prompt, task.tools, task.images
         )
@@ -127,7 +126,7 @@ class Components:
             writer,
             self.members,
             task.end_token_ids,
-            answers=answers,
+            answers=of_members,
             score=score,
             greedy=greedy,
             tracker=tracker,

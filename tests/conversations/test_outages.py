@@ -25,6 +25,13 @@ def test_lost_conversations_leave_their_groups_before_anyone_sees_them() -> None
         outages.taken_out([group("stop", LOST, LOST)])
 
 
+def test_the_few_responses_that_members_ask_for_may_all_be_lost() -> None:
+    """Fails on the old code: one lost conversation of a request for one was all of it, and ended the run."""
+    outages = Outages(most=None)
+    assert outages.taken_out([Group(Prompt("p", (5,), "?"), [Rollout([], [], "down", LOST)])]) == []
+    assert outages.taken_out([]) == [], "nothing is left for the judges to score"
+
+
 def test_a_member_that_asks_gets_an_empty_group_where_all_were_lost() -> None:
     class Losing:
         """Loses every conversation about b."""
@@ -36,7 +43,7 @@ def test_a_member_that_asks_gets_an_empty_group_where_all_were_lost() -> None:
             held = [Rollout([5], [-0.5], "", "stop"), Rollout([5], [-0.5], "", "stop")]
             gone = [Rollout([], [], "down", LOST)] * 2
             groups = [Group(p, gone if p.id == "b" else list(held)) for p in asked]
-            return Outages(most=0.9).taken_out(groups)
+            return Outages(most=None).taken_out(groups)
 
     unused: Any = None
     losing: Any = Losing()
@@ -44,3 +51,4 @@ def test_a_member_that_asks_gets_an_empty_group_where_all_were_lost() -> None:
     asked = [Prompt(name, (5,), "?") for name in "abac"]
     found = context.ask(asked, 2)
     assert [g.prompt for g in found] == asked and [len(g.rollouts) for g in found] == [2, 0, 2, 2]
+    assert context.ask(asked[1:2], 2) == [Group(asked[1], [])]
