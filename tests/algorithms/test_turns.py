@@ -166,3 +166,15 @@ def test_a_ratio_of_a_turn_is_the_geometric_mean_of_its_tokens() -> None:
     single = replace(rows, turns=None)
     found = [token_weights(block, single, logp_r, BatchTotals.of(single))[0] for block in (loss, whole)]
     assert torch.equal(*found), "a single response is one turn"
+
+
+def test_the_parts_of_responses_are_told_apart_without_a_wait_for_the_device() -> None:
+    """Fails on the old code, which read their number from the device: a rehearsed GPU has no numbers."""
+    turns = [[Turn(0), Turn(0), Turn(0)], [Turn(0), Turn(1)]]  # two turns without a token come first
+    rows = replace(make_rows([[1.0, 0.0]], [1, 2]), turns=turns, old_logp_r=torch.zeros(3))
+    loss, logp_r = PPO(ratio="turn", clip_low=0.99, clip_high=9.0), torch.tensor([0.1, 0.2, 0.4])
+    ratio_r, _ = loss._ratio(rows, logp_r)
+    assert ratio_r.tolist() == pytest.approx([math.exp(x) for x in (0.1, 0.2, 0.4)])
+    without_numbers = torch.device("meta")
+    ratio_r, _ = loss._ratio(rows.to(without_numbers), logp_r.to(without_numbers))
+    assert ratio_r.shape == (3,)

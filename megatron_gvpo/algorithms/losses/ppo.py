@@ -164,10 +164,13 @@ class PPO(Loss):
 
 def _part_mean(rows: TrainBatch, value_r: Tensor, part_r: Tensor) -> Tensor:
     """Mean of a value over each part of each response, numbered by `part_r`, broadcast to [r]."""
-    key_r = rows.seq_r * (int(part_r.max()) + 1 if len(part_r) else 1) + part_r
-    _, index_r, size_i = torch.unique(key_r, return_inverse=True, return_counts=True)
-    sum_i = value_r.new_zeros(len(size_i)).index_add(0, index_r, value_r)
-    return (sum_i / size_i)[index_r]
+    turns = rows.turns or [()] * len(rows)
+    # A bound of the numbers, which the host knows: it waits for no tensor of the device.
+    count = 1 + max((max(map(len, pair)) for pair in zip(rows.response_ids, turns, strict=True)), default=0)
+    key_r = rows.seq_r * count + part_r
+    sum_k = value_r.new_zeros(len(rows) * count).index_add(0, key_r, value_r)
+    size_k = torch.zeros_like(sum_k).index_add(0, key_r, torch.ones_like(value_r))
+    return (sum_k / size_k.clamp(min=1))[key_r]
 
 
 def _old(rows: TrainBatch) -> Tensor:
