@@ -110,6 +110,11 @@ class Checkpoints:
             self.last, self._pending = self._pending, None
             self._on_complete(self.last)
 
+    def settle(self) -> None:
+        """As `finish`, but callbacks do not hear of it: no collective, for a rank that fails by itself."""
+        if self._pending is not None:
+            self._wait()
+
     def _wait(self) -> None:
         with self._components.timer.phase("checkpoint"):
             for model in self._components.policy.models:

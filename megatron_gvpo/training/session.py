@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakMethod
 
@@ -23,8 +23,9 @@ FAILING = 10.0  # seconds from the first to the last rank's failure of a user's 
 def running(trainer: Trainer) -> Iterator[None]:
     """Holds the run's directory, engine and callbacks open; saves a checkpoint if a signal stops the block.
 
-    Raises Interrupted after a signal and RolloutError without servers, both after a checkpoint; every rank
-    raises them at the same point.
+    A checkpoint that is being written in the background is complete before an error leaves the block. Raises
+    Interrupted after a signal and RolloutError without servers, both after a checkpoint; every rank raises
+    them at the same point.
     """
     with trainer.interrupt, trainer.directory.alone(), trainer.components:
         trainer.begin()
@@ -38,6 +39,10 @@ def running(trainer: Trainer) -> Iterator[None]:
         except RolloutError:
             trainer.save()
             trainer.checkpoints.finish()
+            raise
+        except Exception:
+            with suppress(CheckpointError):  # the error that ends the run is the one to tell
+                trainer.checkpoints.settle()
             raise
         finally:
             trainer.notify("on_exit")
@@ -58,12 +63,13 @@ def _where_to_resume(trainer: Trainer) -> str:
     A step that failed after an update of the weights leaves nothing to save.
     """
     checkpoints = trainer.checkpoints
-    if checkpoints.last_step < trainer.step and not trainer.is_mid_update and all_have_failed(FAILING):
-        try:
+    try:
+        checkpoints.settle()
+        if checkpoints.last_step < trainer.step and not trainer.is_mid_update and all_have_failed(FAILING):
             trainer.save()
             checkpoints.finish()
-        except CheckpointError as error:
-            return f"and no checkpoint could be saved: {error}"
+    except CheckpointError as error:
+        return f"and no checkpoint could be saved: {error}"
     if not checkpoints.last_step:
         return "no checkpoint has been saved yet (checkpoint.every)"
     return f"`train ... --resume` continues from step {checkpoints.last_step}"

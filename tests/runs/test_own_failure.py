@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from helpers.distributed import launch
 from helpers.tiny_run import assert_same_run, configure, fit
 
 from megatron_gvpo.core.user_functions import UserFunctionError
+from megatron_gvpo.megatron.checkpoint.save import Writer
 from megatron_gvpo.runs.existing_run import newest_step
+from megatron_gvpo.sampling.samplers import EngineSampler
 
 # With two updates a step, the calls of step 3 on one rank are the fifth and the sixth.
 LOSS = """
@@ -64,6 +67,31 @@ def test_a_step_that_has_changed_the_weights_is_not_saved(task, tmp_path, monkey
     with pytest.raises(UserFunctionError, match=r"no checkpoint has been saved yet \(checkpoint\.every\)$"):
         fit(configure(task, tmp_path / "run", *method(tmp_path, "wrong.py")))
     assert newest_step(tmp_path / "run") is None
+
+
+@pytest.mark.parametrize("kind", [UserFunctionError, MemoryError])
+def test_a_checkpoint_that_is_being_written_is_complete_before_an_error_ends_the_run(
+    task, tmp_path, monkeypatch, kind
+):
+    """Fails on the old code: the process ended first, although its message named that checkpoint."""
+    write, sample, batches = Writer.write, EngineSampler.finish, []
+
+    def write_slowly(*arguments):
+        time.sleep(2)
+        write(*arguments)
+
+    def fail_in_the_third_step(*arguments):
+        batches.append(sample(*arguments))
+        if len(batches) == 3:
+            raise kind("from the sampler")
+        return batches[-1]
+
+    monkeypatch.setattr(Writer, "write", write_slowly)
+    monkeypatch.setattr(EngineSampler, "finish", fail_in_the_third_step)
+    settings = ("data.eval=null", "checkpoint.every=2", "checkpoint.asynchronous=true")
+    with pytest.raises(kind, match="from the sampler"):
+        fit(configure(task, tmp_path / "run", *settings))
+    assert newest_step(tmp_path / "run") == 2
 
 
 def test_all_ranks_hear_of_a_loss_that_fails_on_one(task, tmp_path, monkeypatch):
