@@ -60,6 +60,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {
         "attention_bias": True,
         "hidden_act": "silu",
+        "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
         "tie_word_embeddings": False,
     },
@@ -113,6 +114,9 @@ _GPT_OSS_YARN = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "truncate": False,
+    "attention_factor": None,
+    "mscale": None,
+    "mscale_all_dim": None,
 }
 # Families that rotate a part of every head: transformers (5.19) reads it in `rope_parameters`.
 PARTLY_ROTATED = (
@@ -224,6 +228,27 @@ def _check_rope(card: ModelCard, architecture: str, where: str) -> None:
                 f"{where}: {name}={rope[name]} of the llama3 rope in config.json; megatron-core has it with "
                 f"{value} only"
             )
+    if kind == "yarn":
+        _check_yarn(rope, where)
+
+
+def _check_yarn(rope: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError for parameters of latent attention's YaRN that Megatron-Bridge ignores or misreads.
+
+    transformers takes `mscale` and `mscale_all_dim` where both are there, and 1 and 0 otherwise.
+    """
+    for name, assumed in (("attention_factor", None), ("truncate", True)):
+        if (value := rope.get(name)) not in (assumed, None):
+            raise ConfigError(
+                f"{where}: {name}={shown(value)} of the YaRN rope in config.json; Megatron-Bridge builds the "
+                f"model without it"
+            )
+    scale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    if bool(scale) != bool(of_all) and (scale, of_all or 0) != (1, 0):
+        raise ConfigError(
+            f"{where}: mscale={shown(scale)} and mscale_all_dim={shown(of_all)} of the YaRN rope in "
+            "config.json, of which transformers takes both or none: give both, or neither"
+        )
 
 
 def _check_order(card: ModelCard, architecture: str, where: str) -> None:
@@ -277,7 +302,11 @@ def _check_window(card: ModelCard, where: str) -> None:
         first = 28  # transformers' default
     if card.experts:
         first = 0
-    if card.get("use_sliding_window") and card.get("sliding_window") and first < layers:
+    if not (card.get("use_sliding_window") and card.get("sliding_window")):
+        return
+    if not card.experts and isinstance(kinds := card.get("layer_types"), list):  # go before max_window_layers
+        first = kinds.index("sliding_attention") if "sliding_attention" in kinds else layers
+    if first < layers:
         raise ConfigError(
             f"{where}: use_sliding_window=true in config.json, from layer {first} of {layers}; "
             "Megatron-Bridge would build the model without the window"

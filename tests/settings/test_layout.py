@@ -177,6 +177,8 @@ def test_expert_layouts_that_do_not_fit(good, overrides, said):
     assert str(error.value).startswith(said)
 
 
+YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
+LATENT = {**MOE, "architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 16}
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "high_freq_factor": 4.0}
 
 
@@ -213,6 +215,23 @@ def test_positions_that_megatron_does_not_have(good, overrides, sizes, said):
             {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
             "use_sliding_window=true in config.json, from layer 1 of",
         ),
+        (  # transformers takes layer_types before max_window_layers
+            {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention"] * 6},
+            "use_sliding_window=true in config.json, from layer 0 of",
+        ),
+        (
+            {**LATENT, "rope_scaling": {**YARN, "attention_factor": 1.5}},
+            "attention_factor=1.5 of the YaRN rope in config.json; Megatron-Bridge builds the model without",
+        ),
+        ({**LATENT, "rope_scaling": {**YARN, "truncate": False}}, "truncate=False of the YaRN rope"),
+        (
+            {**LATENT, "rope_scaling": {**YARN, "mscale": 0.707}},
+            "mscale=0.707 and mscale_all_dim=None of the YaRN rope in config.json, of which transformers",
+        ),
+        (
+            {**MOE, "architectures": ["GptOssForCausalLM"], "swiglu_alpha": 1.5},
+            "swiglu_alpha=1.5 in config.json; Megatron-Bridge builds GptOssForCausalLM with",
+        ),
         ({**MOE, "decoder_sparse_step": 2}, "decoder_sparse_step=2 in config.json; Megatron-Bridge builds"),
         (
             {**MOE, "architectures": ["DeepseekV3ForCausalLM"], "norm_topk_prob": False},
@@ -231,10 +250,27 @@ def test_what_megatron_bridge_would_build_otherwise(good, model, said):
     assert said in str(error.value)
 
 
+def test_gpt_oss_has_one_yarn(good):
+    """Megatron-Bridge ignores what config.json says of it."""
+    yarn = {**YARN, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    model = {**MOE, "architectures": ["GptOssForCausalLM"]}
+    check_layout(with_model(good, **model, rope_parameters=yarn), 1)
+    with pytest.raises(ConfigError, match=r"attention_factor=1\.0 of the rope in config\.json; Megatron-Br"):
+        check_layout(with_model(good, **model, rope_parameters={**yarn, "attention_factor": 1.0}), 1)
+
+
 def test_what_is_written_out_and_means_nothing(good):
     for model in (
         {"use_sliding_window": True, "sliding_window": 9},  # from layer 28, which there is not
         {"use_sliding_window": False, "sliding_window": 9, "max_window_layers": 1},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+            "layer_types": ["full_attention"] * 6,
+        },
+        {**LATENT, "rope_scaling": {**YARN, "truncate": True, "mscale": 1.0}},
+        {**LATENT, "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
         {**MOE, "attention_bias": None, "mlp_only_layers": [], "decoder_sparse_step": 1},
         {**MOE, "architectures": ["DeepseekV2ForCausalLM"], "topk_method": "greedy", "n_group": 4},
     ):
