@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-_OWN_NAMES = ("Qwen3Next", "Qwen3_5")  # architectures with these prefixes call their heads mtp
+_OWN_NAMES = ("ExaoneMoe", "Qwen3Next", "Qwen3_5")  # architectures with these prefixes call their heads mtp
 _NONE = re.compile(r"(?!)")
 
 

@@ -308,3 +308,5 @@ def test_a_push_need_not_have_what_never_changes():
     assert not_pushed(deepseek | {"num_nextn_predict_layers": 1}, stored) == {layers[1]}
     qwen = {"architectures": ["Qwen3NextForCausalLM"], "num_hidden_layers": 10, "tie_word_embeddings": True}
     assert not_pushed(qwen, stored) == {"lm_head.weight", "mtp.fc.weight"}
+    exaone = {"architectures": ["ExaoneMoeForCausalLM"], "num_hidden_layers": 10}
+    assert not_pushed(exaone | {"num_nextn_predict_layers": 1}, stored) == {"mtp.fc.weight"}
