@@ -8,7 +8,7 @@ is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +51,9 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
-class _Stored:
+class Stored:
+    """A tensor of a safetensors file; `dtype` as the file names it: BF16, F32, F8_E4M3."""
+
     file: str
     shape: tuple[int, ...]
     dtype: str
@@ -82,13 +84,14 @@ def has_heads(directory: Path, model: dict[str, Any]) -> bool:
     return any(pattern.fullmatch(name) for name in _headers(directory)[0])
 
 
-def check_files(directory: Path, key: str) -> None:
-    """Raise ConfigError unless a directory has safetensors that are whole, each tensor in one of them.
+def stored_tensors(directory: Path, key: str) -> dict[str, Stored]:
+    """The tensors by name in a directory's safetensors: those that its index lists, if it has one.
 
-    Rollout servers load from such a directory; they would also unpickle `*.bin` files.
+    Rollout servers load from such a directory; they would also unpickle `*.bin` files. Raises ConfigError
+    unless the files are whole, each tensor in one of them. `key`: the user's key or option for the directory.
     """
     try:
-        _headers(directory)
+        return _headers(directory)[0]
     except (OSError, SafetensorError, ConfigError) as error:
         raise ConfigError(f"{key}={directory}: {error}") from None
 
@@ -119,7 +122,7 @@ def _expected(hf_config: Any, tied: bool) -> dict[str, tuple[int, ...]]:
     return expected
 
 
-def _headers(directory: Path) -> tuple[dict[str, _Stored], set[str]]:
+def _headers(directory: Path) -> tuple[dict[str, Stored], set[str]]:
     """Return (all tensors in the directory's safetensors, the names that a reader of the index would find).
 
     Raises ConfigError, OSError, SafetensorError.
@@ -140,7 +143,7 @@ def _headers(directory: Path) -> tuple[dict[str, _Stored], set[str]]:
         )
     if absent := [file.name for file in files if not file.is_file()]:
         raise ConfigError(f"{absent[0]} is missing there, and {_INDEX} names it")
-    stored: dict[str, _Stored] = {}
+    stored: dict[str, Stored] = {}
     copies: list[tuple[str, Path]] = []  # tensors in a file to which the index does not give them
     for file in files:
         try:
@@ -152,7 +155,7 @@ def _headers(directory: Path) -> tuple[dict[str, _Stored], set[str]]:
                     if name in stored:
                         raise ConfigError(f"{name} is in {stored[name].file} and in {file.name}: remove one")
                     header = opened.get_slice(name)
-                    stored[name] = _Stored(file.name, tuple(header.get_shape()), header.get_dtype())
+                    stored[name] = Stored(file.name, tuple(header.get_shape()), header.get_dtype())
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{file.name} is not whole: {_beginning(file) or error}") from None
     for name, file in copies:
@@ -181,13 +184,13 @@ def _beginning(file: Path) -> str | None:
 
 def _compare(
     expected: dict[str, tuple[int, ...]],
-    tensors: dict[str, _Stored],
+    tensors: dict[str, Stored],
     listed: set[str],
     hf_config: Any,
     tied: bool,
 ) -> None:
     """Raise ConfigError if a tensor of the model is missing or unfit, or if a tensor is not the model's."""
-    ignored = _ignored(hf_config)
+    ignored = needless(hf_config.to_dict())
     hf_config = hf_config.get_text_config()
     extra = {name for name in tensors.keys() - expected.keys() if not ignored(name)}
     for pattern, remedy in _REFUSED.items():
@@ -220,13 +223,16 @@ def _compare(
             )
 
 
-def _ignored(hf_config: Any) -> Callable[[str], bool]:
-    """Return a test for names of tensors that the model does not need."""
-    needless, heads = re.compile("|".join(_NEEDLESS)), head_pattern(hf_config.to_dict())
-    return lambda name: any(pattern.fullmatch(name) for pattern in (needless, heads))
+def needless(model: Mapping[str, Any]) -> Callable[[str], bool]:
+    """Return a test for names of tensors that the trainer does not hold; `model`: the config.json.
+
+    They are heads for further tokens, and tensors that follow from config.json.
+    """
+    patterns = re.compile("|".join(_NEEDLESS)), head_pattern(model)
+    return lambda name: any(pattern.fullmatch(name) for pattern in patterns)
 
 
-def _check_head(directory: Path, stored: dict[str, _Stored]) -> None:
+def _check_head(directory: Path, stored: dict[str, Stored]) -> None:
     """Raise ConfigError if the output layer differs from the embedding, because tying would drop it."""
     embedded = next(name for name in stored if name.endswith(_EMBEDDING))
     head, embedding = stored[_HEAD], stored[embedded]
@@ -251,7 +257,7 @@ def _same(name: str, file: Path, other_name: str, other_file: Path) -> bool:
         )
 
 
-def shown_names(names: Collection[str], stored: dict[str, _Stored] | None = None) -> str:
+def shown_names(names: Collection[str], stored: dict[str, Stored] | None = None) -> str:
     """Return the number of names and the first few, for an error message."""
     first = sorted(names, key=_by_number)[:_SHOWN]
     shown = [name if stored is None else f"{name} (in {stored[name].file})" for name in first]

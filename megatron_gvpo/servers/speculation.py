@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCard, ModelCards
-from megatron_gvpo.huggingface.complete_weights import check_files, has_heads
+from megatron_gvpo.huggingface.complete_weights import has_heads, stored_tensors
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
 from megatron_gvpo.servers.server import Drafts, Server
 from megatron_gvpo.settings.servers import SpeculationConfig
@@ -49,7 +49,7 @@ def check_draft(chosen: SpeculationConfig | None, cards: ModelCards) -> None:
         return
     key = "rollout.speculation.model"
     draft_size, policy_size = cards.draft.get("vocab_size"), policy.get("vocab_size")
-    check_files(Path(chosen.model), key)
+    stored_tensors(Path(chosen.model), key)
     if chosen.method == "draft" and draft_size != policy_size:
         raise ConfigError(
             f"{key}={chosen.model} has vocab_size={draft_size}, and the policy {policy_size}: a draft needs "

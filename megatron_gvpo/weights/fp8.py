@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.weights.bucket import Stored
+from megatron_gvpo.huggingface.complete_weights import Stored
 
 SCALE = "_scale_inv"  # a weight's name plus this is the name of its scales
 MAX = 448.0  # the largest float8_e4m3fn

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_of, adapter_shapes
-from megatron_gvpo.huggingface.mtp_heads import head_pattern
+from megatron_gvpo.huggingface.complete_weights import needless, stored_tensors
 from megatron_gvpo.megatron.model.own_weights import OwnWeights
 from megatron_gvpo.servers import leader
 from megatron_gvpo.servers.handle import ServerHandle
@@ -31,7 +31,7 @@ from megatron_gvpo.servers.leader import BackgroundLoop, Command, Done, Failed, 
 from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.settings.servers import WeightSyncConfig
 from megatron_gvpo.types import TrainBatch
-from megatron_gvpo.weights.bucket import DoubleBuffer, buckets, stored_tensors
+from megatron_gvpo.weights.bucket import DoubleBuffer, buckets
 from megatron_gvpo.weights.fp8 import Fp8Layout, fp8_layout
 from megatron_gvpo.weights.receivers import receiver_class
 from megatron_gvpo.weights.transport import (
@@ -79,7 +79,7 @@ class WeightSync:
     def __init__(self, settings: PushSettings, policy: Scorer, prompts: Sequence[Prompt]) -> None:
         self._settings, self._policy = settings, policy
         model, served = settings.model, f"{settings.cards.served_key}={settings.cards.served_path}"
-        self._stored = stored_tensors(Path(settings.cards.served_path))
+        self._stored = stored_tensors(Path(settings.cards.served_path), settings.cards.served_key)
         self._fp8 = fp8_layout(settings.cards.served_path, settings.cards.served, self._stored)
         if self._fp8 is not None and model.dtype != "bfloat16":
             raise ConfigError(
@@ -464,11 +464,11 @@ class Publisher:
 def not_pushed(served: Mapping[str, Any], stored: Iterable[str]) -> frozenset[str]:
     """The tensors of the servers' checkpoint that a push may omit; `served`: its config.json.
 
-    These are an output layer beside tied embeddings, and heads for further tokens, which never change.
+    These are an output layer beside tied embeddings, heads for further tokens, which never change, and
+    rotary frequencies, which old checkpoints have in their files.
     """
-    heads = head_pattern(served)
     tied = ["lm_head.weight"] if served.get("tie_word_embeddings") else []
-    return frozenset(tied) | {name for name in stored if heads.fullmatch(name)}
+    return frozenset(tied) | frozenset(filter(needless(served), stored))
 
 
 def lowest_precision(model: ModelConfig, served_in_fp8: bool, on_gpu: bool) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.core.errors import CheckpointError, ConfigError
-from megatron_gvpo.huggingface.complete_weights import check_files
+from megatron_gvpo.huggingface.complete_weights import stored_tensors
 from megatron_gvpo.megatron.checkpoint.directory import complete_checkpoints
 from megatron_gvpo.settings.parallel import ParallelConfig
 from megatron_gvpo.settings.sections import ModelConfig
@@ -214,16 +214,30 @@ def test_two_copies_of_a_tensor_must_be_equal(models, tmp_path):
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     more = {"more": torch.ones(1), FIRST: tensors[FIRST].clone()}
     save_file(more, model / "more.safetensors")
-    check_files(model, "model.path")
+    stored_tensors(model, "model.path")
     more[FIRST][-1, -1] += 1
     save_file(more, model / "more.safetensors")
     said = rf"{FIRST} is in model.safetensors and, with other values, in more.safetensors: remove one"
     with pytest.raises(ConfigError, match=said):
-        check_files(model, "model.path")
+        stored_tensors(model, "model.path")
     text = json.dumps(index).replace('"more":', f'"{FIRST}": "more.safetensors", "more":')
     (model / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ConfigError, match=rf"index.json: not valid JSON \(field '{FIRST}' is given twice\)"):
-        check_files(model, "model.path")
+        stored_tensors(model, "model.path")
+
+
+def test_files_that_the_index_does_not_list_are_no_part_of_the_model(tmp_path: Path) -> None:
+    """Mistral's directories have the same weights once more, under other names, for other programs.
+
+    Fails on the old code: the first push lacked all tensors of consolidated.safetensors.
+    """
+    weight = {"a.weight": torch.zeros(2, 3).to(torch.float8_e4m3fn)}
+    save_file(weight, tmp_path / "model-00001-of-00001.safetensors")
+    save_file({"other": torch.zeros(6)}, tmp_path / "consolidated.safetensors")
+    index = {"weight_map": {"a.weight": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    [(name, stored)] = stored_tensors(tmp_path, "model.path").items()
+    assert (name, stored.shape, stored.dtype) == ("a.weight", (2, 3), "F8_E4M3")
 
 
 def test_the_command_line_says_it_in_one_line(task, tmp_path, capfd):

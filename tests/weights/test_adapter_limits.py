@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_shapes, check_limits
 from megatron_gvpo.huggingface.card import ModelCards
+from megatron_gvpo.huggingface.complete_weights import stored_tensors
 from megatron_gvpo.servers.launch.start import DIALECTS
 from megatron_gvpo.settings.config import Config
-from megatron_gvpo.weights.bucket import stored_tensors
 from megatron_gvpo.weights.transport import PushSettings, transport_class
 
 
@@ -99,7 +99,7 @@ def test_the_servers_start_with_room_for_the_adapters(task: Path, tmp_path: Path
 def test_the_expected_tensors_are_those_of_hugging_face_peft(task: Path, tmp_path: Path):
     config = configured(task, tmp_path, "sglang", f"{{rank: {RANK}}}")
     made = load_file(make_adapter(task / "model", tmp_path / "a", 0) / "adapter_model.safetensors")
-    stored = {name: tensor.shape for name, tensor in stored_tensors(task / "model").items()}
+    stored = {name: tensor.shape for name, tensor in stored_tensors(task / "model", "model.path").items()}
     shapes, optional = adapter_shapes(stored, adapted_layers(config.model, ModelCards(config).policy), RANK)
     assert shapes == {name: tuple(tensor.shape) for name, tensor in made.items()} and not optional
 

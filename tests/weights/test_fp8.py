@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.weights.bucket import DoubleBuffer, Stored, buckets
+from megatron_gvpo.huggingface.complete_weights import Stored
+from megatron_gvpo.weights.bucket import DoubleBuffer, buckets
 from megatron_gvpo.weights.fp8 import Fp8Layout, fp8_layout, quantise
 
 SHAPES = [(128, 128), (1, 1), (127, 129), (256, 384), (300, 16), (3, 700)]
@@ -79,7 +80,7 @@ def test_a_bucket_keeps_what_is_quantised_and_every_offset_aligned():
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-GOOD = {"a.weight": Stored("F8_E4M3", (130, 64)), "a.weight_scale_inv": Stored("F32", (2, 1))}
+GOOD = {"a.weight": Stored("a", (130, 64), "F8_E4M3"), "a.weight_scale_inv": Stored("a", (2, 1), "F32")}
 
 
 @pytest.mark.parametrize(
@@ -89,8 +90,8 @@ GOOD = {"a.weight": Stored("F8_E4M3", (130, 64)), "a.weight_scale_inv": Stored("
         (FP8 | {"weight_block_size": None}, GOOD, "'weight_block_size': None"),
         (FP8 | {"activation_scheme": "static"}, GOOD, "'activation_scheme': 'static'"),
         (FP8, {"a.weight": GOOD["a.weight"]}, "a.weight_scale_inv is missing.*shape \\(2, 1\\)"),
-        (FP8, GOOD | {"a.weight_scale_inv": Stored("F32", (1, 1))}, r"has shape \(1, 1\)"),
-        (FP8, {"a.weight": Stored("BF16", (130, 64))}, "no tensor is in FP8"),
+        (FP8, GOOD | {"a.weight_scale_inv": Stored("a", (1, 1), "F32")}, r"has shape \(1, 1\)"),
+        (FP8, {"a.weight": Stored("a", (130, 64), "BF16")}, "no tensor is in FP8"),
     ],
 )
 def test_another_quantisation_is_refused_in_words(how: dict, stored: dict, words: str):

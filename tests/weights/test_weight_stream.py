@@ -310,3 +310,5 @@ def test_a_push_need_not_have_what_never_changes():
     assert not_pushed(qwen, stored) == {"lm_head.weight", "mtp.fc.weight"}
     exaone = {"architectures": ["ExaoneMoeForCausalLM"], "num_hidden_layers": 10}
     assert not_pushed(exaone | {"num_nextn_predict_layers": 1}, stored) == {"mtp.fc.weight"}
+    old = ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.0.self_attn.q_proj.weight"]
+    assert not_pushed({"architectures": ["LlamaForCausalLM"]}, old) == {old[0]}

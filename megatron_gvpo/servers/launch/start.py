@@ -21,7 +21,7 @@ from megatron_gvpo.core.secrets import read_variable, remember
 from megatron_gvpo.core.store import shared_memory
 from megatron_gvpo.huggingface.architectures import check_family
 from megatron_gvpo.huggingface.card import ModelCards
-from megatron_gvpo.huggingface.complete_weights import check_files
+from megatron_gvpo.huggingface.complete_weights import stored_tensors
 from megatron_gvpo.servers.cpu_engines import check_rollout_model
 from megatron_gvpo.servers.launch.server_guard import PART
 from megatron_gvpo.servers.launch.supervise import (
@@ -85,7 +85,7 @@ def start_servers(
 def _check_served_model(model: ModelConfig, rollout: RolloutConfig, cards: ModelCards) -> None:
     """Raise ConfigError for a model, a draft, an interpreter or an NCCL with which no server can start."""
     check_family(cards.served, f"{cards.served_key}={cards.served_path}")
-    check_files(Path(cards.served_path), cards.served_key)
+    stored_tensors(Path(cards.served_path), cards.served_key)
     check_draft(rollout.speculation, cards)
     if shutil.which(rollout.servers.python) is None:
         raise ConfigError(

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 from helpers.servers.real_servers import receiver
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_shapes
 from megatron_gvpo.huggingface.card import ModelCards
+from megatron_gvpo.huggingface.complete_weights import stored_tensors
 from megatron_gvpo.servers.leader import BackgroundLoop, Push, Wait
 from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.servers import WeightSyncConfig
 from megatron_gvpo.weights.adapter import Adapter
-from megatron_gvpo.weights.bucket import stored_tensors
 from megatron_gvpo.weights.publisher import Publisher
 from megatron_gvpo.weights.transport import PushSettings
 
@@ -66,7 +66,10 @@ class AdapterRun:
     def __init__(self, config: Config, pool: ServerPool, loop: BackgroundLoop) -> None:
         self._pool = pool
         self.messages: list[str] = []
-        stored = {name: tensor.shape for name, tensor in stored_tensors(Path(config.model.path)).items()}
+        stored = {
+            name: tensor.shape
+            for name, tensor in stored_tensors(Path(config.model.path), "model.path").items()
+        }
         assert config.model.adapter is not None
         cards = ModelCards(config)
         layers = adapted_layers(config.model, cards.policy)
