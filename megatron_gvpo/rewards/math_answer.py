@@ -18,6 +18,17 @@ from megatron_gvpo.groups import Prompt, Rollout
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its time limits are off
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
+_NUMBER = re.compile(r"[+-]?[0-9][0-9,]{0,100}(?:\.[0-9]{1,100})?")
+# What LaTeX and typesetters put between groups of three digits; math-verify knows the comma alone.
+_THOUSANDS = re.compile(r"(?<=[0-9])(?:\\[,;:! ]|~|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
+_QUANTITY = re.compile(rf"(?:\\?\$ ?)?({_NUMBER.pattern})((?: [A-Za-z]{{2,}}){{1,6}})")
+# Words after a number that make another number of it, or more than one answer.
+_NO_UNITS = re.compile(
+    r"or|and|to|not|no|plus|minus|times|over|squared|cubed|mod|pi|dozen|hundred|thousand|[mbtr]+illion|half|"
+    r"halves|quarters?|thirds?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?"
+)
+# Between a marker and its answer: white space with line ends, bold type, and the beginnings of formulas.
+_OPENING = re.compile(r"(?:[\s*$]|\\[\[(])*")
 _LATEX = [LatexExtractionConfig()]
 
 
@@ -25,9 +36,10 @@ def verify_math(prompt: Prompt, rollout: Rollout, marker: str | None = None) -> 
     r"""1 if the last `\boxed{}` of the response equals the prompt's answer as mathematics, else 0.
 
     With `marker`, such as `####` or `Answer:`, the answer is the rest of the line after the last marker (in
-    capitals or not) instead of a box. math-verify compares. If the prompt's answer is an integer, the
-    response must state a number: `12+34` equals 46, but it only repeats the question. Raises ValueError for a
-    prompt without an answer.
+    capitals or not), or the next line that has any text, instead of a box. math-verify compares. Beside a
+    plain number, the unit after another one makes no difference (`50\%`, `12 dollars`). If the prompt's
+    answer is an integer, the response must state a number: `12+34` equals 46, but it only repeats the
+    question. Raises ValueError for a prompt without an answer.
     """
     if prompt.answer is None:
         raise ValueError("the prompt has no answer to compare with")
@@ -37,18 +49,39 @@ def verify_math(prompt: Prompt, rollout: Rollout, marker: str | None = None) -> 
         return 0.0
     if answer == gold:
         return 1.0
+    gold, answer = _plain(gold), _plain(answer)
+    gold, answer = _without_unit(gold, answer), _without_unit(answer, gold)
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(answer):
         return float(int(answer) == int(gold))
-    return float(_is_equal(gold, answer))
+    if _is_equal(gold, answer):
+        return 1.0
+    without_sign = answer.removesuffix("%").removesuffix("\\").rstrip()
+    return float(answer.endswith("%") and _is_equal(gold, without_sign))
 
 
 def _marked(text: str, marker: str) -> str | None:
-    """The rest of the line after the last `marker`, without `$` and a full stop around it, or its box."""
-    lines = re.findall(rf"{re.escape(marker)}[ \t]*([^\n]*)", text, re.IGNORECASE)
-    if not lines:
+    """The answer after the last `marker`, without what sets it off from the text, or its box."""
+    *_, last = [None, *re.finditer(re.escape(marker), text, re.IGNORECASE)]
+    if last is None:
         return None
-    line = lines[-1].strip().removesuffix(".").strip("*$ ")
+    opening = _OPENING.match(text, last.end())
+    assert opening is not None, "it matches the empty text"
+    line = text[opening.end() :].partition("\n")[0].rstrip("*$. ")
+    line = line.removesuffix(r"\)").removesuffix(r"\]").rstrip("*$. ")
     return boxed(line) or line
+
+
+def _plain(text: str) -> str:
+    """The text without a full stop at its end, and without spaces between groups of digits."""
+    return _THOUSANDS.sub("", text.removesuffix(".").rstrip())
+
+
+def _without_unit(text: str, other: str) -> str:
+    """The number of a text such as `12 dollars`, where the other text is a number alone."""
+    quantity = _QUANTITY.fullmatch(text)
+    if quantity is None or not _NUMBER.fullmatch(other):
+        return text
+    return text if any(map(_NO_UNITS.fullmatch, quantity[2].lower().split())) else quantity[1]
 
 
 def _is_equal(gold: str, answer: str) -> bool:

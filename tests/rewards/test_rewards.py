@@ -75,6 +75,17 @@ def test_boxed(text: str, content: str | None) -> None:
         (r"\{1,2\}", r"\{2,1\}"),
         (r"2\sqrt{2}", r"\sqrt{8}"),
         ("12 apples", "12 apples"),
+        ("50", r"50\%"),
+        ("12.5", "12.5%"),
+        ("50", "50 percent"),
+        ("46", "46 dollars"),
+        ("46", r"\$46 per hour"),
+        ("46 dollars", "46"),
+        ("46", "46 months"),
+        ("1000", r"1\,000"),
+        ("1234567", r"1\,234\,567"),
+        ("1000", "1\u202f000"),
+        ("5", "5."),
         ("9" * 5000, "9" * 5000),  # more digits than Python turns into an integer
     ],
 )
@@ -99,6 +110,13 @@ def test_equal_answers(answer: str, given: str) -> None:
         ("41", r"\boxed{==}"),
         ("41", r"\boxed{\frac{}}"),
         ("41", rf"\boxed{{{'9' * 5000}}}"),
+        ("41", r"\boxed{4\,1}"),
+        ("90", r"\boxed{10\;080}"),
+        ("41", r"\boxed{41 or 42}"),
+        ("41", r"\boxed{41 thousand}"),
+        ("41", r"\boxed{41 Hundredths}"),
+        ("41", r"\boxed{40 dollars}"),
+        ("3 red", r"\boxed{3 blue}"),
         ("1/2", r"\boxed{\frac{1}{3}}"),
         ("(1,2)", r"\boxed{(2,1)}"),
         ("x+1", r"\boxed{x-1}"),
@@ -106,6 +124,24 @@ def test_equal_answers(answer: str, given: str) -> None:
 )
 def test_wrong_answers(answer: str, text: str) -> None:
     assert verify_math(prompt(answer), response(text)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("Answer: 41", 1.0),
+        ("**Answer:**\n\n41", 1.0),  # DAPO's own expression goes on to the next line, too
+        ("Answer:\n\\[\n41\n\\]", 1.0),
+        (r"Answer: \(41\).", 1.0),
+        ("Answer: 41 dollars", 1.0),
+        ("Answer:\nAnswer: 41", 1.0),
+        ("Answer: 41\nAnswer:\n42", 0.0),
+        ("Answer: 41\nAnswer:", 0.0),
+        ("41", 0.0),
+    ],
+)
+def test_the_answer_follows_the_last_marker(text: str, reward: float) -> None:
+    assert verify_math(prompt("41"), response(text), marker="Answer:") == reward
 
 
 @pytest.mark.parametrize("given", ["12+34-5", "46-5", "12+34-5=41", "41=46-5", "40+1", r"\frac{82}{1}-41"])
