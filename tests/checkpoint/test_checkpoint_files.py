@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron_gvpo.core.errors import CheckpointError, DamagedCheckpointError
 from megatron_gvpo.huggingface.checksums import FILE as CHECKSUMS
 from megatron_gvpo.megatron.checkpoint.load import open_checkpoint
+from megatron_gvpo.megatron.checkpoint.save import _finish
 from megatron_gvpo.megatron.checkpoint.storage import FilesWriter, SafeLoadPlanner
 
 SMALL, LARGE = torch.arange(12.0).view(3, 4), torch.arange(300_000.0)  # the second has more than 1 MiB
@@ -79,6 +80,16 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     (tmp_path / "new" / CHECKSUMS).unlink()  # as earlier versions wrote it
     assert_whole(read(tmp_path / "new"))
     assert torch.equal(read(tmp_path / "new", torch.float64)["large"], LARGE.double())
+
+
+@pytest.mark.parametrize(("best", "names"), [(None, [5]), (0, [0, 5])])
+def test_a_checkpoint_of_no_step_goes_like_others(tmp_path: Path, best: int | None, names: list[int]) -> None:
+    """A run that is interrupted in its first step writes it. Fails on the old code, which always kept it."""
+    for step in (0, 5):
+        partial = tmp_path / f"step_{step:08d}.partial"
+        partial.mkdir()
+        _finish(partial, partial.with_suffix(""), json.dumps({"step": step}), keep=1, best=best)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:08d}" for step in names]
 
 
 def test_flipped_bits_are_named_or_change_nothing(tmp_path: Path) -> None:

@@ -144,7 +144,9 @@ def _finish(partial: Path, final: Path, record: str, keep: int, best: int | None
     root = final.parent
     _sync(root)  # the new name must be on the disk before older checkpoints go
     complete = complete_checkpoints(root)
-    to_keep = {*complete[-keep:], *(path for path in complete if path.stem == f"step_{best or 0:08d}")}
+    to_keep = set(complete[-keep:])
+    if best is not None:
+        to_keep |= {path for path in complete if path.stem == f"step_{best:08d}"}
     unfinished = [path for path in root.glob("step_*") if path.suffix in (PARTIAL, REPLACED)]
     for path in {*complete, *unfinished} - to_keep:  # also those of runs killed while saving
         _remove(path)
