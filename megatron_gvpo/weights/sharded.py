@@ -284,7 +284,8 @@ class Sharded(Broadcast):
 
     async def _discard(self) -> None:
         if self._group is not None:
-            self._relays.tell(Leave())
+            # In a thread: while another one waits for answers, it has the connection to the store.
+            await asyncio.to_thread(self._relays.tell, Leave())
         self._sender, self.plan = None, None
         await super()._discard()
 

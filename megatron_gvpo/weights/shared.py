@@ -153,11 +153,13 @@ class Shared(Transport):
         """Find each server's home. Its ranks write the GPUs that they see to files in their node's memory."""
         numbers = {handle.server.url: str(next(self._numbers)) for handle in handles}
         directory = self._memory.directory
+        processes_of: dict[str, int] = {}  # ranks of each server, by url
 
         async def ask(handle: ServerHandle) -> None:
             await self._receiver(handle.server).tell_gpus(
                 directory / f"{numbers[handle.server.url]}.told", self._timeout
             )
+            processes_of[handle.server.url] = (await handle.server.info(self._timeout)).processes
 
         await each(handles, ask)
         orders = [Discover()] * len(self._relays)
@@ -166,7 +168,7 @@ class Shared(Transport):
         by_gpu = {seen["gpu"]: number for number, seen in enumerate(sightings) if seen["gpu"]}
         for handle in handles:
             gpu_lists = [seen["told"].get(numbers[handle.server.url], []) for seen in sightings]
-            processes = (await handle.server.info(self._timeout)).processes
+            processes = processes_of[handle.server.url]
             file = next((number for number, ranks in enumerate(gpu_lists) if len(ranks) == processes), None)
             if file is None:
                 seen_ranks = sum(map(len, gpu_lists))

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgpack
 import pytest
 import torch
 from helpers.servers.fake_servers import itself
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from megatron_gvpo.core import store as shared_store
 from megatron_gvpo.servers.handle import Pending, ServerHandle
-from megatron_gvpo.servers.leader import BackgroundLoop, Push
+from megatron_gvpo.servers.http import ServerGone
+from megatron_gvpo.servers.leader import BackgroundLoop, Done, Push
 from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.servers.server import ServerInfo
 from megatron_gvpo.settings.servers import ServersConfig, WeightSyncConfig
@@ -24,7 +27,16 @@ from megatron_gvpo.weights import node, sharded
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.node import NodeMemory
 from megatron_gvpo.weights.publisher import Publisher
-from megatron_gvpo.weights.relay import ORDERS, Discover, EndPush, JoinStream, Relay, Relays, ShareBucket
+from megatron_gvpo.weights.relay import (
+    ANSWERS,
+    ORDERS,
+    Discover,
+    EndPush,
+    JoinStream,
+    Relay,
+    Relays,
+    ShareBucket,
+)
 from megatron_gvpo.weights.sharded import Send
 from megatron_gvpo.weights.shared import Shared, SharedLocation
 from megatron_gvpo.weights.transport import PushFailed
@@ -228,6 +240,22 @@ def test_a_server_of_another_machine_is_named(tmp_path, monkeypatch):
     asyncio.run(mine.close())
 
 
+def test_a_server_that_dies_while_it_is_looked_for_fails_the_push_alone(tmp_path, monkeypatch):
+    """Fails on the old code, which did not take the error for a server's: it ended the run."""
+
+    class Dying(OnTwoGpus):
+        async def info(self, timeout: float) -> ServerInfo:
+            raise ServerGone("http://server/server_info: connection refused")
+
+    monkeypatch.setattr(shared_store, "SHARED_MEMORY", tmp_path)
+    mine = Shared(itself, PATIENCE, NodeMemory("memory", CPU), Relays(HashStore(), [], PATIENCE, ORDERS))
+    handle = ServerHandle(Dying())
+    with pytest.raises(PushFailed, match="connection refused") as failure:
+        asyncio.run(mine.begin([handle], 1))
+    assert failure.value.handles == [handle]
+    asyncio.run(mine.close())
+
+
 def test_a_relay_goes_on_to_the_next_collective_where_rank_0_has_no_memory(tmp_path, monkeypatch):
     """Otherwise rank 0 could wait for it there, and never say that the push is over."""
 
@@ -262,6 +290,27 @@ def test_a_relay_goes_on_to_the_next_collective_where_rank_0_has_no_memory(tmp_p
         assert further.wait(PATIENCE)
         mine.over()
     memory.close()
+
+
+def test_the_loop_goes_on_while_a_failed_push_waits_for_relays():
+    """Fails on the old code: other requests and health checks waited until the relays' time was over."""
+    limit, store = 6.0, TCPStore("127.0.0.1", 0, is_master=True)
+    relays = Relays(store, [1], limit, sharded.ORDERS)
+    transport = sharded.Sharded(itself, "127.0.0.1", "gloo", limit, relays, torch.float32, 100)
+
+    async def push() -> float:
+        transport._group = transport._new_group(2)
+        asking = asyncio.create_task(asyncio.to_thread(relays.ask, [Send()], "to send"))
+        await asyncio.sleep(0.2)
+        discarding = asyncio.create_task(transport._discard())
+        begin = time.monotonic()
+        await asyncio.sleep(0.01)
+        seconds = time.monotonic() - begin
+        store.set("answer.0.1", msgpack.packb(ANSWERS.encode(Done())))
+        await asyncio.gather(asking, discarding)
+        return seconds
+
+    assert asyncio.run(push()) < limit / 2
 
 
 def test_a_relay_hears_of_the_end_of_a_push_that_never_began(tmp_path, monkeypatch):
