@@ -7,6 +7,7 @@ pushes it compares the servers' log-probs of a probe with the policy's.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -173,7 +174,7 @@ class WeightSync:
         outcomes: list[ProbeOutcome] = []
         if self._servers is not None:
             handles = [m for m in self._servers.pool.handles if m.has(version)]
-            outcomes = [self._servers.loop.run(self._compare(m, version, expected)) for m in handles]
+            outcomes = self._servers.loop.run(self._compare_all(handles, version, expected))
         outcomes = [ProbeOutcome(*fields) for fields in broadcast_msgpack([astuple(v) for v in outcomes])]
         for result in outcomes:
             if result.outcome == "wrong":
@@ -181,6 +182,11 @@ class WeightSync:
         # Colocated servers get the same weights again before the first step: only new ones count once more.
         if version != self._proved_version and any(result.outcome == "right" for result in outcomes):
             self._proved, self._proved_version = self._proved + 1, version
+
+    async def _compare_all(
+        self, handles: Sequence[ServerHandle], version: int, expected: Tensor
+    ) -> list[ProbeOutcome]:
+        return await asyncio.gather(*(self._compare(handle, version, expected) for handle in handles))
 
     async def _compare(self, handle: ServerHandle, version: int, expected: Tensor) -> ProbeOutcome:
         assert self._servers is not None

@@ -217,6 +217,28 @@ def test_two_versions_of_the_weights_are_proved_however_often_the_first_is_sent(
     loop.close()
 
 
+def test_all_servers_are_compared_at_once():
+    """Fails on the old code: one server after the other, and each that does not answer took the timeout."""
+    count, limit = 3, 30.0
+
+    class Server:
+        url = "http://server"
+
+        async def score(self, token_ids: list[int], timeout: float) -> list[float]:
+            await asyncio.wait_for(everyone.wait(), limit)
+            return [0.0, 0.0]
+
+    everyone = asyncio.Barrier(count)
+    sync, loop = WeightSync.__new__(WeightSync), BackgroundLoop("test")
+    sync._proved, sync._proved_version, sync._probe, sync._tolerance = 0, -1, [1, 2, 3], 1e-3
+    sync._settings = SimpleNamespace(rollout=RolloutConfig())
+    handles = [ServerHandle(Server(), state=Serving(0)) for _ in range(count)]
+    sync._servers = SimpleNamespace(pool=SimpleNamespace(handles=handles), loop=loop)
+    sync.prove(0, torch.zeros(2))
+    assert sync._proved == 1
+    loop.close()
+
+
 def test_the_routers_biases_keep_all_digits_in_a_run_in_bfloat16():
     """GLM-4.5's lie near 34 and differ by 0.1, where bfloat16 has a step of 0.25: other experts would do."""
     torch.manual_seed(0)
