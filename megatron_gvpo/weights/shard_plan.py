@@ -343,13 +343,16 @@ def _by_box(layouts: Sequence[Layout], first: int) -> dict[int, dict[Box, tuple[
     ranks_of_layout: dict[int, list[int]] = defaultdict(list)
     for rank, layout in enumerate(layouts, first):
         ranks_of_layout[id(layout)].append(rank)
-    by_tensor: dict[int, dict[Box, tuple[int, ...]]] = defaultdict(dict)
+    by_tensor: dict[int, dict[Box, list[tuple[int, ...]]]] = defaultdict(lambda: defaultdict(list))
     for ranks in map(tuple, ranks_of_layout.values()):
         for number, boxes in layouts[ranks[0] - first].items():
-            holders = by_tensor[number]
             for box in boxes:
-                holders[box] = _union([holders[box], ranks]) if box in holders else ranks
-    return by_tensor
+                by_tensor[number][box].append(ranks)
+    # Once a box: hundreds of data-parallel ranks hold the same.
+    return {
+        number: {box: _union(holders) for box, holders in boxes.items()}
+        for number, boxes in by_tensor.items()
+    }
 
 
 def _rounds(loads: Sequence[_Load], owners: Sequence[int], limit: int) -> list[int]:

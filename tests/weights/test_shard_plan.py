@@ -117,6 +117,17 @@ def test_two_servers_cost_the_trainer_no_more_than_one():
     assert sum(two.sent_bytes().values()) == 2 * (total + replicated)
 
 
+def test_two_thousand_ranks_that_hold_the_same_are_planned_in_a_second():
+    """The old code sorted the ranks so far once more for every rank that holds a box: 20 times as long."""
+    tables = [Table(str(number), 8, 8, 2) for number in range(50)]
+    held = [{number: [whole(table)] for number, table in enumerate(tables)} for _ in range(2000)]
+    begin = time.process_time()
+    plan = plan_push(tables, held, in_servers(tables, [1]), 2**20)
+    seconds = time.process_time() - begin
+    assert sum(plan.sent_bytes().values()) == 50 * 128
+    assert seconds < 2, seconds
+
+
 def test_a_part_that_nobody_holds_is_named():
     tables = [Table("a", 4, 1, 2), Table("w", 8, 6, 2)]
     held = [{0: [whole(tables[0])], 1: [Box(0, 4, 0, 6)]}]
