@@ -16,11 +16,12 @@ from megatron_gvpo.checks.preflight import preflight_on_ranks
 from megatron_gvpo.core.errors import CheckpointError, ConfigError
 from megatron_gvpo.core.json_files import read_json_object
 from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.facts import facts_of, first_difference
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.huggingface.trainable_models import check_trainable
 from megatron_gvpo.megatron import parallel
-from megatron_gvpo.megatron.checkpoint.directory import read_record, run_on_all_ranks, run_on_rank_0
-from megatron_gvpo.megatron.checkpoint.load import check_adapters, load_newest, load_shards
+from megatron_gvpo.megatron.checkpoint.directory import RECORD, read_record, run_on_all_ranks, run_on_rank_0
+from megatron_gvpo.megatron.checkpoint.load import check_adapters, check_model, load_newest, load_shards
 from megatron_gvpo.megatron.checkpoint.save import Writer, save_shards
 from megatron_gvpo.megatron.checkpoint.state import load_weights, weights_state
 from megatron_gvpo.megatron.model.build import build
@@ -32,10 +33,6 @@ from megatron_gvpo.settings.parallel import ParallelConfig
 from megatron_gvpo.settings.sections import ModelConfig
 
 _SOURCE_CONFIG = "source_config.json"  # in a Megatron directory: the config.json of the model it was made of
-_NOT_OF_THE_WEIGHTS = {  # keys of config.json
-    *("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id"),
-}
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "generation_*")
 _PROCESSOR = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 
@@ -64,6 +61,8 @@ def to_hugging_face(source: Path, target: Path, like: Path) -> None:
     check_empty(target, f"TARGET={target}")
     _check_like(source, like)
     model = _build(like, "--like")
+    if (record := source / RECORD).is_file():  # a run's checkpoint
+        run_on_all_ranks("", lambda: check_model(source, read_json_object(record), model))
     _read(model, source, f"cannot read {source} as weights of {like}")
     run_on_all_ranks(f"cannot write {target}", lambda: model.save_hf(target))
 
@@ -83,13 +82,13 @@ def _check_like(source: Path, like: Path) -> None:
     """
     if not (file := source / _SOURCE_CONFIG).is_file():
         return  # a run's checkpoint
-    own, other = read_json_object(file), ModelCard.read(like, "--like").in_file
-    for key in sorted((own.keys() & other.keys()) - _NOT_OF_THE_WEIGHTS):
-        if own[key] != other[key]:
-            raise ConfigError(
-                f"--like={like}: {key}={other[key]} in config.json, and SOURCE={source} was converted from a "
-                f"model with {own[key]}"
-            )
+    own, other = facts_of(read_json_object(file)), facts_of(ModelCard.read(like, "--like").in_file)
+    if (difference := first_difference(own, other)) is not None:
+        key, converted, here = difference
+        raise ConfigError(
+            f"--like={like}: {key}={here} in config.json, and SOURCE={source} was converted from a "
+            f"model with {converted}"
+        )
 
 
 def checkpoint_to_hugging_face(
@@ -122,7 +121,7 @@ def load_checkpoint(output_dir: str, model: Model, step: int | None = None) -> i
     checkpoints = Path(output_dir) / "checkpoints"
 
     def load(directory: Path) -> int:
-        run_on_all_ranks("", lambda: check_adapters(directory, read_record(directory), model))
+        run_on_all_ranks("", lambda: _check_record(directory, model))
         _read(model, directory, f"cannot read {directory}")
         return int(directory.stem.removeprefix("step_"))
 
@@ -130,6 +129,12 @@ def load_checkpoint(output_dir: str, model: Model, step: int | None = None) -> i
         which = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
         raise CheckpointError(f"{checkpoints}: there is {which}")
     return loaded
+
+
+def _check_record(directory: Path, model: Model) -> None:
+    record = read_record(directory)
+    check_model(directory, record, model)
+    check_adapters(directory, record, model)
 
 
 def write_hugging_face(model: Model, source: ModelConfig, target: Path, step: int) -> None:

@@ -23,6 +23,7 @@ from megatron_gvpo.megatron.checkpoint.directory import complete_checkpoints
 from megatron_gvpo.settings.parallel import ParallelConfig
 from megatron_gvpo.settings.sections import ModelConfig
 from megatron_gvpo.training import conversion
+from megatron_gvpo.training.evaluate import evaluate
 
 Tensors = dict[str, Tensor]
 FIRST = "model.layers.1.mlp.up_proj.weight"
@@ -67,6 +68,11 @@ def without(pattern: str) -> Callable[[Tensors], object]:
 
 def with_tensor(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[Tensors], object]:
     return lambda tensors: tensors.update({name: torch.ones(shape).to(dtype)})
+
+
+def with_more_tokens(tensors: Tensors) -> None:
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = torch.cat([tensors[name], tensors[name][:4]])
 
 
 def with_head(tensors: Tensors) -> None:
@@ -304,15 +310,45 @@ def test_resume_and_export_with_another_tying(task, tied_task, tmp_path):
     moving = {"tied": tied_task, "untied": task}
     for name, place in moving.items():
         fit(configure(place, tmp_path / name, *GVPO, *SHORT, "train.steps=1"))
-    for name, other, said in (("tied", task, TIED_CHECKPOINT), ("untied", tied_task, UNTIED_CHECKPOINT)):
+    for name, other, saved, here in (("tied", task, True, False), ("untied", tied_task, False, True)):
         config = configure(other, tmp_path / name, *GVPO, *SHORT, "train.steps=2")
-        with pytest.raises(CheckpointError) as refused:
+        said = f"step_00000001 is of a model with tie_word_embeddings={saved} in its config.json, and the "
+        with pytest.raises(CheckpointError, match=f"{said}model here has {here}: "):
             fit(config, resume=True)
-        assert re.match("cannot read .*step_00000001: " + re.escape(said), str(refused.value))
-        with pytest.raises(CheckpointError, match="^cannot read .*step_00000001: " + re.escape(said)):
+        with pytest.raises(CheckpointError, match=said):
             conversion.checkpoint_to_hugging_face(config, tmp_path / "hf")
         forget_layout()
     assert not (tmp_path / "hf").exists()
     for name, place in moving.items():  # and what fits goes on
         fit(configure(place, tmp_path / name, *GVPO, *SHORT, "train.steps=2"), resume=True)
         assert complete_checkpoints(tmp_path / name / "checkpoints")[-1].name == "step_00000002"
+
+
+@pytest.mark.usefixtures("leave_the_process_group")
+def test_a_checkpoint_belongs_to_the_model_that_the_run_began_with(task, tmp_path, capfd):
+    """Every shape fits: the rows of a vocabulary are padded, and a norm's epsilon has no weight.
+
+    So the run would go on, be evaluated and exported as another function, with padding as tokens.
+    """
+    fit(configure(task, tmp_path / "run", *GVPO, *SHORT, "train.steps=1"))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000001"
+    other = changed(task / "model", tmp_path / "other", lambda tensors: None, rms_norm_eps=0.5)
+    said = "is of a model with rms_norm_eps=1e-06 in its config.json, and the model here has 0.5: name"
+    config = configure(task, tmp_path / "run", *GVPO, *SHORT, "train.steps=2", f"model.path={other}")
+    with pytest.raises(CheckpointError, match=said):
+        fit(config, resume=True)
+    forget_layout()
+    held_out = f"data.eval.path={task / 'data' / 'test.parquet'}"
+    with pytest.raises(CheckpointError, match=said):
+        evaluate(
+            configure(task, tmp_path / "run", *GVPO, *SHORT, held_out, f"model.path={other}"), resume=True
+        )
+    forget_layout()
+    with pytest.raises(CheckpointError, match=said):
+        conversion.checkpoint_to_hugging_face(config, tmp_path / "hf")
+    forget_layout()
+    larger = changed(task / "model", tmp_path / "larger", with_more_tokens, vocab_size=24)
+    assert main(["convert", str(checkpoint), str(tmp_path / "hf"), "--like", str(larger)]) == 1
+    said = "is of a model with vocab_size=20 in its config.json, and the model here has 24"
+    assert said in capfd.readouterr().err
+    assert not (tmp_path / "hf").exists()

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.core.errors import CheckpointError, DamagedCheckpointError
 from megatron_gvpo.huggingface.complete_weights import shown_names
+from megatron_gvpo.huggingface.facts import first_difference
 from megatron_gvpo.megatron.checkpoint.directory import (
     DAMAGED,
     complete_checkpoints,
@@ -123,6 +124,7 @@ def load_policy(directory: Path, policy: Policy) -> dict[str, Any]:
 
     def read() -> None:
         records.append(read_record(directory))
+        check_model(directory, records[0], policy.model)
         check_adapters(directory, records[0], policy.model)
         check_reference(directory, records[0].get("reference"), policy.kept_reference)
 
@@ -169,6 +171,21 @@ def _load_reference(what: str, trained: TrainedModel) -> None:
     loaded = load_shards(what, reference_state, trained.directory / "reference")
     run_on_all_ranks(what, lambda: load_weights(model, loaded))
     run_on_all_ranks(what, lambda: reference.restore(weights, loaded))
+
+
+def check_model(directory: Path, record: dict[str, Any], model: Model) -> None:
+    """Raise CheckpointError if a checkpoint is of a model with another config.json. No collective.
+
+    Weights of another vocabulary may fit, because the rows are padded, and a value such as rope_theta has no
+    weight at all. `record`: its state.json; without `model`, an earlier version wrote it.
+    """
+    difference = first_difference(record.get("model", {}), model.facts)
+    if difference is not None:
+        key, saved, own = difference
+        raise CheckpointError(
+            f"{directory} is of a model with {key}={saved} in its config.json, and the model here has {own}: "
+            "name the model that the run began with"
+        )
 
 
 def check_adapters(directory: Path, record: dict[str, Any], model: Model) -> None:

@@ -107,10 +107,10 @@ def save_policy(
 
 
 def _method_state(policy: Policy) -> dict[str, Any]:
-    """Return what a run that loads the checkpoint must agree with: reference policy and adapters."""
+    """Return what a run that loads the checkpoint must agree with: reference policy, model and adapters."""
     adapters = policy.model.adapters
     identity = {} if adapters is None else {"adapter": adapters.identity()}
-    return {"reference": policy.kept_reference, **identity}
+    return {"reference": policy.kept_reference, "model": policy.model.facts, **identity}
 
 
 def _prepare(what: str, trained: TrainedModel, writer: Writer) -> None:

@@ -21,6 +21,7 @@ from megatron_gvpo.data.image_files import ImageError
 from megatron_gvpo.data.image_processor import ImageProcessor
 from megatron_gvpo.huggingface.checked_weights import CheckedWeights
 from megatron_gvpo.huggingface.complete_weights import check_weights
+from megatron_gvpo.huggingface.facts import facts_of
 from megatron_gvpo.megatron.adapters.lora import make_adapters
 from megatron_gvpo.megatron.attention.core import (
     SharedPromptAttention,
@@ -119,6 +120,7 @@ def build(
         config=chunks[0].config,
         bridge=bridge,
         vocab_size=int(hf_config.get_text_config().vocab_size),
+        facts=facts_of(hf_config.to_dict()),
         padding=Padding.of(model, parallel),
         local=on_cpu,
         overlaps_param_gather=trained and parallel.overlap_param_gather,

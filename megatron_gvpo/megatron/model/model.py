@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
+from megatron_gvpo.huggingface.facts import Facts
 from megatron_gvpo.huggingface.mtp_heads import FurtherHeads
 from megatron_gvpo.huggingface.safetensors_writer import SafetensorsWriter
 from megatron_gvpo.megatron.adapters.lora import Adapters
@@ -33,6 +34,7 @@ class Model:
     config: Any  # megatron-core's TransformerConfig
     bridge: Any  # Megatron-Bridge's AutoBridge
     vocab_size: int  # without the padding for tensor parallelism
+    facts: Facts  # what config.json says beside the shapes of weights
     padding: Padding  # the rule by which every pack is padded
     local: bool  # on CPU, with the local layers
     overlaps_param_gather: bool  # after an update, other ranks' shards of the weights are still the old ones
