@@ -65,6 +65,28 @@ def test_a_skyrl_gym_environment_pays_its_turns() -> None:
         assert rollout.finish_reason == "stop"
 
 
+def test_a_skyrl_gym_environment_gets_its_configuration() -> None:
+    skyrl_gym = pytest.importorskip("megatron_gvpo.conversations.adapters.skyrl_gym")
+    config = {"search_url": "http://127.0.0.1:9", "topk": 3, "timeout": 1, "log_requests": False}
+    environment = skyrl_gym.SkyRLGym("search", config)
+    record = {"reward_spec": {"ground_truth": {"target": ["Paris"]}}}
+    environment.reset(Prompt("p", (5, 6), "The capital of France?", record=record), seed=0)
+    assert environment.step("<answer>Paris</answer>").reward == 1.0
+
+
+def test_a_skyrl_gym_environment_does_not_change_the_prompt() -> None:
+    """The policy would answer the data's prompt, and the environment wait for answers to its own."""
+    adapter = pytest.importorskip("megatron_gvpo.conversations.adapters.skyrl_gym")
+    adapter.skyrl_gym.register(id="rlm", entry_point="skyrl_gym.envs.rlm.env:BaseRLMEnv")
+    try:
+        environment = adapter.SkyRLGym("rlm", {})
+        with pytest.raises(ValueError, match="rlm makes a prompt of its own in place of the data's"):
+            environment.reset(Prompt("p", (5, 6), "What is 2+3?", answer="5"), seed=0)
+        environment.close()
+    finally:
+        adapter.skyrl_gym.envs.deregister("rlm")
+
+
 def test_a_textarena_game_is_played_from_its_seed(tmp_path: Path) -> None:
     file = tmp_path / "games.jsonl"
     command = [sys.executable, "-m", f"{ADAPTERS}.textarena", "Mastermind-v0", str(file), "--games", "2"]

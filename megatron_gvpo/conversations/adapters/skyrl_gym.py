@@ -6,6 +6,7 @@ rollout: {conversation: {environment: "megatron_gvpo.conversations.adapters.skyr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_gvpo.groups import Prompt
@@ -13,12 +14,13 @@ from megatron_gvpo.workers.environment import TAKEN, Reply
 
 try:
     import skyrl_gym
+    from omegaconf import OmegaConf
 except ImportError:
     raise ImportError("skyrl-gym is not installed: pip install 'megatron-gvpo[skyrl-gym]'") from None
 
 
 class SkyRLGym:
-    """The environment `env_id`; `env_config` is its configuration.
+    """The environment `env_id`; `env_config` is its configuration, all keys of it.
 
     Its `extras` are the data record. A record without `reward_spec` gets one with the prompt's answer.
     Numbers in the metadata of a step become counts. A name that the run itself counts, such as `turns`,
@@ -26,12 +28,20 @@ class SkyRLGym:
     """
 
     def __init__(self, env_id: str, env_config: Any = None) -> None:
-        self._id, self._config = env_id, env_config
+        self._id = env_id
+        # Environments read its keys as attributes.
+        self._config = OmegaConf.create(dict(env_config)) if isinstance(env_config, Mapping) else env_config
 
     def reset(self, prompt: Prompt, seed: int) -> None:
         extras = {"extra_info": {}, "reward_spec": {"ground_truth": prompt.answer}, **prompt.record}
         self._env = skyrl_gym.make(self._id, env_config=self._config, extras=extras)
-        self._env.init([{"role": "user", "content": prompt.text}])
+        chat = [{"role": "user", "content": prompt.text}]
+        messages, _ = self._env.init([dict(message) for message in chat])
+        if messages != chat:  # the policy has the data's
+            raise ValueError(
+                f"{self._id} makes a prompt of its own in place of the data's, and that is not supported: "
+                "write the data with its prompt"
+            )
 
     def step(self, response: str) -> Reply:
         out = self._env.step(response)
