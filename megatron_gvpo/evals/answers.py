@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.core.slow_work import slow_work
+from megatron_gvpo.data.tool_calls import behind_thoughts
 from megatron_gvpo.groups import Group, Prompt
 from megatron_gvpo.huggingface.end_tokens import StopStrings
 from megatron_gvpo.sampling.engine import RolloutEngine
@@ -39,7 +40,8 @@ class Answers:
     ) -> list[list[tuple[str, str]]]:
         """`n` answers to each prompt (token ids), each with its finish reason: "stop" or "length".
 
-        An answer ends before the first of the strings `until`. Raises RolloutError, on all ranks.
+        An answer ends before the first of the strings `until` behind its thoughts. Raises RolloutError, on
+        all ranks.
         """
         order = {"name": name, "prompts": [list(ids) for ids in prompts], "until": list(until)}
         groups = self._sample(broadcast_msgpack(order))
@@ -80,5 +82,6 @@ class Answers:
 
 
 def _before(text: str, until: Sequence[str]) -> str:
-    """The text before the first of the strings, as lm-eval's own models return it."""
-    return text[: min((at for string in until if (at := text.find(string)) >= 0), default=len(text))]
+    """The text before the first of the strings that follows its thoughts, as lm-eval's own models cut it."""
+    begin = len(text) - len(behind_thoughts(text))
+    return text[: min((at for string in until if (at := text.find(string, begin)) >= 0), default=len(text))]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Never
 from lm_eval.api.model import LM
 
 from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.data.tool_calls import behind_thoughts
 from megatron_gvpo.evals.answers import Answers
 from megatron_gvpo.huggingface.tokenizer import opened, rendered
 
@@ -21,8 +22,10 @@ class PolicyLM(LM):
     """Answers lm-eval's requests with the policy's samples, several to each prompt.
 
     `generate_until` samples when it is first called, and returns the first answer to each prompt; `turn` is
-    the index of the answers that it returns. lm-eval's own generation settings are not used: sampling is that
-    of the configuration's section `eval`. Only the strings that end an answer are lm-eval's.
+    the index of the answers that it returns. In a chat, what the policy thought is not scored: an answer is
+    what follows `</think>`, as lm-eval's own models have it with `think_end_token`. lm-eval's own generation
+    settings are not used: sampling is that of the configuration's section `eval`. Only the strings that end
+    an answer are lm-eval's.
     """
 
     def __init__(
@@ -44,7 +47,11 @@ class PolicyLM(LM):
             strings = [until] if isinstance(until, str) else list(until)
             with redirect_stderr(self._stderr):  # lm-eval's progress bars are silent, ours is not
                 self.sampled = self._answers.sample(self._name, self._tokens(texts), strings)
-        return [answers[self.turn][0] for answers in self.sampled]
+        return [self._scored(answers[self.turn][0]) for answers in self.sampled]
+
+    def _scored(self, text: str) -> str:
+        answer = behind_thoughts(text) if self._chat else text
+        return text if len(answer) == len(text) else answer.lstrip()
 
     def apply_chat_template(
         self, chat_history: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True

@@ -15,6 +15,7 @@ from helpers.inputs.named_data import EXAMPLES, GSM8K, SUMS, Bytes, MadeUpAnswer
 from helpers.suite.real_parts import used
 
 from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.evals.answers import _before
 from megatron_gvpo.evals.catalog import EVALUATIONS
 from megatron_gvpo.evals.documents import load_documents
 from megatron_gvpo.evals.measure import Measured, measure
@@ -172,6 +173,23 @@ def test_ifeval(data):
     assert result.metrics["prompt_level_strict_acc,none"] == pytest.approx(1 / 2)
     assert result.metrics["inst_level_strict_acc,none"] == pytest.approx(2 / 3)
     assert result.stderrs["inst_level_strict_acc,none"] is None
+
+
+def test_thoughts_of_a_chat_are_not_scored(data):
+    """They have a comma, capitals and another number; lm-eval leaves them out with think_end_token."""
+    thought = "<think>\nNo Commas, or 7.\n#### 7\n</think>\n\n"
+    texts = iter([f"{thought}rain falls", f"{thought}it is raining on all of the houses in this town today"])
+    result, _ = scored(data, "ifeval", lambda text: next(texts), chat=True)
+    assert result.metrics["prompt_level_strict_acc,none"] == 1
+    result, _ = scored(data, "gsm8k", lambda text: thought + gsm8k_answer(text), chat=True)
+    assert result.metrics["exact_match,strict-match"] == pytest.approx(2 / 5)
+
+
+def test_an_answer_ends_at_a_string_behind_its_thoughts():
+    assert _before("Is it a Question: no?</think>5 Question: 6", ["Question:"]) == (
+        "Is it a Question: no?</think>5 "
+    )
+    assert _before("5 Question: 6", ["Question:", "5"]) == ""
 
 
 def test_a_prompt_that_leaves_no_room_is_named(data):
