@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -107,6 +108,17 @@ def test_a_job_that_gets_nowhere_is_not_started_for_ever(task: Path, tmp_path: P
         assert jobset.follow() == "Failed" and jobset.start == 5, jobset.logs()
         last = (jobset.directory / "trainer_0.5.log").read_text()
     assert "not started again: the last 5 starts have ended without a newer checkpoint" in last
+
+
+def test_a_volume_that_cannot_be_written_ends_the_job_at_once(task: Path, tmp_path: Path):
+    """Volumes often belong to root, and the images' user is another: pods would wait for each other."""
+    file = jobset_of(task, tmp_path, reward(tmp_path))
+    (tmp_path / "run" / "k8s").rename(tmp_path / "written")
+    (tmp_path / "run" / "k8s").touch()  # root may write everywhere, but not in a file
+    with pods.running(tmp_path / "written" / file.name, tmp_path / "logs") as jobset:
+        assert jobset.follow() == "Failed" and jobset.start == 0, jobset.logs()
+        said = [(jobset.directory / f"trainer_{index}.0.log").read_text() for index in range(2)]
+    assert any(f"user {os.getuid()} cannot write {tmp_path}/run/k8s/{pods.UID}.0" in log for log in said)
 
 
 def test_refused_input_ends_the_job_at_once(task: Path, tmp_path: Path):
