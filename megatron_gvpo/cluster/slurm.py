@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_gvpo.cluster.script import render_script, write_job
-from megatron_gvpo.cluster.slurm_job import SlurmJob
+from megatron_gvpo.cluster.slurm_job import SlurmJob, is_file
 from megatron_gvpo.settings.config import Config
 
 WRITTEN = "#!/bin/bash\n# Written by: megatron-gvpo"  # every script begins with this
@@ -71,6 +71,8 @@ def _inside(image: str | None, job: SlurmJob) -> str:
         )
     pairs = shlex.quote(",".join(f"{mount}:{mount}" for mount in mounts))
     directory = shlex.quote(mounts[0])
+    if is_file(image):  # pyxis looks for a name that begins with neither / nor . in a registry
+        image = os.path.abspath(image)
     return (
         f"--container-image={shlex.quote(image)} --container-mounts={pairs} --container-workdir={directory} "
     )

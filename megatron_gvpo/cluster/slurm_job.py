@@ -93,7 +93,7 @@ def _seconds(limit: str) -> int | None:
 
 def _check_containers(job: SlurmJob) -> None:
     for name, image in (("container", job.container), ("rollout-container", job.rollout_container)):
-        if image == "" or (image is not None and _is_file(image) and not Path(image).exists()):
+        if image == "" or (image is not None and is_file(image) and not Path(image).exists()):
             raise ConfigError(f"--{name} {image}: no such file")
     for mount in job.mounts:
         if job.container is None and job.rollout_container is None:
@@ -107,6 +107,6 @@ def _check_containers(job: SlurmJob) -> None:
             )
 
 
-def _is_file(image: str) -> bool:
+def is_file(image: str) -> bool:
     """Returns True if `image` is a file's path, False if it names an image in a registry."""
     return image.endswith((".sif", ".sqsh")) or image.startswith(("/", "./", "../"))

@@ -202,6 +202,17 @@ def test_what_a_container_would_not_see_is_said(task: Path, tmp_path: Path, monk
     assert f"--container-mounts={tmp_path}:{tmp_path},{task}:{task} " in shown.out
 
 
+def test_an_image_in_a_file_is_not_looked_for_in_a_registry(task: Path, tmp_path: Path, monkeypatch, capsys):
+    """pyxis takes a name that begins with neither / nor . for one of a registry (its pyxis_slurmstepd.c)."""
+    monkeypatch.chdir(tmp_path)
+    for image in ("trainer.sqsh", "images/trainer.sqsh", "./trainer.sqsh"):
+        (tmp_path / image).parent.mkdir(exist_ok=True)
+        (tmp_path / image).touch()
+        arguments = ["--nodes", "1", "--container", image, "--dry-run"]
+        assert main(["slurm", str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", *arguments]) == 0
+        assert f"--container-image={tmp_path / image} " in capsys.readouterr().out
+
+
 def in_container(name: str) -> str:
     """The commands that the trainer's and the servers' containers run first."""
     script = (ROOT / "slurm" / f"{name}.sbatch").read_text()
