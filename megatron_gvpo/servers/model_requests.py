@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
-from functools import cache, partial
+from collections.abc import Awaitable, Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,7 +66,7 @@ class Servers:
 
     async def check_all(self) -> None:
         """Wait until every server is up, and check it. Raises Unanswered, or what `check` raises."""
-        checks = (self._repeat(self._check_one, partial(_itself, server)) for server in self._servers)
+        checks = (self._repeat(self._check_one, [server]) for server in self._servers)
         await asyncio.gather(*checks)
         self.failures = 0  # failed requests to servers that were still starting
 
@@ -83,23 +83,20 @@ class Servers:
             self.requests += 1
             return await call(server.http)
 
-        return await self._repeat(checked, self._least_busy)
+        return await self._repeat(checked, self._servers)
 
     async def _check_one(self, server: ModelServer) -> None:
         await self._check(server.http)
         server.suspect = False
 
-    def _least_busy(self) -> ModelServer:
-        now = time.monotonic()
-        return min(self._servers, key=lambda s: (now - s.failed_at < AVOIDED, s.busy))
-
     async def _repeat[T](
-        self, call: Callable[[ModelServer], Awaitable[T]], choose: Callable[[], ModelServer]
+        self, call: Callable[[ModelServer], Awaitable[T]], servers: Sequence[ModelServer]
     ) -> T:
+        """Call the least busy of these servers, until one answers."""
         since: float | None = None
         limit, key = self._settings.start_timeout, f"{self._addresses.section}.start_timeout"
         while True:
-            server = choose()
+            server = _least_busy(servers)
             server.busy += 1
             try:
                 async with server.slots:
@@ -115,15 +112,17 @@ class Servers:
             server.failed_at, server.suspect = time.monotonic(), True
             since = server.failed_at if since is None else since
             self.failures += 1
-            if (supervisor := self._addresses.supervisor) is not None and supervisor.failed is not None:
-                raise Unanswered(supervisor.failed)
+            supervisor, urls = self._addresses.supervisor, [s.http.url for s in servers]
+            if supervisor is not None and (reason := supervisor.none_left(urls)) is not None:
+                raise Unanswered(reason)
             if time.monotonic() - since > limit:
                 raise Unanswered(f"{problem}, for {key}={limit:g} s")
             await asyncio.sleep(PAUSE)
 
 
-def _itself(server: ModelServer) -> ModelServer:
-    return server
+def _least_busy(servers: Sequence[ModelServer]) -> ModelServer:
+    now = time.monotonic()
+    return min(servers, key=lambda s: (now - s.failed_at < AVOIDED, s.busy))
 
 
 # Refuses a server of another model than the configuration names, where its files show it.

@@ -232,8 +232,8 @@ class ServerPool:
         limit = self._settings.start_timeout
         now, since = time.monotonic(), self._awake_since  # no lost server starts while the others sleep
         gone = [h for h in self.handles if h.is_lost and now - max(h.since, since) > limit]
-        if self._supervisor is not None and self._supervisor.failed:
-            return self._supervisor.failed
+        if self._supervisor is not None and (problem := self._supervisor.none_left()):
+            return problem
         if len(gone) == len(self.handles) and not self._is_asleep:
             return (
                 f"all {len(gone)} rollout servers have been lost for more than "

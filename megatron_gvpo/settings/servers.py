@@ -42,7 +42,9 @@ class EngineServers(Section):
     # Longest prompt and response together, in tokens; default: the model's.
     context_length: PositiveInt | None = None
     api_key_env: str | None = None  # The environment variable with the key of the servers in `urls`.
-    restarts: NonNegativeInt = 3  # Restarts of each started server before the run gives up.
+    # Restarts of a started server before it is given up. An hour after the last, if it still answers, it has
+    # as many again. The run ends when no server is left.
+    restarts: NonNegativeInt = 3
     # Seconds in which a server must be healthy after its start or a failure.
     start_timeout: Seconds = 900.0
     # Seconds that one response may take, with its wait in the server's queue; then the server counts as lost.

@@ -27,17 +27,20 @@ from megatron_gvpo.core.launch import _environment, free_ports
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.sampling.served import ServedEngine
-from megatron_gvpo.servers import http, leader
+from megatron_gvpo.servers import http, leader, model_requests
 from megatron_gvpo.servers.handle import Asleep
 from megatron_gvpo.servers.http import Http, ServerGone, open_session
-from megatron_gvpo.servers.launch import serve
+from megatron_gvpo.servers.launch import serve, supervise
 from megatron_gvpo.servers.launch.start import check_nccl, start_servers
 from megatron_gvpo.servers.launch.supervise import ServerProcess, Supervisor, is_healthy
 from megatron_gvpo.servers.leader import BackgroundLoop
+from megatron_gvpo.servers.model_requests import Servers, Unanswered
+from megatron_gvpo.servers.model_servers import ServerAddresses
 from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.servers.server import Launch
 from megatron_gvpo.servers.sglang import SGLang
 from megatron_gvpo.settings.config import Config, load_config
+from megatron_gvpo.settings.reward_servers import RewardServers
 from megatron_gvpo.settings.servers import ServersConfig
 from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.disk import Disk
@@ -129,16 +132,100 @@ def test_a_server_that_ends_without_ever_answering_is_started_twice_and_no_more(
 
 def test_a_server_that_cannot_be_started_again_is_a_failure(tmp_path: Path):
     """The supervisor goes on after an OSError of a restart."""
-    supervisor = supervised(tmp_path, ["sleep", "1000"], restarts=2)
+    supervisor = supervised(tmp_path, ["sh", "-c", "sleep 1000"], restarts=2)
+    [process] = supervisor.processes
+    process._launch = Launch(["sh", "-c", "sleep 1000"], {}, "a secret, whose file goes with the logs")
     with closing(supervisor):
         supervisor.start()
         (tmp_path / "log").rename(tmp_path / "away")
         (tmp_path / "log").write_text("no directory for a log")
-        [process] = supervisor.processes
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         why = failure(supervisor)
     assert "cannot be used, after 2 restarts" in why
+
+
+def kept_by(tmp_path: Path, *commands: list[str], **settings: Any) -> Supervisor:
+    """A supervisor of a server for each command, which gets the server's port as its last words."""
+    ports = free_ports(len(commands), "127.0.0.1")
+    processes = [
+        ServerProcess(
+            Launch([*command, "--port", str(port)], {}), f"http://127.0.0.1:{port}", tmp_path / f"{port}.log"
+        )
+        for command, port in zip(commands, ports, strict=True)
+    ]
+    return Supervisor(processes, ServersConfig(**settings), lambda _: None)
+
+
+def healthy(tmp_path: Path) -> list[str]:
+    (tmp_path / "server.py").write_text(HEALTHY)
+    return [sys.executable, str(tmp_path / "server.py")]
+
+
+def test_restarts_long_ago_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A run of weeks outlives a server that is lost once in a few days."""
+    monkeypatch.setattr(supervise, "FORGIVEN", 0.5)
+    monkeypatch.setattr(supervise, "POLL", 0.05)
+    supervisor = kept_by(tmp_path, healthy(tmp_path), restarts=1)
+    [process] = supervisor.processes
+    with closing(supervisor):
+        supervisor.start()
+        for _ in range(3):
+            assert soon(lambda: process.is_healthy(5.0)), supervisor.failed
+            time.sleep(1.5)
+            os.killpg(process.pid or 0, signal.SIGKILL)
+            assert soon(lambda: process.exit_status() is None and not process.is_healthy(5.0))
+        assert soon(lambda: process.is_healthy(5.0)), supervisor.failed
+        assert supervisor.failed is None
+
+
+def test_a_run_goes_on_with_the_servers_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One server is given up. Another that is just busy, or takes weights, is no reason to end the run."""
+    monkeypatch.setattr(model_requests, "PAUSE", 0.0)
+    supervisor = kept_by(tmp_path, ["false"], healthy(tmp_path), restarts=0)
+    urls = [process.url for process in supervisor.processes]
+    asked: list[str] = []
+
+    async def call(http: Http) -> str:
+        asked.append(http.url)
+        if len(asked) < 3:
+            raise ServerGone("a moment of trouble")
+        return "an answer"
+
+    async def check(http: Http) -> None: ...
+
+    with closing(supervisor), a_pool(urls[1], supervisor) as (loop, pool):
+        supervisor.start()
+        assert "ended with status 1" in failure(supervisor)
+        assert pool.hopeless() is None
+        session = loop.run(open_session())
+        servers = Servers(ServerAddresses("section", urls, None, supervisor), RewardServers(), session, check)
+        assert loop.run(servers.ask(call)) == "an answer" and set(asked) == {*urls}
+        os.killpg(supervisor.processes[1].pid or 0, signal.SIGKILL)
+        assert soon(lambda: pool.hopeless() is not None)
+        asked.clear()
+        with pytest.raises(Unanswered, match="after 0 restarts"):
+            loop.run(servers.ask(call))
+        loop.run(session.close())
+
+
+def test_the_key_is_removed_from_a_long_log_part_by_part(tmp_path: Path):
+    """The log of a server that ran for weeks is too large to read whole."""
+    log, key = tmp_path / "log", "the key " * 4
+    ends = (supervise.CHUNK + 5, 2**27, 2**28)
+    with log.open("wb") as stream:
+        for end in ends:
+            stream.seek(end - len(key))
+            stream.write(key.encode())
+    tracemalloc.start()
+    ServerProcess(Launch([], {}, key=key), "", log).stop()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    with log.open("rb") as stream:
+        for end in ends:
+            stream.seek(end - len(key))
+            assert stream.read(len(key)) == b"*" * len(key)
+    assert peak < 2**26, "the other threads of the tests allocate, too"
 
 
 STARTER = """

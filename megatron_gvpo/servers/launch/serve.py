@@ -32,7 +32,7 @@ def serve(
     """Start the servers, say when they are healthy, end them on SIGTERM or SIGINT; returns the exit code.
 
     0: told to stop; 1: a server could not be kept running. Once all were healthy, the others serve until they
-    are told to stop, or none is healthy. Raises ConfigError for settings that cannot be.
+    are told to stop, or are given up as well. Raises ConfigError for settings that cannot be.
 
     `trainer_timeout`: seconds in which the trainer of the same job gives colocated servers its memory; then
     RolloutError is raised.
@@ -77,7 +77,7 @@ def _run_until_told(supervisor: Supervisor, settings: ServersConfig, told: threa
     waiting = list(supervisor.processes)
     deadline = time.monotonic() + settings.start_timeout
     while not told.wait(1.0):
-        if supervisor.failed and (waiting or not any(p.is_healthy(5.0) for p in supervisor.processes)):
+        if (waiting and supervisor.failed) or supervisor.none_left():
             break
         if waiting and not (waiting := [p for p in waiting if not p.is_healthy(5.0)]):
             urls = ",".join(process.url for process in supervisor.processes)

@@ -31,6 +31,8 @@ from megatron_gvpo.settings.servers import EngineServers
 
 POLL = 1.0  # seconds between looks at a process
 GRACE = 15.0  # seconds between asking a server to end and ending it
+FORGIVEN = 3600.0  # seconds of healthy answers after which a server's restarts no longer count
+CHUNK = 2**20  # bytes of a log that are searched for the key at once
 LOG_LINES = 20  # lines of a server's log to show when it fails
 LOG_BYTES = 2**16  # bytes at the end of the log that are searched for them
 
@@ -121,17 +123,18 @@ class ServerProcess:
     def _forget_key(self) -> None:
         """Remove the key's file, which the server has read, and the key in the log: SGLang prints it."""
         if self._secret is not None:
-            self._secret.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # gone, or with a lost file system; others cannot read it
+                self._secret.unlink()
             self._secret = None
         key = self._launch.key.encode()
         if not key:
             return
         with contextlib.suppress(OSError), self.log.open("r+b") as log:
-            log.seek(self._log_begins)
-            text = log.read()
-            for match in re.finditer(re.escape(key), text):
-                log.seek(self._log_begins + match.start())
-                log.write(b"*" * len(key))
+            begin = self._log_begins
+            while part := os.pread(log.fileno(), CHUNK + len(key) - 1, begin):  # a part may end within a key
+                for match in re.finditer(re.escape(key), part):
+                    os.pwrite(log.fileno(), b"*" * len(key), begin + match.start())
+                begin += CHUNK
 
     def tail(self) -> str:
         """The last LOG_LINES lines of the log."""
@@ -157,8 +160,9 @@ class Supervisor:
 
     A process is started again if it ends, if it does not answer /health within `start_timeout` seconds of its
     start, or if it later is silent for `hang_timeout` seconds. After `restarts` restarts of one server,
-    or one of a server that ends without ever answering, `failed` names it and the reason. `key` is the
-    configuration's, of `settings`; `kind` names the servers.
+    or one of a server that ends without ever answering, it is given up: `failed` names the first such server
+    and the reason. Restarts are forgotten when it still answers `FORGIVEN` seconds after the last. `key` is
+    the configuration's, of `settings`; `kind` names the servers.
     """
 
     def __init__(
@@ -170,14 +174,14 @@ class Supervisor:
         kind: str = "rollout server",
     ) -> None:
         self.processes = list(processes)
-        self.failed: str | None = None
+        self._given_up: dict[str, str] = {}  # the reason, by the server's URL
         self._settings = settings
         self._report = report
         self._key = key
         self._kind = kind
         self._unusable: set[str] = set()  # URLs of servers to start again
         self._is_on_hold, self._starting = False, threading.Lock()
-        self._has_answered = set[str]()  # URLs of servers that were healthy once
+        self._answered: dict[str, float] = {}  # time.monotonic() of the last healthy answer, by URL
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch_all, name="server supervisor", daemon=True)
 
@@ -186,6 +190,16 @@ class Supervisor:
             process.start()
             self._report(f"starting {self._kind} {process.url} (pid {process.pid}, log {process.log})")
         self._thread.start()
+
+    @property
+    def failed(self) -> str | None:
+        """The reason why the first server was given up; None while all are kept running."""
+        return next(iter(self._given_up.values()), None)
+
+    def none_left(self, urls: Sequence[str] | None = None) -> str | None:
+        """The reason why no server of `urls`, by default of all, will come back; None if one may."""
+        wanted = [process.url for process in self.processes] if urls is None else urls
+        return self._given_up[wanted[0]] if all(url in self._given_up for url in wanted) else None
 
     def restart(self, url: str) -> None:
         """Restart the server soon."""
@@ -219,6 +233,7 @@ class Supervisor:
     def _watch_all(self) -> None:
         waits: dict[str, Wait] = {}
         restarts = dict.fromkeys((p.url for p in self.processes), 0)
+        restarted = dict.fromkeys(restarts, 0.0)  # time.monotonic() of the last one
         while not self._closing.wait(POLL):
             for process in self.processes:
                 if self._is_on_hold:
@@ -227,15 +242,15 @@ class Supervisor:
                 why = self._trouble(process, waits)
                 if why is None or self._closing.is_set():
                     continue
+                if process.url in self._given_up:
+                    continue
+                if self._answered.get(process.url, 0.0) - restarted[process.url] > FORGIVEN:
+                    restarts[process.url] = 0
                 if restarts[process.url] >= self._most_restarts(process):
-                    if self.failed is None:
-                        self.failed = (
-                            f"{self._kind} {process.url} {why}, after {restarts[process.url]} restarts "
-                            f"({self._key}.restarts); its log {process.log} ends with\n{process.tail()}"
-                        )
-                        self._report(self.failed)
+                    self._give_up(process, why, restarts[process.url])
                     continue
                 restarts[process.url] += 1
+                restarted[process.url] = time.monotonic()
                 self._report(f"{self._kind} {process.url} {why}; starting it again")
                 with self._starting:
                     process.stop(grace=1.0)
@@ -245,13 +260,20 @@ class Supervisor:
                     else:
                         self._start_again(process)
 
+    def _give_up(self, process: ServerProcess, why: str, restarts: int) -> None:
+        self._given_up[process.url] = (
+            f"{self._kind} {process.url} {why}, after {restarts} restarts ({self._key}.restarts); its log "
+            f"{process.log} ends with\n{process.tail()}"
+        )
+        self._report(self._given_up[process.url])
+
     def _most_restarts(self, process: ServerProcess) -> int:
         """One restart for a server that has ended before it ever answered: it would end so again.
 
         A part of a server over several machines also ends because another part did.
         """
         has_ended = process.exit_status() is not None
-        is_stillborn = has_ended and process.url not in self._has_answered and not process.is_part
+        is_stillborn = has_ended and process.url not in self._answered and not process.is_part
         return min(1, self._settings.restarts) if is_stillborn else self._settings.restarts
 
     def _start_again(self, process: ServerProcess) -> None:
@@ -273,7 +295,7 @@ class Supervisor:
         since, setting = waits.setdefault(process.url, (now, "start_timeout"))
         limit = getattr(self._settings, setting)
         if process.is_healthy(min(5.0, limit)):
-            self._has_answered.add(process.url)
+            self._answered[process.url] = now
             waits[process.url] = (now, "hang_timeout")
         elif now - since > limit:
             return f"has not answered for {self._key}.{setting}={limit:g} s"
