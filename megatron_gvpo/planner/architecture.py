@@ -435,12 +435,18 @@ class _Sizes:
 RUNTIME_BYTES = 4e9  # CUDA's context, NCCL's buffers, fragmentation
 
 
-def engine_room(model: Architecture, tp: int, gpu_gib: float) -> float:
+def engine_room(model: Architecture, tp: int, gpu_gib: float, fp8: bool = False) -> float:
     """Returns the bytes for the cache of a rollout engine on `tp` GPUs; negative if the weights do not fit.
 
-    Colocated servers have the GPU to themselves: the trainer's state is in host memory while they generate.
+    `fp8`: the engine serves the model in FP8. Colocated servers have the GPU to themselves: the trainer's
+    state is in host memory while they generate.
     """
-    return tp * (0.85 * gpu_gib * GIB - RUNTIME_BYTES) - 2.0 * model.parameters
+    return tp * (0.85 * gpu_gib * GIB - RUNTIME_BYTES) - served_bytes(model, fp8)
+
+
+def served_bytes(model: Architecture, fp8: bool) -> float:
+    """Returns the bytes of a rollout engine's weights. FP8 leaves embedding and head in bf16."""
+    return 2.0 * model.parameters if not fp8 else model.parameters + model.embedding * (2 - model.tied)
 
 
 GIB = 2**30

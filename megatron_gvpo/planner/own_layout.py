@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.planner import architecture
-from megatron_gvpo.planner.architecture import Architecture, Gpu, engine_room
+from megatron_gvpo.planner.architecture import Architecture, Gpu, engine_room, served_bytes
 from megatron_gvpo.planner.prediction import least, predict, usable_gib
 from megatron_gvpo.planner.workload import NODE
 from megatron_gvpo.settings.config import Config
@@ -50,8 +52,12 @@ class LayoutAnswer:
 
 def answer(config: Config, world: int, gpu: Gpu) -> LayoutAnswer:
     """The answer for `world` GPUs of the trainer. Raises ConfigError for an impossible layout or model."""
-    check_layout(config, world)
+    cards = check_layout(config, world)
     model = architecture.load(config.model.path, "model.path")
+    if config.model.dtype != "bfloat16":
+        raise ConfigError(
+            f"model.dtype={config.model.dtype}: the planner counts bfloat16; rehearse shows others"
+        )
     needed, parts = least(config, world), predict(config, world)
     if needed is None or parts is None:
         raise ConfigError(f"model.path={config.model.path}: the planner does not know this architecture")
@@ -65,25 +71,27 @@ def answer(config: Config, world: int, gpu: Gpu) -> LayoutAnswer:
         needed,
         "total" not in parts,
         usable,
-        _server_problem(config, model, gpu),
+        _server_problem(config, cards, model, gpu),
         tuple(sorted(changes, key=lambda change: not change.fits)),
     )
 
 
-def _server_problem(config: Config, model: Architecture, gpu: Gpu) -> str | None:
+def _server_problem(config: Config, cards: ModelCards, model: Architecture, gpu: Gpu) -> str | None:
     """Why a started rollout server cannot hold the weights and the longest response; None if it can."""
     servers = config.rollout.servers
     if not config.rollout.uses_servers or servers.urls:
         return None
-    room = engine_room(model, servers.tp, gpu.memory_gib)
-    if room > 0:
+    fp8 = servers.model_path is not None  # a checkpoint that is not on this machine is taken for one in FP8
+    if fp8 and Path(cards.served_path).is_dir():
+        fp8 = "quantization_config" in cards.served
+    if engine_room(model, servers.tp, gpu.memory_gib, fp8) > 0:
         return None
-    weights = 2 * model.parameters / architecture.GIB
-    enough = next((tp for tp in (2, 4, 8, 16, 32) if engine_room(model, tp, gpu.memory_gib) > 0), None)
+    weights = served_bytes(model, fp8) / architecture.GIB
+    enough = next((tp for tp in (2, 4, 8, 16, 32) if engine_room(model, tp, gpu.memory_gib, fp8) > 0), None)
     remedy = "use larger GPUs" if enough is None else f"set rollout.servers.tp={enough}"
     return (
-        f"a rollout server of rollout.servers.tp={servers.tp} cannot hold the {weights:.0f} GiB of bf16 "
-        f"weights beside its cache: {remedy}"
+        f"a rollout server of rollout.servers.tp={servers.tp} cannot hold the {weights:.0f} GiB of "
+        f"{'FP8' if fp8 else 'bf16'} weights beside its cache: {remedy}"
     )
 
 

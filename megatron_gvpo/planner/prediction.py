@@ -35,7 +35,7 @@ _PARTS |= {name: name for name in ("critic", "head", "workspaces", "teacher", "r
 def predict(
     config: Config, world: int, micro_batches: int | None = None, stage: int | None = None
 ) -> dict[str, float] | None:
-    """GiB by part as `plan` would have them; None for a model that the planner lacks.
+    """GiB by part as `plan` would have them; None for a model that the planner lacks, and in float32.
 
     `stage`: a pipeline stage; default: the fullest. With options that it does not count it gives neither
     activations nor the total.
@@ -82,6 +82,8 @@ def layout_of(config: Config, world: int) -> Layout:
 def _parts(
     config: Config, layout: Layout, micro_batches: int | None, stage: int | None
 ) -> dict[str, float] | None:
+    if config.model.dtype != "bfloat16":  # whose elements all sizes are of
+        return None
     try:
         model = architecture.load(str(Path(config.model.path) / "config.json"))
     except ConfigError:

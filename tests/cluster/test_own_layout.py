@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_gvpo.planner.prediction import least
 from megatron_gvpo.rehearsal import made_model
 from megatron_gvpo.settings.config import load_config
 
+KNOWN = json.loads(resources.files("megatron_gvpo.planner").joinpath("models.json").read_text())
 CONFIG = """
 output_dir: runs/x
 model: {path: models/Qwen2.5-7B}
@@ -71,6 +73,18 @@ def test_servers_that_are_too_small_are_a_part_too(config, capsys):
     assert main(["plan", config, *enough, "--nodes", "16", "parallel.recompute=full"]) == 0
 
 
+def test_servers_of_fp8_weights_need_half_the_room(config, capsys, tmp_path):
+    large = ["model.path=deepseek-ai/DeepSeek-V3", "rollout.servers.tp=8", "rollout.servers.count=1"]
+    large += ["--gpu", "h200", "--nodes", "32", "parallel.ep=32", "--json"]
+    (tmp_path / "fp8").mkdir()
+    for quantised, problem in (({}, "the 1250 GiB of bf16 weights"), ({"quant_method": "fp8"}, None)):
+        values = KNOWN["deepseek-ai/DeepSeek-V3"] | ({"quantization_config": quantised} if quantised else {})
+        (tmp_path / "fp8" / "config.json").write_text(json.dumps(values))
+        main(["plan", config, *large[:3], f"rollout.servers.model_path={tmp_path / 'fp8'}", *large[3:]])
+        found = json.loads(capsys.readouterr().out)
+        assert found["server"] is None if problem is None else problem in found["server"]
+
+
 @pytest.mark.parametrize("gpu", ["a100", "A100", "b200"])
 def test_gpus_by_name(config, capsys, gpu):
     main(["plan", config, "--gpu", gpu])
@@ -114,6 +128,7 @@ def test_a_search_for_an_engine_and_colocated_servers(capsys, tmp_path):
         (["CONFIG", "--nodes", "2", "--gpus", "8"], "--nodes and --gpus: give one of them"),
         (["CONFIG", "--nodes", "0"], "0 GPUs: must be from 1"),
         (["CONFIG", "parallel.tp=3"], "tp=3"),
+        (["CONFIG", "model.dtype=float32"], "model.dtype=float32: the planner counts bfloat16 alone"),
         (["CONFIG", "model.path=nothing"], "model.path=nothing: no config.json there"),
         (["CONFIG", "--gpu", "v100"], "--gpu v100: unknown"),
     ],
