@@ -463,6 +463,14 @@ def interpreter(directory: Path, says: str) -> str:
     return f"rollout.servers.python={python}"
 
 
+def test_a_name_that_others_know_by_another_address_is_refused(task: Path, tmp_path: Path, monkeypatch):
+    """Debian's /etc/hosts has `127.0.1.1 node7` on node7: the trainer would wait for `start_timeout`."""
+    monkeypatch.setattr(socket, "gethostbyname", {"node7": "127.0.1.1"}.__getitem__)
+    config = configure(task, tmp_path / "run", "rollout.engine=sglang", "rollout.servers.host=node7")
+    with pytest.raises(ConfigError, match=r"rollout\.servers\.host=node7: /etc/hosts gives it 127\.0\.1\.1"):
+        serve_run(config)
+
+
 def test_an_engine_with_another_nccl_is_refused_before_it_starts(good: Path, tmp_path: Path):
     other = config_of(good, interpreter(tmp_path, "echo 2.31.2"))
     with pytest.raises(ConfigError, match=r"NCCL 2\.31\.2, the trainer's has 2\.30\.7.*transport=broadcast"):

@@ -10,6 +10,7 @@ trainer has given its memory away.
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import time
 
@@ -20,6 +21,8 @@ from megatron_gvpo.servers.launch.start import given_key, report, start_servers
 from megatron_gvpo.servers.launch.supervise import Supervisor, is_loopback
 from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig
 from megatron_gvpo.settings.servers import ServersConfig
+
+_OWN_NAME = "127.0.1.1"
 
 
 def serve(
@@ -41,6 +44,7 @@ def serve(
         raise ConfigError(
             f"rollout.engine={rollout.engine} has no servers: serve needs rollout.engine=sglang or vllm"
         )
+    _check_host(rollout.servers.host)
     key = _key(rollout.servers)
     told = threading.Event()
     previous = {n: signal.signal(n, lambda *_: told.set()) for n in (signal.SIGTERM, signal.SIGINT)}
@@ -53,6 +57,22 @@ def serve(
         supervisor.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _check_host(host: str) -> None:
+    """Raises ConfigError for a name that on this machine has another address than on all others.
+
+    Debian and Ubuntu write a machine's own name beside 127.0.1.1 into its /etc/hosts.
+    """
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        return  # told when it is bound
+    if address == _OWN_NAME != host:
+        raise ConfigError(
+            f"rollout.servers.host={host}: /etc/hosts gives it {_OWN_NAME} here, and no other machine "
+            "reaches that: give the address that others know, or correct the line"
+        )
 
 
 def _key(settings: ServersConfig) -> str | None:
