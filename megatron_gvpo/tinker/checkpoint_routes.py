@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from megatron_gvpo.tinker import requests
-from megatron_gvpo.tinker.checkpoints import CheckpointPath, list_checkpoints, read_info
+from megatron_gvpo.tinker.checkpoints import CheckpointPath, list_checkpoints, read_info, remove
 from megatron_gvpo.tinker.served_model import ServedModel
 from megatron_gvpo.tinker.wire import Refusal
 
@@ -31,9 +30,7 @@ def add(app: web.Application, root: Path, model: ServedModel) -> None:
 
     async def delete(request: web.Request) -> web.Response:
         kind, name = request.match_info["kind"], request.match_info["name"]
-        path = CheckpointPath.parse(f"tinker://{request.match_info['model_id']}/{kind}/{name}")
-        read_info(root, path)
-        shutil.rmtree(path.directory(root))
+        remove(root, CheckpointPath.parse(f"tinker://{request.match_info['model_id']}/{kind}/{name}"))
         return web.json_response({})
 
     async def training_run(request: web.Request) -> web.Response:

@@ -75,13 +75,27 @@ class CheckpointPath(NamedTuple):
 
 def read_info(root: Path, path: CheckpointPath) -> dict[str, Any]:
     """Return what info.json says. Raises Refusal where there is no such checkpoint, or it has expired."""
+    info = _facts(_file(root, path))
+    if _has_expired(info):
+        raise Refusal(f"the checkpoint {path.uri} has expired", 404)
+    return info
+
+
+def remove(root: Path, path: CheckpointPath) -> None:
+    """Remove a checkpoint, also one that has expired. Raises Refusal where there is none."""
+    shutil.rmtree(_file(root, path).parent)
+
+
+def _file(root: Path, path: CheckpointPath) -> Path:
+    """The info.json. Raises Refusal where there is no such checkpoint."""
     file = path.directory(root) / INFO
     if not file.is_file():
         raise Refusal(f"there is no checkpoint {path.uri}", 404)
-    info = _facts(file)
-    if (expires := info["expires"]) is not None and expires < time.time():
-        raise Refusal(f"the checkpoint {path.uri} has expired", 404)
-    return info
+    return file
+
+
+def _has_expired(info: dict[str, Any]) -> bool:
+    return info["expires"] is not None and info["expires"] < time.time()
 
 
 def _facts(file: Path) -> dict[str, Any]:
@@ -96,12 +110,13 @@ def _facts(file: Path) -> dict[str, Any]:
 
 
 def list_checkpoints(root: Path, model_id: str) -> list[tuple[CheckpointPath, dict[str, Any]]]:
-    """Return the complete checkpoints of a model with their info.json, the oldest first."""
+    """Return the complete checkpoints of a model that live on, with their info.json, the oldest first."""
     checkpoints: list[tuple[CheckpointPath, dict[str, Any]]] = []
     kinds: tuple[Kind, ...] = ("weights", "sampler_weights")
     for kind in kinds:
         for file in (root / model_id / kind).glob(f"*/{INFO}"):
-            checkpoints.append((CheckpointPath(model_id, kind, file.parent.name), _facts(file)))
+            if not _has_expired(info := _facts(file)):
+                checkpoints.append((CheckpointPath(model_id, kind, file.parent.name), info))
     return sorted(checkpoints, key=lambda item: float(item[1]["time"]))
 
 

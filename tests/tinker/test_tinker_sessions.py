@@ -1,12 +1,13 @@
 """Sessions of clients end when their clients are silent, and answers stay until they have been fetched."""
 
 import asyncio
+import json
 import time
 from pathlib import Path
 
 import pytest
 
-from megatron_gvpo.tinker.checkpoints import CheckpointPath, list_checkpoints, read_info
+from megatron_gvpo.tinker.checkpoints import CheckpointPath, list_checkpoints, read_info, remove
 from megatron_gvpo.tinker.sessions import KEPT_SECONDS, ClientModel, PendingResult, Sessions, WireAnswer
 from megatron_gvpo.tinker.wire import Refusal
 
@@ -86,6 +87,21 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, text: str):
     for read in (lambda: read_info(tmp_path, path), lambda: list_checkpoints(tmp_path, "model")):
         with pytest.raises(Refusal, match=r"a checkpoint is damaged: .*info\.json"):
             read()
+
+
+def test_an_expired_checkpoint_is_hidden_and_can_be_removed(tmp_path: Path):
+    kept, expired = (CheckpointPath.parse(f"tinker://model/weights/{name}") for name in ("one", "two"))
+    for path, expires in ((kept, time.time() + 3600), (expired, time.time() - 1)):
+        path.directory(tmp_path).mkdir(parents=True)
+        info = {"time": 1.0, "expires": expires}
+        (path.directory(tmp_path) / "info.json").write_text(json.dumps(info))
+    assert [path for path, _ in list_checkpoints(tmp_path, "model")] == [kept]
+    with pytest.raises(Refusal, match="two has expired"):
+        read_info(tmp_path, expired)
+    remove(tmp_path, expired)
+    assert not expired.directory(tmp_path).exists() and kept.directory(tmp_path).exists()
+    with pytest.raises(Refusal, match="there is no checkpoint"):
+        remove(tmp_path, expired)
 
 
 def test_a_path_is_read_as_it_is_written():
