@@ -56,7 +56,8 @@ def answer(config: Config, world: int, gpu: Gpu) -> LayoutAnswer:
     model = architecture.load(config.model.path, "model.path")
     if config.model.dtype != "bfloat16":
         raise ConfigError(
-            f"model.dtype={config.model.dtype}: the planner counts bfloat16; rehearse shows others"
+            f"model.dtype={config.model.dtype}: the planner counts bfloat16 alone; megatron-gvpo rehearse "
+            "shows the memory of others"
         )
     needed, parts = least(config, world), predict(config, world)
     if needed is None or parts is None:
