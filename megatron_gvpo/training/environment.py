@@ -28,15 +28,13 @@ def prepare(parallel: ParallelConfig, rollout: RolloutConfig) -> None:
     Raises ConfigError if the process may not open enough files.
     """
     _allow_open_files()
-    wanted: dict[str, str] = {}
+    wanted = _pinned_exactly()
     if parallel.offload_modules:  # read when Transformer Engine is imported
         wanted["NVTE_CPU_OFFLOAD_V1"] = "1"
     if parallel.tp * parallel.cp > 1:
         # Megatron launches a communication before the matrix product that hides it. GPUs up to Hopper keep
         # that order only with a single queue. Megatron-LM refuses to run without it.
         wanted[MEGATRONS] = "1"
-    if rollout.servers.colocated or parallel.offload_layers or parallel.offload_modules:
-        wanted |= _pinned_exactly()
     if rollout.engine == "sglang" and rollout.weights.traits.forms_group:
         # SGLang sets it in its own processes (0.5.23, engine.py). If ranks of one process group differ in it,
         # they exchange handles of GPU memory that the other side cannot open.
@@ -50,8 +48,9 @@ def prepare(parallel: ParallelConfig, rollout: RolloutConfig) -> None:
 def _pinned_exactly() -> dict[str, str]:
     """PyTorch's allocator setting with which pinned host memory above 64 MiB is as large as was asked for.
 
-    Otherwise it rounds up to a power of two, and 8.6 GB of weights on the host take 16. The user's own
-    settings stay.
+    Otherwise it rounds up to a power of two, and 8.6 GB of weights on the host take 16: of reference weights,
+    a teacher, an optimizer that is offloaded, or a trainer beside colocated servers. The user's own settings
+    stay.
     """
     name = "PYTORCH_ALLOC_CONF"
     if "PYTORCH_CUDA_ALLOC_CONF" in os.environ or name in os.environ:
