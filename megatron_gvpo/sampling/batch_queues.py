@@ -46,6 +46,14 @@ class PartSampler[Pending](BatchSampler[Pending], Protocol):
         """One batch of the prompts of all."""
 
 
+@dataclass(frozen=True)
+class _BatchRequest:
+    """A batch: the indices of its prompts in the data, and the seed of their samples."""
+
+    indices: list[int]
+    seed: int
+
+
 class BatchQueue[Pending]:
     """Batches of the groups of `size` prompts, in the order of the data, asked for before they are needed."""
 
@@ -53,15 +61,19 @@ class BatchQueue[Pending]:
         self, order: Order, prompts: Sequence[Prompt], sampler: BatchSampler[Pending], size: int
     ) -> None:
         self._order, self._prompts, self._sampler, self._size = order, prompts, sampler, size
-        # Each with the order's state before it.
-        self._pending: deque[tuple[dict[str, Any], Pending]] = deque()
+        self._pending: deque[tuple[_BatchRequest, Pending]] = deque()
+        self._again: deque[_BatchRequest] = deque()  # those that a resumed run asks for again
 
     def request(self, count: int) -> None:
         """Keep `count` batches in progress or ready."""
         while len(self._pending) < count:
-            before, seed = self._order.state_dict(), self._order.seed_for_next()
-            prompts = [self._prompts[i] for i in self._order.take(self._size)]
-            self._pending.append((before, self._sampler.request(prompts, seed)))
+            request = self._again.popleft() if self._again else self._next_request()
+            prompts = [self._prompts[i] for i in request.indices]
+            self._pending.append((request, self._sampler.request(prompts, request.seed)))
+
+    def _next_request(self) -> _BatchRequest:
+        seed = self._order.seed_for_next()
+        return _BatchRequest(self._order.take(self._size), seed)
 
     def next_batch(self, step: int) -> list[Group]:
         """The groups of the oldest batch that was asked for, for training step `step`."""
@@ -69,8 +81,12 @@ class BatchQueue[Pending]:
         return self._sampler.complete(pending, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The order's state before the oldest batch that is not complete: a resumed run asks for it again."""
-        return self._pending[0][0] if self._pending else self._order.state_dict()
+        """The order's state, and the batches that are not complete: a resumed run asks for them again.
+
+        Their prompts are named, because an order by weight would choose others by now.
+        """
+        batches = [*(request for request, _ in self._pending), *self._again]
+        return self._order.state_dict() | {"batches": [[b.seed, b.indices] for b in batches]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if count := len(state.get("in_progress", ())):
@@ -80,6 +96,7 @@ class BatchQueue[Pending]:
                 count,
             )
         self._order.load_state_dict(state)
+        self._again = deque(_BatchRequest(indices, seed) for seed, indices in state.get("batches", ()))
 
 
 @dataclass
@@ -145,3 +162,5 @@ class OverSampledQueue[Pending]:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._order.load_state_dict(state)
         self._again = [(index, seed) for index, seed in state.get("in_progress", ())]
+        for seed, indices in state.get("batches", ()):  # of a run without over-sampling
+            self._again += [(index, derived_seed(seed, i)) for i, index in enumerate(indices)]

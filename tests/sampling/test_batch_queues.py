@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,8 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from megatron_gvpo.data.order import PromptOrder
-from megatron_gvpo.groups import Group, Prompt
+from megatron_gvpo.algorithms.curriculum.prompts import SuccessRate
+from megatron_gvpo.algorithms.curriculum.tracker import Tracker
+from megatron_gvpo.data.order import PromptOrder, SuccessTracker, WeightedOrder
+from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.sampling.batch_queues import BatchQueue, OverSampledQueue
 
 PROMPTS = [Prompt(str(i), (1,), "") for i in range(40)]
@@ -116,3 +119,43 @@ def test_a_resumed_run_without_over_sampling_says_what_it_loses(caplog: pytest.L
     queue = BatchQueue(PromptOrder(len(PROMPTS), 0), PROMPTS, server, SIZE)
     queue.load_state_dict(PromptOrder(len(PROMPTS), 0).state_dict() | {"in_progress": [[3, 7], [5, 8]]})
     assert "2 prompts were in progress" in caplog.text
+
+
+class Asked:
+    """A sampler that notes what it was asked for, and completes it at once."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[list[str], int]] = []
+
+    def request(self, prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
+        self.requests.append(([prompt.id for prompt in prompts], seed))
+        return list(prompts)
+
+    def complete(self, batch: list[Prompt], step: int) -> list[Group]:
+        return [Group(prompt, []) for prompt in batch]
+
+
+def test_a_resumed_run_asks_again_for_the_batches_that_were_drawn_by_weight():
+    """Fails on the old code: the weights had moved on, so that the batch in progress was drawn anew."""
+    rule, records = Tracker(), [Rollout([1], [0.0], "", "stop", reward=1.0)] * 4
+
+    def begun(sampler: Asked) -> tuple[SuccessTracker, BatchQueue[list[Prompt]]]:
+        tracker = SuccessTracker(rule)
+        order = WeightedOrder(PROMPTS, 0, SuccessRate(), tracker)
+        return tracker, BatchQueue(order, PROMPTS, sampler, SIZE)
+
+    first, second = Asked(), Asked()
+    tracker, queue = begun(first)
+    queue.request(2)
+    tracker.learn([Group(prompt, records) for prompt in PROMPTS[:30]])  # from now on they weigh less
+    queue.next_batch(1)
+    state = json.loads(json.dumps(queue.state_dict()))
+    resumed_tracker, resumed = begun(second)
+    resumed.load_state_dict(state)
+    resumed_tracker.load_state_dict(json.loads(json.dumps(tracker.state_dict())))
+    assert resumed.state_dict() == state, "a run that is saved again before its next step"
+    queue.request(2)
+    resumed.request(1)
+    assert second.requests == first.requests[1:2], "no more than the run now takes ahead"
+    resumed.request(2)
+    assert second.requests == first.requests[1:]
