@@ -71,6 +71,7 @@ def _check_continued(config: Config, directory: Path) -> None:
 
 def _check_new(config: Config, directory: Path, earlier: Earlier) -> None:
     """Raises ConfigError if a run may not start, or would remove files that no run has written."""
+    _check_outside(directory)
     there, foreign = present(directory), foreign_files(directory)
     listed = ", ".join(there)
     if earlier == "refuse" and there:
@@ -99,6 +100,17 @@ def _check_new(config: Config, directory: Path, earlier: Earlier) -> None:
             "from: start a run without --resume, or give --resume=auto, which continues a run where there "
             "is one"
         )
+
+
+def _check_outside(directory: Path) -> None:
+    """Raises ConfigError for a directory inside what another run writes, such as its checkpoints."""
+    target = Path(os.path.abspath(directory))
+    for other in target.parents:
+        if (folder := target.relative_to(other).parts[0]) in recorded_names(other):
+            raise ConfigError(
+                f"output_dir={directory}: the run in {other} writes to {other / folder}: give an output_dir "
+                "that is not in there"
+            )
 
 
 def _would_lose(directory: Path, foreign: str) -> str:

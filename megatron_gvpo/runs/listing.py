@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from megatron_gvpo.core.json_files import checked_record
 from megatron_gvpo.core.real_number import finite_number
 from megatron_gvpo.runs.existing_run import checkpoint_steps
 from megatron_gvpo.runs.lock import is_locked
-from megatron_gvpo.runs.written import CONFIG
+from megatron_gvpo.runs.written import CONFIG, OWN, RUN
 
 State = Literal["running", "finished", "stopped"]
 
@@ -41,7 +41,7 @@ class RunSummary:
 
 
 def find_runs(root: Path, metric: str) -> list[RunSummary]:
-    """The runs in `root` and below it, by path; a run's own directories are not searched.
+    """The runs in `root` and below it, by path; the directories that a run writes to are not searched.
 
     Raises OSError for a `root` that cannot be read.
     """
@@ -79,12 +79,14 @@ def _leaves(values: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _directories(directory: Path, depth: int) -> Iterator[Path]:
-    if (directory / "run.json").is_file():
+    own: Collection[str] = ()
+    if (directory / RUN).is_file():
         yield directory
-    elif depth:
+        own = OWN
+    if depth:
         with os.scandir(directory) as entries:
-            inner = sorted(e.path for e in entries if e.is_dir(follow_symlinks=False) and e.name[0] != ".")
-        for path in inner:
+            folders = [e for e in entries if e.is_dir(follow_symlinks=False) and e.name[0] != "."]
+        for path in sorted(folder.path for folder in folders if folder.name not in own):
             with suppress(PermissionError):
                 yield from _directories(Path(path), depth - 1)
 

@@ -87,6 +87,16 @@ def test_a_run_starts_only_where_nothing_is_lost(good, tmp_path, earlier, there,
             check(good, out, earlier, *there)
 
 
+def test_a_run_does_not_start_in_what_another_run_writes(good, tmp_path):
+    """Fails on the old code, which started there; the other run could then not be replaced any more."""
+    make(tmp_path, *FINISHED)
+    with pytest.raises(
+        ConfigError, match=rf"the run in {tmp_path} writes to {tmp_path / 'checkpoints'}: give"
+    ):
+        check(good, tmp_path / "sweep" / ".." / "checkpoints" / "b", "auto")
+    check(good, tmp_path / "sweep" / "b", "refuse")
+
+
 def test_an_earlier_run_is_removed_with_its_report_and_nothing_else(tmp_path):
     make(
         tmp_path,

@@ -49,6 +49,14 @@ def test_the_table(runs: Path, capsys: pytest.CaptureFixture[str]):
     ]
 
 
+def test_a_run_inside_another_run_s_directory_is_listed(tmp_path: Path):
+    """Fails on the old code, which looked no further than the run in `.`, say."""
+    make_run(here := tmp_path / "here", [], (2,))
+    make_run(here / "sweep" / "b", [])
+    make_run(here / "rollouts" / "c", [])  # what a run writes to is not searched
+    assert [run.directory for run in find_runs(tmp_path, "reward/mean")] == [here, here / "sweep" / "b"]
+
+
 def test_a_run_that_was_stopped_before_its_first_record_is_not_finished(tmp_path: Path):
     make_run(tmp_path / "a", [])
     make_run(tmp_path / "b", [])
