@@ -17,7 +17,7 @@ from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.checks.output_dir import check_output_dir
 from megatron_gvpo.checks.teacher import check_teacher
 from megatron_gvpo.checks.user_source import check_source, check_tool
-from megatron_gvpo.core.environment import check_rank_variables
+from megatron_gvpo.core.environment import check_rank_variables, is_first_process
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.gpu_packages import check_delta_nets, check_gpu_packages, check_no_null_cuda
 from megatron_gvpo.core.gpus import LocalGpu, list_gpus
@@ -145,7 +145,7 @@ def check_interpreter(config: Config) -> None:
     """
     servers, engine = config.rollout.servers, config.rollout.engine
     starts_servers = config.samples_responses and config.rollout.uses_servers and not servers.urls
-    if not starts_servers or os.environ.get("RANK", "0") != "0":
+    if not starts_servers or not is_first_process():
         return
     where = f"rollout.servers.python={servers.python}"
     if shutil.which(servers.python) is None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any, TextIO, cast
 
+from megatron_gvpo.core.environment import is_first_process
 from megatron_gvpo.core.redaction import hide
 
 SILENCE = 1.0  # seconds before a notice says what is being loaded
@@ -20,7 +21,7 @@ SCREENFUL, END = 2000, 400  # characters shown of an error's message; the last E
 
 def say(text: str, file: TextIO | None = None) -> None:
     """Print on the first rank only."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_process():
         print(hide(text), file=file, flush=True)
 
 
@@ -55,7 +56,7 @@ def loading(name: str) -> Iterator[None]:
 
     Only the first rank prints, on stderr, and only to a terminal: logs and pipes stay as they are.
     """
-    if os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty():
+    if not is_first_process() or not sys.stderr.isatty():
         yield
         return
     notice = threading.Timer(SILENCE, say, [f"loading {name} ...", sys.stderr])

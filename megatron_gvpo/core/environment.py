@@ -20,6 +20,12 @@ ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 # --- the variables by which torchrun tells a process its rank ----------------------------------------------
 
+
+def is_first_process() -> bool:
+    """True in the process of rank 0 and in one without ranks, also before the ranks have met."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _REMEDY = (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from megatron_gvpo.core.environment import is_first_process
 
 FIRST, AGAIN = 1.0, 10.0  # seconds until the first line, and between lines
 
@@ -29,7 +30,7 @@ def slow_work(name: str) -> Iterator[Callable[[str], None]]:
             print(f"{name}: {state}", file=sys.stderr, flush=True)
             wait = AGAIN
 
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first_process():
         yield now
         return
     teller = threading.Thread(target=tell, daemon=True)

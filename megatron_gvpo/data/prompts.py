@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from megatron_gvpo.core.environment import is_first_process
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.core.real_number import LARGEST, finite_number
 from megatron_gvpo.core.slow_work import slow_work
@@ -75,7 +76,7 @@ def load_prompts(
         if (prompt := reader.read(record, text, ids, pictures)) is not None:
             prompts.append(prompt)
     _check_records(dataset, records, pictured)
-    if dropped := records - len(prompts):
+    if (dropped := records - len(prompts)) and is_first_process():
         log.warning(
             "%s: dropped %d of %d prompts, longer than data.max_prompt_tokens=%d",
             dataset.path,
@@ -85,9 +86,9 @@ def load_prompts(
         )
     if not prompts:
         raise DataError(f"{dataset.path}: every prompt is longer than {longest} tokens")
-    if (warning := reader.unknown.warning()) is not None:
+    if (warning := reader.unknown.warning()) is not None and is_first_process():
         log.warning(warning)
-    if render.chat and (broken := broken_marks(tokenizer, prompts[0].text)):
+    if is_first_process() and render.chat and (broken := broken_marks(tokenizer, prompts[0].text)):
         log.warning(
             "the chat template writes %s, which the tokenizer has no token for: the model reads it as "
             "text, or not at all. It is the template of another model, or its tokens are missing",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
+from megatron_gvpo.core.environment import is_first_process
 from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.data.chat_template import Template, plain, special_tokens
 from megatron_gvpo.data.known_forms import RESPONSES, SOLUTION
@@ -194,7 +195,7 @@ def _check_differences(algorithm: AlgorithmConfig, dataset: DatasetConfig, promp
             f"{contradictory[0]}: the same response has two rewards, as in every record: nothing would be "
             "learned"
         )
-    if contradictory:
+    if contradictory and is_first_process():
         log.warning(
             "%s: the same response has two rewards (%d of %d records): leave such records out "
             "(data.train.convert)",

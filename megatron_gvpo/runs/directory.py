@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from megatron_gvpo.core.collectives import all_ranks_agree
+from megatron_gvpo.core.environment import is_first_process
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.runs.existing_run import Earlier, check_earlier_run, newest_step, remove_earlier_run
 from megatron_gvpo.runs.lock import RunLock
@@ -30,7 +31,7 @@ class RunDirectory:
     def __init__(self, config: Config, earlier: Earlier, allowed: Sequence[str] = ()) -> None:
         self._config, self._earlier, self._allowed = config, earlier, allowed
         self._path = Path(config.output_dir)
-        self._is_main = int(os.environ.get("RANK", "0")) == 0
+        self._is_main = is_first_process()
         self._newest = newest_step(self._path)
         self._begun = False
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megatron_gvpo.core.collectives import is_first_rank
 from megatron_gvpo.groups import Group, Prompt
 from megatron_gvpo.servers.request import derived_seed
 
@@ -89,7 +90,7 @@ class BatchQueue[Pending]:
         return self._order.state_dict() | {"batches": [[b.seed, b.indices] for b in batches]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if count := len(state.get("in_progress", ())):
+        if (count := len(state.get("in_progress", ()))) and is_first_rank():
             log.warning(
                 "%d prompts were in progress in the run that saved this, and are not sampled again: "
                 "rollout.over_sampling_prompts is 0 now",

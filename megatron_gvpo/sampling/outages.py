@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from megatron_gvpo.core.collectives import is_first_rank
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.groups import LOST, Group
@@ -69,5 +70,6 @@ class Outages:
             raise RolloutError(hide(f"{message} ({self._kind.key}={self._most:g})"))
         if lost >= 2 * self._told:
             self._told = lost
-            log.warning(hide(message))
+            if is_first_rank():
+                log.warning(hide(message))
         return remaining

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from torch import Tensor
 from megatron_gvpo.algorithms.base import STEP_START, TEACHER, Reference
 from megatron_gvpo.checks.preflight import preflight_on_ranks
 from megatron_gvpo.core.collectives import all_gather_msgpack, all_ranks_agree, broadcast_msgpack
+from megatron_gvpo.core.environment import is_first_process
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.signals import Interrupt
@@ -73,7 +73,7 @@ class Trainer:
             preflight_on_ranks(config, "train", earlier=earlier, allowed=allow_change)
         self.config = config
         self.callbacks = list(callbacks)
-        self.is_main = int(os.environ.get("RANK", "0")) == 0
+        self.is_main = is_first_process()
         self.interrupt = Interrupt()
         self._samples_from_policy = config.algorithm.samples_from_policy
         self._engine_reference = config.algorithm.reference_logprobs == "engine"

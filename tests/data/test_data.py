@@ -327,11 +327,15 @@ def test_a_prompt_with_more_text_is_written_like_the_others(
 
 
 def test_long_prompts_can_be_dropped(
-    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = jsonl(tmp_path / "a.jsonl", *({"prompt": "x" * n, "answer": "x"} for n in (3, 4, 5, 6)))
     with caplog.at_level(logging.WARNING):
+        monkeypatch.setenv("RANK", "3")
         kept = load(path, tokenizer, max_prompt_tokens=4, prompt_too_long="drop")
+        assert not caplog.text, "every rank reads the data, and one of them tells"
+        monkeypatch.delenv("RANK")
+        assert load(path, tokenizer, max_prompt_tokens=4, prompt_too_long="drop") == kept
     assert [p.id for p in kept] == ["a.jsonl:1", "a.jsonl:2"]
     assert "dropped 2 of 4 prompts" in caplog.text
     with pytest.raises(DataError, match=r"every prompt is longer than 2 tokens"):
