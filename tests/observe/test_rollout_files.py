@@ -6,6 +6,7 @@ import logging
 import math
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -205,6 +206,18 @@ def test_an_error_of_the_thread_is_raised_where_it_is_seen(tmp_path):
     files.write(responses(1))
     with pytest.raises(FileExistsError):
         files.close()
+
+
+def test_a_file_that_is_not_written_in_time_is_told_of(tmp_path, monkeypatch):
+    """Fails on the old code: the run ended as if its last file were there."""
+    ready = threading.Event()
+    monkeypatch.setattr("megatron_gvpo.observe.rollouts.writer.SECONDS", 0.2)
+    monkeypatch.setattr(RolloutWriter, "_write", lambda *_: ready.wait(30))
+    hangs = writer(tmp_path)
+    hangs.write(responses(1))
+    with pytest.raises(OSError, match=r"a file of rollouts took over 0\.2 s"):
+        hangs.close()
+    ready.set()
 
 
 def test_unusual_responses(tmp_path):

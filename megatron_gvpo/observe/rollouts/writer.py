@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,13 +57,12 @@ class RolloutWriter:
             raise OSError(f"{self._directory}: a file of rollouts took over {SECONDS:g} s") from None
 
     def close(self) -> None:
-        """Wait until all files are written."""
-        try:
+        """Wait until all files are written. Raises OSError for one that takes too long, which may be lost."""
+        with suppress(queue.Full):
             self._waiting.put(None, timeout=SECONDS)
-        except queue.Full:
-            self._failed = self._failed or OSError(f"{self._directory}: a file took over {SECONDS:g} s")
-        else:
             self._thread.join(SECONDS)
+        if self._thread.is_alive() and self._failed is None:
+            self._failed = OSError(f"{self._directory}: a file of rollouts took over {SECONDS:g} s")
         self._check()
 
     def _check(self) -> None:
