@@ -35,6 +35,14 @@ STYLE = {
 }
 
 
+CURVES = ("reward/mean", "train/loss", "eval/pass@1")
+
+
+def has_curves(records: Sequence[Mapping[str, Any]]) -> bool:
+    """True if these records of metrics.jsonl have a finite value that `plot_curve` draws."""
+    return any(record.get(name) is not None for record in records for name in CURVES)
+
+
 def plot_curve(metrics_jsonl: Path | str, png: Path | str, title: str | None = None) -> None:
     """Draw the mean reward (in a run without rewards: the loss) and pass@1 over the steps, side by side.
 
@@ -44,10 +52,10 @@ def plot_curve(metrics_jsonl: Path | str, png: Path | str, title: str | None = N
     from matplotlib.figure import Figure
 
     records = read_metrics(metrics_jsonl)
-    reward, loss, passed = (_series(records, name) for name in ("reward/mean", "train/loss", "eval/pass@1"))
-    training = reward or loss
-    if not (training or passed):
+    if not has_curves(records):
         raise ValueError(f"{metrics_jsonl}: no reward/mean, train/loss or eval/pass@1 in it to plot")
+    reward, loss, passed = (_series(records, name) for name in CURVES)
+    training = reward or loss
 
     with rc_context(STYLE):
         panels = bool(training) + bool(passed)

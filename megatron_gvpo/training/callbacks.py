@@ -20,6 +20,7 @@ from megatron_gvpo.observe.monitor import DeviceMonitor, by_machine
 from megatron_gvpo.observe.rollouts.writer import RolloutWriter
 from megatron_gvpo.observe.samples import few_samples, worth_showing
 from megatron_gvpo.observe.step_records import StepRecord, StepRecords
+from megatron_gvpo.observe.summary import has_curves
 from megatron_gvpo.runs.existing_run import metrics_problems
 from megatron_gvpo.runs.written import RUN
 
@@ -197,7 +198,8 @@ class Recorder(Callback):
             "seconds": {"total": wall, **totals},
         }
         (self._directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        plot_curve(self._directory / "metrics.jsonl", self._directory / "curve.png")
+        if has_curves(records):  # there are none of a run whose metrics were moved away, or never finite
+            plot_curve(self._directory / "metrics.jsonl", self._directory / "curve.png")
         self._progress.note(time_report(totals, wall))
         self._progress.close()
 

@@ -6,6 +6,7 @@ test_resume.py tests interrupted runs, test_checkpoint_faults.py full disks and 
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -58,6 +59,18 @@ def test_a_run_leaves_its_records(finished):
     assert list((finished / "profile").glob("rank0_steps2-2.json.gz"))
     kept = sorted(path.name for path in (finished / "checkpoints").iterdir())
     assert kept == ["step_00000002", "step_00000003", "step_00000004"]
+
+
+def test_a_run_without_metrics_comes_to_its_end(task, finished, tmp_path):
+    """Fails on the old code: it found nothing to plot, and ended with Python's error after its export."""
+    shutil.copytree(finished, tmp_path / "out")
+    (tmp_path / "out" / "metrics.jsonl").unlink()  # as the message about damaged metrics proposes
+    shutil.rmtree(tmp_path / "out" / "hf")  # the run was stopped before its export
+    settings = ("checkpoint.every=1", "checkpoint.keep=3", "logging.tensorboard=true")
+    config = configure(task, tmp_path / "out", *GVPO, *settings, "logging.profile_steps=[2, 2]")
+    fit(config, resume=True)
+    assert (tmp_path / "out" / "hf" / "config.json").is_file()
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["pass_at_1_before"] is None
 
 
 def test_tensorboard_has_what_the_metrics_have(finished):
