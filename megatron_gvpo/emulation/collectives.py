@@ -28,8 +28,11 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise RuntimeError(f"{func}: tensors on {', '.join(sorted({str(t.device) for t in tensors}))}")
     if any(not t.is_contiguous() for t in tensors):
         raise RuntimeError(f"{func}: NCCL takes contiguous tensors only")
-    moves = "reduce" not in func._schema.name
-    args, kwargs = tree_map_only(torch.Tensor, functools.partial(_bytes_of, moves=moves), (args, kwargs))
+    moves, is_mixed = "reduce" not in func._schema.name, len({t.dtype for t in tensors}) > 1
+    if is_mixed and not moves:
+        raise RuntimeError(f"{func}: gloo adds tensors of one dtype only")
+    as_bytes = functools.partial(_as_bytes, is_mixed=is_mixed) if moves else alias
+    args, kwargs = tree_map_only(torch.Tensor, as_bytes, (args, kwargs))
     result = func(*args, **kwargs)
     _pending[:] = [one for one in _pending if not one[0].is_completed()]
     work = result[-1] if isinstance(result, tuple | list) else result
@@ -40,10 +43,13 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tree_map_only(torch.Tensor, lambda t: by_address.get(t.data_ptr(), tensors[0]), result)
 
 
-def _bytes_of(tensor: torch.Tensor, moves: bool) -> torch.Tensor:
-    """The alias, as bytes if values are only moved and gloo does not know their dtype."""
+def _as_bytes(tensor: torch.Tensor, is_mixed: bool) -> torch.Tensor:
+    """The alias of a tensor whose values are only moved, as bytes where gloo would not keep its dtype.
+
+    gloo does not know the dtypes of FP8, and joins the tensors of a coalesced collective in one dtype.
+    """
     memory = alias(tensor)
-    return memory.view(torch.uint8) if moves and memory.dtype.itemsize == 1 else memory
+    return memory.view(torch.uint8) if is_mixed or memory.dtype.itemsize == 1 else memory
 
 
 class Transfer:

@@ -1,4 +1,4 @@
-"""Messages between ranks on emulated GPUs may be waited for twice, as NCCL's may."""
+"""Messages between ranks on emulated GPUs: waited for twice, and of several dtypes, as NCCL's may be."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from helpers import on_null_cuda
 from helpers.distributed import launch
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
@@ -25,3 +26,23 @@ def exchange() -> None:
 
 def test_a_transfer_may_be_waited_for_twice() -> None:
     launch("test_transfers:exchange", [2], timeout=100, emulated=True)
+
+
+def gather() -> None:
+    """Both ranks' parts of a tensor of bytes and of one in bf16, in one message; called in a rank."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tensors = [
+        torch.zeros(world * count, dtype=dtype, device="cuda")
+        for count, dtype in ((5, torch.uint8), (3, torch.bfloat16))
+    ]
+    with _coalescing_manager(dist.group.WORLD, async_ops=False):
+        for tensor in tensors:
+            part = tensor.chunk(world)[rank].fill_(100 + rank)
+            dist.all_gather_into_tensor(tensor, part)
+    assert tensors[0].tolist() == [100] * 5 + [101] * 5
+    assert tensors[1].tolist() == [100.0] * 3 + [101.0] * 3
+
+
+def test_tensors_of_several_dtypes_are_gathered_at_once() -> None:
+    """So Megatron gathers weights where some are in FP8."""
+    launch("test_transfers:gather", [2], timeout=100, emulated=True)

@@ -57,8 +57,11 @@ def _write_tensorwise(out: Any, values: Tensor, rounded: Tensor, quantizer: Any)
     amax = values.abs().amax()
     if hasattr(quantizer, "scale"):
         scale = alias(quantizer.scale).float().view(())
-        recorded = alias(quantizer.amax)
-        recorded.copy_(torch.maximum(recorded, amax.view(recorded.shape)))
+        if (
+            quantizer.amax.numel()
+        ):  # the optimizer's casts of weights, with a scale that is known, record none
+            recorded = alias(quantizer.amax)
+            recorded.copy_(torch.maximum(recorded, amax.view(recorded.shape)))
         rounded = values  # its kernel writes FP8 itself
     else:
         if quantizer.with_amax_reduction:
