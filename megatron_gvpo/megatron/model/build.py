@@ -32,6 +32,7 @@ from megatron_gvpo.megatron.attention.core import (
     rotating_attention,
     with_core_attention,
 )
+from megatron_gvpo.megatron.model.fp8_weights import loaded_in_full_precision
 from megatron_gvpo.megatron.model.frozen import freeze
 from megatron_gvpo.megatron.model.group_limited_router import limit_groups, routing_settings
 from megatron_gvpo.megatron.model.megatron_bridge import open_bridge
@@ -222,7 +223,8 @@ class _Preparation:
     def load_weights(self, chunks: list[Any]) -> None:
         """Load the checkpoint's weights, and compare them with their checksums. Raises ConfigError."""
         checked = CheckedWeights(self.bridge.hf_pretrained.state.source, Path(self.settings.path), self.key)
-        self.bridge.load_hf_weights(chunks)
+        with loaded_in_full_precision(chunks):
+            self.bridge.load_hf_weights(chunks)
         checked.finish()
 
 
