@@ -7,7 +7,7 @@ fp8_quantized.py, and without FP8 the model equals that of `transformers` (a tes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,14 +79,19 @@ class _Product(torch.autograd.Function):
 
 
 class PackedModel:
-    """The model over a pack of sequences.
+    """The model over a pack of sequences, alone or divided over tensor-parallel ranks.
 
     Megatron's layers have q, k and v in one weight, and gate and up: these share scales, and their gradients.
+    A rank has some heads, and some columns of the MLP: it quantizes its own parts of the weights, and of what
+    its heads and columns compute; what all ranks read is quantized as a whole.
     """
 
-    def __init__(self, config: Any, weights: Weights, operands: Operands | None) -> None:
-        """`config`: a Qwen3Config; `weights`: by their names in files; `operands` None: no FP8."""
+    def __init__(self, config: Any, weights: Weights, operands: Sequence[Operands] = ()) -> None:
+        """`config`: a Qwen3Config; `weights`: by their names in files; `operands`: of each rank; none: no
+        FP8.
+        """
         self.config, self.weights, self.operands = config, weights, operands
+        self.ranks = max(1, len(operands))
 
     def logits(self, token_t: Tensor, lengths: list[int]) -> Tensor:
         """[t, v] of a pack of sequences with these `lengths`."""
@@ -96,26 +101,41 @@ class PackedModel:
         is_seen_tt = (sequence_t[:, None] == sequence_t) & is_before_tt
         x = self.weights["model.embed_tokens.weight"][token_t]
         for layer in range(self.config.num_hidden_layers):
-            x = x + self._attention(x, f"model.layers.{layer}", position_t, is_seen_tt)
-            x = x + self._mlp(x, f"model.layers.{layer}")
+            name = f"model.layers.{layer}"
+            normed = self._norm(x, f"{name}.input_layernorm")
+            x = x + self._sum(
+                self._heads(normed, name, rank, position_t, is_seen_tt) for rank in self._each()
+            )
+            normed = self._norm(x, f"{name}.post_attention_layernorm")
+            x = x + self._sum(self._mlp(normed, name, rank) for rank in self._each())
         return self._norm(x, "model.norm") @ self.weights["lm_head.weight"].T
 
-    def _attention(self, x: Tensor, name: str, position_t: Tensor, is_seen_tt: Tensor) -> Tensor:
+    def _each(self) -> range:
+        return range(self.ranks)
+
+    def _sum(self, parts: Iterator[Tensor]) -> Tensor:
+        return torch.stack(list(parts)).sum(0)
+
+    def _heads(self, normed: Tensor, name: str, rank: int, position_t: Tensor, is_seen_tt: Tensor) -> Tensor:
+        """What a rank's heads add to the attention's output."""
         width = self.config.head_dim
-        q, k, v = self._qkv(self._norm(x, f"{name}.input_layernorm"), name)
+        q, k, v = self._qkv(normed, name, rank)
         q, k, v = (part.unflatten(1, (-1, width)).transpose(0, 1) for part in (q, k, v))
         q = self._rotated(self._norm(q, f"{name}.self_attn.q_norm"), position_t)
         k = self._rotated(self._norm(k, f"{name}.self_attn.k_norm"), position_t)
         k, v = (part.repeat_interleave(len(q) // len(k), 0) for part in (k, v))
         scores = (q @ k.transpose(1, 2) / math.sqrt(width)).masked_fill(~is_seen_tt, -math.inf)
         out = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
-        return self._product(out, self.weights[f"{name}.self_attn.o_proj.weight"])
+        weight = self.weights[f"{name}.self_attn.o_proj.weight"]
+        return self._product(out, weight.chunk(self.ranks, 1)[rank], rank)
 
-    def _mlp(self, x: Tensor, name: str) -> Tensor:
-        normed = self._norm(x, f"{name}.post_attention_layernorm")
-        parts = [self.weights[f"{name}.mlp.{part}_proj.weight"] for part in ("gate", "up")]
-        gate, up = self._product(normed, torch.cat(parts)).chunk(2, 1)
-        return self._product(F.silu(gate) * up, self.weights[f"{name}.mlp.down_proj.weight"])
+    def _mlp(self, normed: Tensor, name: str, rank: int) -> Tensor:
+        """What a rank's columns add to the MLP's output."""
+        gate, up = (self.weights[f"{name}.mlp.{part}_proj.weight"] for part in ("gate", "up"))
+        columns = [part.chunk(self.ranks)[rank] for part in (gate, up)]
+        gate, up = self._product(normed, torch.cat(columns), rank).chunk(2, 1)
+        down = self.weights[f"{name}.mlp.down_proj.weight"]
+        return self._product(F.silu(gate) * up, down.chunk(self.ranks, 1)[rank], rank)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         scale = (x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt()
@@ -130,16 +150,17 @@ class PackedModel:
         turned = torch.cat([-second, first], -1)
         return x * angles.cos().to(x.dtype) + turned * angles.sin().to(x.dtype)
 
-    def _qkv(self, x: Tensor, name: str) -> list[Tensor]:
+    def _qkv(self, x: Tensor, name: str, rank: int) -> list[Tensor]:
         """In Megatron's order: the queries that share a key, the key, the value; then the next."""
         groups = self.config.num_key_value_heads
         weights = [self.weights[f"{name}.self_attn.{part}_proj.weight"] for part in "qkv"]
-        parts = [weight.unflatten(0, (groups, -1)) for weight in weights]
-        together = self._product(x, torch.cat(parts, 1).flatten(0, 1)).unflatten(1, (groups, -1))
+        parts = [weight.unflatten(0, (groups, -1)).chunk(self.ranks)[rank] for weight in weights]
+        together = self._product(x, torch.cat(parts, 1).flatten(0, 1), rank)
+        together = together.unflatten(1, (groups // self.ranks, -1))
         return [part.flatten(1) for part in together.split([part.shape[1] for part in parts], 2)]
 
-    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        if self.operands is None:
+    def _product(self, x: Tensor, weight: Tensor, rank: int) -> Tensor:
+        if not self.operands:
             return x @ weight.T
-        product: Tensor = _Product.apply(x, weight, self.operands)  # type: ignore[no-untyped-call]
+        product: Tensor = _Product.apply(x, weight, self.operands[rank])  # type: ignore[no-untyped-call]
         return product

@@ -8,24 +8,65 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from helpers.cases.gradient_cases import ALL
+from helpers.distributed import run_number
 from helpers.workers.emulated_faults import NO_FAULT, Faults, Result, _calls, changed, updated
 from helpers.workers.gradient_worker import Case, Layout, config_of
+from megatron_gvpo.megatron.batch import PackedBatch
 
 Operands = list[tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True)
-class Fp8Result:
-    """An update's gradients, and the operands of its products in FP8, in their order."""
+class Run(NamedTuple):
+    """An update in FP8 in a layout, in micro-batches of `budget` tokens, and perhaps with a fault.
 
-    result: Result
+    `weights`: they are kept in FP8. `is_second`: an update on the same rows has changed the weights before.
+    """
+
+    recipe: str
+    dtype: str
+    fault: str = "nothing"
+    layout: Layout = Layout(1)
+    budget: int = ALL
+    weights: bool = False
+    is_second: bool = False
+
+    def __str__(self) -> str:
+        parts = [self.recipe, self.dtype, str(self.layout)]
+        parts += ["micro-batches"] * (self.budget != ALL) + ["weights"] * self.weights
+        return f"{', '.join([*parts, *['after an update'] * self.is_second])}: {self.fault}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A rank's micro-batches, and the operands of its products in FP8, in their order."""
+
+    tensor_rank: int
+    data_rank: int
+    stage: int
+    packs: list[PackedBatch]
     operands: Operands
+
+
+@contextlib.contextmanager
+def packed() -> Iterator[list[PackedBatch]]:
+    """The micro-batches that are packed inside."""
+    packs: list[PackedBatch] = []
+    pack = PackedBatch.pack
+
+    def call(*args: Any, **options: Any) -> PackedBatch:
+        packs.append(pack(*args, **options))
+        return packs[-1]
+
+    with mock.patch.object(PackedBatch, "pack", call):
+        yield packs
 
 
 @contextlib.contextmanager
@@ -171,22 +212,38 @@ FAULTS: dict[str, Faults] = {
 
 
 def run(directory: str) -> None:
-    """Write results.pt: {(recipe, dtype, fault): Fp8Result}. work.pt: [(case, faults)]."""
+    """Write results-LAYOUT.pt, {Run: Result}, and a rank's records-LAYOUT-RANK.pt, {Run: Record}. work.pt:
+    {Run: Case}.
+    """
     from megatron.core import parallel_state
 
     from megatron_gvpo.megatron.policy import Policy
 
     folder = Path(directory)
-    runs: list[tuple[Case, list[str]]] = torch.load(folder / "work.pt", weights_only=False)
-    results: dict[tuple[str, str, str], Fp8Result] = {}
-    for case, faults in runs:
-        assert case.fp8 is not None
-        config = config_of(case, Layout(1), folder)
-        policy = Policy.of(config)
-        for name in faults:
-            print(f"{case.fp8}, {case.dtype}: {name}", flush=True)
-            with recorded() as operands:
-                result = updated({"nothing": NO_FAULT, **FAULTS[case.fp8]}[name], policy, case, config)
-            results[case.fp8, case.dtype, name] = Fp8Result(result, operands)
+    work: dict[Run, Case] = torch.load(folder / "work.pt", weights_only=False)
+    layout = list(dict.fromkeys(run.layout for run in work))[run_number()]
+    results: dict[Run, Result] = {}
+    records: dict[Run, Record] = {}
+    runs = [run for run in work if run.layout == layout]
+    for _, of_model in itertools.groupby(runs, key=lambda run: run._replace(fault="")):
+        policy = None
+        for run in of_model:
+            print(run, flush=True)
+            config = config_of(work[run], layout, folder)
+            policy = policy or Policy.of(config)
+            with recorded() as operands, packed() as packs:
+                if run.is_second:
+                    policy.update(work[run].rows, at_step_start=work[run].at_step_start)
+                fault = {"nothing": NO_FAULT, **FAULTS[run.recipe]}[run.fault]
+                results[run] = updated(fault, policy, work[run], config)
+            records[run] = Record(
+                parallel_state.get_tensor_model_parallel_rank(),
+                parallel_state.get_data_parallel_rank(),
+                parallel_state.get_pipeline_model_parallel_rank(),
+                packs,
+                operands,
+            )
         parallel_state.destroy_model_parallel()
-    torch.save(results, folder / "results.pt")
+    torch.save(records, folder / f"records-{layout}-{dist.get_rank()}.pt")
+    if dist.get_rank() == 0:
+        torch.save(results, folder / f"results-{layout}.pt")

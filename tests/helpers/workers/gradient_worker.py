@@ -44,6 +44,7 @@ class Case:
     text: TrainBatch | None = None  # the rows in the tokens of a teacher with another tokenizer
     dtype: str = "float32"
     fp8: str | None = None  # the recipe of matrix products in FP8
+    fp8_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def config_of(case: Case, layout: Layout, directory: Path) -> Config:
     if case.fp8 is None:
         return config
     # A user's configuration has FP8 beside bf16 only, which would hide small errors of it.
-    model = config.model.model_copy(update={"fp8": FP8Config(recipe=case.fp8)})
+    model = config.model.model_copy(update={"fp8": FP8Config(recipe=case.fp8, weights=case.fp8_weights)})
     return config.model_copy(update={"model": model})
 
 
@@ -196,8 +197,10 @@ def _probe(policy: Any, case: Case, config: Config, exported: dict[str, Tensor])
 
 def _export_gradients(policy: Any) -> dict[str, Tensor]:
     from megatron_gvpo.megatron.gradient_export import export_gradients
+    from megatron_gvpo.megatron.model.fp8_weights import plain_weights
 
-    gradients = export_gradients(policy.model)
+    with plain_weights(policy.model.chunks):  # a weight in FP8 would round the gradient
+        gradients = export_gradients(policy.model)
     for name in [name for name in gradients if name.endswith("e_score_correction_bias")]:
         del gradients[name]  # exported, but no parameter
     return gradients
