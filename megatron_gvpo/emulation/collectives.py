@@ -85,6 +85,7 @@ def _waited_for_often(function: Any) -> Any:
 def install() -> None:
     """Use gloo wherever NCCL is asked for, and still name NCCL. Before megatron-core is imported."""
     init, new_group, get_backend = dist.init_process_group, dist.new_group, dist.get_backend
+    coalesced = dist.distributed_c10d._coalescing_manager
 
     @functools.wraps(init)
     def init_gloo(backend: str | None = None, *args: Any, **options: Any) -> None:
@@ -107,8 +108,13 @@ def install() -> None:
         group = dist.group.WORLD if group is None else group
         return _backends[id(group)] if id(group) in _backends else str(get_backend(group))
 
+    @functools.wraps(coalesced)
+    def coalesced_by_gloo(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
+        return coalesced(group, None, async_ops)  # gloo joins the tensors itself, and takes no device
+
     for name, function in [
         ("init_process_group", init_gloo),
+        ("_coalescing_manager", coalesced_by_gloo),
         ("new_group", new_gloo),
         ("get_backend", named),
         ("isend", _waited_for_often(dist.isend)),

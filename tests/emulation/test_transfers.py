@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from helpers import on_null_cuda
 from helpers.distributed import launch
-from torch.distributed.distributed_c10d import _coalescing_manager
 
 pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
@@ -35,7 +34,7 @@ def gather() -> None:
         torch.zeros(world * count, dtype=dtype, device="cuda")
         for count, dtype in ((5, torch.uint8), (3, torch.bfloat16))
     ]
-    with _coalescing_manager(dist.group.WORLD, async_ops=False):
+    with dist._coalescing_manager(dist.group.WORLD, tensors[0].device, async_ops=False):
         for tensor in tensors:
             part = tensor.chunk(world)[rank].fill_(100 + rank)
             dist.all_gather_into_tensor(tensor, part)

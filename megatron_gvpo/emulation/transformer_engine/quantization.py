@@ -287,8 +287,12 @@ def fused_amax_and_scale_update_after_reduction(
 def fp8_block_scaling_compute_partial_amax(
     result: None, tensor: Tensor, amax: Tensor, h: int, w: int, start_offset: int, block_len: int
 ) -> None:
-    """The largest absolute values of the blocks of a matrix [h, w] of which `tensor` [n] is a part."""
-    fill(amax, fp8.amax_of_blocks(_part(tensor, h, w, start_offset), block_len, block_len))
+    """The largest absolute values of the blocks of a matrix [h, w] of which `tensor` [n] is a part.
+
+    `amax` may have further columns, as scales have: they are zeros, and stay so.
+    """
+    blocks = fp8.amax_of_blocks(_part(tensor, h, w, start_offset), block_len, block_len)
+    alias(amax)[: blocks.shape[0], : blocks.shape[1]] = blocks
 
 
 @reference
