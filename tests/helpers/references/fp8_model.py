@@ -117,7 +117,7 @@ class PackedModel:
         return torch.stack(list(parts)).sum(0)
 
     def _heads(self, normed: Tensor, name: str, rank: int, position_t: Tensor, is_seen_tt: Tensor) -> Tensor:
-        """What a rank's heads add to the attention's output."""
+        """The part of the attention's output that a rank's heads compute."""
         width = self.config.head_dim
         q, k, v = self._qkv(normed, name, rank)
         q, k, v = (part.unflatten(1, (-1, width)).transpose(0, 1) for part in (q, k, v))
@@ -130,7 +130,7 @@ class PackedModel:
         return self._product(out, weight.chunk(self.ranks, 1)[rank], rank)
 
     def _mlp(self, normed: Tensor, name: str, rank: int) -> Tensor:
-        """What a rank's columns add to the MLP's output."""
+        """The part of the MLP's output that a rank's columns compute."""
         gate, up = (self.weights[f"{name}.mlp.{part}_proj.weight"] for part in ("gate", "up"))
         columns = [part.chunk(self.ranks)[rank] for part in (gate, up)]
         gate, up = self._product(normed, torch.cat(columns), rank).chunk(2, 1)
