@@ -10,7 +10,8 @@ import logging
 import os
 import signal
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -87,3 +88,25 @@ def stopping_signals() -> list[signal.Signals]:
     ignorable = (signal.SIGINT, signal.SIGHUP)
     heard = [number for number in ignorable if signal.getsignal(number) != signal.SIG_IGN]
     return [signal.SIGTERM, signal.SIGUSR1, *heard]
+
+
+@contextmanager
+def leaving_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP leave this block as SystemExit(128 + n): the `with` blocks inside it clean up.
+
+    An ignored signal, such as nohup's, stays ignored. In a thread other than the main one nothing changes.
+    """
+
+    def leave(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    previous: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                previous[number] = signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

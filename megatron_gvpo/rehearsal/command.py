@@ -12,6 +12,7 @@ from typing import Any
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.gpu_packages import check_delta_nets
+from megatron_gvpo.core.signals import leaving_on_signals
 from megatron_gvpo.megatron.model.attention_kernel import Attention, check_attention, has_flash_attention
 from megatron_gvpo.planner import workload
 from megatron_gvpo.planner.prediction import SERVER_GIB, predict
@@ -39,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
                 f"--build only compiles, and reads no {options.config[0]}: leave one of them out"
             )
         return _build()
-    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+    with leaving_on_signals(), tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         return _rehearse(options, Path(folder))
 
 

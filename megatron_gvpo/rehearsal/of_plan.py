@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from megatron_gvpo.core.signals import leaving_on_signals
 from megatron_gvpo.planner.command import Planned, overlay
 from megatron_gvpo.planner.search import Candidate
 from megatron_gvpo.rehearsal import command
@@ -43,7 +44,7 @@ def _rehearsed(planned: Planned, options: argparse.Namespace) -> Iterator[tuple[
     """Yield the best layouts, each with the result of one rank of every kind."""
     gpu = options.gpu.lower()
     for candidate in planned.plan.best[:BEST]:
-        with tempfile.TemporaryDirectory(prefix="rehearsal-") as name:
+        with leaving_on_signals(), tempfile.TemporaryDirectory(prefix="rehearsal-") as name:
             folder = Path(name)
             files = folder / "run.yaml", folder / "layout.yaml"
             files[0].write_text(yaml.safe_dump(_run(options)))

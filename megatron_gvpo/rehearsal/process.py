@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -70,14 +71,17 @@ def _check_reservation(size: int) -> None:
 
 
 def run_jobs(jobs: Sequence[RankJob], variables: dict[str, str], folder: Path) -> Iterator[dict[str, Any]]:
-    """Run the jobs in one process, and yield their results in order.
+    """Run the jobs in one process, and yield their results in order. All its files are in `folder`.
 
     Raises ConfigError for what a rank refuses, RankFailedError for other ends.
     """
     file = folder / "jobs.json"
     file.write_text(json.dumps([asdict(job) for job in jobs]))
-    command = [sys.executable, "-W", "ignore", "-m", "megatron_gvpo.rehearsal.rank", str(file)]
-    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+    module = "megatron_gvpo.rehearsal.rank"
+    command = [sys.executable, "-W", "ignore", "-m", module, str(file), str(os.getpid())]
+    # Libraries make folders of temporary files when they are imported, and a rank may be killed.
+    environment = os.environ | variables | {"TMPDIR": str(folder)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     for number, job in enumerate(jobs):
         result_file, log = folder / f"result-{number}", folder / f"log-{number}"
         if not result_file.is_file():
@@ -95,4 +99,7 @@ class RankFailedError(Exception):
 
     def __init__(self, rank: int, code: int, log: str) -> None:
         lines = [line for line in log.splitlines() if line.strip()]
-        super().__init__("\n".join([*lines[-40:], f"rank {rank} failed with exit code {code}"]))
+        end = f"rank {rank} failed with exit code {code}"
+        if code == -signal.SIGKILL:
+            end = f"rank {rank} was killed by SIGKILL: this machine may have had no memory left"
+        super().__init__("\n".join([*lines[-40:], end]))

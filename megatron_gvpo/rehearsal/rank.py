@@ -1,8 +1,9 @@
-"""Ranks of rehearsals, in a process with the null CUDA: `python -m megatron_gvpo.rehearsal.rank JOBS.json`.
+"""Ranks of rehearsals, in a process with the null CUDA: `python -m ...rank JOBS.json PID`.
 
-The command `rehearse` starts it. Libraries are imported once, and every rank is a child process of its own.
-It runs what a training step of that rank runs, on the project's own classes: build, scoring, two updates, a
-checkpoint's layout, export, and the hand-over of memory to colocated servers.
+PID is the process of the command `rehearse`, which starts it; it ends with that, however that ends.
+Libraries are imported once, and every rank is a child process of its own. It runs what a training step of
+that rank runs, on the project's own classes: build, scoring, two updates, a checkpoint's layout, export,
+and the hand-over of memory to colocated servers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_gvpo.core.environment import die_with_parent
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.rehearsal.nullcuda import counters
 
@@ -41,12 +43,13 @@ class RankJob:
     until: str | None = None  # the last phase; None: all
 
 
-def main(jobs_file: str) -> int:
+def main(jobs_file: str, parent: int) -> int:
     """Run the jobs, one after the other.
 
     Beside the file, job i's output is in `log-i`, and `result-i` has its phases, `error`, a problem that the
     user can mend, or `failed`, the exit code of a process that ended otherwise.
     """
+    die_with_parent(parent)
     os.environ.pop("LD_PRELOAD", None)  # this process has it; the compilers that Triton starts do not need it
     jobs = [RankJob(**job) for job in json.loads(Path(jobs_file).read_text())]
     begin = time.perf_counter()
@@ -64,9 +67,11 @@ def main(jobs_file: str) -> int:
 
     torch.cuda.init()  # before a fork: a child would not be allowed to
     seconds = time.perf_counter() - begin
+    own = os.getpid()
     for number, job in enumerate(jobs):
         result_file = folder / f"result-{number}"
         if (child := os.fork()) == 0:
+            die_with_parent(own)
             os._exit(_run(job, world, seconds, folder / f"log-{number}", result_file))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if not result_file.is_file():
@@ -284,4 +289,4 @@ class RankRun:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from helpers import on_null_cuda
 from helpers.paths import ROOT
@@ -121,3 +125,48 @@ def test_a_run_refuses_the_null_cuda(tmp_path: Path) -> None:
         done = subprocess.run(run, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=120)
         assert done.returncode == 2
         assert "null CUDA of a rehearsal, which computes nothing: unset LD_PRELOAD" in done.stderr
+
+
+@needs_cuda_build
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.proof)])
+def test_a_command_that_is_killed_leaves_no_rank(tmp_path: Path, number: signal.Signals) -> None:
+    on_null_cuda.environment()
+    file, temporary = on_null_cuda.write_model(tmp_path), tmp_path / "temporary"
+    temporary.mkdir()
+    command = [sys.executable, "-m", "megatron_gvpo", "rehearse", str(file), "--world", "2"]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    started = subprocess.Popen(
+        command, env=environment, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL
+    )
+    try:
+        # The process that imports the libraries, and the rank, which it forks.
+        _wait_until(lambda: len(_of_session(started.pid)) >= 3, "no rank was forked")
+        started.send_signal(number)
+        assert started.wait(timeout=60) == (128 + number if number == signal.SIGTERM else -number)
+        _wait_until(lambda: not _of_session(started.pid), "a rank goes on")
+        # Nothing can clean up after SIGKILL: the folder of headers stays.
+        assert bool(list(temporary.iterdir())) == (number == signal.SIGKILL)
+    finally:
+        for pid in _of_session(started.pid):
+            os.kill(pid, signal.SIGKILL)
+        started.wait(timeout=60)
+
+
+def _wait_until(condition: Callable[[], bool], otherwise: str, seconds: float = 240) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.1)
+
+
+def _of_session(session: int) -> list[int]:
+    """The ids of the session's running processes."""
+    processes = psutil.process_iter()
+    return [one.pid for one in processes if _session(one) == session]
+
+
+def _session(process: psutil.Process) -> int | None:
+    try:
+        return os.getsid(process.pid) if process.status() != psutil.STATUS_ZOMBIE else None
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return None
