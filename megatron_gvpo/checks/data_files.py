@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 
 from megatron_gvpo.core.errors import ConfigError, DataError
+from megatron_gvpo.data.generated import KEY, PREFIX
 from megatron_gvpo.data.known_forms import as_dataset, recogniser
-from megatron_gvpo.data.sources import field_of, is_local, read_records
+from megatron_gvpo.data.sources import Record, field_of, is_local, read_records
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.sections import DatasetConfig
 
@@ -27,20 +28,36 @@ def check_data_files(config: Config, command: str) -> None:
         if command == "slurm" and not os.path.lexists(dataset.path):
             continue
         try:
-            _check_first_record(dataset, sampler)
+            record = _first_record(dataset, sampler)
+            if record is not None and dataset is config.data.train:
+                _check_generated(config, record)
         except DataError as error:
             raise ConfigError(str(error)) from None
 
 
-def _check_first_record(dataset: DatasetConfig, sampler: str) -> None:
-    """Raises DataError if it is of no known form, or lacks a field that a key names."""
+def _check_generated(config: Config, record: Record) -> None:
+    """Raises DataError if a reward asks the generator of a problem, and no generator made this record."""
+    names = [component.name for component in config.rewards.components if component.built_in]
+    if KEY in names and KEY not in record.fields and config.algorithm.sampler == "engine":
+        raise DataError(
+            f"{record.where}: the reward {KEY} asks a problem's generator, and this record has no field "
+            f"{KEY!r}: name a generator as data.train.path, {PREFIX}NAME, or another reward"
+        )
+
+
+def _first_record(dataset: DatasetConfig, sampler: str) -> Record | None:
+    """The first record; None where a function converts it.
+
+    Raises DataError if it is of no known form, or lacks a field that a key names.
+    """
     record = next(read_records(dataset.path, dataset.split, dataset.subset, limit=1), None)
     if record is None:
         raise DataError(f"{dataset.path}: no records")
     if dataset.convert is not None:
-        return
+        return None
     record = recogniser(dataset, sampler)(record)
     keys = as_dataset(dataset, sampler)
-    for key in (keys.prompt_key, keys.answer_key, keys.demonstration_key, keys.responses_key):
-        if key is not None:
-            field_of(record, key)
+    for name in ("prompt_key", "answer_key", "demonstration_key", "responses_key"):
+        if (field := getattr(keys, name)) is not None:
+            field_of(record, field, name)
+    return record

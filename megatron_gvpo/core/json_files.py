@@ -17,12 +17,18 @@ from typing import Any
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.real_number import finite_number
 
+LFS_POINTER = "version https://git-lfs"  # begins the file that stands for one which was not fetched
+LFS_REMEDY = "it is a pointer of Git LFS: fetch the file itself with `git lfs pull`"
+
 
 def read_json_object(file: Path) -> dict[str, Any]:
     """Read a file with one JSON object. Raises ConfigError, which names the file, for any other content."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
+        text = file.read_text(encoding="utf-8")
+        values = json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
+        if text.startswith(LFS_POINTER):
+            raise ConfigError(f"{file}: {LFS_REMEDY}") from None
         raise ConfigError(f"{file}, line {error.lineno}: not valid JSON ({error.msg})") from None
     except RecursionError:
         raise ConfigError(f"{file}: not valid JSON (nested too deeply)") from None

@@ -11,7 +11,7 @@ import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -97,8 +97,13 @@ def load_function(spec: str) -> Callable[..., Any]:
 def spec_parts(spec: str) -> tuple[str, str]:
     """Module or file, and function. Raises ValueError for a spec without both, and for a missing file."""
     source, _, name = spec.rpartition(":")
+    name = name.strip()
     if not source or not name:
         raise ValueError("expected module:function or path/file.py:function")
+    if not source.endswith(".py") and (os.sep in source or ":" in source or Path(source).suffix == ".ipynb"):
+        script = Path(f"{source}.py")
+        meant = f"{script}:{name}" if script.is_file() else "path/file.py:function"
+        raise ValueError(f"{source} is neither a module nor a file that ends with .py: write {meant}")
     if source.endswith(".py") and source not in _contents and not Path(source).is_file():
         where = "" if Path(source).is_absolute() else f" in {Path.cwd()}"
         raise ValueError(f"there is no file {source}{where}")
@@ -123,7 +128,8 @@ class UserFunctionError(ValueError):
 def call_function(where: str, spec: str, *arguments: Any, **options: Any) -> Any:
     """The value that the function returns. `where` is the configuration's key. Raises UserFunctionError."""
     try:
-        return load_function(spec)(*arguments, **options)
+        with kept_directory():
+            return load_function(spec)(*arguments, **options)
     except (Exception, SystemExit) as error:
         if type(error).__module__.startswith(__package__.partition(".")[0] + "."):
             raise
@@ -155,6 +161,16 @@ def described(error: BaseException) -> str:
     return f"{text} ({os.path.basename(frame.filename)}, line {frame.lineno})"
 
 
+@contextmanager
+def kept_directory() -> Iterator[None]:
+    """Go back to the current directory after user's code, which may change it (`os.chdir`)."""
+    before = os.getcwd()
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
 def forget_functions() -> None:
     """Let users' files be read again: a notebook's next run may have other ones."""
     load_function.cache_clear()
@@ -165,6 +181,8 @@ def forget_functions() -> None:
 def _load_file(source: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"user_{Path(source).stem}", source)
     assert spec is not None and spec.loader is not None  # always true for a name that ends with .py
+    if (directory := str(Path(source).absolute().parent)) not in sys.path:
+        sys.path.append(directory)  # the last: the file may import modules beside it
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses, among others, look up their module
     if source in _contents:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 from urllib.parse import parse_qsl
@@ -30,24 +32,48 @@ def generated_problems(path: str, split: str) -> Iterator[dict[str, Any]]:
             options[key] = json.loads(text)
         except ValueError:
             options[key] = text
+    _check_options(name, options)
     try:
         problems = problems_of(name, json.dumps(options))
         for index in range(len(problems)):
             entry = problems[index]
             source = {"name": name, "options": json.dumps(options), "index": index}
             yield {"prompt": entry["question"], "answer": str(entry["answer"]), KEY: source}
-    except Exception as error:  # each generator checks its options in its own way
+    except AssertionError as error:  # a generator's own check, whose text names the option
+        raise ValueError(
+            " ".join(str(error).split()) or "a generator's check of its options failed"
+        ) from None
+    except Exception as error:  # options that the checks do not expect
         raise ValueError(f"{type(error).__name__}: {' '.join(str(error).split())}") from None
 
 
 @cache
 def problems_of(name: str, options: str) -> Any:
     """The generator's data set; `options` are JSON."""
+    return _package().create_dataset(name, **json.loads(options))
+
+
+def _package() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports, when that is compiled
         import reasoning_gym
 
-    return reasoning_gym.create_dataset(name, **json.loads(options))
+    return reasoning_gym
+
+
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for a name or an option that reasoning-gym does not have, or a text for a number."""
+    generators: Mapping[str, tuple[type, type]] = _package().factory.DATASETS
+    if name not in generators:
+        near = get_close_matches(name, generators, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"such as {', '.join(sorted(generators)[:5])}"
+        raise ValueError(f"reasoning-gym has no generator {name!r}; {hint}")
+    kinds = {field.name: field.type for field in fields(generators[name][1])}
+    for key, value in options.items():
+        if key not in kinds:
+            raise ValueError(f"the generator has no option {key!r}; its options: {', '.join(kinds)}")
+        if kinds[key] in (int, float) and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"{key}={value}: expected a number")
 
 
 def entry_of(record: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -132,6 +132,11 @@ def _with_prompt(fields: Fields, prompt_key: str) -> Fields:
 
 def _chat(fields: Fields) -> list[Message] | None:
     """The messages of a chat in OpenAI's or ShareGPT's form; None for a record of neither."""
+    for name in ("messages", "conversations"):
+        if isinstance(text := fields.get(name), str) and text.lstrip().startswith("[{"):
+            raise ValueError(
+                f"the field {name!r} is a text with JSON in it, and should be a list of messages"
+            )
     if isinstance(messages := fields.get("messages"), list):
         return [_message(message, "messages", i) for i, message in enumerate(messages)]
     if isinstance(turns := fields.get("conversations"), list):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.data.foreign_files import is_address
 from megatron_gvpo.data.image_files import ImageError, shown
 from megatron_gvpo.data.sources import Record
 from megatron_gvpo.groups import Image
@@ -52,6 +53,10 @@ class PromptImages:
                 source = source["path"]  # a column of images whose content is in files
             if not isinstance(source, str):
                 raise DataError(f"{where}: expected a path or a data: URL, found {type(source).__name__}")
+            if is_address(source):
+                raise DataError(
+                    f"{where}: {source[:80]}: addresses are not read: download it, and name the file"
+                )
             if not source.startswith("data:"):
                 source = str((directory / source).absolute())
             try:

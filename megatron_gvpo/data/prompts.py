@@ -21,7 +21,8 @@ from megatron_gvpo.core.real_number import LARGEST, finite_number
 from megatron_gvpo.core.slow_work import slow_work
 from megatron_gvpo.data.demonstrations import DemonstrationReader
 from megatron_gvpo.data.known_forms import as_dataset, recogniser, solution_field
-from megatron_gvpo.data.prompt_images import MARK, PromptImages, as_parts, images_in, is_part, short_names
+from megatron_gvpo.data.messages import not_a_message, not_a_prompt, shown_value
+from megatron_gvpo.data.prompt_images import MARK, PromptImages, as_parts, images_in, short_names
 from megatron_gvpo.data.roles import check_roles
 from megatron_gvpo.data.sources import Record, converted, field_of, read_records
 from megatron_gvpo.data.tool_calls import with_values
@@ -88,6 +89,11 @@ def load_prompts(
         raise DataError(f"{dataset.path}: every prompt is longer than {longest} tokens")
     if (warning := reader.unknown.warning()) is not None and is_first_process():
         log.warning(warning)
+    if is_first_process() and render.leaves_tools_out():
+        log.warning(
+            "rollout.conversation: the chat template writes nothing of the tools, so that the policy is not "
+            "told of them: name them in data.system_prompt, unless it has learned to call them"
+        )
     if is_first_process() and render.chat and (broken := broken_marks(tokenizer, prompts[0].text)):
         log.warning(
             "the chat template writes %s, which the tokenizer has no token for: the model reads it as "
@@ -166,7 +172,7 @@ class _PromptReader:
     def _has_room(self, record: Record, text: str, ids: Sequence[int]) -> bool:
         """False for a prompt to drop. Raises DataError for one that is empty, or too long and not dropped."""
         if not ids:
-            problem = f"the tokenizer knows none of {_shown(text)}" if text else "it has no tokens"
+            problem = f"the tokenizer knows none of {shown_value(text)}" if text else "it has no tokens"
             raise DataError(f"{record.where}: the prompt is empty: {problem}")
         if len(ids) <= self._longest:
             return True
@@ -179,7 +185,7 @@ class _PromptReader:
         self, record: Record, key: str, ids: Sequence[int], has_pictures: bool
     ) -> tuple[tuple[int, ...], Chat | None]:
         """The token ids of the worked solution in field `key`, and its chat, where it is one."""
-        value, key = field_of(record, key), solution_field(key, record.fields)
+        value, key = field_of(record, key, "demonstration_key"), solution_field(key, record.fields)
         try:
             solution = self._read_demonstration(value)
         except DataError as error:
@@ -280,7 +286,9 @@ def _tokens(
         if len(texts) > 1:  # find the text that fails
             pairs = zip(texts, sources, strict=True)
             return [_tokens(tokenizer, [text], [source], special)[0] for text, source in pairs]
-        raise DataError(f"{sources[0]}: the tokenizer cannot write {_shown(texts[0])}: {error}") from None
+        raise DataError(
+            f"{sources[0]}: the tokenizer cannot write {shown_value(texts[0])}: {error}"
+        ) from None
 
 
 def _too_long(data: DataConfig, longest: int) -> str:
@@ -390,6 +398,16 @@ class _Renderer:
         if self._system and not self.chat:
             raise DataError(f"data.system_prompt needs a chat template, but {self._no_chat}")
 
+    def leaves_tools_out(self) -> bool:
+        """True if there are tools, and the chat template writes a chat with them as it does without."""
+        if not self.chat or self._tools is None:
+            return False
+        chat = [{"role": "user", "content": "?"}]
+        try:
+            return rendered(self._tokenizer, chat, tools=self._tools) == rendered(self._tokenizer, chat)
+        except Exception:  # a template that refuses such a chat: its error comes with the first prompt
+            return False
+
     def expanded(self, ids: list[int], pictures: Sequence[Image], where: str) -> list[int]:
         """Token ids with as many placeholders for every image as it has tokens. Raises DataError."""
         return ids if self.images is None else self.images.expanded(ids, pictures, where)
@@ -404,18 +422,16 @@ class _Renderer:
             raise DataError(f"{record.where}: {error}") from None
 
     def _is_message(self, message: Any) -> bool:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return False
-        content = message.get("content")
-        parts = self.images is not None and isinstance(content, list) and all(map(is_part, content))
-        return isinstance(content, str) or parts
+        return not_a_message(message, self.images is not None) is None
 
     def _rendered(self, record: Record, prompt: Any, pictures: int) -> str:
         if not self.chat:
             if isinstance(prompt, list) and prompt and all(map(self._is_message, prompt)):
                 raise DataError(f"{record.where}: the prompt is a list of chat messages, but {self._no_chat}")
             if not isinstance(prompt, str):
-                raise DataError(f"{record.where}: the prompt is not a string but {_shown(prompt)}")
+                raise DataError(f"{record.where}: the prompt is not a string but {shown_value(prompt)}")
+            if not prompt.strip() and prompt and not pictures:
+                raise DataError(f"{record.where}: the prompt is empty: it has only white space")
             return prompt if self.images is None else self.images.in_text(prompt, pictures)
         if isinstance(prompt, str):
             content = prompt if self.images is None else as_parts(prompt, pictures)
@@ -423,10 +439,7 @@ class _Renderer:
         else:
             messages = prompt
         if not isinstance(messages, list) or not messages or not all(map(self._is_message, messages)):
-            raise DataError(
-                f"{record.where}: the prompt is neither a string nor a list of chat messages like "
-                f'{{"role": "user", "content": "..."}} but {_shown(prompt)}'
-            )
+            raise DataError(f"{record.where}: {not_a_prompt(prompt, self.images is not None)}")
         if (parts := images_in(messages)) != pictures:
             raise DataError(
                 f"{record.where}: the messages have {parts} parts of type image, and {pictures} images"
@@ -469,17 +482,20 @@ def _responses(
     record: Record, key: str, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]
 ) -> tuple[Scored, ...]:
     """The scored responses of a record: [{"response": text, "reward": number}, ...]."""
-    responses = field_of(record, key)
+    responses = field_of(record, key, "responses_key")
     wanted = '[{"response": "...", "reward": 1.0}, ...]'
     if not isinstance(responses, list) or not responses:
-        raise DataError(f"{record.where}: field {key!r}: expected {wanted}, found {_shown(responses)}")
+        raise DataError(f"{record.where}: field {key!r}: expected {wanted}, found {shown_value(responses)}")
     for i, item in enumerate(responses):
         if not isinstance(item, dict) or not isinstance(item.get("response"), str):
             raise DataError(f"{record.where}: field {key!r}, response {i}: expected one of {wanted}")
-        if finite_number(item.get("reward"), LARGEST) is None:
+        if "reward" not in item:
+            names = ", ".join(item)
+            raise DataError(f"{record.where}: field {key!r}, response {i} has no 'reward'; it has {names}")
+        if finite_number(item["reward"], LARGEST) is None:
             raise DataError(
                 f"{record.where}: field {key!r}, response {i}: expected a number up to {LARGEST:.2g} as its "
-                f"reward, found {_shown(item.get('reward'))}"
+                f"reward, found {shown_value(item['reward'])}"
             )
     texts = [item["response"] for item in responses]
     encoded = _tokens(tokenizer, texts, [f"{record.where}, response {i}" for i in range(len(texts))])
@@ -490,17 +506,14 @@ def _responses(
 
 
 def _answer(record: Record, key: str) -> str:
-    value = field_of(record, key)
+    value = field_of(record, key, "answer_key")
     if isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"{record.where}: field {key!r} is {value}, which is not an answer")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise DataError(f"{record.where}: field {key!r} is neither a string nor a number but {_shown(value)}")
+        raise DataError(
+            f"{record.where}: field {key!r} is neither a string nor a number but {shown_value(value)}"
+        )
     return str(value)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 SHOWN = 5  # characters that a warning names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from itertools import count, islice
@@ -11,7 +12,8 @@ from typing import Any, NamedTuple
 
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.core.json_files import unique_keys
-from megatron_gvpo.core.user_functions import described, load_function
+from megatron_gvpo.core.user_functions import described, kept_directory, load_function
+from megatron_gvpo.data.foreign_files import remedy, remote_path
 from megatron_gvpo.data.generated import PREFIX, generated_problems
 from megatron_gvpo.data.image_files import data_url
 
@@ -52,7 +54,8 @@ def read_records(
 def converted(record: Record, function: str) -> Record | None:
     """The record as the user's function returns it; None if it leaves the record out. Raises DataError."""
     try:
-        fields = load_function(function)(dict(record.fields))
+        with kept_directory():  # relative paths are read after it
+            fields = load_function(function)(dict(record.fields))
     except (Exception, SystemExit) as error:  # user's code may raise anything
         raise DataError(f"{record.where}: convert={function}: {described(error)}") from None
     if fields is None:
@@ -60,18 +63,26 @@ def converted(record: Record, function: str) -> Record | None:
     if not isinstance(fields, Mapping):
         kind = type(fields).__name__
         raise DataError(f"{record.where}: convert={function}: it returned {kind}, not a record")
-    return record._replace(fields=fields)
+    return record._replace(fields={key: _as_python(value) for key, value in fields.items()})
 
 
-def field_of(record: Record, key: str) -> Any:
-    """The value of a record's field. Raises DataError, which names the record and its fields, without one."""
+def _as_python(value: Any) -> Any:
+    """A number of numpy, as pandas gives it, as Python's; any other value as it is."""
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+
+
+def field_of(record: Record, key: str, named_by: str = "prompt_key") -> Any:
+    """The value of a record's field. Raises DataError, which names the record and its fields, without one.
+
+    `named_by`: the key beside the file's path that names the field.
+    """
     value = record.fields.get(key)
     if value is None:
         problem = "is null" if key in record.fields else "is missing"
+        none = ", or is null where no reward needs an answer" if named_by == "answer_key" else ""
         raise DataError(
-            f"{record.where}: field {key!r} {problem}; fields there: {', '.join(record.fields)}. A key "
-            "beside the file's path, such as prompt_key, names another field, and `convert` a function that "
-            "makes it"
+            f"{record.where}: field {key!r} {problem}; fields there: {', '.join(record.fields)}. {named_by}, "
+            f"beside the file's path, names another field{none}; `convert` names a function that makes it"
         )
     return value
 
@@ -84,27 +95,39 @@ def _read_records(path: str, split: str, subset: str | None, limit: int | None) 
     if not is_local(path):
         yield from _read_hub(path, split, subset, limit)
     elif local.is_dir():
-        files = sorted(file for file in local.iterdir() if file.suffix in _READERS and not file.is_dir())
+        files = sorted(
+            file
+            for file in local.iterdir()  # names that begin with a dot are an editor's or a system's own
+            if file.suffix in _READERS and not file.is_dir() and not file.name.startswith(".")
+        )
         if not files:
             raise DataError(f"{path}: no .jsonl or .parquet file in this directory")
         for file in files:
             yield from _READERS[file.suffix](file)
     elif not local.is_file():
         is_there = os.path.lexists(local)  # such as a FIFO, or a link that leads nowhere
-        raise DataError(f"{path}: {'not a file or directory' if is_there else 'no such file or directory'}")
+        problem = "not a file or directory" if is_there else remote_path(path) or "no such file or directory"
+        raise DataError(f"{path}: {problem}")
     elif local.suffix not in _READERS:
-        raise DataError(f"{path}: expected a .jsonl or .parquet file, or a directory of them")
+        wanted = "expected a .jsonl or .parquet file, or a directory of them"
+        what = remedy(local, local.suffix)
+        raise DataError(f"{path}: {wanted}" + ("" if what is None else f"; {what}"))
     else:
         yield from _READERS[local.suffix](local)
 
 
 def is_local(path: str) -> bool:
-    """True for a file or directory, present or not; False for the name of a hub data set."""
+    """True for a file or directory, present or not; False for a hub data set's name and for a generator."""
+    if path.startswith(PREFIX):
+        return False
     local = Path(path)
-    return local.suffix in _READERS or os.path.lexists(local) or local.is_absolute() or path.startswith(".")
+    is_path = local.is_absolute() or path.startswith(".") or remote_path(path) is not None
+    return is_path or local.suffix in _READERS or os.path.lexists(local)
 
 
 def _read_jsonl(file: Path) -> Iterator[Record]:
+    if (what := remedy(file, ".jsonl")) is not None:
+        raise DataError(f"{file}: not JSON, one record a line: {what}")
     with file.open("rb") as lines:
         for number in count(1):
             line, where = lines.readline(LONGEST_LINE + 1), f"{file}, line {number}"
@@ -151,13 +174,20 @@ def _has_half_a_pair(fields: dict[str, Any]) -> bool:
 def _read_parquet(file: Path) -> Iterator[Record]:
     import pyarrow.parquet  # takes a while, and most data are JSONL
 
+    if (what := remedy(file, ".parquet")) is not None:
+        raise DataError(f"{file}: not a Parquet file: {what}")
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+                raise DataError(f"{file}: column {twice[0]!r} is there twice: rename or remove one of them")
             for batch in table.iter_batches(batch_size=256):  # the first row alone may be wanted
                 for fields in batch.to_pylist():
                     row += 1
                     yield Record(f"{file.name}:{row}", f"{file}, row {row}", _as_json(fields))
+    except DataError:
+        raise
     except (
         pyarrow.ArrowException,
         OSError,
@@ -197,6 +227,9 @@ def _read_hub(name: str, split: str, subset: str | None, limit: int | None) -> I
             f"{name!r} is not a local file, and reading it as a hub data set needs the package `datasets`: "
             "pip install datasets"
         ) from None
+    retries = logging.getLogger("huggingface_hub.utils._http")  # two lines for each try without a network
+    level = retries.level
+    retries.setLevel(logging.ERROR)
     try:
         # A stream reads no more files than it needs.
         rows = undecoded(load_dataset(name, subset, split=split, streaming=limit is not None))
@@ -204,7 +237,12 @@ def _read_hub(name: str, split: str, subset: str | None, limit: int | None) -> I
             yield Record(f"{name}/{split}:{row}", f"{name} ({split}), row {row}", _as_json(fields))
     except Exception as error:  # offline, no such data set, no such split: each has its own type
         which = f"split {split!r}" if subset is None else f"subset {subset!r}, split {split!r}"
-        raise DataError(f"hub data set {name!r}, {which}: {' '.join(str(error).split())[:300]}") from error
+        message = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"{name} is not a file or directory here, and as a hub data set, {which}: {message}"
+        ) from error
+    finally:
+        retries.setLevel(level)
 
 
 def undecoded(rows: Any) -> Any:

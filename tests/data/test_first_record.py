@@ -37,7 +37,9 @@ def test_a_field_that_is_missing_is_named_with_those_that_are_there(refusal, tmp
     (tmp_path / "a.jsonl").write_text(json.dumps(RECORD))
     assert "a.jsonl, line 1: field 'prompt' is missing; fields there: question, label" in refusal("a.jsonl")
     assert refusal("a.jsonl", *NAMED) is None
-    assert "field 'lable' is missing" in refusal("a.jsonl", NAMED[0], "data.train.answer_key=lable")
+    said = refusal("a.jsonl", NAMED[0], "data.train.answer_key=lable")
+    assert "field 'lable' is missing" in said and "answer_key, beside the file's path, names another" in said
+    assert "is null where no reward needs an answer" in said
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([RECORD]), tmp_path / "a.parquet")
     assert "a.parquet, row 1: field 'prompt' is missing" in refusal("a.parquet")
     assert refusal("a.parquet", *NAMED) is None
@@ -54,7 +56,7 @@ def test_held_out_data_has_keys_of_its_own(refusal, tmp_path: Path):
     ("text", "problem"),
     [
         ("", "no records"),
-        ('[{"prompt": "1+1="}]', "expected an object {...}, found list"),
+        ('[{"prompt": "1+1="}]', "it is one JSON array: write one record a line"),
         (
             '{\n "prompt": "1+1="\n}\n',
             "line 1: a record over several lines, and each line must be one record",

@@ -138,7 +138,7 @@ def test_what_is_not_recognised_names_the_record_and_convert(tmp_path, record, s
 
 
 def test_a_missing_field_names_convert(tmp_path):
-    with pytest.raises(DataError, match=r"field 'prompt' is missing; .*, and `convert` a function"):
+    with pytest.raises(DataError, match=r"field 'prompt' is missing; .*; `convert` names a function"):
         load(tmp_path, {"question": "x", "answer": 1}, "engine")
 
 

@@ -199,7 +199,10 @@ def test_a_prompts_length_counts_its_images(
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
             r"line 2: the messages have 1 parts of type image, and 0 images",
         ),
-        ({"prompt": [{"role": "user", "content": [{"type": "video"}]}]}, r"line 2: the prompt is neither"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "video"}]}]},
+            r"line 2: message 0 of the prompt has a part that is neither text nor an image",
+        ),
     ],
 )
 def test_errors_name_the_line_and_the_image(

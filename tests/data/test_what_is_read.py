@@ -69,6 +69,22 @@ def test_a_prompt_does_not_end_with_the_assistants_message(tmp_path: Path, token
         load(write(tmp_path / "a.jsonl", chat), tokenizer)
 
 
+def test_a_template_that_leaves_the_tools_out_is_warned_of(tmp_path, tokenizer, caplog) -> None:
+    """The policy would not know that it has tools; the run would go on without a word."""
+    path = write(tmp_path / "a.jsonl", [{"role": "user", "content": "1+1"}])
+    data = DataConfig(train=DatasetConfig(path=path))
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    for template, tools, is_said in (
+        (CHAT_TEMPLATE, [tool], True),
+        (CHAT_TEMPLATE, [], False),
+        ("{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + CHAT_TEMPLATE, [tool], False),
+    ):
+        caplog.clear()
+        tokenizer.chat_template = template
+        load_prompts(data.train, data, tokenizer, longest=100, end_token_ids=(END,), tools=tools)
+        assert ("writes nothing of the tools" in caplog.text) == is_said
+
+
 @pytest.mark.parametrize(
     ("path", "key"),
     [("a.jsonl", "split"), (".", "split"), ("a.jsonl", "subset"), ("reasoning_gym:x", "subset")],
