@@ -61,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
             say(json.dumps(result.as_json(), indent=1, ensure_ascii=False))
             return
         _show("prompt, as the model sees it", result.prompts)
+        _show("what is trained of a solution", result.solutions)
         _show("response of the start model", result.responses)
         levels = [verdict.level for verdict in result.verdicts]
         conclusion = "the run could work" if result.could_work else "the run could not work"

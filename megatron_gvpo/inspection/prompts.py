@@ -21,6 +21,19 @@ def shown_prompts(task: Task) -> list[str]:
     return [str(task.tokenizer.decode(prompt.token_ids)) for prompt in task.prompts[:SHOWN]]
 
 
+def shown_solutions(task: Task) -> list[str]:
+    """What is trained of the first prompts' solutions or scored responses in the data, as texts."""
+    texts = list[str]()
+    for prompt in task.prompts[:SHOWN]:
+        if prompt.demonstration is not None:
+            texts.append(str(task.tokenizer.decode(prompt.demonstration)))
+        texts += [
+            f"reward {response.reward:g}: {task.tokenizer.decode(response.token_ids)}"
+            for response in prompt.responses[:SHOWN]
+        ]
+    return texts
+
+
 def inspect_prompts(config: Config, task: Task) -> list[RunVerdict]:
     return [_lengths(config, task), *_template(task), *_end(task), *_enough(config, task)]
 
@@ -37,7 +50,9 @@ def _lengths(config: Config, task: Task) -> RunVerdict:
             f"{sizes}; the longest fills {lengths[-1] / limit:.0%} of the limit of {limit}",
             "raise data.max_prompt_tokens if the data has longer prompts to come",
         )
-    return ok("lengths", f"{sizes}; the limit is {limit}, and {config.rollout.max_tokens} for a response")
+    response = f", and {config.rollout.max_tokens} for a response"
+    is_sampled = config.algorithm.sampler == "engine"
+    return ok("lengths", f"{sizes}; the limit is {limit}{response if is_sampled else ''}")
 
 
 def _template(task: Task) -> list[RunVerdict]:

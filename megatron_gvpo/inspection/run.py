@@ -14,7 +14,7 @@ from megatron_gvpo.core.gpus import list_gpus
 from megatron_gvpo.data.task import Task, load_task
 from megatron_gvpo.groups import Group
 from megatron_gvpo.huggingface.card import ModelCards
-from megatron_gvpo.inspection.prompts import inspect_prompts, shown_prompts
+from megatron_gvpo.inspection.prompts import inspect_prompts, shown_prompts, shown_solutions
 from megatron_gvpo.inspection.responses import inspect_responses
 from megatron_gvpo.inspection.rewards import inspect_rewards
 from megatron_gvpo.inspection.rules import inspect_engine, inspect_learning_rate, inspect_memory
@@ -30,6 +30,7 @@ SHOWN_RESPONSES = 2
 class Inspection:
     verdicts: list[RunVerdict] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)  # rendered as the model sees them
+    solutions: list[str] = field(default_factory=list)  # what is trained of the data's own texts
     responses: list[str] = field(default_factory=list)
 
     @property
@@ -42,6 +43,7 @@ class Inspection:
             "could_work": self.could_work,
             "verdicts": verdicts,
             "prompts": self.prompts,
+            "solutions": self.solutions,
             "responses": self.responses,
         }
 
@@ -70,7 +72,7 @@ def inspect(config: Config, world: int, gpu_gib: float, tell: Callable[[RunVerdi
             task = _task(config, cards, add)
             if task is None:
                 return inspection
-            inspection.prompts = shown_prompts(task)
+            inspection.prompts, inspection.solutions = shown_prompts(task), shown_solutions(task)
             add(*inspect_prompts(config, task))
             step.start()
             add(*_tried("reward", lambda: inspect_rewards(config, task)))

@@ -78,8 +78,12 @@ class TinyStep:
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         last = next((line for line in reversed(lines) if "error" in line.lower()), (lines or ["no word"])[-1])
         if code == 0:
-            return ok("tiny step", f"sampled, scored and trained with a tiny model in {seconds:.0f} s")
+            return ok("tiny step", f"{self._parts()} with a tiny model in {seconds:.0f} s")
         return failure("tiny step", f"it ended with exit code {code}: {last[:400]}")
+
+    def _parts(self) -> str:
+        is_sampled = self._config.algorithm.sampler == "engine"
+        return "sampled, scored and trained" if is_sampled else "trained on the data"
 
     def stop(self) -> None:
         if self._process is not None and self._process.poll() is None:

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_gvpo.data.task import load_task
 from megatron_gvpo.huggingface.card import ModelCards
-from megatron_gvpo.inspection.prompts import inspect_prompts
+from megatron_gvpo.inspection.prompts import inspect_prompts, shown_solutions
 from megatron_gvpo.inspection.responses import inspect_responses
 from megatron_gvpo.inspection.rewards import inspect_rewards
 from megatron_gvpo.inspection.rules import inspect_engine, inspect_learning_rate, inspect_memory
@@ -88,6 +88,18 @@ def prompts_of(task: Path, template: str | None = CHATML, **sections: dict[str, 
         return inspect_prompts(config, load_task(config, ModelCards(config).policy))
     finally:
         tokenizer().save_pretrained(task / "model")
+
+
+def test_solutions_and_scored_responses_are_shown_as_they_are_trained(task: Path) -> None:
+    """Of SFT and DPO the prompts alone would not show what is learned, such as the end token."""
+    solved, paired = task / "solved.jsonl", task / "paired.jsonl"
+    solved.write_text(json.dumps({"prompt": "What is 1 + 1?", "completion": "2"}))
+    paired.write_text(json.dumps({"prompt": "What is 1 + 1?", "chosen": "2", "rejected": "3"}))
+    shown = []
+    for recipe, file in (("sft", solved), ("dpo", paired)):
+        config = configure(task, algorithm={"recipe": recipe}, data={"train": {"path": str(file)}})
+        shown.append(shown_solutions(load_task(config, ModelCards(config).policy)))
+    assert shown == [["2<|im_end|>"], ["reward 1: 2<|im_end|>", "reward 0: 3<|im_end|>"]]
 
 
 def test_prompts_that_are_right_pass(task: Path) -> None:
