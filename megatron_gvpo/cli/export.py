@@ -29,13 +29,14 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the checkpoint to --out, which must be empty or not exist. Raises ConfigError."""
     from megatron_gvpo.checks.preflight import preflight
-    from megatron_gvpo.runs.existing_run import check_empty
+    from megatron_gvpo.runs.existing_run import check_empty, check_outside
     from megatron_gvpo.training.environment import prepare
 
     config = configured.load(options)
     preflight(config, "export", configured.world_size(options))
     configured.check_step(config, options)
     check_empty(Path(options.out), f"--out {options.out}")
+    check_outside(Path(options.out), f"--out {options.out}", [Path(config.output_dir, "checkpoints")])
     if options.adapter and config.model.adapter is None:
         raise ConfigError("--adapter: the run trains no adapters (model.adapter is not set)")
     if configured.is_launcher(options):

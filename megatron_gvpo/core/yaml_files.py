@@ -17,6 +17,8 @@ _OTHER_FILES = {
     ".py": "Python",
     ".ipynb": "a notebook",
     ".sh": "a shell script",
+    ".toml": "TOML",
+    ".ini": "an INI file",
     ".jsonl": "data, which data.train.path names",
     ".parquet": "data, which data.train.path names",
     ".safetensors": "weights, whose directory model.path names",
@@ -94,6 +96,8 @@ def _not_a_file(file: Path) -> str:
         return "it is a directory, not a configuration file"
     if str(file) == "auto":
         return "no such configuration file; --resume=auto is one word"
+    if str(file)[:1] in "\u2010\u2011\u2012\u2013\u2014\u2212":
+        return f"no such configuration file; {str(file)[0]!r} is not the hyphen with which options begin: --"
     if str(file).endswith(":"):
         return f"no such configuration file; a value is given as {str(file)[:-1]}=VALUE, without spaces"
     if re.fullmatch(r"\w+(\.\w+)*", str(file)) and file.suffix not in (".yaml", ".yml"):

@@ -30,6 +30,8 @@ def _remedy(directory: Path) -> str:
             return f"; it is a file: name its directory, {directory.parent}"
         if (directory / "adapter_config.json").is_file():
             return "; it is an adapter: name its base model, and the adapter in model.adapter.path"
+        if any(directory.glob("*.gguf")):
+            return "; it has GGUF files, which are quantised and not read: name the model they were made of"
         inner = sorted(file.parent for file in directory.glob("*/config.json"))
         inner += sorted(file.parent for file in directory.glob("snapshots/*/config.json"))  # the hub's cache
     except OSError:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_gvpo.core.collectives import all_ranks_agree
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.core.json_files import read_json_object
+from megatron_gvpo.core.json_files import LFS_POINTER, LFS_REMEDY, read_json_object
 from megatron_gvpo.huggingface.image_families import name_in_file, takes_images
 from megatron_gvpo.huggingface.mtp_heads import FurtherHeads, head_pattern
 
@@ -43,7 +43,7 @@ _REFUSED = {
 }
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.gguf")
 _BEGINNINGS = {  # of files that were downloaded in place of weights
-    b"version https://git-lfs": "it is a pointer of Git LFS: fetch the file itself with `git lfs pull`",
+    LFS_POINTER.encode(): LFS_REMEDY,
     b"<": "it is a web page, such as the error of a download: fetch the file again",
     b"{": "it is JSON, such as the error of a download: fetch the file again",
 }
@@ -136,6 +136,8 @@ def _headers(directory: Path) -> tuple[dict[str, Stored], set[str]]:
     else:
         files = sorted(directory.glob("*.safetensors"))
     if not files:
+        if partial := sorted(file.name for file in directory.glob("*.incomplete")):
+            raise ConfigError(f"no weights there (*.safetensors); the download of {partial[0]} has not ended")
         others = sorted(file.name for kind in _OTHER_WEIGHTS for file in directory.glob(kind))
         raise ConfigError(
             "no weights there (*.safetensors)"

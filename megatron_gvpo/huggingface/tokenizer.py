@@ -11,6 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.core.json_files import LFS_POINTER, LFS_REMEDY
 from megatron_gvpo.huggingface.bounded_templates import bound_templates
 
 _date = datetime.now()  # the date that chat templates write
@@ -30,6 +31,9 @@ def load_tokenizer(
     for file in (file for pattern in (*_VOCABULARIES, *_FURTHER) for file in Path(path).glob(pattern)):
         if not file.is_file():  # such as a FIFO, which transformers passes over or waits for
             raise DataError(f"{key}={path}: {file.name} there is not a regular file")
+        with file.open("rb") as content:
+            if content.read(len(LFS_POINTER)) == LFS_POINTER.encode():
+                raise DataError(f"{key}={path}: {file.name}: {LFS_REMEDY}")
     if not any(file for pattern in _VOCABULARIES for file in Path(path).glob(pattern)):
         raise DataError(f"{key}={path}: no tokenizer there (tokenizer.json and tokenizer_config.json)")
     bound_templates()

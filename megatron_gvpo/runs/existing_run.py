@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -276,3 +277,11 @@ def check_empty(directory: Path, name: str) -> None:
         raise ConfigError(f"{name}: {error.strerror}") from None
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"{name}: nothing can be written in {there}: permission denied, or read-only")
+
+
+def check_outside(directory: Path, name: str, others: Iterable[Path]) -> None:
+    """Raises ConfigError, which begins with `name`, if `directory` is in one of `others`."""
+    target = Path(os.path.realpath(directory))
+    for other in others:
+        if target.is_relative_to(os.path.realpath(other)):
+            raise ConfigError(f"{name}: this is in {other}, and would become a part of it: name another one")

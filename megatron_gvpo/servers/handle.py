@@ -71,7 +71,7 @@ class ServerHandle:
     """One server and what the pool knows of it. `to` alone changes the first four values after `server`."""
 
     server: Server
-    state: State = Lost("not seen yet")
+    state: State = Lost("it has not answered")
     since: float = field(default_factory=time.monotonic)  # when a state of this kind began
     version: int = -1  # version of the weights that it got last; -1 since it was lost
     losses: int = 0  # a process group with the server lasts until its next loss

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -150,6 +151,9 @@ def parse_override(override: str) -> dict[str, Any]:
     dotted, sign, text = override.partition("=")
     if not sign or not all(dotted.split(".")):
         raise ConfigError(f"override {cut(override)!r}: expected key.sub=value")
+    if (without := re.sub(r"\[(\d+)\]", r".\1", dotted.strip())) != dotted:
+        why = "without spaces" if without == dotted.strip() else "with an item's number behind a point"
+        raise ConfigError(f"override {cut(override)!r}: write the key {why}: {cut(without)}=VALUE")
     try:
         value = parse_value(text)
     except ValueError as error:

@@ -67,9 +67,13 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
             case "model_type" | "model_attributes_type" | "dict_type":
                 instead = _instead(item["loc"], value, root)
                 lines.append(f"{key}: expected settings as `key: value`, found {_shown(value)}{instead}")
+            case "invalid_key":
+                lines.append(f"{key}: a key is text; is there a comma in a number, in place of a point?")
             case "tuple_type" | "list_type":
                 lines.append(f"{key}: expected a list, as [a, b], found {_shown(value)}")
-            case "int_type" | "float_type" if isinstance(value, str) and _NUMBER.fullmatch(value):
+            case "int_type" | "float_type" if isinstance(value, str) and (odd := _not_ascii(value)):
+                lines.append(f"{key}: expected a number, and {odd} (given: {_shown(value)})")
+            case "int_type" | "float_type" if isinstance(value, str) and value and _NUMBER.fullmatch(value):
                 lines.append(f"{key}: expected a number, found text: write it without quotes ({value!r})")
             case _:
                 message = item["msg"].removeprefix("Value error, ")
@@ -101,11 +105,17 @@ def _of_other_trainers(key: str, value: Any, siblings: Sequence[str]) -> list[tu
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    if odd := [letter for letter in name if not letter.isascii()]:
-        code, name = f"U+{ord(odd[0]):04X}", unicodedata.name(odd[0], "no name")
-        return f"{odd[0]!r} in it is {code} ({name}), and keys are ASCII letters"
+    if odd := _not_ascii(name):
+        return f"{odd}, and keys are ASCII letters"
     near = difflib.get_close_matches(name, known, 1, 0.6)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+
+
+def _not_ascii(text: str) -> str:
+    """Names the first character of a text that is not ASCII, which may look like one; empty without any."""
+    odd = next((character for character in text if not character.isascii()), None)
+    name = "" if odd is None else unicodedata.name(odd, "no name")
+    return "" if odd is None else f"{odd!r} in it is U+{ord(odd):04X} ({name})"
 
 
 def _locate(loc: Sequence[int | str], root: type[BaseModel]) -> tuple[str, list[str], list[str]]:

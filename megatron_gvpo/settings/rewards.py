@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Annotated, Any, NamedTuple, Self
@@ -53,6 +54,17 @@ def check_built_in(name: str) -> None:
         )
 
 
+def _check_options(name: str, options: dict[str, Any]) -> None:
+    """Raises ValueError for an option of a built-in reward with which it could never be paid."""
+    if isinstance(pattern := options.get("pattern"), str) and name == "format":
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"options.pattern={pattern!r} is not a regular expression: {error}") from None
+    if name == "math" and options.get("marker") == "":
+        raise ValueError("options.marker is empty: name the text before an answer, such as '####'")
+
+
 def _free_name(name: str) -> str:
     check_key(name, own_names("reward/<component>"))
     return name
@@ -95,6 +107,7 @@ class RewardConfig(Section):
             raise ValueError("options are for a function")
         if self.built_in:
             check_built_in(self.name)
+            _check_options(self.name, self.options)
         return self
 
 

@@ -54,9 +54,10 @@ def advice(config: Config) -> str | None:
       policy's;
     - an evaluation that does not count right answers, although a component of the reward judges them;
     - more patience than the run has evaluations, so that train.stop_early ends nothing;
+    - a learning rate that changes no weight;
     - keys of sampling in a run that samples nothing.
     """
-    checks = (_one_update, _older_weights, _counted, _too_patient, keys_of_sampling)
+    checks = (_one_update, _older_weights, _counted, _too_patient, _no_step, keys_of_sampling)
     warnings = [check(config) for check in checks]
     return "\n".join(text for text in warnings if text is not None) or None
 
@@ -112,6 +113,13 @@ def _too_patient(config: Config) -> str | None:
         f"train.stop_early.patience={stop.patience} ends nothing: before the last of train.steps={steps} "
         f"there are {after_the_first} evaluations after the first one"
     )
+
+
+def _no_step(config: Config) -> str | None:
+    """AdamW moves a weight by about the rate; a weight of 0.01 has neighbours 1e-9 away in float32."""
+    if config.optimizer.lr >= 1e-12:
+        return None
+    return f"optimizer.lr={config.optimizer.lr:g} changes no weight: float32 rounds such a step away"
 
 
 def _batch(config: Config) -> None:
@@ -372,6 +380,11 @@ def _schedule(config: Config) -> None:
     if critic is not None and critic.warmup_steps >= train.updates:
         raise ValueError(
             f"algorithm.critic.warmup_steps={critic.warmup_steps} leaves nothing of the run's {all_updates}"
+        )
+    profiled = config.logging.profile_steps
+    if profiled is not None and profiled[0] > train.steps:
+        raise ValueError(
+            f"logging.profile_steps={list(profiled)}: the run ends before, with train.steps={train.steps}"
         )
     if optimizer.min_lr > optimizer.lr:
         raise ValueError(f"optimizer.min_lr={optimizer.min_lr} exceeds optimizer.lr={optimizer.lr}")

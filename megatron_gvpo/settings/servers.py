@@ -56,6 +56,11 @@ class EngineServers(Section):
     def _addresses(self) -> Self:
         for url in self.urls:
             _check_address(url)
+        if self.api_key_env is not None and not re.fullmatch(r"[A-Za-z_]\w*", self.api_key_env, re.ASCII):
+            raise ValueError(  # without the value, which may be the key itself
+                "api_key_env: expected the name of an environment variable (letters, digits and _), such as "
+                "JUDGE_KEY; the key itself is in that variable"
+            )
         if key := [word for word in self.args if re.match(r"--(\w+-)*(api-key|token|password)(=|$)", word)]:
             raise ValueError(
                 f"args: {key[0].partition('=')[0]} would be on a command line, which all users of a machine "
@@ -131,6 +136,10 @@ def _check_address(url: str) -> None:
         or " " in url
     ):
         raise ValueError(f"urls: {url!r}: expected http://HOST:PORT")
+    if parts.path.rstrip("/").endswith("/v1"):
+        raise ValueError(
+            f"urls: {url!r}: give the address without /v1, which the paths of requests begin with"
+        )
     if parts.username is not None or parts.password is not None:
         raise ValueError(
             "urls: an address with a user or a password: servers take a key, whose "

@@ -26,7 +26,7 @@ from megatron_gvpo.megatron.checkpoint.save import Writer, save_shards
 from megatron_gvpo.megatron.checkpoint.state import load_weights, weights_state
 from megatron_gvpo.megatron.model.build import build
 from megatron_gvpo.megatron.model.model import Model
-from megatron_gvpo.runs.existing_run import check_empty
+from megatron_gvpo.runs.existing_run import check_empty, check_outside
 from megatron_gvpo.runs.written import EXPORT, keep_foreign
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.parallel import ParallelConfig
@@ -43,6 +43,7 @@ def to_megatron(source: Path, target: Path) -> None:
     Raises ConfigError, also where `target` is not empty, and CheckpointError.
     """
     check_empty(target, f"TARGET={target}")
+    check_outside(target, f"TARGET={target}", [source])
     model = _build(source, "SOURCE")
     run_on_rank_0(f"cannot write {target}", lambda: target.mkdir(parents=True, exist_ok=True))
     with parallel.megatron_device():
@@ -59,6 +60,7 @@ def to_hugging_face(source: Path, target: Path, like: Path) -> None:
     Raises ConfigError, also where `target` is not empty, and CheckpointError.
     """
     check_empty(target, f"TARGET={target}")
+    check_outside(target, f"TARGET={target}", [source])
     _check_like(source, like)
     model = _build(like, "--like")
     if (record := source / RECORD).is_file():  # a run's checkpoint

@@ -261,6 +261,11 @@ def test_the_command_line_says_it_in_one_line(task, tmp_path, capfd):
     assert main(["convert", str(model), str(tmp_path / "megatron")]) == 2
     assert capfd.readouterr().err.startswith(f"error: SOURCE={model}: it lacks 1 tensor (")
     assert not (tmp_path / "megatron").exists()
+    assert main(["convert", str(task / "model"), str(task / "model" / "inside")]) == 2
+    assert f"this is in {task / 'model'}, and would become a part of it" in capfd.readouterr().err
+    inside = tmp_path / "run" / "checkpoints" / "hf"
+    assert main(["export", str(task / "run.yaml"), *given[1:], "--out", str(inside)]) == 2
+    assert "checkpoints, and would become a part of it" in capfd.readouterr().err
 
 
 TIED_CHECKPOINT = (

@@ -334,6 +334,13 @@ def test_files_of_other_versions_are_read_together(tmp_path):
     (tmp_path / "rollouts" / file_name("train", 3)).write_bytes(b"PAR1 damaged")
     with pytest.raises(ValueError, match=r"step_000003.parquet: not a file of rollouts"):
         rows(tmp_path)
+    foreign = tmp_path / "rollouts" / file_name("train", 3)
+    pq.write_table(pa.table({"prompt": ["1+1="], "answer": ["2"]}), foreign)
+    with pytest.raises(ValueError, match=r"step_000003.parquet: not a file of rollouts: it has no column"):
+        rows(tmp_path)
+    pq.write_table(newer.set_column(newer.column_names.index("reward"), "reward", pa.array(["1"])), foreign)
+    with pytest.raises(ValueError, match=r"its files are not of one run"):
+        rows(tmp_path)
     assert read_rollouts(tmp_path / "nothing").num_rows == 0
 
 

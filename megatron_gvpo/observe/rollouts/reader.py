@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from megatron_gvpo.observe.rollouts.schema import Kind, file_name, step_of
 
 DIRECTORY = "rollouts"  # folder in the output directory
+EVERY_FILE = ("group", "member", "prompt", "response", "reward")  # columns that every version has written
 
 
 def saved_steps(output_dir: Path | str, kind: Kind = "train") -> list[int]:
@@ -41,6 +42,8 @@ def read_rollouts(
         try:
             with pq.ParquetFile(path) as file:
                 known = set(file.schema_arrow.names)
+                if missing := [name for name in EVERY_FILE if name not in known]:
+                    raise ValueError(f"{path}: not a file of rollouts: it has no column {missing[0]!r}")
                 wanted = None if columns is None else [name for name in columns if name in known]
                 tables.append(file.read(columns=wanted))
         except FileNotFoundError:
@@ -49,4 +52,7 @@ def read_rollouts(
             raise ValueError(f"{path}: not a file of rollouts that can be read: {error}") from None
     if not tables:
         return pa.table({})
-    return pa.concat_tables(tables, promote_options="permissive")
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException as error:  # a column has another type in one of them
+        raise ValueError(f"{directory}: its files are not of one run: {error}") from None

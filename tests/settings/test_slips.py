@@ -1,0 +1,133 @@
+"""Slips of typing and copying are refused, or warned of, in words that show the slip."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.inputs.good_config import message
+
+from megatron_gvpo.checks.data_files import check_data_files
+from megatron_gvpo.checks.output_dir import check_output_dir
+from megatron_gvpo.core.errors import ConfigError, DataError
+from megatron_gvpo.core.json_files import read_json_object
+from megatron_gvpo.core.user_functions import spec_parts
+from megatron_gvpo.core.yaml_files import read_yaml
+from megatron_gvpo.huggingface.card import ModelCard
+from megatron_gvpo.huggingface.complete_weights import stored_tensors
+from megatron_gvpo.huggingface.tokenizer import load_tokenizer
+from megatron_gvpo.huggingface.trainable_models import check_trainable
+from megatron_gvpo.settings.config import load_config
+from megatron_gvpo.settings.rules import advice
+
+SIZES = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 20,
+    "intermediate_size": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optimizer.lr = 1e-4", "write the key without spaces: optimizer.lr=VALUE"),
+        ("rewards.components[0].weight=2", "behind a point: rewards.components.0.weight=VALUE"),
+        ("optimizer.lr=1e−4", "expected a number, and '−' in it is U+2212 (MINUS SIGN)"),
+        ("optimizer={lr: 1,0e-4}", "is there a comma in a number, in place of a point?"),
+        ("optimizer.lr=''", "optimizer.lr: Input should be a valid number (given: '')"),
+        ("logging.profile_steps=[30,40]", "the run ends before, with train.steps=20"),
+        ("rewards.components=[{name: format, options: {pattern: '('}}]", "'(' is not a regular expression"),
+        ("rewards.components=[{name: math, options: {marker: ''}}]", "options.marker is empty"),
+    ],
+)
+def test_a_value_that_cannot_be_meant_shows_the_slip(good: Path, override: str, said: str) -> None:
+    assert said in message(good, override)
+
+
+@pytest.mark.parametrize("section", ["rollout.servers", "rewards.components.0.judge.servers"])
+def test_an_address_with_v1_and_a_key_in_place_of_its_variables_name(good: Path, section: str) -> None:
+    """The error does not repeat what may be the key."""
+    judge = [
+        "rewards.components=[{name: j, judge: {model: m, servers: {engine: openai, urls: ['http://h']}}}]"
+    ]
+    words = ["rollout.engine=vllm", *judge]
+    said = message(good, *words, f"{section}.urls=['https://api.example/v1']")
+    assert "'https://api.example/v1': give the address without /v1" in said
+    said = message(good, *words, f"{section}.api_key_env=sk-abc123")
+    assert "api_key_env: expected the name of an environment variable" in said and "abc123" not in said
+
+
+def test_a_rate_that_changes_nothing_is_warned_of(good: Path) -> None:
+    assert "changes no weight" in (advice(load_config([good], ["optimizer.lr=1e-40"])) or "")
+    assert "changes no weight" not in (advice(load_config([good], ["optimizer.lr=1e-9"])) or "")
+
+
+def test_options_and_files_that_look_like_others(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'–' is not the hyphen with which options begin"):
+        read_yaml(Path("–-resume"))
+    (tmp_path / "run.toml").write_text("a = 1\n")
+    with pytest.raises(ConfigError, match="it is TOML; a configuration is a YAML file"):
+        read_yaml(tmp_path / "run.toml")
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("mine:f", None),
+        ("mine.py: f", None),
+        ("./mine:f", r"write mine\.py:f"),
+        ("mine.ipynb:f", r"neither a module nor a file that ends with \.py"),
+        ("mine.py:f:g", r"write path/file\.py:function"),
+    ],
+)
+def test_a_functions_name_is_a_file_or_a_module(tmp_path, monkeypatch, spec: str, said: str | None) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def f(): pass\n")
+    if said is None:
+        assert spec_parts(spec)[1] == "f"
+    else:
+        with pytest.raises(ValueError, match=said):
+            spec_parts(spec)
+
+
+def test_a_generators_reward_needs_its_problems(good: Path, tmp_path: Path) -> None:
+    """Other records would score 0, each with an error, in every step."""
+    file = tmp_path / "a.jsonl"
+    words = [f"data.train.path={file}", "rewards.components=[{name: reasoning_gym}]"]
+    file.write_text(json.dumps({"prompt": "1+1=", "answer": 2}))
+    with pytest.raises(ConfigError, match="line 1: the reward reasoning_gym asks a problem's generator"):
+        check_data_files(load_config([good], words), "train")
+    file.write_text(json.dumps({"prompt": "1+1=", "answer": 2, "reasoning_gym": {}}))
+    check_data_files(load_config([good], words), "train")
+    check_data_files(load_config([good], ["data.train.path=reasoning_gym:x", words[1]]), "train")
+
+
+def test_a_models_directory_that_was_not_downloaded_whole(tmp_path: Path) -> None:
+    (tmp_path / "q4.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match="it has GGUF files, which are quantised"):
+        ModelCard.read(tmp_path)
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ConfigError, match="it is a pointer of Git LFS"):
+        read_json_object(tmp_path / "config.json")
+    with pytest.raises(DataError, match=r"tokenizer\.json: it is a pointer of Git LFS"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "a.safetensors.incomplete").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"the download of a\.safetensors\.incomplete has not ended"):
+        stored_tensors(tmp_path, "model.path")
+    with pytest.raises(ConfigError, match=r"no model_type in config\.json; Qwen2ForCausalLM has qwen2"):
+        check_trainable(ModelCard({**SIZES, "architectures": ["Qwen2ForCausalLM"]}), "model.path=x")
+
+
+def test_a_run_does_not_write_into_a_models_directory(good: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for place, is_refused in ((tmp_path / "runs" / "x", True), (tmp_path.parent / "beside_it", False)):
+        config = load_config([good], [f"model.path={tmp_path}", f"output_dir={place}"])
+        if is_refused:
+            with pytest.raises(ConfigError, match="a model's directory: give another output_dir"):
+                check_output_dir(config)
+        else:
+            check_output_dir(config)
