@@ -108,10 +108,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments, argparse.Namespace(command_line=arguments))
-    if rest and ("config" not in options or any(word.startswith("-") for word in rest)):
+    settings = next((name for name in ("config", "overrides") if name in options), None)
+    if rest and (settings is None or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}{_as_settings(rest)}")
-    if rest:
-        options.config += rest
+    if rest and settings is not None:
+        getattr(options, settings).extend(rest)
     return options
 
 

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "replay", help="compute a recorded step again on one process, and name what differs"
-    )
+    parser = commands.add_parser("replay", help="compute a recorded step again, and name what differs")
     parser.add_argument("run_directory", metavar="RUN", type=Path, help="output directory of a run")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key.sub=value", help="paths that are others on this machine"
+        "overrides",
+        nargs="*",
+        metavar="key.sub=value",
+        help="paths that are others on this machine; keys of `parallel` for a replay on several ranks",
     )
     parser.add_argument("--step", type=int, metavar="N", help="the step (default: the last recorded one)")
     parser.add_argument(
@@ -36,13 +37,18 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """0: all is equal; 1: something differs; 2: wrong input. Raises ConfigError."""
-    from megatron_gvpo.runs.one_machine import load_run
+    from megatron_gvpo.runs.one_machine import in_layout, load_run
 
     directory: Path = options.run_directory
     if options.against is not None and (options.step is not None or options.without_model):
         option = "--without-model" if options.step is None else f"--step {options.step}"
         raise ConfigError(f"{option}: --against compares the records of all steps; leave it out")
-    config = load_run(directory, options.overrides)
+    options.layout = [text for text in options.overrides if text.startswith("parallel.")]
+    if options.layout and (options.against is not None or options.without_model):
+        option = "--without-model" if options.against is None else "--against"
+        raise ConfigError(f"{options.layout[0]}: {option} computes no model; leave the layout out")
+    config = load_run(directory, [text for text in options.overrides if text not in options.layout])
+    in_layout(config, options.layout)  # a wrong key is refused before libraries load
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on the CPU, whatever the run's layout was
     differs: list[Finding] = []
 
@@ -67,7 +73,9 @@ def _replay(directory: Path, config: Config, options: argparse.Namespace) -> lis
     if not options.without_model:
         check_model_is_there(config)
     step = chosen_step(directory, options.step)
-    first = replay(config, step, not options.without_model, lambda finding: say(line(finding)))
+    first = replay(
+        config, step, not options.without_model, lambda finding: say(line(finding)), options.layout
+    )
     if first is None:
         say(f"step {step}: all that was compared is equal to the run's")
         return []

@@ -13,6 +13,7 @@ import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -52,6 +53,31 @@ class AdamStep:
     clip_grad: float  # 0 does not clip
 
 
+def _schedule(optimizer: Any, options: OptimizerConfig, updates: int) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=options.lr,
+        min_lr=options.min_lr,
+        lr_warmup_steps=options.warmup_steps,
+        lr_decay_steps=updates + 1,  # so that the last update still has a learning rate
+        lr_decay_style=options.decay,
+        start_wd=options.weight_decay,
+        end_wd=options.weight_decay,
+        wd_incr_steps=updates,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+def learning_rate(options: OptimizerConfig, updates: int, number: int) -> float:
+    """Return the learning rate of update `number`, from 1, in a run of `updates` updates."""
+    group: dict[str, Any] = {}
+    _schedule(SimpleNamespace(param_groups=[group]), options, updates).step(number)
+    return float(group["lr"])
+
+
 class Optimizer:
     """Use it as: `zero_grad`, accumulate gradients in the model's buffers, `apply`."""
 
@@ -61,21 +87,7 @@ class Optimizer:
         self.megatron: Any = _megatron_optimizer(model, options, precision)
         self._check_offload(options, precision.dtype == "bfloat16")
         self._allocate_states()
-        self.scheduler = OptimizerParamScheduler(
-            self.megatron,
-            init_lr=0.0,
-            max_lr=options.lr,
-            min_lr=options.min_lr,
-            lr_warmup_steps=options.warmup_steps,
-            lr_decay_steps=updates + 1,  # so that the last update still has a learning rate
-            lr_decay_style=options.decay,
-            start_wd=options.weight_decay,
-            end_wd=options.weight_decay,
-            wd_incr_steps=updates,
-            wd_incr_style="constant",
-            use_checkpoint_opt_param_scheduler=False,
-            override_opt_param_scheduler=True,
-        )
+        self.scheduler = _schedule(self.megatron, options, updates)
 
     def _inner(self) -> Iterator[tuple[torch.optim.Optimizer, bool]]:
         """Yield (inner optimizer, True if its states are in host memory)."""

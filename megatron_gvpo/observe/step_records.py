@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.core.redaction import hide
-from megatron_gvpo.groups import Group, Routing, message_text
+from megatron_gvpo.groups import Group, Image, Routing, image_of, message_text
 from megatron_gvpo.settings.sections import StepRecordsConfig
 from megatron_gvpo.supports import Support
 from megatron_gvpo.turns import turn_of
@@ -62,10 +62,25 @@ class StepRecord:
 
     step: int
     data_parallel: int  # data-parallel ranks
-    has_images: bool  # of prompts, which are not in the record
+    has_images: bool  # of prompts: the record has their digests, and not their content
     weights: Sums  # before the first update
     mini_batches: list[TrainBatch]
     updates: list[UpdateRecord] = field(default_factory=list)
+
+    def rows_of(self, update: UpdateRecord) -> TrainBatch:
+        """The rows that an update trained, with the log-probs that its loss compared with."""
+        positions = update.place_n.tolist()
+        for rows in self.mini_batches:
+            assert rows.place_n is not None
+            numbers = {position: i for i, position in enumerate(rows.place_n.tolist())}
+            if set(positions) & set(numbers):
+                known = [numbers[position] for position in positions if position in numbers]
+                marked = rows.trained()
+                left_out = marked.left_out if len(marked) == len(positions) else (0, 0)
+                chosen = rows.select(known)
+                chosen.left_out = left_out
+                return chosen.with_columns(old_logp_r=update.old_logp_r, ref_logp_r=update.ref_logp_r)
+        raise ValueError("an update without rows")  # the mask has been compared before
 
 
 def path_of(output_dir: Path | str, step: int) -> Path:
@@ -221,6 +236,8 @@ def _batch(rows: TrainBatch, name: str, tensors: dict[str, Tensor]) -> dict[str,
         tensors[f"{name}/{column}"] = torch.tensor([i for ids in sequences for i in ids], dtype=torch.int32)
     if rows.turns is not None:
         header["turns"] = [[list(turn) for turn in turns] for turns in rows.turns]
+    if rows.images is not None:
+        header["images"] = [[_named_image(image) for image in images] for images in rows.images]
     if rows.routing is not None:
         shapes = [None if r is None else [r.layers, r.per_token, r.width, len(r.ids)] for r in rows.routing]
         header["routing"] = shapes
@@ -236,6 +253,11 @@ def _batch(rows: TrainBatch, name: str, tensors: dict[str, Tensor]) -> dict[str,
     return header
 
 
+def _named_image(image: Image) -> Image:
+    """The image without its content, which a data: URL is."""
+    return image._replace(source="") if image.source.startswith("data:") else image
+
+
 def _batch_of(header: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]) -> TrainBatch:
     listed = {}
     for column in ("prompt_ids", "response_ids"):
@@ -249,6 +271,8 @@ def _batch_of(header: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor
     columns["component_n"] = {c: tensors[f"{name}/component_n/{c}"] for c in header["components"]}
     if "turns" in header:
         columns["turns"] = [[turn_of(turn) for turn in turns] for turns in header["turns"]]
+    if "images" in header:
+        columns["images"] = [tuple(image_of(values) for values in images) for images in header["images"]]
     if "routing" in header:
         columns["routing"] = list(_routing(header["routing"], bytes(tensors[f"{name}/routing"].tolist())))
     if "support" in header:

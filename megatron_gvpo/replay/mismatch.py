@@ -20,7 +20,7 @@ from megatron_gvpo.replay.findings import Tolerances
 from megatron_gvpo.replay.judge import PRECISIONS, ExactJudge, Suspicion, logp_of, suspicions
 from megatron_gvpo.replay.model import ModelReplay, Start
 from megatron_gvpo.replay.rows import RowsReplay
-from megatron_gvpo.runs.one_machine import on_one_rank
+from megatron_gvpo.runs.one_machine import in_layout
 from megatron_gvpo.settings.config import Config
 
 _EARLIER = 3  # earlier versions of the weights that are suspected
@@ -156,7 +156,7 @@ def _responses(config: Config, step: int) -> list[_Response]:
 
 def _judges(config: Config, step: int, wanted: set[int], folder: Path) -> dict[int, ExactJudge]:
     """A judge of each wanted version that can be computed again, by version."""
-    local, recorded = on_one_rank(config), recorded_steps(config.output_dir)
+    local, recorded = in_layout(config), recorded_steps(config.output_dir)
     early = Start.before(config.output_dir, max(1, step - _EARLIER), recorded)
     if early is None or any(s not in recorded for s in range(early.step + 1, step)):
         early = Start.before(config.output_dir, step, recorded)

@@ -87,7 +87,7 @@ class ModelReplay:
         run_before, later = record.weights, list[Finding]()
         for i, update in enumerate(record.updates):
             self._update = f"update {i + 1} of {len(record.updates)}: " if len(record.updates) > 1 else ""
-            rows = self.rows_of(update)
+            rows = self._record.rows_of(update)
             self._keep_weights()
             result = self.policy.update(
                 rows.with_columns(weight_r=update.weight_r),
@@ -126,21 +126,6 @@ class ModelReplay:
         text = self._update + (f"{', '.join(at)}: {problem}" if at else problem)
         return Finding(component, self._record.step, "differs", text, response, **position)
 
-    def rows_of(self, update: UpdateRecord) -> TrainBatch:
-        """The rows that an update trained, with the log-probs that its loss compared with."""
-        positions = update.place_n.tolist()
-        for rows in self._record.mini_batches:
-            assert rows.place_n is not None
-            numbers = {position: i for i, position in enumerate(rows.place_n.tolist())}
-            if set(positions) & set(numbers):
-                known = [numbers[position] for position in positions if position in numbers]
-                marked = rows.trained()
-                left_out = marked.left_out if len(marked) == len(positions) else (0, 0)
-                chosen = rows.select(known)
-                chosen.left_out = left_out
-                return chosen.with_columns(old_logp_r=update.old_logp_r, ref_logp_r=update.ref_logp_r)
-        raise ValueError("an update without rows")  # the mask has been compared before
-
     def _column(
         self, component: str, rows: TrainBatch, recorded: Tensor, again: Tensor, limit: float
     ) -> Finding:
@@ -172,7 +157,7 @@ class ModelReplay:
         references = self._config.algorithm.loss.reference_policies
         by_engine = self._config.algorithm.reference_logprobs == "engine"
         for update in self._record.updates:
-            rows = self.rows_of(update)
+            rows = self._record.rows_of(update)
             for column, reference in references.items():
                 recorded = update.old_logp_r if column == "old" else update.ref_logp_r
                 if recorded is None or (by_engine and reference == STEP_START):

@@ -153,8 +153,34 @@ class RowsReplay:
             raise NotPossibleError(f"the data cannot be read: {error}") from None
         return {prompt.id: prompt for prompt in task.prompts}
 
+    def with_images(self) -> StepRecord:
+        """The record with the prompts' images out of the data. Raises NotPossibleError."""
+        if not self._record.has_images:
+            return self._record
+        named = {image.digest: image for prompt in self._prompts.values() for image in prompt.images}
+        mini_batches = []
+        for rows in self._record.mini_batches:
+            if rows.images is None:
+                raise NotPossibleError("the record, of an earlier version, leaves the prompts' images out")
+            missing = [image for images in rows.images for image in images if image.digest not in named]
+            if missing:
+                file = missing[0].source or "of a data: URL"
+                raise NotPossibleError(f"the data have no image with the content that {file} had in the run")
+            images = [tuple(named[image.digest] for image in own) for own in rows.images]
+            mini_batches.append(replace(rows, images=images))
+        return replace(self._record, mini_batches=mini_batches)
+
+    @cached_property
+    def _images(self) -> dict[int, list[str]]:
+        """The digests of the images of each response's prompt, by position, where the record has them."""
+        return {
+            position: [image.digest for image in images]
+            for rows in self._record.mini_batches
+            for position, images in zip(_positions(rows), rows.images or (), strict=False)
+        }
+
     def _template(self) -> Finding | None:
-        """The prompts' tokens are what tokenizer, chat template and data give."""
+        """The prompts' tokens and images are what tokenizer, chat template and data give."""
         if self.config.algorithm.members:
             raise NotPossibleError("members of the groups may have changed prompts")
         for position, saved in enumerate(self._saved):
@@ -166,6 +192,11 @@ class RowsReplay:
                 token = _first_other(recorded, prompt.token_ids)
                 text = "the prompt's tokens are not those that data, tokenizer and chat template give now"
                 return self._differs("template", text, position, token)
+            now = [image.digest for image in prompt.images]
+            number = _first_other(self._images.get(position, now), now)
+            if number is not None:
+                file = prompt.images[number].source.partition(",")[0]
+                return self._differs("template", f"image {number}, {file}, had another content", position)
         return None
 
     @cached_property
@@ -330,8 +361,8 @@ def state_after(config: Config, record: StepRecord, state: dict[str, Any]) -> di
     return built.state_dict()
 
 
-def _first_other(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The index of the first token that is not equal in both; None if the shorter one begins the longer."""
+def _first_other[Value](one: Sequence[Value], other: Sequence[Value]) -> int | None:
+    """The index of the first value that is not equal in both; None if the shorter one begins the longer."""
     return next((t for t, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
 
 

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.observe.step_records import StepRecord, read, recorded_steps
-from megatron_gvpo.replay.findings import COMPONENTS, Finding, Tolerances
+from megatron_gvpo.replay.findings import COMPONENTS, Finding, NotPossibleError, Tolerances
 from megatron_gvpo.replay.model import ModelReplay, Start
+from megatron_gvpo.replay.numbers import NumbersReplay
 from megatron_gvpo.replay.rows import RowsReplay, state_after
-from megatron_gvpo.runs.one_machine import on_one_rank
+from megatron_gvpo.runs.one_machine import in_layout
 from megatron_gvpo.settings.config import Config
 
 Tell = Callable[[Finding], None]
-_MODEL = COMPONENTS[COMPONENTS.index("start weights") :]
 
 
-def replay(config: Config, step: int, with_model: bool, tell: Tell) -> Finding | None:
+def replay(
+    config: Config, step: int, with_model: bool, tell: Tell, layout: Sequence[str] = ()
+) -> Finding | None:
     """Compute a recorded step again; returns the first finding that differs, or None.
 
+    `layout`: overrides of `parallel` for the ranks that compute it; every rank makes the same findings.
     `tell` gets every finding as it comes. Steps between the checkpoint and `step` are taken first, and are
     compared as well. Raises DataError for a step without a record, ConfigError and CheckpointError.
     """
     record = read(config.output_dir, step)
     limits = Tolerances.of(config.model.dtype)
-    local = on_one_rank(config)
+    local = in_layout(config, layout)
     start = Start.before(config.output_dir, step, recorded_steps(config.output_dir))
-    rows = RowsReplay(local, record, limits)
-    rows.name_members()
+    rows = _rows_of(local, step, limits)
     differing: list[Finding] = []
 
     def passed_on(findings: Iterator[Finding]) -> None:
@@ -35,16 +38,15 @@ def replay(config: Config, step: int, with_model: bool, tell: Tell) -> Finding |
             if finding.outcome == "differs":
                 differing.append(finding)
 
-    reason = _without_model(record, start, with_model)
+    reason = _without_model(record, start, with_model) or _without_images(rows)
     if start is None or reason:
         passed_on(rows.findings(None))
-        for component in _MODEL:
-            tell(Finding(component, step, "not checked", reason))
+        passed_on(NumbersReplay(local, record, limits, rows.members).findings(reason))
     else:
         model = ModelReplay(local, config, start, limits)
         state = _estimator_state(local, model, step)
         passed_on(rows.findings(state))
-        passed_on(_model_findings(model, rows, record))
+        passed_on(_model_findings(model, rows, step))
     return _first(differing)
 
 
@@ -52,8 +54,6 @@ def _without_model(record: StepRecord, start: Start | None, with_model: bool) ->
     """Why the model's part cannot be replayed, or ""."""
     if not with_model:
         return "--without-model"
-    if record.has_images:
-        return "the prompts have images, which records leave out"
     if start is None:
         return f"no checkpoint before step {record.step} from which every step is recorded (logging.steps)"
     return ""
@@ -66,19 +66,36 @@ def _estimator_state(config: Config, model: ModelReplay, step: int) -> dict[str,
     return state
 
 
-def _model_findings(model: ModelReplay, rows: RowsReplay, record: StepRecord) -> Iterator[Finding]:
-    """The findings of the model in `record`'s step, after those of earlier steps that differ."""
-    for step in range(model.start.step + 1, record.step):
-        earlier = read(rows.config.output_dir, step)
-        before = RowsReplay(rows.config, earlier, rows.limits)
-        before.name_members()
+def _rows_of(config: Config, step: int, limits: Tolerances) -> RowsReplay:
+    rows = RowsReplay(config, read(config.output_dir, step), limits)
+    rows.name_members()
+    return rows
+
+
+def _without_images(rows: RowsReplay) -> str:
+    """Why the images of the step's prompts cannot be had, or ""."""
+    try:
+        rows.with_images()
+    except NotPossibleError as reason:
+        return str(reason)
+    return ""
+
+
+def _model_findings(model: ModelReplay, rows: RowsReplay, step: int) -> Iterator[Finding]:
+    """The findings of the model in `step`, which has these rows, after those of earlier ones that differ."""
+    for number in range(model.start.step + 1, step):
+        before = _rows_of(rows.config, number, rows.limits)
         model.members = before.members
-        for finding in model.findings(earlier):
+        try:
+            record = before.with_images()
+        except NotPossibleError as reason:
+            raise DataError(f"step {number}: {reason}") from None
+        for finding in model.findings(record):
             if finding.outcome == "differs":
                 yield finding
                 return
     model.members = rows.members
-    yield from model.findings(record)
+    yield from model.findings(rows.with_images())
 
 
 def _first(differing: Sequence[Finding]) -> Finding | None:

@@ -1,6 +1,6 @@
 """The configuration of a run as one process of this machine can compute it.
 
-`on_one_rank` is for a run that is over, `laptop_config` for one before it starts: fp32, and the engine inside
+`in_layout` is for a run that is over, `laptop_config` for one before it starts: fp32, and the engine inside
 the trainer's process. Nothing here loads torch: commands refuse a wrong run before that.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.runs.written import CONFIG
-from megatron_gvpo.settings.config import Config, build_config, load_config
+from megatron_gvpo.settings.config import Config, build_config, load_config, merge, parse_override
 
 _PATHS = ("path", "convert", "function", "packages", "environment", "program", "tools", "directory")
 
@@ -43,12 +43,18 @@ def check_model_is_there(config: Config) -> None:
         )
 
 
-def on_one_rank(config: Config) -> Config:
-    """The configuration of the same run in one process: no result of a step depends on its layout."""
+def in_layout(config: Config, layout: Sequence[str] = ()) -> Config:
+    """The configuration of the same run in another layout: no result of a step depends on it.
+
+    `layout`: overrides of keys of `parallel`; the other keys have their defaults, so that without any it is
+    data-parallel over the ranks that there are. Raises ConfigError.
+    """
     values = config.model_dump(mode="json", exclude_unset=True)
     values.pop("parallel", None)
     values.get("optimizer", {}).pop("offload_fraction", None)
     values.get("model", {}).pop("fp8", None)
+    for override in layout:
+        values = merge(values, parse_override(override))
     return build_config(values)
 
 

@@ -51,7 +51,7 @@ def material(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("leave_the_process_group", "material")
-def test_the_example_trains() -> None:
+def test_the_example_trains(capsys: pytest.CaptureFixture[str]) -> None:
     first = json.loads(Path("runs/images/task/data/train.jsonl").read_text().splitlines()[0])
     counts, final = first["solution"].split("\n")
     assert final == f"\\boxed{{{first['answer']}}}" and counts.endswith(f":{first['answer']}")
@@ -74,6 +74,18 @@ def test_the_example_trains() -> None:
     names = {row["group"]: row["images"] for row in saved.to_pylist() if row["step"] == 2}
     assert all(len(of_group) == 1 and Path(of_group[0]).is_file() for of_group in names.values())
     assert images_of(saved.filter(pc.field("step") == 2)) == names  # as the report shows them
+
+    assert cli.main(["replay", "runs/images", "--step", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "DIFFERS" not in printed and printed.count("not checked") == 1  # the method has no advantages
+    [picture] = names[0]
+    Picture.open(picture).rotate(180).save(picture)
+    assert cli.main(["replay", "runs/images", "--step", "2", "--without-model"]) == 1
+    printed = capsys.readouterr().out
+    assert f"template: response 0 (group 0, member 0): image 0, {picture}, had another content" in printed
+    assert cli.main(["replay", "runs/images", "--step", "2"]) == 1
+    missing = f"the data have no image with the content that {picture} had in the run"
+    assert missing in capsys.readouterr().out
 
 
 class LosePictures(Callback):

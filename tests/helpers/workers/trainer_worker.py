@@ -13,10 +13,13 @@ import torch.distributed as dist
 
 from helpers.small_constants import small_constants
 from helpers.tiny_run import StopAfter, configure, fit, reward_options
-from megatron_gvpo.core.collectives import all_have_failed
+from megatron_gvpo.core.collectives import all_gather_msgpack, all_have_failed
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.user_functions import UserFunctionError
 from megatron_gvpo.megatron.update import LossPass
+from megatron_gvpo.replay.findings import Finding
+from megatron_gvpo.replay.run import replay
+from megatron_gvpo.runs.one_machine import load_run
 from megatron_gvpo.training.callbacks import Callback
 from megatron_gvpo.training.trainer import Trainer
 
@@ -25,6 +28,18 @@ def fit_once(task: str, out: str, *overrides: str) -> None:
     """Run to the end."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
     fit(configure(Path(task), Path(out), *overrides))
+
+
+def replay_step(out: str, told_to: str, *layout: str) -> None:
+    """Replay step 2 of a run in a layout; rank 0 writes the findings, and all ranks have the same first."""
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
+    findings: list[Finding] = []
+    first = replay(load_run(Path(out)), 2, True, findings.append, layout)
+    for other in all_gather_msgpack(None if first is None else [first.component, first.tensor]):
+        assert other == (None if first is None else [first.component, first.tensor])
+    if dist.get_rank() == 0:
+        told = [[finding.component, finding.outcome, finding.tensor, finding.text] for finding in findings]
+        Path(told_to).write_text(json.dumps(told))
 
 
 def fit_with_a_faulty_rank(task: str, out: str, fault: str, *overrides: str) -> None:
