@@ -12,7 +12,7 @@ from megatron_gvpo.cli.terminal import say
 from megatron_gvpo.cli.with_model import run_with_model
 
 if TYPE_CHECKING:
-    from megatron_gvpo.replay.mismatch import Certificate
+    from megatron_gvpo.replay.certificate import Certificate
 
 
 def add_parser(commands: Any) -> None:

@@ -2,84 +2,43 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_gvpo.core.errors import DataError
+from megatron_gvpo.groups import Routing
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.observe.rollouts.reader import read_rollouts
 from megatron_gvpo.observe.step_records import read, recorded_steps
-from megatron_gvpo.replay.findings import Tolerances
-from megatron_gvpo.replay.judge import PRECISIONS, ExactJudge, Suspicion, logp_of, suspicions
+from megatron_gvpo.replay.certificate import Cause, Certificate, Token
+from megatron_gvpo.replay.findings import NotPossibleError, Tolerances
+from megatron_gvpo.replay.judge import (
+    PRECISIONS,
+    Case,
+    ExactJudge,
+    Sampling,
+    Suspicion,
+    engine_suspicions,
+    exchanged_experts,
+    trainer_suspicions,
+)
+from megatron_gvpo.replay.kept_tokens import listed, origin, recorded_tokens
 from megatron_gvpo.replay.model import ModelReplay, Start
 from megatron_gvpo.replay.rows import RowsReplay
 from megatron_gvpo.runs.one_machine import in_layout
 from megatron_gvpo.settings.config import Config
+from megatron_gvpo.supports import Support
 
 _EARLIER = 3  # earlier versions of the weights that are suspected
 _REPRODUCED = 0.25  # a suspicion must leave at most this part of the gap's root mean square
-_ROUNDING = 4.0  # rounding may be this many times what transformers has in the same precision
+_USUAL = 4.0  # rounding may be this many times what transformers has in the same precision
 _WORST = 5  # tokens that are shown
-
-
-@dataclass(frozen=True)
-class Cause:
-    """A cause of the gap, with its tokens' numbers in nats."""
-
-    side: str  # "engine", "trainer", or "both" for the policy's own change
-    name: str
-    detail: str
-    tokens: int
-    responses: int
-    share: float  # of the sum of squares of all gaps
-    mean: float  # absolute gap
-    largest: float
-    bound: float | None = None  # the largest gap that rounding in the precision explains
-
-    def is_rounding(self, dtype: str) -> bool:
-        """True for what a run in this dtype has without a fault."""
-        return self.side == "both" or (self.name == "precision" and self.detail == dtype)
-
-
-@dataclass(frozen=True)
-class Token:
-    """A token with a large gap."""
-
-    response: int
-    token: int
-    text: str
-    engine: float
-    trainer: float
-    judge: float
-    cause: str
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """The causes of a step's gap, the largest share first."""
-
-    step: int
-    dtype: str
-    tokens: int
-    abs_mean: float
-    abs_max: float
-    kl: float
-    causes: list[Cause] = field(default_factory=list)
-    worst: list[Token] = field(default_factory=list)
-
-    @property
-    def is_rounding(self) -> bool:
-        return all(cause.is_rounding(self.dtype) for cause in self.causes)
-
-    def write(self, file: Path) -> None:
-        file.write_text(json.dumps(asdict(self), indent=2) + "\n")
+_FEW, _MANY = 8, 64  # responses in which rounding is measured: that of numbers, that of the choice of experts
 
 
 @dataclass(frozen=True)
@@ -87,11 +46,11 @@ class _Response:
     """A response of the step with both sides' log-probs, fp64 [tokens]."""
 
     position: int
-    prompt: list[int]
-    ids: list[int]
+    case: Case
     version: int  # of the weights that sampled it
     engine: Tensor
     trainer: Tensor
+    is_of_policy: bool  # sampled in the run, and not added to the group
 
 
 @dataclass(frozen=True)
@@ -103,19 +62,11 @@ class _Gap:
     cause: str
     detail: str
     gap: Tensor
+    bound: float | None = None  # the largest gap that rounding explains, nats
 
 
 def certify(config: Config, step: int) -> Certificate:
-    """Find the causes of the mismatch of a step. Raises DataError without rollouts, weights or records.
-
-    Raises DataError, too, for truncated sampling: rollout files do not hold the supports that both sides'
-    log-probs are over, and the judge's would be over the whole vocabulary.
-    """
-    if config.rollout.wants_support:
-        raise DataError(
-            "rollout.top_p, top_k or min_p truncates this run's sampling, and `mismatch` cannot judge "
-            "log-probs over what is left of the vocabulary: see the run's own metrics mismatch/*"
-        )
+    """Find the causes of the mismatch of a step. Raises DataError without rollouts, weights or records."""
     responses = _responses(config, step)
     wanted = {step - 1 - k for k in range(_EARLIER + 1)} | {r.version for r in responses}
     wanted |= {r.version - k for r in responses for k in range(_EARLIER + 1)}
@@ -123,9 +74,13 @@ def certify(config: Config, step: int) -> Certificate:
         judges = _judges(config, step, wanted, Path(folder))
         if step - 1 not in judges:
             raise DataError(f"the weights of step {step - 1} cannot be computed again: see `replay`")
-        gaps = [gap for r in responses for gap in _gaps(config, r, judges, step - 1)]
-        bounds = _bounds(config, responses, judges[step - 1])
-    return _certificate(config, step, responses, list(_named_precision(gaps, bounds, config)), bounds)
+        sampling = Sampling.of(config)
+        bounds = _bounds(responses, judges[step - 1], config.model.dtype)
+        gaps = [gap for r in responses for gap in _gaps(r, judges, step - 1, sampling, bounds)]
+        gaps = list(_named_precision(gaps, bounds))
+        gaps += _wrong_sets(responses, gaps, judges, sampling, bounds.limit)
+        gaps += _lost_experts(responses, config)
+    return _certificate(config, step, responses, gaps)
 
 
 def _responses(config: Config, step: int) -> list[_Response]:
@@ -134,6 +89,7 @@ def _responses(config: Config, step: int) -> list[_Response]:
         saved = read_rollouts(config.output_dir, "train", [step]).to_pylist()
     except ValueError as error:
         raise DataError(str(error)) from None
+    records, temperature = _records(config, step), config.rollout.temperature
     responses = []
     for position, row in enumerate(saved):
         columns = ("prompt_ids", "response_ids", "rollout_logprobs", "trainer_logprobs", "version_first")
@@ -144,14 +100,33 @@ def _responses(config: Config, step: int) -> list[_Response]:
             len(engine) == len(trainer) == len(row["response_ids"])
             and row["version_first"] == row["version_last"]
         ):
-            prompt, ids = row["prompt_ids"], row["response_ids"]
-            responses.append(_Response(position, prompt, ids, row["version_first"], engine, trainer))
+            of_record = records.get(position, (None, None))
+            case = Case(row["prompt_ids"], row["response_ids"], temperature, *of_record)
+            is_of_policy = row["source"] == "policy"
+            responses.append(_Response(position, case, row["version_first"], engine, trainer, is_of_policy))
     if not responses:
         raise DataError(
             f"{config.output_dir}: no response of step {step} has log-probs of engine and trainer in the "
             "rollout files (logging.rollouts); those of conversations and images are left out"
         )
     return responses
+
+
+def _records(config: Config, step: int) -> dict[int, tuple[Support | None, Routing | None]]:
+    """The kept tokens and experts of each response, by its position; empty for a run without either."""
+    if not (config.rollout.wants_support or config.rollout.router_replay):
+        return {}
+    if config.logging.rollouts.groups is not None:
+        raise DataError(
+            "logging.rollouts.groups kept only some of the step's responses, so that those of the step's "
+            "record, which has their kept tokens and experts, cannot be told apart"
+        )
+    records: dict[int, tuple[Support | None, Routing | None]] = {}
+    for rows in read(config.output_dir, step).mini_batches:
+        assert rows.place_n is not None, "the trainer numbers the rows of a step"
+        supports, routings = rows.support or [None] * len(rows), rows.routing or [None] * len(rows)
+        records |= dict(zip(rows.place_n.tolist(), zip(supports, routings, strict=True), strict=True))
+    return records
 
 
 def _judges(config: Config, step: int, wanted: set[int], folder: Path) -> dict[int, ExactJudge]:
@@ -174,6 +149,10 @@ def _judges(config: Config, step: int, wanted: set[int], folder: Path) -> dict[i
             rows = RowsReplay(local, record, tolerances)
             rows.name_members()
             model.members = rows.members
+            try:
+                record = rows.with_images()
+            except NotPossibleError as reason:
+                raise DataError(f"step {version}: {reason}") from None
             if any(finding.outcome == "differs" for finding in model.findings(record)):
                 break  # the weights after it cannot be computed again
         if version in wanted:
@@ -183,106 +162,164 @@ def _judges(config: Config, step: int, wanted: set[int], folder: Path) -> dict[i
     return judges
 
 
-def _gaps(config: Config, response: _Response, judges: dict[int, ExactJudge], present: int) -> Iterator[_Gap]:
+def _gaps(
+    response: _Response, judges: dict[int, ExactJudge], present: int, sampling: Sampling, bounds: _Rounding
+) -> Iterator[_Gap]:
     """The gaps of engine and trainer from the judge, and the policy's own change between their weights."""
-    temperature = config.rollout.temperature
-    now = logp_of(judges[present].logits(response.prompt, response.ids), response.ids, temperature)
+    case = response.case
+    now = case.logp(judges[present].logits(case))
     sampler = judges.get(response.version)
     if sampler is None:
         yield _Gap(response, "engine", "unknown weights", f"step {response.version}", response.engine - now)
     else:
-        then = logp_of(sampler.logits(response.prompt, response.ids), response.ids, temperature)
-        earlier = [judges[v] for v in sorted(judges, reverse=True) if v < response.version]
-        listed = list(
-            suspicions(
-                [sampler, *earlier], response.prompt, response.ids, config.rollout, _recommended(config)
-            )
-        )
-        yield _explained(response, "engine", response.engine, then, listed)
+        then = case.logp(sampler.logits(case))
+        earlier = _before(judges, response.version)
+        side = _Side("engine", response.engine, sampler, then)
+        yield _explained(response, side, engine_suspicions([sampler, *earlier], case, sampling), bounds)
         if sampler is not judges[present]:
             detail = f"sampled by step {response.version}, as rollout.async_steps allows"
             yield _Gap(response, "both", "the policy's own change", detail, now - then)
-    others = [judges[v] for v in sorted(judges, reverse=True) if v < present]
-    stale = [
-        s
-        for s in suspicions([judges[present], *others], response.prompt, response.ids, config.rollout, {})
-        if s.cause in ("stale weights", "temperature")
-    ]
-    yield _explained(response, "trainer", response.trainer, now, stale)
+    side = _Side("trainer", response.trainer, judges[present], now)
+    suspicions = trainer_suspicions([judges[present], *_before(judges, present)], case)
+    yield _explained(response, side, suspicions, bounds)
 
 
-def _explained(
-    response: _Response, side: str, logp: Tensor, right: Tensor, listed: Sequence[Suspicion]
-) -> _Gap:
-    """The gap with the suspicion that reproduces it best; without one its cause is still open."""
-    gap = logp - right
-    size = float(gap.square().mean().sqrt())
-    best, least = None, _REPRODUCED * size
-    for suspicion in listed:
-        remainder = float((logp - suspicion.logp).square().mean().sqrt())
-        if remainder < least:
-            best, least = suspicion, remainder
-    if best is None:
-        return _Gap(response, side, "", "", gap)
-    return _Gap(response, side, best.cause, best.detail, gap)
+def _before(judges: dict[int, ExactJudge], version: int) -> list[ExactJudge]:
+    """The judges of earlier weights, the latest first."""
+    return [judges[v] for v in sorted(judges, reverse=True) if v < version]
+
+
+def _wrong_sets(
+    responses: Sequence[_Response],
+    gaps: Sequence[_Gap],
+    judges: dict[int, ExactJudge],
+    sampling: Sampling,
+    slack: float,
+) -> Iterator[_Gap]:
+    """Responses whose recorded kept tokens are not those of the run's limits, although log-probs agree.
+
+    An engine whose log-probs differ has been named already: its kept tokens follow from that cause.
+    """
+    explained = [gap.response for gap in gaps if gap.side == "engine" and gap.cause != "precision"]
+    for response in responses if sampling.limits else ():
+        case, sampler = response.case, judges.get(response.version)
+        if sampler is None or not response.is_of_policy or any(response is other for other in explained):
+            continue
+        logits = {j.version: j.logits(case) for j in [sampler, *_before(judges, response.version)]}
+        logp = [(v, torch.log_softmax(x / case.temperature, -1)) for v, x in logits.items()]
+        recorded = case.support or Support.whole_vocabulary(len(case.ids))
+        recorded_tv = recorded_tokens(recorded, logp[0][1].shape[1])
+        whose = origin(logp, recorded_tv, sampling.limits, sampling.in_turn, slack)
+        if whose is not None:
+            detail = f"the recorded kept tokens are not those of {listed(sampling.limits)}, but {whose}"
+            yield _Gap(response, "engine", "truncated support", detail, torch.zeros_like(response.engine))
+
+
+def _lost_experts(responses: Sequence[_Response], config: Config) -> Iterator[_Gap]:
+    """Responses without recorded experts in a run that replays them."""
+    for response in responses if config.rollout.router_replay else ():
+        if response.is_of_policy and response.case.routing is None:
+            detail = "rollout.router_replay=true, and no experts are recorded"
+            yield _Gap(response, "engine", "routing", detail, torch.zeros_like(response.engine))
 
 
 @dataclass(frozen=True)
-class _Bound:
-    """The rounding errors of a precision in log-probs of these responses, in nats."""
+class _Side:
+    """A side's log-probs, and those of the judge with the weights that it should have."""
 
-    mean_square: float
-    largest: float
-
-
-def _bounds(config: Config, responses: Sequence[_Response], judge: ExactJudge) -> dict[str, _Bound]:
-    """The rounding of transformers in each precision, on a few responses."""
-    bounds = {}
-    for precision in PRECISIONS:
-        errors = []
-        for response in responses[:8]:
-            exact = judge.logits(response.prompt, response.ids)
-            rounded = judge.rounded(precision, response.prompt, response.ids)
-            pair = [logp_of(x, response.ids, config.rollout.temperature) for x in (exact, rounded)]
-            errors.append(pair[1] - pair[0])
-        error = torch.cat(errors)
-        bounds[precision] = _Bound(float(error.square().mean()), float(error.abs().max()))
-    return bounds
+    name: str
+    logp: Tensor
+    judge: ExactJudge
+    right: Tensor
 
 
-def _named_precision(gaps: Sequence[_Gap], bounds: dict[str, _Bound], config: Config) -> Iterator[_Gap]:
-    """The gaps, those within rounding named as precision, and the open ones by the precision that fits."""
-    own = config.model.dtype
+def _explained(response: _Response, side: _Side, suspicions: Iterator[Suspicion], bounds: _Rounding) -> _Gap:
+    """A side's gap, as rounding or with the suspicion that reproduces it best; without either it is open."""
+    gap = side.logp - side.right
+    largest = float(gap.abs().max())
+    if largest <= bounds.limit:
+        return _Gap(response, side.name, "precision", bounds.own, gap, bounds.limit)
+    if bounds.routing is not None and largest <= bounds.routing:
+        detail = f"scores of experts that are equal to rounding in {bounds.own}"
+        return _Gap(response, side.name, "routing", detail, gap, bounds.routing)
+    best, least = None, _REPRODUCED * float(gap.square().mean().sqrt())
+    for suspicion in suspicions:
+        remainder = float((side.logp - suspicion.logp).square().mean().sqrt())
+        if remainder < least:
+            best, least = suspicion, remainder
+    if best is None and side.judge.routers.modules and response.case.routing is None:
+        best = exchanged_experts(side.judge, response.case, side.logp, bounds.limit)
+    if best is None:
+        return _Gap(response, side.name, "", "", gap)
+    return _Gap(response, side.name, best.cause, best.detail, gap)
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """The rounding errors of log-probs of a step's responses, in nats."""
+
+    own: str  # the run's precision
+    mean_square: dict[str, float]  # by precision
+    largest: dict[str, float]
+    routing: float | None  # the largest gap of the run's precision where rounding also changes experts
+
+    @property
+    def limit(self) -> float:
+        """The largest gap that rounding in the run's precision explains."""
+        return _USUAL * self.largest[self.own]
+
+
+def _bounds(responses: Sequence[_Response], judge: ExactJudge, own: str) -> _Rounding:
+    """The rounding of transformers in each precision, on a few responses.
+
+    In the run's own precision it is that of tokens that keep their experts; `routing` has it without that.
+    """
+
+    def errors(precision: str, keeps_experts: bool, most: int) -> Tensor:
+        each = []
+        for case in [response.case for response in responses[:most]]:
+            rule = judge.own_choice(case) if keeps_experts else case.rule
+            rounded = case.logp(judge.rounded(precision, rule, case))
+            each.append(rounded - case.logp(judge.logits(case)))
+        return torch.cat(each)
+
+    error = {precision: errors(precision, precision == own, _FEW) for precision in PRECISIONS}
+    squares = {precision: float(e.square().mean()) for precision, e in error.items()}
+    largest = {precision: float(e.abs().max()) for precision, e in error.items()}
+    routing = None
+    if judge.routers.modules:
+        # Few tokens have other experts by rounding, and these differ much: a few responses may have none.
+        routing = _USUAL * float(errors(own, False, _MANY).abs().max())
+    return _Rounding(own, squares, largest, routing)
+
+
+def _named_precision(gaps: Sequence[_Gap], bounds: _Rounding) -> Iterator[_Gap]:
+    """The gaps, the open ones of each side named by the precision that fits."""
     for side in ("engine", "trainer", "both"):
         of_side = [gap for gap in gaps if gap.side == side]
-        is_rounding = [float(gap.gap.abs().max()) <= _ROUNDING * bounds[own].largest for gap in of_side]
-        opened = [g for g, within in zip(of_side, is_rounding, strict=True) if not within and not g.cause]
-        name = _precision(opened, bounds)
-        for gap, within in zip(of_side, is_rounding, strict=True):
-            if side == "both":
+        name = _precision([gap for gap in of_side if not gap.cause], bounds)
+        for gap in of_side:
+            if gap.cause:
                 yield gap
-            elif within:
-                yield _Gap(gap.response, side, "precision", own, gap.gap)
-            elif not gap.cause:
-                cause = "precision" if name else "unexplained"
-                yield _Gap(gap.response, side, cause, name or "no suspicion reproduces it", gap.gap)
+            elif name is None:
+                yield replace(gap, cause="unexplained", detail="no suspicion reproduces it")
             else:
-                yield gap
+                yield replace(gap, cause="precision", detail=name, bound=_USUAL * bounds.largest[name])
 
 
-def _precision(opened: Sequence[_Gap], bounds: dict[str, _Bound]) -> str | None:
+def _precision(opened: Sequence[_Gap], bounds: _Rounding) -> str | None:
     """The highest precision whose rounding explains the gaps."""
     if not opened:
         return None
     square = float(torch.cat([gap.gap for gap in opened]).square().mean())
     for precision in PRECISIONS:
-        if square <= _ROUNDING**2 * bounds[precision].mean_square:
+        if square <= _USUAL**2 * bounds.mean_square[precision]:
             return precision
     return None
 
 
 def _certificate(
-    config: Config, step: int, responses: Sequence[_Response], gaps: Sequence[_Gap], bounds: dict[str, _Bound]
+    config: Config, step: int, responses: Sequence[_Response], gaps: Sequence[_Gap]
 ) -> Certificate:
     difference_r = torch.cat([response.trainer - response.engine for response in responses])
     total = sum(float(gap.gap.square().sum()) for gap in gaps) or 1.0
@@ -292,7 +329,7 @@ def _certificate(
     causes = []
     for (side, cause, detail), own in named.items():
         gap_r = torch.cat([each.gap for each in own])
-        bound = _ROUNDING * bounds[detail].largest if cause == "precision" else None
+        bound = own[0].bound
         share, sizes = float(gap_r.square().sum()) / total, gap_r.abs()
         mean, largest = float(sizes.mean()), float(sizes.max())
         causes.append(Cause(side, cause, detail, len(gap_r), len(own), share, mean, largest, bound))
@@ -315,7 +352,7 @@ def _certificate(
 def _worst_tokens(config: Config, responses: Sequence[_Response], gaps: Sequence[_Gap]) -> list[Token]:
     """The tokens with the largest gap between engine and trainer."""
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-    positions = [(r, t) for r in responses for t in range(len(r.ids))]
+    positions = [(r, t) for r in responses for t in range(len(r.case.ids))]
     positions.sort(key=lambda at: -abs(float(at[0].trainer[at[1]] - at[0].engine[at[1]])))
     tokens = []
     for response, t in positions[:_WORST]:
@@ -326,7 +363,7 @@ def _worst_tokens(config: Config, responses: Sequence[_Response], gaps: Sequence
             Token(
                 response.position,
                 t,
-                tokenizer.decode([response.ids[t]]),
+                tokenizer.decode([response.case.ids[t]]),
                 float(response.engine[t]),
                 float(response.trainer[t]),
                 float(judge),
@@ -334,12 +371,3 @@ def _worst_tokens(config: Config, responses: Sequence[_Response], gaps: Sequence
             )
         )
     return tokens
-
-
-def _recommended(config: Config) -> dict[str, Any]:
-    """The sampling in the model's generation_config.json; empty without one."""
-    try:
-        values = json.loads((Path(config.model.path) / "generation_config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}

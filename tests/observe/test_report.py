@@ -18,7 +18,7 @@ from megatron_gvpo.cli import main
 from megatron_gvpo.observe.report import Reporter
 from megatron_gvpo.observe.report.samples import chosen, interval, pass_intervals
 from megatron_gvpo.observe.report.token_texts import TokenTexts
-from megatron_gvpo.replay.mismatch import Cause, Certificate, Token
+from megatron_gvpo.replay.certificate import Cause, Certificate, Token
 
 
 @pytest.fixture(scope="module")

@@ -3,52 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.inputs.run_faults import RUN, RunFault, certificate_with, check_names
 from helpers.tiny_run import configure, fit
 from safetensors.torch import load_file
 
 from megatron_gvpo import cli
-from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.megatron.microbatch import Share
-from megatron_gvpo.replay.mismatch import Certificate, certify
-from megatron_gvpo.runs.one_machine import load_run
-from megatron_gvpo.runs.written import CONFIG
 from megatron_gvpo.sampling.embedded import EmbeddedEngine
 from megatron_gvpo.sampling.local_model import LocalModel
-from megatron_gvpo.settings.config import load_config
-from megatron_gvpo.training.callbacks import Callback
 from megatron_gvpo.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
-
-RUN = ("algorithm=gvpo", "data.eval=null", "checkpoint.export_hf=false", "train.steps=2", "optimizer.lr=0.01")
-
-
-class After(Callback):
-    """Calls `put` when a step is over."""
-
-    def __init__(self, step: int, put: Callable[[Trainer], None]) -> None:
-        self._step, self._put = step, put
-
-    def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
-        if step == self._step:
-            self._put(trainer)
-
-
-@dataclass(frozen=True)
-class EngineFault:
-    put: Callable[[Trainer, pytest.MonkeyPatch], None]
-    side: str
-    cause: str
-    detail: str = ""
-    settings: tuple[str, ...] = ()
-    after: int = 1  # the step after which the fault begins
 
 
 def stale_weights(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
@@ -142,18 +113,18 @@ def trainer_temperature(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS = {
-    "stale weights": EngineFault(stale_weights, "engine", "stale weights", "those of step 0", after=0),
-    "stale cache": EngineFault(stale_cache, "engine", "stale cache", "are of step 0"),
-    "precision of the engine": EngineFault(low_precision, "engine", "precision", "bfloat16"),
-    "truncated support": EngineFault(
+    "stale weights": RunFault(stale_weights, "engine", "stale weights", "those of step 0", after=0),
+    "stale cache": RunFault(stale_cache, "engine", "stale cache", "are of step 0"),
+    "precision of the engine": RunFault(low_precision, "engine", "precision", "bfloat16"),
+    "truncated support": RunFault(
         renormalised, "engine", "truncated support", "top_k=2 of generation_config.json"
     ),
-    "tokens": EngineFault(other_tokens, "engine", "tokens", "without the prompt's first token"),
-    "temperature of the engine": EngineFault(
+    "tokens": RunFault(other_tokens, "engine", "tokens", "without the prompt's first token"),
+    "temperature of the engine": RunFault(
         recommended_temperature, "engine", "temperature", "0.3 in place of 1"
     ),
-    "precision of the trainer": EngineFault(rounded_trainer, "trainer", "precision", "bfloat16"),
-    "temperature of the trainer": EngineFault(
+    "precision of the trainer": RunFault(rounded_trainer, "trainer", "precision", "bfloat16"),
+    "temperature of the trainer": RunFault(
         *(trainer_temperature, "trainer", "temperature", "1 in place of 0.8"),
         settings=("rollout.temperature=0.8",),
     ),
@@ -180,25 +151,7 @@ def test_a_sound_run_has_rounding_only(sound: Path, capsys: pytest.CaptureFixtur
     assert all(cause["largest"] <= cause["bound"] for cause in written["causes"])
 
 
-def test_a_run_that_truncates_its_sampling_is_refused(sound: Path):
-    config = load_config([sound / CONFIG], ["rollout.top_p=0.7"])
-    with pytest.raises(DataError, match=r"^rollout\.top_p, top_k or min_p truncates .*mismatch/"):
-        certify(config, 2)
-
-
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named_with_its_share(task: Path, tmp_path: Path, name: str):
     fault = FAULTS[name]
-    with pytest.MonkeyPatch.context() as patch:
-        fit(
-            configure(task, tmp_path, *RUN, *fault.settings),
-            [After(fault.after, lambda t: fault.put(t, patch))],
-        )
-    certificate: Certificate = certify(load_run(tmp_path), 2)
-    first = certificate.causes[0]
-    assert (first.side, first.name) == (fault.side, fault.cause), certificate.causes
-    assert fault.detail in first.detail
-    assert first.share > 0.8
-    assert not certificate.is_rounding
-    worst = certificate.worst[0]
-    assert abs(worst.trainer - worst.engine) == pytest.approx(certificate.abs_max)
+    check_names(certificate_with(fault, task, tmp_path), fault)
