@@ -35,10 +35,10 @@ REFUSED = {
     *("bulk_overlap_ag_with_external_gemm", "init_nvshmem_backend", "create_nvshmem_tensor"),
     "nvshmem_send_on_current_stream",
     *("nvshmem_wait_on_current_stream", "nvshmem_finalize"),
-    # permutation and routers by its own kernels: megatron-core's are in PyTorch and Triton
+    # permutation by compiled kernels: megatron-core's are in Triton
     *("moe_permute_fwd", "moe_permute_bwd", "moe_unpermute_fwd", "moe_unpermute_bwd"),
-    "fused_topk_with_score_function_fwd",
-    *("fused_topk_with_score_function_bwd", "fused_topk_with_score_function_qb_fwd"),
+    # losses and quantiles that balance the experts: the policy's loss alone trains the router
+    "fused_topk_with_score_function_qb_fwd",
     *("fused_score_for_moe_aux_loss_fwd", "fused_score_for_moe_aux_loss_bwd", "fused_moe_aux_loss_fwd"),
     *("fused_moe_aux_loss_fwd_graph_safe", "fused_moe_aux_loss_bwd"),
     # attention in FP8, by FlashAttention, with dropout, or with a cache; softmax by itself

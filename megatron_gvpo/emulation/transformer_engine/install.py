@@ -20,11 +20,12 @@ from megatron_gvpo.emulation.transformer_engine import (
     packs,
     quantization,
     rotary,
+    router,
 )
 from megatron_gvpo.emulation.transformer_engine.references import TABLE, Reference
 
 # Importing them fills the table.
-_MODULES = (activations, attention, gemm, multi_tensor, norms, packs, quantization, rotary)
+_MODULES = (activations, attention, gemm, multi_tensor, norms, packs, quantization, rotary, router)
 # Functions that answer from the host, or allocate memory without writing it.
 QUESTIONS = {
     *("get_cublasLt_version", "get_cudnn_version", "get_num_cublas_streams", "get_stream_priority_range"),
