@@ -112,7 +112,8 @@ def _launched(directory: Path, dtype: str, runs: list[Run]) -> dict[tuple[str, s
     for name in {name for _, name in runs} | {MODELS[STEPS[name].model] for _, name in runs}:
         step = STEPS[name]
         rows, *_ = sampled_for(step, directory)
-        case = Case(name, step.algorithm, rows, step.budget, step.at_step_start, step.model, dtype=dtype)
+        options = {"dtype": dtype, "replays": False}  # with replay, routers are not fused
+        case = Case(name, step.algorithm, rows, step.budget, step.at_step_start, step.model, **options)
         cases[name] = case
     probes = {STEPS[name].model: cases[MODELS[STEPS[name].model]] for _, name in runs}
     torch.save(([(layout, cases[name]) for layout, name in runs], probes), directory / "work.pt")

@@ -76,4 +76,17 @@ def test_shared_experts_that_are_recomputed_are_not_overlapped(
     model = ModelConfig(path=str(directory / "deepseek_v3"))
     parallel = ParallelConfig(recompute="selective", recompute_modules=("shared_experts",))
     assert not finalized(model, parallel).moe_shared_expert_overlap
-    assert finalized(model, ParallelConfig()).moe_shared_expert_overlap
+    for recompute in ("none", "selective", "full"):
+        assert finalized(model, ParallelConfig(recompute=recompute)).moe_shared_expert_overlap
+
+
+@pytest.mark.parametrize(
+    ("model", "is_fused"),
+    [("untied", False), ("qwen3_moe", True), ("deepseek_v2", False), ("deepseek_v3", True)],
+)
+def test_routers_are_fused_where_the_kernel_has_their_rule(
+    model: str, is_fused: bool, directory: Path, transformer_engine: None
+) -> None:
+    """DeepSeek-V2's groups are judged by their best expert."""
+    provider = finalized(ModelConfig(path=str(directory / model)), ParallelConfig())
+    assert provider.moe_router_fusion is is_fused

@@ -182,6 +182,10 @@ def fusions(architecture: Any) -> dict[str, Any]:
         settings["apply_rope_fusion"] = True
     if architecture.gated_linear_unit and architecture.activation_func is F.silu:
         settings["bias_activation_fusion"] = True  # also keeps only the activation's input for the backward
+    # The two of Transformer Engine's rules that the emulated GPU computes; `build` undoes it for replay, and
+    # `routing_settings` for a model whose groups are ranked by another rule.
+    if architecture.num_moe_experts and architecture.moe_router_score_function in ("softmax", "sigmoid"):
+        settings["moe_router_fusion"] = True
     return settings
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from helpers.distributed import run_number
-from helpers.workers.gradient_worker import Case, Layout, _gradients, config_of
+from helpers.workers.gradient_worker import Case, Layout, config_of, gradients_of
 
 Change = Callable[[list[Any], dict[str, Any]], None]  # of the arguments of a compiled function
 
@@ -415,7 +415,7 @@ def updated(fault: Fault, policy: Any, case: Case, config: Any) -> Result:
     _calls.clear()
     with fault():
         try:
-            outcome = _gradients(policy, case, config)
+            outcome = gradients_of(policy, case, config)
             result = Result(outcome.gradients, outcome.grad_norm, None, len(_calls), outcome.metrics["loss"])
         except Exception as error:
             result = Result({}, 0.0, f"{type(error).__name__}: {error}", len(_calls))

@@ -45,6 +45,7 @@ class Case:
     dtype: str = "float32"
     fp8: str | None = None  # the recipe of matrix products in FP8
     fp8_weights: bool = False
+    replays: bool = True  # routers can follow the rows' experts, in models of which some rows name them
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ TEMPERATURE = 0.8
 
 
 def config_of(case: Case, layout: Layout, directory: Path) -> Config:
-    replays = case.model in ("qwen3_moe", "deepseek_v3")  # where rows say which experts; some do
+    replays = case.replays and case.model in ("qwen3_moe", "deepseek_v3")
     named = [{"name": name, "function": "not:called"} for name in case.rows.component_n]
     components = named or [{"name": "math"}]  # a method that learns from rewards needs one
     config = build_config(
@@ -127,7 +128,7 @@ def run(directory: str) -> None:
             exported = _copy(policy.weights())
             for case in (case for case in cases if case.model == model):
                 print(f"{layout}: {case.name}", flush=True)
-                results[str(layout), case.name] = _gradients(policy, case, config_of(case, layout, folder))
+                results[str(layout), case.name] = gradients_of(policy, case, config_of(case, layout, folder))
             if policy.teacher is not None:
                 results[str(layout), "teacher"] = policy.score_teacher(probe.rows)
                 if probe.text is not None:
@@ -147,7 +148,7 @@ def _configure(policy: Any, config: Config) -> None:
     policy._temperature = config.rollout.temperature if config.algorithm.samples_from_policy else 1.0
 
 
-def _gradients(policy: Any, case: Case, config: Config) -> Outcome:
+def gradients_of(policy: Any, case: Case, config: Config) -> Outcome:
     """Loss, gradients and their norm of one case; the weights do not change."""
     from megatron_gvpo.megatron.parallel import megatron_device
 

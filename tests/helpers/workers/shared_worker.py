@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from helpers.distributed import forget_layout, run_number
 from helpers.on_cpu import flash_on_cpu
-from helpers.workers.gradient_worker import _gradients, config_of
+from helpers.workers.gradient_worker import config_of, gradients_of
 from megatron_gvpo.megatron.batch import PackedBatch
 
 
@@ -45,7 +45,7 @@ def run(directory: str) -> None:
         for shared in (False, True):
             policy.model.share_prompts = shared
             packs.clear()
-            outcome = _gradients(policy, case, config)
+            outcome = gradients_of(policy, case, config)
             tokens = sum(packs)
             results[shared] = outcome, policy.score(case.rows), tokens
         if dist.get_rank() == 0:
