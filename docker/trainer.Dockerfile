@@ -3,6 +3,7 @@ ARG CUDA_VERSION
 ARG BUILD_IMAGE=nvidia/cuda:${CUDA_VERSION}-cudnn-devel-ubuntu24.04
 ARG BASE_IMAGE=nvidia/cuda:${CUDA_VERSION}-base-ubuntu24.04
 ARG APEX=without
+ARG DEEPEP=without
 
 FROM ${BUILD_IMAGE} AS build
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
@@ -51,7 +52,22 @@ RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip.conf,t
     APEX_CPP_EXT=1 APEX_CUDA_EXT=1 APEX_PARALLEL_BUILD=8 \
     pip install --constraint /tmp/source/constraints.txt --no-build-isolation apex
 
-FROM ${APEX}-apex AS built
+FROM ${APEX}-apex AS compiled
+
+FROM compiled AS without-deepep
+
+# DeepEP, from its source: docker/build.sh trainer --build-arg DEEPEP=with. Its kernels that leave the machine are for Hopper and later,
+# and need the headers of InfiniBand's verbs. NVSHMEM comes with torch.
+FROM compiled AS with-deepep
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends libibverbs-dev \
+    && rm -rf /var/lib/apt/lists/*
+RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
+    TORCH_CUDA_ARCH_LIST="9.0;10.0" CPLUS_INCLUDE_PATH=/usr/local/cuda/include/cccl \
+    pip install --constraint /tmp/source/constraints.txt --no-build-isolation --no-deps deep_ep
+
+FROM ${DEEPEP}-deepep AS built
 
 FROM ${BASE_IMAGE}
 ARG REVISION

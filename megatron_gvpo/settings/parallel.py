@@ -20,6 +20,8 @@ OffloadedModule = Literal[
 # Layers have an MLP or a mixture of experts. Fused attention recomputes its own inside anyway: `core_attn`
 # would make Megatron keep more.
 MLPS_AND_EXPERTS: tuple[RecomputedModule, ...] = ("mlp", "moe")
+# Sizes of groups for which DeepEP 1.2.1 has both kernels and a configuration (Buffer.get_dispatch_config).
+DEEPEP_RANKS = (2, 4, 8, 16, 32, 64, 128, 144, 160)
 RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 
 
@@ -35,6 +37,8 @@ class ParallelConfig(Section):
     # How context-parallel ranks on GPUs share: keys in a ring, all keys at once, or heads.
     cp_exchange: Literal["p2p", "all_gather", "a2a"] = "p2p"
     ep: PositiveInt = 1  # Expert-parallel ranks.
+    # How tokens reach other ranks' experts: by all-to-all, or by the kernels of DeepEP, on GPUs only.
+    ep_exchange: Literal["a2a", "deepep"] = "a2a"
     etp: PositiveInt = 1  # Tensor-parallel ranks of the experts.
     # Divide the tokens between tensor-parallel layers among their ranks; needs tp >= 2.
     sequence_parallel: bool = False
@@ -76,9 +80,17 @@ class ParallelConfig(Section):
                 "offload_modules goes with pp, and with recompute=selective"
             )
         self._check_offloaded_modules()
+        self._check_expert_exchange()
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ValueError("overlap_param_gather=true needs overlap_grad_reduce=true")
         return self
+
+    def _check_expert_exchange(self) -> None:
+        if self.ep_exchange == "deepep" and (self.ep not in DEEPEP_RANKS or self.etp > 1):
+            raise ValueError(
+                f"ep_exchange=deepep with ep={self.ep} and etp={self.etp}: DeepEP's kernels are for "
+                f"ep={', '.join(map(str, DEEPEP_RANKS))}, here with etp=1"
+            )
 
     def _check_offloaded_modules(self) -> None:
         modules = list(self.offload_modules)

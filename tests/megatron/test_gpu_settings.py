@@ -90,3 +90,11 @@ def test_routers_are_fused_where_the_kernel_has_their_rule(
     """DeepSeek-V2's groups are judged by their best expert."""
     provider = finalized(ModelConfig(path=str(directory / model)), ParallelConfig())
     assert provider.moe_router_fusion is is_fused
+
+
+def test_deepep_is_megatrons_flexible_dispatcher(directory: Path, transformer_engine: None) -> None:
+    model = ModelConfig(path=str(directory / "deepseek_v3"))
+    assert finalized(model, ParallelConfig(ep=2)).moe_token_dispatcher_type == "alltoall"
+    provider = finalized(model, ParallelConfig(ep=2, ep_exchange="deepep"))
+    assert (provider.moe_token_dispatcher_type, provider.moe_flex_dispatcher_backend) == ("flex", "deepep")
+    assert provider.moe_router_dtype == "fp32" and not provider.moe_shared_expert_overlap

@@ -49,8 +49,9 @@ def test_what_is_copied_exists(file: Path):
     for kind, arguments in instructions(file):
         if kind == "FROM":
             base, *name = re.split(r"\s+AS\s+", arguments)
-            if base == "${APEX}-apex":
-                assert {f"{defaults['APEX']}-apex", "with-apex"} <= set(stages)
+            if choice := re.fullmatch(r"\$\{(APEX|DEEPEP)\}(-\w+)", base):
+                argument, library = choice.groups()
+                assert {defaults[argument] + library, "with" + library} <= set(stages)
             else:
                 assert base == "scratch" or base in stages or re.fullmatch(r"\$\{\w+_IMAGE\}", base)
             stages += name

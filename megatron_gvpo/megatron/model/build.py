@@ -32,6 +32,7 @@ from megatron_gvpo.megatron.attention.core import (
     rotating_attention,
     with_core_attention,
 )
+from megatron_gvpo.megatron.model.expert_exchange import check_exchange
 from megatron_gvpo.megatron.model.fp8_weights import loaded_in_full_precision
 from megatron_gvpo.megatron.model.frozen import freeze
 from megatron_gvpo.megatron.model.group_limited_router import limit_groups, routing_settings
@@ -99,6 +100,7 @@ def build(
             _refuse_on_cpu(model, parallel)
         else:
             _refuse_on_gpu(parallel)
+        check_exchange(model, parallel, on_cpu)
         adapters = make_adapters(model, hf_config, seed, bridge)
         if adapters is not None:
             assert before_wrapping is None, "adapters on a model that is changed otherwise"

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
 from megatron.core.utils import get_model_config
 
 from megatron_gvpo.huggingface.architectures import PARTLY_ROTATED
+from megatron_gvpo.megatron.model.expert_exchange import exchange_settings
 from megatron_gvpo.settings.parallel import ParallelConfig
 from megatron_gvpo.settings.sections import FP8Config, ModelConfig
 
@@ -40,13 +41,13 @@ def model_settings(
         "deterministic_mode": deterministic,
         "mtp_num_layers": None,  # layers that predict further tokens are not part of the policy
         # Only the policy's loss trains the router: balancing terms would depend on the layout.
-        "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths requires it, even for dense models
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_z_loss_coeff": None,
         "moe_router_bias_update_rate": 0.0,
     }
     settings |= _parallel_settings(parallel, DTYPES[model.dtype], on_cpu) | _memory_settings(parallel)
+    settings |= exchange_settings(parallel)
     if model.fp8 is not None:
         settings |= _fp8_settings(model.fp8)
     return settings | _CPU_SETTINGS if on_cpu else settings
