@@ -25,7 +25,7 @@ OF_CONFIGURATION = ("model", "gpus", "prompts", "k", "response_length")
 # With a configuration: the options whose meaning it has, and those that only the search reads (--write).
 IN_CONFIGURATION = (
     *("model", "prompts", "k", "recipe", "mini_batches", "batch_epochs", "async_steps"),
-    *("adapter_rank", "fp8", "offload", "share_prompts"),
+    *("adapter_rank", "fp8", "offload", "share_prompts", "ep_exchange"),
 )
 OF_SEARCH = (
     *("response_length", "prompt_tokens", "image_tokens", "reward_gpus", "speculate"),
@@ -144,6 +144,12 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
         "--share-prompts",
         action="store_true",
         help="plan with train.share_prompts: compute a group's prompt once",
+    )
+    parser.add_argument(
+        "--ep-exchange",
+        choices=("a2a", "deepep"),
+        default="a2a",
+        help="plan with parallel.ep_exchange: how tokens reach other ranks' experts",
     )
     parser.add_argument(
         "--speculate",
@@ -287,6 +293,7 @@ def _search(options: argparse.Namespace, config: Config, name: str, world: int) 
     options.adapter_rank = 0 if config.model.adapter is None else config.model.adapter.rank
     options.fp8, options.share_prompts = config.model.fp8 is not None, train.share_prompts is True
     options.offload = config.optimizer.offload_fraction
+    options.ep_exchange = config.parallel.ep_exchange
     options.named = name
     if options.response_length is None:
         longest = rollout.max_tokens

@@ -141,6 +141,7 @@ def _workload(options: argparse.Namespace, gpu: architecture.Gpu) -> workload.Wo
         workload.parse_speculation(options.speculate) if options.speculate else None,
         options.image_tokens,
         teacher.teacher(options, asks, gpu, options.prompt_tokens + lengths.maximum),
+        options.ep_exchange,
     )
 
 
@@ -192,8 +193,9 @@ def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: ar
     train |= {"batch_epochs": work.batch_epochs} if work.batch_epochs > 1 else {}
     train |= {"share_prompts": True} if work.share_prompts else {}
     train["max_tokens_per_micro_batch"] = chosen.micro_tokens
+    is_deepep = work.ep_exchange == "deepep" and layout.ep > 1
     values: dict[str, Any] = {
-        "parallel": parallel(layout, layers),
+        "parallel": parallel(layout, layers) | ({"ep_exchange": "deepep"} if is_deepep else {}),
         "rollout": _rollout(layout, work, options.engine or "sglang") | _carried(layout, options),
         "train": train,
     }

@@ -15,6 +15,7 @@ from megatron_gvpo.planner.prediction import USABLE
 from megatron_gvpo.planner.step_time import Seconds, model_flops, rollout_seconds, seconds
 from megatron_gvpo.planner.teacher import PlannedTeacher
 from megatron_gvpo.planner.workload import NODE, Layout, Workload
+from megatron_gvpo.settings.parallel import DEEPEP_RANKS
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 SHOWN = 4  # alternative values shown for each size of the best layout
@@ -84,6 +85,8 @@ def search(
     for where in _placements(model, gpu, gpus, work, ahead, colocated):
         divided = replace(where, offload=offload)
         for layout in _layouts(model, divided, fp8, reasons, work.share_prompts, work.teacher):
+            if work.ep_exchange == "deepep" and layout.ep not in (1, *DEEPEP_RANKS):
+                continue
             if work.responses / work.mini_batches < layout.dp:
                 reasons["more data-parallel ranks than responses in a mini-batch"] += 1
                 continue

@@ -44,6 +44,10 @@ NODE_LATENCY = 0.14e-3
 PREFILL_FRACTION = 1.1
 # Mixture-of-experts over dense layers, likewise: their GEMMs are small and unequal, and tokens are permuted.
 MIXTURE_FRACTION = 0.6
+# DeepEP's kernels over the links' rates: the lowest of its published figures, 153 GB/s of an H800's 200 and,
+# on two machines, 43 GB/s of 50 (README of release 1.2.1). This package has not measured them.
+DEEPEP_NVLINK_FRACTION = 153 / 200
+DEEPEP_NETWORK_FRACTION = 43 / 50
 STEP_OVERHEAD = 2.0  # seconds per step for bookkeeping and for the first and last micro-batches
 WAKE_SECONDS = 4.0  # colocated: seconds to move weights and caches to and from host memory
 
@@ -194,14 +198,46 @@ def _passes(
     for sent in (layer_forward(layout.tp, state, True), layer_backward(layout.tp, state, True)):
         wire = sum(on_the_wire(operation, size, layout.tp) for (operation, _), size in sent.items())
         split.append(model.layers / layout.pp * wire / link)
-    # Expert parallelism sends every token to its experts and back, in the forward and in the backward pass.
-    # NVLink and the network work at the same time, so the slower of the two counts.
-    routed = 0.0
-    if model.moe_layers and layout.ep > 1:
-        exchanged = 2 * model.moe_layers / layout.pp * model.experts_per_token * state / layout.tp / layout.ep
-        here = min(layout.ep, NODE)  # ranks of the expert group on one node: tp does not split experts
-        routed = max(exchanged * (here - 1) / nvlink, exchanged * (layout.ep - here) / network)
+    routed = _routed_seconds(model, gpu, layout, state, work.ep_exchange)
     return encoding + compute + split[0] + routed, _backward_work(model, critic) * compute + split[1] + routed
+
+
+def _routed_seconds(model: Architecture, gpu: Gpu, layout: Layout, state: int, exchange: str) -> float:
+    """Returns the seconds in which tokens of `state` bytes go to their experts and back, in one direction.
+
+    NVLink and the network work at the same time, so the slower of the two counts.
+    """
+    if not model.moe_layers or layout.ep == 1:
+        return 0.0
+    nvlink, network = gpu.nvlink_gb_per_s * 1e9, gpu.network_gb_per_s * 1e9
+    if exchange == "deepep":
+        nvlink, network = nvlink * DEEPEP_NVLINK_FRACTION, network * DEEPEP_NETWORK_FRACTION
+    else:
+        nvlink, network = nvlink * gpu.network_fraction, network * gpu.network_fraction
+    near, far = exchanged_copies(model, layout.ep, exchange)
+    sent = 2 * model.moe_layers / layout.pp * state / layout.tp
+    return max(sent * near / nvlink, sent * far / network)
+
+
+def exchanged_copies(model: Architecture, ep: int, exchange: str) -> tuple[float, float]:
+    """Returns how often a token is sent over NVLink and over the network, if all sets of experts are equally
+    likely.
+
+    All-to-all sends a token once for each expert of another rank. DeepEP sends it once over the network for
+    each other node that has some of its experts, and once over NVLink for each rank that has some, but not
+    for the rank on each node that received it.
+    """
+    here = min(ep, NODE)  # ranks of the expert group on one node: tp does not split experts
+    chosen = model.experts_per_token
+    if exchange == "a2a":
+        return chosen * (here - 1) / ep, chosen * (ep - here) / ep
+
+    def reached(ranks: int) -> float:
+        """The probability that some of the experts of so many ranks are chosen."""
+        others = model.experts - model.experts * ranks // ep
+        return 1 - math.comb(others, chosen) / math.comb(model.experts, chosen)
+
+    return reached(1) * ep * (here - 1) / here, reached(here) * (ep // here - 1)
 
 
 def _backward_work(model: Architecture, critic: bool) -> int:

@@ -135,6 +135,7 @@ class Workload:
     speculation: Speculation | None = None
     image_tokens: int = 0  # how many of `prompt_tokens` stand for images
     teacher: PlannedTeacher | None = None
+    ep_exchange: str = "a2a"  # or deepep (parallel.ep_exchange)
 
     @property
     def updates(self) -> int:
