@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_gvpo.data.tool_calls import behind_thoughts, parser_of
+from megatron_gvpo.data.tool_calls import behind_thoughts, parser_of, thoughts
 from megatron_gvpo.groups import Rollout, utf8
 from megatron_gvpo.settings.sections import SamplingConfig
 
@@ -24,7 +24,25 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (None, 1),
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "auto", "none"),
+    "parallel_tool_calls": (None, True),
+    "reasoning_effort": (None,),
+    # Those of vLLM and SGLang.
+    "chat_template_kwargs": (None, {}),
+    "ignore_eos": (None, False),
+    "min_tokens": (None, 0),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "structured_outputs": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "regex": (None,),
+    "ebnf": (None,),
+    "json_schema": (None,),
+    "continue_final_message": (None, False),
 }
+_FORMER = ("functions", "function_call")  # OpenAI's own names for tools and calls before there were tools
 _DEEPEST = 100  # levels of nesting up to which a call's arguments become values; deeper ones stay a text
 _CALL_BEGINS = {"hermes": "<tool_call>", "xml": "<function="}
 
@@ -79,6 +97,7 @@ def overrides(options: Mapping[str, Any], sampling: SamplingConfig) -> bool:
         "top_p": (None, sampling.top_p),
         "top_k": (None, sampling.top_k) if sampling.top_k else (None, -1, 0),
         "min_p": (None, sampling.min_p),
+        "stop_token_ids": (None, [], [*sampling.stop_token_ids]),
     }
     stop = options.get("stop") or []
     return any(name in options and options[name] not in same for name, same in (run | _NEUTRAL).items()) or (
@@ -86,8 +105,18 @@ def overrides(options: Mapping[str, Any], sampling: SamplingConfig) -> bool:
     )
 
 
+def check_former(values: Mapping[str, Any]) -> None:
+    """Raises RequestRefused for functions and their calls in the form before tools: they would be lost."""
+    if names := [name for name in _FORMER if values.get(name)]:
+        raise RequestRefused(f"{names[0]} is not read: use tools and tool_calls", names[0])
+
+
 def read_message(message: Mapping[str, Any]) -> Message:
-    """A message with its content as text and its calls' arguments as values. Raises RequestRefused."""
+    """A message with its content as text and its calls' arguments as values. Raises RequestRefused.
+
+    Thoughts beside its content stay, for the chat template.
+    """
+    check_former(message)
     role, content = message.get("role"), message.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
@@ -100,6 +129,8 @@ def read_message(message: Mapping[str, Any]) -> Message:
     read: Message = {"role": "system" if role == "developer" else role, "content": content or ""}
     if calls := message.get("tool_calls"):
         read["tool_calls"] = [_read_call(call) for call in calls]
+    if thought := thoughts(message):
+        read["reasoning_content"] = thought
     named = ("name", "tool_call_id")
     return read | {name: str(message[name]) for name in named if message.get(name) is not None}
 
@@ -141,7 +172,7 @@ def begins_with(chat: Sequence[Message], earlier: Sequence[Message]) -> bool:
 
 def _compared(message: Message) -> tuple[Any, ...]:
     calls = [call["function"] for call in message.get("tool_calls", ())]
-    return message["role"], message["content"].strip(), calls
+    return message["role"], message["content"].strip(), message.get("reasoning_content"), calls
 
 
 def answer_of(text: str, parser: str, tools: bool, number: int) -> tuple[Message, str]:

@@ -18,6 +18,7 @@ from megatron_gvpo.conversations.chat import (
     ChatRequest,
     RequestRefused,
     answer_of,
+    check_former,
     chunks,
     completion,
     overrides,
@@ -134,6 +135,7 @@ class Proxy:
         body = ChatRequest.model_validate_json(await request.read())
         if body.n not in (None, 1):
             raise RequestRefused(f"n={body.n}: one answer a call; ask several times for more", "n")
+        check_former(body.extra)
         messages = [read_message(message) for message in body.messages]
         tools = tools_text(body.shown_tools)
         context = dialogue.context(messages, tools)

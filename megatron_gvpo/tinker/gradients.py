@@ -20,7 +20,8 @@ from megatron_gvpo.tinker.losses import GROUP, TARGETS, RequestedLoss
 from megatron_gvpo.tinker.wire import Datum
 from megatron_gvpo.types import TrainBatch
 
-# The API's log-probs are those of the model itself, whatever the temperature of the samples.
+# The API's log-probs of tokens that the client gives (forward, forward_backward, prompt_logprobs) are at 1.
+# Those of samples are at their own temperature, as on Tinker's service (tinker-cookbook, pull request 86).
 TEMPERATURE = 1.0
 
 

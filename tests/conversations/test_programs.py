@@ -20,7 +20,14 @@ from helpers.paths import HELPERS
 from helpers.suite.real_parts import used
 
 from megatron_gvpo.conversations import proxy
-from megatron_gvpo.conversations.chat import answer_of, overrides, read_message
+from megatron_gvpo.conversations.chat import (
+    RequestRefused,
+    answer_of,
+    begins_with,
+    check_former,
+    overrides,
+    read_message,
+)
 from megatron_gvpo.conversations.dialogue import AnsweredCalls
 from megatron_gvpo.conversations.program_runner import ProgramRunner
 from megatron_gvpo.core.collectives import all_gather_msgpack
@@ -161,6 +168,40 @@ def test_a_call_may_name_the_stop_strings_of_the_run() -> None:
     run = SamplingConfig(stop=("</a>",))
     assert not any(overrides({"stop": stop}, run) for stop in (None, [], "</a>", ["</a>"]))
     assert overrides({"stop": ["</b>"]}, run) and overrides({"stop": "</a>"}, SamplingConfig())
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"reasoning_effort": "high"},
+        {"parallel_tool_calls": False},
+        {"stop_token_ids": [3]},
+        {"ignore_eos": True},
+        {"min_tokens": 5},
+        {"structured_outputs": {"regex": "a|b"}},
+    ],
+)
+def test_a_call_that_asks_for_other_samples_is_counted(option: dict[str, Any]) -> None:
+    run = SamplingConfig(stop_token_ids=(4,))
+    assert overrides(option, run)
+    assert not overrides(dict.fromkeys(option), run) and not overrides({"stop_token_ids": [4]}, run)
+
+
+def test_thoughts_beside_a_messages_content_reach_the_chat_template() -> None:
+    message = {"role": "assistant", "content": "4", "reasoning": "2 + 2"}
+    assert read_message(message) == {"role": "assistant", "content": "4", "reasoning_content": "2 + 2"}
+    other = read_message({**message, "reasoning": "1 + 3"})
+    assert begins_with([read_message(message)], [message]) and not begins_with([other], [message])
+
+
+def test_functions_in_their_former_form_are_refused() -> None:
+    call = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": "{}"}}
+    with pytest.raises(RequestRefused, match="function_call is not read: use tools and tool_calls"):
+        read_message(call)
+    with pytest.raises(RequestRefused, match="functions is not read"):
+        check_former({"functions": [{"name": "add"}], "function_call": "auto"})
+    check_former({"functions": None})
 
 
 def test_sub_agents_ask_at_the_same_time_and_have_names(held: Held) -> None:
