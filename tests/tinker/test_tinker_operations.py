@@ -189,6 +189,21 @@ def near(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
     assert (actual - expected).norm() <= tolerance * max(1.0, float(expected.norm()))
 
 
+@torch.no_grad()
+def check_cold_samples(cold: dict[str, Any], model: Any) -> None:
+    """Log-probs of samples are at the temperature of their request, 0.5; those of its prompt are at 1."""
+    prompt = cold["prompt"]
+    for tokens, logps, _ in cold["sequences"]:
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, :-1]
+        targets = torch.tensor([*prompt[1:], *tokens])[:, None]
+        at_1, at_half = (
+            (logits / temperature).log_softmax(-1).gather(1, targets).squeeze(1) for temperature in (1, 0.5)
+        )
+        near(logps, at_half[len(prompt) - 1 :])
+        near(cold["prompt_logprobs"][1:], at_1[: len(prompt) - 1])
+        assert (at_1 - at_half).abs().min() > 1e-3
+
+
 def check_life(updated: dict[str, Any]) -> None:
     """Models that take turns do not disturb each other, and a loaded model goes on as the saved one."""
     near(updated["first"], updated["alone"])
@@ -221,6 +236,7 @@ def test_each_loss_has_the_gradient_of_transformers(
         assert exported.keys() >= gradients.keys()
         for key, gradient in gradients.items():
             near(exported[key], gradient)
+    check_cold_samples(results["cold"], model)
     check_life(results["updated"])
     near(results["updated"]["second"], torch.cat(after_a_step(model)))
 

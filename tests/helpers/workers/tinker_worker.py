@@ -56,13 +56,17 @@ def run(directory: str) -> None:
     from megatron.core import parallel_state
 
     from megatron_gvpo.megatron.gradient_export import export_gradients
-    from megatron_gvpo.tinker.operations import Operations
+    from megatron_gvpo.tinker.operations import BASE, Operations
 
     folder = Path(directory)
     work = json.loads((folder / "work.json").read_text())
     operations = Operations(config_of(work["model"], directory, work["layout"], **work["more"]))
     model, slot = operations._slot.model, operations._slot
-    results: dict[str, Any] = {}
+    order = {"prompt": [9, 16, 4], "n": 3, "seed": 5, "max_tokens": 6, "prompt_logprobs": True}
+    sampling = {"max_tokens": 6, "temperature": 0.5}
+    operation = {"kind": "sample", "snapshot": BASE, "orders": [order], "sampling": sampling}
+    [cold] = operations.run(operation)["answers"]
+    results: dict[str, Any] = {"cold": {**cold, "prompt": order["prompt"]}}
     for name, request in work["requests"].items():
         operations.run({"kind": "create", "model": name})
         operation = {"kind": "forward_backward", "model": name, "body": encoded(request)}
