@@ -266,12 +266,14 @@ class Architecture:
             + chosen
         )
 
-    @property
-    def cache_per_token(self) -> int:
-        """Elements of KV cache (of MLA: latent cache) that a rollout engine keeps for one token."""
+    def cache_per_token(self, tp: int) -> int:
+        """Elements of KV cache (of MLA: latent cache) for one token on all `tp` GPUs of a rollout engine.
+
+        Each GPU has all latents, or at least one whole head of keys and values, in vLLM as in SGLang.
+        """
         if (m := self.latent) is not None:
-            return self.layers * (m.kv_rank + m.rope_dim)
-        return self._attending_layers * 2 * self.kv_heads * self.head_dim
+            return tp * self.layers * (m.kv_rank + m.rope_dim)
+        return self._attending_layers * 2 * max(self.kv_heads, tp) * self.head_dim
 
     @property
     def _attending_layers(self) -> int:

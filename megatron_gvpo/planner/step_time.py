@@ -256,14 +256,19 @@ def _optimizer(model: Architecture, gpu: Gpu, layout: Layout, critic: bool = Fal
     memory traffic, and 6 bytes over the link at the same time for its gradient and weight.
     """
     trained = trained_shard(model, layout, 0, critic)
-    copies = layout.dp * layout.cp
-    span = layout.tp * copies
-    link = gpu.nvlink_gb_per_s if span <= NODE else gpu.network_gb_per_s
-    sent = optimizer_bytes([round(trained.total)], copies, 2)
-    wire = sum(on_the_wire(operation, size, copies) for (operation, _), size in sent.items())
+    # As many ranks hold the same weights, of which each updates a part.
+    copies = {layout.dp * layout.cp: trained.dense}
+    experts_on = layout.gpus // (layout.pp * layout.ep * layout.etp)
+    copies[experts_on] = copies.get(experts_on, 0.0) + trained.experts
+    link = gpu.nvlink_gb_per_s if layout.gpus // layout.pp <= NODE else gpu.network_gb_per_s
+    wire = own = 0.0
+    for ranks, elements in copies.items():
+        sent = optimizer_bytes([round(elements)], ranks, 2)
+        wire += sum(on_the_wire(operation, size, ranks) for (operation, _), size in sent.items())
+        own += elements / ranks
     moved = wire / (link * gpu.network_fraction * 1e9)
-    on_host = layout.offload * trained.total / copies
-    on_gpu = trained.total / copies - on_host
+    on_host = layout.offload * own
+    on_gpu = own - on_host
     device = 30 * on_gpu / (gpu.memory_gb_per_s * gpu.memory_fraction * 1e9)
     link = gpu.pcie_gb_per_s * gpu.network_fraction * 1e9
     return moved + max(
@@ -290,7 +295,7 @@ def rollout_seconds(model: Architecture, gpu: Gpu, engines: int, tp: int, work: 
 
 def fits(model: Architecture, gpu: Gpu, tp: int, work: Workload) -> bool:
     """Returns True if an engine of `tp` GPUs has room for the longest response."""
-    return engine_room(model, tp, gpu.memory_gib) >= 2.0 * model.cache_per_token * work.longest
+    return engine_room(model, tp, gpu.memory_gib) >= 2.0 * model.cache_per_token(tp) * work.longest
 
 
 def prefill_rate(model: Architecture, gpu: Gpu, tp: int) -> float:
@@ -324,7 +329,7 @@ def decoded(
     They begin in their order, as soon as the cache has room. The simulation steps from the end of one
     response to the end of the next; a decoding step gives every running response `per_step` tokens.
     """
-    room = engine_room(model, tp, gpu.memory_gib) / (2.0 * model.cache_per_token)  # in tokens
+    room = engine_room(model, tp, gpu.memory_gib) / (2.0 * model.cache_per_token(tp))  # in tokens
     step = DecodeStep(model, gpu, tp)
     per_step = 1.0 if work.speculation is None else work.speculation.length
     # `cached` counts the tokens in the cache now, `reserved` those that running responses will have there.
@@ -392,7 +397,8 @@ class DecodeStep:
         if model.moe_layers:  # the step reads the experts that at least one token of the batch has chosen
             touched = 1 - (1 - model.experts_per_token / model.experts) ** tokens
             weights += model.moe_layers * (model.shared + touched * model.experts * model.expert)
-        moved = 2.0 * (layers * (weights + model.cache_per_token * context) + model.embedding)
+        cache = model.cache_per_token(self._tp) * context
+        moved = 2.0 * (layers * (weights + cache) + model.embedding)
         read = moved / self._bandwidth
         compute = (layers * model.layer_flops(tokens, 0) + model.head_flops(tokens)) / self._reach
         exchanged = 0.0

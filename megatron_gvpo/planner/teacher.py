@@ -85,7 +85,7 @@ def _server_size(model: Architecture, gpu: Gpu, gpus: int, longest: int) -> int:
     `gpus`: of all servers. Raises ConfigError if no server on one machine does.
     """
     for tp in (1, 2, 4, 8):
-        cache = 2.0 * model.cache_per_token * longest
+        cache = 2.0 * model.cache_per_token(tp) * longest
         if not (gpus % tp or model.heads % tp) and engine_room(model, tp, gpu.memory_gib) >= cache:
             return tp
     raise ConfigError(

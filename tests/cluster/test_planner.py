@@ -242,6 +242,31 @@ def test_a_critic_costs_as_much_training_as_the_policys_layers_and_no_rollout():
     assert longer.scoring == pytest.approx(took.scoring * (1 + share / 2), rel=0.01)  # one pass to two
 
 
+@pytest.mark.parametrize(
+    ("name", "tp", "elements"),
+    [
+        ("Qwen/Qwen3-235B-A22B", 4, 94 * 2 * 4 * 128),
+        ("Qwen/Qwen3-235B-A22B", 8, 94 * 2 * 8 * 128),  # each of 4 heads is on two GPUs
+        ("deepseek-ai/DeepSeek-V3", 1, 61 * (512 + 64)),
+        ("deepseek-ai/DeepSeek-V3", 32, 32 * 61 * (512 + 64)),  # all GPUs have the latents
+    ],
+)
+def test_an_engine_keeps_heads_and_latents_on_every_gpu_that_computes_with_them(name, tp, elements):
+    assert architecture.load(name).cache_per_token(tp) == elements
+
+
+def test_an_expert_that_no_other_rank_has_is_updated_whole():
+    """With 64 expert-parallel ranks of 64, each updates its own two experts of 48 layers by itself."""
+    model, gpu = architecture.load("Qwen/Qwen3-30B-A3B"), workload.gpu("h100")
+    layout = Layout(64, ep=64, offload=1.0)
+    own_experts = 48 * 2 * 3 * 2048 * 768
+    rest = model.parameters - 48 * 128 * 3 * 2048 * 768
+    on_host = 40 * (own_experts + rest / 64) / (gpu.host_gb_per_s * gpu.memory_fraction * 1e9)
+    exchanged = 6 * rest * 63 / 64 / (gpu.network_gb_per_s * gpu.network_fraction * 1e9)
+    assert step_time._optimizer(model, gpu, layout) == pytest.approx(on_host + exchanged, rel=0.001)
+    assert 16 * (own_experts + rest / 64) == pytest.approx(memory.host_state(model, layout, 0))
+
+
 def test_published_step_times():
     """benchmarks/planner_accuracy.py prints the committed table, misses included."""
     done = subprocess.run(
