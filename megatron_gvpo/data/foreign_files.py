@@ -37,7 +37,7 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def remedy(file: Path, suffix: str) -> str | None:
-    """What a file is instead of `suffix`, and what to do; None if it does not begin like another format.
+    """The format that a file has in place of `suffix`, and what to do; None if it begins like no other format.
 
     Raises OSError for a file that cannot be read.
     """

@@ -22,7 +22,7 @@ def shown_prompts(task: Task) -> list[str]:
 
 
 def shown_solutions(task: Task) -> list[str]:
-    """What is trained of the first prompts' solutions or scored responses in the data, as texts."""
+    """Texts that are trained: the first prompts' solutions, or scored responses, in the data."""
     texts = list[str]()
     for prompt in task.prompts[:SHOWN]:
         if prompt.demonstration is not None:

@@ -91,7 +91,7 @@ def prompts_of(task: Path, template: str | None = CHATML, **sections: dict[str, 
 
 
 def test_solutions_and_scored_responses_are_shown_as_they_are_trained(task: Path) -> None:
-    """Of SFT and DPO the prompts alone would not show what is learned, such as the end token."""
+    """The prompts of SFT and DPO alone would not show what is learned, such as the end token."""
     solved, paired = task / "solved.jsonl", task / "paired.jsonl"
     solved.write_text(json.dumps({"prompt": "What is 1 + 1?", "completion": "2"}))
     paired.write_text(json.dumps({"prompt": "What is 1 + 1?", "chosen": "2", "rejected": "3"}))
