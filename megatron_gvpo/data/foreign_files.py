@@ -37,7 +37,7 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def remedy(file: Path, suffix: str) -> str | None:
-    """The format that a file has in place of `suffix`, and what to do; None if it begins like no other format.
+    """The format of a file in place of `suffix`, and what to do; None if it begins like no other format.
 
     Raises OSError for a file that cannot be read.
     """

@@ -1,4 +1,4 @@
-"""Bytes that experts' exchange sends, by all-to-all and by DeepEP, against sets of experts drawn at random."""
+"""Bytes that experts' exchange sends, by all-to-all and DeepEP, against sets of experts drawn at random."""
 
 from __future__ import annotations
 
