@@ -326,10 +326,13 @@ def test_with_fp32_beside_fp8_the_gradients_are_those_of_the_emulation(
     _, own = gradients_of(directory, own_packs(directory, Operands(run.recipe)), weights=weights)
     effects = relative_errors(without, exact)
     own_error = largest(relative_errors(result.gradients, own))
-    print(f"{run}: {largest(errors):.2g}, and {own_error:.2g} on its own sides")
+    print(
+        f"{run}: {largest(errors):.2g}, and {own_error:.2g} on its own sides; "
+        f"without FP8 {min(effects.values()):.2g} at least"
+    )
     assert result.loss == pytest.approx(loss, rel=BOUND)
     assert largest(errors) <= BOUND, max(errors, key=errors.__getitem__)
-    assert min(effects.values()) > 0.1, "FP8 changes every gradient"
+    assert min(effects.values()) > 100 * BOUND, "FP8 changes every gradient"
 
 
 @runs("bfloat16")
