@@ -18,6 +18,7 @@ from helpers.workers import checkpoint_worker
 
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.trainable_models import MODEL_TYPES
 from megatron_gvpo.megatron.model.attention_kernel import Attention, check_attention, kernel
 from megatron_gvpo.settings.config import build_config
 
@@ -202,7 +203,8 @@ def outcome(of: Attention, capability: tuple[int, int], flash_attention: bool) -
 def refusal(sections: dict[str, Any], model: dict[str, Any], processes: int) -> str:
     """The error message for a combination."""
     with TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(model))
+        [kind, *_] = MODEL_TYPES.get(model["architectures"][0], ["gpt2"])
+        (Path(directory) / "config.json").write_text(json.dumps({"model_type": kind, **model}))
         values: dict[str, Any] = {
             "output_dir": "unused",
             "data": {"train": {"path": "unused"}},
