@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -180,7 +181,13 @@ def test_what_nohup_ignores_stays_ignored_and_a_closed_pipe_ends_no_run(task, tm
 def start(given: Sequence[str], *before: str) -> psutil.Popen:
     command = [*before, sys.executable, "-m", "megatron_gvpo", *given]
     return psutil.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Tests that nohup has started would hand down that the signal is ignored.
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
     )
 
 
