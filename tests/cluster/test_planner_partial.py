@@ -149,7 +149,7 @@ def test_the_command_says_what_is_saved(capsys: pytest.CaptureFixture[str]):
 def test_what_is_written_keeps_partial_rollouts(task: Path, tmp_path: Path):
     servers = ["rollout.engine=vllm", "rollout.servers.colocated=true", "rollout.weights.transport=colocated"]
     words = [*servers, "rollout.async_steps=2", "rollout.over_sampling_prompts=3"]
-    words += ["rollout.max_tokens=64", f"output_dir={tmp_path}/run"]
+    words += ["rollout.max_tokens=64", "model.dtype=bfloat16", f"output_dir={tmp_path}/run"]
     asked = [
         "--gpus",
         "4",
