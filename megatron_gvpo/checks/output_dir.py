@@ -42,11 +42,6 @@ def check_output_dir(config: Config) -> None:
     for key, path in _inputs(config.model_dump(exclude={"output_dir"})):
         if os.path.isdir(path) and directory.exists() and os.path.samefile(path, directory):
             raise ConfigError(f"output_dir={directory} is {key}: a run must not write into what it reads")
-        is_model = os.path.isfile(os.path.join(path, "config.json"))
-        if is_model and resolved.is_relative_to(os.path.realpath(path)):
-            raise ConfigError(
-                f"output_dir={directory} is in {key}={path}, a model's directory: give another output_dir"
-            )
         for own in (directory / name for name in OWN):
             if os.path.lexists(path) and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(own)):
                 raise ConfigError(

@@ -61,9 +61,7 @@ def _check_model_type(model: dict[str, Any], architecture: str, where: str) -> N
     An architecture that a user registers has no entry in MODEL_TYPES, and is not compared.
     """
     kind, known = model.get("model_type"), MODEL_TYPES.get(architecture)
-    if kind is None and known is not None:
-        raise ConfigError(f"{where}: no model_type in config.json; {architecture} has {' or '.join(known)}")
-    if known is None or (isinstance(kind, str) and SAME_MODEL.get(kind, kind) in known):
+    if kind is None or known is None or (isinstance(kind, str) and SAME_MODEL.get(kind, kind) in known):
         return
     raise ConfigError(
         f"{where}: model_type={shown(kind)} and architectures={architecture} in config.json are two models: "

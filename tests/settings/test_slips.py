@@ -9,7 +9,6 @@ import pytest
 from helpers.inputs.good_config import message
 
 from megatron_gvpo.checks.data_files import check_data_files
-from megatron_gvpo.checks.output_dir import check_output_dir
 from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.core.json_files import read_json_object
 from megatron_gvpo.core.user_functions import spec_parts
@@ -17,7 +16,6 @@ from megatron_gvpo.core.yaml_files import read_yaml
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.complete_weights import stored_tensors
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
-from megatron_gvpo.huggingface.trainable_models import check_trainable
 from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.settings.rules import advice
 
@@ -118,16 +116,3 @@ def test_a_models_directory_that_was_not_downloaded_whole(tmp_path: Path) -> Non
     (tmp_path / "a.safetensors.incomplete").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"the download of a\.safetensors\.incomplete has not ended"):
         stored_tensors(tmp_path, "model.path")
-    with pytest.raises(ConfigError, match=r"no model_type in config\.json; Qwen2ForCausalLM has qwen2"):
-        check_trainable(ModelCard({**SIZES, "architectures": ["Qwen2ForCausalLM"]}), "model.path=x")
-
-
-def test_a_run_does_not_write_into_a_models_directory(good: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    for place, is_refused in ((tmp_path / "runs" / "x", True), (tmp_path.parent / "beside_it", False)):
-        config = load_config([good], [f"model.path={tmp_path}", f"output_dir={place}"])
-        if is_refused:
-            with pytest.raises(ConfigError, match="a model's directory: give another output_dir"):
-                check_output_dir(config)
-        else:
-            check_output_dir(config)
