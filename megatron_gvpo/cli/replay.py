@@ -37,6 +37,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """0: all is equal; 1: something differs; 2: wrong input. Raises ConfigError."""
+    from megatron_gvpo.checks.layout import check_layout
     from megatron_gvpo.runs.one_machine import in_layout, load_run
 
     directory: Path = options.run_directory
@@ -48,7 +49,9 @@ def run(options: argparse.Namespace) -> int:
         option = "--without-model" if options.against is None else "--against"
         raise ConfigError(f"{options.layout[0]}: {option} computes no model; leave the layout out")
     config = load_run(directory, [text for text in options.overrides if text not in options.layout])
-    in_layout(config, options.layout)  # a wrong key is refused before libraries load
+    divided = in_layout(config, options.layout)  # a wrong key is refused before libraries load
+    if options.layout and Path(config.model.path).is_dir():
+        check_layout(divided, int(os.environ.get("WORLD_SIZE", "1")))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on the CPU, whatever the run's layout was
     differs: list[Finding] = []
 
