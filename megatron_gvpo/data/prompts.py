@@ -77,30 +77,35 @@ def load_prompts(
         if (prompt := reader.read(record, text, ids, pictures)) is not None:
             prompts.append(prompt)
     _check_records(dataset, records, pictured)
-    if (dropped := records - len(prompts)) and is_first_process():
-        log.warning(
-            "%s: dropped %d of %d prompts, longer than data.max_prompt_tokens=%d",
-            dataset.path,
-            dropped,
-            records,
-            longest,
-        )
     if not prompts:
         raise DataError(f"{dataset.path}: every prompt is longer than {longest} tokens")
-    if (warning := reader.unknown.warning()) is not None and is_first_process():
-        log.warning(warning)
-    if is_first_process() and render.leaves_tools_out():
-        log.warning(
+    if is_first_process():
+        dropped = records - len(prompts)
+        if dropped:
+            log.warning(
+                f"{dataset.path}: dropped {dropped} of {records} prompts, longer than "
+                f"data.max_prompt_tokens={longest}"
+            )
+        for warning in (reader.unknown.warning(), *_template_warnings(render, tokenizer, prompts[0])):
+            if warning is not None:
+                log.warning(warning)
+    return prompts
+
+
+def _template_warnings(
+    render: _Renderer, tokenizer: PreTrainedTokenizerBase, prompt: Prompt
+) -> Iterator[str]:
+    """Yields what the chat template leaves out or writes that the model cannot read, by one prompt."""
+    if render.leaves_tools_out():
+        yield (
             "rollout.conversation: the chat template writes nothing of the tools, so that the policy is not "
             "told of them: name them in data.system_prompt, unless it has learned to call them"
         )
-    if is_first_process() and render.chat and (broken := broken_marks(tokenizer, prompts[0].text)):
-        log.warning(
-            "the chat template writes %s, which the tokenizer has no token for: the model reads it as "
-            "text, or not at all. It is the template of another model, or its tokens are missing",
-            ", ".join(broken),
+    if render.chat and (broken := broken_marks(tokenizer, prompt.text)):
+        yield (
+            f"the chat template writes {', '.join(broken)}, which the tokenizer has no token for: the model "
+            "reads it as text, or not at all. It is the template of another model, or its tokens are missing"
         )
-    return prompts
 
 
 def _check_records(dataset: DatasetConfig, records: int, pictured: int) -> None:

@@ -19,7 +19,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that i
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 _NUMBER = re.compile(r"[+-]?[0-9][0-9,]{0,100}(?:\.[0-9]{1,100})?")
-# What LaTeX and typesetters put between groups of three digits; math-verify knows the comma alone.
+# LaTeX and typesetters put these between groups of three digits; math-verify knows the comma alone.
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:\\[,;:! ]|~|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
 _QUANTITY = re.compile(rf"(?:\\?\$ ?)?({_NUMBER.pattern})((?: [A-Za-z]{{2,}}){{1,6}})")
 # Words after a number that make another number of it, or more than one answer.

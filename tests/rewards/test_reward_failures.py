@@ -74,10 +74,7 @@ def test_a_job_whose_worker_was_killed_is_tried_once_more(tmp_path: Path) -> Non
 def many_open_files(count: int) -> Iterator[None]:
     """So many further files are open, as in a run with a connection for each response of a step."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + 256
-    if hard != resource.RLIM_INFINITY and hard < wanted:
-        pytest.skip(f"this machine allows a process {hard} open files")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count + 256, hard))
     try:
         with ExitStack() as opened, open(os.devnull, "rb") as nothing:
             for _ in range(count):
