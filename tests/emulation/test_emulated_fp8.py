@@ -187,13 +187,6 @@ def gradients_of(
     return loss.item(), {name: g.double() for name, g in zip(weights, gradients, strict=True)}
 
 
-@cache
-def own_gradients(directory: Path, recipe: str | None) -> dict[str, Tensor]:
-    """The reference's, on its own sides."""
-    operands = None if recipe is None else Operands(recipe)
-    return gradients_of(directory, own_packs(directory, operands))[1]
-
-
 def largest(errors: dict[str, float]) -> float:
     return torch.tensor(list(errors.values())).max().item()  # NaN, where one is NaN
 
@@ -246,7 +239,7 @@ def test_without_fp8_the_reference_is_transformers(directory: Path) -> None:
 def test_in_fp32_the_reference_is_itself_on_the_same_sides(directory: Path, recipe: str) -> None:
     operands = Operands(recipe)
     _, rounded = gradients_of(directory, own_packs(directory, operands), torch.float32)
-    own = own_gradients(directory, recipe)
+    _, own = gradients_of(directory, own_packs(directory, Operands(recipe)))
     same_sides = Operands(recipe, operands.quantized, TOLERANCES["float32"])
     _, exact = gradients_of(directory, own_packs(directory, same_sides))
     error = largest(relative_errors(rounded, exact))
