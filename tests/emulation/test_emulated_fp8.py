@@ -325,7 +325,8 @@ def test_with_fp32_beside_fp8_the_gradients_are_those_of_the_emulation(
     )
     assert result.loss == pytest.approx(loss, rel=BOUND)
     assert largest(errors) <= BOUND, max(errors, key=errors.__getitem__)
-    assert min(effects.values()) > 100 * BOUND, "FP8 changes every gradient"
+    # After the update the loss is 300 times as large, and its gradients differ less by FP8.
+    assert min(effects.values()) > (0.05 if run.is_second else 0.1), "FP8 changes every gradient"
 
 
 @runs("bfloat16")
