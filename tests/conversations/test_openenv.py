@@ -35,6 +35,7 @@ OPENENV = f"{ADAPTER}:OpenEnv"
 COUNTDOWN = '''
 import os
 import pathlib
+import time
 from typing import Literal
 
 from pydantic import BaseModel
@@ -46,7 +47,7 @@ from openenv.core.env_server.types import Action, Observation, State
 
 class Take(Action):
     number: int
-    word: Literal["take", "die", "die once", "raise", "invalid", "unpaid"] = "take"
+    word: Literal["take", "die", "die once", "raise", "invalid", "unpaid", "slow"] = "take"
 
 
 class Left(Observation):
@@ -75,6 +76,8 @@ class Countdown(Environment):
             os._exit(7)
         if action.word == "raise":
             raise RuntimeError("the board broke")
+        if action.word == "slow":
+            time.sleep(2)
         if action.word == "invalid":
             Inner(depth="deep")
         self.left -= action.number
@@ -193,7 +196,8 @@ def test_a_conversation_survives_the_end_of_its_server(countdown: Talks, tmp_pat
 
 def test_a_full_server_and_a_hung_one_are_failures_of_the_environment(directory: Path) -> None:
     with Talks(OPENENV, served(directory, "countdown:narrow"), step_timeout=5) as talks:
-        lost = [r for r in talks.hold([take(1), take(9)], n=2) if r.finish_reason == LOST]
+        # The second conversation starts while the first one takes its slow action.
+        lost = [r for r in talks.hold([take(1, "slow"), take(9)], n=2) if r.finish_reason == LOST]
         assert lost and "CAPACITY_REACHED" in lost[0].text and "raise max_concurrent_envs" in lost[0].text
         [server] = _servers("countdown:narrow")
         server.send_signal(signal.SIGSTOP)

@@ -272,7 +272,8 @@ def test_data_come_from_the_hub_or_its_cache(tmp_path):
     assert read
     for lines in printed:
         assert lines[0].startswith("aime24 {'train': [{'ID': '2024-I-1'"), lines
-        assert lines[1].startswith("ifeval: the data set google/IFEval cannot be had (hub data set")
+        reason = "google/IFEval is not a file or directory here, and as a hub data set, split 'train': "
+        assert lines[1].startswith(f"ifeval: the data set google/IFEval cannot be had ({reason}")
         assert "DIR/ifeval/train.jsonl and give --data DIR" in lines[1]
 
 

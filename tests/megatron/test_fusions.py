@@ -16,6 +16,7 @@ from megatron_gvpo.settings.parallel import ParallelConfig
 from megatron_gvpo.settings.sections import ModelConfig
 
 LATENT = ("deepseek_v2", "deepseek_v3")  # tiny: their v_head_dim=12 is not a power of two
+WITH_EXPERTS = (*LATENT, "qwen3_moe")
 
 
 @pytest.fixture(scope="module")
@@ -26,17 +27,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("family", reference.CONFIGS)
-def test_every_familys_rotation_and_activation_are_fused(family: str, directory: Path):
+def test_every_familys_rotation_activation_and_router_are_fused(family: str, directory: Path):
     """megatron-core rotates packs one sequence after the other unless told otherwise."""
     model = ModelConfig(path=str(directory / family))
     provider = open_bridge(model).to_megatron_provider(load_weights=False)
-    found = fusions(provider)
+    fused = fusions(provider)
     rotation = {} if family in LATENT else {"apply_rope_fusion": True}
-    assert found == rotation | {"bias_activation_fusion": True}
+    router = {"moe_router_fusion": True} if family in WITH_EXPERTS else {}
+    assert fused == rotation | {"bias_activation_fusion": True} | router
     on_gpu = model_settings(model, ParallelConfig(), on_cpu=False, deterministic=False)
-    assert not found.keys() & on_gpu.keys()
+    assert not fused.keys() & on_gpu.keys()
     on_cpu = model_settings(model, ParallelConfig(), on_cpu=True, deterministic=False)
-    assert all(on_cpu[name] is False for name in found)
+    assert all(on_cpu[name] is False for name in fused)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ def test_latent_attention_that_the_fused_rotation_cannot_serve(change: dict[str,
     """Its blocks of heads are powers of two, and their mask does not know the last block."""
     sizes = {"num_attention_heads": 16, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
     latent = {"position_embedding_type": "rope", "multi_latent_attention": True, "rope_type": "yarn", **sizes}
-    latent |= {"gated_linear_unit": False}
+    latent |= {"gated_linear_unit": False, "num_moe_experts": None}
     assert fusions(SimpleNamespace(**latent)) == {"apply_rope_fusion": True}
     assert fusions(SimpleNamespace(**(latent | change))) == {}
 
