@@ -47,7 +47,7 @@ engines: venv  # the environments of SGLang, vLLM, Tinker, OpenEnv and NeMo-Gym:
 	@for library in openenv nemo_gym; do ENVIRONMENT_PYTHON=$(PYTHON) nohup tools/environments/make_env.sh $$library >/dev/null 2>&1 & done
 
 extension: venv  # what rehearsals need: Transformer Engine's extension, compiled in the background where missing
-	@nohup nice -n 15 $(PYTHON) -m megatron_gvpo rehearse --build >/dev/null 2>&1 &
+	@nohup $(PYTHON) -m megatron_gvpo rehearse --build >/dev/null 2>&1 &
 
 docs: venv  ## the documentation site, in site/; fails on any broken link
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict

@@ -139,9 +139,9 @@ def _flags(source: Path, include: list[Path]) -> list[str]:
 
 
 def _compile(command: list[str], out: Path) -> None:
-    """Compile one file, at low priority; a compiler that is stopped leaves no file of that name."""
+    """Compile one file; a compiler that is stopped leaves no file of that name."""
     part = out.with_name(f"{out.name}.part")
-    done = subprocess.run(["nice", "-n", "15", *command, "-o", str(part)], capture_output=True, text=True)
+    done = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True)
     if done.returncode:
         raise NullCudaError(f"cannot compile {command[-1]}: {done.stderr.strip()[:300]}")
     os.replace(part, out)

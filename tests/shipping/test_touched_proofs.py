@@ -1,9 +1,10 @@
-"""tools/touched_proofs.py finds the proofs of a change and keeps to its time, and `make proof` goes on where
-it was stopped, in small repositories.
+"""tools/touched_proofs.py finds the proofs of a change and keeps to its time, `make proof` goes on where
+it was stopped, and tests wait for engines that are being built, in small repositories.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -130,6 +131,22 @@ def test_proofs_that_take_longer_than_there_is_time_are_named_and_fail_nothing(r
     assert "PASSED tests/servers/test_servers.py::test_proof[0]" in ran and "test_no_proof" not in said
     names = [f"tests/weights/test_weights.py::test_proof[{n}]" for n in range(2)]
     assert all(name in left_out for name in names), "its longest test may be what its fixtures need"
+
+
+def test_a_group_whose_engine_is_being_built_comes_after_the_others(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lock = tmp_path / "cache" / "megatron_gvpo" / "engines" / "vllm-1.lock"
+    lock.parent.mkdir(parents=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rooms = ["data", "servers", "weights"]
+    options = ("-n", "1", "--dist", "loadscope", "--no-loadscope-reorder", "-m", "proof", "-vv")
+    with lock.open("w") as file:
+        for is_building, order in ((False, rooms), (True, ["data", "weights", "servers"])):
+            fcntl.flock(file, fcntl.LOCK_EX if is_building else fcntl.LOCK_UN)
+            code, output = pytest_in(repository, *options)
+            passed = [line.split("/")[1] for line in output.splitlines() if "PASSED" in line]
+            assert code == 0 and list(dict.fromkeys(passed)) == order, output
 
 
 @pytest.mark.proof

@@ -4,11 +4,17 @@ One worker runs a group's tests one after the other. A group is a file, so that 
 the tests of an engine's shared server are a group, too, and so are the files whose ranks have emulated GPUs:
 the process that forks them imports for long. The longest groups begin first, so that all workers
 end at about the same time.
+
+On a new machine the engines' environments and Transformer Engine's extension are built meanwhile, in up to
+half an hour. A group that needs one of them is handed out when that is built, or when no other group is left.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +24,7 @@ SHARED_SERVERS = (
     *("conversations/test_conversation_engines", "conversations/test_program_engines"),
     *("rewards/test_teacher_engines", "weights/test_new_transport"),
 )
-# By how long they take. Tests of servers come after some that need only a CPU: on a new machine the engines'
-# environments are built meanwhile.
+# By how long they take.
 LONGEST = (
     "megatron/test_gradient_invariance",
     "emulated GPUs",
@@ -54,6 +59,15 @@ LONGEST = (
     "algorithms/test_trl",
 )
 
+# {the beginning of a group: the locks, below the cache, that the builders of what it needs hold}
+BUILDERS = {
+    **dict.fromkeys(("emulat", "rehearsal/", "shipping/test_device_check"), "rehearsal/*.lock"),
+    **dict.fromkeys(("sglang", "vllm", "servers/"), "engines/*.lock"),
+    **dict.fromkeys(SHARED_SERVERS, "engines/*.lock"),
+    **dict.fromkeys(("conversations/test_openenv", "conversations/test_nemo_gym"), "environments/*.lock"),
+    "tinker/": "tinker-*.lock",
+}
+
 
 def group_of(nodeid: str) -> str:
     """The group of a test: the engine or the GPU that its file shares with others, or else the file."""
@@ -65,6 +79,22 @@ def group_of(nodeid: str) -> str:
     return engine[1] if engine and file in SHARED_SERVERS else file
 
 
+def is_waiting(group: str) -> bool:
+    """Return True while something that the group needs is being built, in this process or another one."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_gvpo"
+    patterns = {pattern for beginning, pattern in BUILDERS.items() if group.startswith(beginning)}
+    return any(_is_locked(lock) for pattern in patterns for lock in cache.glob(pattern))
+
+
+def _is_locked(lock: Path) -> bool:
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """On the controller: hand out groups, where xdist's loadscope would hand out files."""
@@ -73,6 +103,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return group_of(nodeid)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            if (group := next((g for g in self.workqueue if not is_waiting(g)), None)) is not None:
+                self.workqueue.move_to_end(group, last=False)
+            super()._assign_work_unit(node)
 
     return Groups(config, log)
 
