@@ -10,8 +10,9 @@ from pydantic import model_validator
 from megatron_gvpo.algorithms import advantages, custom, distillation, losses, members, shapers
 from megatron_gvpo.algorithms.advantages.gae import CriticOptions
 from megatron_gvpo.algorithms.base import STEP_START, TEACHER, Advantage, Block, BlockAt, Loss, Reference
-from megatron_gvpo.algorithms.curriculum import allocation, batch_policy, prior, prompts
-from megatron_gvpo.algorithms.curriculum.tracker import Tracker
+from megatron_gvpo.algorithms.curriculum import batch_policy, prompts, tracker
+from megatron_gvpo.algorithms.curriculum.prompts import Allocation, Equal, InOrder, PromptChoice
+from megatron_gvpo.algorithms.curriculum.tracker import NoPrior, Prior, Tracker
 from megatron_gvpo.algorithms.losses.gvpo import GVPO
 from megatron_gvpo.algorithms.members.base import Member
 from megatron_gvpo.algorithms.recipe import merge, read_recipe
@@ -20,18 +21,18 @@ from megatron_gvpo.algorithms.shapers.base import Shaper
 from megatron_gvpo.algorithms.shapers.filters import MaskTruncated
 
 if TYPE_CHECKING:
-    AnyPrompts = prompts.PromptChoice
-    AnyAllocation = allocation.Allocation
-    AnyPrior = prior.Prior
+    AnyPrompts = PromptChoice
+    AnyAllocation = Allocation
+    AnyPrior = Prior
     AnyMember = Member
     AnyShaper = Shaper
     AnyBatchPolicy = batch_policy.BatchRule
     AnyEstimator = Advantage
     AnyLoss = Loss
 else:  # a new block is a file in the folder of its kind, and nothing here
-    AnyPrompts = choice(prompts, kind=prompts.PromptChoice)
-    AnyAllocation = choice(allocation, kind=allocation.Allocation)
-    AnyPrior = choice(prior, kind=prior.Prior)
+    AnyPrompts = choice(prompts, kind=PromptChoice)
+    AnyAllocation = choice(prompts, kind=Allocation)
+    AnyPrior = choice(tracker, kind=Prior)
     AnyMember = choice(members, custom, kind=Member)
     AnyShaper = choice(shapers, custom, kind=Shaper)
     AnyBatchPolicy = choice(batch_policy, kind=batch_policy.BatchRule)
@@ -55,11 +56,11 @@ class AlgorithmConfig(Block):
     # Where responses come from: the policy (`engine`), the data's demonstrations (`dataset`), or its scored
     # responses (`file`).
     sampler: Literal["engine", "dataset", "file"] = "engine"
-    prompts: AnyPrompts = prompts.InOrder()  # How the prompts of a step are drawn.
-    allocation: AnyAllocation = allocation.Equal()  # How many responses each prompt of a batch gets.
+    prompts: AnyPrompts = InOrder()  # How the prompts of a step are drawn.
+    allocation: AnyAllocation = Equal()  # How many responses each prompt of a batch gets.
     # Each prompt's success so far, for the blocks that read it.
     tracker: Tracker = Tracker()
-    prior: AnyPrior = prior.NoPrior()  # The reward that is expected of a prompt, for the blocks that read it.
+    prior: AnyPrior = NoPrior()  # The reward that is expected of a prompt, for the blocks that read it.
     # Members join the groups besides the policy's own responses, in this order.
     members: tuple[AnyMember, ...] = ()
     shapers: tuple[AnyShaper, ...] = ()  # Shapers change rewards, and mask or drop responses, in this order.

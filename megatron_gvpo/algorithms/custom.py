@@ -20,7 +20,7 @@ from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.algorithms.shapers.base import Shaper, rewarded
 from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.core.metric_names import OF_EVERY_LOSS, check_name, own_names
-from megatron_gvpo.core.real_number import NoNumberError, real_number
+from megatron_gvpo.core.plain_values import NoNumberError, real_number
 from megatron_gvpo.core.user_functions import call_function, check_call, load_function, refused
 from megatron_gvpo.groups import Group
 from megatron_gvpo.types import LossInputs, TrainBatch

@@ -13,8 +13,8 @@ from typing import Any
 from megatron_gvpo.checks.adapters import check_adapter
 from megatron_gvpo.checks.images import check_images
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.architectures import check_trainable
 from megatron_gvpo.huggingface.card import ModelCard, ModelCards
-from megatron_gvpo.huggingface.trainable_models import check_trainable
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.lengths import check_lengths
 from megatron_gvpo.settings.parallel import ParallelConfig

@@ -12,9 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_gvpo.checks.data_files import check_data_files
+from megatron_gvpo.checks.files import check_data_files, check_output_dir
 from megatron_gvpo.checks.layout import check_layout
-from megatron_gvpo.checks.output_dir import check_output_dir
 from megatron_gvpo.checks.teacher import check_teacher
 from megatron_gvpo.checks.user_source import check_source, check_tool
 from megatron_gvpo.core.environment import check_rank_variables, is_first_process

@@ -70,8 +70,8 @@ def _check(config: TinkerConfig, ranks: int) -> None:
     from megatron_gvpo.checks.adapters import check_adapter_layers
     from megatron_gvpo.checks.layout import check_division, check_processes
     from megatron_gvpo.core.environment import LOOPBACK, MEGATRONS, ON_LOOPBACK
+    from megatron_gvpo.huggingface.architectures import check_trainable
     from megatron_gvpo.huggingface.card import ModelCard
-    from megatron_gvpo.huggingface.trainable_models import check_trainable
 
     card = ModelCard.read(config.model.path)
     architecture = check_trainable(card, f"model.path={config.model.path}")

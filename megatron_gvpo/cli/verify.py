@@ -37,8 +37,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """0: equal in every layout that the model can have; 1: not; 2: wrong input. Raises ConfigError."""
-    from megatron_gvpo.huggingface.architectures import ARCHITECTURES, check_family
-    from megatron_gvpo.huggingface.refused import REFUSED
+    from megatron_gvpo.huggingface.architectures import ARCHITECTURES, REFUSED, check_family
     from megatron_gvpo.verify.shrink import shrink
 
     where = f"CONFIG_OR_DIR={options.model}"

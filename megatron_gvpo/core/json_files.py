@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.core.real_number import finite_number
+from megatron_gvpo.core.plain_values import finite_number
 
 LFS_POINTER = "version https://git-lfs"  # begins the file that stands for one which was not fetched
 LFS_REMEDY = "it is a pointer of Git LFS: fetch the file itself with `git lfs pull`"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.core.errors import DataError
-from megatron_gvpo.data.roles import check_role, check_roles
+from megatron_gvpo.data.messages import check_role, check_roles
 from megatron_gvpo.data.tool_calls import thoughts, with_values
 from megatron_gvpo.huggingface.tokenizer import opened, rendered
 

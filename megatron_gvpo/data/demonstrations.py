@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.chat_template import Template
-from megatron_gvpo.data.roles import check_names, check_tools
+from megatron_gvpo.data.messages import check_names, check_tools
 from megatron_gvpo.groups import Chat
 from megatron_gvpo.huggingface.end_tokens import ended
 from megatron_gvpo.turns import Turn

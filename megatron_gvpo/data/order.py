@@ -9,8 +9,7 @@ import numpy as np
 
 from megatron_gvpo.algorithms.curriculum.tracker import Counts, PromptHistory, Tracker
 from megatron_gvpo.core.errors import DataError
-from megatron_gvpo.core.plain_values import cut
-from megatron_gvpo.core.real_number import finite_number
+from megatron_gvpo.core.plain_values import cut, finite_number
 
 if TYPE_CHECKING:
     from megatron_gvpo.algorithms.curriculum.prompts import PromptChoice

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.core.errors import DataError
-from megatron_gvpo.data.foreign_files import is_address
 from megatron_gvpo.data.image_files import ImageError, shown
-from megatron_gvpo.data.sources import Record
+from megatron_gvpo.data.sources import Record, is_address
 from megatron_gvpo.groups import Image
 from megatron_gvpo.huggingface.image_families import takes_images
 

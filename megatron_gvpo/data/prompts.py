@@ -17,13 +17,12 @@ from jinja2 import TemplateError
 
 from megatron_gvpo.core.environment import is_first_process
 from megatron_gvpo.core.errors import DataError
-from megatron_gvpo.core.real_number import LARGEST, finite_number
+from megatron_gvpo.core.plain_values import LARGEST, finite_number
 from megatron_gvpo.core.slow_work import slow_work
 from megatron_gvpo.data.demonstrations import DemonstrationReader
 from megatron_gvpo.data.known_forms import as_dataset, recogniser, solution_field
-from megatron_gvpo.data.messages import not_a_message, not_a_prompt, shown_value
+from megatron_gvpo.data.messages import check_roles, not_a_message, not_a_prompt, shown_value
 from megatron_gvpo.data.prompt_images import MARK, PromptImages, as_parts, images_in, short_names
-from megatron_gvpo.data.roles import check_roles
 from megatron_gvpo.data.sources import Record, converted, field_of, read_records
 from megatron_gvpo.data.tool_calls import with_values
 from megatron_gvpo.groups import Chat, Image, Prompt, Scored

@@ -1,4 +1,4 @@
-"""Decides from config.json alone if a model can be trained.
+"""Decides from config.json alone if a model can be trained, and if the trainer can hold its weights.
 
 Megatron-Bridge builds a model from the keys that it knows. If a key changes the model and Megatron-Bridge
 ignores it, the result is silently another model. This module refuses such a config.json, and its error names
@@ -13,7 +13,6 @@ from typing import Any
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import DENSE_FIRST, ModelCard, is_positive, shown
 from megatron_gvpo.huggingface.image_families import FAMILIES
-from megatron_gvpo.huggingface.refused import REFUSED
 
 # Architectures whose log-probs, gradients and round trip are compared with transformers
 # (tests/megatron/test_gradient_invariance.py, test_families.py). Each maps the keys that Megatron-Bridge
@@ -349,3 +348,148 @@ def add_model_types() -> None:
         # Conversions of the files' tensors to those in memory.
         files = get_checkpoint_conversion_mapping(same)
         register_checkpoint_conversion_mapping(named, files, overwrite=True)
+
+
+# Architectures that Megatron-Bridge (0.6.2) builds and training refuses, each with what was wrong.
+# The numbers are those of `megatron-gvpo verify` in one process, on a tiny model with the defaults of
+# transformers (5.19), with this package's CPU stand-ins for Transformer Engine's layers.
+_NO_REFERENCE = "transformers has no implementation of its own to compare with"
+_HYBRID = "megatron-core (0.19.2) builds it as HybridModel, which has no hook for the fused head"
+_ON_CPU = "has no stand-in for a CPU, where models are compared"
+_INPUTS = "it takes images, videos or audio; with images, Qwen2.5-VL and Qwen3-VL (dense) are trained"
+_CAPPED = "its logits are capped (final_logit_softcapping), and the fused head does not cap"
+REFUSED: dict[str, str] = {
+    "BailingMoeV2ForCausalLM": _NO_REFERENCE,
+    "DeciLMForCausalLM": _NO_REFERENCE,
+    "DeepseekV4ForCausalLM": f"its attention (dsv4_hybrid of megatron-core 0.19.2) {_ON_CPU}",
+    "Ernie4_5_MoeForCausalLM": (
+        "log-probs differ by up to 0.62 nats from those of transformers: Megatron-Bridge scores experts by a "
+        "sigmoid, transformers by a softmax"
+    ),
+    "ExaoneMoEForCausalLM": "transformers spells it ExaoneMoeForCausalLM: write that into config.json",
+    "FalconH1ForCausalLM": "Megatron-Bridge builds it as FalconH1Model, which has no hook for the fused head",
+    "Gemma2ForCausalLM": _CAPPED,
+    "Gemma4ForCausalLM": f"{_CAPPED}; its layers' own embeddings and shared keys have no stand-in for a CPU",
+    "GlmMoeDsaForCausalLM": f"its sparse attention (DSA of megatron-core 0.19.2) {_ON_CPU}",
+    "KimiK2ForCausalLM": (
+        "transformers has no such architecture; the released Kimi K2 names DeepseekV3ForCausalLM, which is "
+        "supported"
+    ),
+    "MiMoForCausalLM": _NO_REFERENCE,
+    "MiMoV2FlashForCausalLM": (
+        "Megatron-Bridge reads swa_rope_theta, which the configuration of transformers does not have"
+    ),
+    "Ministral3ForCausalLM": "Megatron-Bridge has it only with its vision tower",
+    "NemotronForCausalLM": (
+        "its LayerNorms have no stand-in for a CPU; with an RMSNorm in their place log-probs differ by up to "
+        "3.1 nats from those of transformers"
+    ),
+    "NemotronHForCausalLM": _HYBRID,
+    "Olmo2ForCausalLM": "Megatron-Bridge (0.6.2) has OLMoE alone of the OLMo models",
+    "Olmo3ForCausalLM": "Megatron-Bridge (0.6.2) has OLMoE alone of the OLMo models",
+    "SarvamMLAForCausalLM": _NO_REFERENCE,
+    "SarvamMoEForCausalLM": _NO_REFERENCE,
+    "Step3p5ForCausalLM": _NO_REFERENCE,
+    **dict.fromkeys(
+        (
+            "Ernie4_5_VLMoeForConditionalGeneration",
+            "Exaone4_5_ForConditionalGeneration",
+            "Gemma3ForConditionalGeneration",
+            "Gemma4ForConditionalGeneration",
+            "Glm4vMoeForConditionalGeneration",
+            "KimiK25ForConditionalGeneration",
+            "MiniMaxM3SparseForConditionalGeneration",
+            "Mistral3ForConditionalGeneration",
+            "NemotronH_Nano_Omni_Reasoning_V3",
+            "NemotronH_Nano_VL_V2",
+            "Qwen2AudioForConditionalGeneration",
+            "Qwen2_5OmniForConditionalGeneration",
+            "Qwen3ASRForConditionalGeneration",
+            "Qwen3OmniMoeForConditionalGeneration",
+            "Qwen3VLMoeForConditionalGeneration",
+            "Qwen3_5ForConditionalGeneration",
+            "Qwen3_5MoeForConditionalGeneration",
+            "Step3p7ForConditionalGeneration",
+        ),
+        _INPUTS,
+    ),
+}
+
+
+# The names under which transformers knows each of ARCHITECTURES (`model_type`).
+MODEL_TYPES: dict[str, tuple[str, ...]] = {
+    "DeepseekV2ForCausalLM": ("deepseek_v2",),
+    "DeepseekV3ForCausalLM": ("deepseek_v3",),
+    "Exaone4ForCausalLM": ("exaone4",),
+    "ExaoneMoeForCausalLM": ("exaone_moe",),
+    "GemmaForCausalLM": ("gemma",),
+    "Gemma3ForCausalLM": ("gemma3_text",),
+    "Glm4MoeForCausalLM": ("glm4_moe",),
+    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite",),
+    "GptOssForCausalLM": ("gpt_oss",),
+    "HYV3ForCausalLM": ("hy_v3",),
+    "LlamaForCausalLM": ("llama",),
+    "MiniMaxM2ForCausalLM": ("minimax_m2",),
+    "MistralForCausalLM": ("mistral",),
+    "OlmoeForCausalLM": ("olmoe",),
+    "Qwen2ForCausalLM": ("qwen2",),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl",),
+    "Qwen3ForCausalLM": ("qwen3",),
+    "Qwen3MoeForCausalLM": ("qwen3_moe",),
+    "Qwen3VLForConditionalGeneration": ("qwen3_vl",),
+    "Qwen3NextForCausalLM": ("qwen3_next",),
+    "Qwen3_5ForCausalLM": ("qwen3_5", "qwen3_5_text"),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe", "qwen3_5_moe_text"),
+}
+
+
+def check_trainable(model: dict[str, Any], where: str) -> str:
+    """Returns the architecture of a config.json whose weights the trainer is to hold, one of ARCHITECTURES.
+
+    Raises ConfigError, which begins with `where`, if the model is not supported (`check_family`), is a Python
+    file of the checkpoint, is another one by `model_type` than by `architectures`, or is quantised.
+    """
+    architecture = check_family(model, where)
+    _check_code(model, architecture, where)
+    _check_model_type(model, architecture, where)
+    for key in ("quantization_config", "compression_config"):
+        if (how := model.get(key)) is not None:
+            method = how.get("quant_method") if isinstance(how, dict) else how
+            raise ConfigError(
+                f"{where}: {key} (quant_method {shown(method)}) in config.json, and training needs weights "
+                "in bfloat16 or float32: give the model that was quantised, or remove the "
+                "key if these weights are not"
+            )
+    return architecture
+
+
+def _check_model_type(model: dict[str, Any], architecture: str, where: str) -> None:
+    """Raises ConfigError unless `model_type`, by which transformers reads it, is that of the architecture.
+
+    An architecture that a user registers has no entry in MODEL_TYPES, and is not compared.
+    """
+    kind, known = model.get("model_type"), MODEL_TYPES.get(architecture)
+    if kind is None or known is None or (isinstance(kind, str) and SAME_MODEL.get(kind, kind) in known):
+        return
+    raise ConfigError(
+        f"{where}: model_type={shown(kind)} and architectures={architecture} in config.json are two models: "
+        f"the model_type of {architecture} is {' or '.join(known)}"
+    )
+
+
+def _check_code(model: dict[str, Any], architecture: str, where: str) -> None:
+    """Raises ConfigError if auto_map names another class for the model than the architecture's.
+
+    Released models that are transformers' own by now often keep the Python files from before.
+    """
+    code = model.get("auto_map")
+    if not isinstance(code, dict):  # transformers takes no notice of others
+        return
+    for key in ("AutoModelForCausalLM", "AutoModelForImageTextToText"):
+        named = code.get(key, architecture)
+        if not isinstance(named, str) or named.rpartition(".")[2] != architecture:
+            raise ConfigError(
+                f"{where}: auto_map in config.json names {shown(named)}, a Python file of the checkpoint, "
+                "for the model; the trainer runs none (model.trust_remote_code is for tokenizers and "
+                f"servers): remove auto_map if the model is transformers' {architecture}"
+            )

@@ -3,12 +3,17 @@
 If a directory lacks a weight, Megatron-Bridge leaves that weight at its random initial values. It ignores a
 weight that it does not know. Here, both are errors that name the tensors, on every rank, before any weight
 is read.
+
+A checkpoint's heads for multi-token prediction (MTP) stay as they are. They are not a part of the policy: the
+trainer neither computes with them nor trains them. Every Hugging Face checkpoint that it writes has the heads
+of the checkpoint that it started from, for servers that draft with them
+(`rollout.speculation.method: mtp`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +28,6 @@ from megatron_gvpo.core.collectives import all_ranks_agree
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.json_files import LFS_POINTER, LFS_REMEDY, read_json_object
 from megatron_gvpo.huggingface.image_families import name_in_file, takes_images
-from megatron_gvpo.huggingface.mtp_heads import FurtherHeads, head_pattern
 
 _SHOWN = 3  # names in an error
 _INDEX = "model.safetensors.index.json"
@@ -273,3 +277,48 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+_OWN_NAMES = ("ExaoneMoe", "Qwen3Next", "Qwen3_5")  # architectures with these prefixes call their heads mtp
+_NONE = re.compile(r"(?!)")
+
+
+def head_pattern(model: Mapping[str, Any]) -> re.Pattern[str]:
+    """A pattern for the names of the heads' tensors, by the model's config.json.
+
+    Most models have further layers after the last one, which `num_nextn_predict_layers` counts.
+    """
+    text = model.get("text_config") or model
+    architecture = next(iter(model.get("architectures") or ()), "")
+    if architecture.startswith(_OWN_NAMES):
+        return re.compile(r"mtp\..*")
+    last, further = text.get("num_hidden_layers"), text.get("num_nextn_predict_layers")
+    if type(last) is not int or type(further) is not int or further < 1:
+        return _NONE
+    numbers = "|".join(str(last + i) for i in range(further))
+    return re.compile(rf"model\.layers\.(?:{numbers})\..*")
+
+
+@dataclass(frozen=True)
+class FurtherHeads:
+    """The heads' tensors in a checkpoint directory."""
+
+    directory: Path
+    files: Mapping[str, str]  # the file of each tensor, by its name
+
+    def __bool__(self) -> bool:
+        return bool(self.files)
+
+    def __str__(self) -> str:
+        first = min(self.files)
+        return (
+            f"{self.directory} has {len(self.files)} tensors of heads for further tokens ({first}, ...): "
+            "they are not trained, and exported as they are"
+        )
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor), file by file. Raises OSError, SafetensorError."""
+        for file in sorted(set(self.files.values())):
+            with safe_open(self.directory / file, "pt") as opened:
+                for name in sorted(name for name, file_of_name in self.files.items() if file_of_name == file):
+                    yield name, opened.get_tensor(name)

@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from megatron_gvpo.kernels.divergence import Divergence, merge_rest_, normalise_, statistics
 from megatron_gvpo.kernels.head import Buffer, Head, length, longest
+from megatron_gvpo.kernels.head_autograd import KnownGradients
 from megatron_gvpo.kernels.mathematics import accumulator, logp_of, merge_statistics, operand
 from megatron_gvpo.kernels.stash import RowProducts
-from megatron_gvpo.kernels.weights_first import KnownGradients
 
 
 class TeacherLogits(NamedTuple):

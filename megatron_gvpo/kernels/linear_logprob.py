@@ -27,10 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gvpo.kernels.head import Backend, Head, checked_vocabulary
+from megatron_gvpo.kernels.head_autograd import WeightsFirst, WeightsLast
 from megatron_gvpo.kernels.mathematics import accumulator, reference_logprobs
 from megatron_gvpo.kernels.supports import Supports
-from megatron_gvpo.kernels.weights_first import WeightsFirst
-from megatron_gvpo.kernels.weights_last import WeightsLast
 
 Mode = Literal["weights_first", "stash", "recompute", "forward", "reference", "supports"]
 

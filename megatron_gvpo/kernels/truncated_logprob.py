@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_gvpo.kernels.head import Backend, Head, checked_vocabulary
+from megatron_gvpo.kernels.head_autograd import added, main_grad
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob, linear_logprob
 from megatron_gvpo.kernels.mathematics import accumulator, entropy_of, logp_of
 from megatron_gvpo.kernels.supports import HIDDEN, Supports
-from megatron_gvpo.kernels.weight_gradient import added, main_grad
 from megatron_gvpo.types import on_device
 
 NARROW_SHARE, LEAST_NARROW = 1 / 256, 32  # of the vocabulary; members

@@ -1,15 +1,18 @@
-"""Times the phases of a step: `with timer.phase("rollout"): ...`, then `timer.take()` once a step."""
+"""Times the phases of a step: `with timer.phase("rollout"): ...`, then `timer.take()` once a step.
+
+Markers mark the same phases for other tools: NVTX ranges for Nsight Systems, spans for OpenTelemetry.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from megatron_gvpo.observe.spans import Marker
+    from megatron_gvpo.settings.sections import LoggingConfig
 
 
 class PhaseTimer:
@@ -61,3 +64,71 @@ class PhaseTimer:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
         return time.perf_counter()
+
+
+class Marker(Protocol):
+    """Marks the phases of a step. Phases are not nested."""
+
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        """A context manager around a phase."""
+
+    def close(self) -> None:
+        """Send what is left; nothing follows."""
+
+
+def phase_markers(logging: LoggingConfig, output_dir: str, rank: int) -> list[Marker]:
+    """The markers that the section `logging` asks for. Raises ImportError if a package is missing."""
+    markers: list[Marker] = []
+    if logging.profiler == "nsys":
+        markers.append(NvtxRanges())
+    if logging.opentelemetry:
+        markers.append(OpenTelemetrySpans(output_dir, rank))
+    return markers
+
+
+class NvtxRanges:
+    """Each phase is a range that `nsys profile` draws above the kernels that it launched."""
+
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        import torch
+
+        return torch.cuda.nvtx.range(name)
+
+    def close(self) -> None:
+        pass
+
+
+class OpenTelemetrySpans:
+    """Each phase is a span, on every rank, sent over HTTP to OTEL_EXPORTER_OTLP_ENDPOINT.
+
+    OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME, ...) apply. Spans are sent
+    in the background; a collector that is down costs the spans and no time of the run.
+    """
+
+    def __init__(self, output_dir: str, rank: int) -> None:
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError as error:
+            raise ImportError(
+                f"logging.opentelemetry=true needs a package that cannot be imported ({error}): "
+                "pip install 'megatron-gvpo[opentelemetry]'"
+            ) from None
+        of_run: dict[str, str | int] = {
+            "service.name": "megatron-gvpo",
+            "rank": rank,
+            "output_dir": output_dir,
+        }
+        self._provider = TracerProvider(resource=Resource.create(of_run), shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self._tracer = self._provider.get_tracer("megatron_gvpo")
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        with self._tracer.start_as_current_span(name):
+            yield
+
+    def close(self) -> None:
+        self._provider.shutdown()

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from megatron_gvpo.core.real_number import finite_number
+from megatron_gvpo.core.plain_values import finite_number
 from megatron_gvpo.core.template import filled
 from megatron_gvpo.groups import Prompt, Rollout, message_text
 from megatron_gvpo.servers.http import Http, ServerRefused

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.core.real_number import LARGEST
+from megatron_gvpo.core.plain_values import LARGEST
 from megatron_gvpo.core.user_functions import contents
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rewards.conversation_rewards import NamedCounts

@@ -9,8 +9,7 @@ from itertools import batched
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.core.errors import ConfigError, DataError
-from megatron_gvpo.core.plain_values import cut
-from megatron_gvpo.core.real_number import LARGEST, finite_number
+from megatron_gvpo.core.plain_values import LARGEST, cut, finite_number
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.rewards.judge import Messages
 from megatron_gvpo.servers.http import Http, ServerRefused

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.json_files import checked_record
-from megatron_gvpo.core.real_number import finite_number
+from megatron_gvpo.core.plain_values import finite_number
 from megatron_gvpo.runs.existing_run import checkpoint_steps
 from megatron_gvpo.runs.lock import is_locked
 from megatron_gvpo.runs.written import CONFIG, OWN, RUN

@@ -14,12 +14,11 @@ from megatron_gvpo.groups import Group
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.megatron.scorer import Scorer
 from megatron_gvpo.observe import PhaseTimer
+from megatron_gvpo.observe.rollout_metrics import summarise
 from megatron_gvpo.rewards.pool import RewardPool
 from megatron_gvpo.rewards.served import ServedRewards
 from megatron_gvpo.sampling.engine import NoEngine, RolloutEngine, engine_class
-from megatron_gvpo.sampling.evaluation import summarise
-from megatron_gvpo.sampling.outages import REWARDS, Outages
-from megatron_gvpo.sampling.samplers import EngineSampler
+from megatron_gvpo.sampling.samplers import REWARDS, EngineSampler, Outages
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.reward_servers import first_gpus
 from megatron_gvpo.settings.sections import SamplingConfig

@@ -1,31 +1,93 @@
-"""Samplers turn prompts into scored groups of responses: from the rollout engine, or from the data set."""
+"""Samplers turn prompts into scored groups of responses: from the rollout engine, or from the data set.
+
+Failed responses are taken out of their groups: the outage of an environment or reward is not a reward of 0.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch.distributed as dist
 
-from megatron_gvpo.algorithms.curriculum.allocation import Allocation
-from megatron_gvpo.core.collectives import all_gather_msgpack, all_ranks_agree
+from megatron_gvpo.algorithms.curriculum.prompts import Allocation
+from megatron_gvpo.core.collectives import all_gather_msgpack, all_ranks_agree, is_first_rank
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.data.order import SuccessTracker
-from megatron_gvpo.groups import Group, Prompt, Rollout, demonstrated
+from megatron_gvpo.groups import LOST, Group, Prompt, Rollout, demonstrated
 from megatron_gvpo.observe import PhaseTimer
 from megatron_gvpo.rewards.pool import RewardPool
 from megatron_gvpo.rewards.served import ServedRewards
 from megatron_gvpo.sampling.engine import RolloutEngine
-from megatron_gvpo.sampling.outages import Outages
 from megatron_gvpo.servers.request import derived_seed
 from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.types import OnWait
 
 log = logging.getLogger(__name__)
+
+
+class LostTo(NamedTuple):
+    """A kind of outage, in messages and metrics."""
+
+    what: str  # the thing that is lost
+    cause: str
+    key: str  # configuration key of the largest share
+    metrics: str  # prefix of the metrics' names
+
+
+ENVIRONMENTS = LostTo(
+    "conversations", "failures of their environment", "rollout.conversation.max_lost", "env"
+)
+REWARDS = LostTo("responses", "reward models or judges that gave no score", "rewards.max_lost", "reward")
+
+
+class Outages:
+    """Counts what batches lost to a kind of outage.
+
+    A group that keeps fewer than two members of several is dropped. Raises RolloutError, with the commonest
+    cause, for a batch that lost all of its responses, or a larger share than `most`. None never raises: it is
+    for the few responses that a method's members ask for, of which one is a large share.
+    """
+
+    def __init__(self, most: float | None, kind: LostTo = ENVIRONMENTS) -> None:
+        self._most, self._kind = most, kind
+        self.metrics: dict[str, float] = {}  # metrics of the last sampled batch
+        self._told = 0.0  # the largest share that was reported
+
+    def taken_out(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups without the responses that were lost. Every rank has the same."""
+        if not groups:  # an earlier kind of outage took them all
+            return []
+        wanted = sum(len(group.rollouts) for group in groups)
+        causes = Counter(r.text for group in groups for r in group.rollouts if r.finish_reason == LOST)
+        smaller = [
+            replace(group, rollouts=[r for r in group.rollouts if r.finish_reason != LOST])
+            for group in groups
+        ]
+        pairs = zip(groups, smaller, strict=True)
+        remaining = [small for group, small in pairs if len(small.rollouts) >= min(2, len(group.rollouts))]
+        lost = causes.total() / wanted
+        name = self._kind.metrics
+        self.metrics = {f"{name}/lost": lost, f"{name}/dropped_groups": float(len(groups) - len(remaining))}
+        if not causes:
+            return remaining
+        [(cause, count)] = causes.most_common(1)
+        message = (
+            f"{causes.total()} of {wanted} {self._kind.what} were lost to {self._kind.cause}, "
+            f"{count} of them to: {cause}"
+        )
+        if self._most is not None and (lost > self._most or not remaining):
+            raise RolloutError(hide(f"{message} ({self._kind.key}={self._most:g})"))
+        if lost >= 2 * self._told:
+            self._told = lost
+            if is_first_rank():
+                log.warning(hide(message))
+        return remaining
 
 
 @dataclass(frozen=True)

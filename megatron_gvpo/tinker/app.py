@@ -28,7 +28,7 @@ from megatron_gvpo.tinker.checkpoints import CheckpointPath, read_info
 from megatron_gvpo.tinker.losses import RequestedLoss
 from megatron_gvpo.tinker.operations import BASE, Operation, Outcome
 from megatron_gvpo.tinker.queue import FairQueue, QueuedOperation
-from megatron_gvpo.tinker.sampling_request import sampling_of
+from megatron_gvpo.tinker.sampler import sampling_of
 from megatron_gvpo.tinker.served_model import ServedModel
 from megatron_gvpo.tinker.sessions import (
     ClientModel,

@@ -20,7 +20,7 @@ import torch
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.json_files import read_json_object
-from megatron_gvpo.core.real_number import finite_number
+from megatron_gvpo.core.plain_values import finite_number
 from megatron_gvpo.megatron.checkpoint.directory import PARTIAL, run_on_all_ranks, run_on_rank_0
 from megatron_gvpo.megatron.checkpoint.load import load_shards
 from megatron_gvpo.megatron.checkpoint.save import Writer, save_shards

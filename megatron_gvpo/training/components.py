@@ -25,7 +25,7 @@ from megatron_gvpo.huggingface.tokenizer import set_date
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.observe import PhaseTimer, ProfileWindow, profile_window
 from megatron_gvpo.observe.mismatch import THRESHOLDS, MismatchWatch
-from megatron_gvpo.observe.spans import phase_markers
+from megatron_gvpo.observe.timer import phase_markers
 from megatron_gvpo.rewards.teacher import SECTION, ServedTeacher
 from megatron_gvpo.runs.record import first_start
 from megatron_gvpo.sampling.batch_queues import BatchQueue, Order, OverSampledQueue

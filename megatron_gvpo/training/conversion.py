@@ -15,10 +15,9 @@ import torch
 from megatron_gvpo.checks.preflight import preflight_on_ranks
 from megatron_gvpo.core.errors import CheckpointError, ConfigError
 from megatron_gvpo.core.json_files import read_json_object
-from megatron_gvpo.huggingface.card import ModelCard
-from megatron_gvpo.huggingface.facts import facts_of, first_difference
+from megatron_gvpo.huggingface.architectures import check_trainable
+from megatron_gvpo.huggingface.card import ModelCard, facts_of, first_difference
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
-from megatron_gvpo.huggingface.trainable_models import check_trainable
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.checkpoint.directory import RECORD, read_record, run_on_all_ranks, run_on_rank_0
 from megatron_gvpo.megatron.checkpoint.load import check_adapters, check_model, load_newest, load_shards

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from megatron_gvpo.core.metric_names import check_name, own_names
-from megatron_gvpo.core.real_number import NoNumberError, real_number
+from megatron_gvpo.core.plain_values import NoNumberError, real_number
 from megatron_gvpo.core.user_functions import load_function
 from megatron_gvpo.groups import Prompt, utf8
 

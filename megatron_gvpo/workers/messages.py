@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgpack
 import msgspec
 
-from megatron_gvpo.core.real_number import LARGEST
+from megatron_gvpo.core.plain_values import LARGEST
 from megatron_gvpo.groups import Prompt, Rollout, prompt_of, rollout_of
 
 MAX_TEXT = 1000  # characters of an error message

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from megatron_gvpo.core.environment import die_with_parent
-from megatron_gvpo.core.real_number import NoNumberError, real_number
+from megatron_gvpo.core.plain_values import NoNumberError, real_number
 from megatron_gvpo.core.user_functions import check_call, load_function
 from megatron_gvpo.workers.environment import Outage, Reply, WrongValue, checked_reply
 from megatron_gvpo.workers.messages import (

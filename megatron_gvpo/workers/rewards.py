@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from megatron_gvpo.core.real_number import NoNumberError, real_number
+from megatron_gvpo.core.plain_values import NoNumberError, real_number
 from megatron_gvpo.core.user_functions import check_call, described, load_function
 from megatron_gvpo.workers.messages import (
     MAX_TEXT,

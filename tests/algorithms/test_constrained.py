@@ -11,13 +11,13 @@ from helpers.inputs.rows import make_group, make_logp, make_rows, rewards_of
 from test_members import Asked
 
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
-from megatron_gvpo.algorithms.advantages.fgrpo import LagrangianEstimator
 from megatron_gvpo.algorithms.advantages.likelihood import ConfidenceEstimator
+from megatron_gvpo.algorithms.advantages.normalised import LagrangianEstimator
 from megatron_gvpo.algorithms.base import token_weights
 from megatron_gvpo.algorithms.config import AlgorithmConfig
-from megatron_gvpo.algorithms.curriculum.prior import FunctionPrior
+from megatron_gvpo.algorithms.curriculum.tracker import FunctionPrior
 from megatron_gvpo.algorithms.losses.ppo import PPO
-from megatron_gvpo.algorithms.members.osla import OneMore, expected_drop
+from megatron_gvpo.algorithms.members.more_responses import OneMore, expected_drop
 from megatron_gvpo.algorithms.shapers.rewards import InformationConsistency
 from megatron_gvpo.groups import Prompt, Rollout
 from megatron_gvpo.rewards.ranking import alignment, listed, ndcg

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from scipy.stats import beta as beta_distribution
 
 from megatron_gvpo.algorithms.advantages.baselines import MedianEstimator, ShrunkEstimator
-from megatron_gvpo.algorithms.advantages.bnpo import BNPO
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
-from megatron_gvpo.algorithms.advantages.fgrpo import LagrangianEstimator
 from megatron_gvpo.algorithms.advantages.gae import GAE
 from megatron_gvpo.algorithms.advantages.likelihood import ConfidenceEstimator, NoveltyEstimator
 from megatron_gvpo.algorithms.advantages.m_grpo import RoleEstimator
 from megatron_gvpo.algorithms.advantages.normalised import (
+    BNPO,
     ComponentEstimator,
+    LagrangianEstimator,
     ReferenceAnswerEstimator,
     StratifiedEstimator,
     VirtualEstimator,

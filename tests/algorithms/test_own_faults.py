@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.inputs.rows import make_group, make_logp, make_rows
 
-from megatron_gvpo.algorithms.curriculum.prior import FunctionPrior
+from megatron_gvpo.algorithms.curriculum.tracker import FunctionPrior
 from megatron_gvpo.algorithms.custom import CustomEstimator, CustomLoss, CustomMember, CustomShaper
 from megatron_gvpo.algorithms.shapers.judged import WinRate
 from megatron_gvpo.cli.with_model import run_with_model

@@ -7,8 +7,8 @@ import math
 import pytest
 from helpers.inputs.rows import make_group
 
-from megatron_gvpo.algorithms.advantages.bnpo import BNPO
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
+from megatron_gvpo.algorithms.advantages.normalised import BNPO
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.curriculum.batch_policy import Accumulate
 from megatron_gvpo.algorithms.losses.gvpo import GVPO

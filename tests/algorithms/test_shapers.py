@@ -9,8 +9,7 @@ from helpers.inputs.rows import make_group, rewards_of
 
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.algorithms.config import AlgorithmConfig
-from megatron_gvpo.algorithms.curriculum.allocation import Equal, Knapsack, knapsack_value
-from megatron_gvpo.algorithms.curriculum.prompts import SuccessRate
+from megatron_gvpo.algorithms.curriculum.prompts import Equal, Knapsack, SuccessRate, knapsack_value
 from megatron_gvpo.algorithms.curriculum.tracker import Counts, PromptHistory, Tracker
 from megatron_gvpo.algorithms.custom import CustomShaper
 from megatron_gvpo.algorithms.shapers.filters import Drop, Keep, MaskTruncated

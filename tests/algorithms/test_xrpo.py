@@ -12,7 +12,7 @@ from scipy import stats
 from test_members import Asked
 
 from megatron_gvpo.algorithms.members.exemplars import Exemplars, alike
-from megatron_gvpo.algorithms.members.rounds import Rounds, half_width, student_quantile
+from megatron_gvpo.algorithms.members.more_responses import Rounds, half_width, student_quantile
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 15, 126, 127])

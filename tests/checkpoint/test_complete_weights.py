@@ -179,7 +179,7 @@ def test_heads_for_further_tokens_are_kept_and_exported(models, tmp_path, group,
 
 def test_an_export_that_cannot_be_written_takes_part_in_all_gathers(models, tmp_path, group, monkeypatch):
     """The other ranks would wait for rank 0 in the gather of the next tensor."""
-    from megatron_gvpo.huggingface.safetensors_writer import SafetensorsWriter
+    from megatron_gvpo.huggingface.checked_weights import SafetensorsWriter
     from megatron_gvpo.megatron.model.build import build
     from megatron_gvpo.megatron.model.model import Model
 

@@ -10,7 +10,7 @@ import pytest
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
 from megatron_gvpo.sampling.batch_sampler import BatchContext
-from megatron_gvpo.sampling.outages import Outages
+from megatron_gvpo.sampling.samplers import Outages
 
 
 def test_lost_conversations_leave_their_groups_before_anyone_sees_them() -> None:

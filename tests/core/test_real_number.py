@@ -22,7 +22,7 @@ from megatron_gvpo.algorithms.members.masa import pass_rate_reward
 from megatron_gvpo.algorithms.shapers.judged import GroupSimilarity, WinRate
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.core.json_files import read_metrics
-from megatron_gvpo.core.real_number import LARGEST, NoNumberError, finite_number, real_number
+from megatron_gvpo.core.plain_values import LARGEST, NoNumberError, finite_number, real_number
 from megatron_gvpo.core.user_functions import UserFunctionError
 from megatron_gvpo.data.order import SuccessTracker, WeightedOrder
 from megatron_gvpo.data.prompts import load_prompts

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_gvpo.checks.data_files import check_data_files
+from megatron_gvpo.checks.files import check_data_files
 from megatron_gvpo.cli import main
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.settings.config import load_config

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.demonstrations import DemonstrationReader
+from megatron_gvpo.data.messages import check_roles, compared_texts
 from megatron_gvpo.data.prompts import load_prompts
-from megatron_gvpo.data.roles import check_roles, compared_texts
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.settings.sections import DataConfig, DatasetConfig
 

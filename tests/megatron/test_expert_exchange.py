@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.megatron import parallel  # noqa: F401 - before megatron.core
-from megatron_gvpo.megatron.model.expert_exchange import check_exchange
+from megatron_gvpo.megatron.model.settings import check_exchange
 from megatron_gvpo.settings.parallel import ParallelConfig
 from megatron_gvpo.settings.sections import ModelConfig
 

@@ -13,8 +13,8 @@ import pytest
 from helpers.cases.gradient_cases import PROBES
 from helpers.references import gradient_reference as reference
 
-from megatron_gvpo.megatron.model.group_limited_router import routing_settings
 from megatron_gvpo.megatron.model.megatron_bridge import open_bridge
+from megatron_gvpo.megatron.model.routers import routing_settings
 from megatron_gvpo.megatron.model.settings import fusions, model_settings
 from megatron_gvpo.settings.parallel import ParallelConfig
 from megatron_gvpo.settings.sections import ModelConfig

@@ -12,7 +12,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkR
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from megatron_gvpo.megatron import parallel  # before megatron.core
-from megatron_gvpo.megatron.model.group_limited_router import (
+from megatron_gvpo.megatron.model.routers import (
     GroupLimit,
     limit_groups,
     routing_settings,

@@ -17,7 +17,7 @@ from helpers.suite.package_log import own_records
 from megatron_gvpo.core import gpus as device
 from megatron_gvpo.observe import PhaseTimer, profile_window
 from megatron_gvpo.observe.monitor import DeviceMonitor, by_machine
-from megatron_gvpo.observe.spans import phase_markers
+from megatron_gvpo.observe.timer import phase_markers
 from megatron_gvpo.settings.sections import LoggingConfig
 
 NINE_STEPS = LoggingConfig(profile_steps=(1, 9))

@@ -15,7 +15,7 @@ from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.rewards.judge import as_text, scored_chat
-from megatron_gvpo.sampling.outages import REWARDS, Outages
+from megatron_gvpo.sampling.samplers import REWARDS, Outages
 from megatron_gvpo.servers import model_requests
 from megatron_gvpo.settings.config import Config, load_config
 

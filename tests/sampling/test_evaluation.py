@@ -6,8 +6,15 @@ from math import comb
 import pytest
 
 from megatron_gvpo.groups import Group, Prompt, Rollout
-from megatron_gvpo.observe.rollout_metrics import pass_at_k
-from megatron_gvpo.sampling.evaluation import all_at_k, final_answer, is_correct, maj_at_n, score, summarise
+from megatron_gvpo.observe.rollout_metrics import (
+    all_at_k,
+    final_answer,
+    is_correct,
+    maj_at_n,
+    pass_at_k,
+    score,
+    summarise,
+)
 
 
 def rollout(text: str, value: float, tokens: int = 2, finish: str = "stop") -> Rollout:

@@ -18,7 +18,7 @@ from helpers.workers import checkpoint_worker
 
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.trainable_models import MODEL_TYPES
+from megatron_gvpo.huggingface.architectures import MODEL_TYPES
 from megatron_gvpo.megatron.model.attention_kernel import Attention, check_attention, kernel
 from megatron_gvpo.settings.config import build_config
 

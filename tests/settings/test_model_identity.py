@@ -15,8 +15,7 @@ from transformers.models.auto.modeling_auto import (
 
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.huggingface.architectures import ARCHITECTURES
-from megatron_gvpo.huggingface.trainable_models import MODEL_TYPES, check_trainable
+from megatron_gvpo.huggingface.architectures import ARCHITECTURES, MODEL_TYPES, check_trainable
 from megatron_gvpo.megatron.model.megatron_bridge import open_bridge
 from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.settings.sections import ModelConfig

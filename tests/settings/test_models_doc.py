@@ -19,9 +19,8 @@ from helpers.suite.doc_tables import Hold
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface import image_families as images
-from megatron_gvpo.huggingface.architectures import ARCHITECTURES, check_family
+from megatron_gvpo.huggingface.architectures import ARCHITECTURES, REFUSED, check_family
 from megatron_gvpo.huggingface.card import ModelCard
-from megatron_gvpo.huggingface.refused import REFUSED
 from megatron_gvpo.servers.cpu_engines import DELTA_NETS, NOT_ON_CPU, check_on_cpu
 
 FILE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"

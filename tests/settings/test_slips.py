@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.inputs.good_config import message
 
-from megatron_gvpo.checks.data_files import check_data_files
+from megatron_gvpo.checks.files import check_data_files
 from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.core.json_files import read_json_object
 from megatron_gvpo.core.user_functions import spec_parts

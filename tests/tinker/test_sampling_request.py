@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from megatron_gvpo.tinker import requests
-from megatron_gvpo.tinker.sampler import NEVER
-from megatron_gvpo.tinker.sampling_request import sampling_of
+from megatron_gvpo.tinker.sampler import NEVER, sampling_of
 from megatron_gvpo.tinker.served_model import ServedModel
 from megatron_gvpo.tinker.wire import Refusal
 

@@ -19,9 +19,8 @@ from weights.test_sharded import FULL, Engine, own_parts
 from megatron_gvpo.core import store as shared_store
 from megatron_gvpo.servers.server import PLUGINS
 from megatron_gvpo.weights import node
-from megatron_gvpo.weights.colocated import Porter, Seat, porters
+from megatron_gvpo.weights.colocated import Mailbox, Porter, Seat, porters
 from megatron_gvpo.weights.group import Membership
-from megatron_gvpo.weights.mailbox import Mailbox
 from megatron_gvpo.weights.node import NodeMemory
 from megatron_gvpo.weights.shard_plan import Box, Table, plan_push
 from megatron_gvpo.weights.sharded import STOP, Stopped

@@ -1,8 +1,12 @@
-"""Advantages normalised otherwise than by the group alone: by component or stratum, or with other rewards."""
+"""Advantages normalised otherwise than by the group alone.
+
+They are normalised by component or stratum, by a Beta density, or with other rewards or constraints.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -141,3 +145,140 @@ class StratifiedEstimator(Advantage):
         return advantage_n.float(), {
             "strata": torch.tensor(float(len(strata.groups[1]) / len(rows.groups[1])))
         }
+
+
+# BNPO: scaled by a Beta density (arXiv 2506.02864).
+
+LARGEST = 1e6  # weight, as in the paper's code
+
+
+class BNPO(Advantage):
+    """A_i = (r_i - p) / Beta(p; a, b), p the mean reward of the group, rewards in [0, 1]; fp32 [n].
+
+    a and b come from the mean m and variance v (ddof 1) of p over the prompts of the optimizer step:
+
+        c = m (1 - m) / v - 1,  a = max(1, 1 + c m / 3),  b = max(1, 1 + c (1 - m) / 3)
+
+    a = b = 1 is REINFORCE with a baseline, a = b = 3/2 GRPO up to a constant. `components`: the mean of the
+    advantages of every component of the reward, instead of the advantage of the whole reward.
+    """
+
+    name: Literal["bnpo"] = "bnpo"
+    components: bool = False
+
+    @property
+    def by_components(self) -> bool:  # type: ignore[override]
+        return self.components
+
+    @property
+    def components_read(self) -> tuple[Component, ...]:
+        return (0,) if self.components else ()
+
+    def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
+        values = list(rows.component_n.values()) if self.components else [rows.reward_n]
+        parts = [self._advantage(rows, value_n.double()) for value_n in values]
+        advantage_n = torch.stack([advantage_n for advantage_n, _, _ in parts]).mean(0)
+        return advantage_n.float(), {"beta_a": parts[0][1], "beta_b": parts[0][2]}
+
+    def _advantage(self, rows: TrainBatch, reward_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if reward_n.min() < 0 or reward_n.max() > 1:
+            raise ValueError(
+                f"BNPO needs rewards in [0, 1], and there are some from {float(reward_n.min()):g} to "
+                f"{float(reward_n.max()):g}: map them with the shaper `affine`"
+            )
+        p_n = rows.group_mean(reward_n)
+        index_n, size_g = rows.groups
+        p_g = torch.zeros(len(size_g), dtype=p_n.dtype).index_copy(0, index_n, p_n)
+        a, b = _shape(p_g)
+        density_n = torch.exp(_log_beta(p_n, a, b))
+        weight_n = (1 / density_n).clamp(max=LARGEST)
+        # A group without differences has no signal, whatever its density.
+        return ((reward_n - p_n) * weight_n).where(reward_n != p_n, 0), a, b
+
+
+def _shape(p_g: Tensor) -> tuple[Tensor, Tensor]:
+    """Beta's a and b, scalars."""
+    mean, one = p_g.mean(), torch.ones((), dtype=p_g.dtype)
+    variance = p_g.var() if len(p_g) > 1 else torch.zeros_like(mean)
+    if variance == 0:
+        return one, one  # the spread is unknown: plain REINFORCE with a baseline
+    c = mean * (1 - mean) / variance - 1
+    return torch.maximum(one, 1 + c * mean / 3), torch.maximum(one, 1 + c * (1 - mean) / 3)
+
+
+def _log_beta(p_n: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    inside_n = p_n.clamp(1e-12, 1 - 1e-12)
+    norm = torch.lgamma(a + b) - torch.lgamma(a) - torch.lgamma(b)
+    return norm + (a - 1) * inside_n.log() + (b - 1) * (1 - inside_n).log()
+
+
+# FGRPO: rewards under constraints, by Lagrange multipliers that follow them (arXiv 2604.08476).
+
+
+class LagrangianEstimator(Advantage):
+    """A_i = A_task + sum_j lambda_j A_j, each (value - mean) / (std + eps) over the group; fp32 [n].
+
+    A_task is the advantage of the whole reward, A_j that of its component j, whose mean shall be at least
+    tau_j; `constraints` gives tau_j by the name of j. After every optimizer step
+
+        lambda_j <- clip(lambda_j + rate (tau_j - mean of c_j over the step's responses), 0, limit).
+
+    Give these components the weight 0 in `rewards.components`, or they count twice. rate and limit are
+    second-hand knowledge. The multipliers go into checkpoints.
+    """
+
+    name: Literal["lagrangian"] = "lagrangian"
+    constraints: dict[str, float] = Field(min_length=1)
+    rate: float = Field(0.01, gt=0)
+    limit: float = Field(5.0, gt=0)
+    start: float = Field(0.0, ge=0)  # the first value of every multiplier
+    ddof: int = Field(1, ge=0, le=1)  # std over the group divides by its size minus this
+    eps: float = Field(1e-6, ge=0)
+
+    @property
+    def components_read(self) -> tuple[Component, ...]:
+        return tuple(self.constraints)
+
+    def build(self) -> Multipliers:
+        return Multipliers(self)
+
+    def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
+        """Advantages under the multipliers that a run begins with."""
+        return self.combined(rows, dict.fromkeys(self.constraints, self.start)), {}
+
+    def combined(self, rows: TrainBatch, multipliers: Mapping[str, float]) -> Tensor:
+        """Advantages under these multipliers."""
+        advantage_n = normalised(rows, rows.reward_n, self.ddof, self.eps)
+        for name in self.constraints:
+            value_n = component(rows, name, "constraints")
+            advantage_n = advantage_n + multipliers[name] * normalised(rows, value_n, self.ddof, self.eps)
+        return advantage_n.float()
+
+    def moved(self, rows: TrainBatch, multipliers: Mapping[str, float]) -> dict[str, float]:
+        """The multipliers after a step with these rows."""
+        moved = {}
+        for name, tau in self.constraints.items():
+            short = tau - float(component(rows, name, "constraints").mean())
+            moved[name] = min(max(multipliers[name] + self.rate * short, 0.0), self.limit)
+        return moved
+
+
+class Multipliers:
+    """The estimator of a run, with its multipliers."""
+
+    def __init__(self, options: LagrangianEstimator) -> None:
+        self._options = options
+        self.values = dict.fromkeys(options.constraints, options.start)
+
+    def fill(self, rows: TrainBatch) -> tuple[TrainBatch, Metrics]:
+        """The rows with their advantages; the multipliers are then those of the next step."""
+        filled = rows.with_columns(advantage_n=self._options.combined(rows, self.values))
+        metrics = {f"lambda_{name}": torch.tensor(value) for name, value in self.values.items()}
+        self.values = self._options.moved(rows, self.values)
+        return filled, metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.values |= {name: float(value) for name, value in state.items() if name in self.values}

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, PositiveInt
 
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
-from megatron_gvpo.core.real_number import finite_number
+from megatron_gvpo.core.plain_values import finite_number
 from megatron_gvpo.groups import Group, Rollout
 
 

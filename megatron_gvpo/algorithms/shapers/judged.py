@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from megatron_gvpo.algorithms.shapers.base import Shaper, rewarded
-from megatron_gvpo.core.real_number import NoNumberError, real_number
+from megatron_gvpo.core.plain_values import NoNumberError, real_number
 from megatron_gvpo.core.user_functions import call_function, check_call, load_function, refused
 from megatron_gvpo.groups import Group, Prompt, Rollout
 

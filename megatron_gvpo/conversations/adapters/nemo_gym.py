@@ -32,7 +32,7 @@ from megatron_gvpo.conversations.adapters.local_server import (
     EnvironmentServer,
     LocalServerFailed,
 )
-from megatron_gvpo.core.real_number import LARGEST, finite_number
+from megatron_gvpo.core.plain_values import LARGEST, finite_number
 from megatron_gvpo.groups import Prompt
 from megatron_gvpo.workers.environment import TAKEN, Reply
 from megatron_gvpo.workers.messages import Endpoint

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.json_files import read_json_object
-from megatron_gvpo.huggingface.checked_weights import HEADER
+from megatron_gvpo.huggingface.checked_weights import HEADER, sort_metadata
 from megatron_gvpo.huggingface.checksums import checksum
 from megatron_gvpo.huggingface.complete_weights import shown_names
-from megatron_gvpo.huggingface.safetensors_writer import sort_metadata
 from megatron_gvpo.settings.adapter import AdapterConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

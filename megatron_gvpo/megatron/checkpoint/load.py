@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.core.errors import CheckpointError, DamagedCheckpointError
+from megatron_gvpo.huggingface.card import first_difference
 from megatron_gvpo.huggingface.complete_weights import shown_names
-from megatron_gvpo.huggingface.facts import first_difference
 from megatron_gvpo.megatron.checkpoint.directory import (
     DAMAGED,
     complete_checkpoints,

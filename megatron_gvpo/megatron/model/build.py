@@ -19,9 +19,9 @@ from megatron.core.distributed import finalize_model_grads
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.data.image_files import ImageError
 from megatron_gvpo.data.image_processor import ImageProcessor
+from megatron_gvpo.huggingface.card import facts_of
 from megatron_gvpo.huggingface.checked_weights import CheckedWeights
 from megatron_gvpo.huggingface.complete_weights import check_weights
-from megatron_gvpo.huggingface.facts import facts_of
 from megatron_gvpo.megatron.adapters.lora import make_adapters
 from megatron_gvpo.megatron.attention.core import (
     SharedPromptAttention,
@@ -32,14 +32,13 @@ from megatron_gvpo.megatron.attention.core import (
     rotating_attention,
     with_core_attention,
 )
-from megatron_gvpo.megatron.model.expert_exchange import check_exchange
 from megatron_gvpo.megatron.model.fp8_weights import loaded_in_full_precision
 from megatron_gvpo.megatron.model.frozen import freeze
-from megatron_gvpo.megatron.model.group_limited_router import limit_groups, routing_settings
 from megatron_gvpo.megatron.model.megatron_bridge import open_bridge
 from megatron_gvpo.megatron.model.model import Model
-from megatron_gvpo.megatron.model.router_replay import RouterHooks
+from megatron_gvpo.megatron.model.routers import RouterHooks, limit_groups, routing_settings
 from megatron_gvpo.megatron.model.settings import (
+    check_exchange,
     correct_marks,
     ddp_settings,
     fuse_weight_gradients,

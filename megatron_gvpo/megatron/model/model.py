@@ -14,12 +14,12 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-from megatron_gvpo.huggingface.facts import Facts
-from megatron_gvpo.huggingface.mtp_heads import FurtherHeads
-from megatron_gvpo.huggingface.safetensors_writer import SafetensorsWriter
+from megatron_gvpo.huggingface.card import Facts
+from megatron_gvpo.huggingface.checked_weights import SafetensorsWriter
+from megatron_gvpo.huggingface.complete_weights import FurtherHeads
 from megatron_gvpo.megatron.adapters.lora import Adapters
 from megatron_gvpo.megatron.model.own_weights import OwnWeights, find_own_weights
-from megatron_gvpo.megatron.model.router_replay import RouterHooks
+from megatron_gvpo.megatron.model.routers import RouterHooks
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.vision import VisionInputs
 from megatron_gvpo.settings.parallel import Padding

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from megatron_gvpo.core.metric_names import own_names
-from megatron_gvpo.core.real_number import finite_number
+from megatron_gvpo.core.plain_values import finite_number
 from megatron_gvpo.observe.alerts.rules import RULES, Condition, Rule
 
 

@@ -22,7 +22,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from megatron_gvpo.core.metric_names import SECTIONS, entry
-from megatron_gvpo.core.real_number import finite_number
+from megatron_gvpo.core.plain_values import finite_number
 from megatron_gvpo.observe.alerts import alerts_of
 from megatron_gvpo.observe.report.run import Run, columns, read_run, short_names
 from megatron_gvpo.observe.report.samples import Packer, pass_intervals

@@ -3,7 +3,7 @@
 The mailbox has room for two rounds of a push: while this rank loads one, the next is put in. Two counters in
 the machine's shared memory say how many rounds have been put in and taken out. The bytes are behind them in
 the same file, or in the memory of the GPU that both processes use (CUDA IPC).
-megatron_gvpo.weights.mailbox is the trainer's end.
+megatron_gvpo.weights.colocated is the trainer's end.
 """
 
 from __future__ import annotations
