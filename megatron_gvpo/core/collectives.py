@@ -56,13 +56,8 @@ def first_problem(problem: str | None, group: dist.ProcessGroup | None = None) -
 
 
 @contextmanager
-def all_ranks_agree(
-    kind: type[Exception],
-    *also: type[Exception],
-    where: str = "",
-    group: dist.ProcessGroup | None = None,
-) -> Iterator[None]:
-    """Raises `kind` on every rank if the block raises it, or one of `also`, on any. Collective over `group`.
+def all_ranks_agree(kind: type[Exception], *also: type[Exception], where: str = "") -> Iterator[None]:
+    """Raises `kind` on every rank if the block raises it, or one of `also`, on any. A collective.
 
     An error that leaves the block on one rank alone would let the other ranks wait for that rank. The message
     is that of the first rank that failed, behind `where`; it names the rank unless all ranks have failed.
@@ -72,7 +67,7 @@ def all_ranks_agree(
         yield
     except (kind, *also) as error:
         failure = error
-    message = first_problem(None if failure is None else f"{where}{failure}", group)
+    message = first_problem(None if failure is None else f"{where}{failure}")
     if message is not None:
         raise kind(message) from failure
 
@@ -97,19 +92,17 @@ def all_have_failed(seconds: float) -> bool:
     return False
 
 
-def broadcast_msgpack(obj: Any, src: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """Returns the object of global rank `src` on every rank. The `obj` of other ranks is ignored."""
+def broadcast_msgpack(obj: Any) -> Any:
+    """Returns the object of rank 0 on every rank. The `obj` of other ranks is ignored."""
     if not dist.is_initialized():
         return _unpack(_pack(obj))
-    device = _device(group)
-    data = (
-        _pack(obj).to(device) if dist.get_rank() == src else torch.empty(0, dtype=torch.uint8, device=device)
-    )
+    device, is_first = _device(None), dist.get_rank() == 0
+    data = _pack(obj).to(device) if is_first else torch.empty(0, dtype=torch.uint8, device=device)
     size = torch.tensor([len(data)], device=device)
-    dist.broadcast(size, src, group=group)
-    if dist.get_rank() != src:
+    dist.broadcast(size, 0)
+    if not is_first:
         data = torch.empty(int(size), dtype=torch.uint8, device=device)
-    dist.broadcast(data, src, group=group)
+    dist.broadcast(data, 0)
     return _unpack(data)
 
 

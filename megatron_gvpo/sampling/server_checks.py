@@ -15,8 +15,8 @@ from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.huggingface.end_tokens import ids_in_files
 from megatron_gvpo.huggingface.image_families import takes_images
 from megatron_gvpo.huggingface.vocabulary import vocabulary
+from megatron_gvpo.servers.answers import Routers
 from megatron_gvpo.servers.http import ServerRefused
-from megatron_gvpo.servers.routed_experts import Routers
 from megatron_gvpo.servers.sent_images import ImageSender
 from megatron_gvpo.servers.server import Server
 from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.groups import Rollout, Routing
 from megatron_gvpo.huggingface.end_tokens import StopStrings
-from megatron_gvpo.servers.answers import Expected, SampleFailure, trusted
+from megatron_gvpo.servers.answers import Expected, Routers, SampleFailure, routing_of, trusted
 from megatron_gvpo.servers.handle import (
     ALL_PARTS,
     Asleep,
@@ -34,7 +34,6 @@ from megatron_gvpo.servers.handle import (
 from megatron_gvpo.servers.http import ServerGone, ServerRefused, spare_connections
 from megatron_gvpo.servers.launch.supervise import Supervisor
 from megatron_gvpo.servers.request import Request, derived_seed, images_of, rollout_of
-from megatron_gvpo.servers.routed_experts import Routers, routing_of
 from megatron_gvpo.servers.sent_images import ImageSender, SentImage
 from megatron_gvpo.servers.server import Completion, MemoryPart, Server
 from megatron_gvpo.settings.sections import SamplingConfig

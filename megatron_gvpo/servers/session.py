@@ -13,12 +13,12 @@ from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.huggingface.end_tokens import StopStrings
 from megatron_gvpo.huggingface.image_families import takes_images
 from megatron_gvpo.servers import leader
+from megatron_gvpo.servers.answers import Routers
 from megatron_gvpo.servers.http import Http, ServerGone, open_session
 from megatron_gvpo.servers.launch.start import DIALECTS, given_key, report, start_servers
 from megatron_gvpo.servers.launch.supervise import Supervisor
 from megatron_gvpo.servers.leader import BackgroundLoop, Command, Done, Failed, Wait
 from megatron_gvpo.servers.pool import ServerPool
-from megatron_gvpo.servers.routed_experts import Routers
 from megatron_gvpo.servers.sent_images import ImageSender
 from megatron_gvpo.servers.server import Server
 from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig

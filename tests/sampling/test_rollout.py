@@ -372,7 +372,7 @@ def on_two_ranks(folder: str, checkpoint: str) -> None:
     assert [part["rank"] for part in gathered] == [0, 1]
     assert [len(part["bytes"]) for part in gathered] == [0, 1000]
     assert gathered[0][3] == [1.5, None, "é"]
-    assert broadcast_msgpack({"from": rank}, src=1) == {"from": 1}
+    assert broadcast_msgpack({"from": rank}) == {"from": 0}
     results = {prompts: groups_of(checkpoint, prompts) for prompts in (len(RAGGED), 1)}
     torch.save({p: [asdict(g) for g in groups] for p, groups in results.items()}, f"{folder}/{rank}.pt")
 

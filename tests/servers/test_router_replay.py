@@ -25,8 +25,8 @@ from megatron_gvpo.groups import Group, Prompt, Rollout, Routing
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.observe.mismatch import MismatchWatch
+from megatron_gvpo.servers.answers import Routers
 from megatron_gvpo.servers.request import Request
-from megatron_gvpo.servers.routed_experts import Routers
 from megatron_gvpo.settings.parallel import Padding
 from megatron_gvpo.training.callbacks import Callback
 from megatron_gvpo.training.trainer import Trainer

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import logging
 import os
-from collections.abc import Callable
-from contextlib import ExitStack, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.fp8_utils import is_float8tensor
+from torch.nn import Parameter
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.data.image_files import ImageError
@@ -32,7 +34,6 @@ from megatron_gvpo.megatron.attention.core import (
     rotating_attention,
     with_core_attention,
 )
-from megatron_gvpo.megatron.model.fp8_weights import loaded_in_full_precision
 from megatron_gvpo.megatron.model.frozen import freeze
 from megatron_gvpo.megatron.model.megatron_bridge import open_bridge
 from megatron_gvpo.megatron.model.model import Model
@@ -95,11 +96,7 @@ def build(
             log.warning("%s=%s", key, heads)
         image_processor = _image_processor(model.path) if has_vision(hf_config) else None
         _configure(provider, hf_config, model, parallel, deterministic, replays, share_prompts is True)
-        if on_cpu:
-            _refuse_on_cpu(model, parallel)
-        else:
-            _refuse_on_gpu(parallel)
-        check_exchange(model, parallel, on_cpu)
+        _check_machine(model, parallel, on_cpu)
         adapters = make_adapters(model, hf_config, seed, bridge)
         if adapters is not None:
             assert before_wrapping is None, "adapters on a model that is changed otherwise"
@@ -111,12 +108,14 @@ def build(
         )
         chunks = _make_chunks(provider, model, parallel, trained, preparation, muon)
     can_share = bool(preparation.rotary) and attends_to_all_before(chunks[0].config)
-    obstacle = _obstacle_to_sharing(on_cpu, can_share, replays, parallel.cp)
     if share_prompts is True and not can_share:
         raise ConfigError(
             f"train.share_prompts=true is not possible here: the attention of {key}={model.path} is not a "
             "plain softmax over all tokens before, or its positions are not plain rotary ones; leave it out"
         )
+    obstacle = ""
+    if share_prompts == "auto":
+        obstacle = _obstacle_to_sharing(on_cpu, can_share, replays, parallel.cp)
     return Model(
         chunks=chunks,
         config=chunks[0].config,
@@ -128,8 +127,8 @@ def build(
         overlaps_param_gather=trained and parallel.overlap_param_gather,
         own_attention=own_attention,
         rotary=preparation.rotary,
-        share_prompts=share_prompts is True or (share_prompts == "auto" and not obstacle),
-        obstacle_to_sharing=obstacle if share_prompts == "auto" else "",
+        share_prompts=share_prompts is not False and not obstacle,
+        obstacle_to_sharing=obstacle,
         replay=RouterHooks(chunks) if replays else None,
         adapters=adapters,
         vision=preparation.vision[0] if preparation.vision else None,
@@ -274,6 +273,15 @@ def _image_processor(path: str) -> ImageProcessor:
         raise ConfigError(str(error)) from None
 
 
+def _check_machine(model: ModelConfig, parallel: ParallelConfig, on_cpu: bool) -> None:
+    """Raise ConfigError for settings that cannot run here."""
+    if on_cpu:
+        _refuse_on_cpu(model, parallel)
+    else:
+        _refuse_on_gpu(parallel)
+    check_exchange(model, parallel, on_cpu)
+
+
 def _refuse_on_gpu(parallel: ParallelConfig) -> None:
     """Raise ConfigError for settings that Transformer Engine cannot run in this environment."""
     if parallel.offload_modules and os.environ.get("NVTE_CPU_OFFLOAD_V1") != "1":
@@ -302,3 +310,48 @@ def _refuse_on_cpu(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"parallel.recompute_modules={refused}: Megatron recomputes these only with Transformer Engine, "
             "on a GPU, and there is none here; Megatron accepts the configuration"
         )
+
+
+# Weights that are kept in FP8 (`model.fp8.weights`): plain ones in their place where they must be exact.
+
+
+@contextmanager
+def plain_weights(chunks: list[Any]) -> Iterator[list[tuple[Parameter, Parameter]]]:
+    """Context in which the modules have a plain parameter of zeros in place of each one in FP8.
+
+    Its value has pairs of the two; the plain ones have the others' attributes, such as `main_grad`.
+    """
+    in_fp8 = [
+        (module, name, weight)
+        for chunk in chunks
+        for module in chunk.modules()
+        for name, weight in module.named_parameters(recurse=False)
+        if is_float8tensor(weight)
+    ]
+    pairs = []
+    for module, name, weight in in_fp8:
+        plain = Parameter(torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device))
+        vars(plain).update({key: value for key, value in vars(weight).items() if not key.startswith("_")})
+        pairs.append((weight, plain))
+        module._parameters[name] = plain
+    try:
+        yield pairs
+    finally:
+        for module, name, weight in in_fp8:
+            module._parameters[name] = weight
+
+
+@contextmanager
+def loaded_in_full_precision(chunks: list[Any]) -> Iterator[None]:
+    """Context in which weights are loaded that are then kept in FP8, and exact in the optimizer.
+
+    Megatron's optimizer takes its own copies of such weights from what Transformer Engine remembers of their
+    initialization, at random. Without this the first update would make these random numbers the weights.
+    """
+    with plain_weights(chunks) as pairs:
+        yield
+    with torch.no_grad():
+        for weight, plain in pairs:
+            weight.copy_(plain)
+            if hasattr(weight, "get_high_precision_init_val"):
+                weight.get_high_precision_init_val().copy_(plain)

@@ -198,7 +198,7 @@ def _probe(policy: Any, case: Case, config: Config, exported: dict[str, Tensor])
 
 def _export_gradients(policy: Any) -> dict[str, Tensor]:
     from megatron_gvpo.megatron.gradient_export import export_gradients
-    from megatron_gvpo.megatron.model.fp8_weights import plain_weights
+    from megatron_gvpo.megatron.model.build import plain_weights
 
     with plain_weights(policy.model.chunks):  # a weight in FP8 would round the gradient
         gradients = export_gradients(policy.model)
