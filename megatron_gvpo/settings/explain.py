@@ -26,6 +26,7 @@ from megatron_gvpo.core.redaction import hide
 MOST, LONGEST = 20, 400  # errors shown, and characters of each
 _NUMBER = re.compile(r"[-+]?(0|[1-9]\d{0,20})?(\.\d{0,20})?([eE][-+]?\d{1,3})?")
 _ALTERNATIVES = ("str", "int", "constrained-int")  # parts of a union in the locations of pydantic's errors
+_MOST = 10  # names of other trainers' keys in one answer
 
 
 class _Brief(reprlib.Repr):
@@ -230,12 +231,12 @@ def begins_a_word(word: str, text: str) -> bool:
     return re.search(rf"(?<![^\W_]){re.escape(word)}", text) is not None
 
 
-def foreign_about(words: Sequence[str], most: int = 10) -> Iterator[tuple[str, str]]:
-    """Yields (name, answer) for at most `most` names of other trainers' keys that have all words in them."""
+def foreign_about(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields (name, answer) for at most _MOST names of other trainers' keys that have all words in them."""
     table = _table()
     names = (name for name in table if not name.endswith((_OTHERS, _ALL)))
     matches = (n for n in names if all(begins_a_word(word, n.replace("_", " ")) for word in words))
-    yield from ((name, table[name]) for name in islice(matches, most))
+    yield from ((name, table[name]) for name in islice(matches, _MOST))
 
 
 def _leaves(key: str, value: Any) -> Iterator[str]:

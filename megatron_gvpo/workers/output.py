@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megatron_gvpo.core.redaction import hide
 
@@ -18,7 +18,7 @@ _MARK = re.compile(rb"\0(\d{1,6})\0")  # the worker writes it where another func
 _PART_OF_MARK = re.compile(rb"\0\d{0,6}\Z")
 
 
-def to_stderr(line: str) -> None:
+def _show(line: str) -> None:
     """Print the line."""
     print(line, file=sys.stderr, flush=True)
 
@@ -29,8 +29,8 @@ class Printout:
     `names` are those of the functions, in the order in which the workers load them.
     """
 
-    def __init__(self, names: Sequence[str], show: Callable[[str], None] = to_stderr) -> None:
-        self._names, self._show = names, show
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
         self._shown: Counter[str] = Counter()
 
     def line(self, function: int, line: bytes) -> None:
@@ -41,13 +41,13 @@ class Printout:
         name = self._names[function] if function < len(self._names) else "rewards"
         self._shown[name] += 1
         if self._shown[name] <= LINES:
-            self._show(f"[{name}] {_readable(line)}")
+            _show(f"[{name}] {_readable(line)}")
 
     def end_step(self) -> None:
         """Show how many lines were left out; the next step's lines are counted from 0."""
         for name, count in self._shown.items():
             if count > LINES:
-                self._show(f"[{name}] ... and {count - LINES:,} more lines ({LINES} a step are shown)")
+                _show(f"[{name}] ... and {count - LINES:,} more lines ({LINES} a step are shown)")
         self._shown.clear()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -26,12 +26,11 @@ class Alert(NamedTuple):
 class Finder:
     """Remembers the metrics of a run and finds what the rules describe."""
 
-    def __init__(self, rules: Sequence[Rule] = RULES) -> None:
-        self._rules = rules
+    def __init__(self) -> None:
         self._values: defaultdict[str, list[float]] = defaultdict(list)  # recent values by metric
         self._since: dict[tuple[str, str], int] = {}  # (rule, metric) -> calls since the rule became true
         self._raised = set[str]()  # rules that have raised an alert
-        self._patterns = {c.metric: _pattern(c.metric) for rule in rules for c in rule.conditions}
+        self._patterns = {c.metric: _pattern(c.metric) for rule in RULES for c in rule.conditions}
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> list[Alert]:
         """Add the metrics of a step; returns the alerts that it gives. NaN and infinity are left out."""
@@ -39,7 +38,7 @@ class Finder:
             if (number := finite_number(value)) is not None:
                 self._values[name].append(number)
         alerts = []
-        for rule in self._rules:
+        for rule in RULES:
             pattern = self._patterns[rule.conditions[0].metric]
             for name in filter(pattern.fullmatch, metrics):
                 if not self._holds(rule, name):
