@@ -25,12 +25,7 @@ def add_parser(commands: Any) -> None:
         "where it is small enough, trains a tiny model of the same architecture for a step, and says what to "
         "change. Exit code 1: the run could not work.",
     )
-    parser.add_argument(
-        "config",
-        nargs="+",
-        metavar="CONFIG.yaml | key.sub=value",
-        help="configuration files, of which later ones win, and single values such as optimizer.lr=1e-5",
-    )
+    configured.add_config(parser, "optimizer.lr=1e-5")
     parser.add_argument("--world", type=int, metavar="N", help="ranks of the run (default: the fewest)")
     parser.add_argument("--memory", type=float, default=79.6, metavar="GIB", help="of a GPU (default: 79.6)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")

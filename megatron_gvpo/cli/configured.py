@@ -19,15 +19,19 @@ MOST_PROCESSES = 1024  # ranks on one machine
 RANKS = "start N ranks on this machine (default: 1; torchrun works, too)"
 
 
-def add_arguments(parser: argparse.ArgumentParser, ranks: str = RANKS) -> None:
-    """Adds the configuration and --nproc; `ranks`: the help of --nproc, SUPPRESS where it is refused."""
+def add_config(parser: argparse.ArgumentParser, example: str, nargs: str = "+") -> None:
+    """Adds the configuration; `example`: a value in the help."""
     parser.add_argument(
         "config",
-        nargs="+",
+        nargs=nargs,
         metavar="CONFIG.yaml | key.sub=value",
-        help="configuration files, of which later ones win, and single values such as optimizer.lr=1e-5, "
-        "which win over files",
+        help=f"configuration files, of which later ones win, and single values such as {example}",
     )
+
+
+def add_arguments(parser: argparse.ArgumentParser, ranks: str = RANKS) -> None:
+    """Adds the configuration and --nproc; `ranks`: the help of --nproc, SUPPRESS where it is refused."""
+    add_config(parser, "optimizer.lr=1e-5, which win over files")
     parser.add_argument(
         "--nproc",
         type=_processes,

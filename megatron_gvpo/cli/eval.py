@@ -14,6 +14,7 @@ from megatron_gvpo.cli import configured
 from megatron_gvpo.cli.terminal import loading, refuse, say
 from megatron_gvpo.cli.with_model import run_with_model
 from megatron_gvpo.core.errors import ConfigError, DataError
+from megatron_gvpo.core.launch import launch
 from megatron_gvpo.core.lazy_imports import heavy_imports
 
 if TYPE_CHECKING:
@@ -60,8 +61,6 @@ def run(options: argparse.Namespace) -> int:
     preflight(config, "eval" if choice is None else "named eval", configured.world_size(options))
     configured.check_step(config, options)
     if configured.is_launcher(options):
-        from megatron_gvpo.core.launch import launch
-
         return launch(options.nproc, options.command_line)
     prepare(config.parallel, config.rollout)
     if choice is not None:

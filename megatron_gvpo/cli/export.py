@@ -10,6 +10,7 @@ from megatron_gvpo.cli import configured
 from megatron_gvpo.cli.terminal import say
 from megatron_gvpo.cli.with_model import run_with_model
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.launch import launch
 
 
 def add_parser(commands: Any) -> None:
@@ -40,8 +41,6 @@ def run(options: argparse.Namespace) -> int:
     if options.adapter and config.model.adapter is None:
         raise ConfigError("--adapter: the run trains no adapters (model.adapter is not set)")
     if configured.is_launcher(options):
-        from megatron_gvpo.core.launch import launch
-
         return launch(options.nproc, options.command_line)
     prepare(config.parallel, config.rollout)
 

@@ -64,12 +64,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config",
-        nargs="*",
-        metavar="CONFIG.yaml | key.sub=value",
-        help="configuration files, of which later ones win, and single values such as parallel.tp=4",
-    )
+    configured.add_config(parser, "parallel.tp=4", nargs="*")
     parser.add_argument(
         "--nodes", help=f"with a configuration: the trainer's nodes of {NODE} GPUs (default: 1)", **_NUMBER
     )

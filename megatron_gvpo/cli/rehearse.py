@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import Any
 
+from megatron_gvpo.cli import configured
 from megatron_gvpo.cli.terminal import loading
 from megatron_gvpo.training.environment import quieten
 
@@ -18,12 +19,7 @@ def add_parser(commands: Any) -> None:
         "shows memory, launches, waits, copies and collectives. Model weights are not needed: a config.json "
         "or a known name is enough. docs/howto/rehearse.md says what it cannot see.",
     )
-    parser.add_argument(
-        "config",
-        nargs="*",
-        metavar="CONFIG.yaml | key.sub=value",
-        help="configuration files, of which later ones win, and single values such as parallel.tp=4",
-    )
+    configured.add_config(parser, "parallel.tp=4", nargs="*")
     number = {"type": int, "metavar": "N"}
     parser.add_argument("--world", default=8, help="ranks of the run, one a GPU (default: 8)", **number)
     parser.add_argument("--rank", help="the rank to rehearse (default: 0)", **number)

@@ -10,6 +10,7 @@ from megatron_gvpo.cli import configured
 from megatron_gvpo.cli.terminal import loading, refuse
 from megatron_gvpo.cli.with_model import run_with_model
 from megatron_gvpo.core.errors import RolloutError
+from megatron_gvpo.core.launch import launch
 from megatron_gvpo.core.lazy_imports import heavy_imports
 
 if TYPE_CHECKING:
@@ -53,8 +54,6 @@ def _run_tinker(options: argparse.Namespace) -> int:
     config = load_tinker_config([w for w in words if "=" not in w], [w for w in words if "=" in w])
     _check(config, configured.world_size(options))
     if configured.is_launcher(options):
-        from megatron_gvpo.core.launch import launch
-
         return launch(options.nproc, options.command_line)
 
     def serving() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +13,7 @@ from megatron_gvpo.cli import configured
 from megatron_gvpo.cli.terminal import loading, outliving_terminal, say
 from megatron_gvpo.cli.with_model import run_with_model
 from megatron_gvpo.core.lazy_imports import heavy_imports
-from megatron_gvpo.core.signals import stopping_signals
+from megatron_gvpo.core.signals import handled_by, stopping_signals
 
 if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config
@@ -110,17 +108,11 @@ def _warn_of_memory(config: Config, ranks: int) -> None:
         say(f"warning: {problem}", sys.stderr)
 
 
-@contextmanager
-def _ends_at_once() -> Iterator[None]:
+def _ends_at_once() -> AbstractContextManager[None]:
     """Until training begins, a signal to stop ends the process with a message, even during an import."""
 
     def end(number: int, frame: FrameType | None) -> None:
         say("stopped on request before training began; nothing was written", sys.stderr)
         os._exit(128 + number)
 
-    previous = {number: signal.signal(number, end) for number in stopping_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    return handled_by(end, stopping_signals())

@@ -16,7 +16,7 @@ from functools import partial
 from types import FrameType
 
 from megatron_gvpo.core.environment import die_with_parent
-from megatron_gvpo.core.signals import stopping_signals
+from megatron_gvpo.core.signals import handled_by, stopping_signals
 
 # Seconds that the other ranks have to end by themselves: after one failed with an error, which they may be
 # about to report too; and after a signal killed one, which they cannot know.
@@ -51,24 +51,24 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
         for rank in ranks:
             rank.send_signal(signal.SIGKILL if presses > 1 else number)
 
-    previous = {number: signal.signal(number, forward) for number in stopping_signals()}
-    try:
-        for rank in range(processes):
-            numbered = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            begin = partial(die_with_parent, os.getpid())
-            ranks.append(subprocess.Popen(command, env=numbered, process_group=0, preexec_fn=begin))
-        failed, code = _wait(ranks)
-        if presses > 1:
-            return 128 + signal.SIGINT
-        if code < 0:
-            patience = PATIENCE_AFTER_KILL
-            name = signal.Signals(-code).name
-            print(f"rank {failed} was killed by {name}: the others are ended", file=sys.stderr, flush=True)
-        return code if code >= 0 else 128 - code
-    finally:
-        _end(ranks, patience)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with handled_by(forward, stopping_signals()):
+        try:
+            for rank in range(processes):
+                numbered = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                begin = partial(die_with_parent, os.getpid())
+                ranks.append(subprocess.Popen(command, env=numbered, process_group=0, preexec_fn=begin))
+            failed, code = _wait(ranks)
+            if presses > 1:
+                return 128 + signal.SIGINT
+            if code < 0:
+                patience = PATIENCE_AFTER_KILL
+                name = signal.Signals(-code).name
+                print(
+                    f"rank {failed} was killed by {name}: the others are ended", file=sys.stderr, flush=True
+                )
+            return code if code >= 0 else 128 - code
+        finally:
+            _end(ranks, patience)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int]:

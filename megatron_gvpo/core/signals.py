@@ -10,8 +10,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -91,7 +91,19 @@ def stopping_signals() -> list[signal.Signals]:
 
 
 @contextmanager
-def leaving_on_signals() -> Iterator[None]:
+def handled_by(
+    handler: Callable[[int, FrameType | None], None], numbers: Iterable[signal.Signals]
+) -> Iterator[None]:
+    """Within the block, `handler` gets these signals; their earlier handlers come back at its end."""
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in previous.items():
+            signal.signal(number, earlier)
+
+
+def leaving_on_signals() -> AbstractContextManager[None]:
     """SIGTERM and SIGHUP leave this block as SystemExit(128 + n): the `with` blocks inside it clean up.
 
     An ignored signal, such as nohup's, stays ignored. In a thread other than the main one nothing changes.
@@ -100,13 +112,6 @@ def leaving_on_signals() -> Iterator[None]:
     def leave(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    previous: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                previous[number] = signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [signal.SIGTERM, signal.SIGHUP] if is_main else []
+    return handled_by(leave, [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN])

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -17,7 +16,7 @@ from aiohttp import web
 
 from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.core.signals import stopping_signals
+from megatron_gvpo.core.signals import handled_by, stopping_signals
 from megatron_gvpo.settings.tinker import TinkerConfig
 from megatron_gvpo.tinker.app import TinkerApp
 from megatron_gvpo.tinker.operations import Operation, Operations, Outcome
@@ -109,8 +108,7 @@ def _http(config: TinkerConfig, app: TinkerApp) -> Iterator[None]:
         thread.join(timeout=10)
 
 
-@contextmanager
-def _stopping(stop: threading.Event) -> Iterator[None]:
+def _stopping(stop: threading.Event) -> AbstractContextManager[None]:
     """Context in which signals ask for a stop; a second one ends the process at once."""
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -118,9 +116,4 @@ def _stopping(stop: threading.Event) -> Iterator[None]:
             os._exit(128 + number)
         stop.set()
 
-    previous = {number: signal.signal(number, note) for number in stopping_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    return handled_by(note, stopping_signals())

@@ -15,6 +15,7 @@ import threading
 import time
 
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.signals import handled_by
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.launch.first_turn import wait_for_turn
 from megatron_gvpo.servers.launch.start import given_key, report, start_servers
@@ -47,16 +48,14 @@ def serve(
     _check_host(rollout.servers.host)
     key = _key(rollout.servers)
     told = threading.Event()
-    previous = {n: signal.signal(n, lambda *_: told.set()) for n in (signal.SIGTERM, signal.SIGINT)}
-    if rollout.servers.colocated and not wait_for_turn(told, trainer_timeout, report):
-        return 0
-    supervisor = start_servers(model, rollout, output_dir, cards, key, report)
-    try:
-        return _run_until_told(supervisor, rollout.servers, told)
-    finally:
-        supervisor.close()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with handled_by(lambda *_: told.set(), (signal.SIGTERM, signal.SIGINT)):
+        if rollout.servers.colocated and not wait_for_turn(told, trainer_timeout, report):
+            return 0
+        supervisor = start_servers(model, rollout, output_dir, cards, key, report)
+        try:
+            return _run_until_told(supervisor, rollout.servers, told)
+        finally:
+            supervisor.close()
 
 
 def _check_host(host: str) -> None:
