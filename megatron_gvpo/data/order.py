@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,8 +28,8 @@ class PromptOrder:
         self._count, self._seed, self._shuffle = count, seed, shuffle
         self._epoch, self._position, self._order = 0, 0, self._epoch_order(0)
 
-    def take(self, k: int) -> list[int]:
-        """The next `k` prompts' indices; they may straddle epochs."""
+    def take(self, k: int, in_progress: Collection[int] = ()) -> list[int]:
+        """The next `k` prompts' indices; they may straddle epochs, whatever is still in progress."""
         taken: list[int] = []
         while len(taken) < k:
             if self._position == self._count:
@@ -101,7 +101,8 @@ class SuccessTracker:
 class WeightedOrder:
     """Batches of prompts drawn by weight, without repetition in a batch, in place of a `PromptOrder`.
 
-    A draw depends on the seed, its number and the tracker's counts, and on nothing else.
+    A draw depends on the seed, its number, the tracker's counts and the prompts that are in progress, and on
+    nothing else.
     """
 
     def __init__(
@@ -115,14 +116,17 @@ class WeightedOrder:
         if (field := by.stated_in) is not None:
             _check_rates(prompts, field)
 
-    def take(self, k: int) -> list[int]:
-        """Indices of `k` prompts; a prompt repeats only where `k` exceeds the number of prompts."""
+    def take(self, k: int, in_progress: Collection[int] = ()) -> list[int]:
+        """Indices of `k` prompts, none of them `in_progress`.
+
+        A prompt repeats, or is in progress already, only where there are not enough others.
+        """
         taken: list[int] = []
         while len(taken) < k:
-            taken += self._draw(min(k - len(taken), len(self._prompts)))
+            taken += self._draw(min(k - len(taken), len(self._prompts)), frozenset(in_progress))
         return taken
 
-    def _draw(self, k: int) -> list[int]:
+    def _draw(self, k: int, in_progress: Collection[int]) -> list[int]:
         known = [self._tracker.known(prompt, self._by.stated_in) for prompt in self._prompts]
         weight = np.array([self._by.weight(record) for record in known])
         generator = np.random.default_rng((self._seed, self._draws))
@@ -131,7 +135,7 @@ class WeightedOrder:
         with np.errstate(divide="ignore"):
             times = generator.exponential(size=len(weight)) / weight
         order = np.lexsort((generator.random(len(weight)), times))
-        return [int(i) for i in order[:k]]
+        return sorted(map(int, order), key=in_progress.__contains__)[:k]  # keeps the order otherwise
 
     def seed_for_next(self) -> int:
         return int(np.random.SeedSequence((self._seed, 1, self._draws)).generate_state(1)[0])

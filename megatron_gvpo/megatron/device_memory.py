@@ -23,9 +23,11 @@ class DeviceMemory:
     score or be exported. While "training" is released, it cannot be updated or saved.
     """
 
-    def __init__(self, *models: tuple[Model, Optimizer | None]) -> None:
+    def __init__(self, *models: tuple[Model, Optimizer | None], is_constant: bool = False) -> None:
+        """`is_constant`: the weights never change, so their first copy on the host stays right."""
         self._models = [model for model, _ in models]
         self._trained = [(model, optimizer) for model, optimizer in models if optimizer is not None]
+        self._is_constant = is_constant
         self._released: dict[Part, list[_Released]] = {}
         # Host buffers by part and index, pinned if there is CUDA. They are kept, because pinning is slow.
         self._host: dict[tuple[Part, int], Tensor] = {}
@@ -48,6 +50,8 @@ class DeviceMemory:
         released = [_Released(s, self._copy(s, (part, i))) for i, s in enumerate(offloaded.values())]
         if part == "training":
             released += [_Released(storage, None) for storage in gradients.values()]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # once for all copies
         for each in released:
             each.storage.resize_(0)
         self._released[part] = released
@@ -66,12 +70,14 @@ class DeviceMemory:
             torch.cuda.synchronize()
 
     def _copy(self, storage: torch.UntypedStorage, key: tuple[Part, int]) -> Tensor:
-        """Copy a storage's bytes to a host buffer, which is reused."""
+        """Begin to copy a storage's bytes to a host buffer, which is reused."""
         host = self._host.get(key)
-        if host is None or len(host) != storage.nbytes():
+        is_new = host is None or len(host) != storage.nbytes()
+        if host is None or is_new:
             pin = torch.cuda.is_available()
             host = self._host[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
-        host.copy_(_bytes(storage))
+        if is_new or not self._is_constant:
+            host.copy_(_bytes(storage), non_blocking=True)
         return host
 
 

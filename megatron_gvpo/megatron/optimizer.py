@@ -20,6 +20,7 @@ import psutil
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -191,12 +192,22 @@ class Optimizer:
         lr = float(self.megatron.param_groups[0]["lr"])
         with megatron_device():
             overflow = self.megatron.prepare_grads()
-            norm = float(self.megatron.get_grad_norm())
+            total_norm = self.megatron.get_grad_norm()  # a tensor on a GPU
+            norm = float(total_norm)
             skipped = bool(overflow) or not math.isfinite(norm)
             if not skipped:
+                self._clip(total_norm)
                 with _more_threads() if self._hybrids() else contextlib.nullcontext():
-                    self.megatron.step()
+                    self.megatron.step_with_ready_grads()
         return Update(norm, lr, skipped)
+
+    def _clip(self, norm: Any) -> None:
+        """Clip the gradients as Megatron's `step` does, which would compute their norm a second time."""
+        for optimizer in self.megatron.chained_optimizers:
+            options, parameters = optimizer.config, optimizer.get_parameters()
+            if parameters and options.clip_grad > 0:
+                is_decoupled = options.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, options.clip_grad, norm, is_decoupled)
 
 
 def _megatron_optimizer(model: Model, options: OptimizerConfig, precision: ModelConfig) -> Any:
@@ -227,11 +238,11 @@ def _megatron_optimizer(model: Model, options: OptimizerConfig, precision: Model
     )
     with megatron_device(), _host_and_device() if offload else contextlib.nullcontext():
         if options.muon is None:
-            return get_megatron_optimizer(settings, model.chunks)
+            return get_megatron_optimizer(settings, model.chunks, use_gloo_process_groups=False)
     with megatron_device(), torch.no_grad():  # in fp32 the masters are views, which are leaves only so
         matrices = ParamKey(predicate=ParamPredicate(name="matrix", fn=muon.is_matrix))
         overrides = get_standard_config_overrides(settings) | {matrices: dict(muon.OVERRIDE)}
-        optimizer = get_megatron_optimizer(settings, model.chunks, overrides)
+        optimizer = get_megatron_optimizer(settings, model.chunks, overrides, use_gloo_process_groups=False)
         muon.add_muon(optimizer, options.muon, bf16)
         return optimizer
 

@@ -87,6 +87,9 @@ def initialize(parallel: ParallelConfig, seed: int, deterministic: bool = False)
             expert_model_parallel_size=parallel.ep,
             expert_tensor_parallel_size=parallel.etp,
             distributed_timeout_minutes=max(1, parallel.timeout_seconds // 60),
+            # Copies of the data-parallel groups, in which every rank connects to every other: megatron-core
+            # gathers the optimizer's state over them, which the checkpoints here do not.
+            create_gloo_process_groups=False,
         )
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 

@@ -52,7 +52,7 @@ class Teacher:
             share_prompts=train.share_prompts,
             key="teacher.path",
         )
-        self._memory = DeviceMemory((self._model, None))
+        self._memory = DeviceMemory((self._model, None), is_constant=True)
         self._budget = train.max_tokens_per_micro_batch * parallel.cp
         self._temperature = temperature
         self._put_aside()
@@ -121,7 +121,8 @@ class _KeepStates:
         self, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, batch: PackedBatch
     ) -> Tensor:
         states_rh = forward.response_states(hidden_states, output_layer, batch)
-        self.hidden.append(host_like(states_rh, states_rh.dtype).copy_(states_rh))
+        # Only this stream reads the copy: the pass of the policy copies it back.
+        self.hidden.append(host_like(states_rh, states_rh.dtype).copy_(states_rh, non_blocking=True))
         if self.output is None:
             weight_vh = output_layer.weight if output_weight is None else output_weight
             self.output = OutputWeight(weight_vh, self._vocab_size)

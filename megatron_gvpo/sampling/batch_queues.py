@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 class Order(Protocol):
     """Chooses the next prompts; `seed_for_next` is the seed of their samples."""
 
-    def take(self, k: int) -> list[int]: ...
+    def take(self, k: int, in_progress: Collection[int] = ()) -> list[int]:
+        """The next `k` prompts' indices. `in_progress`: those that the same batch may have already."""
 
     def seed_for_next(self) -> int: ...
 
@@ -137,8 +138,8 @@ class OverSampledQueue[Pending]:
         self._again = []
         missing = self._size + min(self._extra, self._size * (count - 1)) - len(self._pending)
         if missing > 0:
-            seed = self._order.seed_for_next()
-            for i, index in enumerate(self._order.take(missing)):
+            seed, in_progress = self._order.seed_for_next(), {prompt.index for prompt in self._pending}
+            for i, index in enumerate(self._order.take(missing, in_progress)):
                 self._ask(index, derived_seed(seed, i))
 
     def _ask(self, index: int, seed: int) -> None:

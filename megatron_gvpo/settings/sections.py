@@ -290,8 +290,8 @@ class TrainConfig(Section):
     )
 
     steps: PositiveInt  # Steps of the run. A step samples one batch of prompts and trains on it.
-    # End the run after the step in which this many hours of wall time have passed since its start, with a
-    # checkpoint and an export; --resume goes on, for as many hours again. Default: no limit.
+    # End the run after the step in which this many hours of wall time have passed since its start, loading
+    # included, with a checkpoint and an export; --resume goes on, for as many hours again. Default: no limit.
     max_hours: float | None = Field(None, gt=0, le=10**5)
     # End the run when the metric of checkpoint.keep_best has not improved in this many evaluations, with a
     # checkpoint and an export; the best checkpoint is that of keep_best. Default: never.

@@ -27,6 +27,7 @@ class RunState:
         self._components = components
         self._data = components.config.data.train.path
         self._prompts_digest = _digest_of_prompts(components.prompts)
+        self._images_digest = _digest_of_images(components.prompts)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a checkpoint keeps besides the policy, as JSON values."""
@@ -35,7 +36,7 @@ class RunState:
             "blocks": self._blocks(),
             "order": parts.batches.state_dict(),
             "prompts": self._prompts_digest,
-            "images": _digest_of_images(parts.prompts),
+            "images": self._images_digest,
             "batch_policy": parts.batch_policy.state_dict(),
             "tracker": None if parts.tracker is None else parts.tracker.state_dict(),
             "members": [_state_of(member) for member in parts.members],
@@ -66,7 +67,7 @@ class RunState:
             log.warning("the method has changed: the checkpoint's state of %s is left out", ", ".join(lost))
 
     def _check_data(self, state: dict[str, Any]) -> None:
-        if state.get("images") not in (None, _digest_of_images(self._components.prompts)):
+        if state.get("images") not in (None, self._images_digest):
             raise DataError(
                 f"{self._data}: its images are not those that the checkpoint was trained on: resume with the "
                 "same files, or start a new run"

@@ -67,6 +67,7 @@ class Trainer:
         allow_change: Sequence[str] = (),
         checked: bool = False,
     ) -> None:
+        begin = time.monotonic()
         earlier = earlier_of(resume, overwrite)
         config = as_config(config)
         if not checked:
@@ -91,6 +92,7 @@ class Trainer:
         self._record: StepRecord | None = None  # of the present step
         self.is_mid_update = False  # the weights are no longer those of `step`
         self._stop_reason: str | None = None  # of this rank
+        self._loading_seconds = time.monotonic() - begin
 
     def fit(self) -> Metrics:
         """Train to the last step, or to a `stop`; returns its metrics, or none if the run had ended before.
@@ -103,7 +105,7 @@ class Trainer:
         HubError, on rank 0, where the finished run's export cannot be pushed.
         """
         steps, every = self.config.train.steps, self.config.checkpoint.every
-        self._begun = time.monotonic()
+        self._begun = time.monotonic() - self._loading_seconds
         with self._single.fit(lambda: self.step, steps):
             if self._was_finished_before():
                 return {}
@@ -141,8 +143,7 @@ class Trainer:
         results = self._update_all(mini_batches, keep_weights=self.config.logging.rollouts.saves(step))
         self._notify_responses(step, groups, mini_batches, results)
         metrics |= self._update_metrics(step, results)
-        self._complete_step(step, metrics)
-        self._warn(*self.components.empty_batches.check_updates(step, [r.update.skipped for r in results]))
+        self._complete_step(step, metrics, [result.update.skipped for result in results])
         self._push(step)
         metrics |= self._step_metrics(groups, time.perf_counter() - begin)
 
@@ -345,11 +346,14 @@ class Trainer:
         metrics["train/skipped"] = float(sum(r.update.skipped for r in results))
         return metrics
 
-    def _complete_step(self, step: int, metrics: Metrics) -> None:
-        """Count the step as trained from here on, even if a later push fails."""
+    def _complete_step(self, step: int, metrics: Metrics, are_skipped: Sequence[bool]) -> None:
+        """Count the step as trained from here on, even if a later push fails, and its skipped updates."""
         self.step, self.is_mid_update = step, False
         self._metrics, self._is_reported = metrics, False
-        self.checkpoints.mark()
+        try:
+            self._warn(*self.components.empty_batches.check_updates(step, are_skipped))
+        finally:
+            self.checkpoints.mark()
 
     def _push(self, step: int) -> None:
         if self._samples_from_policy and not self.components.engine.shares_gpus:  # else `_sample` pushes

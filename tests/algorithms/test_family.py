@@ -100,6 +100,14 @@ def test_ngrpo_vectors(rewards, expected):
     assert advantages(VirtualEstimator(), [rewards]) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+def test_ngrpo_leaves_a_group_alone_that_has_the_virtual_reward_already(eps):
+    """Fails on the old code: 0.7 is another number in fp32, and rounding was divided by rounding."""
+    for reward in (0.7, 1.0):
+        group = [float(torch.tensor(reward, dtype=torch.float32))] * 3
+        assert advantages(VirtualEstimator(reward=reward, eps=eps), [group]) == [0, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("first", "second", "gdpo", "grpo"),
     [

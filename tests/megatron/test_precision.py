@@ -261,3 +261,27 @@ def states(policy: Any) -> dict[str, torch.Tensor]:
             for kind, tensor in inner._get_main_param_and_optimizer_states(parameter).items():
                 found[f"{kind} of {name}"] = tensor.detach().clone()
     return found
+
+
+def test_an_update_computes_the_norm_of_the_gradients_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each computation reads all gradients, and sums over all ranks."""
+    from megatron.core import parallel_state
+    from megatron.core.optimizer import optimizer as megatron_optimizer
+
+    norms: list[float] = []
+    norm_of = megatron_optimizer.get_grad_norm_fp32
+
+    def counted(*args: Any, **options: Any) -> float:
+        norms.append(norm_of(*args, **options))
+        return norms[-1]
+
+    monkeypatch.setattr(megatron_optimizer, "get_grad_norm_fp32", counted)
+    name = "gvpo, groups split"
+    rows, *_ = sampled_for(STEPS[name], directory)
+    case = Case(name, STEPS[name].algorithm, rows, STEPS[name].budget)
+    with bf16_policy(case, directory, 0.0) as policy:
+        result = policy.update(rows, at_step_start=False)
+        assert norms == [result.update.grad_norm]
+        assert parallel_state._DATA_PARALLEL_GROUP_WITH_CP_GLOO is None, "a copy that nobody needs"

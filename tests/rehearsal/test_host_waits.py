@@ -76,3 +76,15 @@ def test_a_layer_of_experts_waits_once_for_their_counts(tmp_path: Path) -> None:
         [rank] = result["ranks"]
         expected = 1 + layers * rank["pack"]["micro_batches"]
         assert phase(result, "scoring")["counts"]["host_waits"] == expected
+
+
+@pytest.mark.proof
+def test_a_teacher_beside_the_policy_is_waited_for_twice_an_update(tmp_path: Path) -> None:
+    """When its weights are on the GPU and when they have left it; besides, for the metrics and the norm.
+
+    Fails on the old code, which copied its weights to the host again and waited for every tensor: 35 times.
+    """
+    config = write_model(tmp_path)
+    teacher = f"teacher.path={tmp_path / 'model'}"
+    result = rehearse(str(config), "--world", "2", "algorithm=opd_full", teacher)
+    assert phase(result, "second update")["counts"]["host_waits"] == 4

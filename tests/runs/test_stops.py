@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from helpers.tiny_run import GVPO, SHORT, configure, fit, records
 
 from megatron_gvpo.runs.existing_run import newest_step
+from megatron_gvpo.training import trainer as trainer_module
 from megatron_gvpo.training.callbacks import Callback
 from megatron_gvpo.training.trainer import Trainer
 
@@ -48,3 +52,12 @@ def test_a_run_ends_when_its_hours_are_over(task: Path, tmp_path: Path, caplog):
     fit(configure(task, out, *GVPO, *SHORT, "train.max_hours=1e-9"))
     assert newest_step(out) == 1
     assert "stopped after step 1 of 4: train.max_hours=1e-09 have passed" in caplog.text
+
+
+def test_loading_counts_among_the_hours(task: Path, tmp_path: Path, caplog, monkeypatch):
+    """A clock that goes forward by an hour each time: one for loading, one for the first step."""
+    hours = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: 3600.0 * next(hours), perf_counter=time.perf_counter)
+    monkeypatch.setattr(trainer_module, "time", clock)
+    fit(configure(task, tmp_path, *GVPO, *SHORT, "train.max_hours=1.5"))
+    assert "stopped after step 1 of 4: train.max_hours=1.5 have passed" in caplog.text

@@ -166,6 +166,15 @@ def test_a_non_finite_gradient_is_skipped_and_counted(task, tmp_path):
     assert all(torch.isfinite(tensor).all() for tensor in weights(tmp_path).values())
 
 
+def test_a_checkpoint_counts_the_skipped_update_of_its_own_step(task, tmp_path):
+    """Fails on the old code, whose count was one behind."""
+    skipped = ("train.steps=2", "train.max_empty_batches=9", reward_options(task, poison_in=2))
+    fit(configure(task, tmp_path, "algorithm=gvpo", *SHORT, *skipped))
+    assert records(tmp_path)[-1]["train/skipped"] == 1
+    state = json.loads((tmp_path / "checkpoints/step_00000002/state.json").read_text())
+    assert state["empty_batches"] == {"in_a_row": {"skipped": 1}}
+
+
 def test_a_run_whose_batches_stay_empty_ends_and_can_go_on(task, tmp_path):
     """Only responses of weights 0 are right, so the shaper leaves nothing from the second step on."""
     (tmp_path / "first.py").write_text(

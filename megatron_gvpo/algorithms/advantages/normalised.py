@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
-from megatron_gvpo.algorithms.advantages.estimator import component, normalised, whitened
+from megatron_gvpo.algorithms.advantages.estimator import component, normalised, rewards_differ, whitened
 from megatron_gvpo.algorithms.base import Advantage, Component, Metrics
 from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.types import TrainBatch
@@ -103,14 +103,17 @@ class VirtualEstimator(Advantage):
     eps: float = Field(1e-6, ge=0)
 
     def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
+        virtual = rows.reward_n.new_tensor(self.reward).double()  # rounded as the rewards are
         reward_n = rows.reward_n.double()
         index_n, size_g = rows.groups
         k_n = size_g[index_n]
         all_n = k_n + self.count
-        mean_n = (k_n * rows.group_mean(reward_n) + self.count * self.reward) / all_n
-        squares_n = k_n * rows.group_mean((reward_n - mean_n) ** 2) + self.count * (self.reward - mean_n) ** 2
+        mean_n = (k_n * rows.group_mean(reward_n) + self.count * virtual) / all_n
+        squares_n = k_n * rows.group_mean((reward_n - mean_n) ** 2) + self.count * (virtual - mean_n) ** 2
         std_n = (squares_n / (all_n - self.ddof)).sqrt()
-        return ((reward_n - mean_n) / (std_n + self.eps)).float(), {}
+        # Where all are equal, nothing but rounding would be divided by the std.
+        differ_n = rewards_differ(rows) | (reward_n != virtual)
+        return ((reward_n - mean_n) / (std_n + self.eps)).where(differ_n, 0).float(), {}
 
 
 # Stratified GRPO: compare like with like (arXiv 2510.06214).
