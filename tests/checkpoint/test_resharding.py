@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from helpers.cases.families import FAMILIES
 from helpers.cases.gradient_cases import SPLIT, STEPS, sampled_for
 from helpers.distributed import launch
 from helpers.references import gradient_reference as reference
@@ -25,10 +26,12 @@ from helpers.workers.gradient_worker import UPDATE, Case, Layout
 
 from megatron_gvpo.megatron.checkpoint.directory import complete_checkpoints
 from megatron_gvpo.megatron.checkpoint.state import boxes
+from megatron_gvpo.verify.shrink import save_tiny
 
 
 def case_of(model: str, directory: Path) -> Case:
-    name = "gvpo, groups split" if model == "untied" else f"{model}, gvpo, groups split"
+    has_rows = model in reference.CONFIGS and model != "untied"
+    name = f"{model}, gvpo, groups split" if has_rows else "gvpo, groups split"
     rows, *_ = sampled_for(STEPS[name], directory)
     return Case(name, STEPS[name].algorithm, rows, SPLIT, model=model)
 
@@ -37,6 +40,9 @@ def case_of(model: str, directory: Path) -> Case:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("resharding")
     reference.save_models(directory)
+    for family in FAMILIES:
+        if any(family.title == model for model, _ in MOVES):
+            save_tiny(family.tiny, directory / family.title, family.title)
     return directory
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from helpers.inputs import gpt_oss_task
+from helpers.inputs.gpt_oss_task import LAYERS, PER_TOKEN
 from helpers.inputs.run_faults import RUN, After
 from helpers.references import gradient_reference as reference
 from helpers.tiny_run import configure, fit
@@ -25,54 +25,16 @@ from megatron_gvpo.sampling.local_model import LocalModel
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.training.trainer import Trainer
 from megatron_gvpo.verify.reference import Exact
-from megatron_gvpo.verify.shrink import scatter
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 
-LAYERS, PER_TOKEN = 2, 3
 LAYER = 1  # whose router the engine has otherwise
 Put = Callable[[Trainer, pytest.MonkeyPatch], None]
 
 
-def make(task: Path, directory: Path, pairs: bool = False) -> Path:
-    """Copy `task` to `directory` with a GPT-OSS of random weights, which the embedded engine can sample from.
-
-    With `pairs`, rounding decides which expert of a pair a token goes through: the routers' scores are equal.
-    """
-    shutil.copytree(task, directory)
-    dense = transformers.AutoConfig.from_pretrained(directory / "model")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32, "vocab_size": dense.vocab_size}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": LAYERS}
-    experts = {"num_local_experts": 8, "num_experts_per_tok": PER_TOKEN}
-    ends = {"eos_token_id": dense.eos_token_id, "pad_token_id": dense.pad_token_id}
-    config = transformers.GptOssConfig(
-        **sizes,
-        **heads,
-        **experts,
-        **ends,
-        initializer_range=0.15,
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
-    model = transformers.GptOssForCausalLM(config)
-    scatter(model)
-    for layer in model.model.layers if pairs else ():
-        router = layer.mlp.router
-        router.weight.data[1::2] = router.weight.data[::2]
-        router.bias.data[1::2] = router.bias.data[::2] + 1e-8
-        for experts_of_layer in layer.mlp.experts.parameters():
-            experts_of_layer.data[1::2] = experts_of_layer.data[::2] * 1.002
-    (directory / "model" / "model.safetensors").unlink()
-    model.save_pretrained(directory / "model")
-    run = directory / "run.yaml"
-    run.write_text(run.read_text().replace(str(task), str(directory)))
-    return directory
-
-
 @pytest.fixture(scope="module")
 def moe(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(task, tmp_path_factory.mktemp("moe") / "task")
+    return gpt_oss_task.make(task, tmp_path_factory.mktemp("moe") / "task")
 
 
 @contextmanager
@@ -198,7 +160,7 @@ def test_other_experts_of_the_engine_are_named(moe: Path, tmp_path: Path, put: P
 @pytest.mark.proof
 def test_experts_that_rounding_exchanges_have_a_bound(task: Path, tmp_path: Path):
     """RouterModules that can hardly tell pairs of experts apart: rounding decides, on both sides."""
-    pairs = make(task, tmp_path / "task", pairs=True)
+    pairs = gpt_oss_task.make(task, tmp_path / "task", pairs=True)
     config = configure(pairs, tmp_path / "run", *RUN, "optimizer.lr=1e-30")
     fit(config)
     certificate = certify(config, 2)

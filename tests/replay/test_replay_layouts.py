@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers.distributed import launch
+from helpers.inputs import gpt_oss_task
 from helpers.tiny_run import configure, fit
 
 from megatron_gvpo.observe.step_records import StepRecords, read
@@ -65,3 +66,17 @@ def test_a_run_of_another_layout_is_replayed_on_one_rank(task: Path, tmp_path: P
     first = replay(load_run(tmp_path), 2, True, told.append)
     assert first is None
     assert sum(finding.outcome == "equal" for finding in told) == len(COMPONENTS)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("layout", [("parallel.tp=2", "parallel.sequence_parallel=true"), ("parallel.ep=2",)])
+def test_a_mixture_of_experts_is_replayed_in_another_layout(
+    task: Path, tmp_path: Path, layout: tuple[str, ...]
+):
+    """From a checkpoint, with attention sinks that tensor-parallel ranks divide."""
+    own, out, told = gpt_oss_task.make(task, tmp_path / "task"), tmp_path / "run", tmp_path / "told.json"
+    fit(configure(own, out, *RUN, "checkpoint.export_hf=false"))
+    launch("helpers.workers.trainer_worker:replay_step", [2], str(out), str(told), *layout)
+    findings = json.loads(told.read_text())
+    assert {finding[1] for finding in findings} == {"equal"}, findings
+    assert {finding[0] for finding in findings} == {*COMPONENTS}

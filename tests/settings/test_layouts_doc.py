@@ -161,7 +161,7 @@ def proven() -> str:
 def resharded() -> str:
     lines = ["| family | saved by | resumed by |", "|---|---|---|"]
     for (model, source), layouts in checkpoint_worker.MOVES.items():
-        lines.append(f"| {FAMILY_NAMES[model]} | {source} | {', '.join(map(str, layouts))} |")
+        lines.append(f"| {FAMILY_NAMES.get(model, model)} | {source} | {', '.join(map(str, layouts))} |")
     return "\n".join(lines)
 
 

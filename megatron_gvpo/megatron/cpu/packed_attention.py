@@ -25,7 +25,10 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -59,13 +62,13 @@ class LocalAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        self.cp_group = groups.cp
+        self.cp_group, self.tp_group = groups.cp, groups.tp
         self.scale = softmax_scale
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size if windowed else None
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
-            heads = config.num_attention_heads // groups.tp.size()
+            heads = config.num_attention_heads // self.tp_group.size()
             self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
         self.positions = config.qk_pos_emb_head_dim if config.multi_latent_attention else 0
 
@@ -95,6 +98,24 @@ class LocalAttention(MegatronModule):
             parts = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
             return torch.cat([self._masked(q, k, v, 0) for q, k, v in parts]).flatten(1)
         return merged_attention(query, key, value, pack.sequences, LocalKernel(), self.scale).flatten(1)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Each tensor-parallel rank has the sinks of its own heads, as in megatron-core's attention."""
+        assert metadata is not None
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return state
 
     def _across_ranks(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """Attend from this rank's queries [t / cp, n, d] to the keys of the whole pack up to each query."""

@@ -284,7 +284,8 @@ def _status(name: str) -> int:
 SQUARE, EXPERTS = Layout(4, tp=2, pp=2), Layout(4, ep=2, overlap=True)
 EVERYWHERE = Layout(4, tp=2, pp=2, ep=2, sequence_parallel=True)
 INTERLEAVED = Layout(4, pp=2, vpp=2)
-# (model, the layout that saves): the layouts that go on.
+HEADS = Layout(2, tp=2, sequence_parallel=True)
+# (model, or a family's title, and the layout that saves): the layouts that go on.
 MOVES: dict[tuple[str, Layout], list[Layout]] = {
     ("untied", SQUARE): [Layout(1), Layout(4), Layout(4, pp=4)],
     ("tied", SQUARE): [Layout(1), Layout(4, overlap=True), Layout(4, pp=4), INTERLEAVED],
@@ -294,6 +295,9 @@ MOVES: dict[tuple[str, Layout], list[Layout]] = {
     ("qwen3_moe", EVERYWHERE): [Layout(1), EXPERTS, Layout(4, pp=4)],
     ("qwen3_moe", EXPERTS): [Layout(2, tp=2, etp=2, sequence_parallel=True), INTERLEAVED],
     ("deepseek_v3", EVERYWHERE): [Layout(2, ep=2), Layout(2, pp=2)],
+    # Parameters of heads: attention sinks, and those of gated delta nets.
+    ("GPT-OSS", HEADS): [Layout(1)],
+    ("Qwen3-Next", HEADS): [Layout(1)],
     # Many buckets, and tensors that are written and read without a copy.
     ("untied", small(Layout(2))): [Layout(1), small(Layout(2, pp=2)), small(SQUARE)],
     ("tied", small(Layout(4, pp=2))): [small(Layout(4)), small(Layout(2, offload=0.5)), INTERLEAVED],
@@ -307,4 +311,5 @@ QUICK: set[tuple[str, Layout, Layout]] = {
     ("qwen3_moe", EVERYWHERE, Layout(1)),
     ("deepseek_v3", EVERYWHERE, Layout(2, ep=2)),
     ("tied", small(Layout(4, pp=2)), small(Layout(4))),
+    ("GPT-OSS", HEADS, Layout(1)),
 }
