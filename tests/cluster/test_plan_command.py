@@ -68,7 +68,7 @@ def test_optimizer_states_in_host_memory_make_room(task: Path, tmp_path: Path, c
         ("Qwen/Qwen2.5-7B", ["--gpus", "64", "--fp8"], ("recipe: blockwise",)),
         # 94 layers, which no power of two but 2 divides
         ("Qwen/Qwen3-235B-A22B", ["--gpus", "256"], ("stage_layers",)),
-        ("deepseek-ai/DeepSeek-V2", ["--gpus", "256"], ("ep: ",)),
+        pytest.param("deepseek-ai/DeepSeek-V2", ["--gpus", "256"], ("ep: ",), marks=pytest.mark.proof),
         # Servers on several nodes each, and shards for them
         ("deepseek-ai/DeepSeek-V3", ["--gpus", "256"], ("nodes: 4", "transport: sharded")),
     ],

@@ -65,7 +65,8 @@ def undisturbed(task: Path, tmp_path_factory) -> Path:
     return directory / "run"
 
 
-@pytest.mark.parametrize("is_lost", [False, pytest.param(True, marks=pytest.mark.proof)])
+@pytest.mark.proof  # test_slurm.py has the same for Slurm
+@pytest.mark.parametrize("is_lost", [False, True])
 def test_a_job_that_loses_a_pod_and_is_told_to_stop_ends_as_if_nothing_had_been(
     task: Path, undisturbed: Path, tmp_path: Path, is_lost: bool
 ):

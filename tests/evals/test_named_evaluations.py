@@ -109,6 +109,7 @@ def test_humaneval_comes_with_its_package(folder, tmp_path, capsys):
     assert results["results"]["humaneval"]["problems"] == 2
 
 
+@pytest.mark.proof
 def test_two_ranks_answer_as_one(folder, tmp_path, capfd):
     texts = []
     for number, ranks in enumerate(([], ["--nproc", "2"])):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.cases.gradient_cases import SPLIT, STEPS, expected, sampled, sampled_for
-from helpers.cases.muon_cases import ADAPTERS, EVERY, LORA, RESUMED
+from helpers.cases.muon_cases import ADAPTERS, EVERY, LORA, QUICK, RESUMED
 from helpers.distributed import launch
 from helpers.references import gradient_reference as reference
 from helpers.suite.selected import selected
@@ -26,6 +26,13 @@ from megatron_gvpo.planner import architecture
 from megatron_gvpo.planner.memory_model import matrices, state
 from megatron_gvpo.planner.workload import Layout as PlannedLayout
 from megatron_gvpo.settings.sections import MuonConfig
+
+
+def each(jobs: list[Job]) -> pytest.MarkDecorator:
+    parameters = [
+        pytest.param(job, id=job.file, marks=() if job in QUICK else pytest.mark.proof) for job in jobs
+    ]
+    return pytest.mark.parametrize("job", parameters)
 
 
 def step_of(model: str) -> str:
@@ -88,7 +95,7 @@ def is_matrix(name: str, weight: Tensor) -> bool:
     return ".layers." in name and weight.dim() == 2
 
 
-@pytest.mark.parametrize("job", EVERY, ids=lambda job: job.file)
+@each(EVERY)
 def test_an_update_is_that_of_the_definition(directory: Path, job: Job) -> None:
     """The norm over all gradients clips them. AdamW's tolerance is that of test_gradient_invariance.py."""
     result = result_of(job, directory)
@@ -119,7 +126,7 @@ def test_an_update_is_that_of_the_definition(directory: Path, job: Job) -> None:
     assert compared > 12
 
 
-@pytest.mark.parametrize("job", RESUMED, ids=lambda job: job.file)
+@each(RESUMED)
 def test_a_resumed_run_equals_one_that_never_stopped(directory: Path, job: Job) -> None:
     """Also in another layout: moments, masters and AdamW's count of steps arrive."""
     assert job.load is not None
@@ -133,7 +140,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(directory: Path, job: Job) 
         assert moved == 0 if exact else moved < 2e-2 * UPDATE["lr"], name
 
 
-@pytest.mark.parametrize("job", ADAPTERS, ids=lambda job: job.file)
+@each(ADAPTERS)
 def test_adapters_train_alike_in_every_layout(directory: Path, job: Job) -> None:
     single = result_of(Job("untied", Layout(1), adapter=LORA), directory)
     result = result_of(job, directory)
@@ -143,7 +150,7 @@ def test_adapters_train_alike_in_every_layout(directory: Path, job: Job) -> None
     assert set(single.moments) == {"momentum_buffer"}, "all weights of adapters are matrices"
 
 
-@pytest.mark.parametrize("job", EVERY[:1], ids=lambda job: job.file)
+@each(EVERY[:1])
 def test_a_matrix_has_one_moment(directory: Path, job: Job) -> None:
     """Also in the planner, which counts norms and biases as matrices: 1 % of this small model."""
     result = result_of(job, directory)

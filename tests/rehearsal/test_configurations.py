@@ -177,8 +177,7 @@ OPTIONS: dict[str, Case] = {
     "deep images divided": Case("deep vision", 4, ("parallel.tp=2", "parallel.sequence_parallel=true")),
 }
 CASES = _documented() | OPTIONS
-IN_TEST = ("tp2-pp2-vpp2-sp", "latent attention", "adapters", "critic", "fp8 blockwise", "shared prompts")
-IN_TEST += ("delta nets", "images recomputed", "deep images divided")
+IN_TEST = ("tp2-pp2-vpp2-sp", "latent attention", "adapters", "fp8 blockwise", "images recomputed")
 
 
 def test_the_page_has_layouts() -> None:

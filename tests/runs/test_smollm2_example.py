@@ -303,6 +303,7 @@ def test_it_ends_with_three_sentences_and_says_where_things_are(place: Path) -> 
     )
 
 
+@pytest.mark.proof
 def test_the_second_task_is_reading(place: Path) -> None:
     problems = "reasoning_gym:needle_haystack?size=8&min_num_statements=2&max_num_statements=3"
     small = [f"data.train.path={problems}", f"data.eval.path={problems}"]
@@ -315,6 +316,7 @@ def test_the_second_task_is_reading(place: Path) -> None:
     assert (wrong.returncode, wrong.stderr) == (2, "error: --task poems: there are sums and reading\n")
 
 
+@pytest.mark.proof
 def test_stopped_it_goes_on_where_it_was(place: Path) -> None:
     long = command("train.steps=50")
     with subprocess.Popen(

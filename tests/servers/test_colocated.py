@@ -159,6 +159,7 @@ PARTIAL = (
 )
 
 
+@pytest.mark.proof  # test_partial_rollouts.py stops and continues responses on servers of their own
 @pytest.mark.parametrize("engine", VLLM_FIRST)
 def test_colocated_servers_carry_responses_over_to_the_next_step(engine: str, task: Path, tmp_path: Path):
     """Each part of a carried response has the log-probs of the weights that sampled it, by transformers."""

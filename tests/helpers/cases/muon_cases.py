@@ -26,6 +26,17 @@ EVERY = [
     Job("qwen3_moe", Layout(2, **SP, etp=2)),
     Job("deepseek_v3", Layout(2, **SP, ep=2)),
 ]
+# In `make test`; the others are proofs.
+QUICK = [
+    Job("untied", Layout(1)),
+    Job("untied", SMALL),
+    Job("untied", Layout(2, **SP)),
+    Job("tied", Layout(2, pp=2)),
+    Job("deepseek_v3", Layout(2, **SP, ep=2)),
+    Job("untied", Layout(2, tp=2), adapter=LORA),
+    Job("untied", Layout(2, tp=2), load=Layout(1)),
+    Job("untied", Layout(2), adapter=LORA, load=Layout(1)),
+]
 ADAPTERS = [Job("untied", layout, adapter=LORA) for layout in (Layout(1), Layout(2), Layout(2, tp=2))]
 RESUMED = [
     Job("untied", Layout(1), load=Layout(1)),
