@@ -11,7 +11,10 @@ import os
 import re
 import signal
 import sys
+import sysconfig
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_gvpo.cli import (
@@ -87,7 +90,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refuse(ConfigError(f"{error.filename}: {error.strerror} (as user {os.geteuid()})"))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except Exception as error:
+        if (problem := _failed_import(error)) is None:
+            raise
+        return refuse(ConfigError(problem))
     return code
+
+
+def _failed_import(error: Exception) -> str | None:
+    """A message about a library that raised `error` while it was imported; None for any other error.
+
+    Libraries read environment variables then, and raise errors of any type for values that they do not know.
+    """
+    packages = Path(sysconfig.get_path("purelib"))
+    for cause in (error, error.__cause__):
+        frames = traceback.extract_tb(cause.__traceback__) if cause is not None else []
+        imported = [f for f in frames if f.name == "<module>" and packages in Path(f.filename).parents]
+        if imported:
+            library = Path(imported[0].filename).relative_to(packages).parts[0]
+            last = imported[-1]
+            return (
+                f"importing {library} failed: {type(cause).__name__}: {cause} ({last.filename}, line "
+                f"{last.lineno}: {last.line}): correct or unset the environment variable that it reads "
+                "there; if it reads none, the installation is damaged"
+            )
+    return None
 
 
 def _check_interpreter() -> None:

@@ -70,6 +70,17 @@ def check_rank_variables(processes: int = 0, environment: Mapping[str, str] = os
         ) from None
 
 
+def check_network_name(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError if GLOO_SOCKET_IFNAME names a network interface that this machine lacks."""
+    value = environment.get("GLOO_SOCKET_IFNAME", "")
+    here = [name for _, name in socket.if_nameindex()]
+    if not {name for name in value.split(",") if name} <= set(here):
+        raise ConfigError(
+            f"the environment has GLOO_SOCKET_IFNAME={value}, and this machine has the network interfaces "
+            f"{', '.join(here)}: name one of them, or unset it"
+        )
+
+
 # --- a process that ends when its parent dies, however the parent dies -------------------------------------
 
 _PR_SET_PDEATHSIG = 1

@@ -12,6 +12,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.plain_values import check_plain
 
 LARGEST_FILE = 2**20  # bytes of a configuration
+_MOST_KEYS = 100_000  # that mappings have, those that `<<` merges into them counted each time
 # Files that users give in place of a configuration, by suffix.
 _OTHER_FILES = {
     ".py": "Python",
@@ -31,6 +32,16 @@ class Loader(yaml.SafeLoader):
     SafeLoader reads YAML 1.1, where 1e-5 is a string, `off` is a boolean, 2026-01-31 is a date, 010 is 8 and
     1:30 is 90.
     """
+
+    _keys = 0
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Refuse mappings that merge each other until no memory has room for them."""
+        super().flatten_mapping(node)
+        self._keys += len(node.value)
+        if self._keys > _MOST_KEYS:
+            problem = f"mappings merged by << have more than {_MOST_KEYS:,} keys"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Refuse a key that is given twice."""

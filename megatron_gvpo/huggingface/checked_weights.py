@@ -2,11 +2,17 @@
 
 A weight that is not finite, or is not the one that was saved, is an error that names tensor and file. The
 files that this program writes have checksums in their headers (`SafetensorsWriter`); others have none.
+
+A download that reserves the size of a file and breaks off leaves zeros. An embedding of zeros is an error. A
+layer whose matrices are all zero is a warning, because some add such layers so that stages of a pipeline
+have equal sizes. A single matrix of zeros is sound: new blocks and heads begin with one.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import re
 import shutil
 from functools import cache
 from pathlib import Path
@@ -17,11 +23,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_gvpo.core.collectives import first_problem
+from megatron_gvpo.core.collectives import all_gather_msgpack, first_problem, is_first_rank
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.checksums import checksum
 
 HEADER = "xxh3_64"  # key of the checksums, {tensor: checksum} as JSON, in the header of a safetensors file
+_LAYER = re.compile(r"(?:.*\.)?layers\.\d+(?=\.)")  # the beginning of a name of a layer's tensor
+
+log = logging.getLogger(__name__)
 
 
 class CheckedWeights:
@@ -35,6 +44,7 @@ class CheckedWeights:
         self._load, self._directory, self._key = source.load_tensors, directory, key
         self._files: dict[str, str] = source.key_to_filename_map
         self._problem: str | None = None
+        self._layers: dict[str, bool] = {}  # true if a matrix of the layer has a value that is not zero
         self._checksums = cache(self._read_checksums)
         source.load_tensors = self._load_tensors
 
@@ -42,6 +52,20 @@ class CheckedWeights:
         """Raise ConfigError on every rank if any has found a problem. A collective."""
         if (problem := first_problem(self._problem)) is not None:
             raise ConfigError(f"{self._key}={self._directory}: {problem}")
+        layers: dict[str, bool] = {}
+        for of_rank in all_gather_msgpack(self._layers):
+            layers |= {name: has_values or layers.get(name, False) for name, has_values in of_rank.items()}
+        empty = [name for name, has_values in layers.items() if not has_values]
+        if empty and is_first_rank():
+            log.warning(
+                "%s=%s: all matrices of %s (%d of %d layers) are zero, so training cannot change them: if "
+                "that is not meant, fetch the files again",
+                self._key,
+                self._directory,
+                ", ".join(empty[:3]) + ", ..." * (len(empty) > 3),
+                len(empty),
+                len(layers),
+            )
 
     def _load_tensors(self, names: list[str]) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = self._load(names)
@@ -54,8 +78,19 @@ class CheckedWeights:
         saved = self._checksums(file).get(name)
         if saved is not None and saved != checksum(tensor):
             return f"{name} in {file} is not what was saved (another checksum): the file is damaged"
-        if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
+        if not tensor.numel():
+            return None
+        bounds = torch.stack(torch.aminmax(tensor))
+        if not bounds.isfinite().all():
             return f"{name} in {file} has values that are NaN or infinite"
+        has_values = bool(bounds.any())
+        if not has_values and name.endswith("embed_tokens.weight"):
+            return (
+                f"{name} in {file} is zero throughout, so the model cannot tell tokens apart: the file is "
+                "damaged, or its download has not ended; fetch it again"
+            )
+        if tensor.ndim > 1 and (layer := _LAYER.match(name)) is not None:
+            self._layers[layer[0]] = has_values or self._layers.get(layer[0], False)
         return None
 
     def _read_checksums(self, file: str) -> dict[str, str]:

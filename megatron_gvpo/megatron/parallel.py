@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_gvpo.core.environment import check_network_name
 from megatron_gvpo.core.gpu_packages import check_no_gpu_is_missed, check_no_null_cuda
 from megatron_gvpo.core.store import meet
 from megatron_gvpo.settings.parallel import ParallelConfig
@@ -59,8 +60,8 @@ def initialize(parallel: ParallelConfig, seed: int, deterministic: bool = False)
 
     The groups of an earlier model of this process, which cannot be used any more, are destroyed first.
     `deterministic`: every repetition under the same layout gives the same numbers, bit for bit.
-    Raises ConfigError if torch cannot use this machine's GPUs or has a null CUDA, and where the other ranks
-    do not come.
+    Raises ConfigError if torch cannot use this machine's GPUs or has a null CUDA, where the other ranks do
+    not come, and for a network interface that is not there.
     """
     if deterministic:
         os.environ.update(_DETERMINISTIC)
@@ -68,6 +69,7 @@ def initialize(parallel: ParallelConfig, seed: int, deterministic: bool = False)
     release()
     check_no_null_cuda()
     check_no_gpu_is_missed()
+    check_network_name()
     timeout = timedelta(seconds=parallel.timeout_seconds)
     if not dist.is_initialized():
         backend = "gloo"

@@ -60,6 +60,30 @@ def test_values_that_are_not_finite(
     assert not (tmp_path / "there").exists()
 
 
+def test_zeros_of_a_download_that_broke_off(
+    exported: Path, tmp_path: Path, capsys: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An embedding of zeros is refused, a layer of them is told; projections and norms of zeros are sound."""
+    names = load_file(exported / "model.safetensors")
+
+    def convert(step: str, *parts: str) -> int:
+        def spoil(tensors: dict[str, Tensor]) -> None:
+            for name in names:
+                if any(part in name for part in parts):
+                    tensors[name].zero_()
+
+        model = changed(exported, tmp_path / step, spoil)
+        return main(["convert", str(model), str(tmp_path / f"{step}_there")])
+
+    assert convert("embedding", "embed_tokens") == 2
+    assert "model.embed_tokens.weight in model.safetensors is zero throughout" in capsys.readouterr().err
+    assert convert("projections", "o_proj", "down_proj", "lm_head", "bias", "norm") == 0
+    assert not caplog.messages
+    assert convert("layers", "layers.1.", "layers.2.") == 0
+    (told,) = caplog.messages
+    assert "all matrices of model.layers.1, model.layers.2 (2 of 4 layers) are zero" in told
+
+
 def test_what_is_exported_has_checksums(exported: Path, tmp_path: Path, capsys: Any) -> None:
     file = exported / "model.safetensors"
     with safe_open(file, "pt") as opened:

@@ -52,6 +52,20 @@ def test_a_command_that_needs_no_torch_loads_none(arguments: str, code: int) -> 
     assert done.stderr.splitlines()[-1] == str(code)
 
 
+def test_a_variable_that_a_library_does_not_understand(task: Path, tmp_path: Path) -> None:
+    """Fails on the former command line, which showed torch's traceback."""
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_gvpo", "convert", str(task / "model"), str(tmp_path / "out")],
+        env=os.environ | {"TORCH_DISTRIBUTED_DEBUG": "odd"},
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: importing torch failed: ValueError: The value of TORCH_DISTRIBUTED")
+    assert "unset the environment variable" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_a_wrong_configuration_is_refused_before_torch_is_loaded(task: Path, tmp_path: Path) -> None:
     colocated = "rollout={n: 4, max_tokens: 8, engine: sglang, servers: {colocated: true}}"  # by broadcast
     for wrong in ("train.stepz=1", "parallel.tp=3", "data.eval.path=/dev/null/x", colocated):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_gvpo.cli import main
-from megatron_gvpo.core.environment import check_rank_variables
+from megatron_gvpo.core.environment import check_network_name, check_rank_variables
 from megatron_gvpo.core.errors import ConfigError
 
 WHOLE = {
@@ -50,6 +50,13 @@ def test_what_no_launcher_sets_is_named_with_what_to_do(environment, said):
         ConfigError, match=rf"^the environment has .*{said}.*torchrun or --nproc, or `unset RANK"
     ):
         check_rank_variables(0, environment)
+
+
+def test_a_network_interface_that_is_not_there_is_named():
+    check_network_name({"GLOO_SOCKET_IFNAME": "lo"})
+    check_network_name({})
+    with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME=lo,eth77, and this machine has .*\blo\b"):
+        check_network_name({"GLOO_SOCKET_IFNAME": "lo,eth77"})
 
 
 def test_a_stale_world_size_does_not_hide_nproc():

@@ -63,6 +63,16 @@ def test_a_rate_that_changes_nothing_is_warned_of(good: Path) -> None:
     assert "changes no weight" not in (advice(load_config([good], ["optimizer.lr=1e-9"])) or "")
 
 
+def test_mappings_that_merge_each_other_without_end(tmp_path: Path) -> None:
+    """Fails on the former loader, which counted the pairs of 9 ** 20 merges."""
+    levels = (f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 21))
+    (file := tmp_path / "run.yaml").write_text("a0: &a0 {x: 1}\n" + "".join(levels))
+    with pytest.raises(ConfigError, match=r"run.yaml, line \d+: .*merged by << have more than 100,000 keys"):
+        read_yaml(file)
+    file.write_text("a: &a {seed: 3}\ntrain: {<<: *a, steps: 4}\n")
+    assert read_yaml(file)["train"] == {"seed": 3, "steps": 4}
+
+
 def test_options_and_files_that_look_like_others(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'–' is not the hyphen with which options begin"):
         read_yaml(Path("–-resume"))
