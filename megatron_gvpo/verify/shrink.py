@@ -158,6 +158,7 @@ def save_tiny(config: dict[str, Any], directory: Path, where: str) -> None:
             f"{where}: transformers builds no model of it: {type(error).__name__}: {reason}"
         ) from None
     scatter(model)
+    transformers.utils.logging.disable_progress_bar()  # of the writing, which takes a moment
     model.save_pretrained(directory)
     if (named := config.get("model_type")) in SAME_MODEL:  # transformers writes its own model_type
         file = directory / "config.json"

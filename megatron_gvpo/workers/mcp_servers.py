@@ -18,6 +18,8 @@ from contextlib import AsyncExitStack, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from megatron_gvpo.core.slow_work import slow_work
+
 if TYPE_CHECKING:
     from mcp import Client
     from mcp_types import CallToolResult, Tool
@@ -259,7 +261,9 @@ def server_schemas(servers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
         for settings in servers:
             mcp_server = McpServer(settings)
             try:
-                tools = await mcp_server.tools()
+                with slow_work(f"waiting for {mcp_server}") as now:
+                    now(f"it has {START:g} seconds to start and to list its tools")
+                    tools = await mcp_server.tools()
             finally:
                 await mcp_server.close()
             if not tools:

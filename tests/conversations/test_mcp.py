@@ -24,6 +24,7 @@ from megatron_gvpo.groups import LOST, Prompt, Rollout
 from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.settings.config import build_config
 from megatron_gvpo.settings.conversation import ConversationConfig, McpConfig
+from megatron_gvpo.workers import mcp_servers
 from megatron_gvpo.workers.tools import tool_schemas
 
 SERVER = '''
@@ -294,6 +295,18 @@ def test_what_a_server_prints_among_its_messages_is_named(caplog: pytest.LogCapt
         tool_schemas([], [server])
     [record] = caplog.records
     assert record.exc_info is None and "print to standard error there" in record.getMessage()
+
+
+def test_a_server_that_never_answers_is_waited_for_with_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails on the old code, which waited without a word."""
+    monkeypatch.setattr(mcp_servers, "START", 2.0)
+    server = {"command": ["sleep", "60"], "url": None, "env": {}, "headers": {}}
+    with pytest.raises(ValueError, match=r"MCP server sleep 60: it did not start in 2 seconds"):
+        tool_schemas([], [server])
+    line = "waiting for MCP server sleep 60: it has 2 seconds to start and to list its tools\n"
+    assert capsys.readouterr().err == line
 
 
 # Answers with a list of tools that it is told: `{"tools": [...], "nextCursor": ...}`.

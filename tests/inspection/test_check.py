@@ -218,6 +218,7 @@ def test_the_command_tries_a_whole_run(task: Path) -> None:
     assert levels["reward"] == "failure"
     assert levels["tiny step"] == levels["signal"] == levels["configuration"] == "ok", result
     assert "<|im_start|>assistant" in result["prompts"][0]
+    assert "Writing model shards" not in done.stderr, "a progress bar of transformers"
     assert sorted(task.rglob("*")) == before, "it leaves nothing behind"
 
 
