@@ -106,6 +106,8 @@ def _read_records(path: str, split: str, subset: str | None, limit: int | None) 
         if not files:
             raise DataError(f"{path}: no .jsonl or .parquet file in this directory")
         for file in files:
+            if file.exists() and not file.is_file():  # opening a FIFO would wait for its other end
+                raise DataError(f"{file}: not a file")
             yield from _READERS[file.suffix](file)
     elif not local.is_file():
         is_there = os.path.lexists(local)  # such as a FIFO, or a link that leads nowhere

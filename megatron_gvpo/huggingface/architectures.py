@@ -47,7 +47,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "use_bidirectional_attention": False,
     },
-    "Glm4MoeForCausalLM": {"hidden_act": "silu", "norm_topk_prob": True},
+    "Glm4MoeForCausalLM": {"hidden_act": "silu", "n_shared_experts": 1, "norm_topk_prob": True},
     "Glm4MoeLiteForCausalLM": {
         "attention_bias": False,
         "first_k_dense_replace": 1,
@@ -151,6 +151,11 @@ def _supported(card: ModelCard, where: str) -> str:
     named = card.architectures
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise ConfigError(f"{where}: architectures in config.json is not a list of names")
+    if len(named) > 1:
+        raise ConfigError(
+            f"{where}: architectures in config.json names {len(named)} models ({', '.join(named)[:200]}): "
+            "leave the one whose weights are there"
+        )
     architecture = next((name for name in named if name in ARCHITECTURES), None)
     if architecture is None:
         if (refused := next((name for name in named if name in REFUSED), None)) is not None:

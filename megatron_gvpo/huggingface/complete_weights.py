@@ -148,7 +148,8 @@ def _headers(directory: Path) -> tuple[dict[str, Stored], set[str]]:
             + (f"; {others[0]} is {_unread(others[0])}, which is not read" if others else "")
         )
     if absent := [file.name for file in files if not file.is_file()]:
-        raise ConfigError(f"{absent[0]} is missing there, and {_INDEX} names it")
+        problem = "not a file" if listed is None else f"missing there, and {_INDEX} names it"
+        raise ConfigError(f"{absent[0]} is {problem}")
     stored: dict[str, Stored] = {}
     copies: list[tuple[str, Path]] = []  # tensors in a file to which the index does not give them
     for file in files:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron_gvpo.core.errors import CheckpointError, DamagedCheckpointError
 from megatron_gvpo.huggingface.checksums import FILE as CHECKSUMS
 from megatron_gvpo.megatron.checkpoint.load import open_checkpoint
-from megatron_gvpo.megatron.checkpoint.save import _finish
+from megatron_gvpo.megatron.checkpoint.save import _finish, _make_empty
 from megatron_gvpo.megatron.checkpoint.storage import FilesWriter, SafeLoadPlanner
 
 SMALL, LARGE = torch.arange(12.0).view(3, 4), torch.arange(300_000.0)  # the second has more than 1 MiB
@@ -90,6 +90,16 @@ def test_a_checkpoint_of_no_step_goes_like_others(tmp_path: Path, best: int | No
         partial.mkdir()
         _finish(partial, partial.with_suffix(""), json.dumps({"step": step}), keep=1, best=best)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:08d}" for step in names]
+
+
+def test_what_a_failed_save_left_makes_room_for_the_next(tmp_path: Path) -> None:
+    """Fails on the old code, which removed it after the next save: a full disk stayed full."""
+    for name in ("step_00000001", "step_00000002.partial", "step_00000003.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").write_text("{}")
+    _make_empty(tmp_path / "step_00000003.partial")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000003.partial"]
+    assert not list((tmp_path / "step_00000003.partial").iterdir())
 
 
 def test_flipped_bits_are_named_or_change_nothing(tmp_path: Path) -> None:

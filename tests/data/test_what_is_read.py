@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.prompts import PromptWriter, load_prompts
+from megatron_gvpo.data.sources import read_records
 from megatron_gvpo.data.task import Task, load_task
 from megatron_gvpo.groups import Prompt
 from megatron_gvpo.huggingface.card import ModelCard
@@ -83,6 +85,15 @@ def test_a_template_that_leaves_the_tools_out_is_warned_of(tmp_path, tokenizer, 
         tokenizer.chat_template = template
         load_prompts(data.train, data, tokenizer, longest=100, end_token_ids=(END,), tools=tools)
         assert ("writes nothing of the tools" in caplog.text) == is_said
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_pipe_in_a_directory_of_data_is_refused(tmp_path: Path, name: str) -> None:
+    """Fails on the old code, which waited for somebody to write into it."""
+    (tmp_path / "b.jsonl").write_text('{"prompt": "1"}\n')
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=f"{name}: not a file"):
+        list(read_records(str(tmp_path)))
 
 
 @pytest.mark.parametrize(

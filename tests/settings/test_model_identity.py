@@ -51,6 +51,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"quantization_config \(quant_method 'gptq'\) in config.json, and training needs weights in bfloat16",
     ),
     ({"quantization_config": {}}, r"quantization_config \(quant_method None\)"),
+    (
+        {"architectures": ["Qwen2ForCausalLM", "LlamaForCausalLM"]},
+        r"architectures in config.json names 2 models \(Qwen2ForCausalLM, LlamaForCausalLM\): leave the one",
+    ),
+    (
+        {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "n_shared_experts": 2},
+        "n_shared_experts=2 in config.json; .* builds Glm4MoeForCausalLM with n_shared_experts=1 only",
+    ),
     ({"compression_config": {"quant_method": "compressed-tensors"}}, "compression_config"),
 ]
 

@@ -152,9 +152,11 @@ def _finish(partial: Path, final: Path, record: str, keep: int, best: int | None
         _remove(path)
 
 
-def _make_empty(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
+def _make_empty(partial: Path) -> None:
+    """Make the directory, without what failed saves and killed runs left, which may fill the disk."""
+    for unfinished in partial.parent.glob(f"step_*{PARTIAL}"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+    partial.mkdir(parents=True)
 
 
 def _flush(directory: Path) -> None:
