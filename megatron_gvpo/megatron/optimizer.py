@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import torch
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -187,6 +188,19 @@ class Optimizer:
         for optimizer in self.megatron.chained_optimizers:
             optimizer.config.clip_grad = step.clip_grad
         return self._update()
+
+    def quantize_weights(self) -> None:
+        """Set weights that are kept in FP8 from the masters, as an update does; others stay. A collective.
+
+        A checkpoint has such weights in parts, of which each would be quantized with a scale of its own: gate
+        and up, for example, which share one in the model.
+        """
+        if not any(is_float8tensor(weight) for chunk in self._chunks for weight in chunk.parameters()):
+            return
+        for optimizer in self.megatron.chained_optimizers:
+            optimizer._copy_main_params_to_model_params()
+        for chunk in self._chunks:
+            chunk.start_param_sync(force_sync=True)
 
     def _update(self) -> Update:
         lr = float(self.megatron.param_groups[0]["lr"])

@@ -25,6 +25,7 @@ from helpers.distributed import launch
 from helpers.references import gradient_reference as reference
 from helpers.references.bf16_errors import relative_errors, round_weights
 from helpers.references.fp8_model import Operands, PackedModel
+from helpers.references.fp8_quantized import Quantized
 from helpers.suite.selected import selected
 from helpers.workers.emulated_faults import Result
 from helpers.workers.emulated_fp8 import FAULTS, Record, Run
@@ -55,14 +56,21 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2}
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It has `model`, and `deep/model` of four layers."""
     path = tmp_path_factory.mktemp("fp8")
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(**{**reference.COMMON, **SIZES}, head_dim=128)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    scatter(model)
-    model.save_pretrained(path / "model")
-    round_weights(path)
+    for folder, layers in ((path, 2), (path / "deep", 4)):
+        torch.manual_seed(0)
+        sizes = {**reference.COMMON, **SIZES, "num_hidden_layers": layers}
+        model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**sizes, head_dim=128))
+        scatter(model)
+        model.save_pretrained(folder / "model")
+        round_weights(folder)
     return path
+
+
+def home_of(run: Run, directory: Path) -> Path:
+    """The directory with the run's `model`."""
+    return (directory / run.model).parent
 
 
 Weights = dict[str, Tensor] | None  # None: the model's
@@ -70,15 +78,16 @@ Weights = dict[str, Tensor] | None  # None: the model's
 
 @dataclass(frozen=True)
 class Pack:
-    """A micro-batch, and the operands of its products on each tensor-parallel rank."""
+    """A micro-batch, and the operands of its products on each context- and tensor-parallel rank."""
 
     batch: PackedBatch
-    operands: list[Operands]
+    operands: list[list[Operands]]
 
 
 class Computed(NamedTuple):
     result: Result
-    records: list[Record]  # of all ranks
+    records: list[list[Record]]  # of all ranks, by update
+    exported: dict[str, Tensor] | None  # the weights after a first update
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +103,10 @@ def computed(request: pytest.FixtureRequest, directory: Path) -> dict[Run, Compu
         launch("helpers.workers.emulated_fp8:run", ranks, str(directory), timeout=1800, emulated=device)
         for layout in layouts:
             of_ranks = [loaded(directory / f"records-{layout}-{r}.pt") for r in range(layout.ranks)]
+            exports = loaded(directory / f"exports-{layout}.pt")
             for run, result in loaded(directory / f"results-{layout}.pt").items():
-                results[run] = Computed(result, [records[run] for records in of_ranks])
+                records = [list(each) for each in zip(*(of[run] for of in of_ranks), strict=True)]
+                results[run] = Computed(result, records, exports.get(run))
     return results
 
 
@@ -104,50 +115,42 @@ def loaded(path: Path) -> Any:
 
 
 def case_of(run: Run, directory: Path) -> Case:
-    rows = rows_of(directory)
+    rows = rows_of(home_of(run, directory))
     return Case(
         "step",
         STEP.algorithm,
         rows,
         run.budget,
-        model="model",
+        model=run.model,
         dtype=run.dtype,
         fp8=run.recipe,
         fp8_weights=run.weights,
     )
 
 
-def updates_of(run: Run, records: list[Record]) -> list[list[Pack]]:
-    """The micro-batches of all data-parallel ranks, by update."""
-    count = 1 + run.is_second
-    updates: list[list[Pack]] = [[] for _ in range(count)]
-    data_ranks = sorted({record.data_rank for record in records})
-    for data_rank in data_ranks:
-        of_rank = [record for record in records if record.data_rank == data_rank]
-        tensor_ranks = sorted({record.tensor_rank for record in of_rank})
-        for i, batch in enumerate(of_rank[0].packs):
-            operands = []
-            for rank in tensor_ranks:
-                stages = [record for record in of_rank if record.tensor_rank == rank]
-                computed = in_order(stages, i, len(data_ranks))
-                operands.append(Operands(run.recipe, computed, TOLERANCES[run.dtype]))
-            updates[i * count // len(of_rank[0].packs)].append(Pack(batch, operands))
-    return updates
+def packs_of(run: Run, records: list[Record]) -> list[Pack]:
+    """The micro-batches of all data-parallel ranks in an update.
 
-
-def in_order(stages: list[Record], number: int, data_ranks: int) -> list[tuple[Tensor, Tensor]]:
-    """The operands of a micro-batch: of all stages forward, then backward.
-
-    Megatron takes the mean over data-parallel ranks: their gradients are that many times those of the loss.
+    Megatron takes the mean over data- and context-parallel ranks: gradients are that many times those of the
+    loss.
     """
-    assert len(stages) == 1 or len(stages[0].packs) == 1, "schedules mix the products of micro-batches"
-    forward, backward = [], []
-    for stage in sorted(stages, key=lambda record: record.stage):
-        count = len(stage.operands) // len(stage.packs)
-        operands = stage.operands[number * count : (number + 1) * count]
-        forward += operands[: count // 3]  # a product has two in the backward
-        backward = [(left / data_ranks, right) for left, right in operands[count // 3 :]] + backward
-    return forward + backward
+    ranks = len({(record.data_rank, record.context_rank) for record in records})
+    packs = []
+    for data_rank in sorted({record.data_rank for record in records}):
+        of_rank = [record for record in records if record.data_rank == data_rank]
+        computed: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}  # all stages' together
+        for record in of_rank:
+            computed.setdefault((record.context_rank, record.tensor_rank), []).extend(record.operands)
+        for batch in of_rank[0].packs:
+            operands = [
+                [
+                    Operands(run.recipe, computed[context, tensor], TOLERANCES[run.dtype], ranks)
+                    for tensor in range(run.layout.tp)
+                ]
+                for context in range(run.layout.cp)
+            ]
+            packs.append(Pack(batch, operands))
+    return packs
 
 
 @cache
@@ -161,7 +164,7 @@ def own_packs(directory: Path, operands: Operands | None) -> list[Pack]:
     """All rows in one micro-batch."""
     tokens = 1 if operands is None else FP8Config(recipe=operands.recipe).tokens
     batch = PackedBatch.pack(rows_of(directory), Padding(1, tokens))
-    return [Pack(batch, [] if operands is None else [operands])]
+    return [Pack(batch, [] if operands is None else [[operands]])]
 
 
 def gradients_of(
@@ -191,19 +194,27 @@ def largest(errors: dict[str, float]) -> float:
     return torch.tensor(list(errors.values())).max().item()  # NaN, where one is NaN
 
 
-def exact_of(run: Run, records: list[Record], directory: Path) -> tuple[float, dict[str, Tensor], Weights]:
+def exact_of(
+    run: Run, records: list[list[Record]], directory: Path
+) -> tuple[float, dict[str, Tensor], Weights]:
     """The reference's loss and gradients, on the sides that the run's operands took, and the weights."""
-    *before, packs = updates_of(run, records)
+    *before, last = records
     weights = None
     if before:
-        _, gradients = gradients_of(directory, before[0])
-        weights = stepped(dict(reference.load(directory / "model").named_parameters()), gradients)
+        weights = updated_weights(run, before[0], directory)
         weights = {name: as_kept(name, weight, run) for name, weight in weights.items()}
-    loss, exact = gradients_of(directory, packs, weights=weights)
-    for operands in (each for pack in packs for each in pack.operands):
-        assert operands.computed is not None
-        assert len(operands.quantized) == len(operands.computed), "each product has a counterpart"
+    packs = packs_of(run, last)
+    loss, exact = gradients_of(home_of(run, directory), packs, weights=weights)
+    for operands in (each for pack in packs for of_part in pack.operands for each in of_part):
+        assert not operands.computed, "each product has a counterpart"
     return loss, exact, weights
+
+
+def updated_weights(run: Run, records: list[Record], directory: Path) -> dict[str, Tensor]:
+    """The optimizer's, after an update."""
+    home = home_of(run, directory)
+    _, gradients = gradients_of(home, packs_of(run, records))
+    return stepped(dict(reference.load(home / "model").named_parameters()), gradients)
 
 
 def as_kept(name: str, weight: Tensor, run: Run) -> Tensor:
@@ -240,7 +251,7 @@ def test_in_fp32_the_reference_is_itself_on_the_same_sides(directory: Path, reci
     operands = Operands(recipe)
     _, rounded = gradients_of(directory, own_packs(directory, operands), torch.float32)
     _, own = gradients_of(directory, own_packs(directory, Operands(recipe)))
-    same_sides = Operands(recipe, operands.quantized, TOLERANCES["float32"])
+    same_sides = Operands(recipe, list(operands.quantized), TOLERANCES["float32"])
     _, exact = gradients_of(directory, own_packs(directory, same_sides))
     error = largest(relative_errors(rounded, exact))
     print(f"{recipe}: {error:.2g}, and {largest(relative_errors(rounded, own)):.2g} on its own sides")
@@ -267,10 +278,13 @@ LAYOUTS = [  # with the budget of a micro-batch
     *(
         (Layout(2, tp=2), ALL),
         (Layout(2, **_SP), WHOLE),
-        (Layout(2, pp=2), ALL),
+        (Layout(2, pp=2), WHOLE),
+        (Layout(2, pp=2, vpp=2), WHOLE),
         (Layout(4, **_SP, pp=2), ALL),
     ),
 ]
+# Attention in fp32 has no context parallelism.
+CONTEXT = [Layout(2, cp=2), Layout(4, cp=2, **_SP)]
 
 
 # Megatron keeps weights in FP8 beside bf16 alone, and not those of mxfp8 (settings/sections.py).
@@ -278,45 +292,52 @@ AFTER_AN_UPDATE = {
     "float32": [Layout(1), Layout(2, **_SP, overlap=True)],
     "bfloat16": [Layout(1), Layout(2), Layout(2, overlap=True), Layout(2, **_SP)],
 }
+RESUMED = [Layout(1), Layout(2, **_SP)]
 
 
 QUICK = [
     *(Run("tensorwise", "float32"), Run("blockwise", "float32")),
-    Run("tensorwise", "bfloat16", weights=True, is_second=True),
+    Run("tensorwise", "bfloat16", weights=True, is_second=True, is_resumed=True),
 ]
 
 
-def runs(dtype: str, faults: bool = False, layouts: bool = False) -> pytest.MarkDecorator:
-    """`make test` has QUICK, `make proof` all."""
-    params = []
+def after_an_update(recipe: str, dtype: str) -> list[Run]:
+    weights = dtype == "bfloat16"
+    if weights and recipe == "mxfp8":
+        return []
+    run = Run(recipe, dtype, weights=weights, is_second=True)
+    resumed = [run._replace(layout=layout, is_resumed=True) for layout in RESUMED]
+    return [*(run._replace(layout=layout) for layout in AFTER_AN_UPDATE[dtype]), *resumed]
+
+
+def every_run(dtype: str) -> pytest.MarkDecorator:
+    runs: list[Run] = []
     for recipe in DEVICES:
-        each = [Run(recipe, dtype)]
-        has_weights = dtype == "bfloat16"
-        if faults:
-            each = [Run(recipe, dtype, fault) for fault in FAULTS[recipe]]
-        elif not (has_weights and recipe == "mxfp8"):
-            each += [
-                Run(recipe, dtype, layout=layout, weights=has_weights, is_second=True)
-                for layout in AFTER_AN_UPDATE[dtype]
-            ]
-        if layouts:
-            each += [Run(recipe, dtype, layout=layout, budget=budget) for layout, budget in LAYOUTS]
-        for run in each:
-            is_quick = run in QUICK
-            params.append(pytest.param(run, id=str(run), marks=() if is_quick else pytest.mark.proof))
+        runs += [Run(recipe, dtype), *after_an_update(recipe, dtype)]
+        if dtype == "float32":
+            runs += [Run(recipe, dtype, layout=layout, budget=budget) for layout, budget in LAYOUTS]
+        else:
+            runs += [Run(recipe, dtype, layout=layout) for layout in CONTEXT]
+    return of_runs(runs)
+
+
+def of_runs(runs: list[Run]) -> pytest.MarkDecorator:
+    """`make test` has QUICK, `make proof` all."""
+    params = [pytest.param(run, id=str(run), marks=() if run in QUICK else pytest.mark.proof) for run in runs]
     return pytest.mark.parametrize("run", params)
 
 
-@runs("float32", layouts=True)
+@every_run("float32")
 def test_with_fp32_beside_fp8_the_gradients_are_those_of_the_emulation(
     computed: dict[Run, Computed], directory: Path, run: Run
 ) -> None:
-    result, records = computed[run]
+    result, records, _ = computed[run]
     assert result.error is None
     loss, exact, weights = exact_of(run, records, directory)
     errors = relative_errors(result.gradients, exact)
-    _, without = gradients_of(directory, own_packs(directory, None), weights=weights)
-    _, own = gradients_of(directory, own_packs(directory, Operands(run.recipe)), weights=weights)
+    home = home_of(run, directory)
+    _, without = gradients_of(home, own_packs(home, None), weights=weights)
+    _, own = gradients_of(home, own_packs(home, Operands(run.recipe)), weights=weights)
     effects = relative_errors(without, exact)
     own_error = largest(relative_errors(result.gradients, own))
     print(
@@ -329,29 +350,75 @@ def test_with_fp32_beside_fp8_the_gradients_are_those_of_the_emulation(
     assert min(effects.values()) > (0.05 if run.is_second else 0.1), "FP8 changes every gradient"
 
 
-@runs("bfloat16")
+@every_run("bfloat16")
 def test_in_bf16_the_error_is_that_of_the_emulation(
     computed: dict[Run, Computed], directory: Path, run: Run
 ) -> None:
-    result, records = computed[run]
+    result, records, _ = computed[run]
     assert result.error is None
     _, exact, _ = exact_of(run, records, directory)
-    errors = relative_errors(result.gradients, exact)
-    rounded = Operands(run.recipe)
-    _, in_bf16 = gradients_of(directory, own_packs(directory, rounded), torch.bfloat16)
-    same_sides = Operands(run.recipe, rounded.quantized, TOLERANCES[run.dtype])
-    _, of_rounded = gradients_of(directory, own_packs(directory, same_sides))
-    bound = 2 * largest(relative_errors(in_bf16, of_rounded))
+    errors, bound = relative_errors(result.gradients, exact), bf16_bound(run, directory)
     print(f"{run}: {largest(errors):.2g}, bound {bound:.2g}")
     assert largest(errors) <= bound, max(errors, key=errors.__getitem__)
 
 
-@runs("float32", faults=True)
+def bf16_bound(run: Run, directory: Path) -> float:
+    """Twice the error of the emulation in bf16 from itself in fp64."""
+    rounded = Operands(run.recipe)
+    _, in_bf16 = gradients_of(directory, own_packs(directory, rounded), torch.bfloat16)
+    same_sides = Operands(run.recipe, list(rounded.quantized), TOLERANCES[run.dtype])
+    _, of_rounded = gradients_of(directory, own_packs(directory, same_sides))
+    return 2 * largest(relative_errors(in_bf16, of_rounded))
+
+
+EXPORTED = [run for dtype in TOLERANCES for recipe in DEVICES for run in after_an_update(recipe, dtype)]
+
+
+@of_runs(EXPORTED)
+def test_an_update_is_exported(computed: dict[Run, Computed], directory: Path, run: Run) -> None:
+    """With an error of at most that of its rounding, and half of it for what differs in the update."""
+    _, records, exported = computed[run]
+    error = export_error(run, records, exported, directory)
+    print(f"{run}: {error:.2g} of the rounding")
+    assert error <= 1.5
+
+
+def export_error(
+    run: Run, records: list[list[Record]], exported: dict[str, Tensor] | None, directory: Path
+) -> float:
+    """The largest error of a weight after an update, as a part of that by rounding it."""
+    weights = updated_weights(run, records[0], directory)
+    assert exported is not None and exported.keys() == weights.keys()
+    errors = relative_errors({name: tensor.double() for name, tensor in exported.items()}, weights)
+    return largest({name: errors[name] / rounding_of(name, weight, run) for name, weight in weights.items()})
+
+
+def rounding_of(name: str, weight: Tensor, run: Run) -> float:
+    """The relative error of a weight by rounding it as the run does, or what an update's error may add."""
+    if run.weights and name.endswith("_proj.weight"):
+        rounded = Quantized(run.recipe, is_weight=True).along_rows(weight)
+    else:
+        rounded = as_kept(name, weight, run)
+    return max(BOUND, relative_errors({name: rounded}, {name: weight})[name])
+
+
+FAULTY = [
+    *(Run(recipe, "float32", fault) for recipe in DEVICES for fault in FAULTS[recipe]),
+    Run("tensorwise", "float32", "columns of another token", Layout(2, pp=2, vpp=2), WHOLE),
+    Run("tensorwise", "bfloat16", "columns of another token", Layout(2, cp=2)),
+    Run("tensorwise", "bfloat16", "a scale off by 2", weights=True, is_second=True, is_resumed=True),
+]
+
+
+@of_runs(FAULTY)
 def test_a_fault_is_seen(computed: dict[Run, Computed], directory: Path, run: Run) -> None:
-    result, records = computed[run]
+    result, records, exported = computed[run]
     assert result.error is None
     assert result.reached, "nothing ran the code with the fault"
     _, exact, _ = exact_of(run, records, directory)
     error = largest(relative_errors(result.gradients, exact))
     print(f"{run}: {error:.2g}, {result.reached} calls")
-    assert not error <= 100 * BOUND  # a gradient of NaN is found, too
+    bound = 100 * BOUND if run.dtype == "float32" else bf16_bound(run, directory)
+    assert not error <= bound  # a gradient of NaN is found, too
+    if run.is_resumed:
+        assert not export_error(run, records, exported, directory) <= 1.5

@@ -156,6 +156,7 @@ def _load_model(what: str, trained: TrainedModel, is_same_layout: bool) -> None:
                 restore_random_state(loaded["random"])
 
         run_on_all_ranks(what, restore)
+        optimizer.quantize_weights()
 
 
 def _load_reference(what: str, trained: TrainedModel) -> None:

@@ -27,12 +27,15 @@ class Operands:
 
     One operand that rounds to the other side changes all that follows it, by up to as much as FP8 itself
     does. So a reference that another computation is compared with takes the side of that computation's
-    operands, `computed`, where their exact values are within `tolerance` of a middle (`Quantized`).
+    operands, `computed`, where their exact values are within `tolerance` of a middle (`Quantized`). Pipeline
+    schedules have an order of their own: each product takes the nearest pair out of `computed`, which several
+    micro-batches may share.
     """
 
     recipe: str
-    computed: Sequence[tuple[Tensor, Tensor]] | None = None
+    computed: list[tuple[Tensor, Tensor]] | None = None
     tolerance: float = 0.0  # of a block's largest value
+    ranks: int = 1  # `computed` has gradients of as many times the loss
     quantized: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # what the products have read
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -42,24 +45,48 @@ class Operands:
 
     def of_x(self, grad: Tensor, weight: Tensor) -> Tensor:
         _, weights, gradients = quantizers(self.recipe)
-        left, right = self._pair(gradients.along_rows, grad, weights.along_columns, weight)
+        left, right = self._pair(gradients.along_rows, grad, weights.along_columns, weight, self.ranks)
         return left @ right
 
     def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
         inputs, _, gradients = quantizers(self.recipe)
-        left, right = self._pair(gradients.along_columns, grad, inputs.along_columns, x)
+        left, right = self._pair(gradients.along_columns, grad, inputs.along_columns, x, self.ranks)
         return left.T @ right
 
     def _pair(
-        self, of_left: Rounding, left: Tensor, of_right: Rounding, right: Tensor
+        self, of_left: Rounding, left: Tensor, of_right: Rounding, right: Tensor, ranks: int = 1
     ) -> tuple[Tensor, Tensor]:
-        computed = (None, None) if self.computed is None else self.computed[len(self.quantized)]
+        computed = (None, None) if self.computed is None else self._nearest(left, right, ranks)
         pair = (
             of_left(left, computed[0], self.tolerance),
             of_right(right, computed[1], self.tolerance),
         )
         self.quantized.append(pair)
         return pair
+
+    def _nearest(self, left: Tensor, right: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+        """Take the pair out of `computed` that is nearest to these operands."""
+        assert self.computed is not None
+
+        def distance(number: int) -> float:
+            assert self.computed is not None
+            pair = self.computed[number]
+            if (pair[0].shape, pair[1].shape) != (left.shape, right.shape):
+                return math.inf
+            return _distance(pair[0] / ranks, left) + _distance(pair[1], right)
+
+        distances = [distance(number) for number in range(len(self.computed))]
+        nearest = min(range(len(distances)), key=distances.__getitem__, default=None)
+        assert nearest is not None and distances[nearest] < math.inf, "a product has no counterpart"
+        computed = self.computed.pop(nearest)
+        return computed[0] / ranks, computed[1]
+
+
+def _distance(computed: Tensor, exact: Tensor) -> float:
+    """Of two matrices, as a part of the size of the second; finite, whatever a fault has computed."""
+    size = exact.detach().double().norm().clamp(min=1e-30)
+    distance = (computed.double() - exact.detach().double()).norm() / size
+    return float(distance.nan_to_num(nan=1e30, posinf=1e30))
 
 
 class _Product(torch.autograd.Function):
@@ -79,22 +106,24 @@ class _Product(torch.autograd.Function):
 
 
 class PackedModel:
-    """The model over a pack of sequences, alone or divided over tensor-parallel ranks.
+    """The model over a pack of sequences, alone or divided over context- and tensor-parallel ranks.
 
     Megatron's layers have q, k and v in one weight, and gate and up: these share scales, and their gradients.
     A rank has some heads, and some columns of the MLP: it quantizes its own parts of the weights, and of what
-    its heads and columns compute; what all ranks read is quantized as a whole.
+    its heads and columns compute; what all ranks read is quantized as a whole. A context-parallel rank has
+    some tokens, and quantizes what is computed of these.
     """
 
-    def __init__(self, config: Any, weights: Weights, operands: Sequence[Operands] = ()) -> None:
-        """`config`: a Qwen3Config; `weights`: by their names in files; `operands`: of each rank; none: no
-        FP8.
+    def __init__(self, config: Any, weights: Weights, operands: Sequence[Sequence[Operands]] = ()) -> None:
+        """`config`: a Qwen3Config; `weights`: by their names in files; `operands`: of each context-parallel
+        rank, those of its tensor-parallel ranks; none: no FP8.
         """
         self.config, self.weights, self.operands = config, weights, operands
-        self.ranks = max(1, len(operands))
+        self.ranks = len(operands[0]) if operands else 1
 
     def logits(self, token_t: Tensor, lengths: list[int]) -> Tensor:
         """[t, v] of a pack of sequences with these `lengths`."""
+        self.parts = [_tokens_of(part, len(self.operands), lengths) for part in range(len(self.operands))]
         position_t = torch.cat([torch.arange(length) for length in lengths])
         sequence_t = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         is_before_tt = torch.arange(len(token_t))[:, None] >= torch.arange(len(token_t))
@@ -162,5 +191,18 @@ class PackedModel:
     def _product(self, x: Tensor, weight: Tensor, rank: int) -> Tensor:
         if not self.operands:
             return x @ weight.T
-        product: Tensor = _Product.apply(x, weight, self.operands[rank])  # type: ignore[no-untyped-call]
-        return product
+        products: list[Tensor] = [
+            _Product.apply(x[part_t], weight, operands[rank])  # type: ignore[no-untyped-call]
+            for part_t, operands in zip(self.parts, self.operands, strict=True)
+        ]
+        return torch.cat(products)[torch.cat(self.parts).argsort()]
+
+
+def _tokens_of(rank: int, ranks: int, lengths: list[int]) -> Tensor:
+    """The tokens of a context-parallel rank: of each sequence in 2 `ranks` chunks, one from either end."""
+    places, begin = [], 0
+    for length in lengths:
+        chunks = torch.arange(begin, begin + length).tensor_split(2 * ranks)
+        places += [chunks[rank], chunks[-1 - rank]]
+        begin += length
+    return torch.cat(places)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from helpers.cases.gradient_cases import ALL
-from helpers.distributed import run_number
-from helpers.workers.emulated_faults import NO_FAULT, Faults, Result, _calls, changed, updated
+from helpers.distributed import forget_layout, run_number
+from helpers.workers.emulated_faults import NO_FAULT, Fault, Faults, Result, _calls, changed, updated
 from helpers.workers.gradient_worker import Case, Layout, config_of
 from megatron_gvpo.megatron.batch import PackedBatch
 
@@ -27,7 +27,8 @@ Operands = list[tuple[Tensor, Tensor]]
 class Run(NamedTuple):
     """An update in FP8 in a layout, in micro-batches of `budget` tokens, and perhaps with a fault.
 
-    `weights`: they are kept in FP8. `is_second`: an update on the same rows has changed the weights before.
+    `weights`: they are kept in FP8. `is_second`: an update on the same rows has changed the weights before;
+    `is_resumed`: and a checkpoint has kept them since.
     """
 
     recipe: str
@@ -37,20 +38,27 @@ class Run(NamedTuple):
     budget: int = ALL
     weights: bool = False
     is_second: bool = False
+    is_resumed: bool = False
 
     def __str__(self) -> str:
         parts = [self.recipe, self.dtype, str(self.layout)]
         parts += ["micro-batches"] * (self.budget != ALL) + ["weights"] * self.weights
-        return f"{', '.join([*parts, *['after an update'] * self.is_second])}: {self.fault}"
+        parts += ["after an update"] * self.is_second + ["resumed"] * self.is_resumed
+        return f"{', '.join(parts)}: {self.fault}"
+
+    @property
+    def model(self) -> str:
+        """The directory of its model, of a layer for each stage."""
+        return "deep/model" if self.layout.vpp > 1 else "model"
 
 
 @dataclass(frozen=True)
 class Record:
-    """A rank's micro-batches, and the operands of its products in FP8, in their order."""
+    """A rank's micro-batches in an update, and the operands of its products in FP8."""
 
     tensor_rank: int
+    context_rank: int
     data_rank: int
-    stage: int
     packs: list[PackedBatch]
     operands: Operands
 
@@ -212,18 +220,17 @@ FAULTS: dict[str, Faults] = {
 
 
 def run(directory: str) -> None:
-    """Write results-LAYOUT.pt, {Run: Result}, and a rank's records-LAYOUT-RANK.pt, {Run: Record}. work.pt:
-    {Run: Case}.
+    """Write results-LAYOUT.pt, {Run: Result}, exports-LAYOUT.pt, {Run: the weights after its first update},
+    and a rank's records-LAYOUT-RANK.pt, {Run: its updates' Records}. work.pt: {Run: Case}.
     """
-    from megatron.core import parallel_state
-
     from megatron_gvpo.megatron.policy import Policy
 
     folder = Path(directory)
     work: dict[Run, Case] = torch.load(folder / "work.pt", weights_only=False)
     layout = list(dict.fromkeys(run.layout for run in work))[run_number()]
     results: dict[Run, Result] = {}
-    records: dict[Run, Record] = {}
+    records: dict[Run, list[Record]] = {}
+    exports: dict[Run, dict[str, Tensor]] = {}
     runs = [run for run in work if run.layout == layout]
     for _, of_model in itertools.groupby(runs, key=lambda run: run._replace(fault="")):
         policy = None
@@ -231,19 +238,56 @@ def run(directory: str) -> None:
             print(run, flush=True)
             config = config_of(work[run], layout, folder)
             policy = policy or Policy.of(config)
-            with recorded() as operands, packed() as packs:
-                if run.is_second:
+            records[run] = []
+            fault = {"nothing": NO_FAULT, **FAULTS[run.recipe]}[run.fault]
+            if run.is_second:
+                with _record(records[run]):
                     policy.update(work[run].rows, at_step_start=work[run].at_step_start)
-                fault = {"nothing": NO_FAULT, **FAULTS[run.recipe]}[run.fault]
-                results[run] = updated(fault, policy, work[run], config)
-            records[run] = Record(
-                parallel_state.get_tensor_model_parallel_rank(),
-                parallel_state.get_data_parallel_rank(),
-                parallel_state.get_pipeline_model_parallel_rank(),
-                packs,
-                operands,
-            )
-        parallel_state.destroy_model_parallel()
+            reached = 0
+            if run.is_resumed:
+                policy, reached = _resumed(policy, config, folder, fault)
+                fault = NO_FAULT
+            if run.is_second:
+                exports[run] = {name: tensor.cpu().clone() for name, tensor in policy.weights()}
+            with _record(records[run]):
+                result = updated(fault, policy, work[run], config)
+            results[run] = replace(result, reached=result.reached + reached)
+        forget_layout()
     torch.save(records, folder / f"records-{layout}-{dist.get_rank()}.pt")
     if dist.get_rank() == 0:
         torch.save(results, folder / f"results-{layout}.pt")
+        torch.save(exports, folder / f"exports-{layout}.pt")
+
+
+@contextlib.contextmanager
+def _record(records: list[Record]) -> Iterator[None]:
+    """Append the record of the update inside."""
+    from megatron.core import parallel_state
+
+    with recorded() as operands, packed() as packs:
+        yield
+    ranks = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+    )
+    records.append(Record(*ranks, packs, operands))
+
+
+def _resumed(policy: Any, config: Any, folder: Path, fault: Fault) -> tuple[Any, int]:
+    """Another policy, with what a checkpoint has kept of this one; a fault is there while it is read.
+
+    With it, the calls of code with the fault.
+    """
+    from megatron_gvpo.megatron.checkpoint.directory import complete_checkpoints
+    from megatron_gvpo.megatron.checkpoint.load import load_policy
+    from megatron_gvpo.megatron.checkpoint.save import save_policy
+
+    checkpoints = folder / "checkpoints"
+    save_policy(checkpoints, 1, policy, {}, keep=1)
+    forget_layout()
+    resumed = policy.of(config)
+    _calls.clear()
+    with fault():
+        load_policy(complete_checkpoints(checkpoints)[-1], resumed)
+    return resumed, len(_calls)
