@@ -125,6 +125,7 @@ def test_a_resumed_run_has_the_date_on_which_it_began(task, tmp_path, caplog):
     assert {prompt.text[-4:-2] for prompt in trainer.components.prompts} == {"20"}
 
 
+@pytest.mark.proof  # test_resharding.py resumes on several ranks
 def test_resume_on_two_ranks(task, tmp_path):
     launch("helpers.workers.trainer_worker:interrupted_and_not", [2], str(task), str(tmp_path))
     assert len(list((tmp_path / "dp2-whole" / "hf").glob("*.safetensors"))) > 2, "it exceeded small constants"

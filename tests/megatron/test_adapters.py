@@ -91,10 +91,8 @@ QUICK = {
     ("untied-all", Layout(1)),
     ("untied-all", Layout(2, **SP)),
     ("untied-qv", Layout(2, tp=2)),
-    ("untied-mlp", Layout(1, **MLP_AGAIN)),
     ("untied-fused", Layout(2, tp=2)),
     ("tied-all", Layout(2, pp=2)),
-    ("qwen3_moe-all", Layout(1)),
     ("qwen3_moe-all", Layout(2, ep=2)),
     ("deepseek_v3-all", Layout(2, **SP)),
 }

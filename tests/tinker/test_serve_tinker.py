@@ -86,6 +86,7 @@ def test_recipes_of_the_cookbook_run_unmodified(tmp_path: Path) -> None:
     assert "grad_norm" in (tmp_path / "rl" / "metrics.jsonl").read_text()  # it has trained
 
 
+@pytest.mark.proof  # test_tinker_sessions.py ends a silent session without a server
 def test_a_client_that_dies_frees_its_session(folder: Path) -> None:
     """Its model makes room for the next client's. A request without the key does not keep it alive."""
     program = "\n".join(

@@ -254,6 +254,7 @@ def test_a_killed_server_gets_the_current_adapter_on_the_base(serving: Serving, 
     run.close()
 
 
+@pytest.mark.proof
 def test_a_run_samples_each_step_from_its_own_adapter(serving: Serving, tmp_path: Path):
     """The trainer's log-probs are the server's in every step, and the last adapter alone is left there."""
     urls = [process.url for process in serving.supervisor.processes]
