@@ -200,9 +200,9 @@ class PackedModel:
 
 def _tokens_of(rank: int, ranks: int, lengths: list[int]) -> Tensor:
     """The tokens of a context-parallel rank: of each sequence in 2 `ranks` chunks, one from either end."""
-    places, begin = [], 0
+    indices, begin = [], 0
     for length in lengths:
         chunks = torch.arange(begin, begin + length).tensor_split(2 * ranks)
-        places += [chunks[rank], chunks[-1 - rank]]
+        indices += [chunks[rank], chunks[-1 - rank]]
         begin += length
-    return torch.cat(places)
+    return torch.cat(indices)
