@@ -83,7 +83,7 @@ class Operands:
 
 
 def _distance(computed: Tensor, exact: Tensor) -> float:
-    """Of two matrices, as a part of the size of the second; finite, whatever a fault has computed."""
+    """The size of the difference, as a part of that of `exact`; finite, whatever a fault has computed."""
     size = exact.detach().double().norm().clamp(min=1e-30)
     distance = (computed.double() - exact.detach().double()).norm() / size
     return float(distance.nan_to_num(nan=1e30, posinf=1e30))
