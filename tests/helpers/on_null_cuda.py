@@ -118,3 +118,15 @@ def phase(result: dict[str, Any], name: str, rank: int = 0) -> dict[str, Any]:
     """One phase of one of the result's ranks, by its place among them."""
     [match] = [one for one in result["ranks"][rank]["phases"] if one["name"] == name]
     return dict(match)
+
+
+def fill(directory: Path) -> None:
+    """Write weights of zeros; an embedding has one other value, because a run refuses one without any."""
+    made_model.fill(directory)
+    for file in directory.glob("*.safetensors"):
+        with file.open("r+b") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            for name, tensor in json.loads(opened.read(size)).items():
+                if name.endswith("embed_tokens.weight"):
+                    opened.seek(8 + size + tensor["data_offsets"][0])
+                    opened.write(b"\x80\x3f")  # 1.0 in bfloat16

@@ -10,7 +10,6 @@ from helpers import on_null_cuda
 from helpers.distributed import launch
 from helpers.on_null_cuda import MIXTURE, QWEN
 
-from megatron_gvpo.rehearsal import made_model
 from megatron_gvpo.rehearsal.command import all_kinds
 from megatron_gvpo.settings.parallel import ParallelConfig
 
@@ -30,7 +29,7 @@ IN_TEST = ("tp2 ep2", "ep4 pp2")
 def test_they_are_what_the_other_ranks_send(name: str, tmp_path: Path) -> None:
     model, world, layout = LAYOUTS[name]
     file = on_null_cuda.write_model(tmp_path, model)
-    made_model.fill(tmp_path / "model")
+    on_null_cuda.fill(tmp_path / "model")
     launch(
         "helpers.workers.stand_in_worker:run",
         [world],

@@ -11,8 +11,6 @@ from helpers import on_null_cuda
 from helpers.distributed import launch
 from helpers.on_null_cuda import MIXTURE, QWEN, phase
 
-from megatron_gvpo.rehearsal import made_model
-
 pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
 LAYOUTS = {
@@ -35,7 +33,7 @@ IN_TEST = ("tp2",)
 def test_weights_gradients_and_optimizer_have_the_bytes_of_a_cpu_world(name: str, tmp_path: Path) -> None:
     model, layout = LAYOUTS[name]
     file = on_null_cuda.write_model(tmp_path, model)
-    made_model.fill(tmp_path / "model")
+    on_null_cuda.fill(tmp_path / "model")
     launch("helpers.workers.state_worker:run", [4], str(file), str(tmp_path), *layout)
     result = on_null_cuda.rehearse(str(file), *layout, "--world", "4", "--ranks", "all-kinds")
     ranks = [one["rank"] for one in result["ranks"]]
