@@ -406,7 +406,7 @@ FAULTY = [
     *(Run(recipe, "float32", fault) for recipe in DEVICES for fault in FAULTS[recipe]),
     Run("tensorwise", "float32", "columns of another token", Layout(2, pp=2, vpp=2), WHOLE),
     Run("tensorwise", "bfloat16", "columns of another token", Layout(2, cp=2)),
-    Run("tensorwise", "bfloat16", "a scale off by 2", weights=True, is_second=True, is_resumed=True),
+    Run("tensorwise", "bfloat16", "weights as they were read", weights=True, is_second=True, is_resumed=True),
 ]
 
 

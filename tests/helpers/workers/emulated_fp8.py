@@ -219,6 +219,18 @@ FAULTS: dict[str, Faults] = {
 }
 
 
+@contextlib.contextmanager
+def _weights_as_they_were_read() -> Iterator[None]:
+    """After a load, weights in FP8 are not quantized again from the masters."""
+    from megatron_gvpo.megatron.optimizer import Optimizer
+
+    with mock.patch.object(Optimizer, "quantize_weights", lambda _: _calls.append("quantize_weights")):
+        yield
+
+
+ON_RESUME: Faults = {"weights as they were read": _weights_as_they_were_read}
+
+
 def run(directory: str) -> None:
     """Write results-LAYOUT.pt, {Run: Result}, exports-LAYOUT.pt, {Run: the weights after its first update},
     and a rank's records-LAYOUT-RANK.pt, {Run: its updates' Records}. work.pt: {Run: Case}.
@@ -232,14 +244,16 @@ def run(directory: str) -> None:
     records: dict[Run, list[Record]] = {}
     exports: dict[Run, dict[str, Tensor]] = {}
     runs = [run for run in work if run.layout == layout]
-    for _, of_model in itertools.groupby(runs, key=lambda run: run._replace(fault="")):
+    for _, of_model in itertools.groupby(
+        runs, key=lambda run: run if run.is_second else run._replace(fault="")
+    ):
         policy = None
         for run in of_model:
             print(run, flush=True)
             config = config_of(work[run], layout, folder)
             policy = policy or Policy.of(config)
             records[run] = []
-            fault = {"nothing": NO_FAULT, **FAULTS[run.recipe]}[run.fault]
+            fault = {"nothing": NO_FAULT, **FAULTS[run.recipe], **ON_RESUME}[run.fault]
             if run.is_second:
                 with _record(records[run]):
                     policy.update(work[run].rows, at_step_start=work[run].at_step_start)
