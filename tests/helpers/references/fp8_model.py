@@ -1,4 +1,4 @@
-"""Qwen3 over a pack of sequences with its matrix products in FP8, written out for autograd.
+"""Qwen3 and Qwen3-MoE over packs of sequences, with matrix products in FP8, written out for autograd.
 
 An emulation that is independent of Transformer Engine, megatron-core and megatron_gvpo/emulation/: FP8 is
 fp8_quantized.py, and without FP8 the model equals that of `transformers` (a test).
@@ -17,8 +17,13 @@ from torch import Tensor
 
 from helpers.references.fp8_quantized import quantizers
 
+EXPERT_ROWS = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}  # an expert's rows are a multiple of it
 Weights = dict[str, Tensor]
 Rounding = Callable[[Tensor, Tensor | None, float], Tensor]
+
+
+class NoCounterpartError(AssertionError):
+    """No pair of the other computation has the operands' shapes: its experts have other tokens."""
 
 
 @dataclass
@@ -77,7 +82,8 @@ class Operands:
 
         distances = [distance(number) for number in range(len(self.computed))]
         nearest = min(range(len(distances)), key=distances.__getitem__, default=None)
-        assert nearest is not None and distances[nearest] < math.inf, "a product has no counterpart"
+        if nearest is None or distances[nearest] == math.inf:
+            raise NoCounterpartError("a product has no counterpart")
         computed = self.computed.pop(nearest)
         return computed[0] / ranks, computed[1]
 
@@ -112,18 +118,39 @@ class PackedModel:
     A rank has some heads, and some columns of the MLP: it quantizes its own parts of the weights, and of what
     its heads and columns compute; what all ranks read is quantized as a whole. A context-parallel rank has
     some tokens, and quantizes what is computed of these.
+
+    An expert reads its tokens of all ranks together, with rows of zeros up to a size that FP8's kernels take.
     """
 
-    def __init__(self, config: Any, weights: Weights, operands: Sequence[Sequence[Operands]] = ()) -> None:
-        """`config`: a Qwen3Config; `weights`: by their names in files; `operands`: of each context-parallel
-        rank, those of its tensor-parallel ranks; none: no FP8.
+    def __init__(
+        self,
+        config: Any,
+        weights: Weights,
+        operands: Sequence[Sequence[Operands]] = (),
+        routes: list[Tensor] | None = None,
+        tolerance: float = 0.0,
+    ) -> None:
+        """`config`: a Qwen3Config, or a Qwen3MoeConfig; `weights`: by their names in files; `operands`: of
+        each part of the tokens, those of its tensor-parallel ranks; none: no FP8. Experts take the first.
+
+        `routes`: of another computation, whether each token of a part went to each expert, in any order. A
+        token goes there, too, where its own experts' scores are higher by at most `tolerance` times the
+        largest.
         """
         self.config, self.weights, self.operands = config, weights, operands
         self.ranks = len(operands[0]) if operands else 1
+        self.routes, self.tolerance = routes, tolerance
 
-    def logits(self, token_t: Tensor, lengths: list[int]) -> Tensor:
-        """[t, v] of a pack of sequences with these `lengths`."""
-        self.parts = [_tokens_of(part, len(self.operands), lengths) for part in range(len(self.operands))]
+    def logits(self, token_t: Tensor, lengths: list[int], packs: Sequence[int] = ()) -> Tensor:
+        """[t, v] of sequences with these `lengths`.
+
+        `packs`: the numbers of tokens of several ranks' packs, one behind the other, which are the parts;
+        without, the parts are those of context-parallel ranks.
+        """
+        if packs:
+            self.parts = list(torch.arange(len(token_t)).split(list(packs)))
+        else:
+            self.parts = [_tokens_of(part, len(self.operands), lengths) for part in range(len(self.operands))]
         position_t = torch.cat([torch.arange(length) for length in lengths])
         sequence_t = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         is_before_tt = torch.arange(len(token_t))[:, None] >= torch.arange(len(token_t))
@@ -136,7 +163,10 @@ class PackedModel:
                 self._heads(normed, name, rank, position_t, is_seen_tt) for rank in self._each()
             )
             normed = self._norm(x, f"{name}.post_attention_layernorm")
-            x = x + self._sum(self._mlp(normed, name, rank) for rank in self._each())
+            if f"{name}.mlp.gate.weight" in self.weights:
+                x = x + self._experts(normed, name)
+            else:
+                x = x + self._sum(self._mlp(normed, name, rank) for rank in self._each())
         return self._norm(x, "model.norm") @ self.weights["lm_head.weight"].T
 
     def _each(self) -> range:
@@ -165,6 +195,51 @@ class PackedModel:
         gate, up = self._product(normed, torch.cat(columns), rank).chunk(2, 1)
         down = self.weights[f"{name}.mlp.down_proj.weight"]
         return self._product(F.silu(gate) * up, down.chunk(self.ranks, 1)[rank], rank)
+
+    def _experts(self, normed: Tensor, name: str) -> Tensor:
+        """A token's experts count by the softmax of their scores; the router is not in FP8."""
+        scores = normed @ self.weights[f"{name}.mlp.gate.weight"].T
+        is_chosen = self._chosen(scores.detach().double())
+        share = scores.masked_fill(~is_chosen, -math.inf).softmax(-1)
+        out = torch.zeros_like(normed)
+        for expert, token_s in enumerate(is_chosen_t.nonzero()[:, 0] for is_chosen_t in is_chosen.T):
+            if len(token_s):
+                shared = share[token_s, expert, None]
+                out = out.index_add(
+                    0, token_s, self._expert(normed[token_s], shared, f"{name}.mlp.experts.{expert}")
+                )
+        return out
+
+    def _expert(self, x: Tensor, share: Tensor, name: str) -> Tensor:
+        gate, up, down = (self.weights[f"{name}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        multiple = EXPERT_ROWS[self.operands[0][0].recipe] if self.operands else 1
+        padding = (0, 0, 0, -len(x) % multiple)
+        gate, up = self._by_expert(F.pad(x, padding), torch.cat([gate, up])).chunk(2, 1)
+        return self._by_expert(F.silu(gate) * up * F.pad(share, padding), down)[: len(x)]
+
+    def _by_expert(self, x: Tensor, weight: Tensor) -> Tensor:
+        if not self.operands:
+            return x @ weight.T
+        out: Tensor = _Product.apply(x, weight, self.operands[0][0])  # type: ignore[no-untyped-call]
+        return out
+
+    def _chosen(self, scores: Tensor) -> Tensor:
+        """[t, experts]: True for a token's experts."""
+        best = scores.topk(self.config.num_experts_per_tok).indices
+        is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, best, True)
+        if self.routes is None:
+            return is_chosen
+        for part_t in self.parts:
+            own = is_chosen[part_t]
+            differences = [
+                (route != own).sum().item() if route.shape == own.shape else math.inf for route in self.routes
+            ]
+            other = self.routes.pop(min(range(len(differences)), key=differences.__getitem__))
+            part = scores[part_t]
+            lost = (part * own).sum(1) - (part * other).sum(1)
+            is_near = lost <= self.tolerance * part.abs().amax(1)
+            is_chosen[part_t] = torch.where(is_near[:, None], other, own)
+        return is_chosen
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         scale = (x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -29,8 +30,12 @@ class Quantized:
             "mxfp8": (1, 32),
         }[self.recipe]
 
+        rows, columns = x.shape
+
         def in_blocks(matrix: Tensor) -> Tensor:
-            return matrix.unflatten(1, (-1, width)).unflatten(0, (-1, height))
+            """The last blocks are smaller, if the size says so: zeros change no other number."""
+            whole = F.pad(matrix, (0, -columns % width, 0, -rows % height))
+            return whole.unflatten(1, (-1, width)).unflatten(0, (-1, height))
 
         x = in_blocks(x.detach().float())
         amax = x.abs().amax((1, 3), keepdim=True)
@@ -40,7 +45,7 @@ class Quantized:
             other = self._rounded(in_blocks(computed.float()), scale)
             further = (other - x).abs() - (quantized - x).abs()
             quantized = torch.where(further <= tolerance * amax, other, quantized)
-        return quantized.flatten(2, 3).flatten(0, 1)
+        return quantized.flatten(2, 3).flatten(0, 1)[:rows, :columns]
 
     def along_columns(self, x: Tensor, computed: Tensor | None = None, tolerance: float = 0.0) -> Tensor:
         return self.along_rows(x.T, None if computed is None else computed.T, tolerance).T

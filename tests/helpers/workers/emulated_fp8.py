@@ -48,19 +48,22 @@ class Run(NamedTuple):
 
     @property
     def model(self) -> str:
-        """The directory of its model, of a layer for each stage."""
+        """The directory of its model, of a layer for each stage; with ep, a mixture of experts."""
+        if self.layout.ep > 1:
+            return "experts/model"
         return "deep/model" if self.layout.vpp > 1 else "model"
 
 
 @dataclass(frozen=True)
 class Record:
-    """A rank's micro-batches in an update, and the operands of its products in FP8."""
+    """A rank's micro-batches in an update, its FP8 products' operands, and what its routers chose."""
 
     tensor_rank: int
     context_rank: int
     data_rank: int
     packs: list[PackedBatch]
     operands: Operands
+    routes: list[Tensor]  # of each router and micro-batch: True for a token's experts
 
 
 @contextlib.contextmanager
@@ -88,12 +91,30 @@ def recorded() -> Iterator[Operands]:
     product = gemm.product
 
     def call(a: Any, trans_a: bool, b: Any, trans_b: bool) -> Tensor:
-        if not is_plain(a):
-            operands.append((operand(b, not trans_b).clone(), operand(a, trans_a).clone()))
+        pair = () if is_plain(a) else (operand(b, not trans_b).clone(), operand(a, trans_a).clone())
+        if pair and all(of_pair.numel() for of_pair in pair):  # an expert may have no tokens
+            operands.append(pair)
         return product(a, trans_a, b, trans_b)
 
     with mock.patch.object(gemm, "product", call):
         yield operands
+
+
+@contextlib.contextmanager
+def routed() -> Iterator[list[Tensor]]:
+    """The choices of all routers inside."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    routes: list[Tensor] = []
+    routing = TopKRouter.routing
+
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        weights, is_chosen = routing(self, *args, **options)
+        routes.append(is_chosen.bool().cpu())
+        return weights, is_chosen
+
+    with mock.patch.object(TopKRouter, "routing", call):
+        yield routes
 
 
 def _other_quantizer(change: Callable[[Any], Any]) -> contextlib.AbstractContextManager[None]:
@@ -228,7 +249,86 @@ def _weights_as_they_were_read() -> Iterator[None]:
         yield
 
 
-ON_RESUME: Faults = {"weights as they were read": _weights_as_they_were_read}
+@contextlib.contextmanager
+def _experts_of_the_other_rank() -> Iterator[None]:
+    """A rank loads the experts that another one has saved."""
+    from megatron.core.extensions import transformer_engine
+
+    def other(group: dist.ProcessGroup) -> int:
+        _calls.append("get_pg_rank")
+        return group.size() - 1 - group.rank()
+
+    with mock.patch.object(transformer_engine, "get_pg_rank", other):
+        yield
+
+
+@contextlib.contextmanager
+def _names_of_other_experts() -> Iterator[None]:
+    """An export gives the experts of a rank the numbers of another one's."""
+    from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
+
+    gather = MegatronParamMapping.gather_from_ep_ranks
+
+    def call(*args: Any, **options: Any) -> dict[str, Tensor]:
+        gathered = gather(*args, **options)
+        _calls.append("gather_from_ep_ranks")
+        return dict(zip(gathered, reversed(list(gathered.values())), strict=True))
+
+    with mock.patch.object(MegatronParamMapping, "gather_from_ep_ranks", call):
+        yield
+
+
+@contextlib.contextmanager
+def _norm_of_one_rank() -> Iterator[None]:
+    """The norm that clips has the gradients of the first rank only."""
+    from megatron.core.optimizer import optimizer
+
+    norm = optimizer.get_grad_norm_fp32
+
+    def of_first(gradients: Any, *args: Any, **options: Any) -> Any:
+        _calls.append("get_grad_norm_fp32")
+        return norm([] if dist.get_rank() else gradients, *args, **options)
+
+    with mock.patch.object(optimizer, "get_grad_norm_fp32", of_first):
+        yield
+
+
+@contextlib.contextmanager
+def _one_scale_for_all_experts() -> Iterator[None]:
+    """The tokens of all experts of a rank are quantized together."""
+    import transformer_engine_torch as extension
+
+    from megatron_gvpo.emulation.transformer_engine import fp8
+    from megatron_gvpo.rehearsal.nullcuda.aliases import alias
+
+    largest: list[Tensor] = []  # while the experts' tokens are quantized
+    split, scale_of = extension.split_quantize, fp8.scale_of
+
+    def together(amax: Tensor, *args: Any) -> Tensor:
+        if not largest:
+            return scale_of(amax, *args)
+        _calls.append("scale_of")
+        return scale_of(torch.full_like(amax, largest[0].item()), *args)
+
+    def call(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        largest.append(alias(tensor).float().abs().amax())
+        result = split(tensor, *args, **options)
+        largest.clear()
+        return result
+
+    with mock.patch.object(extension, "split_quantize", call), mock.patch.object(fp8, "scale_of", together):
+        yield
+
+
+OF_EXPERTS: Faults = {
+    "one scale for all experts": _one_scale_for_all_experts,
+    "a norm of one rank": _norm_of_one_rank,
+}
+ON_RESUME: Faults = {
+    "weights as they were read": _weights_as_they_were_read,
+    "experts of the other rank": _experts_of_the_other_rank,
+}
+ON_EXPORT: Faults = {"names of other experts": _names_of_other_experts}
 
 
 def run(directory: str) -> None:
@@ -253,7 +353,8 @@ def run(directory: str) -> None:
             config = config_of(work[run], layout, folder)
             policy = policy or Policy.of(config)
             records[run] = []
-            fault = {"nothing": NO_FAULT, **FAULTS[run.recipe], **ON_RESUME}[run.fault]
+            faults = {"nothing": NO_FAULT, **FAULTS[run.recipe], **OF_EXPERTS, **ON_RESUME, **ON_EXPORT}
+            fault = faults[run.fault]
             if run.is_second:
                 with _record(records[run]):
                     policy.update(work[run].rows, at_step_start=work[run].at_step_start)
@@ -262,7 +363,9 @@ def run(directory: str) -> None:
                 policy, reached = _resumed(policy, config, folder, fault)
                 fault = NO_FAULT
             if run.is_second:
-                exports[run] = {name: tensor.cpu().clone() for name, tensor in policy.weights()}
+                exports[run], reached_there = _exported(policy, ON_EXPORT.get(run.fault, NO_FAULT))
+                reached += reached_there
+                fault = NO_FAULT if run.fault in ON_EXPORT else fault
             with _record(records[run]):
                 result = updated(fault, policy, work[run], config)
             results[run] = replace(result, reached=result.reached + reached)
@@ -273,19 +376,27 @@ def run(directory: str) -> None:
         torch.save(exports, folder / f"exports-{layout}.pt")
 
 
+def _exported(policy: Any, fault: Fault) -> tuple[dict[str, Tensor], int]:
+    """The weights, read with a fault; with them, the calls of code with it."""
+    _calls.clear()
+    with fault():
+        exported = {name: tensor.cpu().clone() for name, tensor in policy.weights()}
+    return exported, len(_calls)
+
+
 @contextlib.contextmanager
 def _record(records: list[Record]) -> Iterator[None]:
     """Append the record of the update inside."""
     from megatron.core import parallel_state
 
-    with recorded() as operands, packed() as packs:
+    with recorded() as operands, packed() as packs, routed() as routes:
         yield
     ranks = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_context_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
     )
-    records.append(Record(*ranks, packs, operands))
+    records.append(Record(*ranks, packs, operands, routes))
 
 
 def _resumed(policy: Any, config: Any, folder: Path, fault: Fault) -> tuple[Any, int]:
