@@ -172,10 +172,10 @@ def _make_chunk_sort_map(tokens: int, of: SimpleNamespace) -> None:
     order = of.sorted_indices_ptr.view(-1)[: of.num_splits].long()
     ends, own = sizes.cumsum(0), torch.arange(tokens)
     chunk = torch.searchsorted(ends, own, right=True)
-    place = (order == chunk[:, None]).int().argmax(1)
+    chunk_after = (order == chunk[:, None]).int().argmax(1)
     begins = sizes[order].cumsum(0) - sizes[order]
     known = chunk.clamp(max=of.num_splits - 1)
-    moved = begins[place] + own - (ends[known] - sizes[known])
+    moved = begins[chunk_after] + own - (ends[known] - sizes[known])
     of.dst_rows_ptr.view(-1)[:tokens] = torch.where(own < ends[-1], moved, own).int()
 
 

@@ -34,8 +34,8 @@ class Quantized:
 
         def in_blocks(matrix: Tensor) -> Tensor:
             """The last blocks are smaller, if the size says so: zeros change no other number."""
-            whole = F.pad(matrix, (0, -columns % width, 0, -rows % height))
-            return whole.unflatten(1, (-1, width)).unflatten(0, (-1, height))
+            padded = F.pad(matrix, (0, -columns % width, 0, -rows % height))
+            return padded.unflatten(1, (-1, width)).unflatten(0, (-1, height))
 
         x = in_blocks(x.detach().float())
         amax = x.abs().amax((1, 3), keepdim=True)
