@@ -147,13 +147,12 @@ def missing(args: argparse.Namespace) -> list[tuple[str, int]]:
 def run(name: str, seed: int, args: argparse.Namespace, end: float) -> dict[str, Any] | None:
     """Train and grade one cell in this process; None if `end`, of the monotonic clock, came first."""
     import torch
+    from lib.smollm2.cells import train_and_grade
     from make_task import make_task
     from model import cached_model, make_model
 
     from megatron_gvpo.settings.config import load_config
     from megatron_gvpo.settings.servers import ENGINES
-    from megatron_gvpo.training.callbacks import Callback
-    from megatron_gvpo.training.trainer import Trainer
 
     torch.set_num_threads(1)
     if not cached_model().exists():
@@ -162,46 +161,24 @@ def run(name: str, seed: int, args: argparse.Namespace, end: float) -> dict[str,
     row = ROWS[name]
     curve: list[float] = []
     lengths: list[float] = []
-    grades: dict[str, float] = {}
     sampled = 0
 
-    class Cell(Trainer):
-        """Grades only the end, and saves nothing."""
-
-        def evaluate(self) -> dict[str, float]:
-            return {}
-
-        def save(self) -> None:
-            pass
-
-    class Measure(Callback):
-        def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
-            nonlocal sampled
-            if step:
-                curve.append(round(metrics["reward/strict"], 4))
-                lengths.append(round(metrics["response/length"], 2))
-                sampled += int(metrics.get("batch/rounds", 1)) * args.problems * args.responses
-            if sampled >= args.steps * args.problems * args.responses:
-                groups, _ = trainer.components.evaluate(step)
-                rewards = [rollout.rewards for group in groups for rollout in group.rollouts]
-                grades.update({key: fmean(reward[key] for reward in rewards) for key in rewards[0]})
-                trainer.stop("this cell has its responses")
-            elif time.monotonic() > end:
-                trainer.stop("--minutes have passed")
+    def has_its_responses(step: int, metrics: Mapping[str, float]) -> bool:
+        nonlocal sampled
+        if step:
+            curve.append(round(metrics["reward/strict"], 4))
+            lengths.append(round(metrics["response/length"], 2))
+            sampled += int(metrics.get("batch/rounds", 1)) * args.problems * args.responses
+        return sampled >= args.steps * args.problems * args.responses
 
     engine = ENGINES["local"]
     if row.stale:
         ENGINES["local"] = f"mismatch:engine_of_stale{row.stale}"
     begin, processor, load = time.perf_counter(), time.process_time(), os.getloadavg()[0]
+    overrides = [f"{key}={json.dumps(value)}" for key, value in overrides_of(row, seed, args).items()]
+    config = load_config([EXAMPLE / "gvpo.yaml"], [f"model.path={cached_model().resolve()}", *overrides])
     try:
-        overrides = [f"{key}={json.dumps(value)}" for key, value in overrides_of(row, seed, args).items()]
-        trainer = Cell(
-            load_config([EXAMPLE / "gvpo.yaml"], [f"model.path={cached_model().resolve()}", *overrides]),
-            [Measure()],
-            overwrite=True,
-        )
-        trainer.fit()
-        trainer.close()
+        grades = train_and_grade(config, has_its_responses, end)
     finally:
         ENGINES["local"] = engine
     if not grades:
