@@ -15,7 +15,7 @@ from megatron_gvpo.training.trainer import Trainer
 def train_and_grade(
     config: Config, is_complete: Callable[[int, Mapping[str, float]], bool], deadline: float = math.inf
 ) -> dict[str, float]:
-    """Train until `is_complete` is true. It is called with step 0 at the start, and with every step's metrics.
+    """Train until `is_complete` is true. It is called at the start, with step 0, and after every step.
 
     Returns the mean of each reward over held-out responses, which are sampled once, at the end; nothing where
     `deadline`, of the monotonic clock, came first. The run saves nothing.
