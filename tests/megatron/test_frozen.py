@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.distributed import launch
+from helpers.inputs import family_task
 from helpers.tiny_run import GVPO, SHORT, configure, fit
 from safetensors.torch import load_file
 
@@ -48,6 +50,22 @@ def test_the_gradient_passes_a_frozen_embedding_where_layers_are_computed_again(
     )
     for name, weight in first.items():
         torch.testing.assert_close(second[name], weight, rtol=1e-5, atol=1e-7)
+
+
+def test_a_frozen_tied_embedding_is_frozen_on_the_last_stage_of_a_pipeline_too(task: Path, tmp_path: Path):
+    """The last stage has a copy as its output layer; Megatron adds its gradient to the first stage's."""
+    tied = family_task.make(task, tmp_path / "tied", "Qwen2 (tied)")
+    words = ("train.steps=1", "model.freeze=[embedding]", "optimizer.eps=1.0e-3")
+    fit(single := configure(tied, tmp_path / "single", *GVPO, *EXPORTED, *words))
+    staged = tmp_path / "staged"
+    arguments = (str(tied), str(staged), *GVPO, *EXPORTED, *words, "parallel.pp=2")
+    launch("helpers.workers.trainer_worker:fit_once", [2], *arguments)
+    before, alone = (
+        load_file(out / "model.safetensors") for out in (tied / "model", tmp_path / "single" / "hf")
+    )
+    for name, weight in load_file(staged / "hf" / "model.safetensors").items():
+        assert torch.equal(weight, before[name]) == ("embed_tokens" in name), name
+        torch.testing.assert_close(weight, alone[name], rtol=0, atol=1e-2 * single.optimizer.lr)
 
 
 def test_muon_without_a_matrix_to_train_is_refused(task: Path, tmp_path: Path):

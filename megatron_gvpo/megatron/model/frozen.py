@@ -52,7 +52,11 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def _named(chunks: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
-    """Each weight with its name, in which layers have their numbers in the whole model, from 0."""
+    """Each weight with its name, in which layers have their numbers in the whole model, from 0.
+
+    The last stage's copy of a tied embedding has the embedding's name: both are frozen, or neither is.
+    Megatron sums their gradients, and a stage whose copy trains would wait for one that has none.
+    """
     for chunk in chunks:
         renamed = {}
         for name, module in chunk.named_modules():
@@ -60,7 +64,10 @@ def _named(chunks: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
                 renamed[name + "."] = f"{name.rpartition('.')[0]}.{number - 1}."
         for name, parameter in chunk.named_parameters():
             prefix = next((prefix for prefix in renamed if name.startswith(prefix)), "")
-            yield renamed.get(prefix, "") + name[len(prefix) :], parameter
+            named = renamed.get(prefix, "") + name[len(prefix) :]
+            if getattr(parameter, "shared_embedding", False):  # Megatron's mark on the tied weights
+                named = named.replace("output_layer.weight", "embedding.word_embeddings.weight")
+            yield named, parameter
 
 
 def _ask_for_gradient(_: Any, __: Any, output: Tensor) -> None:
