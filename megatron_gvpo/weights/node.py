@@ -148,7 +148,7 @@ FIELDS = ("allocation", "bytes", "offset", "counter", "counter_offset", "event",
 
 
 def shared_storage(flat: Tensor) -> dict[str, Any]:
-    """A handle, in JSON values, with which `megatron_gvpo_ipc.opened` maps the storage of `flat`.
+    """A handle, in JSON values, with which `megatron_gvpo_memory.opened` maps the storage of `flat`.
 
     It is good for one mapping. The storage must not change until the other process has released it. If that
     process never maps it, its memory is held until this process ends. Raises ValueError for a tensor on the

@@ -90,16 +90,13 @@ class Broken:
 
 def test_a_service_that_cannot_be_opened_is_named_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", Broken("init"))
-    monkeypatch.delitem(sys.modules, "megatron_gvpo.observe.loggers.wandb_writer", raising=False)
     said = r"^logging.wandb_project=p: Weights & Biases cannot be opened: ConnectionError: no route to host$"
     with pytest.raises(ServiceError, match=said):
         MetricLogger(LoggingConfig(tensorboard=False, wandb_project="p"), tmp_path, resume_step=None)
-    monkeypatch.delitem(sys.modules, "megatron_gvpo.observe.loggers.wandb_writer", raising=False)
 
 
 def test_a_service_that_fails_costs_no_step(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "wandb", Broken("log"))
-    monkeypatch.delitem(sys.modules, "megatron_gvpo.observe.loggers.wandb_writer", raising=False)
     logger = MetricLogger(LoggingConfig(tensorboard=False, wandb_project="p"), tmp_path, resume_step=None)
     with caplog.at_level(logging.WARNING):
         for step in range(3):
@@ -111,7 +108,6 @@ def test_a_service_that_fails_costs_no_step(tmp_path, monkeypatch, caplog):
         "ConnectionError: no route to host; metrics.jsonl has every step"
     )
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
-    monkeypatch.delitem(sys.modules, "megatron_gvpo.observe.loggers.wandb_writer", raising=False)
 
 
 @pytest.mark.parametrize("service", SERVICES, ids=lambda service: service.title)

@@ -218,7 +218,7 @@ print(receiver.model.W_UK_T[1].item())
 def test_temperatures_are_spread_over_drafted_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The function that takes the place of vLLM's on CPUs; real servers need it in test_speculation.py."""
     monkeypatch.syspath_prepend(PLUGINS)
-    from megatron_gvpo_speculation import expand
+    from megatron_gvpo_mends import expand
 
     spread = torch.full((5,), float("nan"))
     expand(spread, torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 2, 5], dtype=torch.int32), 0, 1)

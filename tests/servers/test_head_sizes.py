@@ -156,7 +156,7 @@ def test_adapters_that_only_gpus_serve_are_refused(
 
 def test_engines_read_the_same_model_types_as_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(PLUGINS))
-    plugin = importlib.import_module("megatron_gvpo_model_types")
+    plugin = importlib.import_module("megatron_gvpo_mends")
     assert plugin.SAME_MODEL == SAME_MODEL
 
 

@@ -32,7 +32,7 @@ from megatron_gvpo.weights.transport import PushFailed
 
 sys.path.insert(0, str(PLUGINS))
 
-import megatron_gvpo_ipc
+import megatron_gvpo_memory
 import megatron_gvpo_sglang
 
 # Values as torch makes them: the handle of an allocation, a file with counters, the handle of an event.
@@ -43,7 +43,7 @@ UUID = "9d3c1f5a-0000-1111-2222-333344445555"
 def test_a_handle_goes_as_json_and_comes_back_bit_for_bit():
     sent = json.loads(json.dumps(plain(UUID, VALUES)))
     assert sent["uuid"] == UUID and {"uuid", *FIELDS} == sent.keys()
-    assert megatron_gvpo_ipc.arguments(sent) == VALUES
+    assert megatron_gvpo_memory.arguments(sent) == VALUES
 
 
 def test_handles_have_the_fields_that_torch_takes():
@@ -150,7 +150,7 @@ def test_a_mapped_bucket_is_loaded_whatever_it_is_mapped_from(tmp_path: Path, mo
     assert [name for name, _ in Bucket(specs, flat).tensors()] == ["weight", "bias"]
 
     def opened(handle: dict[str, object], size: int) -> torch.Tensor:
-        assert megatron_gvpo_ipc.arguments(handle) == VALUES
+        assert megatron_gvpo_memory.arguments(handle) == VALUES
         return torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
 
     monkeypatch.setattr(megatron_gvpo_sglang, "opened", opened)

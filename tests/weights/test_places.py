@@ -17,10 +17,8 @@ from megatron_gvpo.weights.group import WeightGroup
 from megatron_gvpo.weights.node import new_name
 
 sys.path.append(str(PLUGINS))
-import megatron_gvpo_store_address
-from megatron_gvpo_allowed_paths import in_memory, in_weights
-from megatron_gvpo_bucket import BucketLayout
-from megatron_gvpo_ipc import tell_gpus
+import megatron_gvpo_mends
+from megatron_gvpo_memory import BucketLayout, in_memory, in_weights, tell_gpus
 
 
 @pytest.fixture
@@ -120,9 +118,7 @@ def test_stores_listen_at_their_address_alone():
     soon = timedelta(seconds=10)
     kept = [host_store("127.0.0.1", 0, 1, soon), host_store("localhost", 0, 1, soon)]
     kept.append(WeightGroup("127.0.0.1", 2, "gloo", 10.0, 10.0))
-    kept.append(
-        megatron_gvpo_store_address.bound_store("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-    )
+    kept.append(megatron_gvpo_mends.bound_store("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False))
     new = listening() - before
     assert len(new) >= 4 and {address for address, _ in new} <= {"127.0.0.1", "::1"}
     kept[0].set("a", "b")

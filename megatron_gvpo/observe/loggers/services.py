@@ -1,6 +1,6 @@
 """The tracking services that a run can log to, each with the key of the section `logging` that names it.
 
-A new service is a class with the methods of `Backend`, made from (name, run), and a line here.
+A new service is a class in `writers.py` and a line here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from megatron_gvpo.observe.alerts import Alert
 from megatron_gvpo.observe.loggers.backend import Backend, RunInfo, Sample
+from megatron_gvpo.observe.loggers.writers import MlflowWriter, SwanlabWriter, TrackioWriter, WandbWriter
 
 if TYPE_CHECKING:
     from megatron_gvpo.settings.sections import LoggingConfig
@@ -33,14 +34,14 @@ class Service(NamedTuple):
     title: str
     package: str  # imported when the key is set
     install: str
-    writer: str  # the class, in the module of this package that has the package's name
+    writer: Callable[[str, RunInfo], Backend]  # made from the project and the run
 
 
 SERVICES = (
-    Service("wandb_project", "Weights & Biases", "wandb", "wandb", "WandbWriter"),
-    Service("trackio_project", "trackio", "trackio", "trackio", "TrackioWriter"),
-    Service("mlflow_experiment", "MLflow", "mlflow", "'megatron-gvpo[mlflow]'", "MlflowWriter"),
-    Service("swanlab_project", "SwanLab", "swanlab", "swanlab", "SwanlabWriter"),
+    Service("wandb_project", "Weights & Biases", "wandb", "wandb", WandbWriter),
+    Service("trackio_project", "trackio", "trackio", "trackio", TrackioWriter),
+    Service("mlflow_experiment", "MLflow", "mlflow", "'megatron-gvpo[mlflow]'", MlflowWriter),
+    Service("swanlab_project", "SwanLab", "swanlab", "swanlab", SwanlabWriter),
 )
 
 
@@ -66,10 +67,9 @@ def open_services(config: LoggingConfig, run: RunInfo, logged_until: int) -> lis
                 f"logging.{service.key}={project!r} needs {service.title}, which cannot be imported "
                 f"({error}): pip install {service.install} (or set logging.{service.key}=null)"
             ) from None
-        module = import_module(f"megatron_gvpo.observe.loggers.{service.package}_writer")
         try:
             with _keeping_handlers():
-                writer = getattr(module, service.writer)(project, run)
+                writer = service.writer(project, run)
         except Exception as error:
             raise ServiceError(
                 f"logging.{service.key}={project}: {service.title} cannot be opened: {_described(error)}"
@@ -90,43 +90,33 @@ class _Tolerant:
         self._logged_until = logged_until
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._writer is not None and step > self._logged_until:
-            try:
-                self._writer.log(step, metrics)
-            except Exception as error:
-                self._give_up(step, error)
+        self._try(step, lambda writer: writer.log(step, metrics))
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
-        if self._writer is not None and step > self._logged_until:
-            try:
-                self._writer.show(step, samples)
-            except Exception as error:
-                self._give_up(step, error)
+        self._try(step, lambda writer: writer.show(step, samples))
 
     def tell(self, alert: Alert) -> None:
-        if self._writer is not None and alert.step > self._logged_until:
-            try:
-                self._writer.tell(alert)
-            except Exception as error:
-                self._give_up(alert.step, error)
+        self._try(alert.step, lambda writer: writer.tell(alert))
 
     def close(self) -> None:
-        if self._writer is not None:
-            try:
-                self._writer.close()
-            except Exception as error:
-                self._give_up(None, error)
+        self._try(None, lambda writer: writer.close())
 
-    def _give_up(self, step: int | None, error: Exception) -> None:
-        self._writer = None
-        when = "at the end of the run" if step is None else f"at step {step}"
-        log.warning(
-            "%s (logging.%s) failed %s and gets no more of this run: %s; metrics.jsonl has every step",
-            self._service.title,
-            self._service.key,
-            when,
-            _described(error),
-        )
+    def _try(self, step: int | None, call: Callable[[Backend], None]) -> None:
+        """Call the service, unless it has failed before, or has this step already. None is the end of the run."""
+        if self._writer is None or (step is not None and step <= self._logged_until):
+            return
+        try:
+            call(self._writer)
+        except Exception as error:
+            self._writer = None
+            when = "at the end of the run" if step is None else f"at step {step}"
+            log.warning(
+                "%s (logging.%s) failed %s and gets no more of this run: %s; metrics.jsonl has every step",
+                self._service.title,
+                self._service.key,
+                when,
+                _described(error),
+            )
 
 
 @contextmanager

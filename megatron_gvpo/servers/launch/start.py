@@ -112,7 +112,7 @@ def _process(
     # Only the server's HTTP interface asks for the key.
     server_key = None if servers.node else key
     launch = DIALECTS[rollout.engine].launch(model, rollout, cards, port, server_key, gpus is not None)
-    # Servers may map and read these directories alone (megatron_gvpo_allowed_paths). A user may name another
+    # Servers may map and read these directories alone (megatron_gvpo_memory). A user may name another
     # directory of weights.
     weights = os.environ.get("MEGATRON_GVPO_WEIGHTS", str(run_directory(output_dir, rollout.weights)))
     launch.environment["MEGATRON_GVPO_MEMORY"] = str(shared_memory())

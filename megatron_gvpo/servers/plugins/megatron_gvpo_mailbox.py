@@ -13,9 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron_gvpo_allowed_paths import in_memory
-from megatron_gvpo_bucket import mapped
-from megatron_gvpo_ipc import opened
+from megatron_gvpo_memory import in_memory, mapped, opened
 
 HEADER = 64  # bytes before the rounds in the file
 POLL = 0.0005  # seconds between two looks at the counters

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_gvpo_bucket import BucketLayout
-from megatron_gvpo_ipc import opened, tell_gpus
+from megatron_gvpo_memory import BucketLayout, opened, tell_gpus
 from megatron_gvpo_patches import apply_patches, check_patched
 from megatron_gvpo_shards import Shards
 

@@ -15,15 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_gvpo_allowed_paths import in_weights
-from megatron_gvpo_bucket import BucketLayout
 from megatron_gvpo_copies import LoadCopies
-from megatron_gvpo_ipc import opened, tell_gpus
-from megatron_gvpo_model_types import add_model_types
+from megatron_gvpo_memory import BucketLayout, in_weights, opened, tell_gpus
+from megatron_gvpo_mends import add_model_types, bind_stores, mend_temperatures
 from megatron_gvpo_patches import apply_patches, check_patched, refuse_rearranged_experts, unpack
 from megatron_gvpo_shards import Shards
-from megatron_gvpo_speculation import mend_temperatures
-from megatron_gvpo_store_address import bind_stores
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -62,7 +58,7 @@ class BucketUpdate(WeightTransferUpdateInfo):
     They come by broadcast, or are in `file` in shared memory, or in a GPU's memory (one of `handles` for each
     rank), or are all files of `directory`. With `counts` they are `size` bytes of patches, by broadcast (see
     megatron_gvpo_patches). With `tell` there are none: the ranks write which GPUs they see (see
-    megatron_gvpo_ipc). With `shards` there are none either: "read_layout" has the ranks read their
+    megatron_gvpo_memory). With `shards` there are none either: "read_layout" has the ranks read their
     layouts, and "receive" has them take part in a sharded push (see megatron_gvpo_shards).
     """
 
