@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.core.section import EVERY_KEY, Section
+from megatron_gvpo.core.user_functions import check_signature, load_function
 from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
 if TYPE_CHECKING:
@@ -120,6 +121,25 @@ class Block(Section):
                     key = f"{above}{field}.{i}" if is_listed else f"{above}{field}"
                     yield BlockAt(key, _label(f"{above}{field}", block, is_listed), block)
                     yield from block.blocks_inside(f"{key}.")
+
+
+class WithFunction(Block):
+    """A block whose work is done by a function of the user's, which is loaded with the configuration."""
+
+    arguments: ClassVar[tuple[str, ...]]  # The function is called with these, and with the options.
+
+    function: str  # "module:function" or "file.py:function"
+    options: dict[str, Any] = Field(default_factory=dict)  # keyword arguments of the function
+
+    @model_validator(mode="after")
+    def _callable(self) -> Self:
+        check_call(self.function, self.arguments, self.options)
+        return self
+
+
+def check_call(function: str, arguments: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Load the user's function, as users name it. Raises ValueError if it cannot be called so."""
+    check_signature(load_function(function), f"f({', '.join(arguments)}, **options)", len(arguments), options)
 
 
 def unless(**options: tuple[bool, str]) -> dict[str, str]:

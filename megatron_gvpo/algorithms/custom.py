@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
-
-from pydantic import Field, model_validator
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from megatron_gvpo.algorithms.base import (
     STEP_START,
@@ -14,6 +12,7 @@ from megatron_gvpo.algorithms.base import (
     Metrics,
     Reference,
     References,
+    WithFunction,
     unless,
 )
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
@@ -21,7 +20,7 @@ from megatron_gvpo.algorithms.shapers.base import Shaper, rewarded
 from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.core.metric_names import OF_EVERY_LOSS, check_name, own_names
 from megatron_gvpo.core.plain_values import NoNumberError, real_number
-from megatron_gvpo.core.user_functions import call_function, check_call, load_function, refused
+from megatron_gvpo.core.user_functions import call_function, refused
 from megatron_gvpo.groups import Group
 from megatron_gvpo.types import LossInputs, TrainBatch
 
@@ -32,24 +31,19 @@ if TYPE_CHECKING:
 _TAKEN = own_names("train/<metric>", OF_EVERY_LOSS) | {f"head/{name}" for name in own_names("head/<metric>")}
 
 
-class CustomLoss(Loss):
+class CustomLoss(WithFunction, Loss):
     """`function(inputs: LossInputs, **options)` -> share, or (share, metrics).
 
     `reads` names the columns that the trainer must fill in: reward or advantage, old and ref log-probs. Set
     `groups` where a response's weight depends on the others of its group: then groups come whole.
     """
 
+    arguments: ClassVar[tuple[str, ...]] = ("inputs",)
+
     name: Literal["custom"] = "custom"
-    function: str
-    options: dict[str, Any] = Field(default_factory=dict)
     reads: tuple[Literal["reward", "advantage", "old", "ref"], ...] = ("advantage",)
     groups: bool = False
     reference: Reference = Reference(name="fixed")
-
-    @model_validator(mode="after")
-    def _callable(self) -> Self:
-        check_call(load_function(self.function), "f(inputs, **options)", 1, self.options)
-        return self
 
     @property
     def idle_options(self) -> dict[str, str]:
@@ -97,23 +91,17 @@ class CustomLoss(Loss):
         return share, dict(metrics)
 
 
-class CustomEstimator(Advantage):
+class CustomEstimator(WithFunction, Advantage):
     """`function(rows: TrainBatch, **options)` -> advantages [n], of all rows of an optimizer step.
 
     `compares`: true if it compares the responses of a prompt; then rollout.n = 1 is refused.
     """
 
     makes_rewards: ClassVar[bool] = True
+    arguments: ClassVar[tuple[str, ...]] = ("rows",)
 
     name: Literal["custom"] = "custom"
-    function: str
-    options: dict[str, Any] = Field(default_factory=dict)
     compares: bool = True
-
-    @model_validator(mode="after")
-    def _callable(self) -> Self:
-        check_call(load_function(self.function), "f(rows, **options)", 1, self.options)
-        return self
 
     @property
     def needs_group(self) -> bool:
@@ -138,7 +126,7 @@ class CustomEstimator(Advantage):
         return advantage_n, {}
 
 
-class CustomMember(Member):
+class CustomMember(WithFunction, Member):
     """`function(groups, sampling, **options)` -> the groups, with the responses that join them.
 
     `sampling.ask(prompts, n)` asks the engine for n scored responses to each prompt; `MemberContext` in
@@ -146,14 +134,9 @@ class CustomMember(Member):
     make the same calls and give the same groups on each.
     """
 
-    name: Literal["custom"] = "custom"
-    function: str
-    options: dict[str, Any] = Field(default_factory=dict)
+    arguments: ClassVar[tuple[str, ...]] = ("groups", "sampling")
 
-    @model_validator(mode="after")
-    def _callable(self) -> Self:
-        check_call(load_function(self.function), "f(groups, sampling, **options)", 2, self.options)
-        return self
+    name: Literal["custom"] = "custom"
 
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         where = ("member function", self.function)
@@ -171,20 +154,14 @@ class CustomMember(Member):
         return list(joined)
 
 
-class CustomShaper(Shaper):
+class CustomShaper(WithFunction, Shaper):
     """`function(group: Group, **options)` -> the group's new rewards, one a response."""
 
     outside: ClassVar[bool] = True
     makes_rewards: ClassVar[bool] = True
+    arguments: ClassVar[tuple[str, ...]] = ("group",)
 
     name: Literal["custom"] = "custom"
-    function: str
-    options: dict[str, Any] = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _callable(self) -> Self:
-        check_call(load_function(self.function), "f(group, **options)", 1, self.options)
-        return self
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         where = ("shaper function", self.function)

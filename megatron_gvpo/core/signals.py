@@ -11,9 +11,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Self
 
 NOTICE = b"\nCtrl-C: the run saves after this step, and ends; Ctrl-C again ends it at once, unsaved\n"
 
@@ -32,12 +32,11 @@ class Interrupt:
 
     def __init__(self) -> None:
         self._told = False
-        self._previous: dict[signal.Signals, Any] = {}
+        self._handlers = ExitStack()
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in stopping_signals():
-                self._previous[number] = signal.signal(number, self._note)
+            self._handlers.enter_context(handled_by(self._note, stopping_signals()))
         else:
             log.warning(
                 "training in a thread other than the main one, which alone hears of signals: SIGTERM, "
@@ -48,8 +47,7 @@ class Interrupt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self._handlers.close()
 
     def check(self) -> None:
         """Raise Interrupted if any rank has received a signal. A collective, because the ranks must agree."""

@@ -110,12 +110,14 @@ def spec_parts(spec: str) -> tuple[str, str]:
     return source, name
 
 
-def check_call(function: Callable[..., Any], shown: str, arguments: int, options: dict[str, Any]) -> None:
+def check_signature(
+    function: Callable[..., Any], shown: str, arguments: int, options: Mapping[str, Any]
+) -> None:
     """Raises ValueError if `function` cannot be called with this many arguments and these options."""
     try:
         inspect.signature(function).bind(*range(arguments), **options)
     except TypeError as error:
-        raise ValueError(f"it is called as {shown} with options {options}: {error}") from None
+        raise ValueError(f"it is called as {shown} with options {dict(options)}: {error}") from None
 
 
 class UserFunctionError(ValueError):

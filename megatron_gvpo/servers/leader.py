@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.core.errors import ConfigError, RolloutError
-from megatron_gvpo.servers import leader
+from megatron_gvpo.servers.http import ServerGone
 from megatron_gvpo.servers.model_requests import Misfit, Unanswered
 
 if TYPE_CHECKING:
@@ -157,10 +157,12 @@ def follow(begin: Callable[[], Command] | None, on_wait: OnWait = None) -> Any:
 
 def result_of(task: concurrent.futures.Future[Any]) -> Command:
     """Done, once the task has ended; Wait after a heartbeat; or Failed."""
-    concurrent.futures.wait([task], timeout=leader.HEARTBEAT)
+    concurrent.futures.wait([task], timeout=HEARTBEAT)
     if not task.done():
         return Wait()
     try:
         return Done(task.result())
-    except (Misfit, Unanswered, OSError) as error:
+    except (ConfigError, RolloutError) as error:
+        return Failed.by(error)
+    except (Misfit, Unanswered, ServerGone, OSError) as error:
         return Failed(str(error))

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 
-from megatron_gvpo.core.errors import ConfigError, RolloutError
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.huggingface.end_tokens import StopStrings
 from megatron_gvpo.huggingface.image_families import takes_images
-from megatron_gvpo.servers import leader
 from megatron_gvpo.servers.answers import Routers
-from megatron_gvpo.servers.http import Http, ServerGone, open_session
+from megatron_gvpo.servers.http import Http, open_session
 from megatron_gvpo.servers.launch.start import DIALECTS, given_key, report, start_servers
 from megatron_gvpo.servers.launch.supervise import Supervisor
-from megatron_gvpo.servers.leader import BackgroundLoop, Command, Done, Failed, Wait
+from megatron_gvpo.servers.leader import BackgroundLoop, Command, result_of
 from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.servers.sent_images import ImageSender
 from megatron_gvpo.servers.server import Server
@@ -79,16 +77,7 @@ class ServerSession:
 
     def next_command(self) -> Command:
         """Done once all servers are healthy and fit the run; Wait after a heartbeat; or Failed."""
-        concurrent.futures.wait([self._ready], timeout=leader.HEARTBEAT)
-        if not self._ready.done():
-            return Wait()
-        try:
-            self._ready.result()
-        except (ConfigError, RolloutError) as error:
-            return Failed.by(error)
-        except (ServerGone, OSError) as error:
-            return Failed(str(error))
-        return Done()
+        return result_of(self._ready)
 
     def close(self) -> None:
         self._opened.close()

@@ -89,22 +89,19 @@ def truncation(sampling: SamplingConfig) -> dict[str, float]:
     return {"top_p": sampling.top_p, "top_k": sampling.top_k or EVERY_TOKEN, "min_p": sampling.min_p}
 
 
-def _experts(choice: Any) -> np.ndarray | None:
-    """The experts in a choice; None where it has none."""
-    experts = choice.get("routed_experts")
-    return None if experts is None else np.load(io.BytesIO(base64.b64decode(experts)))
-
-
-def _generated(answer: Any, wants_routing: bool = False) -> Completion:
-    """The response in an answer of GENERATE. Raises errors of `answer_of` for one that lacks something."""
+def _completion(answer: Any, wants_routing: bool = False) -> Completion:
+    """The response in an answer. Raises errors of `answer_of` for one that lacks something."""
     choice = answer["choices"][0]
-    logprobs = choice["logprobs"]["content"] if choice["logprobs"] else []
+    logprobs = choice["logprobs"] or {"token_logprobs": []}
+    if "content" in logprobs:  # of GENERATE
+        logprobs = {"token_logprobs": [entry["logprob"] for entry in logprobs["content"] or []]}
+    experts = choice.get("routed_experts") if wants_routing else None
     members = choice.get("sampling_mask")
     return Completion(
         token_ids=choice["token_ids"] or [],
-        logprobs=[entry["logprob"] for entry in logprobs or []],
+        logprobs=logprobs["token_logprobs"],
         finish_reason=finish(choice["finish_reason"]),
-        experts=_experts(choice) if wants_routing else None,
+        experts=None if experts is None else np.load(io.BytesIO(base64.b64decode(experts))),
         cached=_cached(answer),
         stop_string=_stop_string(choice),
         support=None if members is None else Support.of(members),
@@ -214,16 +211,7 @@ class VLLM:
         body = {"prompt": list(token_ids), "return_token_ids": True, **how}
         answer = await self._complete(body, timeout)
         with answer_of(self, "/v1/completions"):
-            choice = answer["choices"][0]
-            logprobs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
-            return Completion(
-                token_ids=choice["token_ids"] or [],
-                logprobs=logprobs,
-                finish_reason=finish(choice["finish_reason"]),
-                experts=_experts(choice) if sampling.wants_routing else None,
-                cached=_cached(answer),
-                stop_string=_stop_string(choice),
-            )
+            return _completion(answer, sampling.wants_routing)
 
     async def _see(
         self,
@@ -263,7 +251,7 @@ class VLLM:
                 answer = await ask(urls)
         with answer_of(self, GENERATE):
             check_prompt(self, token_ids, answer["prompt_token_ids"], images)
-            return _generated(answer)
+            return _completion(answer)
 
     async def _sample_with_support(
         self, token_ids: Sequence[int], sampling_params: dict[str, Any], wants_routing: bool, timeout: float
@@ -278,7 +266,7 @@ class VLLM:
         with named_adapter(self, self._adapter):
             answer = await self.http.post(GENERATE, body, timeout=timeout)
         with answer_of(self, GENERATE):
-            return _generated(answer, wants_routing)
+            return _completion(answer, wants_routing)
 
     async def score(self, token_ids: Sequence[int], timeout: float, first: int = 1) -> list[float]:
         # Without PLAIN, a top_k from generation_config.json ends servers of vLLM 0.32 that speculate.

@@ -13,13 +13,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_of, check_limits
 from megatron_gvpo.servers.handle import ServerHandle
-from megatron_gvpo.servers.server import Server
+from megatron_gvpo.servers.http import ServerRefused
+from megatron_gvpo.servers.server import Server, answer_of
 from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.disk import writing
 from megatron_gvpo.weights.transport import PushSettings, Transport, WeightReceiver, each
@@ -27,24 +28,34 @@ from megatron_gvpo.weights.transport import PushSettings, Transport, WeightRecei
 PREFIX = "gvpo-"  # begins the names of all adapters that a run gives to servers
 
 
-class AdapterReceiver(WeightReceiver, Protocol):
+class AdapterReceiver(WeightReceiver):
     """The calls to a server that a push of adapters needs."""
 
-    @abstractmethod
+    load_path: ClassVar[str]
+    unload_path: ClassVar[str]
+
     async def adapters(self, timeout: float) -> list[str]:
         """The names of the adapters that the server has."""
+        models = await self._http.get("/v1/models", timeout=timeout)
+        with answer_of(self._server, "/v1/models"):
+            return [model["id"] for model in models["data"] if model["parent"] is not None]
 
-    @abstractmethod
     async def load_adapter(self, name: str, directory: Path, timeout: float) -> None:
         """Load the Hugging Face PEFT adapter in the directory under a name that the server does not have."""
+        body = {"lora_name": name, "lora_path": str(directory)}
+        try:
+            await self._http.post(self.load_path, body, timeout=timeout)
+        except ServerRefused as error:
+            where = f"the adapter is in {directory}, which the server must see"
+            raise ServerRefused(f"{error} ({where})", error.status) from None
 
-    @abstractmethod
     async def unload_adapter(self, name: str, timeout: float) -> None:
         """Forget an adapter that no request uses."""
+        await self._http.post(self.unload_path, {"lora_name": name}, timeout=timeout)
 
-    @abstractmethod
     def use_adapter(self, name: str) -> None:
         """From here on this run's requests to the server name this adapter."""
+        self._server.use_adapter(name)
 
     @abstractmethod
     async def name_version(self, version: str, timeout: float) -> None:

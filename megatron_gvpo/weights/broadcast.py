@@ -7,7 +7,7 @@ import contextlib
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -29,12 +29,12 @@ POLL = 0.001  # seconds between two checks of a broadcast
 LEAVE = 5.0  # seconds that a server has to leave a group
 
 
-class GroupReceiver(WeightReceiver, Protocol):
+class GroupReceiver(WeightReceiver):
     """The calls to a server that form a process group with it."""
 
-    @abstractmethod
     def group_prefixes(self, rendezvous: Rendezvous) -> Sequence[str]:
-        """The prefixes of the server ranks' keys in the group's store, outermost first."""
+        """The prefixes of the server ranks' keys in the group's store, outermost first; plugins add none."""
+        return []
 
     @abstractmethod
     async def join(self, rendezvous: Rendezvous, rank_offset: int, timeout: float) -> None:
@@ -47,7 +47,7 @@ class GroupReceiver(WeightReceiver, Protocol):
     async def leave(self, rendezvous: Rendezvous, timeout: float) -> None: ...
 
 
-class BroadcastReceiver(GroupReceiver, Protocol):
+class BroadcastReceiver(GroupReceiver):
     """The calls to a server that a broadcast of whole tensors needs."""
 
     @abstractmethod

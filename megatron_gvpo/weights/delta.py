@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class Patch:
     count: int
 
 
-class DeltaReceiver(GroupReceiver, Protocol):
+class DeltaReceiver(GroupReceiver):
     """The calls to a server that a broadcast of patches needs."""
 
     @abstractmethod

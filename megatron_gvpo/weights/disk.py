@@ -8,7 +8,7 @@ import shutil
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -19,7 +19,7 @@ from megatron_gvpo.weights.bucket import Bucket
 from megatron_gvpo.weights.transport import PushFailed, PushSettings, Transport, WeightReceiver, each
 
 
-class DiskReceiver(WeightReceiver, Protocol):
+class DiskReceiver(WeightReceiver):
     """The call to a server that a push by files needs."""
 
     @abstractmethod

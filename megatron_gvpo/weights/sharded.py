@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -77,7 +77,7 @@ Order = Rendezvous | SendLayout | Send | Leave | EndPush  # a Rendezvous: join t
 ORDERS: Messages[Order] = Messages(Rendezvous, SendLayout, Send, Leave, EndPush)
 
 
-class ShardedReceiver(GroupReceiver, Protocol):
+class ShardedReceiver(GroupReceiver):
     """The calls to a server that a sharded push needs."""
 
     @abstractmethod

@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from megatron_gvpo.weights.transport import (
 SharedLocation = Path | list[dict[str, Any]]
 
 
-class SharedReceiver(WeightReceiver, Protocol):
+class SharedReceiver(WeightReceiver):
     """The calls to a server that a push through shared memory needs."""
 
     @abstractmethod

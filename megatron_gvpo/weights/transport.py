@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,19 +71,34 @@ def raise_failed(failed: Sequence[tuple[ServerHandle, BaseException]]) -> None:
         raise PushFailed("; ".join(str(error) for _, error in failed), [m for m, _ in failed])
 
 
-class WeightReceiver(Protocol):
+class WeightReceiver(ABC):
     """The trainer's HTTP client that has one server take a push, in the dialect of its engine.
 
-    Each transport extends this protocol with the calls that it needs, in its own module;
-    megatron_gvpo.weights.receivers has a class per engine and transport. Every `timeout` is in seconds. The
-    methods raise ServerRefused and ServerGone.
+    Each transport extends it with the calls that it needs, in its own module; megatron_gvpo.weights.receivers
+    has a class per engine and transport. Every `timeout` is in seconds. The methods raise ServerRefused and
+    ServerGone.
     """
 
-    def __init__(self, server: Server) -> None: ...
+    begin_path: ClassVar[str]
+    begin_body: ClassVar[dict[str, Any] | None] = None
+    end_path: ClassVar[str]
+    already_begun: ClassVar[str]  # words with which the engine refuses to begin an update inside another
+
+    def __init__(self, server: Server) -> None:
+        self._server, self._http = server, server.http
 
     async def begin_update(self, timeout: float) -> None:
         """Announce a push. An earlier one that never ended is abandoned."""
+        try:
+            await self._http.post(self.begin_path, self.begin_body, timeout=timeout)
+        except ServerRefused as error:
+            if self.already_begun not in str(error):
+                raise
+            # A push that failed half-way left its update open. This push overwrites what that one loaded.
+            await self._http.post(self.end_path, timeout=timeout)
+            await self._http.post(self.begin_path, self.begin_body, timeout=timeout)
 
+    @abstractmethod
     async def end_update(self, version: str, timeout: float) -> None:
         """The weights are complete. The server reports this version from here on."""
 

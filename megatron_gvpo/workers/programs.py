@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron_gvpo.core.environment import die_with_parent
 from megatron_gvpo.core.plain_values import NoNumberError, real_number
-from megatron_gvpo.core.user_functions import check_call, load_function
+from megatron_gvpo.core.user_functions import check_signature, load_function
 from megatron_gvpo.workers.environment import Outage, Reply, WrongValue, checked_reply
 from megatron_gvpo.workers.messages import (
     MAX_REPLY,
@@ -67,7 +67,7 @@ def check_program(function: Any, options: Mapping[str, Any]) -> None:
     """Raises ValueError for anything but a function that can be called with these options."""
     if inspect.isclass(function):
         raise ValueError("it is a class; a program is a function run(prompt, endpoint)")
-    check_call(function, "run(prompt, endpoint)", 2, dict(options))
+    check_signature(function, "run(prompt, endpoint)", 2, options)
 
 
 def serve(worker: Worker, functions: Sequence[Program], load: Load) -> NoReturn:

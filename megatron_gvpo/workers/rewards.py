@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from megatron_gvpo.core.plain_values import NoNumberError, real_number
-from megatron_gvpo.core.user_functions import check_call, described, load_function
+from megatron_gvpo.core.user_functions import check_signature, described, load_function
 from megatron_gvpo.workers.messages import (
     MAX_TEXT,
     CallError,
@@ -48,7 +48,7 @@ def check_reward(function: Reward, options: Mapping[str, Any]) -> None:
                 f"its argument {name} is that of {form} rewards; here a reward is "
                 "f(prompt, rollout, **options) and returns a number (docs/howto/migrate.md)"
             )
-    check_call(function, "f(prompt, rollout, **options)", 2, dict(options))
+    check_signature(function, "f(prompt, rollout, **options)", 2, options)
 
 
 def serve(worker: Worker, functions: Sequence[Reward], load: Load) -> None:

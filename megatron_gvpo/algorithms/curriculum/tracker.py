@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from megatron_gvpo.algorithms.base import Block
-from megatron_gvpo.core.user_functions import call_function, check_call, load_function, refused
+from megatron_gvpo.algorithms.base import Block, WithFunction
+from megatron_gvpo.core.user_functions import call_function, refused
 from megatron_gvpo.groups import Prompt
 
 
@@ -109,21 +109,16 @@ class GreedyPrior(Prior):
     name: Literal["greedy"] = "greedy"
 
 
-class FunctionPrior(Prior):
+class FunctionPrior(WithFunction, Prior):
     """A user's function: `function(prompt, **options)` -> the expected reward.
 
     This is the interface for a learned prior such as V_0 (arXiv 2602.03584). Every rank calls the function,
     so it must give every rank the same.
     """
 
-    name: Literal["function"] = "function"
-    function: str
-    options: dict[str, Any] = Field(default_factory=dict)
+    arguments: ClassVar[tuple[str, ...]] = ("prompt",)
 
-    @model_validator(mode="after")
-    def _callable(self) -> Self:
-        check_call(load_function(self.function), "f(prompt, **options)", 1, self.options)
-        return self
+    name: Literal["function"] = "function"
 
     @property
     def function_of_prompt(self) -> Callable[[Prompt], float]:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_gvpo.algorithms.base import TEACHER, Loss, Metrics, Reference, References, unless
+from megatron_gvpo.algorithms.base import TEACHER, Loss, Metrics, Reference, References, check_call, unless
 from megatron_gvpo.algorithms.losses.aggregation import GroupNorm, group_coefficients
 from megatron_gvpo.algorithms.losses.gvpo import Term, log_ratio
 from megatron_gvpo.core.lazy_imports import torch
-from megatron_gvpo.core.user_functions import call_function, check_call, load_function, refused
+from megatron_gvpo.core.user_functions import call_function, refused
 from megatron_gvpo.types import LossInputs, TrainBatch
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class GVPOPlusPlus(Loss):
     @model_validator(mode="after")
     def _callable(self) -> GVPOPlusPlus:
         if self.function is not None:
-            check_call(load_function(self.function), "f(rows, **options)", 1, self.options)
+            check_call(self.function, ("rows",), self.options)
         return self
 
     @property

@@ -11,10 +11,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, PositiveInt, model_validator
 
-from megatron_gvpo.algorithms.base import unless
+from megatron_gvpo.algorithms.base import check_call, unless
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.core.template import filled
-from megatron_gvpo.core.user_functions import check_call, load_function
 from megatron_gvpo.groups import Group, Prompt, Rollout
 
 
@@ -61,7 +60,7 @@ class LearnedHint(Member):
         if ("{solution}" in self.template) != (self.solution is not None):
             raise ValueError("solution, the field of the data record, goes with {solution} in the template")
         if self.function is not None:
-            check_call(load_function(self.function), "f(groups, n, **options)", 2, self.options)
+            check_call(self.function, ("groups", "n"), self.options)
         return self
 
     @property

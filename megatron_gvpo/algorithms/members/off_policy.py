@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
-from megatron_gvpo.algorithms.base import unless
+from megatron_gvpo.algorithms.base import WithFunction, unless
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
-from megatron_gvpo.core.user_functions import check_call, load_function
 from megatron_gvpo.groups import Group, Rollout, demonstrated, rollout_fields, rollout_of
 
 # The data set's own solution as a member of the group (arXiv 2504.19599, section 4.1).
@@ -121,7 +120,7 @@ class History:
 # Responses of another model that join a group.
 
 
-class TeacherMember(Member):
+class TeacherMember(WithFunction, Member):
     """Responses of another model, or of any function that gives texts, scored by the run's rewards.
 
     `function(groups, n, **options)` -> n texts for each group, a list of lists, where None is for a text that
@@ -132,18 +131,13 @@ class TeacherMember(Member):
     `share`: of the groups, drawn at random, that get a teacher; `when`: all of these, or where all failed.
     """
 
+    arguments: ClassVar[tuple[str, ...]] = ("groups", "n")
+
     name: Literal["teacher"] = "teacher"
-    function: str
-    options: dict[str, Any] = Field(default_factory=dict)
     n: PositiveInt = 1
     share: float = Field(1.0, gt=0, le=1)
     when: Literal["always", "all_wrong"] = "always"
     right: float = 0.0  # a reward above this is right
-
-    @model_validator(mode="after")
-    def _callable(self) -> Self:
-        check_call(load_function(self.function), "f(groups, n, **options)", 2, self.options)
-        return self
 
     @property
     def idle_options(self) -> dict[str, str]:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import PositiveInt
 
+from megatron_gvpo.algorithms.base import WithFunction
 from megatron_gvpo.algorithms.shapers.base import Shaper, rewarded
 from megatron_gvpo.core.plain_values import NoNumberError, real_number
-from megatron_gvpo.core.user_functions import call_function, check_call, load_function, refused
+from megatron_gvpo.core.user_functions import call_function, refused
 from megatron_gvpo.groups import Group, Prompt, Rollout
 
 
-class WinRate(Shaper):
+class WinRate(WithFunction, Shaper):
     """r_i = mean over opponents j of [i beats j]: Pref-GRPO's pairwise reward.
 
     `function(prompt, a, b, **options)` -> 1 where response a is better than b, 0 where worse, 0.5 for a tie;
@@ -25,16 +26,10 @@ class WinRate(Shaper):
 
     outside: ClassVar[bool] = True
     makes_rewards: ClassVar[bool] = True
+    arguments: ClassVar[tuple[str, ...]] = ("prompt", "a", "b")
 
     name: Literal["win_rate"] = "win_rate"
-    function: str  # "module:function" or "file.py:function"
-    options: dict[str, Any] = Field(default_factory=dict)
     opponents: PositiveInt | None = None
-
-    @model_validator(mode="after")
-    def _callable(self) -> Self:
-        check_call(load_function(self.function), "f(prompt, a, b, **options)", 3, self.options)
-        return self
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         return [rewarded(group, self._rewards(group)) for group in groups]
@@ -52,7 +47,7 @@ class WinRate(Shaper):
         return [fmean([won for (a, _), won in wins.items() if a == i] or [0.5]) for i in range(k)]
 
 
-class GroupSimilarity(Shaper):
+class GroupSimilarity(WithFunction, Shaper):
     """r_i = r weight + mean over the others j of similarity(i, j): PS-GRPO's consistency.
 
     `function(a, b, **options)` -> float of two texts. With `across`, a field of the data record, the group is
@@ -63,21 +58,15 @@ class GroupSimilarity(Shaper):
 
     outside: ClassVar[bool] = True
     makes_rewards: ClassVar[bool] = True
+    arguments: ClassVar[tuple[str, ...]] = ("a", "b")
 
     name: Literal["group_similarity"] = "group_similarity"
-    function: str
-    options: dict[str, Any] = Field(default_factory=dict)
     across: str | None = None
     weight: float = 0.0  # weight of the reward before shaping
 
     @property
     def record_fields(self) -> dict[str, str]:
         return {} if self.across is None else {"across": self.across}
-
-    @model_validator(mode="after")
-    def _callable(self) -> Self:
-        check_call(load_function(self.function), "f(a, b, **options)", 2, self.options)
-        return self
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         return [self._shaped(group, self._others(groups, g)) for g, group in enumerate(groups)]

@@ -102,7 +102,7 @@ class _Tolerant:
         self._try(None, lambda writer: writer.close())
 
     def _try(self, step: int | None, call: Callable[[Backend], None]) -> None:
-        """Call the service, unless it has failed before, or has this step already. None is the end of the run."""
+        """Call the service, unless it has failed before or has this step already; None: at the end."""
         if self._writer is None or (step is not None and step <= self._logged_until):
             return
         try:

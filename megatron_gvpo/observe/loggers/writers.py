@@ -1,7 +1,7 @@
 """The tracking services as backends of a run's metrics: Weights & Biases, trackio, MLflow and SwanLab.
 
-Each class is made from the project and the run. It imports its package when it is made: a run needs the packages
-of those services alone that it logs to.
+Each class is made from the project and the run, and then imports its package: a run needs the packages of
+those services alone that it logs to.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megatron_gvpo.servers.http import ServerRefused
-from megatron_gvpo.servers.server import Server, answer_of
+from megatron_gvpo.servers.server import answer_of
 from megatron_gvpo.servers.sglang import WEIGHT_LOADER
 from megatron_gvpo.weights.adapter import AdapterReceiver
 from megatron_gvpo.weights.broadcast import BroadcastReceiver
@@ -26,61 +25,10 @@ from megatron_gvpo.weights.sharded import ShardedReceiver
 from megatron_gvpo.weights.shared import SharedLocation, SharedReceiver
 from megatron_gvpo.weights.transport import WeightReceiver
 
-# The parts of weight receivers that all engines share, over HTTP.
-
-
-class HttpReceiver(WeightReceiver):
-    """Begins an update of one server. Subclasses name the engine's paths and its refusal."""
-
-    begin_path: ClassVar[str]
-    begin_body: ClassVar[dict[str, Any] | None] = None
-    end_path: ClassVar[str]
-    already_begun: ClassVar[str]  # words with which the engine refuses to begin an update inside another
-
-    def __init__(self, server: Server) -> None:
-        self._server, self._http = server, server.http
-
-    async def begin_update(self, timeout: float) -> None:
-        try:
-            await self._http.post(self.begin_path, self.begin_body, timeout=timeout)
-        except ServerRefused as error:
-            if self.already_begun not in str(error):
-                raise
-            # A push that failed half-way left its update open. This push overwrites what that one loaded.
-            await self._http.post(self.end_path, timeout=timeout)
-            await self._http.post(self.begin_path, self.begin_body, timeout=timeout)
-
-
-class HttpAdapterReceiver(HttpReceiver, AdapterReceiver):
-    """Loads and unloads adapters of one server. Subclasses name the engine's paths."""
-
-    load_path: ClassVar[str]
-    unload_path: ClassVar[str]
-
-    async def adapters(self, timeout: float) -> list[str]:
-        models = await self._http.get("/v1/models", timeout=timeout)
-        with answer_of(self._server, "/v1/models"):
-            return [model["id"] for model in models["data"] if model["parent"] is not None]
-
-    async def load_adapter(self, name: str, directory: Path, timeout: float) -> None:
-        body = {"lora_name": name, "lora_path": str(directory)}
-        try:
-            await self._http.post(self.load_path, body, timeout=timeout)
-        except ServerRefused as error:
-            where = f"the adapter is in {directory}, which the server must see"
-            raise ServerRefused(f"{error} ({where})", error.status) from None
-
-    async def unload_adapter(self, name: str, timeout: float) -> None:
-        await self._http.post(self.unload_path, {"lora_name": name}, timeout=timeout)
-
-    def use_adapter(self, name: str) -> None:
-        self._server.use_adapter(name)
-
-
 POLICY = {"selector": "target"}  # the policy alone; SGLang would also load the draft model
 
 
-class SGLangReceiver(HttpReceiver):
+class SGLangReceiver(WeightReceiver):
     """Begins and ends an update of one SGLang server."""
 
     begin_path: ClassVar[str] = "/begin_weight_update"
@@ -151,10 +99,6 @@ class PluginReceiver(SGLangReceiver):
 
 class PluginGroupReceiver(PluginReceiver):
     """Forms a process group with the plugin."""
-
-    def group_prefixes(self, rendezvous: Rendezvous) -> list[str]:
-        """None: the plugin joins with the bare store."""
-        return []
 
     async def join(self, rendezvous: Rendezvous, rank_offset: int, timeout: float) -> None:
         processes = (await self._server.info(timeout)).processes
@@ -233,7 +177,7 @@ class SGLangDisk(SGLangReceiver, DiskReceiver):
         await self.name_version(version, timeout)
 
 
-class SGLangAdapter(SGLangReceiver, HttpAdapterReceiver):
+class SGLangAdapter(SGLangReceiver, AdapterReceiver):
     """Adapters by files, which SGLang reads itself."""
 
     load_path: ClassVar[str] = "/load_lora_adapter"

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron_gvpo.servers.server import answer_of
+from megatron_gvpo.weights.adapter import AdapterReceiver
 from megatron_gvpo.weights.broadcast import BroadcastReceiver
 from megatron_gvpo.weights.bucket import TensorSpec
 from megatron_gvpo.weights.delta import DeltaReceiver, Patch
 from megatron_gvpo.weights.disk import DiskReceiver
 from megatron_gvpo.weights.group import Rendezvous
-from megatron_gvpo.weights.receivers.sglang import HttpAdapterReceiver, HttpReceiver
 from megatron_gvpo.weights.sharded import ShardedReceiver
 from megatron_gvpo.weights.shared import SharedLocation, SharedReceiver
 from megatron_gvpo.weights.transport import WeightReceiver
 
 
-class VLLMReceiver(HttpReceiver):
+class VLLMReceiver(WeightReceiver):
     """Begins and ends an update of one vLLM server, and hands the plugin what is to be loaded."""
 
     begin_path: ClassVar[str] = "/start_weight_update"
@@ -42,10 +42,6 @@ class VLLMReceiver(HttpReceiver):
 
 class VLLMGroupReceiver(VLLMReceiver):
     """Forms a process group with the plugin."""
-
-    def group_prefixes(self, rendezvous: Rendezvous) -> list[str]:
-        """None: the plugin joins with the bare store."""
-        return []
 
     async def join(self, rendezvous: Rendezvous, rank_offset: int, timeout: float) -> None:
         info = {
@@ -115,7 +111,7 @@ class VLLMDisk(VLLMReceiver, DiskReceiver):
         await self.end_update(version, timeout)
 
 
-class VLLMAdapter(VLLMReceiver, HttpAdapterReceiver):
+class VLLMAdapter(VLLMReceiver, AdapterReceiver):
     """Adapters by files, which vLLM reads itself."""
 
     load_path: ClassVar[str] = "/v1/load_lora_adapter"
