@@ -67,7 +67,7 @@ def check_name(name: str, taken: Collection[str]) -> None:
 def own_names(pattern: str, section: str | None = None) -> frozenset[str]:
     """The words in place of the `<...>` at the end of `pattern` in the package's own metrics, or a section's.
 
-    `reward/<component>` has mean, for one.
+    `mean` is one of those of `reward/<component>`, because there is a metric `reward/mean`.
     """
     beginning = pattern.partition("<")[0]
     sections = SECTIONS.values() if section is None else [SECTIONS[section]]

@@ -21,6 +21,17 @@ PAUSE = 1.0  # seconds before a request is repeated
 AVOIDED = 10.0  # seconds for which other servers are preferred to one that failed
 
 
+class Verdict(NamedTuple):
+    """The score of a response by one component; None without one, for the reason in `explanation`."""
+
+    score: float | None
+    explanation: str = ""  # a judge's words, or why there is no score
+
+
+class Misfit(RuntimeError):  # noqa: N818
+    """A server, a model or a response, named in the message, with which the run cannot go on."""
+
+
 class Unanswered(Exception):  # noqa: N818 - an outage, which callers expect
     """No server has answered a request."""
 
@@ -161,17 +172,3 @@ def _has_weights_of(served: str, path: str) -> bool:
         return True
     remote, local = (fingerprint(Path(directory), ("*.safetensors",)) for directory in (served, path))
     return remote == local
-
-
-# Scores one response of a component on servers, or says why it has none.
-
-
-class Verdict(NamedTuple):
-    """The score of a response by one component; None without one, for the reason in `explanation`."""
-
-    score: float | None
-    explanation: str = ""  # a judge's words, or why there is no score
-
-
-class Misfit(RuntimeError):  # noqa: N818
-    """A server, a model or a response, named in the message, with which the run cannot go on."""

@@ -165,7 +165,7 @@ class ServerPool:
         self._move(handle, Pending())
         await self._drain(handle, abort=True)
         server = handle.server
-        # A push that failed has given it a part back.
+        # A failed push has already given the server a part of its memory back.
         if handle.asleep is not None and handle.asleep.parts != ALL_PARTS:
             self.replace(handle, "it has a part of its memory, which it cannot give again")
             return

@@ -304,7 +304,7 @@ def _shares(
         if remaining > 0 and (most if rank in linked else room[rank]) > 0:
             shares[rank] = remaining if remaining <= most else max(room[rank], 0.0) or min(most, remaining)
             remaining -= shares[rank]
-    if remaining > 0:  # a rest by rounding
+    if remaining > 0:  # rounding left a rest
         rank = next(iter(shares), min(owners, key=lambda rank: load[rank]))
         shares[rank] = shares.get(rank, 0.0) + remaining
     return shares

@@ -31,7 +31,7 @@ _NAME = re.compile(r"[\w./:-]{1,128}")  # of a tool, as the protocol recommends
 
 
 class _Strays(logging.Filter):
-    """One line in place of a traceback for a line that a server's program prints among its messages."""
+    """Shows one line, and no traceback, where a server's program prints something among its messages."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -48,7 +48,8 @@ class ShortRight(Shaper):
 
     The groups are ranked by their share of right answers. In the best `top` of them a right answer has
     1 - alpha sigmoid((L - mean) / std), mean and std of the lengths of the group's right answers (population
-    std; 0.5 alpha where it is 0), a wrong one 0. The others keep their rewards. alpha is a third party's.
+    std; 0.5 alpha where it is 0), a wrong one 0. The others keep their rewards. The default of
+    alpha is that of a third party's implementation.
     """
 
     name: Literal["short_right"] = "short_right"

@@ -1,8 +1,8 @@
 """Gives the metrics of a step to metrics.jsonl, to TensorBoard and to the services that are configured.
 
-Every backend gets the last step that counts, and drops what an interrupted run logged after it. So the
-records of an interrupted and resumed run equal those of an uninterrupted one. A service that only appends
-keeps the steps that it has: the resumed run repeats them exactly.
+A resumed run continues from a checkpoint: every backend drops the steps that the interrupted run logged after
+it. So the records of an interrupted and resumed run equal those of an uninterrupted one. A service that only
+appends keeps the steps that it has, which the resumed run repeats exactly.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Packer:
         self._correct: dict[tuple[_File, int], list[tuple[int, int]]] = {}
 
     def pack(self, pieces: TokenTexts | None, most: int, prefix: str, right_at: float = 1.0) -> Samples:
-        """Pack the responses of about `most` (`chosen`). `prefix` begins the blocks' names.
+        """Pack about `most` responses: the files that `chosen` gives. `prefix` begins the blocks' names.
         `right_at`: the run's eval.right_at.
 
         Raises ConfigError for a damaged file. A file that the run removes meanwhile is left out.

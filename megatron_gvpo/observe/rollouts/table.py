@@ -45,7 +45,7 @@ class Responses:
     spoken: Sequence[list[str] | None] = ()  # the texts of each response's turns; empty until `with_texts`
 
     def with_texts(self, decode: Callable[..., str]) -> Responses:
-        """The same with texts for the responses that have none, such as demonstrations, and for all turns."""
+        """These responses, with the texts that some lack, such as demonstrations, and those of all turns."""
 
         def with_text(rollout: Rollout) -> Rollout:
             if rollout.text:

@@ -13,7 +13,7 @@ RECEIVERS: dict[str, dict[str, type[WeightReceiver]]] = {  # by engine, then by 
 
 
 def receiver_class(engine: str, transport: str) -> type[WeightReceiver]:
-    """The receiver for `rollout.engine` and `rollout.weights.transport`. Raises ConfigError for none."""
+    """The receiver for an engine and a transport, by their names. Raises ConfigError if there is none."""
     receivers = RECEIVERS[engine]
     if transport not in receivers:
         raise ConfigError(
