@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from megatron_gvpo.algorithms.members.base import Member, MemberContext
+from megatron_gvpo.algorithms.members.base import Member, MemberContext, any_right, ask_each
 from megatron_gvpo.groups import Group, Prompt, Rollout
 
 
@@ -83,7 +83,8 @@ class Library:
                 skill, with_skill = tried[g]
                 joined.append(self._rewarded(with_skill, skill))
         for g, (skill, with_skill) in tried.items():
-            self._judge(skill, self._any_right(with_skill), self._any_right(groups[g]))
+            right = self._options.right
+            self._judge(skill, any_right(with_skill, right), any_right(groups[g], right))
         self._learn(groups, context)
         return joined
 
@@ -94,22 +95,18 @@ class Library:
         texts = [context.encode(skill.text) for skill in self.skills]
         prompts = [group.prompt for group in groups for _ in self.skills]
         scores = context.mean_logp(prompts, texts * len(groups))
-        chosen: dict[int, tuple[Skill, Prompt]] = {}
+        chosen: dict[int, Skill] = {}
+        prompts_with: dict[int, Prompt | None] = {}
         for g, group in enumerate(groups):
             share = softmax([s / options.sharpness for s in scores[g * len(texts) : (g + 1) * len(texts)]])
             if max(share) < options.gate:
                 continue
             should_explore = rng.random() < options.explore
-            skill = self.skills[rng.randrange(len(texts)) if should_explore else share.index(max(share))]
-            prompt = context.extended(group.prompt, options.template.replace("{skill}", skill.text))
-            if prompt is not None:
-                chosen[g] = skill, prompt
-        answers = context.ask([prompt for _, prompt in chosen.values()], options.n) if chosen else []
-        return {
-            g: (skill, group)
-            for (g, (skill, _)), group in zip(chosen.items(), answers, strict=True)
-            if group.rollouts
-        }
+            chosen[g] = self.skills[rng.randrange(len(texts)) if should_explore else share.index(max(share))]
+            text = options.template.replace("{skill}", chosen[g].text)
+            prompts_with[g] = context.extended(group.prompt, text)
+        answers = ask_each(context, prompts_with, options.n)
+        return {g: (chosen[g], group) for g, group in answers.items() if group.rollouts}
 
     def _rewarded(self, group: Group, skill: Skill) -> Group:
         """Right responses that name their skill gain the bonus."""
@@ -127,24 +124,20 @@ class Library:
                 self.skills[i] = known._replace(utility=utility)
 
     def _learn(self, groups: Sequence[Group], context: MemberContext) -> None:
-        options, prompts = self._options, []
-        solved = [group for group in groups if self._any_right(group)]
-        for group in solved[: options.new]:
-            best = max(group.rollouts, key=lambda rollout: rollout.reward)
+        options, prompts = self._options, dict[int, Prompt | None]()
+        solved = [g for g, group in enumerate(groups) if any_right(group, options.right)]
+        for g in solved[: options.new]:
+            best = max(groups[g].rollouts, key=lambda rollout: rollout.reward)
             text = options.summary_template.replace("{best}", _told(best))
-            if (prompt := context.extended(group.prompt, text)) is not None:
-                prompts.append(prompt)
-        answered = context.ask(prompts, 1) if prompts else []
-        for answer in (rollout for group in answered for rollout in group.rollouts):
+            prompts[g] = context.extended(groups[g].prompt, text)
+        answered = ask_each(context, prompts, 1)
+        for answer in (rollout for group in answered.values() for rollout in group.rollouts):
             text = str(answer.messages[0]["content"] if answer.messages else answer.text).strip()
             name = text.partition("\n")[0].strip()
             if name and name not in {skill.name for skill in self.skills}:
                 self.skills.append(Skill(name, text, 0.0))
         while len(self.skills) > options.size:
             self.skills.remove(min(self.skills, key=lambda skill: skill.utility))
-
-    def _any_right(self, group: Group) -> bool:
-        return any(reward > self._options.right for reward in group.rewards)
 
     def state_dict(self) -> dict[str, Any]:
         return {"skills": [list(skill) for skill in self.skills]}

@@ -79,6 +79,18 @@ class Member(Block):
         raise NotImplementedError
 
 
+def any_right(group: Group, right: float) -> bool:
+    """True if the reward of some response is above `right`."""
+    return any(reward > right for reward in group.rewards)
+
+
+def ask_each[K](context: MemberContext, prompts: Mapping[K, Prompt | None], n: int) -> dict[K, Group]:
+    """`n` scored responses to each prompt, by its key. A prompt that is None, as one too long, has none."""
+    known = {key: prompt for key, prompt in prompts.items() if prompt is not None}
+    answers = context.ask(list(known.values()), n) if known else []
+    return dict(zip(known, answers, strict=True))
+
+
 def taught(
     rollouts: Sequence[Rollout], source: Literal["policy", "demonstration"] = "policy"
 ) -> list[Rollout]:

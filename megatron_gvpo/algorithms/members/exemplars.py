@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import PositiveInt, model_validator
 
-from megatron_gvpo.algorithms.members.base import Member, MemberContext, taught
+from megatron_gvpo.algorithms.members.base import Member, MemberContext, any_right, ask_each, taught
 from megatron_gvpo.core.template import filled
 from megatron_gvpo.groups import Group, Prompt
 
@@ -63,15 +63,13 @@ class Corpus:
 
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         self._learn(groups)
-        prompts: dict[int, Prompt] = {}
-        for g, group in enumerate(groups):
-            if all(reward <= self._options.right for reward in group.rewards):
-                prompt = self._seeded(group.prompt, context)
-                if prompt is not None:
-                    prompts[g] = prompt
-        answers = context.ask(list(prompts.values()), self._options.n) if prompts else []
+        prompts = {
+            g: self._seeded(group.prompt, context)
+            for g, group in enumerate(groups)
+            if not any_right(group, self._options.right)
+        }
         joined = list(groups)
-        for g, seeded in zip(prompts, answers, strict=True):
+        for g, seeded in ask_each(context, prompts, self._options.n).items():
             rollouts = [*groups[g].rollouts, *taught(seeded.rollouts)]
             joined[g] = replace(groups[g], rollouts=rollouts)
         return joined

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import Field, PositiveInt, model_validator
 
 from megatron_gvpo.algorithms.base import check_call, unless
-from megatron_gvpo.algorithms.members.base import Member, MemberContext
+from megatron_gvpo.algorithms.members.base import Member, MemberContext, any_right, ask_each
 from megatron_gvpo.core.template import filled
 from megatron_gvpo.groups import Group, Prompt, Rollout
 
@@ -73,7 +73,7 @@ class LearnedHint(Member):
         return {} if self.solution is None else {"solution": self.solution}
 
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
-        failed = [g for g, group in enumerate(groups) if all(r <= self.right for r in group.rewards)]
+        failed = [g for g, group in enumerate(groups) if not any_right(group, self.right)]
         written = self._written(groups, failed, context) if failed else {}
         tried = self._tried(groups, written, context)
         joined: list[Group] = []
@@ -98,13 +98,8 @@ class LearnedHint(Member):
             texts = context.texts(self.function, [groups[g] for g in failed], self.hints, self.options)
             hints = [[Rollout([], [], text or "", "stop", -1) for text in written] for written in texts]
             return {g: Group(groups[g].prompt, written) for g, written in zip(failed, hints, strict=True)}
-        requests: dict[int, Prompt] = {}
-        for g in failed:
-            prompt = context.extended(groups[g].prompt, self._request(groups[g]))
-            if prompt is not None:
-                requests[g] = prompt
-        answers = context.ask(list(requests.values()), self.hints) if requests else []
-        return dict(zip(requests, answers, strict=True))
+        requests = {g: context.extended(groups[g].prompt, self._request(groups[g])) for g in failed}
+        return ask_each(context, requests, self.hints)
 
     def _request(self, group: Group) -> str:
         fields = {"failed": group.rollouts[0].text}
@@ -116,18 +111,15 @@ class LearnedHint(Member):
         self, groups: Sequence[Group], written: dict[int, Group], context: MemberContext
     ) -> dict[tuple[int, int], Trial]:
         """The trials of valid hints, by group and number of the hint."""
-        prompts: dict[tuple[int, int], Prompt] = {}
+        prompts: dict[tuple[int, int], Prompt | None] = {}
         for g, of_group in written.items():
             for h, rollout in enumerate(of_group.rollouts):
                 hint, answer = hint_in(rollout.text), groups[g].prompt.answer
                 if not hint or (answer and gives_away(hint, answer)):
                     continue
                 text = self.hint_template.replace("{hint}", hint)
-                if (prompt := context.extended(groups[g].prompt, text)) is not None:
-                    prompts[g, h] = prompt
-        answers = dict(
-            zip(prompts, context.ask(list(prompts.values()), self.n) if prompts else [], strict=True)
-        )
+                prompts[g, h] = context.extended(groups[g].prompt, text)
+        answers = ask_each(context, prompts, self.n)
         right: list[tuple[tuple[int, int], Rollout]] = [
             (key, rollout)
             for key, group in answers.items()
@@ -136,7 +128,7 @@ class LearnedHint(Member):
         ]
         responses = [rollout.token_ids for _, rollout in right]
         plain = context.mean_logp([groups[g].prompt for (g, _), _ in right], responses)
-        hinted = context.mean_logp([prompts[key] for key, _ in right], responses)
+        hinted = context.mean_logp([answers[key].prompt for key, _ in right], responses)
         reliance: dict[tuple[int, int], list[float]] = {}
         for (key, _), without, with_hint in zip(right, plain, hinted, strict=True):
             reliance.setdefault(key, []).append(without - with_hint)

@@ -9,7 +9,7 @@ from typing import Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from megatron_gvpo.algorithms.base import unless
-from megatron_gvpo.algorithms.members.base import Member, MemberContext, taught
+from megatron_gvpo.algorithms.members.base import Member, MemberContext, any_right, ask_each, taught
 from megatron_gvpo.groups import Group, Prompt
 
 
@@ -74,15 +74,12 @@ class Hinted(Member):
             return list(groups)
         hinted: dict[int, Group] = {}
         for level in range(1 if self.best_draft else len(self.fields)):
-            open_ = [g for g, group in enumerate(groups) if self._wants(group, hinted.get(g))]
-            prompts: dict[int, Prompt] = {}
-            for g in open_:
-                hint = self._hint(groups[g], level)
-                text = None if hint is None else self.template.replace("{hint}", hint)
-                if text is not None and (prompt := context.extended(groups[g].prompt, text)) is not None:
-                    prompts[g] = prompt
-            if prompts:
-                hinted |= dict(zip(prompts, context.ask(list(prompts.values()), self.n), strict=True))
+            prompts: dict[int, Prompt | None] = {}
+            for g, group in enumerate(groups):
+                hint = self._hint(group, level) if self._wants(group, hinted.get(g)) else None
+                if hint is not None:
+                    prompts[g] = context.extended(group.prompt, self.template.replace("{hint}", hint))
+            hinted |= ask_each(context, prompts, self.n)
         joined: list[Group] = []
         for g, group in enumerate(groups):
             joined += self._joined(group, hinted[g]) if g in hinted else [group]
@@ -90,11 +87,8 @@ class Hinted(Member):
 
     def _wants(self, group: Group, hinted: Group | None) -> bool:
         if hinted is not None:
-            return not self._any_right(hinted)
-        return self.when == "always" or not self._any_right(group)
-
-    def _any_right(self, group: Group) -> bool:
-        return any(reward > self.right for reward in group.rewards)
+            return not any_right(hinted, self.right)
+        return self.when == "always" or not any_right(group, self.right)
 
     def _hint(self, group: Group, level: int) -> str | None:
         if self.best_draft:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
-from megatron_gvpo.algorithms.members.base import Member, MemberContext
+from megatron_gvpo.algorithms.members.base import Member, MemberContext, ask_each
 from megatron_gvpo.core.plain_values import finite_number
 from megatron_gvpo.groups import Group, Rollout
 
@@ -43,10 +43,8 @@ class Foresight(Member):
     right: float = Field(0.0)
 
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
-        prompts = {g: context.extended(group.prompt, self.template) for g, group in enumerate(groups)}
-        questions = {g: prompt for g, prompt in prompts.items() if prompt is not None}
-        answers = context.ask(list(questions.values()), self.n) if questions else []
-        predictions = dict(zip(questions, answers, strict=True))
+        questions = {g: context.extended(group.prompt, self.template) for g, group in enumerate(groups)}
+        predictions = ask_each(context, questions, self.n)
         joined: list[Group] = []
         for g, group in enumerate(groups):
             joined.append(group)

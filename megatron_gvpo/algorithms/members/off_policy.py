@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, PositiveInt
 
 from megatron_gvpo.algorithms.base import WithFunction, unless
-from megatron_gvpo.algorithms.members.base import Member, MemberContext
+from megatron_gvpo.algorithms.members.base import Member, MemberContext, any_right
 from megatron_gvpo.groups import Group, Rollout, demonstrated, rollout_fields, rollout_of
 
 # The data set's own solution as a member of the group (arXiv 2504.19599, section 4.1).
@@ -54,7 +54,7 @@ class Demonstration(Member):
     def _joined(self, group: Group, seed: int) -> Group:
         prompt = group.prompt
         too_long = self.max_tokens is not None and prompt.demonstration_length > self.max_tokens
-        needless = self.when == "all_wrong" and any(r > self.right for r in group.rewards)
+        needless = self.when == "all_wrong" and any_right(group, self.right)
         if prompt.demonstration is None or too_long or needless:
             return group
         demonstration = demonstrated(prompt, self.reward, "demonstration", -1)  # no weights sampled it
@@ -80,8 +80,8 @@ class Replay(Member):
     """`count` earlier responses to the same prompt join each group, the newest first.
 
     A prompt that was not seen before has none: its group is smaller. Rewards are stored with the response;
-    its log-probs under the reference are computed again, as GVPO needs them. `keep`: how many responses a
-    prompt are held, and written into checkpoints.
+    its log-probs under the reference are computed again, as GVPO needs them. `keep`: how many responses
+    to a prompt are kept, and written into checkpoints.
     """
 
     name: Literal["replay"] = "replay"
@@ -148,8 +148,7 @@ class TeacherMember(WithFunction, Member):
         chosen = [
             g
             for g, group in enumerate(groups)
-            if rng.random() < self.share
-            and (self.when == "always" or all(reward <= self.right for reward in group.rewards))
+            if rng.random() < self.share and (self.when == "always" or not any_right(group, self.right))
         ]
         if not chosen:
             return list(groups)
