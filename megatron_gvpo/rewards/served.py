@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from megatron_gvpo.core.collectives import is_first_rank
+from aiohttp import ClientSession
+
 from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
 from megatron_gvpo.huggingface.card import ModelCard, ModelCards
@@ -19,9 +18,8 @@ from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.rewards.judge import Judge, as_text, prompt_messages, scored_chat
 from megatron_gvpo.rewards.reward_model import RewardModel
 from megatron_gvpo.runs.record import fingerprint
-from megatron_gvpo.servers.http import open_session
 from megatron_gvpo.servers.launch.start import report
-from megatron_gvpo.servers.leader import BackgroundLoop, Command, Failed, follow, result_of
+from megatron_gvpo.servers.leader import ModelClient
 from megatron_gvpo.servers.model_requests import Servers, Verdict
 from megatron_gvpo.servers.model_servers import Checkpoint, open_servers
 from megatron_gvpo.settings.reward_servers import JudgeConfig, RewardModelConfig, key_of
@@ -39,11 +37,8 @@ class _ServedComponent(NamedTuple):
     constants: dict[str, float]  # metrics that do not change
 
 
-class ServedRewards:
-    """Scores responses with the components on servers. A context manager, which ends the servers it started.
-
-    Every rank calls every method. Without such components it does nothing.
-    """
+class ServedRewards(ModelClient):
+    """Scores responses with the components on servers. Without such components it does nothing."""
 
     def __init__(
         self,
@@ -60,25 +55,12 @@ class ServedRewards:
         self._components = rewards.components if rewards.is_served else ()
         self._keys = [data.train.prompt_key, *([data.eval.prompt_key] if data.eval else [])]
         self._cards, self._output_dir, self._first_gpus = cards, output_dir, first_gpus
-        self._opened = ExitStack()
-        self._loop: BackgroundLoop | None = None  # runs on rank 0
+        super().__init__("reward client")
         self._served: list[_ServedComponent] = []
         self.metrics: dict[str, float] = {}  # metrics of the last batch, on rank 0
 
     def __enter__(self) -> Self:
-        """Start the servers. Raises ConfigError, RolloutError."""
-        if self._components:
-            try:
-                follow(self._open if is_first_rank() else None)
-            except BaseException:  # Python does not call __exit__ then
-                self._opened.close()
-                raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._opened.close()
+        return super().__enter__() if self._components else self
 
     def score(self, groups: Sequence[Group], others: Callable[[], None], on_wait: OnWait = None) -> None:
         """Add the components' scores to the rewards that `others()` fills in meanwhile.
@@ -90,15 +72,7 @@ class ServedRewards:
             others()
             return
         begin_s = time.perf_counter()
-        task = None
-        if self._loop is not None:
-            task = self._loop.submit(self._ask_all(groups))
-        try:
-            others()
-            rows = follow(None if task is None else partial(result_of, task), on_wait)
-        finally:
-            if task is not None:
-                task.cancel()  # has an effect only if something was raised
+        rows = self.answer(lambda: self._ask_all(groups), on_wait, others)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         for rollout, verdicts in zip(rollouts, rows, strict=True):
             self._record(rollout, {name: Verdict(*verdict) for name, verdict in verdicts.items()})
@@ -164,20 +138,7 @@ class ServedRewards:
             "answer": prompt.answer or "",
         }
 
-    def _open(self) -> Command:
-        """Rank 0: open what is not open yet; wait for the servers."""
-        try:
-            if self._loop is None:
-                self._start()
-            return result_of(self._ready)
-        except (ConfigError, DataError) as error:
-            return Failed(str(error), misconfigured=True)
-
-    def _start(self) -> None:
-        loop = BackgroundLoop("reward client")
-        self._opened.callback(loop.close)
-        session = loop.run(open_session())
-        self._opened.callback(lambda: loop.run(session.close()))
+    def start_servers(self, session: ClientSession) -> Coroutine[Any, Any, None]:
         for i, component in enumerate(self._components):
             if component.served is None:
                 continue
@@ -207,9 +168,7 @@ class ServedRewards:
             self._served.append(
                 _ServedComponent(component.name, model, servers, _hash(component.served.path))
             )
-        self._opened.callback(loop.cancel_all)
-        self._loop = loop
-        self._ready = loop.submit(self._check_all())
+        return self._check_all()
 
     async def _check_all(self) -> None:
         await asyncio.gather(*(component.servers.check_all() for component in self._served))

@@ -6,22 +6,18 @@ import asyncio
 import concurrent.futures
 import time
 from array import array
-from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import partial
-from types import TracebackType
-from typing import Self
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 import torch
+from aiohttp import ClientSession
 from torch import Tensor
 
-from megatron_gvpo.core.collectives import is_first_rank
-from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.rewards.reward_model import TOLERANCE
-from megatron_gvpo.servers.http import Http, ServerRefused, open_session
+from megatron_gvpo.servers.http import Http, ServerRefused
 from megatron_gvpo.servers.launch.start import DIALECTS, report
-from megatron_gvpo.servers.leader import BackgroundLoop, Command, Failed, follow, result_of
+from megatron_gvpo.servers.leader import ModelClient
 from megatron_gvpo.servers.model_requests import Misfit, Servers, check_model
 from megatron_gvpo.servers.model_servers import Checkpoint, open_servers
 from megatron_gvpo.settings.reward_servers import TeacherConfig
@@ -33,12 +29,11 @@ PROBE = list(range(8))  # token ids whose log-probs tell one model from another
 LogProbRequest = tuple[tuple[int, ...], int]
 
 
-class ServedTeacher:
+class ServedTeacher(ModelClient):
     """Log-probs of responses at temperature 1, from servers of the same engines as for rollouts.
 
-    A context manager: servers that it started end with it. Every rank calls every method with the same rows.
-    Token ids are sent as they were sampled. A segment of a conversation is a request of its own, and equal
-    requests of a step are sent once.
+    Every rank calls every method with the same rows. Token ids are sent as they were sampled. A segment of a
+    conversation is a request of its own, and equal requests of a step are sent once.
     """
 
     def __init__(
@@ -51,28 +46,13 @@ class ServedTeacher:
         assert teacher.server is not None, "the run has no teacher on servers"
         self._teacher, self._settings, self._dtype = teacher, teacher.server, dtype
         self._cards, self._output_dir, self._first_gpu = cards, output_dir, first_gpu
-        self._opened = ExitStack()
+        super().__init__("teacher client")
         # The rest exists on rank 0 alone.
-        self._loop: BackgroundLoop | None = None
         self._servers: Servers | None = None
         self._probe: list[float] | None = None  # log-probs of PROBE by the first server
         # Requests of the present step.
         self._answers: dict[LogProbRequest, concurrent.futures.Future[list[float]]] = {}
         self._sent_tokens = self._waited_s = 0.0
-
-    def __enter__(self) -> Self:
-        """Start the servers. Raises ConfigError, RolloutError."""
-        try:
-            follow(self._open if is_first_rank() else None)
-        except BaseException:  # Python does not call __exit__ then
-            self._opened.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._opened.close()
 
     def ask(self, mini_batches: Sequence[TrainBatch]) -> None:
         """Send the responses of a step, which `score` will need. Does not wait for the answers."""
@@ -93,12 +73,7 @@ class ServedTeacher:
         request, or none answers within `teacher.server.start_timeout`.
         """
         begin_s = time.perf_counter()
-        task = None if self._loop is None else self._loop.submit(self._column(rows))
-        try:
-            data = follow(None if task is None else partial(result_of, task), on_wait)
-        finally:
-            if task is not None:
-                task.cancel()  # has an effect only if something was raised
+        data = self.answer(lambda: self._column(rows), on_wait)
         self._waited_s += time.perf_counter() - begin_s
         return torch.frombuffer(bytearray(data), dtype=torch.float32) if data else torch.zeros(0)
 
@@ -162,20 +137,7 @@ class ServedTeacher:
                 f"of the first server, more than {limit:g}: it serves another model"
             )
 
-    def _open(self) -> Command:
-        """Rank 0: open what is not open yet; wait for the servers."""
-        try:
-            if self._loop is None:
-                self._start()
-            return result_of(self._ready)
-        except ConfigError as error:
-            return Failed.by(error)
-
-    def _start(self) -> None:
-        loop = BackgroundLoop("teacher client")
-        self._opened.callback(loop.close)
-        session = loop.run(open_session())
-        self._opened.callback(lambda: loop.run(session.close()))
+    def start_servers(self, session: ClientSession) -> Coroutine[Any, Any, None]:
         checkpoint = None
         if not self._settings.urls:
             path, trust = self._teacher.path, self._teacher.trust_remote_code
@@ -192,9 +154,7 @@ class ServedTeacher:
         if opened.supervisor is not None:
             self._opened.callback(opened.supervisor.close)
         self._servers = Servers(opened, self._settings, session, self._check)
-        self._opened.callback(loop.cancel_all)
-        self._loop = loop
-        self._ready = loop.submit(self._servers.check_all())
+        return self._servers.check_all()
 
 
 def _requests(rows: TrainBatch) -> list[tuple[LogProbRequest, list[tuple[int, int, int]]]]:

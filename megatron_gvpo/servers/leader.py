@@ -11,15 +11,20 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from megatron_gvpo.core.collectives import broadcast_msgpack
-from megatron_gvpo.core.errors import ConfigError, RolloutError
-from megatron_gvpo.servers.http import ServerGone
+from megatron_gvpo.core.collectives import broadcast_msgpack, is_first_rank
+from megatron_gvpo.core.errors import ConfigError, DataError, RolloutError
+from megatron_gvpo.servers.http import ServerGone, open_session
 from megatron_gvpo.servers.model_requests import Misfit, Unanswered
 
 if TYPE_CHECKING:
+    from aiohttp import ClientSession
+
     from megatron_gvpo.types import OnWait
 
 
@@ -166,3 +171,71 @@ def result_of(task: concurrent.futures.Future[Any]) -> Command:
         return Failed.by(error)
     except (Misfit, Unanswered, ServerGone, OSError) as error:
         return Failed(str(error))
+
+
+class ModelClient:
+    """Rank 0's requests to servers of models beside the policy, whose answers all ranks get.
+
+    A context manager: servers that it started end with it. Every rank calls every method.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name  # of the thread that sends the requests
+        self._opened = ExitStack()
+        self._loop: BackgroundLoop | None = None  # on rank 0, from the start of the servers on
+        self._ready: concurrent.futures.Future[None]
+
+    def start_servers(self, session: ClientSession) -> Coroutine[Any, Any, None]:
+        """Start or find the servers, on rank 0; returns the check of all, which waits until they are up.
+
+        What ends them goes on the stack `_opened`. Raises ConfigError, DataError.
+        """
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        """Start the servers. Raises ConfigError, RolloutError."""
+        try:
+            follow(self._open if is_first_rank() else None)
+        except BaseException:  # Python does not call __exit__ then
+            self._opened.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.close()
+
+    def answer(
+        self,
+        ask: Callable[[], Coroutine[Any, Any, Any]],
+        on_wait: OnWait,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Any:
+        """What `ask()` gives on rank 0, in msgpack's types, on every rank. `meanwhile` runs on every rank.
+
+        Raises ConfigError, RolloutError.
+        """
+        task = None if self._loop is None else self._loop.submit(ask())
+        try:
+            if meanwhile is not None:
+                meanwhile()
+            return follow(None if task is None else partial(result_of, task), on_wait)
+        finally:
+            if task is not None:
+                task.cancel()  # has an effect only if something was raised
+
+    def _open(self) -> Command:
+        """Rank 0: open what is not open yet; wait for the servers."""
+        try:
+            if self._loop is None:
+                loop = BackgroundLoop(self._name)
+                self._opened.callback(loop.close)
+                session = loop.run(open_session())
+                self._opened.callback(lambda: loop.run(session.close()))
+                check = self.start_servers(session)
+                self._opened.callback(loop.cancel_all)
+                self._loop, self._ready = loop, loop.submit(check)
+            return result_of(self._ready)
+        except (ConfigError, DataError) as error:
+            return Failed(str(error), misconfigured=True)
