@@ -218,17 +218,20 @@ def rollout_fields(rollout: Rollout) -> dict[str, Any]:
 
 
 def rollout_of(fields: Mapping[str, Any]) -> Rollout:
-    """A rollout from its fields as JSON values."""
-    routing = fields.get("routing")
+    """A rollout from its fields as JSON values, or as msgpack gives them, which keeps bytes."""
+    routing, support = fields.get("routing"), fields.get("support")
     if routing is not None:
         layers, per_token, width, ids = routing
-        routing = Routing(layers, per_token, width, base64.b64decode(ids))
-    support = fields.get("support")
+        routing = Routing(layers, per_token, width, _bytes(ids))
     if support is not None:
-        support = Support(*map(base64.b64decode, support))
+        support = Support(*map(_bytes, support))
     spans = [tuple(span) for span in fields["spans"]]
     turns = [turn_of(values) for values in fields.get("turns", ())]
     return Rollout(**{**fields, "spans": spans, "routing": routing, "support": support, "turns": turns})
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value if isinstance(value, bytes) else base64.b64decode(value)
 
 
 LOST = "lost"  # the finish reason of a conversation whose environment failed; `text` says how

@@ -25,7 +25,7 @@ from megatron_gvpo.sampling.server_checks import check_server
 from megatron_gvpo.servers import leader
 from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.launch.first_turn import give_turn
-from megatron_gvpo.servers.leader import Command, Done, Failed, Push, Wait, lead
+from megatron_gvpo.servers.leader import Command, Done, Failed, Push, Wait, follow, lead
 from megatron_gvpo.servers.pool import PendingRequest, ServerPool
 from megatron_gvpo.servers.request import Request, check_request, pack, requests_for, unpack
 from megatron_gvpo.servers.session import ServerSession
@@ -108,11 +108,7 @@ class ServedEngine:
             if dist.get_rank() == 0:
                 give_turn()
         try:
-            next_command = self._start() if dist.get_rank() == 0 else None
-            while isinstance(command := lead(next_command), Wait):
-                pass
-            if isinstance(command, Failed):
-                raise command.error
+            follow(self._start() if dist.get_rank() == 0 else None)
             self._sleep()
         except BaseException:  # Python does not call __exit__ then
             self._close()

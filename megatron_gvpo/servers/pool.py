@@ -33,7 +33,7 @@ from megatron_gvpo.servers.handle import (
 )
 from megatron_gvpo.servers.http import ServerGone, ServerRefused, spare_connections
 from megatron_gvpo.servers.launch.supervise import Supervisor
-from megatron_gvpo.servers.request import Request, derived_seed, images_of, rollout_of
+from megatron_gvpo.servers.request import Request, derived_seed, images_of
 from megatron_gvpo.servers.sent_images import ImageSender, SentImage
 from megatron_gvpo.servers.server import Completion, MemoryPart, Server
 from megatron_gvpo.settings.sections import SamplingConfig
@@ -272,7 +272,8 @@ class ServerPool:
             is_full = len(token_ids) >= pending.request.longest(sampling)
             if is_ended or is_full or answer.finish_reason == "length":
                 reason = "stop" if is_ended else "length"
-                rollout = rollout_of(token_ids, logprobs, reason, spans)
+                oldest = min(version for version, _, _ in spans)
+                rollout = Rollout(token_ids, logprobs, "", reason, oldest, spans=spans)
                 rollout.seconds, rollout.server = seconds, handle.server.url
                 rollout.support = support if sampling.wants_support else None
                 if sampling.wants_routing and not aborted:

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.data.image_files import ImageError
-from megatron_gvpo.groups import Image, Prompt, Rollout
+from megatron_gvpo.groups import Image, Prompt, Rollout, rollout_of
 from megatron_gvpo.settings.sections import SamplingConfig
-from megatron_gvpo.supports import Support
-from megatron_gvpo.turns import turn_of
 
 if TYPE_CHECKING:
     from megatron_gvpo.servers.sent_images import ImageSender, SentImage
@@ -86,16 +84,6 @@ async def images_of(request: Request, sender: ImageSender | None) -> tuple[SentI
         raise RolloutError(str(error)) from None
 
 
-def rollout_of(
-    token_ids: list[int], logprobs: list[float], finish_reason: str, spans: list[tuple[int, int, int]]
-) -> Rollout:
-    """A whole response of servers; `spans` are (weight version, first token, end). Raises RolloutError."""
-    if len(logprobs) != len(token_ids):
-        raise RolloutError(f"a server gave {len(token_ids)} tokens with {len(logprobs)} log-probs")
-    oldest = min(version for version, _, _ in spans)
-    return Rollout(token_ids, logprobs, "", finish_reason, oldest, spans=spans)
-
-
 def pack(rows: Iterable[Iterable[Rollout]]) -> list[list[dict[str, Any]]]:
     """Rows of rollouts as msgpack takes them; `unpack` makes them rollouts again."""
     names = [field.name for field in fields(Rollout)]
@@ -104,9 +92,4 @@ def pack(rows: Iterable[Iterable[Rollout]]) -> list[list[dict[str, Any]]]:
 
 def unpack(rows: Iterable[Iterable[dict[str, Any]]]) -> list[list[Rollout]]:
     """The rows of rollouts that `pack` was given."""
-    return [[_unpacked(values) for values in row] for row in rows]
-
-
-def _unpacked(values: dict[str, Any]) -> Rollout:
-    turns, support = [turn_of(turn) for turn in values["turns"]], values["support"]
-    return Rollout(**{**values, "turns": turns, "support": support and Support(*support)})
+    return [[rollout_of(values) for values in row] for row in rows]
