@@ -157,7 +157,7 @@ def test_a_full_disk_under_tensorboard_is_raised_and_not_printed(tmp_path):
     program = """
 import resource, sys
 from pathlib import Path
-from megatron_gvpo.observe.loggers.tensorboard import TensorBoardWriter
+from megatron_gvpo.observe.loggers.writers import TensorBoardWriter
 writer = TensorBoardWriter(Path(sys.argv[1]), -1, None)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
 try:

@@ -15,7 +15,7 @@ from megatron_gvpo.core.json_files import JsonlWriter, read_metrics
 from megatron_gvpo.observe.alerts import Alert
 from megatron_gvpo.observe.loggers.backend import Backend, RunInfo, Sample
 from megatron_gvpo.observe.loggers.services import open_services
-from megatron_gvpo.observe.loggers.tensorboard import TensorBoardWriter
+from megatron_gvpo.observe.loggers.writers import TensorBoardWriter
 
 if TYPE_CHECKING:
     from megatron_gvpo.settings.sections import LoggingConfig
