@@ -212,7 +212,7 @@ class ModelClient:
         on_wait: OnWait,
         meanwhile: Callable[[], None] | None = None,
     ) -> Any:
-        """What `ask()` gives on rank 0, in msgpack's types, on every rank. `meanwhile` runs on every rank.
+        """The result of `ask()` on rank 0, in msgpack's types, on every rank. `meanwhile` runs on every rank.
 
         Raises ConfigError, RolloutError.
         """
