@@ -41,6 +41,7 @@ from megatron_gvpo.cli import (
 from megatron_gvpo.cli import eval as evaluate
 from megatron_gvpo.cli.terminal import PrintError, open_standard_streams, outliving_terminal, refuse
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.versions import own_version
 
 COMMANDS = (
@@ -68,7 +69,28 @@ COMMANDS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code.
+    """Run one command as a process's only work; returns the exit code.
+
+    An error that nothing else catches is printed with its traceback, without secrets. Where other ranks may wait
+    for this one, it ends the process at once.
+    """
+    # A thread of OpenMP would spin while it waits for one that the scheduler has taken away: beside one busy
+    # process a step took three times as long (docs/explanation/cpu_speed.md). torch reads it when it is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    try:
+        return run_command(arguments)
+    except SystemExit:
+        raise
+    except BaseException:  # a panic in a Rust library, such as tokenizers, is not an Exception
+        print(hide(traceback.format_exc()), end="", file=sys.stderr, flush=True)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        sys.stdout.flush()
+        os._exit(1)  # libraries' exit handlers may wait for the other ranks
+    return 1
+
+
+def run_command(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Raises errors that a user cannot mend.
 
     0: done, or stopped by a signal after a checkpoint was saved; 1: a checkpoint or the records could not be
     written, a checkpoint could not be read, or no rollouts came; 2: wrong input; 128 + n: stopped by signal n

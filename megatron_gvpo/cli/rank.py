@@ -42,9 +42,9 @@ def main() -> int:
 
 
 def _command() -> int:
-    from megatron_gvpo.cli import main as command_line
+    from megatron_gvpo.cli import run_command
 
-    return command_line()
+    return run_command()
 
 
 def _program() -> int:

@@ -159,14 +159,15 @@ sys.exit(main(["train", "{task}/run.yaml", "output_dir={tmp_path}/run"]))
 
 
 def test_threads_wait_passively() -> None:
-    """They do in every process of the command line, unless the user says otherwise."""
-    program = (
-        "import os, runpy\n"
-        "try: runpy.run_module('megatron_gvpo', run_name='__main__')\n"
-        "except SystemExit: print(os.environ['OMP_WAIT_POLICY'])"
-    )
+    """They do in every process of the command line, however it is called, unless the user says otherwise."""
+    module = "runpy.run_module('megatron_gvpo', run_name='__main__')"
+    installed = "megatron_gvpo.cli.main()"
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    for policy in ({}, {"OMP_WAIT_POLICY": "active"}):
+    for call, policy in ((module, {}), (installed, {}), (module, {"OMP_WAIT_POLICY": "active"})):
+        program = (
+            f"import os, runpy, megatron_gvpo.cli\ntry: {call}\n"
+            "except SystemExit: print(os.environ['OMP_WAIT_POLICY'])"
+        )
         done = subprocess.run(
             [sys.executable, "-c", program, "--version"],
             capture_output=True,

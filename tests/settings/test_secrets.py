@@ -11,7 +11,7 @@ from urllib.parse import quote, quote_plus
 import pytest
 import yaml
 
-from megatron_gvpo.cli import main
+from megatron_gvpo.cli import keys, main
 from megatron_gvpo.core import redaction, secrets
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.redaction import SHORTEST, hide, hide_in, hide_secrets
@@ -175,6 +175,22 @@ def test_a_short_secret_is_noted(good: Path, monkeypatch: pytest.MonkeyPatch, ca
     )  # for want of data.eval
     assert "note: {env: SHORT_PASSWORD}: a secret of fewer than 6 characters" in capsys.readouterr().err
     assert hide("abcd") == "abcd"
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, BaseException])
+def test_the_traceback_of_an_unexpected_error_hides_secrets(
+    kind: type[BaseException], good: Path, judge_key: None, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    """`main` is what the installed program calls, and `python -m`."""
+    load_config([good], [reward("{api_key: {env: JUDGE_KEY}}")])
+
+    def fail(options: object) -> int:
+        raise kind(f"401 for {SECRET}")
+
+    monkeypatch.setattr(keys, "run", fail)
+    assert main(["keys"]) == 1
+    shown = capsys.readouterr().err
+    assert "401 for {env: JUDGE_KEY}" in shown and "Traceback" in shown and SECRET not in shown
 
 
 def test_a_mapping_of_options_may_be_called_env(good: Path):
