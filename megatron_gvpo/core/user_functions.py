@@ -6,8 +6,8 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
-import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from megatron_gvpo.core.user_imports import INSTALLED, KeptFiles, imported_files
 
 # Modules whose functions a configuration may name, by their former names, which work for one more release.
 MOVED = {
@@ -26,44 +28,52 @@ MOVED = {
 
 
 MESSAGE = 500  # characters of an error's text; the rest is cut off
-# Begins the paths of modules that are not the user's: Python's, other packages' and this package's.
-_INSTALLED = (
-    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
-    str(Path(__file__).parents[1]) + os.sep,
-    "<frozen ",
-)
-
-
+_PACKAGE = __package__.partition(".")[0]
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _contents: dict[str, bytes] = {}  # the content of files as the run began with it, by path
 
 
 def named_files(values: Any, at: str = "") -> Iterator[tuple[str, str]]:
-    """The files of functions that nested values name ("path/file.py:function"), by their dotted keys."""
+    """The Python files that nested values name, by their dotted keys.
+
+    "path/file.py:function" names one, "module:function" where the current directory has the module, and
+    "path/file.py" where there is such a file, as in the command of a server.
+    """
     if isinstance(values, str):
-        if (source := values.rpartition(":")[0]).endswith(".py"):
+        source = values.rpartition(":")[0]
+        if values.endswith(".py") and os.path.isfile(values):
+            source = values
+        if source.endswith(".py"):
             yield at, source
+        elif _MODULE.fullmatch(source) and not source.startswith(f"{_PACKAGE}."):
+            file = os.path.abspath(f"{source.replace('.', os.sep)}.py")
+            if os.path.isfile(file) and not file.startswith(INSTALLED):
+                yield at, file
     elif isinstance(values, Mapping | list | tuple):
         for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
             yield from named_files(value, f"{at}.{key}" if at else str(key))
 
 
 def contents(values: Any) -> dict[str, bytes]:
-    """The content of the files that `values` name, for workers.
+    """The content of the files that `values` name, and of those that they import, for workers.
 
     Files that cannot be read are left out: an error names them when they are loaded.
     """
     files = {}
     for _, source in named_files(values):
-        with suppress(OSError):
-            files[source] = Path(source).read_bytes()
+        for file in (source, *map(str, imported_files(Path(source)))):
+            with suppress(OSError):
+                files[file] = Path(file).read_bytes()
     return files
 
 
 def hold(files: Mapping[str, bytes]) -> None:
-    """Let `load_function` use this content, with which the run began, whatever is on the disk by now.
+    """Let `load_function` and imports use this content, with which the run began, whatever is on the disk.
 
     Otherwise a worker that starts later could run another version of a file than the workers before it.
     """
+    if not _contents:
+        sys.meta_path.insert(0, KeptFiles(_contents))
     _contents.update(files)
 
 
@@ -133,7 +143,7 @@ def call_function(where: str, spec: str, *arguments: Any, **options: Any) -> Any
         with kept_directory():
             return load_function(spec)(*arguments, **options)
     except (Exception, SystemExit) as error:
-        if type(error).__module__.startswith(__package__.partition(".")[0] + "."):
+        if type(error).__module__.startswith(f"{_PACKAGE}."):
             raise
         raise UserFunctionError(f"{where}={spec}: {described(error)}") from error
 
@@ -158,7 +168,7 @@ def described(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return text
-    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
+    own = [frame for frame in frames if not frame.filename.startswith(INSTALLED)]
     frame = (own or frames)[-1]
     return f"{text} ({os.path.basename(frame.filename)}, line {frame.lineno})"
 

@@ -31,6 +31,7 @@ from megatron_gvpo.core.named_file import begins_with
 from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.secrets import as_written
 from megatron_gvpo.core.user_functions import named_files
+from megatron_gvpo.core.user_imports import imported_files
 from megatron_gvpo.core.versions import COMPONENTS, own_commit
 from megatron_gvpo.runs.settings_diff import Change, changes, is_allowed, known_keys, listed
 from megatron_gvpo.runs.written import CONFIG, HEADER, RUN, names, recorded_names
@@ -104,7 +105,7 @@ def write_record(config: Config, step: int, world_size: int) -> list[str]:
 def fingerprints(config: Config) -> dict[str, dict[str, Any]]:
     """Size and hash of what the run reads, by keys: data, models of rewards and teachers, the user's files.
 
-    A hub data set has none.
+    A file that a user's file imports has `KEY:PATH`, its path from there. A hub data set has none.
     """
     named = {"data.train.path": config.data.train.path}
     if config.data.eval is not None:
@@ -114,7 +115,11 @@ def fingerprints(config: Config) -> dict[str, dict[str, Any]]:
             named[f"{key_of(i, component.served)}.path"] = component.served.path
     if config.teacher is not None:
         named["teacher.path"] = config.teacher.path
-    named |= named_files(as_written(config))
+    for key, source in named_files(as_written(config)):
+        named[key] = source
+        beside = Path(source).absolute().parent
+        for file in imported_files(Path(source)):
+            named[f"{key}:{os.path.relpath(file, beside)}"] = str(file)
     prints = {key: fingerprint(Path(path)) for key, path in named.items()}
     return {key: value for key, value in prints.items() if value is not None}
 
@@ -125,8 +130,12 @@ def changed_files(directory: Path, config: Config) -> Iterator[Change]:
     for key, now in fingerprints(config).items():
         before = earlier.get(key)
         if before is not None and (before["sha256"], before["bytes"]) != (now["sha256"], now["bytes"]):
-            old, new = (f"{value['bytes']} bytes, sha256 {value['sha256'][:8]}" for value in (before, now))
-            yield Change(key, old, new, fixed=not key.startswith("data.eval."))
+            setting, _, imported = key.partition(":")
+            file = imported and f"{imported}: "
+            old, new = (
+                f"{file}{value['bytes']} bytes, sha256 {value['sha256'][:8]}" for value in (before, now)
+            )
+            yield Change(setting, old, new, fixed=not key.startswith("data.eval."))
 
 
 def _start(step: int, world_size: int) -> dict[str, Any]:

@@ -107,6 +107,23 @@ def test_a_worker_that_is_replaced_has_the_functions_that_the_run_began_with(
     assert [rollout.rewards["mine"] for rollout in rollouts] == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("edit", ["edited", "deleted"])
+def test_a_worker_that_is_replaced_has_the_imports_that_the_run_began_with(tmp_path: Path, edit: str) -> None:
+    file, helper = tmp_path / "killed.py", tmp_path / "kept_package" / "value.py"
+    helper.parent.mkdir()
+    helper.write_text("from .one import ONE\n")
+    (helper.parent / "one.py").write_text("ONE = 1.0\n")
+    text = KILLED.replace("import os", "from kept_package.value import ONE\nimport os").replace("1.0", "ONE")
+    rollouts = [Rollout([i], [0.0], text, "stop") for i, text in enumerate(["", "once", "fine"])]
+    with pool(file, text) as rewards:
+        for path in helper.parent.glob("*.py"):
+            path.write_text("ONE = 7.0\n") if edit == "edited" else path.unlink()
+        record = {"mark": str(tmp_path / "mark")}
+        rewards.score([Group(Prompt("p", (1,), "?", record=record), rollouts)])
+    assert (tmp_path / "mark").exists()
+    assert [rollout.rewards["mine"] for rollout in rollouts] == [1.0, 1.0, 1.0]
+
+
 def test_a_function_that_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_gvpo.workers.process.START", 0.1)
     said = (

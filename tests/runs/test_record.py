@@ -150,12 +150,35 @@ def test_changed_files_are_found(run, file, key):
     assert compare(run, allowed=(key,)).startswith(key)
 
 
+@pytest.mark.parametrize("named", ["mine.py:f", "mine:f"])
+@pytest.mark.parametrize("changed", ["mine.py", "judge.py", "inner/__init__.py", "inner/deep.py"])
+def test_changed_files_that_a_users_file_imports_are_found(run: Path, named: str, changed: str) -> None:
+    """The resumed run would go on with another reward. Only the file that is named was compared before."""
+    Path("inner").mkdir()
+    Path("mine.py").write_text("import json\n\ndef f(*_):\n    from judge import score\n    return 10\n")
+    Path("judge.py").write_text("from inner.deep import limit\nimport numpy, absent  # 10\n")
+    Path("inner/__init__.py").write_text("# 10\n")
+    Path("inner/deep.py").write_text("from . import __name__\nimport judge\nlimit = 10\n")
+    Path("json.py").write_text("# hidden by Python's own\n")
+    own = f"rewards.components.0.function={named}"
+    write(run, own)
+    Path("json.py").write_text("# changed\n")
+    assert compare(run, own) == ""
+    Path(changed).write_text(Path(changed).read_text().replace("10", "11"))
+    key = "rewards.components.0.function"
+    file = "" if changed == "mine.py" else f"{changed}: "
+    with pytest.raises(ConfigError, match=rf'{key} was "{file}\d+ bytes, sha256'):
+        compare(run, own)
+    assert compare(run, own, allowed=(key,)).startswith(key)
+
+
 @pytest.mark.parametrize(
     ("talk", "keys"),
     [
         ("{environment: talk.py:Talk}", ["environment"]),
         ("{program: talk.py:run}", ["program"]),
         ("{tools: [python, talk.py:add], parser: talk.py:calls}", ["parser", "tools.1"]),
+        ("{mcp: [{command: [python, talk.py]}]}", ["mcp.0.command.1"]),
     ],
 )
 def test_a_changed_file_of_conversations_is_found(run: Path, talk: str, keys: list[str]) -> None:

@@ -1,0 +1,114 @@
+"""Files that a user's file imports from beside it: compared on resume, and kept as the run began.
+
+A function's value depends on them as on its own file. Installed packages are not among them.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.abc import MetaPathFinder, SourceLoader
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+_PACKAGE = __package__.partition(".")[0]
+# Begins the paths of modules that are not the user's: Python's, other packages' and this package's.
+INSTALLED = (
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[1]) + os.sep,
+    "<frozen ",
+)
+
+
+def imported_files(source: Path) -> list[Path]:
+    """The files that a file imports from its directory or the current one, and those that they import.
+
+    By their statements alone, wherever they stand: nothing is run.
+    """
+    seen: dict[Path, None] = {}
+    waiting = [source.absolute()]
+    while waiting:
+        file = waiting.pop()
+        with suppress(OSError, SyntaxError, ValueError, RecursionError):
+            for path in _imports(ast.parse(file.read_bytes()), file, (source.absolute().parent, Path.cwd())):
+                if path not in seen and path != source.absolute():
+                    seen[path] = None
+                    waiting.append(path)
+    return sorted(seen)
+
+
+def _imports(tree: ast.Module, file: Path, directories: Sequence[Path]) -> Iterator[Path]:
+    for node in ast.walk(tree):
+        modules: list[list[str]] = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = node.module.split(".") if node.module else []
+            modules = [
+                [*package, alias.name] for alias in node.names
+            ]  # a name may be a module of the package
+        if isinstance(node, ast.ImportFrom) and node.level:
+            for parts in modules:
+                yield from _files(parts, file.parents[node.level - 1 : node.level])
+            continue
+        for parts in modules:
+            if parts[0] not in sys.stdlib_module_names and parts[0] != _PACKAGE:
+                yield from _files(parts, directories)
+
+
+def _files(parts: Sequence[str], directories: Sequence[Path]) -> Iterator[Path]:
+    """The files of a module and of the packages that it is in, in the first directory that has it."""
+    for directory in directories:
+        files = []
+        for part in parts:
+            directory /= part
+            both = (directory.with_name(f"{part}.py"), directory / "__init__.py")
+            files += [f for f in both if os.path.isfile(f) and not str(f).startswith(INSTALLED)]
+        if files:
+            yield from files
+            return
+
+
+class KeptFiles(MetaPathFinder):
+    """Imports modules from the content that their files had when the run began."""
+
+    def __init__(self, contents: Mapping[str, bytes]) -> None:
+        """`contents`: by the absolute paths of files."""
+        self._contents = contents
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None:
+            origin = spec.origin or ""
+        else:  # the file may have gone
+            stem = name.rpartition(".")[2]
+            places = [Path(directory).absolute() / stem for directory in (sys.path if path is None else path)]
+            files = (str(file) for place in places for file in (place / "__init__.py", f"{place}.py"))
+            origin = next((file for file in files if file in self._contents), "")
+        if origin not in self._contents:
+            return None
+        loader = _KeptLoader(origin, self._contents[origin])
+        is_package = Path(origin).name == "__init__.py"
+        within = [str(Path(origin).parent)] if is_package else None
+        return spec_from_file_location(name, origin, loader=loader, submodule_search_locations=within)
+
+
+class _KeptLoader(SourceLoader):
+    def __init__(self, path: str, content: bytes) -> None:
+        self._path, self._content = path, content
+
+    def get_filename(self, name: str) -> str:
+        return self._path
+
+    def get_data(self, path: str) -> bytes:
+        if path != self._path:  # the compiled file beside it, which may be of another version
+            raise OSError(path)
+        return self._content
