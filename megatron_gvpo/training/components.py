@@ -72,6 +72,7 @@ class Components:
                 log.warning(text)
         algorithm = config.algorithm.sized(config.rollout.max_tokens)
         self.prompts, self.tokenizer = task.prompts, task.tokenizer
+        self.end_token_ids = task.end_token_ids
         self.tracker = SuccessTracker(algorithm.tracker) if algorithm.needs_tracker else None
         self.order: Order = PromptOrder(len(self.prompts), config.train.seed, config.data.shuffle)
         if self.tracker is not None and algorithm.prompts.weighted:

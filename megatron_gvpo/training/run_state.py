@@ -37,6 +37,7 @@ class RunState:
             "order": parts.batches.state_dict(),
             "prompts": self._prompts_digest,
             "images": self._images_digest,
+            "end_tokens": sorted(parts.end_token_ids),
             "batch_policy": parts.batch_policy.state_dict(),
             "tracker": None if parts.tracker is None else parts.tracker.state_dict(),
             "members": [_state_of(member) for member in parts.members],
@@ -77,6 +78,14 @@ class RunState:
                 "%s: the prompts are not those that the checkpoint was trained on: the data, the tokenizer "
                 "or its chat template have changed",
                 self._data,
+            )
+        ends = sorted(self._components.end_token_ids)
+        if state.get("end_tokens") not in (None, ends) and dist.get_rank() == 0:
+            log.warning(
+                "responses end with one of the tokens %s, and ended with one of %s when the checkpoint was "
+                "written: rollout.stop_token_ids, or a file in model.path that names them, has changed",
+                ends,
+                state["end_tokens"],
             )
 
     def _load_members(self, saved: list[tuple[str, dict[str, Any]]]) -> None:

@@ -118,9 +118,12 @@ def test_a_resumed_run_has_the_date_on_which_it_began(task, tmp_path, caplog):
     given = (*GVPO, *SHORT, f"model.path={model}")
     fit(configure(task, tmp_path, *given, "train.steps=1"))
     (record := tmp_path / "run.json").write_text(record.read_text().replace('"time": "20', '"time": "17'))
+    file = model / "generation_config.json"  # another change that the records of files do not show
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [1, 3]}))
     trainer = Trainer(configure(task, tmp_path, *given, "train.steps=2"), resume=True)
     assert {prompt.text[-4:-2] for prompt in trainer.components.prompts} == {"17"}
     assert "the prompts are not those that the checkpoint was trained on" in caplog.text, "of another year"
+    assert "responses end with one of the tokens [1, 3], and ended with one of [1] when" in caplog.text
     trainer = Trainer(configure(task, tmp_path, *given), overwrite=True)
     assert {prompt.text[-4:-2] for prompt in trainer.components.prompts} == {"20"}
 
