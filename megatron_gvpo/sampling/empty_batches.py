@@ -41,9 +41,12 @@ class EmptyBatches:
         return {"in_a_row": dict(self._in_a_row)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting. A count that ended the run starts again: its cause may be mended now."""
+        """Go on counting, however often the run is interrupted.
+
+        A run that these batches have ended, and whose cause is mended, has one batch to show it.
+        """
         counts: dict[str, int] = state.get("in_a_row", {})
-        self._in_a_row.update({kind: n for kind, n in counts.items() if n + 1 < self._limit})
+        self._in_a_row.update({kind: min(count, self._limit - 1) for kind, count in counts.items()})
 
     def check(self, step: int, groups: Sequence[Group], mini_batches: Sequence[TrainBatch]) -> list[str]:
         """Returns warnings about the batch that a step trains on. Raises RolloutError at the limit."""

@@ -84,15 +84,24 @@ def test_a_run_without_signal_is_warned_and_ends(good):
 
 
 def test_a_resumed_run_goes_on_counting(good):
-    """A run that is stopped every few steps would never end. One that has ended may be mended now."""
-    watching, resumed, mended = watch(good), watch(good), watch(good)
-    check(watching, 1, EQUAL)
-    resumed.load_state_dict(json.loads(json.dumps(watching.state_dict())))
-    check(resumed, 2, EQUAL)
-    mended.load_state_dict(resumed.state_dict())
+    """A run that is stopped every few steps would never end, not even one that is stopped before the last."""
+    watching = watch(good)
+    for step in (1, 2):
+        check(watching, step, EQUAL)
+        resumed = watch(good)
+        resumed.load_state_dict(json.loads(json.dumps(watching.state_dict())))
+        watching = resumed
     with pytest.raises(RolloutError, match=r"step 3: the loss gvpo has no signal .* for 3 batches in a row"):
-        check(resumed, 3, EQUAL)
-    check(mended, 3, EQUAL)
+        check(watching, 3, EQUAL)
+
+
+def test_a_mended_run_counts_from_the_beginning(good):
+    watching, mended = watch(good), watch(good, "train.max_empty_batches=2")
+    check(watching, 1, EQUAL)
+    check(watching, 2, EQUAL)
+    mended.load_state_dict(watching.state_dict())
+    assert check(mended, 3, [group(1, 0)]) == []
+    assert len(check(mended, 4, EQUAL)) == 1
 
 
 def test_updates_that_are_all_skipped_end_the_run(good):
