@@ -28,6 +28,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write TARGET, which must be empty or not exist. Raises ConfigError."""
+    from megatron_gvpo.huggingface.card import ModelCard
     from megatron_gvpo.runs.existing_run import check_empty
 
     source, target = Path(options.source), Path(options.target)
@@ -42,6 +43,11 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"SOURCE={source} has no .metadata, so it is not a Megatron checkpoint: leave --like out"
         )
+
+    if from_megatron:
+        ModelCard.read(options.like, "--like")
+    else:
+        ModelCard.read(source, "SOURCE")
 
     def convert() -> None:
         from megatron_gvpo.training.conversion import to_hugging_face, to_megatron

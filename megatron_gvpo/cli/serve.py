@@ -35,10 +35,12 @@ def run(options: argparse.Namespace) -> int:
     """Keep the servers running until SIGTERM or SIGINT. Raises ConfigError."""
     if options.tinker:
         return _run_tinker(options)
+    from megatron_gvpo.checks.preflight import check_interpreter
     from megatron_gvpo.huggingface.card import ModelCards
     from megatron_gvpo.servers.launch.serve import serve
 
     config = configured.load(options)
+    check_interpreter(config)  # an engine that is not there would be started twice
     patience = config.parallel.timeout_seconds
     try:
         return serve(config.model, config.rollout, config.output_dir, ModelCards(config), patience)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from megatron_gvpo.megatron.model.attention_kernel import Attention, check_atten
 from megatron_gvpo.planner import workload
 from megatron_gvpo.planner.prediction import SERVER_GIB, predict
 from megatron_gvpo.rehearsal import made_model, report, transformer_engine
+from megatron_gvpo.rehearsal.folder import rehearsal_folder
 from megatron_gvpo.rehearsal.nullcuda import build
 from megatron_gvpo.rehearsal.nullcuda.build import NullCudaError
 from megatron_gvpo.rehearsal.nullcuda.devices import CONTEXT_BYTES, DEVICES, GIB, Device
@@ -40,8 +40,8 @@ def run(options: argparse.Namespace) -> int:
                 f"--build only compiles, and reads no {options.config[0]}: leave one of them out"
             )
         return _build()
-    with leaving_on_signals(), tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
-        return _rehearse(options, Path(folder))
+    with leaving_on_signals(), rehearsal_folder() as folder:
+        return _rehearse(options, folder)
 
 
 def _build() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from megatron_gvpo.core.signals import leaving_on_signals
 from megatron_gvpo.planner.command import Planned, overlay
 from megatron_gvpo.planner.search import Candidate
 from megatron_gvpo.rehearsal import command
+from megatron_gvpo.rehearsal.folder import rehearsal_folder
 
 BEST = 3  # layouts that are rehearsed
 _SAME_CHIP = {"a800": "a100"}  # the planner's GPUs that a rehearsal has under another name
@@ -44,8 +44,7 @@ def _rehearsed(planned: Planned, options: argparse.Namespace) -> Iterator[tuple[
     """Yield the best layouts, each with the result of one rank of every kind."""
     gpu = options.gpu.lower()
     for candidate in planned.plan.best[:BEST]:
-        with leaving_on_signals(), tempfile.TemporaryDirectory(prefix="rehearsal-") as name:
-            folder = Path(name)
+        with leaving_on_signals(), rehearsal_folder() as folder:
             files = folder / "run.yaml", folder / "layout.yaml"
             files[0].write_text(yaml.safe_dump(_run(options)))
             files[1].write_text(overlay(candidate, planned.model.layers, planned.work, options))

@@ -19,6 +19,7 @@ from helpers.paths import ROOT
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.rehearsal import process, transformer_engine
+from megatron_gvpo.rehearsal.folder import rehearsal_folder
 from megatron_gvpo.rehearsal.nullcuda import build
 
 
@@ -170,3 +171,16 @@ def _session(process: psutil.Process) -> int | None:
         return os.getsid(process.pid) if process.status() != psutil.STATUS_ZOMBIE else None
     except (psutil.NoSuchProcess, ProcessLookupError):
         return None
+
+
+def test_the_folder_of_a_killed_rehearsal_is_removed_by_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = "import os\nfrom megatron_gvpo.rehearsal.folder import rehearsal_folder\n"
+    kill = "with rehearsal_folder() as folder: os.kill(os.getpid(), 9)"
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", program + kill], env=environment).returncode == -9
+    [killed] = tmp_path.iterdir()
+    (foreign := tmp_path / "rehearsal-notes").mkdir()
+    with rehearsal_folder() as first, rehearsal_folder() as second:
+        assert {*tmp_path.iterdir()} == {foreign, first, second} and killed not in (first, second)
+    assert [*tmp_path.iterdir()] == [foreign]

@@ -10,6 +10,7 @@ import pytest
 from helpers.inputs.chat_tokenizer import CHATML, tokenizer
 
 from megatron_gvpo.checks.preflight import check_interpreter
+from megatron_gvpo.cli import convert, main
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.data.prompts import broken_marks, load_prompts
 from megatron_gvpo.huggingface.card import ModelCard
@@ -43,6 +44,24 @@ def test_the_interpreter_of_servers_is_tried(good: Path, tmp_path: Path):
     with_engine = script(tmp_path / "with", f'PYTHONPATH={tmp_path} exec {sys.executable} -S "$@"')
     assert error(with_engine) == "accepted"
     assert error("/nowhere/python", "rollout.servers.urls=['http://10.0.0.1:1']") == "accepted"
+
+
+def test_serve_tries_the_interpreter(good: Path, capsys: pytest.CaptureFixture[str]):
+    """The supervisor started it twice, with two tracebacks in its log."""
+    assert main(["serve", str(good), "rollout.engine=sglang", "rollout.servers.python=/nowhere/python"]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
+    assert line.startswith("error: rollout.servers.python=/nowhere/python: there is no such program")
+
+
+def test_convert_reads_the_card_before_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(convert, "run_with_model", lambda _: pytest.fail("they take 26 seconds"))
+    assert main(["convert", "Qwen/Qwen9", str(tmp_path / "out")]) == 2
+    assert "SOURCE=Qwen/Qwen9: no config.json there" in capsys.readouterr().err
+    (tmp_path / ".metadata").touch()
+    assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--like", "Qwen/Qwen9"]) == 2
+    assert "--like=Qwen/Qwen9: no config.json there" in capsys.readouterr().err
 
 
 def test_a_name_of_the_hub_is_not_a_directory():
