@@ -43,6 +43,8 @@ def real_number(value: Any) -> float:
     if (shape := getattr(value, "shape", None)) is not None and hasattr(value, "item"):
         if tuple(shape) != ():
             raise NoNumberError(f"{kind} of shape {tuple(shape)} instead of a number")
+        if bool(getattr(value, "mask", False)):  # numpy.ma.masked has the item 0.0
+            raise NoNumberError(f"{kind}, a masked value, instead of a number")
         value = value.item()
     if not isinstance(value, Real | Decimal):
         raise NoNumberError(f"{kind} instead of a number")

@@ -87,11 +87,20 @@ class Worker:
         send_reply(self.channel, reply)
 
     def announce(self, function: int) -> None:
-        """Mark in the output that the next lines are this function's."""
+        """Mark in the output that the next lines are this function's, whatever the last one has closed."""
+        _open_streams()
         if function != self._announced:
             self._announced = function
             with suppress(OSError):
                 os.write(self._output, b"\0%d\0" % function)
+
+
+def _open_streams() -> None:
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(getattr(sys, name), "closed", True):
+            with suppress(OSError):  # its descriptor is closed, too
+                stream = open(number, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+                setattr(sys, name, stream)
 
 
 def reason_of(error: BaseException) -> str:

@@ -166,6 +166,8 @@ def test_every_type_of_number_is_a_number_and_nothing_else(functions):
         "Fraction(1, 4)": 0.25,
         "-3.4e38": -3.4e38,
         "np.array([0.5])": "it returned ndarray of shape (1,) instead of a number",
+        "np.ma.masked": "it returned MaskedConstant, a masked value, instead of a number",
+        "np.ma.masked_array(1.0, mask=False)": 1.0,
         "np.array('1.0')": "it returned ndarray instead of a number",
         "np.complex64(1)": "it returned complex64 instead of a number",
         "1j": "it returned complex instead of a number",
@@ -217,6 +219,17 @@ def test_a_function_that_harms_its_process_costs_its_response(functions):
     rollouts = score(functions, "does", *wanted, record={"a": 1})
     assert_scored(rollouts, "does", wanted)
     assert [r.token_ids for r in rollouts] == [[i] for i in range(len(wanted))]
+
+
+def test_a_function_that_closes_standard_output_does_no_harm_to_the_next(functions):
+    """The next responses of this worker had no reward where their function prints."""
+    wanted = {
+        "sys.stdout.close() or 1.0": 1.0,
+        "print('x') or 2.0": 2.0,
+        "setattr(sys, 'stdout', None) or 3.0": 3.0,
+    }
+    wanted |= {"print('y') or sys.stdout.write('z')": 1.0}
+    assert_scored(score(functions, "returns", *wanted), "returns", wanted)
 
 
 def test_an_async_function_is_run(functions):
