@@ -71,11 +71,11 @@ COMMANDS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command as a process's only work; returns the exit code.
 
-    An error that nothing else catches is printed with its traceback, without secrets. Where other ranks may wait
-    for this one, it ends the process at once.
+    An error that nothing else catches is printed with its traceback, without secrets. Where other ranks may
+    wait for this one, it ends the process at once.
     """
     # A thread of OpenMP would spin while it waits for one that the scheduler has taken away: beside one busy
-    # process a step took three times as long (docs/explanation/cpu_speed.md). torch reads it when it is loaded.
+    # process a step took three times as long (docs/explanation/cpu_speed.md). torch reads it when loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         return run_command(arguments)

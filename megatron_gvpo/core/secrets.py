@@ -96,6 +96,11 @@ def from_variable(value: str) -> bool:
     return _sources.get(value, REDACTED) != REDACTED
 
 
+def without_secret(value: str) -> str:
+    """The value, or `{env: NAME}` where it was read from a variable, however short it is."""
+    return _sources[value] if from_variable(value) else value
+
+
 def short_secrets() -> list[str]:
     """The sources of secrets that are too short to be hidden inside texts, such as `{env: JUDGE_KEY}`."""
     return sorted(

@@ -105,6 +105,8 @@ def read_yaml(file: Path) -> dict[str, Any]:
 def _not_a_file(file: Path) -> str:
     if file.is_dir():
         return "it is a directory, not a configuration file"
+    if file.exists():
+        return "it is a pipe or a device, not a configuration file"
     if str(file) == "auto":
         return "no such configuration file; --resume=auto is one word"
     if str(file)[:1] in "\u2010\u2011\u2012\u2013\u2014\u2212":

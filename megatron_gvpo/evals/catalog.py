@@ -130,7 +130,7 @@ def chosen(names: str) -> tuple[NamedEvaluation, ...]:
     for name in wanted:
         if name not in EVALUATIONS:
             near = get_close_matches(name.lower(), EVALUATIONS, 1, 0.5)
-            meant = f"; did you mean {near[0]}?" if near else ""
+            meant = f"; did you mean {near[0]}?" if near else "."
             raise ConfigError(
                 f"--tasks: {name[:80]!r} is not a named evaluation{meant} Known: {', '.join(EVALUATIONS)}"
             )

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from megatron_gvpo.core.plain_values import cut
 from megatron_gvpo.core.redaction import hide
+from megatron_gvpo.core.secrets import without_secret
 
 MOST, LONGEST = 20, 400  # errors shown, and characters of each
 _NUMBER = re.compile(r"[-+]?(0|[1-9]\d{0,20})?(\.\d{0,20})?([eE][-+]?\d{1,3})?")
@@ -90,7 +91,9 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as Python writes it; of a long one the beginning, without writing all of it."""
+    """A value as Python writes it, or its variable's name; of a long one the beginning."""
+    if isinstance(value, str):
+        value = without_secret(value)
     try:
         return _BRIEF.repr(value)
     except ValueError:  # an integer of more digits than Python writes
@@ -102,7 +105,7 @@ def _of_other_trainers(key: str, value: Any, siblings: Sequence[str]) -> list[tu
     name = key.rpartition(".")[2]
     if isinstance(value, Mapping) and difflib.get_close_matches(name, siblings, 1, 0.9):
         return []
-    return [(path, answer) for path, answer in answers(key, value) if answer != f"here it is {path}"]
+    return [pair for pair in answers(key, value) if pair[1].partition(",")[0] != f"here it is {pair[0]}"]
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

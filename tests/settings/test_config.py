@@ -454,6 +454,7 @@ def test_what_is_taken_for_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert message(Path("optimizer.lr")).endswith("a value is given without spaces, as optimizer.lr=VALUE")
     assert message(tmp_path).endswith("it is a directory, not a configuration file")
+    assert message(Path("/dev/zero")) == "/dev/zero: it is a pipe or a device, not a configuration file"
 
 
 def test_a_binary_file_and_a_missing_one(tmp_path):

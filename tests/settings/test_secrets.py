@@ -193,6 +193,13 @@ def test_the_traceback_of_an_unexpected_error_hides_secrets(
     assert "401 for {env: JUDGE_KEY}" in shown and "Traceback" in shown and SECRET not in shown
 
 
+def test_a_refused_value_of_a_variable_is_not_shown(good: Path, monkeypatch: pytest.MonkeyPatch):
+    """A short one is not sought in texts, so that `hide` would leave it there."""
+    monkeypatch.setenv("SHORT", "tml-1")
+    with pytest.raises(ConfigError, match=r"^train\.steps: .*\(given: '\{env: SHORT\}'\)$"):
+        load_config([good], ["train.steps={env: SHORT}"])
+
+
 def test_a_mapping_of_options_may_be_called_env(good: Path):
     config = load_config([good], [reward("{env: production}")])
     assert config.rewards.components[0].options == {"env": "production"}
