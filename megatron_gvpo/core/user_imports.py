@@ -90,8 +90,10 @@ class KeptFiles(MetaPathFinder):
             origin = spec.origin or ""
         else:  # the file may have gone
             stem = name.rpartition(".")[2]
-            places = [Path(directory).absolute() / stem for directory in (sys.path if path is None else path)]
-            files = (str(file) for place in places for file in (place / "__init__.py", f"{place}.py"))
+            modules = [
+                Path(directory).absolute() / stem for directory in (sys.path if path is None else path)
+            ]
+            files = (str(file) for module in modules for file in (module / "__init__.py", f"{module}.py"))
             origin = next((file for file in files if file in self._contents), "")
         if origin not in self._contents:
             return None
