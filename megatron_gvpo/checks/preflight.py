@@ -71,7 +71,7 @@ def preflight(
         if cards.policy.has_delta_nets:
             check_delta_nets(f"model.path={config.model.path}")
     if command in ("train", "eval", "named eval"):
-        _check_attention(config, cards.policy)
+        _check_attention(config, cards, is_training)
     if is_training:
         check_teacher(config, cards)
         check_output_dir(config)
@@ -126,15 +126,29 @@ def torch_gpus() -> list[LocalGpu]:
     return list_gpus()
 
 
-def _check_attention(config: Config, card: ModelCard) -> None:
-    """The GPUs of this machine, where torch will use them, must have an attention kernel for packs."""
-    for capability in {gpu.compute_capability for gpu in torch_gpus()}:
-        if capability is None:
-            continue
-        attention = Attention.of(config.model, config.parallel, config.train.deterministic, card)
-        check_attention(attention, capability, has_flash_attention())
+def _check_attention(config: Config, cards: ModelCards, is_training: bool) -> None:
+    """The GPUs of this machine, where torch will use them, must have an attention kernel for packs.
+
+    A run that trains needs one for each model that the trainer holds.
+    """
+    models, critic = {"": cards.policy}, config.algorithm.critic
+    if is_training and config.teacher is not None and config.teacher.server is None:
+        models[f"teacher.path={config.teacher.path}: "] = cards.teacher
+    if is_training and critic is not None and critic.path is not None:
+        models[f"algorithm.critic.path={critic.path}: "] = cards.critic
+    attentions = {
+        named: Attention.of(config.model, config.parallel, config.train.deterministic, card)
+        for named, card in models.items()
+    }
+    for capability in {gpu.compute_capability for gpu in torch_gpus()} - {None}:
+        assert capability is not None
+        for named, attention in attentions.items():
+            try:
+                check_attention(attention, capability, has_flash_attention())
+            except ConfigError as error:
+                raise ConfigError(f"{named}{error}") from None
         if config.train.requires_shared_prompts:
-            check_shared_prompts(attention, capability)
+            check_shared_prompts(attentions[""], capability)
 
 
 def check_interpreter(config: Config) -> None:

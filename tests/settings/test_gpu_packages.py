@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,23 @@ def test_a_missing_transformer_engine_is_named_with_its_command(
     (package / "transformer_engine_torch.cpython-312-x86_64-linux-gnu.so").touch()
     assert not gpu_packages.transformer_engine_is_partial()
     preflight(config, "train", 1)
+
+
+def test_a_teacher_without_an_attention_kernel_is_refused(
+    h100: None, task: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, such a run ended in its first update, or kept all scores of a pack."""
+    monkeypatch.setattr("megatron_gvpo.checks.preflight.check_gpu_packages", lambda: None)
+    teacher = ["algorithm=opd_full", f"teacher.path={tmp_path}/teacher", "model.dtype=bfloat16"]
+    config = configure(task, tmp_path / "out", *teacher)
+    shutil.copytree(config.model.path, tmp_path / "teacher")
+    preflight(config, "train", 1)
+    shape = json.loads((tmp_path / "teacher" / "config.json").read_text())
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(shape | {"head_dim": 12}))
+    words = rf"^teacher\.path={tmp_path}/teacher: head dimensions 12 and 12 on a GPU .* keep all scores"
+    with pytest.raises(ConfigError, match=words):
+        preflight(config, "train", 1)
+    preflight(config, "eval", 1)
 
 
 def test_the_torch_of_this_environment_says_what_it_is_built_for() -> None:

@@ -91,7 +91,7 @@ def check_attention(attention: Attention, capability: Capability, flash_attentio
         causes.append("the model's attention sinks")
     if attention.deterministic and ((9, 0) <= capability < (10, 0) or attention.sinks):
         causes.append("train.deterministic=true")
-    if attention.head_dim_qk > 128:
+    if attention.head_dim_qk > 128 or attention.head_dim_qk % 8 or attention.head_dim_v % 8:
         causes += [f"head dimensions {attention.head_dim_qk} and {attention.head_dim_v}"]
     if attention.dtype == "float32":
         remedy = "use model.dtype=bfloat16, or parallel.cp=1"
