@@ -17,6 +17,7 @@ typedef struct {
   size_t bytes;
   int device;   // current when it was made
   int on_host;  // pinned host memory
+  int is_mapped;  // another process has allocated it
 } Block;
 
 static Block *blocks;  // sorted by address
@@ -62,6 +63,19 @@ static int kind_of(const void *address) {  // cudaMemoryType
   return kind;
 }
 
+// Adds a block; returns 0 if there is no room to note it. The caller has the lock.
+static int insert(Block block) {
+  if (block_count == block_room) {
+    block_room = block_room ? 2 * block_room : 256;
+    blocks = realloc(blocks, block_room * sizeof *blocks);
+  }
+  if (!blocks) return 0;
+  size_t index = index_after(block.start);
+  memmove(blocks + index + 1, blocks + index, (block_count++ - index) * sizeof *blocks);
+  blocks[index] = block;
+  return 1;
+}
+
 static cudaError_t reserve(void **out, size_t bytes, int on_host) {
   size_t size = bytes ? (bytes + PAGE - 1) & ~(size_t)(PAGE - 1) : PAGE;
   *out = NULL;
@@ -71,18 +85,11 @@ static cudaError_t reserve(void **out, size_t bytes, int on_host) {
     return nullcuda_fail(cudaErrorMemoryAllocation);
   }
   char *start = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (block_count == block_room) {
-    block_room = block_room ? 2 * block_room : 256;
-    blocks = realloc(blocks, block_room * sizeof *blocks);
-  }
-  if (start == MAP_FAILED || !blocks) {
+  if (start == MAP_FAILED || !insert((Block){start, size, current, on_host, 0})) {
     pthread_mutex_unlock(&lock);
     nullcuda_count(FAILED_RESERVATIONS, 1);
     return nullcuda_fail(cudaErrorMemoryAllocation);
   }
-  size_t index = index_after(start);
-  memmove(blocks + index + 1, blocks + index, (block_count++ - index) * sizeof *blocks);
-  blocks[index] = (Block){start, size, current, on_host};
   if (!on_host) used[current] += size;
   pthread_mutex_unlock(&lock);
   *out = start;
@@ -94,12 +101,28 @@ static cudaError_t release(void *address) {
   Block *block = find(address);
   int is_start = block && block->start == address;
   if (is_start) {
+    nullcuda_unshare(block->start);
     munmap(block->start, block->bytes);
-    if (!block->on_host) used[block->device] -= block->bytes;
+    if (!block->on_host && !block->is_mapped) used[block->device] -= block->bytes;
     memmove(block, block + 1, (--block_count - (size_t)(block - blocks)) * sizeof *block);
   }
   pthread_mutex_unlock(&lock);
   return is_start ? cudaSuccess : nullcuda_fail(cudaErrorInvalidValue);
+}
+
+size_t nullcuda_block(void **address) {
+  pthread_mutex_lock(&lock);
+  Block *block = find(*address);
+  size_t bytes = block && !block->on_host ? block->bytes : 0;
+  if (bytes) *address = block->start;
+  pthread_mutex_unlock(&lock);
+  return bytes;
+}
+int nullcuda_add(void *start, size_t bytes) {
+  pthread_mutex_lock(&lock);
+  int is_added = insert((Block){start, bytes, current, 0, 1});
+  pthread_mutex_unlock(&lock);
+  return is_added;
 }
 
 EXPORT cudaError_t cudaMalloc(void **out, size_t bytes) { return reserve(out, bytes, 0); }

@@ -53,6 +53,13 @@ EXPORT const char *nullcuda_refused(void);
 // Counts a launch. Returns 0, and keeps the kernel's name for nullcuda_refused, where this thread may not launch it.
 int nullcuda_launch(const char *kernel);
 
+// The allocation of device memory around an address: sets the address to its start, and returns its bytes; 0 for none.
+size_t nullcuda_block(void **address);
+// Notes memory of another process that is mapped here. Returns 0 where it cannot.
+int nullcuda_add(void *start, size_t bytes);
+// Called before an allocation is freed.
+void nullcuda_unshare(void *start);
+
 #ifdef __cplusplus
 }
 #endif
