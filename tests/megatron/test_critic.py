@@ -13,6 +13,7 @@ import torch
 from helpers.distributed import launch
 from helpers.inputs.rows import make_rows
 from helpers.references import gradient_reference as reference
+from helpers.references.bf16_errors import round_weights
 from helpers.suite.selected import selected
 from helpers.workers.critic_worker import Found
 from helpers.workers.gradient_worker import Case, Layout
@@ -187,16 +188,18 @@ def step_rows() -> TrainBatch:
     )
 
 
-def plain(directory: Path, model: str, head_h: torch.Tensor, bias: float) -> tuple[torch.Tensor, float, dict]:
-    """Values, loss and gradients of one update, by transformers and autograd."""
-    rows, policy = step_rows(), reference.load(directory / model)
-    weight, offset = head_h.double().requires_grad_(), torch.tensor([bias]).double().requires_grad_()
+def plain(
+    directory: Path, model: str, head_h: torch.Tensor, bias: float, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, float, dict]:
+    """Values, loss and gradients of one update, by transformers and autograd; the loss is in fp64."""
+    rows, policy = step_rows(), reference.load(directory / model).to(dtype)
+    weight, offset = head_h.to(dtype).requires_grad_(), torch.tensor([bias]).to(dtype).requires_grad_()
     values = []
     for talk in map(with_turns, zip(rows.prompt_ids, rows.response_ids, rows.turns, strict=True)):
         for context, said in contexts(talk):
             hidden = policy.model(input_ids=torch.tensor([[*context, *said]])).last_hidden_state[0]
             values.append(hidden[len(context) - 1 : -1] @ weight + offset)
-    value_r = torch.cat(values)
+    value_r = torch.cat(values).double()
     old, target = rows.value_r.double(), rows.return_r.double()
     terms = [
         max((v - r) ** 2, (min(max(v, o - CLIP), o + CLIP) - r) ** 2)
@@ -212,7 +215,9 @@ def plain(directory: Path, model: str, head_h: torch.Tensor, bias: float) -> tup
     return value_r.detach(), loss.item(), named | {"head.weight": weight.grad[None], "head.bias": offset.grad}
 
 
-HEAD, BIAS = torch.randn(32, generator=torch.Generator().manual_seed(5)) * 0.3, 0.1
+# Numbers that bf16 has.
+HEAD = (torch.randn(32, generator=torch.Generator().manual_seed(5)) * 0.3).bfloat16().float()
+BIAS = 0.125
 
 
 @pytest.fixture(scope="module")
@@ -224,10 +229,17 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return path
 
 
-def run_layouts(path: Path, runs: list[tuple[Layout, str]], emulated: bool = False) -> None:
+def run_layouts(
+    path: Path, runs: list[tuple[Layout, str]], emulated: bool = False, dtype: str = "float32"
+) -> None:
+    """In bf16 the weights are those that bf16 has."""
     reference.save_models(path, ("untied", "tied"))
+    if dtype == "bfloat16":
+        round_weights(path)
     algorithm = {"recipe": "ppo", "critic": {"lr": 1e-2}}
-    work = [(layout, Case("", algorithm, step_rows(), SPLIT, model=model)) for layout, model in runs]
+    work = [
+        (layout, Case("", algorithm, step_rows(), SPLIT, model=model, dtype=dtype)) for layout, model in runs
+    ]
     assert RowSegments.divide(step_rows(), SPLIT) is not None, "a conversation is divided by segment"
     torch.save((work, HEAD, BIAS), path / "work.pt")
     ranks = [layout.ranks for layout, _ in runs]

@@ -80,11 +80,13 @@ def text_rows(rows: TrainBatch) -> TrainBatch:
 
 
 class Plain:
-    """The rows, and both models' logits of them by transformers."""
+    """The rows, and both models' logits of them by transformers in `dtype`."""
 
-    def __init__(self, directory: Path, student_name: str = "untied") -> None:
+    def __init__(
+        self, directory: Path, student_name: str = "untied", dtype: torch.dtype = torch.float64
+    ) -> None:
         self.rows = make_rows()
-        student, teacher = (reference.load(directory / name) for name in (student_name, "teacher"))
+        student, teacher = (reference.load(directory / n).to(dtype) for n in (student_name, "teacher"))
         self.parameters = dict(student.named_parameters())
         found: list[list[torch.Tensor]] = []
         for model in (student, teacher):
@@ -93,7 +95,7 @@ class Plain:
                 ids = torch.tensor([[*prompt, *response]])
                 logits.append(model(input_ids=ids).logits[0, len(prompt) - 1 : -1])
             found.append(logits)
-        self.z, self.y = (torch.cat(logits) for logits in found)
+        self.z, self.y = (torch.cat(logits).double() for logits in found)
         labels = torch.tensor([t for response in self.rows.response_ids for t in response])
         self.labels = labels[:, None]
         generator = torch.Generator().manual_seed(1)
