@@ -28,7 +28,7 @@ from megatron_gvpo.megatron.model.attention_kernel import (
     check_shared_prompts,
     has_flash_attention,
 )
-from megatron_gvpo.observe.loggers.services import SERVICES, wandb_is_ready
+from megatron_gvpo.observe.loggers.services import SERVICES, WANDB_MODES, wandb_is_ready, wandb_mode
 from megatron_gvpo.runs.existing_run import Earlier, check_earlier_run, newest_step
 from megatron_gvpo.runs.lock import check_unlocked
 from megatron_gvpo.runs.record import check_unchanged
@@ -193,6 +193,8 @@ def _check_loggers(config: Config) -> None:
                 f"logging.{service.key}={project}: {service.title} is not installed: "
                 f"pip install {service.install}, or leave it out"
             )
+    if config.logging.wandb_project is not None and (mode := wandb_mode()) not in WANDB_MODES:
+        raise ConfigError(f"WANDB_MODE={mode}: wandb has no such mode; it has {', '.join(WANDB_MODES)}")
     if config.logging.wandb_project is not None and not wandb_is_ready():
         raise ConfigError(
             f"logging.wandb_project={config.logging.wandb_project}: this machine is not logged in to Weights "

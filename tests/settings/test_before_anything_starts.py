@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from helpers.inputs.chat_tokenizer import CHATML, tokenizer
 
-from megatron_gvpo.checks.preflight import check_interpreter
+from megatron_gvpo.checks.preflight import _check_loggers, check_interpreter
 from megatron_gvpo.cli import convert, main
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.data.prompts import broken_marks, load_prompts
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.tokenizer import rendered
-from megatron_gvpo.observe.loggers.services import wandb_is_ready
+from megatron_gvpo.observe.loggers.services import WANDB_MODES, wandb_is_ready
 from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.settings.sections import DataConfig, DatasetConfig
 
@@ -100,6 +101,16 @@ def test_weights_and_biases_without_a_login(monkeypatch, tmp_path: Path):
     assert not wandb_is_ready()
     monkeypatch.setenv("WANDB_API_KEY", "k")
     assert wandb_is_ready()
+
+
+def test_a_mode_that_wandb_does_not_know(good: Path, monkeypatch: pytest.MonkeyPatch):
+    """With a key in the environment wandb refused it, and only when the model was loaded."""
+    settings = pytest.importorskip("wandb").Settings
+    assert get_args(settings.model_fields["mode"].annotation) == WANDB_MODES
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    monkeypatch.setenv("WANDB_MODE", "ofline")
+    with pytest.raises(ConfigError, match=r"^WANDB_MODE=ofline: wandb has no such mode; it has online, offl"):
+        _check_loggers(load_config([good], ["logging.wandb_project=x"]))
 
 
 def test_marks_that_the_tokenizer_lacks(tmp_path: Path, caplog: pytest.LogCaptureFixture):

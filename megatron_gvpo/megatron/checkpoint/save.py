@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 import threading
 from collections.abc import Callable
@@ -93,7 +94,9 @@ def save_policy(
             run_on_all_ranks(f"cannot write {final}", lambda: writer.write(group), group)
         except CheckpointError as error:
             free = shutil.disk_usage(root).free / (1 << 20)
-            raise CheckpointError(f"{error} ({free:.0f} MiB are free there)") from None
+            limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            limited = "" if limit == resource.RLIM_INFINITY else f"; ulimit -f: no file above {limit} bytes"
+            raise CheckpointError(f"{error} ({free:.0f} MiB are free there{limited})") from None
         run_on_rank_0(f"cannot finish {final}", partial_to_final, group)
 
     if asynchronous:

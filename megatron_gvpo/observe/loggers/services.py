@@ -141,6 +141,7 @@ def _described(error: Exception) -> str:
 
 _WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_ANONYMOUS")
 _WANDB_OFFLINE = ("offline", "disabled", "dryrun")
+WANDB_MODES = ("online", "offline", "shared", "disabled", "dryrun", "run")  # those that wandb takes
 
 
 def wandb_is_ready() -> bool:
@@ -148,7 +149,7 @@ def wandb_is_ready() -> bool:
 
     Otherwise it would ask a question at the terminal. Nothing is imported: the checks before a run ask this.
     """
-    if any(os.environ.get(name) for name in _WANDB_KEYS) or _wandb_mode() in _WANDB_OFFLINE:
+    if any(os.environ.get(name) for name in _WANDB_KEYS) or wandb_mode() in _WANDB_OFFLINE:
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
     names = [os.environ.get("NETRC"), "~/.netrc", "~/_netrc"]
@@ -159,7 +160,7 @@ def wandb_is_ready() -> bool:
     return False
 
 
-def _wandb_mode() -> str:
+def wandb_mode() -> str:
     """WANDB_MODE, or what `wandb offline` has written."""
     if mode := os.environ.get("WANDB_MODE"):
         return mode
