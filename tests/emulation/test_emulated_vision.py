@@ -1,4 +1,8 @@
-"""Models that take images, on emulated GPUs, in fp32, by the checks of test_vision_models.py (on a CPU)."""
+"""Models that take images, on emulated GPUs, in fp32 and bf16.
+
+In fp32 by the checks of test_vision_models.py, which runs on a CPU. In bf16 the bound is twice the error of
+transformers in bf16, from the same fp64 gradient.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,20 @@ from typing import Any
 
 import pytest
 import test_vision_models as on_cpu
+import torch
 from helpers import on_null_cuda
-from helpers.cases.vision_cases import VisionCase
+from helpers.cases.vision_cases import VisionCase, load
+from helpers.references.bf16_errors import relative_errors
 from helpers.suite.selected import selected
 from helpers.workers.gradient_worker import Layout
 
 pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
+_FAMILIES = ("qwen3_vl", "qwen2_5_vl")
+_LAYOUTS = (Layout(1), Layout(2, tp=2, sequence_parallel=True), Layout(2, pp=2))  # cp is refused
 QUICK = [VisionCase("qwen3_vl", Layout(1))]
-CASES = [*QUICK, VisionCase("qwen2_5_vl", Layout(1))]
+CASES = [VisionCase(family, layout) for family in _FAMILIES for layout in _LAYOUTS]
+IN_BF16 = [VisionCase(family, layout, dtype="bfloat16") for family in _FAMILIES for layout in _LAYOUTS]
 CHECKS = [
     on_cpu.test_scores_are_those_of_transformers,
     on_cpu.test_placeholders_that_a_policy_samples_are_ordinary_tokens,
@@ -50,3 +59,37 @@ def test_in_fp32(
 ) -> None:
     arguments = {"directory": directory, "references": references, "case": case}
     check(**{name: arguments[name] for name in inspect.signature(check).parameters})
+
+
+@pytest.fixture(scope="module")
+def rounded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vision-bf16")
+    on_cpu.run_cases(path, selected(request, "case_in_bf16"), emulated=True, rounded=True)
+    return path
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("case_in_bf16", [pytest.param(c, id=str(c)) for c in IN_BF16])
+def test_in_bf16_the_error_is_that_of_transformers(
+    rounded: Path, references: dict[str, Any], case_in_bf16: VisionCase
+) -> None:
+    case, name = case_in_bf16, f"{case_in_bf16.model} in bf16"
+    if name not in references:
+        model = load(rounded / case.model)
+        exact = on_cpu.computed(model, rounded, case.model)
+        model.zero_grad(set_to_none=True)
+        references[name] = exact, on_cpu.computed(model.bfloat16(), rounded, case.model)
+    (logp_r, _, exact, _), (other_r, _, other, _) = references[name]
+    found = on_cpu.found_of(rounded, case)
+    assert found.gradients.keys() == exact.keys()
+    bound = 2 * max(relative_errors(other, exact).values())
+    errors = relative_errors(found.gradients, exact)
+    of_logp, of_other = ((r.cpu().double() - logp_r).norm().item() for r in (found.logp_r, other_r))
+    print(f"{case}: gradients {max(errors.values()):.2g}, bound {bound:.2g}")
+    print(f"{case}: log-probs {of_logp:.2g}, bound {2 * of_other:.2g}")
+    assert max(errors.values()) <= bound, max(errors, key=errors.__getitem__)
+    # The norm of a sum differs by at most the norm of the difference.
+    norm = torch.stack([gradient.norm() for gradient in exact.values()]).norm().item()
+    assert found.grad_norm == pytest.approx(norm, rel=bound)
+    assert of_logp <= 2 * of_other
+    on_cpu.test_export_is_what_was_loaded_bit_for_bit(rounded, case)

@@ -142,12 +142,12 @@ def save_inputs(path: Path, jobs: list[Job]) -> None:
         adapter_reference.write_adapter(path / model, path / name, targets, RANK, ALPHA, kind == "lora")
 
 
-def run_jobs(path: Path, jobs: list[Job], emulated: bool = False) -> None:
+def run_jobs(path: Path, jobs: list[Job], emulated: bool = False, dtype: str = "float32") -> None:
     cases = {}
     for model in {j.model for j in jobs}:
         step = STEP[model]
         rows, *_ = sampled_for(step, path)
-        cases[model] = Case(model, step.algorithm, rows, step.budget, step.at_step_start, model)
+        cases[model] = Case(model, step.algorithm, rows, step.budget, step.at_step_start, model, dtype=dtype)
     torch.save((jobs, cases), path / "work.pt")
     ranks = [j.layout.ranks for j in jobs]
     launch("helpers.workers.adapter_worker:run", ranks, str(path), timeout=1800, emulated=emulated)

@@ -24,6 +24,7 @@ from helpers.cases.vision_cases import (
     with_placeholders,
 )
 from helpers.distributed import launch
+from helpers.references.bf16_errors import round_weights
 from helpers.suite.selected import selected
 from helpers.workers.gradient_worker import UPDATE, Layout
 from helpers.workers.vision_worker import Found
@@ -57,9 +58,12 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return path
 
 
-def run_cases(path: Path, cases: list[VisionCase], emulated: bool = False) -> None:
+def run_cases(path: Path, cases: list[VisionCase], emulated: bool = False, rounded: bool = False) -> None:
+    """`rounded`: with weights that bf16 has."""
     for model in CONFIGS:
         save_model(path, model)
+    if rounded:
+        round_weights(path)
     rows = make_rows(path, ImageProcessor(str(path / "qwen3_vl")))
     torch.save((cases, rows), path / "work.pt")
     ranks = [case.layout.ranks for case in cases]
@@ -79,16 +83,20 @@ def references() -> dict[str, Any]:
 def reference(directory: Path, model_name: str, references: dict[str, Any]) -> Any:
     """(log-probs [r], loss, {name in files: gradient}, {name in files: weight}) of transformers."""
     if model_name not in references:
-        model = load(directory / model_name)
-        logp = log_probs(model, rows_of(directory), directory / model_name)
-        loss = -torch.cat(logp).mean()
-        loss.backward()
-        architecture = model.config.architectures[0]
-        named = {name_in_file(name, architecture): p for name, p in model.named_parameters()}
-        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
-        weights = {n: p.detach().clone() for n, p in named.items()}
-        references[model_name] = torch.cat(logp).detach(), loss.item(), gradients, weights
+        references[model_name] = computed(load(directory / model_name), directory, model_name)
     return references[model_name]
+
+
+def computed(model: Any, directory: Path, model_name: str) -> Any:
+    """`reference` of a model of any dtype; the loss is in fp64."""
+    logp = [logp.double() for logp in log_probs(model, rows_of(directory), directory / model_name)]
+    loss = -torch.cat(logp).mean()
+    loss.backward()
+    architecture = model.config.architectures[0]
+    named = {name_in_file(name, architecture): p for name, p in model.named_parameters()}
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
+    weights = {n: p.detach().clone() for n, p in named.items()}
+    return torch.cat(logp).detach(), loss.item(), gradients, weights
 
 
 def found_of(directory: Path, case: VisionCase) -> Found:

@@ -90,7 +90,7 @@ def place_tensors(
             if not torch.equal(new[index][done[index]], values[done[index]]):
                 problem = problem or (
                     f"{name} differs from that of a layer with which it shares one under type=lora: use "
-                    "type=canonical_lora"
+                    "type=canonical_lora; gate and up of experts share one on GPUs under every type"
                 )
             new[index], done[index] = values, True
     finally:

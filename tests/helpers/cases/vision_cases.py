@@ -122,9 +122,11 @@ class VisionCase:
     layout: Layout
     trained: bool = True  # the vision tower, too
     budget: int = 70
+    dtype: str = "float32"
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.layout}" + ("" if self.trained else "-frozen")
+        of_dtype = "" if self.dtype == "float32" else f"-{self.dtype}"
+        return f"{self.model}-{self.layout}" + ("" if self.trained else "-frozen") + of_dtype
 
 
 _SIZES: list[list[tuple[int, int]]] = [  # width and height of every prompt's images

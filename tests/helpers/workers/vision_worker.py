@@ -38,7 +38,7 @@ def config_of(case: VisionCase, directory: Path) -> Config:
             "output_dir": "unused",
             "model": {
                 "path": str(directory / case.model),
-                "dtype": "float32",
+                "dtype": case.dtype,
                 "train_vision": case.trained,
             },
             "data": {"train": {"path": "unused", "demonstration_key": "unused"}},
