@@ -81,7 +81,7 @@ def test_each_rule_finds_its_trouble(rule: str, changed: dict[str, Curve], step:
     found = alerts_of(run(**changed))
     assert {alert.rule for alert in found} == {rule}
     assert [alert.step for alert in found] == [step]
-    assert words in found[0].says and str(found[0]).startswith(f"step {step}: ")
+    assert words in found[0].message and str(found[0]).startswith(f"step {step}: ")
 
 
 def test_every_rule_is_tested_here_and_its_metrics_exist():

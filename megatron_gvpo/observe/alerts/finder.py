@@ -16,11 +16,11 @@ from megatron_gvpo.observe.alerts.rules import RULES, Condition, Rule
 class Alert(NamedTuple):
     step: int
     rule: str
-    says: str
-    look: str
+    message: str
+    advice: str
 
     def __str__(self) -> str:
-        return f"step {self.step}: {self.says}. Look at {self.look}."
+        return f"step {self.step}: {self.message}. Look at {self.advice}."
 
 
 class Finder:
@@ -92,8 +92,8 @@ class Finder:
         )
         stands = self._patterns[rule.conditions[0].metric].fullmatch(name)
         named = stands[1] if stands is not None and stands.groups() else name
-        says = rule.says.format(**first, others=others, name=named, steps=rule.steps)
-        return Alert(step, rule.name, says, rule.look)
+        message = rule.message.format(**first, others=others, name=named, steps=rule.steps)
+        return Alert(step, rule.name, message, rule.advice)
 
     def _numbers(self, name: str, steps: int) -> dict[str, float]:
         """The numbers of a metric that a rule's words may show; empty where it has no value."""

@@ -30,16 +30,16 @@ class Condition:
 class Rule:
     """An alert is raised when all conditions hold over `steps` steps, and again only after they failed.
 
-    `says` is filled in with {now}, {before} and {most} (the largest value) of the first condition's metric,
-    those of the second as {others[0][now]} and so on, {steps}, and {name}, the part that `<...>` stands for.
-    `look` says what to look at. No alert is given after one of the rule `not_after`, which explains it.
+    `message` is filled in with {now}, {before} and {most} (the largest value) of the first metric, those of
+    the second as {others[0][now]} and so on, {steps}, and {name}, what `<...>` stands for in its name.
+    `advice` names what to look at. No alert is given after one of the rule `not_after`, which explains it.
     """
 
     name: str
     conditions: tuple[Condition, ...]
     steps: int
-    says: str
-    look: str
+    message: str
+    advice: str
     not_after: str | None = None
 
 

@@ -76,9 +76,9 @@ function alertList() {
   const all = runsShown().flatMap(([run, i]) => run.alerts.map(alert => ({ ...alert, i, run: run.name })));
   if (!all.length) return null;
   all.sort((a, b) => b.step - a.step);
-  const items = all.map(({ step, rule, says, look, i, run }) => h("li", {},
+  const items = all.map(({ step, rule, message, advice, i, run }) => h("li", {},
     h("span", { class: "at" }, `step ${step}`), h("div", {}, h("b", {}, rule), several ? [" ", swatch(i), run] : null,
-      h("p", {}, `${says[0].toUpperCase()}${says.slice(1)}.`), h("p", { class: "look" }, `Look at ${look}.`))));
+      h("p", {}, `${message[0].toUpperCase()}${message.slice(1)}.`), h("p", { class: "look" }, `Look at ${advice}.`))));
   const rest = items.splice(4);
   const more = rest.length > 0 && h("details", { class: "more" }, h("summary", {}, `${rest.length} earlier`), h("ol", {}, rest));
   return h("section", { class: "alerts", "aria-label": "Alerts" }, h("h2", {}, all.length === 1 ? "One alert" : `${all.length} alerts`), h("ol", {}, items), more);
