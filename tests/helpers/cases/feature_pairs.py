@@ -1,0 +1,147 @@
+"""Rows of test_feature_pairs.py: features of a run, so that each two values of two features meet in a row.
+
+`MEANING` has the features that decide what a run computes, `MACHINE` those that must not change it. A value
+is a tuple of overrides of tiny_run.py's configuration. Pairs that a run refuses are in `REFUSED`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import combinations, product
+from pathlib import Path
+
+Row = dict[str, str]
+Overrides = tuple[str, ...]
+
+MEANING: dict[str, dict[str, Overrides]] = {
+    # The embedded engine samples from the first two; `made` is the engine of pairs_worker.py.
+    "model": {"tied": (), "sinks": (), "latent": ("rollout.engine=made",)},
+    "method": {
+        "gvpo": ("algorithm.reference_logprobs=engine", "train.mini_batches=2"),
+        "gvpo_history": ("algorithm.recipe=gvpo_history",),
+        "grpo, ema": (
+            "algorithm.recipe=grpo",
+            "algorithm.loss.reference={name: ema, decay: 0.5}",
+            "algorithm.loss.kl_coef=0.3",
+        ),
+        "gspo, fixed": ("algorithm.recipe=gspo", "algorithm.loss.kl_coef=0.3"),
+        "dapo": ("algorithm.recipe=dapo", "algorithm.batch_policy.max_rounds=2"),
+        "ppo": ("algorithm.recipe=ppo", "algorithm.critic.lr=1.0e-2"),
+        "gvpo_plus_plus": ("algorithm.recipe=gvpo_plus_plus", "teacher.path={teacher}"),
+    },
+    "trained": {
+        "all": (),
+        "attention": ("model.adapter={rank: 4, targets: [o_proj]}",),
+        "adapters": ("model.adapter={rank: 4, type: lora}",),
+        "frozen": ("model.freeze=[embedding, decoder.layers.0]",),
+    },
+    "optimizer": {"adam": (), "muon": ("optimizer.muon={}",)},
+    "updates": {
+        "one": (),
+        "two": ("train.mini_batches=2",),
+        "four": ("train.mini_batches=2", "train.batch_epochs=2"),
+    },
+    "sampling": {"plain": (), "top_p": ("rollout.top_p=0.8", "rollout.temperature=0.9")},
+    "shaper": {"none": (), "mask_truncated": ("algorithm.shapers=[{name: mask_truncated}]",)},
+}
+MACHINE: dict[str, dict[str, Overrides]] = {
+    "layout": {
+        "dp2": ("parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"),
+        "tp2": ("parallel.tp=2", "parallel.sequence_parallel=true"),
+        "pp2": ("parallel.pp=2",),
+        "vpp2": ("parallel.pp=2", "parallel.vpp=2"),
+        "cp2": ("parallel.cp=2",),
+        "ep2": ("parallel.ep=2",),
+    },
+    "packs": {"large": (), "small": ("train.max_tokens_per_micro_batch=48",)},
+    "prompts": {"repeated": (), "shared": ("train.share_prompts=auto",)},
+    "recompute": {
+        "none": (),
+        "selective": ("parallel.recompute=selective",),
+        "full": ("parallel.recompute=full",),
+    },
+    # `moved` goes on in a run of one rank.
+    "resume": {"none": (), "same": ("checkpoint.asynchronous=true", "checkpoint.every=1"), "moved": ()},
+}
+FEATURES = MEANING | MACHINE
+REFUSED = {
+    (("model", "tied"), ("layout", "ep2")),
+    (("model", "sinks"), ("layout", "cp2")),
+    (("method", "gvpo_plus_plus"), ("layout", "ep2")),
+}
+COMMON = (
+    "train.steps=2",
+    "train.max_tokens_per_micro_batch=4096",
+    "train.share_prompts=false",
+    "optimizer.lr=1.0e-2",
+    "optimizer.eps=1.0e-3",  # with the usual one, Adam's first step would be the sign of a rounding error
+    "optimizer.clip_grad=0.5",
+    "optimizer.weight_decay=0.1",
+    "data.eval=null",
+    "logging.rollouts.every=0",
+    "logging.steps.max_gb=0",
+    "logging.progress=off",
+)
+# Numbers of rows: those of `make test`, and the proofs. The others have not been run: a row joins the proofs
+# when it has passed.
+QUICK = (2, 3, 5)
+PROOFS = (1, 4)
+
+
+def overrides(row: Row, teacher: Path, is_plain: bool = False) -> Overrides:
+    """A row's overrides; `is_plain`: without the features of MACHINE."""
+    features = MEANING if is_plain else FEATURES
+    words = [word for name, values in features.items() for word in values[row[name]]]
+    return (*COMMON, *(word.replace("{teacher}", str(teacher)) for word in words))
+
+
+def name_of(row: Row) -> str:
+    return " ".join(row.values())
+
+
+def pairs_of(row: Row) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
+    return combinations(row.items(), 2)  # type: ignore[return-value]
+
+
+def every_pair() -> set[tuple[tuple[str, str], tuple[str, str]]]:
+    """All pairs of values of two features, in the features' order, but those that are refused."""
+    pairs = {
+        ((a, x), (b, y)) for a, b in combinations(FEATURES, 2) for x, y in product(FEATURES[a], FEATURES[b])
+    }
+    return pairs - REFUSED
+
+
+def covering_rows() -> list[Row]:
+    """Rows that hold all pairs: each begins with an open pair, and takes values that close most of them."""
+    draw, open_pairs, rows = random.Random(0), every_pair(), list[Row]()
+    while open_pairs:
+        starts = draw.choices(sorted(open_pairs), k=15)
+        tries = [_row_from(start, open_pairs, draw) for start in starts]
+        best = max((row for row in tries if row), key=lambda row: len(open_pairs & set(pairs_of(row))))
+        open_pairs -= set(pairs_of(best))
+        rows.append(best)
+    return rows
+
+
+def _row_from(
+    start: tuple[tuple[str, str], tuple[str, str]],
+    open_pairs: set[tuple[tuple[str, str], tuple[str, str]]],
+    draw: random.Random,
+) -> Row:
+    """A row with the pair `start`; empty where its values leave none for another feature."""
+    row = dict(start)
+    others = [name for name in FEATURES if name not in row]
+    draw.shuffle(others)
+    for name in others:
+        closes: dict[str, int] = {}
+        for value in FEATURES[name]:
+            longer = row | {name: value}
+            pairs = set(pairs_of({key: longer[key] for key in FEATURES if key in longer}))
+            if not pairs & REFUSED:
+                closes[value] = len(pairs & open_pairs)
+        if not closes:
+            return {}
+        most = max(closes.values())
+        row[name] = draw.choice([value for value, count in closes.items() if count == most])
+    return {name: row[name] for name in FEATURES}
