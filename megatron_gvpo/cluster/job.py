@@ -14,6 +14,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.runs.existing_run import Earlier
 from megatron_gvpo.settings.config import Config
 
+MOST_RANKS = 65536
 SHORTEST_NOTICE = 120  # seconds to save; Slurm may send its signal up to a minute early
 # `train`'s options for an earlier run, as `preflight` calls them.
 EARLIER: dict[str, Earlier] = {
@@ -48,6 +49,11 @@ def check(config: Config, job: Job, shown: bool = False) -> None:
     """
     if job.nodes < 1 or job.rollout_nodes < 0 or job.ranks_per_node < 1:
         raise ConfigError("--nodes and --ranks-per-node must be at least 1, --rollout-nodes at least 0")
+    if (ranks := job.nodes * job.ranks_per_node) > MOST_RANKS or job.rollout_nodes > MOST_RANKS:
+        raise ConfigError(
+            f"--nodes, --rollout-nodes: {ranks} ranks, {job.rollout_nodes} nodes of servers: "
+            f"at most {MOST_RANKS}"
+        )
     if job.save_before < SHORTEST_NOTICE:
         raise ConfigError(f"--save-before {job.save_before}: must be at least {SHORTEST_NOTICE} seconds")
     if job.rollout_container is not None and not config.rollout.uses_servers:

@@ -30,6 +30,7 @@ def over_two_nodes(tp: int) -> tuple[str, ...]:
         (["--nodes", "1", "parallel.tp=3"], "8 process(es) cannot hold parallel.tp=3"),
         (["--nodes", "1", "--rollout-nodes", "1"], "rollout.engine=local generates in the trainer's own"),
         (["--nodes", "0"], "--nodes and --ranks-per-node must be at least 1"),
+        (["--nodes", "1000000000"], "8000000000 ranks, 0 nodes of servers: at most 65536"),
         (["--nodes", "1", "--save-before", "5"], "--save-before 5: must be at least 120 seconds"),
         (
             ["--nodes", "1", "--sbatch=time=1:00:00"],
