@@ -274,6 +274,5 @@ class LosePushes(Callback):
 
 
 def test_alerts_are_tuples_that_a_page_can_show():
-    assert Alert(3, "rule", "words", "place")._asdict() == {
-        **{"step": 3, "rule": "rule", "says": "words", "look": "place"}
-    }
+    values = {"step": 3, "rule": "rule", "message": "words", "advice": "place"}
+    assert Alert(3, "rule", "words", "place")._asdict() == values
