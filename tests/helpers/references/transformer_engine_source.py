@@ -107,6 +107,8 @@ def loaded(*files: str) -> Iterator[ModuleType]:
 
     Yields the last one's module.
     """
+    # Loaded beside the stand-ins, megatron-core would take them for Transformer Engine.
+    importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     finder = _Finder()
     hidden = {
         name: sys.modules.pop(name) for name in PACKAGES if name in sys.modules
