@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
@@ -173,7 +174,7 @@ def result_of(task: concurrent.futures.Future[Any]) -> Command:
         return Failed(str(error))
 
 
-class ModelClient:
+class ModelClient(ABC):
     """Rank 0's requests to servers of models beside the policy, whose answers all ranks get.
 
     A context manager: servers that it started end with it. Every rank calls every method.
@@ -185,12 +186,12 @@ class ModelClient:
         self._loop: BackgroundLoop | None = None  # on rank 0, from the start of the servers on
         self._ready: concurrent.futures.Future[None]
 
+    @abstractmethod
     def start_servers(self, session: ClientSession) -> Coroutine[Any, Any, None]:
         """Start or find the servers, on rank 0; returns the check of all, which waits until they are up.
 
-        What ends them goes on the stack `_opened`. Raises ConfigError, DataError.
+        Their ends go on the stack `_opened`. Raises ConfigError, DataError.
         """
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         """Start the servers. Raises ConfigError, RolloutError."""
