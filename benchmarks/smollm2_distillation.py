@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from distillation import SEQKD, SFT
+from distillation import SEQKD, SFT, module_of
 from smollm2_papers import EXAMPLE, LEARNING_RATE, ROOT, percent
 
 sys.path.insert(0, str(EXAMPLE))
@@ -158,9 +158,8 @@ def overrides_of(way: str, student: str, seed: int, args: argparse.Namespace) ->
 
 
 def prepare_task() -> Path:
-    from make_task import make_task
-
-    make_task(WORK / "task")
+    # By its file: the examples have several modules of this name.
+    module_of(EXAMPLE / "make_task.py").make_task(WORK / "task")
     return WORK / "task"
 
 
