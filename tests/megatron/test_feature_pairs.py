@@ -43,9 +43,9 @@ LR = 1e-2
 OF_UPDATE = {"adam": 1e-2, "muon": 2e-2}  # parts of the learning rate
 BESIDE = ("head/",)  # how the head computed its gradient; depends on the machine
 each_row = pytest.mark.parametrize(
-    "row",
+    "number",
     [
-        pytest.param(ROWS[i], id=name_of(ROWS[i]), marks=() if i in QUICK else pytest.mark.proof)
+        pytest.param(i, id=name_of(ROWS[i]), marks=() if i in QUICK else pytest.mark.proof)
         for i in (*QUICK, *PROOFS)
     ],
 )
@@ -63,8 +63,8 @@ def runs(request: pytest.FixtureRequest, tasks: dict[str, Path], tmp_path_factor
     """The runs of the selected rows, in one launch."""
     directory = tmp_path_factory.mktemp("runs")
     work, ranks = list[Run](), list[int]()
-    for row in selected(request, "row"):
-        for run in runs_of(row, tasks, directory / str(ROWS.index(row))):
+    for number in selected(request, "number"):
+        for run in runs_of(ROWS[number], tasks, directory / str(number)):
             work.append(run)
             ranks.append(run.ranks)
     write_work(directory, work)
@@ -86,8 +86,8 @@ def runs_of(row: Row, tasks: dict[str, Path], out: Path) -> list[Run]:
 
 
 @each_row
-def test_a_run_with_features_together_is_the_plain_run(tasks: Any, runs: Path, row: Row) -> None:
-    out = runs / str(ROWS.index(row))
+def test_a_run_with_features_together_is_the_plain_run(tasks: Any, runs: Path, number: int) -> None:
+    row, out = ROWS[number], runs / str(number)
     alone = Path(f"{out}-plain")
     for error in (Path(f"{alone}.error"), Path(f"{out}.error")):
         assert not error.exists(), error.read_text()

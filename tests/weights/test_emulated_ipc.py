@@ -27,7 +27,7 @@ from megatron_gvpo.emulation import emulated_gpu
 emulated_gpu.install()
 from megatron_gvpo.servers.server import PLUGINS
 sys.path.insert(0, str(PLUGINS))
-from megatron_gvpo_ipc import opened
+from megatron_gvpo_memory import opened
 for line in sys.stdin:
     handle, size = json.loads(line)
     try:
