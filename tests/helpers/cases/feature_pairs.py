@@ -83,10 +83,10 @@ COMMON = (
     "logging.steps.max_gb=0",
     "logging.progress=off",
 )
-# Numbers of rows: those of `make test`, and the proofs. The others have not been run: a row joins the proofs
-# when it has passed.
+# Numbers of rows. Row 23 is left out: its gradient norm is 3.4e-4 off at the eighth update, and 1.1e-5 four
+# updates before; its weights are 1.6e-5 off. Rounding may grow so, but nothing has shown that it is that.
 QUICK = (2, 3)
-PROOFS = (1, 4, 5, 6, 16)
+PROOFS = (0, 1, *range(4, 23), *range(24, 47))
 
 
 def overrides(row: Row, teacher: Path, is_plain: bool = False) -> Overrides:
