@@ -16,11 +16,10 @@ from megatron_gvpo.megatron.model.attention_kernel import Attention, check_atten
 from megatron_gvpo.planner import workload
 from megatron_gvpo.planner.prediction import SERVER_GIB, predict
 from megatron_gvpo.rehearsal import made_model, report, transformer_engine
-from megatron_gvpo.rehearsal.folder import rehearsal_folder
 from megatron_gvpo.rehearsal.nullcuda import build
 from megatron_gvpo.rehearsal.nullcuda.build import NullCudaError
 from megatron_gvpo.rehearsal.nullcuda.devices import CONTEXT_BYTES, DEVICES, GIB, Device
-from megatron_gvpo.rehearsal.process import environment_of_ranks, run_jobs
+from megatron_gvpo.rehearsal.process import environment_of_ranks, rehearsal_folder, run_jobs
 from megatron_gvpo.rehearsal.rank import RankJob
 from megatron_gvpo.settings.config import Config, load_config
 from megatron_gvpo.settings.parallel import ParallelConfig

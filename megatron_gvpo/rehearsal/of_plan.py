@@ -13,7 +13,7 @@ from megatron_gvpo.core.signals import leaving_on_signals
 from megatron_gvpo.planner.command import Planned, overlay
 from megatron_gvpo.planner.search import Candidate
 from megatron_gvpo.rehearsal import command
-from megatron_gvpo.rehearsal.folder import rehearsal_folder
+from megatron_gvpo.rehearsal.process import rehearsal_folder
 
 BEST = 3  # layouts that are rehearsed
 _SAME_CHIP = {"a800": "a100"}  # the planner's GPUs that a rehearsal has under another name

@@ -19,8 +19,8 @@ from helpers.paths import ROOT
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.rehearsal import process, transformer_engine
-from megatron_gvpo.rehearsal.folder import rehearsal_folder
 from megatron_gvpo.rehearsal.nullcuda import build
+from megatron_gvpo.rehearsal.process import rehearsal_folder
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def _session(process: psutil.Process) -> int | None:
 
 def test_the_folder_of_a_killed_rehearsal_is_removed_by_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    program = "import os\nfrom megatron_gvpo.rehearsal.folder import rehearsal_folder\n"
+    program = "import os\nfrom megatron_gvpo.rehearsal.process import rehearsal_folder\n"
     kill = "with rehearsal_folder() as folder: os.kill(os.getpid(), 9)"
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     assert subprocess.run([sys.executable, "-c", program + kill], env=environment).returncode == -9

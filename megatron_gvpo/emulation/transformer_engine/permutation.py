@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 
 Tensor = torch.Tensor
-# Of the number of programs along the grid's first dimension, and the arguments, with tensors on the CPU.
+# It takes the number of programs along the grid's first dimension, and the arguments, with CPU tensors.
 KernelReference = Callable[[int, SimpleNamespace], None]
 MODULE = "transformer_engine.common.triton.permutation"
 KERNELS: dict[str, KernelReference] = {}  # by the names of the functions in that module
