@@ -83,10 +83,11 @@ COMMON = (
     "logging.steps.max_gb=0",
     "logging.progress=off",
 )
-# Numbers of rows. Row 23 is left out: its gradient norm is 3.4e-4 off at the eighth update, and 1.1e-5 four
-# updates before; its weights are 1.6e-5 off. Rounding may grow so, but nothing has shown that it is that.
-QUICK = (2, 3)
-PROOFS = (0, 1, *range(4, 23), *range(24, 47))
+QUICK = (2, 3)  # numbers of rows; the others are proofs
+# How far metrics may differ, as a part. In row 23 the updates grow what fp32 rounds: the plain run itself,
+# from weights that differ by 1.2e-7 of their values, ends with a gradient norm that is 1.9e-4 to 1.5e-3 off.
+METRICS = {23: 2e-3}
+OF_METRICS = 2e-4  # in the other rows
 
 
 def overrides(row: Row, teacher: Path, is_plain: bool = False) -> Overrides:
