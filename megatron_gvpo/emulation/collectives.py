@@ -7,6 +7,10 @@ in which order, and with which sizes is real. gloo's sums round differently from
 from __future__ import annotations
 
 import functools
+import threading
+from concurrent.futures import Future
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -73,6 +77,86 @@ class Transfer:
         return self._is_done or self._work.is_completed()
 
 
+class ProcessGroup:
+    """Stands for torch's ProcessGroupNCCL where code makes a group by itself, as a push of weights does.
+
+    As with NCCL, operations between `_start_coalescing` and `_end_coalescing` are one, and there are no tags.
+    """
+
+    class Options:
+        def __init__(self) -> None:
+            self._timeout = timedelta(minutes=10)
+            self.config = SimpleNamespace(max_ctas=None)
+
+    supports_coalescing = True
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
+        # In torch's stubs a backend is not a process group.
+        self._group: Any = dist.ProcessGroupGloo(store, rank, size, options._timeout)
+        self._begun: list[Any] | None = None  # the operations since _start_coalescing
+
+    def size(self) -> int:
+        return int(self._group.size())
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        return self._begin(self._group.broadcast([_memory(tensor) for tensor in tensors], options))
+
+    def send(self, tensors: list[torch.Tensor], target: int, tag: int) -> Any:
+        return self._begin(self._group.send([_memory(tensor) for tensor in tensors], target, 0))
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
+        return self._begin(self._group.recv([_memory(tensor) for tensor in tensors], source, 0))
+
+    def abort(self) -> None:
+        self._group.abort()
+
+    def _start_coalescing(self) -> None:
+        if self._begun is not None:
+            raise RuntimeError("a group of operations inside another")
+        self._begun = []
+
+    def _end_coalescing(self) -> Any:
+        begun, self._begun = self._begun, None
+        if begun is None:
+            raise RuntimeError("no group of operations has begun")
+        return Together(begun)
+
+    def _begin(self, work: Any) -> Any:
+        if self._begun is not None:
+            self._begun.append(work)
+        return work
+
+
+class Together:
+    """Several operations as one. A thread waits for them: gloo tells nobody else when a message is done."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works, self._outcome = works, Future[None]()
+        threading.Thread(target=self._wait_for_all, daemon=True).start()
+
+    def wait(self, *timeout: Any) -> bool:
+        self._outcome.result()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._outcome.done()
+
+    def _wait_for_all(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+            self._outcome.set_result(None)
+        except Exception as error:  # raised in the thread that waits for the group
+            self._outcome.set_exception(error)
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The CPU tensor of bytes over a tensor's memory. Raises RuntimeError for one that NCCL would refuse."""
+    if not (tensor.is_cuda and tensor.is_contiguous()):
+        raise RuntimeError(f"NCCL takes contiguous tensors of a GPU only: one is on {tensor.device}")
+    return _as_bytes(tensor, is_mixed=True)
+
+
 def _waited_for_often(function: Any) -> Any:
     @functools.wraps(function)
     def transfer(*args: Any, **options: Any) -> Transfer | None:
@@ -119,6 +203,7 @@ def install() -> None:
         ("get_backend", named),
         ("isend", _waited_for_often(dist.isend)),
         ("irecv", _waited_for_often(dist.irecv)),
+        ("ProcessGroupNCCL", ProcessGroup),
     ]:
         for module in (dist, dist.distributed_c10d):
             setattr(module, name, function)

@@ -8,7 +8,7 @@ fp32: as exact as there, 1e-5. Transformer Engine then computes attention in sep
 context parallelism. bf16, with context parallelism: its fused attention. There the bound is the error of
 transformers, in bf16 as well, from the same fp64 gradient: a gradient that is wrong differs by more.
 
-Adapters, critics, teachers, images and FP8 are in the files beside this one. Not covered: shared prompts.
+Adapters, critics, teachers, images, FP8 and shared prompts are in the files beside this one.
 """
 
 from __future__ import annotations

@@ -227,6 +227,9 @@ def test_some_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
-def test_all_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names", itertools.batched(CASES, 10), ids=lambda names: f"{names[0]} to {names[-1]}"
+)
+def test_all_run(tmp_path: Path, names: tuple[str, ...]) -> None:
     on_null_cuda.environment()
-    assert not rehearse(list(CASES), tmp_path)
+    assert not rehearse(names, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,8 @@ from megatron_gvpo.megatron.batch import PackedBatch
 def run(directory: str) -> None:
     """Run this launch's part of work.pt, [(layout, budget, core, case), ...]; rank 0 writes a file for each.
 
-    With the core "GPU", layers have the core attention of GPU runs in the place of the CPU's.
+    With the core "GPU", layers have the core attention of GPU runs in the place of the CPU's. On emulated
+    GPUs they always have it.
 
     A file holds {shared: (outcome, log-probs of a scoring pass, tokens in this rank's packs)}, and under
     "default" whether this model shares prompts where the configuration does not say.
@@ -25,9 +27,10 @@ def run(directory: str) -> None:
     from megatron_gvpo.megatron.cpu import spec
     from megatron_gvpo.megatron.policy import Policy
 
-    flash_on_cpu.install()
-    cores = {"CPU": spec.LocalAttention, "GPU": SharedPromptAttention}
-
+    cores: dict[str, Any] = {}
+    if not torch.cuda.is_available():
+        flash_on_cpu.install()
+        cores = {"CPU": spec.LocalAttention, "GPU": SharedPromptAttention}
     folder, packs = Path(directory), []
     pack = PackedBatch.pack
 
@@ -39,7 +42,11 @@ def run(directory: str) -> None:
     PackedBatch.pack = counted  # type: ignore[method-assign, assignment]
     for layout, budget, core, case in torch.load(folder / "work.pt", weights_only=False)[run_number()]:
         config = config_of(case, layout, folder)
-        spec.LocalAttention = cores[core]  # type: ignore[assignment, misc]
+        if torch.cuda.is_available():  # a GPU shares prompts where the configuration says so
+            config = config.model_copy(
+                update={"train": config.train.model_copy(update={"share_prompts": True})}
+            )
+        spec.LocalAttention = cores.get(core, spec.LocalAttention)  # type: ignore[misc]
         policy = Policy.of(config)
         results = {"default": policy.model.share_prompts}
         for shared in (False, True):
@@ -47,7 +54,7 @@ def run(directory: str) -> None:
             packs.clear()
             outcome = gradients_of(policy, case, config)
             tokens = sum(packs)
-            results[shared] = outcome, policy.score(case.rows), tokens
+            results[shared] = outcome, policy.score(case.rows).cpu(), tokens
         if dist.get_rank() == 0:
             torch.save(results, folder / f"shared-{layout}-{case.name}-{budget}-{core}.pt")
         forget_layout()
