@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
-from megatron_gvpo.core.environment import ON_LOOPBACK
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.secrets import remember
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.servers import sglang, vllm
 from megatron_gvpo.servers.cpu_engines import check_on_cpu
-from megatron_gvpo.servers.launch.start import free_ports_of, given_key, visible
-from megatron_gvpo.servers.launch.supervise import ServerProcess, Supervisor
-from megatron_gvpo.servers.server import PLUGINS, Launch
+from megatron_gvpo.servers.launch.start import (
+    free_ports_of,
+    given_key,
+    loopback_variables,
+    refuse_secrets,
+    server_process,
+    supervised,
+    visible,
+)
+from megatron_gvpo.servers.launch.supervise import Supervisor
+from megatron_gvpo.servers.server import Launch
 from megatron_gvpo.settings.reward_servers import MODEL, RewardServers
 
 
@@ -62,8 +66,7 @@ def open_servers(
     if servers.urls:
         return ServerAddresses(section, list(servers.urls), given_key(servers, section))
     assert checkpoint is not None, "without a path there are urls"
-    if any(hide(word) != word for word in servers.args):
-        raise ConfigError(f"{section}.args: one has a secret, and all users of a machine see command lines")
+    refuse_secrets(servers, section)
     api_key = secrets.token_hex(16)
     remember(api_key)
     on_gpu = torch.cuda.is_available()
@@ -74,28 +77,18 @@ def open_servers(
         check_on_cpu(checkpoint.card, servers.engine, checkpoint.dtype, f"{section}.engine", named)
     processes = []
     for number, port in enumerate(free_ports_of(servers, section)):
-        launch = command(servers, checkpoint, section, port, api_key, on_gpu)
-        launch.environment.update({n: os.environ.get(n, lo) for n, lo in ON_LOOPBACK.items()})
+        launch = _launch(servers, checkpoint, section, port, api_key, on_gpu)
+        launch.environment.update(loopback_variables())
         if on_gpu:
             own = first_gpu + number * servers.tp
             launch.environment["CUDA_VISIBLE_DEVICES"] = visible(range(own, own + servers.tp))
-        host = f"[{servers.host}]" if ":" in servers.host else servers.host
-        log = Path(output_dir) / "servers" / f"{port}.log"
-        processes.append(ServerProcess(launch, f"http://{host}:{port}", log))
-    supervisor = Supervisor(processes, servers, report, section, called)
-    try:
-        supervisor.start()
-    except OSError as error:
-        supervisor.close()
-        raise ConfigError(
-            f"{section}: the servers cannot be started: {error}. {section}.python={servers.python} is to be "
-            "the interpreter of the engine's environment"
-        ) from None
+        processes.append(server_process(launch, servers, port, output_dir))
+    supervisor = supervised(processes, servers, report, output_dir, section, called)
     listens = {process.url: process.listens for process in processes}
     return ServerAddresses(section, list(listens), api_key, supervisor, listens)
 
 
-def command(
+def _launch(
     servers: RewardServers,
     checkpoint: Checkpoint,
     section: str,
@@ -104,27 +97,20 @@ def command(
     on_gpu: bool,
 ) -> Launch:
     """The command that starts a server of the checkpoint."""
-    environment = {"PYTHONPATH": str(PLUGINS)}
-    trust = ["--trust-remote-code"] if checkpoint.trust_remote_code else []
+    dialect = sglang if servers.engine == "sglang" else vllm
+    path, dtype, trusts_code = checkpoint.path, checkpoint.dtype, checkpoint.trust_remote_code
+    command = dialect.base_command(servers, path, dtype, port, trusts_code)
+    command += ["--served-model-name", MODEL]
+    environment: dict[str, str] = {}
     if servers.engine == "sglang":
-        words = [servers.python, "-m", "sglang.launch_server", "--model-path", checkpoint.path]
-        words += ["--host", servers.host, "--port", str(port), "--dtype", checkpoint.dtype]
-        words += ["--served-model-name", MODEL, "--tp-size", str(servers.tp), "--skip-server-warmup", *trust]
         if not checkpoint.generates:
-            words += ["--is-embedding"]
+            command += ["--is-embedding"]
             # A package in PLUGINS.
             environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "megatron_gvpo_reward_models"
-        if servers.context_length:
-            words += ["--context-length", str(servers.context_length)]
-        return sglang.finished_launch(words, environment, servers, api_key, on_gpu, section)
-    words = [servers.python, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint.path]
-    words += ["--served-model-name", MODEL, "--host", servers.host, "--port", str(port)]
-    words += ["--dtype", checkpoint.dtype, "--tensor-parallel-size", str(servers.tp), *trust]
-    words += [] if checkpoint.generates else ["--runner", "pooling", "--convert", "classify"]
-    if servers.context_length:
-        words += ["--max-model-len", str(servers.context_length)]
-    environment["VLLM_NO_USAGE_STATS"] = "1"
-    return vllm.finished_launch(words, environment, servers, api_key, on_gpu, checkpoint.card)
+        return sglang.finished_launch(command, environment, servers, api_key, on_gpu, section)
+    if not checkpoint.generates:
+        command += ["--runner", "pooling", "--convert", "classify"]
+    return vllm.finished_launch(command, environment, servers, api_key, on_gpu, checkpoint.card)
 
 
 def _check_gpus(section: str, servers: RewardServers, first: int) -> None:

@@ -50,6 +50,17 @@ ON_CPU = (
 )
 
 
+def base_command(servers: EngineServers, path: str, dtype: str, port: int, trusts_code: bool) -> list[str]:
+    """The command that starts a server of the checkpoint at `path`."""
+    command = [servers.python, "-m", "sglang.launch_server", "--model-path", path, "--host", servers.host]
+    command += ["--port", str(port), "--dtype", dtype, "--tp-size", str(servers.tp), "--skip-server-warmup"]
+    if trusts_code:
+        command += ["--trust-remote-code"]
+    if servers.context_length:
+        command += ["--context-length", str(servers.context_length)]
+    return command
+
+
 def finished_launch(
     command: list[str],
     environment: dict[str, str],
@@ -59,6 +70,7 @@ def finished_launch(
     key: str,
 ) -> Launch:
     """The launch with the options of every SGLang server; `key` is the configuration's, of `servers`."""
+    environment["PYTHONPATH"] = str(PLUGINS)
     if not on_gpu:
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
         if servers.tp > 1:  # otherwise SGLang wants a NUMA node for each rank
@@ -107,19 +119,13 @@ class SGLang:
         on_gpu: bool,
     ) -> Launch:
         servers = rollout.servers
-        command = [servers.python, "-m", "sglang.launch_server", "--model-path", cards.served_path]
-        command += ["--host", servers.host, "--port", str(port), "--dtype", model.dtype]
-        command += ["--tp-size", str(servers.tp), "--skip-server-warmup"]
+        command = base_command(servers, cards.served_path, model.dtype, port, model.trust_remote_code)
         command += ["--custom-weight-loader", WEIGHT_LOADER]
         if servers.nodes > 1:
             command += ["--nnodes", str(servers.nodes), "--node-rank", str(servers.node)]
             address, port_of_ranks = meeting_of_ranks(servers)
             address = f"[{address}]" if ":" in address else address
             command += ["--dist-init-addr", f"{address}:{port_of_ranks}"]
-        if model.trust_remote_code:
-            command += ["--trust-remote-code"]
-        if servers.context_length:
-            command += ["--context-length", str(servers.context_length)]
         if servers.colocated and on_gpu:
             command += ["--enable-memory-saver"]
         if rollout.router_replay:
@@ -135,7 +141,7 @@ class SGLang:
             if rollout.speculation.own_weights and servers.colocated:
                 # No push restores draft weights after a sleep.
                 command += ["--enable-draft-weights-cpu-backup"]
-        environment = {"PYTHONPATH": str(PLUGINS)}
+        environment: dict[str, str] = {}
         if model.train_vision:  # the cache of image features would outlive the weights that made them
             environment["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
         return finished_launch(command, environment, servers, api_key, on_gpu, "rollout.servers")

@@ -42,6 +42,8 @@ from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig, Sampling
 from megatron_gvpo.settings.servers import EngineServers, SpeculationConfig
 from megatron_gvpo.supports import Support
 
+# Not `vllm serve`, which needs a distribution called vllm: the CPU build's has another name.
+SERVER = "vllm.entrypoints.openai.api_server"
 MODEL = "policy"  # the served model's name in the server's own messages
 LOOKUP = (2, 4)  # shortest and longest suffix that n-gram drafting looks up in the text so far
 DRAFTS = ("drafts", "draft_tokens", "accepted_tokens")  # vLLM's counters of the fields of Drafts
@@ -49,6 +51,19 @@ RETRY = 0.05  # seconds between attempts to drop the prefix cache
 GENERATE = "/inference/v1/generate"  # takes images with token ids, and returns supports
 # top-k that leaves all tokens. A server that returns supports refuses -1, which means the same.
 EVERY_TOKEN = 2**31 - 1
+
+
+def base_command(
+    servers: EngineServers, path: str, dtype: str, port: int, trusts_code: bool, module: str = SERVER
+) -> list[str]:
+    """The command that starts a server of the checkpoint at `path`."""
+    command = [servers.python, "-m", module, "--model", path, "--host", servers.host, "--port", str(port)]
+    command += ["--dtype", dtype, "--tensor-parallel-size", str(servers.tp)]
+    if trusts_code:
+        command += ["--trust-remote-code"]
+    if servers.context_length:
+        command += ["--max-model-len", str(servers.context_length)]
+    return command
 
 
 def finished_launch(
@@ -60,6 +75,7 @@ def finished_launch(
     model: ModelCard,
 ) -> Launch:
     """The launch with the options of every vLLM server. `model`: its card."""
+    environment |= {"PYTHONPATH": str(PLUGINS), "VLLM_NO_USAGE_STATS": "1"}
     if api_key:
         environment["VLLM_API_KEY"] = api_key
         # vLLM itself asks for the key under /v1 and the like, and not on the paths that load weights.
@@ -135,12 +151,11 @@ class VLLM:
     ) -> Launch:
         servers = rollout.servers
         refuse_http_processes(servers, "--api-server-count", "rollout.servers")
-        # Not `vllm serve`, which needs a distribution called vllm: the CPU build's has another name.
-        module = "megatron_gvpo_follower" if servers.node else "vllm.entrypoints.openai.api_server"
-        command = [servers.python, "-m", module, "--model", cards.served_path]
-        command += ["--served-model-name", MODEL, "--host", servers.host, "--port", str(port)]
-        command += ["--dtype", model.dtype, "--tensor-parallel-size", str(servers.tp)]
-        environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(PLUGINS)}
+        module = "megatron_gvpo_follower" if servers.node else SERVER
+        path, dtype, trusts_code = cards.served_path, model.dtype, model.trust_remote_code
+        command = base_command(servers, path, dtype, port, trusts_code, module)
+        command += ["--served-model-name", MODEL]
+        environment = {"VLLM_SERVER_DEV_MODE": "1"}
         if servers.nodes > 1:
             address, port_of_ranks = meeting_of_ranks(servers)
             command += ["--nnodes", str(servers.nodes), "--node-rank", str(servers.node)]
@@ -152,10 +167,6 @@ class VLLM:
         command += ["--weight-transfer-config", '{"backend": "megatron_gvpo"}']
         command += ["--middleware", "megatron_gvpo_watch.Watch"]
         command += ["--enable-prompt-tokens-details"]  # reports prompt tokens that the prefix cache had
-        if model.trust_remote_code:
-            command += ["--trust-remote-code"]
-        if servers.context_length:
-            command += ["--max-model-len", str(servers.context_length)]
         if servers.colocated and on_gpu:
             # vLLM's default share, 0.92, is refused where less is free: trainer processes keep some GiB.
             command += ["--enable-sleep-mode", "--gpu-memory-utilization", "0.85"]

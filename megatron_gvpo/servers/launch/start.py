@@ -31,7 +31,7 @@ from megatron_gvpo.servers.launch.supervise import (
     check_free,
     is_loopback,
 )
-from megatron_gvpo.servers.server import Server
+from megatron_gvpo.servers.server import Launch, Server
 from megatron_gvpo.servers.sglang import SGLang
 from megatron_gvpo.servers.speculation import check_draft
 from megatron_gvpo.servers.vllm import VLLM
@@ -55,11 +55,7 @@ def start_servers(
     `output_dir`: the run's; the servers write their logs there, and read weights below it.
     """
     servers = rollout.servers
-    if any(hide(word) != word for word in servers.args):
-        raise ConfigError(
-            "rollout.servers.args: one has a secret, and all users of a machine can read command lines: name "
-            "a key's environment variable in rollout.servers.api_key_env"
-        )
+    refuse_secrets(servers, "rollout.servers")
     if key is not None:
         remember(key)
     ports = free_ports_of(servers, "rollout.servers")
@@ -70,14 +66,41 @@ def start_servers(
         _process(model, rollout, output_dir, cards, key, port, gpus[number] if on_gpu else None)
         for number, port in enumerate(ports)
     ]
-    supervisor = Supervisor(processes, servers, report)
+    return supervised(processes, servers, report, output_dir)
+
+
+def refuse_secrets(servers: EngineServers, section: str) -> None:
+    """Raises ConfigError for a secret among the words that the user adds to command lines."""
+    if any(hide(word) != word for word in servers.args):
+        raise ConfigError(
+            f"{section}.args: one has a secret, and all users of a machine can read command lines: name "
+            f"a key's environment variable in {section}.api_key_env"
+        )
+
+
+def server_process(launch: Launch, servers: EngineServers, port: int, output_dir: str) -> ServerProcess:
+    """The process of a server that answers at `port` of this machine, not started yet."""
+    host = f"[{servers.host}]" if ":" in servers.host else servers.host
+    return ServerProcess(launch, f"http://{host}:{port}", _logs(output_dir) / f"{port}.log")
+
+
+def supervised(
+    processes: Sequence[ServerProcess],
+    servers: EngineServers,
+    report: Callable[[str], None],
+    output_dir: str,
+    section: str = "rollout.servers",
+    kind: str = "rollout server",
+) -> Supervisor:
+    """Start the processes under a supervisor, which calls each a `kind`. Raises ConfigError."""
+    supervisor = Supervisor(processes, servers, report, section, kind)
     try:
         supervisor.start()
     except OSError as error:
         supervisor.close()
         raise ConfigError(
-            f"rollout servers cannot be started: {error}. Their logs go to {_logs(output_dir)}; "
-            f"rollout.servers.python={servers.python} is to be the interpreter of the engine's environment"
+            f"{kind}s cannot be started: {error}. Their logs go to {_logs(output_dir)}; "
+            f"{section}.python={servers.python} is to be the interpreter of the engine's environment"
         ) from None
     return supervisor
 
@@ -120,13 +143,17 @@ def _process(
     if servers.nodes > 1:
         launch.environment[PART] = _part(servers, key)
     if is_loopback(servers.host):
-        launch.environment.update({n: os.environ.get(n, lo) for n, lo in ON_LOOPBACK.items()})
+        launch.environment.update(loopback_variables())
     launch.environment.update(_memory_settings(servers, gpus))
     if servers.node:
         machine = f"http://{servers.leader}:{port}, machine {servers.node} of {servers.nodes}"
         return RanksProcess(launch, machine, _logs(output_dir) / f"{port}_{servers.node}.log")
-    host = f"[{servers.host}]" if ":" in servers.host else servers.host
-    return ServerProcess(launch, f"http://{host}:{port}", _logs(output_dir) / f"{port}.log")
+    return server_process(launch, servers, port, output_dir)
+
+
+def loopback_variables() -> dict[str, str]:
+    """Environment variables with which a server's ranks meet within this machine."""
+    return {name: os.environ.get(name, network) for name, network in ON_LOOPBACK.items()}
 
 
 def _memory_settings(servers: ServersConfig, gpus: range | None) -> dict[str, str]:

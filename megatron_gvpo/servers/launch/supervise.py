@@ -16,6 +16,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -35,9 +36,6 @@ FORGIVEN = 3600.0  # seconds of healthy answers after which a server's restarts 
 CHUNK = 2**20  # bytes of a log that are searched for the key at once
 LOG_LINES = 20  # lines of a server's log to show when it fails
 LOG_BYTES = 2**16  # bytes at the end of the log that are searched for them
-
-# A wait for a healthy answer: when it began (time.monotonic), and the setting that limits it.
-Wait = tuple[float, str]
 
 
 class ServerProcess:
@@ -155,13 +153,27 @@ class RanksProcess(ServerProcess):
         return None
 
 
+@dataclass
+class _Watched:
+    """A process, and what its supervisor remembers of it. All times are those of time.monotonic()."""
+
+    process: ServerProcess
+    # Since when it is silent, and the setting that limits this silence; None: it begins at the next look.
+    silence: tuple[float, str] | None = None
+    last_answer: float | None = None  # the last healthy one
+    restarts: int = 0
+    last_restart: float = 0.0
+    must_restart: bool = False  # whether or not it answers
+    given_up: str | None = None  # the reason
+
+
 class Supervisor:
     """Keeps server processes running until it is closed; watches them from its own thread.
 
     A process is started again if it ends, if it does not answer /health within `start_timeout` seconds of its
     start, or if it later is silent for `hang_timeout` seconds. After `restarts` restarts of one server,
-    or one of a server that ends without ever answering, it is given up: `failed` names the first such server
-    and the reason. Restarts are forgotten when it still answers `FORGIVEN` seconds after the last. `key` is
+    or one of a server that ends without ever answering, it is given up: `failed` is the reason of the first
+    such server. Restarts are forgotten when it still answers `FORGIVEN` seconds after the last. `key` is
     the configuration's, of `settings`; `kind` names the servers.
     """
 
@@ -174,14 +186,10 @@ class Supervisor:
         kind: str = "rollout server",
     ) -> None:
         self.processes = list(processes)
-        self._given_up: dict[str, str] = {}  # the reason, by the server's URL
-        self._settings = settings
-        self._report = report
-        self._key = key
-        self._kind = kind
-        self._unusable: set[str] = set()  # URLs of servers to start again
+        self.failed: str | None = None
+        self._settings, self._report, self._key, self._kind = settings, report, key, kind
+        self._watched = {process.url: _Watched(process) for process in processes}
         self._is_on_hold, self._starting = False, threading.Lock()
-        self._answered: dict[str, float] = {}  # time.monotonic() of the last healthy answer, by URL
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch_all, name="server supervisor", daemon=True)
 
@@ -191,19 +199,14 @@ class Supervisor:
             self._report(f"starting {self._kind} {process.url} (pid {process.pid}, log {process.log})")
         self._thread.start()
 
-    @property
-    def failed(self) -> str | None:
-        """The reason why the first server was given up; None while all are kept running."""
-        return next(iter(self._given_up.values()), None)
-
     def none_left(self, urls: Sequence[str] | None = None) -> str | None:
         """The reason why no server of `urls`, by default of all, will come back; None if one may."""
-        wanted = [process.url for process in self.processes] if urls is None else urls
-        return self._given_up[wanted[0]] if all(url in self._given_up for url in wanted) else None
+        reasons = [self._watched[url].given_up for url in (self._watched if urls is None else urls)]
+        return reasons[0] if all(reasons) else None
 
     def restart(self, url: str) -> None:
         """Restart the server soon."""
-        self._unusable.add(url)
+        self._watched[url].must_restart = True
 
     def hold(self, unhealthy: Sequence[str]) -> None:
         """Start and check no server until `go_on`, because the trainer has their memory.
@@ -212,10 +215,9 @@ class Supervisor:
         """
         with self._starting:
             self._is_on_hold = True
-            for process in self.processes:
-                if process.url in unhealthy:
-                    process.stop(grace=1.0)
-                    self._unusable.add(process.url)
+            for url in unhealthy:
+                self._watched[url].process.stop(grace=1.0)
+                self._watched[url].must_restart = True
 
     def go_on(self) -> None:
         self._is_on_hold = False
@@ -231,75 +233,72 @@ class Supervisor:
             thread.join()
 
     def _watch_all(self) -> None:
-        waits: dict[str, Wait] = {}
-        restarts = dict.fromkeys((p.url for p in self.processes), 0)
-        restarted = dict.fromkeys(restarts, 0.0)  # time.monotonic() of the last one
         while not self._closing.wait(POLL):
-            for process in self.processes:
+            for server in self._watched.values():
                 if self._is_on_hold:
-                    waits.clear()  # a server that rests may be silent
-                    continue
-                why = self._trouble(process, waits)
-                if why is None or self._closing.is_set():
-                    continue
-                if process.url in self._given_up:
-                    continue
-                if self._answered.get(process.url, 0.0) - restarted[process.url] > FORGIVEN:
-                    restarts[process.url] = 0
-                if restarts[process.url] >= self._most_restarts(process):
-                    self._give_up(process, why, restarts[process.url])
-                    continue
-                restarts[process.url] += 1
-                restarted[process.url] = time.monotonic()
-                self._report(f"{self._kind} {process.url} {why}; starting it again")
-                with self._starting:
-                    process.stop(grace=1.0)
-                    waits.pop(process.url, None)
-                    if self._is_on_hold:
-                        self._unusable.add(process.url)
-                    else:
-                        self._start_again(process)
+                    server.silence = None  # a server that rests may be silent
+                elif server.given_up is None:
+                    trouble = self._trouble(server)
+                    if trouble is not None and not self._closing.is_set():
+                        self._end_trouble(server, trouble)
 
-    def _give_up(self, process: ServerProcess, why: str, restarts: int) -> None:
-        self._given_up[process.url] = (
-            f"{self._kind} {process.url} {why}, after {restarts} restarts ({self._key}.restarts); its log "
-            f"{process.log} ends with\n{process.tail()}"
-        )
-        self._report(self._given_up[process.url])
-
-    def _most_restarts(self, process: ServerProcess) -> int:
-        """One restart for a server that has ended before it ever answered: it would end so again.
-
-        A part of a server over several machines also ends because another part did.
-        """
-        has_ended = process.exit_status() is not None
-        is_stillborn = has_ended and process.url not in self._answered and not process.is_part
-        return min(1, self._settings.restarts) if is_stillborn else self._settings.restarts
-
-    def _start_again(self, process: ServerProcess) -> None:
-        try:
-            process.start()
-        except OSError as error:  # no memory, for example, or a lost file system
-            self._report(f"{self._kind} {process.url} cannot be started: {error}")
-            self._unusable.add(process.url)
-
-    def _trouble(self, process: ServerProcess, waits: dict[str, Wait]) -> str | None:
+    def _trouble(self, server: _Watched) -> str | None:
+        """The reason to start the server again, if there is one."""
+        process = server.process
         status = process.exit_status()
         if status is not None:
             other = process.stranger()
             return f"ended with status {status}" + (f", and {other} has its port" if other else "")
-        if process.url in self._unusable:
-            self._unusable.discard(process.url)
+        if server.must_restart:
+            server.must_restart = False
             return "cannot be used"
         now = time.monotonic()
-        since, setting = waits.setdefault(process.url, (now, "start_timeout"))
+        if server.silence is None:
+            server.silence = (now, "start_timeout")
+        since, setting = server.silence
         limit = getattr(self._settings, setting)
         if process.is_healthy(min(5.0, limit)):
-            self._answered[process.url] = now
-            waits[process.url] = (now, "hang_timeout")
+            server.last_answer, server.silence = now, (now, "hang_timeout")
         elif now - since > limit:
             return f"has not answered for {self._key}.{setting}={limit:g} s"
         return None
+
+    def _end_trouble(self, server: _Watched, trouble: str) -> None:
+        """Start the server again, or give it up."""
+        process = server.process
+        if server.last_answer is not None and server.last_answer - server.last_restart > FORGIVEN:
+            server.restarts = 0
+        if server.restarts >= self._most_restarts(server):
+            server.given_up = (
+                f"{self._kind} {process.url} {trouble}, after {server.restarts} restarts "
+                f"({self._key}.restarts); its log {process.log} ends with\n{process.tail()}"
+            )
+            self.failed = self.failed or server.given_up
+            self._report(server.given_up)
+            return
+        server.restarts += 1
+        server.last_restart = time.monotonic()
+        self._report(f"{self._kind} {process.url} {trouble}; starting it again")
+        with self._starting:
+            process.stop(grace=1.0)
+            server.silence = None
+            if self._is_on_hold:
+                server.must_restart = True
+                return
+            try:
+                process.start()
+            except OSError as error:  # no memory, for example, or a lost file system
+                self._report(f"{self._kind} {process.url} cannot be started: {error}")
+                server.must_restart = True
+
+    def _most_restarts(self, server: _Watched) -> int:
+        """One restart for a server that has ended before it ever answered: it would end so again.
+
+        A part of a server over several machines also ends because another part did.
+        """
+        has_ended = server.process.exit_status() is not None
+        is_stillborn = has_ended and server.last_answer is None and not server.process.is_part
+        return min(1, self._settings.restarts) if is_stillborn else self._settings.restarts
 
 
 def _private_file(content: str, directory: Path) -> Path:
