@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.groups import Group, Image, Routing, image_of, message_text
+from megatron_gvpo.runs.written import drop_oldest
 from megatron_gvpo.settings.sections import StepRecordsConfig
 from megatron_gvpo.supports import Support
 from megatron_gvpo.turns import turn_of
@@ -109,7 +110,7 @@ class StepRecords:
     """
 
     def __init__(self, output_dir: Path, settings: StepRecordsConfig, resume_step: int | None) -> None:
-        self._output_dir, self._limit, self._has_warned = output_dir, settings.max_gb * 1e9, False
+        self._output_dir, self._max_gb, self._has_warned = output_dir, settings.max_gb, False
         for step in recorded_steps(output_dir):
             if step > (-1 if resume_step is None else resume_step):
                 path_of(output_dir, step).unlink()
@@ -129,14 +130,8 @@ class StepRecords:
         aside = path.with_name(path.name + ".tmp")
         save(record, aside)
         os.replace(aside, path)
-        sizes = {
-            step: path_of(self._output_dir, step).stat().st_size for step in recorded_steps(self._output_dir)
-        }
-        for step in sorted(sizes):
-            if sum(sizes.values()) <= self._limit or step == record.step:
-                break
-            path_of(self._output_dir, step).unlink(missing_ok=True)
-            del sizes[step]
+        steps = recorded_steps(self._output_dir)
+        drop_oldest({path_of(self._output_dir, step): step for step in steps}, self._max_gb)
 
 
 def has_secret(groups: Sequence[Group]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -90,6 +90,23 @@ def names(config: Config) -> set[str]:
     }
     partial = {f"{name}.partial": wanted for name, wanted in exports.items() if name != "exports"}
     return {*_ALWAYS, *(name for name, wanted in {**exports, **partial, **others}.items() if wanted)}
+
+
+def drop_oldest(step_of: Mapping[Path, int], max_gb: float) -> list[Path]:
+    """Remove the files of the oldest steps while all together are above the limit; returns the removed.
+
+    `step_of`: each file's step. Those of the newest step stay, however large.
+    """
+    sizes = {path: path.stat().st_size for path in step_of}
+    excess, newest = sum(sizes.values()) - max_gb * 1e9, max(step_of.values())
+    removed = []
+    for path in sorted(step_of, key=step_of.__getitem__):
+        if excess <= 0 or step_of[path] == newest:
+            break
+        path.unlink(missing_ok=True)
+        excess -= sizes[path]
+        removed.append(path)
+    return removed
 
 
 def recorded_names(directory: Path) -> set[str]:

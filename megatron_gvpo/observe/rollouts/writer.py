@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from megatron_gvpo.observe.rollouts.reader import DIRECTORY
 from megatron_gvpo.observe.rollouts.schema import file_name, step_of
 from megatron_gvpo.observe.rollouts.table import Responses, table
+from megatron_gvpo.runs.written import drop_oldest
 
 if TYPE_CHECKING:
     from megatron_gvpo.settings.sections import RolloutFilesConfig
@@ -44,7 +45,7 @@ class RolloutWriter:
         self._remove_after(-1 if resume_step is None else resume_step)
         self._waiting: queue.Queue[Responses | None] = queue.Queue(maxsize=1)
         self._failed: Exception | None = None
-        self._full = False
+        self._has_dropped = False
         self._thread = threading.Thread(target=self._work, name="rollout files", daemon=True)
         self._thread.start()
 
@@ -74,7 +75,7 @@ class RolloutWriter:
         while (responses := self._waiting.get()) is not None:
             try:
                 self._write(responses)
-                self._drop_oldest(responses.step)
+                self._drop_oldest()
             except Exception as error:  # raised later, in the trainer's thread
                 self._failed = error
 
@@ -90,37 +91,26 @@ class RolloutWriter:
             os.fsync(file.fileno())
         os.replace(aside, path)
 
-    def _drop_oldest(self, newest: int) -> None:
-        """Remove the oldest steps' files while all together are above the limit; those of `newest` stay."""
-        sizes = {path: path.stat().st_size for path in self._files()}
-        total, limit = sum(sizes.values()), self._settings.max_gb * 1e9
-        for path in sorted(sizes, key=_step):
-            if total <= limit or _step(path) == newest:
-                break
-            path.unlink(missing_ok=True)
-            total -= sizes[path]
-            if not self._full:
-                log.warning(
-                    "%s has reached logging.rollouts.max_gb=%g: from now on the oldest files are removed, "
-                    "first %s",
-                    self._directory,
-                    self._settings.max_gb,
-                    path.name,
-                )
-            self._full = True
+    def _drop_oldest(self) -> None:
+        removed = drop_oldest(self._steps(), self._settings.max_gb)
+        if removed and not self._has_dropped:
+            log.warning(
+                "%s has reached logging.rollouts.max_gb=%g: from now on the oldest files are removed, "
+                "first %s",
+                self._directory,
+                self._settings.max_gb,
+                removed[0].name,
+            )
+            self._has_dropped = True
 
-    def _remove_after(self, step: int) -> None:
-        for path in self._files():
-            if _step(path) > step:
+    def _remove_after(self, last: int) -> None:
+        for path, step in self._steps().items():
+            if step > last:
                 path.unlink()
         for path in self._directory.glob("*.parquet.tmp"):
             path.unlink()
 
-    def _files(self) -> list[Path]:
-        return [path for path in self._directory.glob("*.parquet") if step_of(path.name) is not None]
-
-
-def _step(path: Path) -> int:
-    step = step_of(path.name)
-    assert step is not None
-    return step
+    def _steps(self) -> dict[Path, int]:
+        """The run's files, each with its step."""
+        steps = {path: step_of(path.name) for path in self._directory.glob("*.parquet")}
+        return {path: step for path, step in steps.items() if step is not None}

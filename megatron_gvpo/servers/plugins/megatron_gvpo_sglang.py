@@ -8,12 +8,11 @@ broadcast from the trainer's rank 0.
 
 from __future__ import annotations
 
-import datetime
 import json
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from megatron_gvpo_group import join, next_broadcast
 from megatron_gvpo_memory import BucketLayout, opened, tell_gpus
 from megatron_gvpo_patches import apply_patches, check_patched
 from megatron_gvpo_shards import Shards
@@ -54,20 +53,8 @@ def receive(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]
 
 
 def _join(order: dict[str, Any]) -> None:
-    timeout = datetime.timedelta(seconds=order["timeout"])
-    world = order["world_size"]
-    store = dist.TCPStore(order["address"], order["port"], world, False, timeout)
-    group: Any = None
-    if order["memory"]:  # weights come through a mailbox, and the group has the trainer's ranks alone
-        pass
-    elif order["backend"] == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        if order["max_ctas"] is not None:
-            options.config.max_ctas = order["max_ctas"]
-        group = dist.ProcessGroupNCCL(store, order["rank"], world, options)
-    else:
-        group = dist.ProcessGroupGloo(store, order["rank"], world, timeout)
+    options = ("address", "port", "rank", "world_size", "backend", "timeout", "max_ctas", "memory")
+    store, group = join(**{option: order[option] for option in options})
     _groups.clear()  # the trainer uses one group at a time, and may never have left the last
     _shards.clear()
     _broken.clear()
@@ -75,9 +62,8 @@ def _join(order: dict[str, Any]) -> None:
 
 
 def _apply(model: torch.nn.Module, order: dict[str, Any]) -> None:
-    wire = torch.empty(order["bytes"], dtype=torch.uint8, device=next(model.parameters()).device)
     try:
-        _groups[order["name"]][0].broadcast([wire], dist.BroadcastOptions()).wait()
+        wire = next_broadcast(_groups[order["name"]][0], order["bytes"], next(model.parameters()).device)
     except RuntimeError as error:  # torch's: the trainer or another server has died. SGLang would end, too
         _broken.append(str(error))
         return

@@ -7,15 +7,14 @@ so that the trainer's code is the same for both engines, on CPUs and GPUs.
 
 from __future__ import annotations
 
-import datetime
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron_gvpo_copies import LoadCopies
+from megatron_gvpo_group import join, next_broadcast
 from megatron_gvpo_memory import BucketLayout, in_weights, opened, tell_gpus
 from megatron_gvpo_mends import add_model_types, bind_stores, mend_temperatures
 from megatron_gvpo_patches import apply_patches, check_patched, refuse_rearranged_experts, unpack
@@ -97,22 +96,18 @@ class Receiver(WeightTransferEngine):
 
     def init_transfer_engine(self, init_info: RendezvousInit) -> None:
         self.shutdown()
-        timeout = datetime.timedelta(seconds=init_info.timeout)
-        self._store = dist.TCPStore(
-            init_info.master_address, init_info.master_port, init_info.world_size, False, timeout
-        )
-        self._group_rank = rank = init_info.rank_offset + self._rank
+        self._group_rank = init_info.rank_offset + self._rank
         self._joined = init_info
-        if init_info.memory:
-            return
-        if init_info.backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            if init_info.max_ctas is not None:
-                options.config.max_ctas = init_info.max_ctas
-            self._group = dist.ProcessGroupNCCL(self._store, rank, init_info.world_size, options)
-        else:
-            self._group = dist.ProcessGroupGloo(self._store, rank, init_info.world_size, timeout)
+        self._store, self._group = join(
+            init_info.master_address,
+            init_info.master_port,
+            self._group_rank,
+            init_info.world_size,
+            init_info.backend,
+            init_info.timeout,
+            init_info.max_ctas,
+            init_info.memory,
+        )
 
     @property
     def _rank(self) -> int:
@@ -164,7 +159,7 @@ class Receiver(WeightTransferEngine):
         elif update_info.file is not None:
             flat = layout.mapped(update_info.file).to(self.device, copy=True)
         else:
-            flat = self._broadcast(layout.nbytes)
+            flat = next_broadcast(self._group, layout.nbytes, self.device)
         self._load(layout.views(flat))
 
     def _take_shards(self, is_layout: bool) -> None:
@@ -195,7 +190,7 @@ class Receiver(WeightTransferEngine):
         self.finish_weight_update()
 
     def _receive_patches(self, bucket: BucketUpdate, counts: list[int]) -> None:
-        wire = self._broadcast(bucket.size)
+        wire = next_broadcast(self._group, bucket.size, self.device)
         parts = zip(bucket.names, bucket.dtypes, bucket.shapes, counts, strict=True)
         patches = [list(part) for part in parts]
         if self.device.type != "cpu":  # in place, outside vLLM's reloading of whole layers
@@ -227,12 +222,6 @@ class Receiver(WeightTransferEngine):
         """Load weights while vLLM reloads."""
         with self._copies:
             self.model.load_weights(weights)
-
-    def _broadcast(self, size: int) -> torch.Tensor:
-        """The trainer's next broadcast, uint8 [size]."""
-        wire = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self._group.broadcast([wire], dist.BroadcastOptions()).wait()
-        return wire
 
     def shutdown(self) -> None:
         if self._shards is not None:
