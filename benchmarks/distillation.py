@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +142,7 @@ def make_models(report: dict[str, Any], out: Path) -> None:
                 line["step"]: round(line["eval/pass@1"], 4) for line in lines if "eval/pass@1" in line
             }
     for name in ("same", "other"):
-        if not (RUNS / f"{name}_answers.seconds").exists():
-            (RUNS / f"{name}_answers.seconds").write_text(f"{answer_all(name):.1f}")
+        answers_of(name)
     save(report, out)
 
 
@@ -180,31 +180,56 @@ def module_of(file: Path) -> Any:
     return module
 
 
-def answer_all(name: str) -> float:
-    """Write the teacher's sampled response to every training prompt; returns the processor seconds."""
+def answers_of(name: str) -> tuple[Path, float]:
+    """The file of the teacher's responses to all training prompts, and the processor seconds they took."""
+    file = RUNS / f"{name}_answers.jsonl"
+    return file, answer_all(RUNS / name / "hf", RUNS / "task/data/train.jsonl", file, max_tokens=32)
+
+
+def answer_all(
+    teacher: Path,
+    problems: Path,
+    answers: Path,
+    max_tokens: int,
+    first: int | None = None,
+    system: str | None = None,
+) -> float:
+    """Write the teacher's sampled responses to `answers`, once; returns the processor seconds they took.
+
+    `problems`: a file of records with prompts, of which the `first` are used. With a `system` prompt each is
+    a chat.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if (seconds := answers.with_suffix(".seconds")).exists():
+        return float(seconds.read_text())
     begin_s = time.process_time()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(RUNS / name / "hf", padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(RUNS / name / "hf")
-    records = [json.loads(line) for line in (RUNS / "task/data/train.jsonl").read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(teacher, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
     lines = []
-    for first in range(0, len(records), 256):
-        part = records[first : first + 256]
-        encoded = tokenizer([record["prompt"] for record in part], padding=True, return_tensors="pt")
+    for part in batched(map(json.loads, problems.read_text().splitlines()[:first]), 128):
+        prompts = [record["prompt"] for record in part]
+        if system is not None:
+            chats = [
+                [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
+                for prompt in prompts
+            ]
+            prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        encoded = tokenizer(prompts, padding=True, add_special_tokens=False, return_tensors="pt")
         encoded.pop("token_type_ids", None)
-        ids = model.generate(**encoded, do_sample=True, top_k=0, max_new_tokens=32)
+        ids = model.generate(**encoded, do_sample=True, top_k=0, max_new_tokens=max_tokens)
         texts = tokenizer.batch_decode(ids[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
         lines += [
-            json.dumps({**r, "demonstration": text}) + "\n"
-            for r, text in zip(part, texts, strict=True)
+            json.dumps({**record, "demonstration": text}) + "\n"
+            for record, text in zip(part, texts, strict=True)
             if text
         ]
-    (RUNS / f"{name}_answers.jsonl").write_text("".join(lines))
-    return time.process_time() - begin_s
+    answers.write_text("".join(lines))
+    seconds.write_text(f"{time.process_time() - begin_s:.1f}")
+    return float(seconds.read_text())
 
 
 # --- the runs -----------------------------------------------------------------------------------------------
@@ -223,11 +248,10 @@ def run(case: str, teacher: str, seed: int, seconds: float) -> dict[str, Any]:
     overrides += ["optimizer.decay=constant", "optimizer.warmup_steps=4", "train.steps=1000"]
     overrides += ["rewards.components=[{name: math}]", "eval.sampling.max_tokens=32"]
     if supervised:
-        answers = RUNS / f"{teacher}_answers.jsonl" if case == SEQKD else RUNS / "task/data/train.jsonl"
+        answers, spent = answers_of(teacher) if case == SEQKD else (RUNS / "task/data/train.jsonl", 0.0)
+        seconds -= spent
         overrides += [f"data.train.path={answers}", "optimizer.lr=3.0e-4", "optimizer.min_lr=0"]
         overrides += ["eval.every=12"]
-        if case == SEQKD:
-            seconds -= sampling_seconds(teacher)
     else:
         overrides += [f"data.train.path={RUNS}/task/data/train.jsonl", "rollout.max_tokens=32"]
         overrides += [
@@ -249,10 +273,6 @@ def run(case: str, teacher: str, seed: int, seconds: float) -> dict[str, Any]:
         "load_before_and_after": [round(load, 1), round(os.getloadavg()[0], 1)],
         **result,
     }
-
-
-def sampling_seconds(teacher: str) -> float:
-    return float(json.loads((RUNS / f"{teacher}_answers.seconds").read_text()))
 
 
 def train_within(overrides: list[str], seconds: float) -> dict[str, Any]:

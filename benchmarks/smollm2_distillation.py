@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from distillation import SEQKD, SFT, module_of
+from distillation import SEQKD, SFT, answer_all, module_of
 from smollm2_papers import EXAMPLE, LEARNING_RATE, ROOT, percent
 
 sys.path.insert(0, str(EXAMPLE))
@@ -42,6 +42,7 @@ WAYS = (*ON_POLICY, SEQKD, SFT)
 CELLS = [(way, SMOLLM2) for way in WAYS]
 CELLS += [(way, GEMMA) for way in WAYS if not way.startswith("opd")]  # opd refuses another tokenizer
 TEACHER, BEFORE = "the teacher", "before training"
+ANSWERS = WORK / "answers.jsonl"
 ANSWERED = 512  # training problems that the teacher answers for SeqKD
 
 
@@ -95,6 +96,7 @@ def missing(args: argparse.Namespace) -> list[tuple[str, str, int]]:
 def run(way: str, student: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """Train one cell in this process and grade it; a model as it is, is only graded."""
     import torch
+    import yaml
     from lib.smollm2.cells import train_and_grade
 
     from megatron_gvpo.settings.config import load_config
@@ -103,7 +105,10 @@ def run(way: str, student: str, seed: int, args: argparse.Namespace) -> dict[str
     overrides = overrides_of(way, student, seed, args)
     seconds = 0.0 if way in (TEACHER, BEFORE) else args.seconds
     if way == SEQKD:
-        seconds -= answer_all(args.teacher)
+        system = yaml.safe_load((EXAMPLE / "gvpo.yaml").read_text())["data"]["system_prompt"]
+        seconds -= answer_all(
+            args.teacher, prepare_task() / "train.jsonl", ANSWERS, 16, first=ANSWERED, system=system
+        )
     steps, begin_s, spent_s = 0, time.process_time(), 0.0
     metrics_of_steps: dict[str, list[float]] = {}
 
@@ -150,7 +155,7 @@ def overrides_of(way: str, student: str, seed: int, args: argparse.Namespace) ->
         overrides |= {"algorithm": "sft", "rollout": {"max_tokens": 16}, "train.mini_batches": 1}
         overrides |= {"train.prompts_per_step": 64, "data.train.demonstration_key": "answer"}
         if way == SEQKD:
-            overrides |= {"data.train.path": str(WORK / "answers.jsonl")}
+            overrides |= {"data.train.path": str(ANSWERS)}
             overrides |= {"data.train.demonstration_key": "demonstration"}
     elif way in ON_POLICY:
         overrides |= {"teacher.path": str(args.teacher), "algorithm": ON_POLICY[way]}
@@ -172,43 +177,6 @@ def model_of(student: str) -> Path:
     if not directory.exists():
         (make_model if student == SMOLLM2 else make_gemma)(directory)
     return directory.resolve()
-
-
-def answer_all(teacher: Path) -> float:
-    """Write the teacher's sampled answers to the first training problems; returns the processor seconds."""
-    import torch
-    import yaml
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    file = WORK / "answers.jsonl"
-    if (seconds := file.with_suffix(".seconds")).exists():
-        return float(seconds.read_text())
-    begin_s = time.process_time()
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(teacher, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
-    system = yaml.safe_load((EXAMPLE / "gvpo.yaml").read_text())["data"]["system_prompt"]
-    records = [json.loads(line) for line in (prepare_task() / "train.jsonl").read_text().splitlines()]
-    lines = []
-    for first in range(0, ANSWERED, 128):
-        part = records[first : first + 128]
-        chats = [
-            [{"role": "system", "content": system}, {"role": "user", "content": record["prompt"]}]
-            for record in part
-        ]
-        encoded = tokenizer.apply_chat_template(
-            chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-        )
-        ids = model.generate(**encoded, do_sample=True, top_k=0, max_new_tokens=16)
-        texts = tokenizer.batch_decode(ids[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
-        lines += [
-            json.dumps({**record, "demonstration": text}) + "\n"
-            for record, text in zip(part, texts, strict=True)
-            if text
-        ]
-    file.write_text("".join(lines))
-    seconds.write_text(f"{time.process_time() - begin_s:.1f}")
-    return float(seconds.read_text())
 
 
 def table(results: Mapping[tuple[str, str, int], Mapping[str, Any]], seeds: int) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from megatron_gvpo.conversations.converse import ConversationLimits, Responder, converse
+from megatron_gvpo.conversations.converse import ConversationLimits, Responder, converse, run_groups
 from megatron_gvpo.conversations.environments import Environments
 from megatron_gvpo.conversations.program_runner import ProgramRunner
 from megatron_gvpo.data.chat_template import Template
@@ -35,10 +34,8 @@ class Conversations:
         self._environments.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._environments.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._environments.__exit__(*error)
 
     async def run_all(
         self,
@@ -52,7 +49,6 @@ class Conversations:
         The members of a group face an environment with the same seed. Raises RolloutError.
         """
         limits = ConversationLimits.of(self._config, sampling.max_tokens)
-        members = [(p, r, i) for p, r in zip(prompts, requests, strict=True) for i in range(r.n)]
 
         async def run(number: int, prompt: Prompt, request: Request, i: int) -> Rollout:
             episode = self._environments.begin(prompt, request.seed)
@@ -61,14 +57,9 @@ class Conversations:
             policy.end(number)
             return rollout
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(run(number, *member)) for number, member in enumerate(members)]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        rollouts = await run_groups(prompts, requests, run)
         self._environments.end_step()
-        rollouts = iter(task.result() for task in tasks)
-        return [[next(rollouts) for _ in range(request.n)] for request in requests]
+        return rollouts
 
 
 def conversations_of(config: ConversationConfig, task: Task) -> Conversations | ProgramRunner:

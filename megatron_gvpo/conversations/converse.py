@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from megatron_gvpo.conversations.environments import Answer, EnvironmentLost, Episode
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.chat_template import Template
-from megatron_gvpo.groups import LOST, Rollout, joined_supports
+from megatron_gvpo.groups import LOST, Prompt, Rollout, joined_supports
 from megatron_gvpo.servers.request import Request, derived_seed
 from megatron_gvpo.settings.conversation import ConversationConfig
 from megatron_gvpo.turns import Turn
@@ -47,6 +48,25 @@ class ConversationLimits:
             config.observation_tokens,
             config.rollout_timeout or math.inf,
         )
+
+
+async def run_groups(
+    prompts: Sequence[Prompt],
+    requests: Sequence[Request],
+    run: Callable[[int, Prompt, Request, int], Coroutine[Any, Any, Rollout]],
+) -> list[list[Rollout]]:
+    """`n` rollouts of each prompt, all at once; raises the first error of one.
+
+    `run` gets a rollout's number in the batch, its prompt, its request and its number in the group.
+    """
+    members = [(p, r, i) for p, r in zip(prompts, requests, strict=True) for i in range(r.n)]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(run(number, *member)) for number, member in enumerate(members)]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    rollouts = iter(task.result() for task in tasks)
+    return [[next(rollouts) for _ in range(request.n)] for request in requests]
 
 
 async def converse(

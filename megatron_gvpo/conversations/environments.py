@@ -7,10 +7,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from itertools import count
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from megatron_gvpo.core.errors import ConfigError, RolloutError
+from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.core.user_functions import contents
 from megatron_gvpo.groups import Prompt, utf8
 from megatron_gvpo.settings.conversation import ConversationConfig
@@ -96,10 +95,7 @@ class _EnvironmentWorker:
             if self.process is not gone:
                 return
             self.process = start()
-            try:
-                await asyncio.to_thread(self.process.wait_ready)
-            except ConfigError as problem:
-                raise RolloutError(str(problem)) from None
+            await self.process.ready()
 
     async def current(self) -> EnvironmentProcess:
         """The process, once it is ready."""
@@ -139,9 +135,7 @@ class Environments:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         while self._workers:
             self._workers.pop().process.stop()
         self._printout.end_step()

@@ -7,14 +7,12 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from megatron_gvpo.conversations.converse import ConversationLimits, Responder
+from megatron_gvpo.conversations.converse import ConversationLimits, Responder, run_groups
 from megatron_gvpo.conversations.dialogue import Dialogue
 from megatron_gvpo.conversations.environments import ATTEMPTS
 from megatron_gvpo.conversations.proxy import Proxy
-from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.core.user_functions import contents
 from megatron_gvpo.data.chat_template import Template
 from megatron_gvpo.groups import LOST, Prompt, Rollout
@@ -51,9 +49,7 @@ class ProgramRunner:
             self._opened = opened.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._opened.close()
 
     async def run_all(
@@ -64,7 +60,6 @@ class ProgramRunner:
         sampling: SamplingConfig,
     ) -> list[list[Rollout]]:
         """`n` rollouts of each prompt, all at once, numbered from 0. Raises RolloutError."""
-        members = [(p, r, i) for p, r in zip(prompts, requests, strict=True) for i in range(r.n)]
         limits = ConversationLimits.of(self._config, sampling.max_tokens)
         longest = max((len(prompt.token_ids) for prompt in prompts), default=0) + sampling.max_tokens
         decode, vocabulary = self._templates[""].text, len(self._task.tokenizer)
@@ -79,15 +74,10 @@ class ProgramRunner:
             return rollout
 
         async with Proxy(sampling, decode, self._config.parser, vocabulary, longest) as proxy:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(run(number, *m)) for number, m in enumerate(members)]
-            except ExceptionGroup as errors:
-                raise errors.exceptions[0] from None
+            rollouts = await run_groups(prompts, requests, run)
         for starter in self._starters:
             starter.end_step()
-        rollouts = iter(task.result() for task in tasks)
-        return [[next(rollouts) for _ in range(request.n)] for request in requests]
+        return rollouts
 
     async def _rollout(
         self, proxy: Proxy, new_dialogue: Callable[[], Dialogue], prompt: Prompt, seed: int
@@ -152,9 +142,7 @@ class Starter:
         """Raises ConfigError if the program cannot be loaded."""
         self._process.wait_ready()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._process.stop()
         self._printout.end_step()
 
@@ -185,10 +173,7 @@ class Starter:
         if self._process.is_gone:
             await self._process.end(None)
             self._process = self._start_process()
-            try:
-                await asyncio.to_thread(self._process.wait_ready)
-            except ConfigError as problem:
-                raise RolloutError(str(problem)) from None
+            await self._process.ready()
         return self._process
 
     async def _send(self, process: AsyncWorkerProcess, run: RunProgram) -> None:

@@ -12,7 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 NOTICE = b"\nCtrl-C: the run saves after this step, and ends; Ctrl-C again ends it at once, unsaved\n"
@@ -44,9 +44,7 @@ class Interrupt:
             )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._handlers.close()
 
     def check(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -124,9 +123,7 @@ class MemoryProfile:
             self._meter = self._modes.enter_context(_CPU(self._permanent))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._modes.close()
         assert self._meter is not None
         self._outside = max(self._outside, self._meter.peak)

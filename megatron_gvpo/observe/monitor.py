@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from types import TracebackType
 from typing import Self
 
 from megatron_gvpo.core.gpus import read_gpus
@@ -34,9 +33,7 @@ class DeviceMonitor:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()

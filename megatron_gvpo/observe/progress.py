@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Literal, Protocol, Self, TextIO
 
 from megatron_gvpo.core.redaction import hide
@@ -88,9 +87,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

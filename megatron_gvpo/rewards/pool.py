@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from itertools import batched
 from multiprocessing.connection import wait
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from megatron_gvpo.core.errors import ConfigError
@@ -89,9 +88,7 @@ class RewardPool:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop()
 
     def _start(self) -> _RewardWorker:

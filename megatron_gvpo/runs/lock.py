@@ -19,7 +19,6 @@ import time
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from megatron_gvpo.core.errors import ConfigError
@@ -77,9 +76,7 @@ class RunLock:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def release(self) -> None:

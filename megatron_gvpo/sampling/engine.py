@@ -7,7 +7,6 @@ an entry in `ENGINES`. Nothing here loads torch, so the configuration may ask fo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Never, Protocol, Self
 
 from megatron_gvpo.core.lazy_imports import load_class
@@ -68,9 +67,7 @@ class RolloutEngine[Ticket](Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
 
 
 class NoEngine:

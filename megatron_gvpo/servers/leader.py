@@ -15,7 +15,6 @@ from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from megatron_gvpo.core.collectives import broadcast_msgpack, is_first_rank
@@ -202,9 +201,7 @@ class ModelClient(ABC):
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._opened.close()
 
     def answer(

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from multiprocessing.connection import wait
 
-from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.workers.messages import (
     CallError,
     CallResult,
@@ -216,6 +216,13 @@ class AsyncWorkerProcess(WorkerProcess):
     def calls(self) -> int:
         """The number of calls that wait for a result."""
         return len(self._results)
+
+    async def ready(self) -> None:
+        """Wait until the function is loaded, in a run that has begun. Raises RolloutError if it cannot be."""
+        try:
+            await asyncio.to_thread(self.wait_ready)
+        except ConfigError as problem:
+            raise RolloutError(str(problem)) from None
 
     @contextmanager
     def call(self) -> Iterator[tuple[int, asyncio.Future[CallResult]]]:

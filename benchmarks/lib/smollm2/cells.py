@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from statistics import fmean
 
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.training.callbacks import Callback
 from megatron_gvpo.training.trainer import Trainer
+
+
+class CompleteUntrainedError(Exception):
+    """The cell was complete before its first step: `fit` would train one before it stops."""
 
 
 def train_and_grade(
@@ -32,10 +37,10 @@ def train_and_grade(
     class Measure(Callback):
         def on_start(self, trainer: Trainer) -> None:
             self.on_step(trainer, 0, {})
+            if grades:
+                raise CompleteUntrainedError
 
         def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
-            if grades:  # it was complete before the first step
-                return
             if is_complete(step, metrics):
                 grades.update(grade(trainer, step))
                 trainer.stop("this cell is complete")
@@ -43,8 +48,8 @@ def train_and_grade(
                 trainer.stop("the time has passed")
 
     trainer = Cell(config, [Measure()], overwrite=True)
-    trainer.fit()
-    trainer.close()
+    with closing(trainer), suppress(CompleteUntrainedError):
+        trainer.fit()
     return grades
 
 
