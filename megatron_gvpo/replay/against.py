@@ -12,10 +12,14 @@ from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.observe.step_records import StepRecord, UpdateRecord, read, recorded_steps
 from megatron_gvpo.replay.findings import (
     Finding,
+    TensorDifference,
     Tolerances,
     compare_gradients,
     compare_weights,
     first_difference,
+    first_other,
+    located,
+    positions_of,
     same_sums,
     scale_of,
 )
@@ -57,10 +61,7 @@ def _compare(one: StepRecord, other: StepRecord, limits: Tolerances) -> Iterator
         return Finding(component, one.step, "differs", f"{at}: {text}" if at else text, position, token)
 
     dtype_limit = 1e-5 if limits.logp < 0.01 else 1e-3
-    if (difference := same_sums(one.weights, other.weights, dtype_limit)) is not None:
-        yield Finding(
-            "start weights", one.step, "differs", f"{difference[0]}: {difference[1]}", tensor=difference[0]
-        )
+    yield from _of_tensor("start weights", one.step, same_sums(one.weights, other.weights, dtype_limit))
     for rows, others in zip(one.mini_batches, other.mini_batches, strict=False):
         yield from _compare_tokens(rows, others, differs)
     sizes = [sum(map(len, record.mini_batches)) for record in (one, other)]
@@ -84,13 +85,11 @@ def _compare(one: StepRecord, other: StepRecord, limits: Tolerances) -> Iterator
 
 
 def _compare_tokens(rows: TrainBatch, others: TrainBatch, differs: Differs) -> Iterator[Finding]:
-    positions = [] if rows.place_n is None else rows.place_n.tolist()
-    for i, position in enumerate(positions[: len(others)]):
+    for i, position in enumerate(positions_of(rows)[: len(others)]):
         for name in ("prompt_ids", "response_ids"):
             pair = list(getattr(rows, name)[i]), list(getattr(others, name)[i])
             if pair[0] != pair[1]:
-                token = next((t for t, ids in enumerate(zip(*pair, strict=False)) if len(set(ids)) > 1), None)
-                yield differs("rollouts", f"the runs have other {name}", position, token)
+                yield differs("rollouts", f"the runs have other {name}", position, first_other(*pair))
 
 
 def _compare_column(
@@ -103,11 +102,9 @@ def _compare_column(
         return
     values = [column.double() for column in pair if column is not None]
     index = first_difference(values[0], values[1], limit * max(1.0, scale_of(*values)))
-    if index is not None and rows.place_n is not None:
-        row = index if name.endswith("_n") else int(rows.seq_r[index])
-        token = None if name.endswith("_n") else index - rows.offsets[row]
+    if index is not None:
         text = f"{name}: {values[0][index]:.6g} in one run, {values[1][index]:.6g} in the other"
-        yield differs(component, text, int(rows.place_n[row]), token)
+        yield differs(component, text, *located(rows, name, index))
 
 
 def _compare_updates(
@@ -137,19 +134,19 @@ def _compare_updates(
     loss = one.metrics["loss"], other.metrics["loss"]
     if abs(loss[0] - loss[1]) > max(limits.loss, limits.logp) * max(1.0, abs(loss[0])):
         yield differs("loss", f"{loss[0]:.6g} in one run, {loss[1]:.6g} in the other")
-    if (difference := compare_gradients(one.gradients, other.gradients, limits.gradient)) is not None:
-        yield Finding(
-            "gradients", record.step, "differs", f"{difference[0]}: {difference[1]}", tensor=difference[0]
-        )
+    difference = compare_gradients(one.gradients, other.gradients, limits.gradient)
+    yield from _of_tensor("gradients", record.step, difference)
     if abs(one.lr - other.lr) > 1e-6 * max(one.lr, other.lr):
         yield differs("learning rate", f"{one.lr:.6g} in one run, {other.lr:.6g} in the other")
     before = record.weights
-    if (
-        difference := compare_weights((before, one.weights), (before, other.weights), one.lr, limits.change)
-    ) is not None:
-        yield Finding(
-            "weights", record.step, "differs", f"{difference[0]}: {difference[1]}", tensor=difference[0]
-        )
+    difference = compare_weights((before, one.weights), (before, other.weights), one.lr, limits.change)
+    yield from _of_tensor("weights", record.step, difference)
+
+
+def _of_tensor(component: str, step: int, difference: TensorDifference | None) -> Iterator[Finding]:
+    if difference is not None:
+        text = f"{difference.tensor}: {difference.text}"
+        yield Finding(component, step, "differs", text, tensor=difference.tensor)
 
 
 def _token(update: UpdateRecord, record: StepRecord, index: int) -> tuple[int | None, int | None]:
@@ -157,8 +154,7 @@ def _token(update: UpdateRecord, record: StepRecord, index: int) -> tuple[int | 
     lengths = {
         position: int(length)
         for rows in record.mini_batches
-        if rows.place_n is not None
-        for position, length in zip(rows.place_n.tolist(), rows.length_n.tolist(), strict=True)
+        for position, length in zip(positions_of(rows), rows.length_n.tolist(), strict=True)
     }
     for position in update.place_n.tolist():
         if index < lengths[position]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isnan
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_gvpo.observe.step_records import Sums
+from megatron_gvpo.types import TrainBatch
 
 # The components of a step in the order in which they are computed.
 COMPONENTS = (
@@ -35,6 +36,22 @@ class Finding:
 
 class NotPossibleError(Exception):
     """A component cannot be computed again here; the message is the reason."""
+
+
+def checked(step: int, checks: Iterable[tuple[str, Callable[[], Finding | None]]]) -> Iterator[Finding]:
+    """The outcomes of components, each with its check, which returns None where it finds no difference."""
+    for component, check in checks:
+        try:
+            yield check() or Finding(component, step, "equal")
+        except NotPossibleError as reason:
+            yield Finding(component, step, "not checked", str(reason))
+
+
+class TensorDifference(NamedTuple):
+    """The tensor that differs most, and how."""
+
+    tensor: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -70,72 +87,97 @@ def scale_of(*columns: Tensor) -> float:
     return max(largest, default=0.0) or 1.0
 
 
-def compare_gradients(recorded: Sums, again: Sums, limit: float) -> tuple[str, str] | None:
-    """The tensor whose gradient differs most, and how; None if all are within `limit` of their norms.
+def compare_gradients(recorded: Sums, again: Sums, limit: float) -> TensorDifference | None:
+    """The difference of the gradients; None if all are within `limit` of their norms.
 
     A tensor's gradient may cancel to rounding errors, so that its norm is compared with the largest, too.
     """
     if recorded.keys() != again.keys():
         name = min(recorded.keys() ^ again.keys())
-        return name, f"only {'the run' if name in recorded else 'the replay'} trains it"
+        return TensorDifference(name, f"only {'the run' if name in recorded else 'the replay'} trains it")
     floor = 1e-4 * max((values[1] for values in [*recorded.values(), *again.values()]), default=0.0)
-    worst = (0.0, "")
+    differences = {}
     for name, (total, norm, elements) in recorded.items():
         size = max(norm, again[name][1], floor)
         if size:
             spread = size * max(elements, 1.0) ** 0.5
-            difference = max(abs(norm - again[name][1]) / size, abs(total - again[name][0]) / spread)
-            worst = max(worst, (inf if isnan(difference) else difference, name))
-    difference, name = worst
-    if difference <= limit:
-        return None
-    return name, f"norm {recorded[name][1]:.6g} in the run, {again[name][1]:.6g} replayed"
+            differences[name] = max(abs(norm - again[name][1]) / size, abs(total - again[name][0]) / spread)
+    return _worst(
+        differences, limit, lambda n: f"norm {recorded[n][1]:.6g} in the run, {again[n][1]:.6g} replayed"
+    )
 
 
 def compare_weights(
     recorded: tuple[Sums, Sums], again: tuple[Sums, Sums], lr: float, limit: float
-) -> tuple[str, str] | None:
-    """The tensor whose update differs most, and how; None if all are within `limit`.
+) -> TensorDifference | None:
+    """The difference of the updates; None if all are within `limit`.
 
     Each pair holds the sums before and after the update. Adam changes each of n weights w by about +-lr, so
     that their sum changes by about lr sqrt(n), and the sum of their squares by 2 lr |w|. Differences are
     parts of these. Rounding flips the sign of few changes, where a gradient is rounding error itself.
     """
-    worst = (0.0, "", 0.0, 0.0)
-    for name in recorded[0]:
-        _, size, elements = recorded[0][name]
-        totals = [after[name][0] - before[name][0] for before, after in (recorded, again)]
+
+    def changes(name: str) -> list[float]:
+        return [after[name][0] - before[name][0] for before, after in (recorded, again)]
+
+    differences = {}
+    for name, (_, size, elements) in recorded[0].items():
+        run, replayed = changes(name)
         squares = [after[name][1] ** 2 - before[name][1] ** 2 for before, after in (recorded, again)]
         change = lr * max(elements, 1.0) ** 0.5
         floor = 1e-6 * max(size, 1e-30)  # fp32 rounds a weight by up to 6e-8 of its value
-        difference = max(
-            abs(totals[0] - totals[1]) / (change + floor),
+        differences[name] = max(
+            abs(run - replayed) / (change + floor),
             abs(squares[0] - squares[1]) / (2 * size * lr + change**2 + floor * size),
         )
-        worst = max(worst, (inf if isnan(difference) else difference, name, totals[0], totals[1]))
-    difference, name, run, replayed = worst
-    if difference <= limit:
-        return None
-    return name, f"the sum of its elements changed by {run:.4g} in the run, by {replayed:.4g} replayed"
+    text = "the sum of its elements changed by {:.4g} in the run, by {:.4g} replayed"
+    return _worst(differences, limit, lambda name: text.format(*changes(name)))
 
 
-def same_sums(recorded: Sums, again: Sums, limit: float) -> tuple[str, str] | None:
-    """The tensor whose weights differ most, and how; None if sums and norms agree to `limit` of the norm."""
-    worst = (0.0, "")
+def same_sums(recorded: Sums, again: Sums, limit: float) -> TensorDifference | None:
+    """The difference of the weights; None if sums and norms agree to `limit` of the norm."""
+    differences = {}
     for name in recorded.keys() & again.keys():
         (total, norm, elements), (other, other_norm, _) = recorded[name], again[name]
         size = max(norm, other_norm) or 1.0
-        difference = max(
+        differences[name] = max(
             abs(norm - other_norm) / size, abs(total - other) / (size * max(elements, 1.0) ** 0.5)
         )
-        worst = max(worst, (inf if isnan(difference) else difference, name))
-    difference, name = worst
-    if difference <= limit:
-        return None
-    return name, f"norm {recorded[name][1]:.9g} in the run, {again[name][1]:.9g} replayed"
+    return _worst(
+        differences, limit, lambda n: f"norm {recorded[n][1]:.9g} in the run, {again[n][1]:.9g} replayed"
+    )
+
+
+def _worst(
+    differences: Mapping[str, float], limit: float, text: Callable[[str], str]
+) -> TensorDifference | None:
+    """The largest of the tensors' differences in `text`'s words; None if all are within `limit`."""
+    sizes = [(inf if isnan(difference) else difference, name) for name, difference in differences.items()]
+    size, name = max(sizes, default=(0.0, ""))
+    return None if size <= limit else TensorDifference(name, text(name))
 
 
 def where(position: int, members: Mapping[int, tuple[int, int]] | Sequence[tuple[int, int]]) -> str:
     """A response as texts name it; `members` has its group and its number there, by position."""
     group, member = members[position]
     return f"response {position} (group {group}, member {member})"
+
+
+def first_other[Value](one: Sequence[Value], other: Sequence[Value]) -> int | None:
+    """The index of the first value that is not equal in both; None if the shorter one begins the longer."""
+    return next((t for t, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+
+
+def positions_of(rows: TrainBatch) -> list[int]:
+    """The rows' positions among all responses of the step."""
+    assert rows.place_n is not None, "the trainer numbers the rows of a step"
+    positions: list[int] = rows.place_n.tolist()
+    return positions
+
+
+def located(rows: TrainBatch, column: str, index: int) -> tuple[int, int | None]:
+    """The position of the response, and its token, of an index of a column."""
+    if column.endswith("_n"):
+        return positions_of(rows)[index], None
+    row = int(rows.seq_r[index])
+    return positions_of(rows)[row], index - rows.offsets[row]

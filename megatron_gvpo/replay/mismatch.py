@@ -13,10 +13,11 @@ from torch import Tensor
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.groups import Routing
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
+from megatron_gvpo.observe.mismatch import mismatch
 from megatron_gvpo.observe.rollouts.reader import read_rollouts
 from megatron_gvpo.observe.step_records import read, recorded_steps
 from megatron_gvpo.replay.certificate import Cause, Certificate, Token
-from megatron_gvpo.replay.findings import NotPossibleError, Tolerances
+from megatron_gvpo.replay.findings import Tolerances
 from megatron_gvpo.replay.judge import (
     PRECISIONS,
     Case,
@@ -29,7 +30,7 @@ from megatron_gvpo.replay.judge import (
 )
 from megatron_gvpo.replay.kept_tokens import listed, origin, recorded_tokens
 from megatron_gvpo.replay.model import ModelReplay, Start
-from megatron_gvpo.replay.rows import RowsReplay
+from megatron_gvpo.replay.run import earlier_findings, rows_of
 from megatron_gvpo.runs.one_machine import in_layout
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.supports import Support
@@ -145,15 +146,8 @@ def _judges(config: Config, step: int, wanted: set[int], folder: Path) -> dict[i
     judges: dict[int, ExactJudge] = {}
     for version in range(early.step, step):
         if version > early.step:
-            record = read(config.output_dir, version)
-            rows = RowsReplay(local, record, tolerances)
-            rows.name_members()
-            model.members = rows.members
-            try:
-                record = rows.with_images()
-            except NotPossibleError as reason:
-                raise DataError(f"step {version}: {reason}") from None
-            if any(finding.outcome == "differs" for finding in model.findings(record)):
+            findings = earlier_findings(model, rows_of(local, version, tolerances), version)
+            if any(finding.outcome == "differs" for finding in findings):
                 break  # the weights after it cannot be computed again
         if version in wanted:
             directory = folder / str(version)
@@ -334,18 +328,16 @@ def _certificate(
         mean, largest = float(sizes.mean()), float(sizes.max())
         causes.append(Cause(side, cause, detail, len(gap_r), len(own), share, mean, largest, bound))
     causes.sort(key=lambda cause: -cause.share)
-    kl = float((torch.expm1(difference_r) - difference_r).mean())
-    worst = _worst_tokens(config, responses, gaps)
-    sizes = difference_r.abs()
+    numbers = mismatch(difference_r, torch.tensor([len(response.trainer) for response in responses]))
     return Certificate(
         step,
         config.model.dtype,
         len(difference_r),
-        float(sizes.mean()),
-        float(sizes.max()),
-        kl,
+        numbers["abs_mean"],
+        numbers["abs_max"],
+        numbers["kl"],
         causes,
-        worst,
+        _worst_tokens(config, responses, gaps),
     )
 
 

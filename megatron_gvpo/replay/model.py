@@ -22,6 +22,7 @@ from megatron_gvpo.megatron.update import UpdateResult, with_references
 from megatron_gvpo.observe.step_records import StepRecord, Sums, UpdateRecord
 from megatron_gvpo.replay.findings import (
     Finding,
+    TensorDifference,
     Tolerances,
     compare_gradients,
     compare_weights,
@@ -62,9 +63,8 @@ class ModelReplay:
         self._config, self._original, self._limits = config, original, limits
         self.policy = Policy.of(config)
         self.start = start
-        self.members: dict[
-            int, tuple[int, int]
-        ] = {}  # group and number in it, by position in the present step
+        # Group and number in it, by position in the present step.
+        self.members: dict[int, tuple[int, int]] = {}
         self.state: dict[str, Any] = {}  # the trainer's state in the checkpoint
         if start.checkpoint is not None:
             self.state = load_policy(start.checkpoint, self.policy)
@@ -80,9 +80,7 @@ class ModelReplay:
         self._record, self._update = record, ""
         before = self.policy.tensor_sums.take("weights")
         difference = same_sums(record.weights, before, self._weights_limit)
-        yield self._finding(
-            "start weights", difference and difference[1], tensor=difference[0] if difference else None
-        )
+        yield self._of_tensor("start weights", difference)
         yield from self._references()
         run_before, later = record.weights, list[Finding]()
         for i, update in enumerate(record.updates):
@@ -125,6 +123,11 @@ class ModelReplay:
         at += [f"{name} {value}" for name, value in position.items() if value is not None]
         text = self._update + (f"{', '.join(at)}: {problem}" if at else problem)
         return Finding(component, self._record.step, "differs", text, response, **position)
+
+    def _of_tensor(self, component: str, difference: TensorDifference | None) -> Finding:
+        if difference is None:
+            return self._finding(component, None)
+        return self._finding(component, difference.text, tensor=difference.tensor)
 
     def _column(
         self, component: str, rows: TrainBatch, recorded: Tensor, again: Tensor, limit: float
@@ -236,10 +239,7 @@ class ModelReplay:
         return self._finding("gradient norm", text if is_wrong else None)
 
     def _weights(self, recorded: tuple[Sums, Sums], again: tuple[Sums, Sums], lr: float) -> Finding:
-        difference = compare_weights(recorded, again, lr, self._limits.change)
-        return self._finding(
-            "weights", difference and difference[1], tensor=difference[0] if difference else None
-        )
+        return self._of_tensor("weights", compare_weights(recorded, again, lr, self._limits.change))
 
     def _keep_weights(self) -> None:
         self._weights_before = [weight.detach().clone() for weight in self.policy.model.weights()]

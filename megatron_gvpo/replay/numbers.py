@@ -20,6 +20,7 @@ from megatron_gvpo.replay.findings import (
     Finding,
     NotPossibleError,
     Tolerances,
+    checked,
     first_difference,
     same_sums,
     scale_of,
@@ -39,24 +40,22 @@ class NumbersReplay:
 
     def findings(self, reason: str) -> Iterator[Finding]:
         """The findings of all components of the model; `reason` says why the model itself is not there."""
-        checks: dict[str, Callable[[], Finding | None] | None] = {
+
+        def not_possible() -> None:
+            raise NotPossibleError(reason)
+
+        checks: dict[str, Callable[[], Finding | None]] = {
             "start weights": self._start_weights,
-            "references": None,
-            "log-probs": None,
+            "references": not_possible,
+            "log-probs": not_possible,
             "loss weights": lambda: self._first_of(self._loss_weights),
             "loss": lambda: self._first_of(self._loss),
-            "gradients": None,
+            "gradients": not_possible,
             "learning rate": lambda: self._first_of(self._learning_rate),
             "gradient norm": lambda: self._first_of(self._gradient_norm),
-            "weights": None,
+            "weights": not_possible,
         }
-        for component, check in checks.items():
-            try:
-                if check is None:
-                    raise NotPossibleError(reason)
-                yield check() or Finding(component, self._record.step, "equal")
-            except NotPossibleError as not_possible:
-                yield Finding(component, self._record.step, "not checked", str(not_possible))
+        return checked(self._record.step, checks.items())
 
     def _differs(
         self,

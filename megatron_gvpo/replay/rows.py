@@ -25,7 +25,11 @@ from megatron_gvpo.replay.findings import (
     Finding,
     NotPossibleError,
     Tolerances,
+    checked,
     first_difference,
+    first_other,
+    located,
+    positions_of,
     scale_of,
     where,
 )
@@ -45,19 +49,16 @@ class RowsReplay:
         self.members: dict[int, tuple[int, int]] = {}  # group and number in it, by position
 
     def findings(self, estimator_state: dict[str, Any] | None) -> Iterator[Finding]:
-        for component, check in (
-            ("rollouts", self._rollouts),
-            ("template", self._template),
-            ("rewards", self._rewards),
-            ("shapers", self._shapers),
-            ("rows", self._rows),
-            ("advantages", lambda: self._advantages(estimator_state)),
-            ("mask", self._mask),
-        ):
-            try:
-                yield check() or Finding(component, self._record.step, "equal")
-            except NotPossibleError as reason:
-                yield Finding(component, self._record.step, "not checked", str(reason))
+        checks = {
+            "rollouts": self._rollouts,
+            "template": self._template,
+            "rewards": self._rewards,
+            "shapers": self._shapers,
+            "rows": self._rows,
+            "advantages": lambda: self._advantages(estimator_state),
+            "mask": self._mask,
+        }
+        return checked(self._record.step, checks.items())
 
     def _differs(
         self, component: str, text: str, position: int | None = None, token: int | None = None
@@ -88,7 +89,7 @@ class RowsReplay:
         except NotPossibleError:
             first = 0
             for rows in self._record.mini_batches:
-                for position, group in zip(_positions(rows), rows.group_n.tolist(), strict=True):
+                for position, group in zip(positions_of(rows), rows.group_n.tolist(), strict=True):
                     number = sum(other[0] == first + group for other in self.members.values())
                     self.members[position] = (first + group, number)
                 first += int(rows.group_n.max()) + 1
@@ -98,7 +99,7 @@ class RowsReplay:
         rows_of = {
             position: (rows, i)
             for rows in self._record.mini_batches
-            for i, position in enumerate(_positions(rows))
+            for i, position in enumerate(positions_of(rows))
         }
         for position, saved in enumerate(self._saved):
             if position not in rows_of:
@@ -111,7 +112,7 @@ class RowsReplay:
             for name in ("prompt_ids", "response_ids"):
                 recorded, others = list(getattr(rows, name)[i]), list(saved[name])
                 if recorded != others:
-                    token = _first_other(recorded, others)
+                    token = first_other(recorded, others)
                     text = f"{name} of the rows are not those of the rollout file"
                     return self._differs("rollouts", text, position, token)
             other = self._commonest_group(rows, int(rows.group_n[i]))
@@ -124,7 +125,7 @@ class RowsReplay:
 
     def _commonest_group(self, rows: TrainBatch, number: int) -> int:
         """The group, in the rollout file, of most of the rows of group `number`."""
-        pairs = zip(_positions(rows), rows.group_n.tolist(), strict=True)
+        pairs = zip(positions_of(rows), rows.group_n.tolist(), strict=True)
         saved = [self._saved[position]["group"] for position, group in pairs if group == number]
         return max(saved, key=saved.count)
 
@@ -176,7 +177,7 @@ class RowsReplay:
         return {
             position: [image.digest for image in images]
             for rows in self._record.mini_batches
-            for position, images in zip(_positions(rows), rows.images or (), strict=False)
+            for position, images in zip(positions_of(rows), rows.images or (), strict=False)
         }
 
     def _template(self) -> Finding | None:
@@ -189,11 +190,11 @@ class RowsReplay:
                 return self._differs("template", f"the data have no prompt {saved['prompt_id']}", position)
             recorded = list(saved["prompt_ids"] or prompt.token_ids)
             if recorded != list(prompt.token_ids):
-                token = _first_other(recorded, prompt.token_ids)
+                token = first_other(recorded, prompt.token_ids)
                 text = "the prompt's tokens are not those that data, tokenizer and chat template give now"
                 return self._differs("template", text, position, token)
             now = [image.digest for image in prompt.images]
-            number = _first_other(self._images.get(position, now), now)
+            number = first_other(self._images.get(position, now), now)
             if number is not None:
                 file = prompt.images[number].source.partition(",")[0]
                 return self._differs("template", f"image {number}, {file}, had another content", position)
@@ -289,7 +290,7 @@ class RowsReplay:
         except NotPossibleError:
             trained = None
         for rows in self._record.mini_batches:
-            for i, position in enumerate(_positions(rows)):
+            for i, position in enumerate(positions_of(rows)):
                 saved = self._saved[position]
                 reward, truncated = float(rows.reward_n[i]), bool(rows.truncated_n[i])
                 if abs(reward - saved["reward"]) > 1e-5 * max(1.0, abs(reward)):
@@ -328,7 +329,7 @@ class RowsReplay:
                 index = first_difference(recorded, own, self.limits.advantage * scale_of(recorded, own))
                 if index is not None:
                     text = f"{name}: {recorded[index]:.6g} in the run, {own[index]:.6g} replayed"
-                    return self._differs("advantages", text, *_located(rows, name, index))
+                    return self._differs("advantages", text, *located(rows, name, index))
         return None
 
     def _mask(self) -> Finding | None:
@@ -336,10 +337,10 @@ class RowsReplay:
         expected = [rows.trained() for rows in self._record.mini_batches]
         expected = [rows for rows in expected if len(rows)] * self.config.train.batch_epochs
         for update, rows in zip(self._record.updates, expected, strict=False):
-            positions = set(_positions(rows)) ^ set(update.place_n.tolist())
+            positions = set(positions_of(rows)) ^ set(update.place_n.tolist())
             if positions:
                 position = min(positions)
-                is_marked = position in _positions(rows)
+                is_marked = position in positions_of(rows)
                 text = "the rows mark it as trained, and no update has it"
                 return self._differs("mask", text if is_marked else "an update trained it unmarked", position)
         if len(self._record.updates) != len(expected):
@@ -359,22 +360,3 @@ def state_after(config: Config, record: StepRecord, state: dict[str, Any]) -> di
     for rows in record.mini_batches:
         built.fill(rows.with_columns(advantage_n=None, advantage_r=None))
     return built.state_dict()
-
-
-def _first_other[Value](one: Sequence[Value], other: Sequence[Value]) -> int | None:
-    """The index of the first value that is not equal in both; None if the shorter one begins the longer."""
-    return next((t for t, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
-
-
-def _positions(rows: TrainBatch) -> list[int]:
-    assert rows.place_n is not None, "the trainer numbers the rows of a step"
-    positions: list[int] = rows.place_n.tolist()
-    return positions
-
-
-def _located(rows: TrainBatch, column: str, index: int) -> tuple[int, int | None]:
-    """The position of the response, and its token, of an index of a column."""
-    if column.endswith("_n"):
-        return _positions(rows)[index], None
-    row = int(rows.seq_r[index])
-    return _positions(rows)[row], index - rows.offsets[row]

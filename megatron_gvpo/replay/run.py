@@ -29,7 +29,7 @@ def replay(
     limits = Tolerances.of(config.model.dtype)
     local = in_layout(config, layout)
     start = Start.before(config.output_dir, step, recorded_steps(config.output_dir))
-    rows = _rows_of(local, step, limits)
+    rows = rows_of(local, step, limits)
     differing: list[Finding] = []
 
     def passed_on(findings: Iterator[Finding]) -> None:
@@ -66,10 +66,20 @@ def _estimator_state(config: Config, model: ModelReplay, step: int) -> dict[str,
     return state
 
 
-def _rows_of(config: Config, step: int, limits: Tolerances) -> RowsReplay:
+def rows_of(config: Config, step: int, limits: Tolerances) -> RowsReplay:
     rows = RowsReplay(config, read(config.output_dir, step), limits)
     rows.name_members()
     return rows
+
+
+def earlier_findings(model: ModelReplay, rows: RowsReplay, step: int) -> Iterator[Finding]:
+    """Take a step before the replayed one, which has these rows. Raises DataError without its images."""
+    model.members = rows.members
+    try:
+        record = rows.with_images()
+    except NotPossibleError as reason:
+        raise DataError(f"step {step}: {reason}") from None
+    return model.findings(record)
 
 
 def _without_images(rows: RowsReplay) -> str:
@@ -84,13 +94,8 @@ def _without_images(rows: RowsReplay) -> str:
 def _model_findings(model: ModelReplay, rows: RowsReplay, step: int) -> Iterator[Finding]:
     """The findings of the model in `step`, which has these rows, after those of earlier ones that differ."""
     for number in range(model.start.step + 1, step):
-        before = _rows_of(rows.config, number, rows.limits)
-        model.members = before.members
-        try:
-            record = before.with_images()
-        except NotPossibleError as reason:
-            raise DataError(f"step {number}: {reason}") from None
-        for finding in model.findings(record):
+        before = rows_of(rows.config, number, rows.limits)
+        for finding in earlier_findings(model, before, number):
             if finding.outcome == "differs":
                 yield finding
                 return
