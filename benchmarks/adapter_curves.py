@@ -17,26 +17,22 @@ import argparse
 import json
 import os
 import platform
-import subprocess
-import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from lib.quickstart import CPU, QUICKSTART, ROOT, commit, make_start, python
+
 from megatron_gvpo.core.json_files import read_metrics
 
-ROOT = Path(__file__).parents[1]
-EXAMPLES = ROOT / "examples"
-QUICKSTART = EXAMPLES / "quickstart"
 RUNS = Path("runs/adapter_curves")
-LORA = str(EXAMPLES / "lora.yaml")
+LORA = str(ROOT / "examples" / "lora.yaml")
 CASES = {
     "whole": [],
     "adapters": [LORA],
     "adapters, lr 1e-4": [LORA, "optimizer.lr=1.0e-4"],  # the whole model's rate
 }
-LIMIT = 3600  # seconds of a run
 
 
 def main() -> None:
@@ -47,7 +43,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["whole", "adapters"])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/lora_quickstart_cpu.json")
     options = parser.parse_args()
-    make_start()
+    make_start(RUNS)
     report = json.loads(options.out.read_text()) if options.out.exists() else begin()
     done = {(run["case"], run["seed"]) for run in report["runs"]}
     for seed in options.seeds:
@@ -66,16 +62,6 @@ def begin() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "runs": [],
     }
-
-
-def make_start() -> None:
-    """Make the task and the supervised model with which every run begins, unless they are there."""
-    if (RUNS / "sft" / "hf" / "config.json").exists():
-        return
-    python([str(QUICKSTART / "make_task.py"), "--out", str(RUNS / "task")])
-    train = [f"output_dir={RUNS / 'sft'}", f"model.path={RUNS / 'task' / 'model'}"]
-    train.append(f"data.train.path={RUNS / 'task' / 'data' / 'train.jsonl'}")
-    python(["-m", "megatron_gvpo", "train", "--overwrite", *configuration("sft.yaml"), *train])
 
 
 def run(case: str, seed: int) -> dict[str, Any]:
@@ -107,22 +93,7 @@ def run(case: str, seed: int) -> dict[str, Any]:
 
 
 def configuration(name: str) -> list[str]:
-    return [str(QUICKSTART / name), str(EXAMPLES / "cpu.yaml")]
-
-
-def python(command: list[str]) -> None:
-    """Run a command. Exits where it fails, with the end of what it said."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=LIMIT, env=environment
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-3000:]}")
-
-
-def commit() -> str:
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return [str(QUICKSTART / name), str(CPU)]
 
 
 if __name__ == "__main__":

@@ -19,18 +19,16 @@ import importlib.util
 import json
 import os
 import platform
-import subprocess
-import sys
 import time
 from datetime import UTC, datetime
 from itertools import batched
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from lib.quickstart import CPU, ROOT, commit, python
+
 RUNS = Path("runs/distillation")
 DISTILL = ROOT / "examples" / "distill"
-LIMIT = 3600  # seconds of a run
 ON_POLICY = {
     "GVPO++, alpha 0": ["algorithm=gvpo_plus_plus"],
     "GVPO++, alpha 0.5": ["algorithm=gvpo_plus_plus", "algorithm.loss.alpha=0.5"],
@@ -132,7 +130,7 @@ def make_models(report: dict[str, Any], out: Path) -> None:
         overrides = [f"output_dir={RUNS / name}", f"model.path={model}", f"train.steps={steps}"]
         overrides += [f"data.train.path={RUNS}/task/data/train.jsonl", f"data.train.demonstration_key={key}"]
         overrides += [f"data.eval.path={RUNS}/task/data/test.parquet", "rewards.components=[{name: math}]"]
-        files = [str(DISTILL / "sft.yaml"), str(ROOT / "examples" / "cpu.yaml")]
+        files = [str(DISTILL / "sft.yaml"), str(CPU)]
         command = ["-m", "megatron_gvpo", "train", "--resume=auto", *files, *overrides, "eval.every=40"]
         python([*command, "checkpoint.every=40"])
     for name in ("student", "same", "other"):
@@ -241,7 +239,7 @@ def run(case: str, teacher: str, seed: int, seconds: float) -> dict[str, Any]:
     supervised = case in (SEQKD, SFT)
     overrides = [
         str(DISTILL / ("sft.yaml" if supervised else "rewards.yaml")),
-        str(ROOT / "examples/cpu.yaml"),
+        str(CPU),
     ]
     overrides += [f"output_dir={out}", f"model.path={RUNS}/student/hf", f"train.seed={seed}"]
     overrides += [f"data.eval.path={RUNS}/task/data/test.parquet", "eval.n=1", "checkpoint.export_hf=false"]
@@ -320,21 +318,6 @@ def train_within(overrides: list[str], seconds: float) -> dict[str, Any]:
     trainer.fit()
     trainer.close()
     return {"step_seconds_pass_at_1": curve, "metrics": own_metrics}
-
-
-def python(command: list[str]) -> None:
-    """Run a command. Exits where it fails, with the end of its output."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=LIMIT, env=environment
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-3000:]}")
-
-
-def commit() -> str:
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict, deque
@@ -32,14 +31,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lib.quickstart import make_start, python
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROOT = Path(__file__).parents[1]
 RUNS = Path("runs/mismatch")
 RESULTS = Path("benchmarks/results/mismatch_cpu.jsonl")
-CPU = ROOT / "examples" / "cpu.yaml"
-LIMIT = 3600  # seconds of a run
 STALE = 4  # steps
 
 GRPO = {"recipe": "grpo", "loss": {"kl_coef": 0.0}}
@@ -93,7 +91,7 @@ def main() -> None:
 def measure(out: Path, seeds: list[int], workers: int) -> None:
     """Run what the file lacks, and append a line to it for each finished run."""
     begin(out)
-    make_start()
+    make_start(RUNS)
     done = {(line["correction"], line["scenario"], line["seed"]) for line in lines(out)}
     wanted = [(c, s, seed) for seed in seeds for s in SCENARIOS for c in CORRECTIONS if needed(c, s)]
     missing = [key for key in wanted if key not in done]
@@ -133,33 +131,12 @@ def lines(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text().splitlines()[1:]]
 
 
-def make_start() -> None:
-    """Make the task and the supervised model with which every run begins, unless they are there."""
-    if (RUNS / "sft" / "hf" / "config.json").exists():
-        return
-    quickstart = ROOT / "examples" / "quickstart"
-    subprocess.run(
-        [sys.executable, str(quickstart / "make_task.py"), "--out", str(RUNS / "task")], check=True
-    )
-    own = [
-        f"output_dir={RUNS / 'sft'}",
-        f"model.path={RUNS / 'task' / 'model'}",
-        f"data.train.path={RUNS / 'task' / 'data' / 'train.jsonl'}",
-    ]
-    command = ["-m", "megatron_gvpo", "train", "--overwrite", str(quickstart / "sft.yaml"), str(CPU), *own]
-    subprocess.run([sys.executable, *command], check=True)
-
-
 def in_its_process(key: tuple[str, str, int]) -> dict[str, Any]:
     """One run in a new process. Exits where it fails, with the end of what it said."""
     correction, scenario, seed = key
-    command = [sys.executable, __file__, "--run", correction, scenario, str(seed)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     load = os.getloadavg()[0]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
-    if done.returncode:
-        sys.exit(f"the run {correction}, {scenario}, seed {seed} failed:\n{done.stderr[-3000:]}")
-    return {**json.loads(done.stdout.splitlines()[-1]), "load_at_start": load}
+    result = json.loads(python([__file__, "--run", correction, scenario, str(seed)]))
+    return {**result, "load_at_start": load}
 
 
 def run(correction: str, scenario: str, seed: int) -> dict[str, Any]:

@@ -21,12 +21,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from lib.quickstart import CPU, LIMIT_S, QUICKSTART, make_start
+
 RUNS = Path("runs/partial_rollouts")
 RESULTS = Path("benchmarks/results/partial_rollouts_cpu.jsonl")
-QUICKSTART = ROOT / "examples" / "quickstart"
-CPU = ROOT / "examples" / "cpu.yaml"
-LIMIT = 3600  # seconds of a run
 
 SETTINGS = (
     *("rollout.servers.colocated=true", "rollout.weights.transport=colocated"),
@@ -59,7 +57,7 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> None:
     """Run what the file lacks, and append a line to it for each finished run."""
-    make_start()
+    make_start(RUNS)
     if not options.out.exists():
         machine = {"machine": platform.machine(), "cores": os.cpu_count()}
         head = {"settings": SETTINGS, "cases": CASES, "engine": options.engine, "machine": machine}
@@ -78,21 +76,12 @@ def lines(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text().splitlines()[1:]]
 
 
-def make_start() -> None:
-    """Make the task and the supervised model with which every run begins, unless they are there."""
-    if (RUNS / "sft" / "hf" / "config.json").exists():
-        return
-    make = [sys.executable, str(QUICKSTART / "make_task.py"), "--out", str(RUNS / "task")]
-    subprocess.run(make, check=True)
-    train("sft", f"model.path={RUNS / 'task' / 'model'}", RUNS / "sft")
-
-
 def train(config: str, *overrides: str | Path) -> None:
     """Train a configuration of the quickstart; the last override is the output directory."""
     *words, out = overrides
     files = [str(QUICKSTART / f"{config}.yaml"), str(CPU), f"data.train.path={RUNS}/task/data/train.jsonl"]
     command = [sys.executable, "-m", "megatron_gvpo", "train", "--overwrite", *files, *map(str, words)]
-    subprocess.run([*command, f"output_dir={out}"], check=True, timeout=LIMIT, stdout=subprocess.DEVNULL)
+    subprocess.run([*command, f"output_dir={out}"], check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL)
 
 
 def run(case: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -20,16 +20,14 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from lib.quickstart import CPU, QUICKSTART, ROOT, commit, make_start, python
+
 RUNS = Path("runs/truncated_sampling")
-QUICKSTART = ROOT / "examples" / "quickstart"
-LIMIT_S = 3600
 TOP_P = 0.8
 RECIPES = {
     "gvpo": ["algorithm=gvpo", "algorithm.loss.beta=0.1"],
@@ -68,7 +66,7 @@ def begin(steps: int) -> dict[str, Any]:
 
 def train_all(report: dict[str, Any], seeds: list[int], out: Path) -> None:
     """Train what the report lacks, one process a run."""
-    make_start()
+    make_start(RUNS)
     done = {(run["recipe"], run["arm"], run["seed"]) for run in report["runs"]}
     for seed in seeds:
         for recipe in RECIPES:
@@ -83,17 +81,6 @@ def train_all(report: dict[str, Any], seeds: list[int], out: Path) -> None:
                 report["runs"].append(head | date | loads | result)
                 out.write_text(json.dumps(report, indent=1) + "\n")
                 print(recipe, arm, seed, result["pass_at_1"], flush=True)
-
-
-def make_start() -> None:
-    """Make the task and its warm start, where they are not there yet."""
-    if (RUNS / "sft" / "hf" / "config.json").exists():
-        return
-    python([str(QUICKSTART / "make_task.py"), "--out", str(RUNS / "task")])
-    files = [str(QUICKSTART / "sft.yaml"), str(ROOT / "examples/cpu.yaml")]
-    overrides = [f"output_dir={RUNS}/sft", f"model.path={RUNS}/task/model"]
-    overrides.append(f"data.train.path={RUNS}/task/data/train.jsonl")
-    python(["-m", "megatron_gvpo", "train", "--overwrite", *files, *overrides])
 
 
 CHILD = f"""
@@ -125,7 +112,7 @@ def train(recipe: str, arm: str, seed: int, steps: int) -> None:
     overrides.append("eval.sampling={temperature: 1.0, max_tokens: 96, top_p: 1.0}")
     if arm == "none":
         batch._supports = lambda rows: None
-    config = load_config([str(QUICKSTART / "gvpo.yaml"), str(ROOT / "examples/cpu.yaml")], overrides)
+    config = load_config([str(QUICKSTART / "gvpo.yaml"), str(CPU)], overrides)
     trainer = Trainer(config, [Recorder()], overwrite=True)
     trainer.fit()
     trainer.close()
@@ -173,22 +160,6 @@ def table(report: dict[str, Any]) -> str:
                 f"| {recipe} | {arm} | {len(runs)} | {mean:.3f} | {outside:.1%} | {before} | {after} |"
             )
     return "\n".join(lines)
-
-
-def python(command: list[str]) -> str:
-    """Run a command, and return the last line of its output. Exits where it fails, with the end of that."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=LIMIT_S, env=environment
-    )
-    if done.returncode:
-        sys.exit(f"{command[:2]} failed:\n{(done.stdout + done.stderr)[-3000:]}")
-    return (done.stdout.strip().splitlines() or [""])[-1]
-
-
-def commit() -> str:
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":
