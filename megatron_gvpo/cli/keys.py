@@ -25,5 +25,5 @@ def run(options: argparse.Namespace) -> int:
         from megatron_gvpo.settings.reference import search
     words = " ".join(options.words)
     lines = list(search(words))
-    print("\n".join(lines) if lines else f"nothing about {words!r}: try a shorter word")
+    print("\n".join(lines) if lines else f"nothing about {words!r}: try another word, or a part of one")
     return 0 if lines else 1

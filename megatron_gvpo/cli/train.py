@@ -77,6 +77,8 @@ def run(options: argparse.Namespace) -> int:
                 say(f"warning: {text}", sys.stderr)
             return launch(options.nproc, options.command_line)
         _warn_of_memory(config, configured.world_size(options))
+        if os.environ.get("RANK", "0") == "0":
+            warn_of_learning_rate(config)
         prepare(config.parallel, config.rollout)
 
         def train() -> None:
@@ -106,6 +108,14 @@ def _warn_of_memory(config: Config, ranks: int) -> None:
     gpus = torch_gpus()
     if gpus and (problem := excess(config, ranks, min(gpu.memory_gib for gpu in gpus))):
         say(f"warning: {problem}", sys.stderr)
+
+
+def warn_of_learning_rate(config: Config) -> None:
+    """Say so if the learning rate is far above what is usual for a model of this size, as `check` does."""
+    from megatron_gvpo.inspection.rules import inspect_learning_rate
+
+    if (verdict := inspect_learning_rate(config)).remedy:
+        say(f"warning: optimizer.lr={verdict.sentence}: try {verdict.remedy}", sys.stderr)
 
 
 def _ends_at_once() -> AbstractContextManager[None]:

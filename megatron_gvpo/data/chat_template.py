@@ -245,16 +245,23 @@ class Template:
                 f"the chat template leaves out a message of role {role} after a turn of the policy, which is "
                 "a text: use another template" + (", or data.chat_template=false" if role != "tool" else "")
             )
-        tokens = self._tokens(suffix)
+        close = suffix.partition(_HEARD)[0]
+        if not close:
+            raise DataError(
+                "the chat template writes nothing between a turn of the policy and the next message, so that "
+                "no token ends the turn: use a template that marks the end of messages"
+            )
+        tokens = self._tokens(close)
         if not tokens:
             raise DataError(
-                f"the tokenizer knows nothing of {suffix[:20]!r}, as the chat template ends a turn"
+                f"the chat template ends a turn of the policy with {close[:20]!r}, for which the tokenizer "
+                "has no token: it is another model's template"
             )
         end = tokens[0]
         if end not in self._ends:
             ends = self._tokenizer.convert_ids_to_tokens(self._ends)
             raise DataError(
-                f"the chat template ends a turn with {suffix[:20]!r}, and the policy's turns end with "
+                f"the chat template ends a turn with {close[:20]!r}, and the policy's turns end with "
                 f"{' or '.join(map(repr, ends))}: name the former's token, {end}, in eos_token_id of "
                 "generation_config.json or in rollout.stop_token_ids"
             )

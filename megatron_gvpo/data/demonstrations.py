@@ -52,8 +52,12 @@ class DemonstrationReader:
                 raise DataError("is empty: it has no tokens, or white space alone; nothing would be learned")
             return SolutionTokens(ended(ids, self._ends), None, [solution])
         self._check(solution)
-        if self._template is None:
-            self._template = Template(self._tokenizer, self._ends, self._chat, self._tools)
+        with _named_messages():
+            if self._template is None:
+                self._template = Template(self._tokenizer, self._ends, self._chat, self._tools)
+            return self._chat_tokens(solution, self._template)
+
+    def _chat_tokens(self, solution: Sequence[Mapping[str, Any]], template: Template) -> SolutionTokens:
         own: list[int] = []
         turns: list[Turn] = []
         between: list[Mapping[str, Any]] = []
@@ -61,16 +65,16 @@ class DemonstrationReader:
             if message["role"] != "assistant":
                 between.append(message)
                 continue
-            tokens = self._tokens(self._template.written(message))
+            tokens = self._tokens(template.written(message))
             # Without a chat template texts follow each other as they are, and the last one ends the chat.
             ids = tokens
             if i + 1 == len(solution):
                 ids = ended(tokens, self._ends)
             elif self._chat:
-                ids = ended(tokens, (self._template.end_before(solution[i + 1]["role"]), *self._ends))
+                ids = ended(tokens, (template.end_before(solution[i + 1]["role"]), *self._ends))
             if not ids:
-                raise DataError(f"has an empty message {i}")
-            context = self._template.tokens_between(own[-1], between) if turns else ()
+                raise DataError(f"message {i} is empty")
+            context = template.tokens_between(own[-1], between) if turns else ()
             turns.append(Turn(len(own), len(turns) - 1, None, context))
             own += ids
             between = []

@@ -395,7 +395,9 @@ class _Renderer:
         self._tokenizer = tokenizer
         self._system = data.system_prompt
         self._no_chat = (
-            "the tokenizer has no chat template" if data.chat_template else "data.chat_template is false"
+            "the tokenizer has no chat template (chat_template.jinja in model.path)"
+            if data.chat_template
+            else "data.chat_template is false"
         )
         if self.chat:
             check_writes_content(tokenizer)

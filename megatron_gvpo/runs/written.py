@@ -27,7 +27,7 @@ CONFIG, RUN = "config.yaml", "run.json"
 EXPORT = "export.json"  # file of an exported model, with the step of its weights and a list of its files
 
 _STEP = r"step_\d{8,}"
-_SHARDS = r"(critic/)?(\.metadata(\.tmp)?|metadata\.json|checksums\.json|__\d+_\d+\.distcp)"
+_SHARDS = r"((critic|reference)/)?(\.metadata(\.tmp)?|metadata\.json|checksums\.json|__\d+_\d+\.distcp)"
 # An exported model without a list: one that is being written, or that an earlier version wrote.
 _MODEL = (
     r"(config|generation_config|(video_)?(pre)?processor_config|export)\.json|shard-\d+|"

@@ -36,6 +36,7 @@ class EmptyBatches:
         self._max_tokens = max_tokens
         self._in_a_row = Counter[str]()  # empty batches in a row, by kind
         self._warned: set[str] = set()
+        self._has_ended = False  # a response of an earlier batch ended by itself
 
     def state_dict(self) -> dict[str, Any]:
         return {"in_a_row": dict(self._in_a_row)}
@@ -64,9 +65,9 @@ class EmptyBatches:
                 f"step {step}: every conversation ended at a limit, {limit} or one of rollout.conversation "
                 "(turns, turn_tokens, rollout_timeout): raise it, or see that conversations can end before"
                 if any(rollout.turns for rollout in sampled)
-                else f"step {step}: every response was cut off at {limit}: raise it, or see that the model "
-                "knows its end token"
+                else f"step {step}: every response was cut off at {limit}: {self._why_cut()}"
             )
+        self._has_ended |= bool(sampled) and not cut
         return warnings
 
     def check_shaped(
@@ -125,6 +126,15 @@ class EmptyBatches:
         is_new = kind not in self._warned
         self._warned.add(kind)
         return is_new
+
+    def _why_cut(self) -> str:
+        """Return the likely causes: a policy whose responses ended before has come to write without end."""
+        if self._has_ended:
+            return (
+                "responses of earlier steps ended before it, so the policy may have diverged: lower "
+                "optimizer.lr, or raise the limit if responses have grown for a reason"
+            )
+        return "raise it, or see that the model knows its end token"
 
     def _failed(self, sampled: Sequence[Rollout]) -> dict[str, Callable[[], str]]:
         """The components that count and that failed for every response, each with a sentence about it."""

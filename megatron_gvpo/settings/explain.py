@@ -24,7 +24,7 @@ from megatron_gvpo.core.plain_values import cut
 from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.secrets import without_secret
 
-MOST, LONGEST = 20, 400  # errors shown, and characters of each
+MOST, LONGEST = 40, 400  # errors shown, and characters of each
 _NUMBER = re.compile(r"[-+]?(0|[1-9]\d{0,20})?(\.\d{0,20})?([eE][-+]?\d{1,3})?")
 _ALTERNATIVES = ("str", "int", "constrained-int")  # parts of a union in the locations of pydantic's errors
 _MOST = 10  # names of other trainers' keys in one answer

@@ -20,7 +20,9 @@ from helpers.suite.real_parts import used
 from helpers.tiny_run import records, reward_options
 
 from megatron_gvpo.cli import main
+from megatron_gvpo.cli.train import warn_of_learning_rate
 from megatron_gvpo.megatron import policy
+from megatron_gvpo.settings.config import load_config
 
 STEP = re.compile(r"step +\d+/\d+  ")
 SHORT = ("algorithm=gvpo", "train.steps=2", "data.eval=null", "checkpoint.export_hf=false")
@@ -187,6 +189,14 @@ def test_a_logger_that_is_not_installed(task, tmp_path, capsys, monkeypatch):
     assert main(given) == 2
     said = "error: logging.wandb_project=p: Weights & Biases is not installed: pip install wandb"
     assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.parametrize(("rate", "is_warned_of"), [("1.0e-3", False), ("1.0", True)])
+def test_a_learning_rate_far_above_the_usual_is_warned_of(task, capsys, rate, is_warned_of):
+    warn_of_learning_rate(load_config([task / "run.yaml"], [f"optimizer.lr={rate}"]))
+    error = capsys.readouterr().err
+    assert error.startswith("warning: optimizer.lr=1 for a model of") is is_warned_of
+    assert ("the run would diverge: try optimizer.lr=" in error) is is_warned_of
 
 
 def test_wrong_use_of_a_command(task, tmp_path, capsys):

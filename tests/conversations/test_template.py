@@ -29,6 +29,7 @@ LAST = CHATML.replace(
 ).replace("{% if add", "{% if not add_generation_prompt %}</call>{% endif %}{% if add")
 NUMBERED = CHATML.replace("<|im_start|>{{ m.role }}", "<|im_start|>{{ loop.index }}{{ m.role }}")
 OTHER_END = CHATML.replace("{{ m.content }}<|im_end|>", "{{ m.content }}</call><|im_end|>")
+UNMARKED = "{% for m in messages %}{{ m.content }}{% endfor %}"
 # As Gemma 4 does it: a tool's answer is written where the call before it is in `tool_calls`.
 FORGETS_TOOLS = CHATML.replace("{% if m.role == 'tool' %}", "{% if m.role == 'tool' and calls %}").replace(
     "{% else %}", "{% elif m.role != 'tool' %}"
@@ -136,6 +137,7 @@ def test_tools_reach_the_template_and_their_answers_are_messages(tmp_path: Path)
     [
         (NUMBERED, "differently after different histories"),
         (OTHER_END, "ends a turn with '</call>"),
+        (UNMARKED, "writes nothing between a turn of the policy and the next message"),
         (REWRITES, "changes earlier messages when later ones come"),
         ("{{ raise_exception('no') }}", "refuses a conversation: no"),
     ],

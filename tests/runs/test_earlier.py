@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.tiny_run import SHORT, configure, fit
 
 from megatron_gvpo.cli import main, parse
 from megatron_gvpo.core.errors import ConfigError
@@ -240,6 +241,16 @@ def test_a_finished_run_is_removed_as_a_whole(finished, tmp_path):
     make(out, "notes.txt")
     remove_earlier_run(str(out))
     assert [path.name for path in out.iterdir()] == ["notes.txt"]
+
+
+def test_a_run_with_a_reference_policy_is_removed_as_a_whole(task, tmp_path):
+    """Its checkpoints have the weights of the reference, too."""
+    out = tmp_path / "out"
+    short = ("train.steps=1", "checkpoint.every=1", "logging.rollouts.every=0", *SHORT)
+    fit(configure(task, out, "algorithm=grpo", *short))
+    assert (out / "checkpoints" / "step_00000001" / "reference").is_dir()
+    remove_earlier_run(str(out))
+    assert list(out.iterdir()) == []
 
 
 def test_overwriting_beside_other_work_ends_with_one_line_and_changes_nothing(

@@ -165,6 +165,10 @@ def test_all_masked_and_all_cut_off(good):
     assert said.startswith("step 1: every response was cut off at rollout.max_tokens=1024: raise it")
     for step in range(2, 9):  # budgets are legitimate, where rewards differ
         assert check(watching, step, [group(1, 0, finish="length")]) == []
+    watching = watch(good)
+    assert check(watching, 1, [group(1, 0)]) == []
+    [said] = check(watching, 2, [group(1, 0, finish="length")])
+    assert "responses of earlier steps ended before it" in said and "lower optimizer.lr" in said
     talks = group(1, 0, finish="length")
     for rollout in talks.rollouts:
         rollout.turns = [Turn(0)]

@@ -88,6 +88,12 @@ def test_the_answer_is_the_same_in_a_section_of_ours(section):
             "algorithm.gvpo.beta",
             "here it is algorithm.loss.kl_coef; with the recipes gvpo and dpo algorithm.loss.b",
         ),
+        (
+            "actor_rollout_ref.actor.kl_loss_type",
+            "here it is algorithm.loss.kl_coef, whose estimate is always k3",
+        ),
+        ("warmup_ratio", "here it is optimizer.warmup_steps, in updates: the ratio x train.steps"),
+        ("epochs", "here it is train.steps, as a number of steps"),
         ("train.batch_size", "here it is train.prompts_per_step"),
     ],
 )

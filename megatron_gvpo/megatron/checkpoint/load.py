@@ -198,7 +198,10 @@ def check_adapters(directory: Path, record: dict[str, Any], model: Model) -> Non
     own = None if model.adapters is None else model.adapters.identity()
     if (saved is None) != (own is None):
         content, key = ("whole weights", "set") if saved is None else ("adapters", "missing")
-        raise CheckpointError(f"{directory} holds {content}, and model.adapter is {key}: make them agree")
+        raise CheckpointError(
+            f"{directory} holds {content}, and model.adapter is {key}: the settings of the run that wrote it "
+            f"are in {directory.parent.parent / 'config.yaml'}, which every command takes"
+        )
     for key, value in (own or {}).items():
         if saved is not None and value is not None and saved[key] != value:
             if key != "base":
