@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         _show("response of the start model", result.responses)
         levels = [verdict.level for verdict in result.verdicts]
         conclusion = "the run could work" if result.could_work else "the run could not work"
-        say(f"\n{conclusion}: {levels.count('failure')} failures, {levels.count('warning')} warnings")
+        say(f"\n{conclusion}: failures {levels.count('failure')}, warnings {levels.count('warning')}")
 
     return run_with_model(work) or (codes or [1])[0]
 

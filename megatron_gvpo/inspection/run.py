@@ -92,7 +92,7 @@ def _layout(config: Config, world: int) -> RunVerdict:
         preflight(config, "train" if list_gpus() else "slurm", world)
     except ConfigError as error:
         return failure("configuration", str(error))
-    return ok("configuration", f"complete, and its layout is possible on {world} ranks")
+    return ok("configuration", f"complete, and its layout is possible on {world} rank{'s' * (world > 1)}")
 
 
 def _task(config: Config, cards: ModelCards, add: Callable[[RunVerdict], None]) -> Task | None:

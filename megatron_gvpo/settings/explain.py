@@ -91,7 +91,9 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as Python writes it, or its variable's name; of a long one the beginning."""
+    """A value as Python writes it, or its variable's name; of a long one the beginning. YAML's null is null."""
+    if value is None:
+        return "null"
     if isinstance(value, str):
         value = without_secret(value)
     try:

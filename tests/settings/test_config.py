@@ -164,10 +164,10 @@ def test_evaluation_samples_as_training_does(good):
         ("train.steps=ten", "train.steps: Input should be a valid integer"),
         ("train.steps=0", "train.steps: Input should be greater than 0 (given: 0)"),
         ("optimizer.lr=.inf", "optimizer.lr: Input should be a finite number"),
-        ("optimizer.lr=", "optimizer.lr: Input should be a valid number (given: None)"),
+        ("optimizer.lr=", "optimizer.lr: Input should be a valid number (given: null)"),
         ("algorithm.loss.beta=-0.1", "algorithm.loss.beta: Input should be greater than 0 (given: -0.1)"),
         ("rollout.top_p=1.5", "rollout.top_p: Input should be less than or equal to 1 (given: 1.5)"),
-        ("rollout=", "rollout: expected settings as `key: value`, found None"),
+        ("rollout=", "rollout: expected settings as `key: value`, found null"),
         (
             "data.train=train.jsonl",
             "data.train: expected settings as `key: value`, found 'train.jsonl'; did you mean "
