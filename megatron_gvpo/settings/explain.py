@@ -91,7 +91,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as Python writes it, or its variable's name; of a long one the beginning. YAML's null is null."""
+    """A value as Python writes it (None as null), or its variable's name; of a long one the beginning."""
     if value is None:
         return "null"
     if isinstance(value, str):
