@@ -7,13 +7,16 @@ the exit code.
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import re
 import signal
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -67,6 +70,11 @@ COMMANDS = (
     doctor,
 )
 
+LEAVING = 60.0  # seconds that threads have to end when the command is done
+# The errors of Gloo and NCCL in a rank that waits for one that has ended.
+_OF_COLLECTIVES = re.compile(r"/gloo/|nccl", re.IGNORECASE)
+_LOST = re.compile(r"Connection (reset|closed) by peer|remote process exit")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command as a process's only work; returns the exit code.
@@ -78,15 +86,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # process a step took three times as long (docs/explanation/cpu_speed.md). torch reads it when loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        return run_command(arguments)
+        code = run_command(arguments)
     except SystemExit:
         raise
-    except BaseException:  # a panic in a Rust library, such as tokenizers, is not an Exception
-        print(hide(traceback.format_exc()), end="", file=sys.stderr, flush=True)
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        sys.stdout.flush()
-        os._exit(1)  # libraries' exit handlers may wait for the other ranks
-    return 1
+    except BaseException as error:  # a panic in a Rust library, such as tokenizers, is not an Exception
+        text = _lost_rank(error) or hide(traceback.format_exc())
+        print(text, end="", file=sys.stderr, flush=True)
+        code = 1
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            sys.stdout.flush()
+            os._exit(code)  # libraries' exit handlers may wait for the other ranks
+    if arguments is None:
+        _end_without_threads(code)
+    return code
+
+
+def _lost_rank(error: BaseException) -> str | None:
+    """A line instead of the traceback of each other rank, where a rank has ended; None for other errors."""
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    if not (_OF_COLLECTIVES.search(text) and _LOST.search(text)):
+        return None
+    rank = os.environ.get("RANK", "0")
+    return f"error: rank {rank} has lost another rank, which ended: see its message, or the launcher's\n"
+
+
+def _end_without_threads(code: int) -> None:
+    """End the process after LEAVING seconds although threads that users' code or a library started never end.
+
+    Python waits for them before it exits: a finished run would keep its GPUs. The exit handlers that come
+    after the threads, such as those of tracking services, have as long as they need.
+    """
+    is_over = threading.Event()
+
+    def end() -> None:
+        if not is_over.wait(LEAVING):
+            main_one = threading.main_thread()
+            names = [t.name for t in threading.enumerate() if not t.daemon and t is not main_one]
+            text = f"warning: the command is done; it ends without threads that still run: {', '.join(names)}"
+            with suppress(OSError):
+                print(text, file=sys.stderr, flush=True)
+                sys.stdout.flush()
+            os._exit(code)
+
+    atexit.register(is_over.set)
+    threading.Thread(target=end, daemon=True).start()
 
 
 def run_command(arguments: Sequence[str] | None = None) -> int:

@@ -190,6 +190,12 @@ def exported_step(directory: Path) -> int | None:
     return step if type(step) is int else None
 
 
+def lacks_summary(directory: Path, step: int) -> bool:
+    """True if a run that writes records was ended after `step` before the last of them, summary.json."""
+    has_records = (directory / "metrics.jsonl").exists()
+    return has_records and json_object(directory / "summary.json").get("steps") != step
+
+
 def _is_unreported(directory: Path, step: int) -> bool:
     """True if the engine failed after the step's updates: its evaluation and its record are missing."""
     return "unreported" in json_object(directory / "checkpoints" / f"step_{step:08d}" / "state.json")
@@ -213,7 +219,7 @@ def finished(config: Config) -> str | None:
         return None
     if config.checkpoint.export_hf and exported_step(directory / "hf") != newest:
         return None  # no file, or one of fewer steps: the run ended before that step
-    if _is_unreported(directory, newest):
+    if _is_unreported(directory, newest) or lacks_summary(directory, newest):
         return None
     return (
         f"output_dir={directory}: this run is finished, nothing is left to do: its newest checkpoint is of "

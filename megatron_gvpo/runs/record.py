@@ -92,8 +92,8 @@ def write_record(config: Config, step: int, world_size: int) -> list[str]:
     starts = [*earlier["starts"], start]
     writes = sorted(names(config) | recorded_names(directory))
     record = {"files": fingerprints(config), "starts": starts, "writes": writes}
-    _replace(directory / CONFIG, HEADER + yaml.safe_dump(as_written(config), sort_keys=False))
-    _replace(directory / RUN, json.dumps(record, indent=2) + "\n")
+    write_complete(directory / CONFIG, HEADER + yaml.safe_dump(as_written(config), sort_keys=False))
+    write_complete(directory / RUN, json.dumps(record, indent=2) + "\n")
     before = starts[-2]["versions"] if len(starts) > 1 else start["versions"]
     return [
         f"{name} was {before.get(name)} and is {version}"
@@ -105,7 +105,8 @@ def write_record(config: Config, step: int, world_size: int) -> list[str]:
 def fingerprints(config: Config) -> dict[str, dict[str, Any]]:
     """Size and hash of what the run reads, by keys: data, models of rewards and teachers, the user's files.
 
-    A file that a user's file imports has `KEY:PATH`, its path from there. A hub data set has none.
+    The user's files are those of functions, and those that options of functions and arguments of MCP servers
+    name. A file that a user's file imports has `KEY:PATH`, its path from there. A hub data set has none.
     """
     named = {"data.train.path": config.data.train.path}
     if config.data.eval is not None:
@@ -115,6 +116,7 @@ def fingerprints(config: Config) -> dict[str, dict[str, Any]]:
             named[f"{key_of(i, component.served)}.path"] = component.served.path
     if config.teacher is not None:
         named["teacher.path"] = config.teacher.path
+    named |= dict(_argument_files(as_written(config)))
     for key, source in named_files(as_written(config)):
         named[key] = source
         beside = Path(source).absolute().parent
@@ -122,6 +124,21 @@ def fingerprints(config: Config) -> dict[str, dict[str, Any]]:
             named[f"{key}:{os.path.relpath(file, beside)}"] = str(file)
     prints = {key: fingerprint(Path(path)) for key, path in named.items()}
     return {key: value for key, value in prints.items() if value is not None}
+
+
+def _argument_files(values: Any, at: str = "", is_argument: bool = False) -> Iterator[tuple[str, str]]:
+    """The files that `options` of users' functions and arguments of an MCP server's `command` name, by keys.
+
+    Not the program that a command starts: an update of the system's interpreter is not a change of the run.
+    """
+    if isinstance(values, str) and is_argument and os.path.isfile(values):
+        yield at, values
+    elif isinstance(values, Mapping | list | tuple):
+        for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+            below = f"{at}.{key}" if at else str(key)
+            is_below = is_argument or key in ("options", "command")
+            if not below.endswith(".command.0"):
+                yield from _argument_files(value, below, is_below)
 
 
 def changed_files(directory: Path, config: Config) -> Iterator[Change]:
@@ -198,7 +215,7 @@ def _read_run(directory: Path) -> dict[str, Any]:
     return record
 
 
-def _replace(file: Path, text: str) -> None:
+def write_complete(file: Path, text: str) -> None:
     """Replace a file as a whole: a full disk or a kill leaves the old one."""
     aside = file.with_name(file.name + ".tmp")
     with aside.open("w") as content:

@@ -21,7 +21,8 @@ from megatron_gvpo.observe.rollouts.writer import RolloutWriter
 from megatron_gvpo.observe.samples import few_samples, worth_showing
 from megatron_gvpo.observe.step_records import StepRecord, StepRecords
 from megatron_gvpo.observe.summary import has_curves
-from megatron_gvpo.runs.existing_run import metrics_problems
+from megatron_gvpo.runs.existing_run import metrics_problems, newest_step
+from megatron_gvpo.runs.record import write_complete
 from megatron_gvpo.runs.written import RUN
 
 if TYPE_CHECKING:
@@ -197,9 +198,10 @@ class Recorder(Callback):
             "steps": trainer.step,
             "seconds": {"total": wall, **totals},
         }
-        (self._directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         if has_curves(records):  # there are none of a run whose metrics were moved away, or never finite
             plot_curve(self._directory / "metrics.jsonl", self._directory / "curve.png")
+        # The last of the records, and complete or absent: a run that lacks it is not finished.
+        write_complete(self._directory / "summary.json", json.dumps(summary, indent=2) + "\n")
         self._progress.note(time_report(totals, wall))
         self._progress.close()
 
@@ -223,4 +225,6 @@ def _refused(trainer: Trainer, problem: OSError) -> str:
             "the run wrote to it, and its checkpoints with it: put them back and continue with --resume, or "
             "start the run again in another output_dir"
         )
+    if newest_step(directory) is None:
+        return f"{begin}; there is no checkpoint yet: make room and start the run again with --overwrite"
     return f"{begin}; complete checkpoints there are untouched: make room and continue with --resume"

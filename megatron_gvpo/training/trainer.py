@@ -27,7 +27,7 @@ from megatron_gvpo.observe.rollout_metrics import rollout_statistics, trained_to
 from megatron_gvpo.observe.rollouts.table import Responses, TrainedRows
 from megatron_gvpo.observe.step_records import StepRecord, UpdateRecord
 from megatron_gvpo.runs.directory import RunDirectory
-from megatron_gvpo.runs.existing_run import earlier_of, exported_step, finished
+from megatron_gvpo.runs.existing_run import earlier_of, exported_step, finished, lacks_summary
 from megatron_gvpo.runs.hub import prepare_repository, upload_export
 from megatron_gvpo.settings.config import Config, as_config
 from megatron_gvpo.settings.rules import advice
@@ -398,8 +398,9 @@ class Trainer:
         out, checkpoint = Path(self.config.output_dir), self.config.checkpoint
         is_settled = self.resumed and self._is_reported and self.step < self.config.train.steps
         reason = self._reason_to_stop_early() if is_settled else None
-        if reason is not None and checkpoint.export_hf and exported_step(out / "hf") != self.step:
-            reason = None  # the run ended before its export: `fit` writes it
+        lacks_export = checkpoint.export_hf and exported_step(out / "hf") != self.step
+        if reason is not None and (lacks_export or lacks_summary(out, self.step)):
+            reason = None  # the run ended before its export or its summary: `fit` writes them
         reason = broadcast_msgpack(reason)
         self._warn(
             f"output_dir={out}: this run has stopped early, after step {self.step} of "

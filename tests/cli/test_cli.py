@@ -21,6 +21,7 @@ from helpers.tiny_run import records, reward_options
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.cli.train import warn_of_learning_rate
+from megatron_gvpo.core import launch as launcher
 from megatron_gvpo.megatron import policy
 from megatron_gvpo.settings.config import load_config
 
@@ -284,6 +285,53 @@ def test_doctor(capsys):
     code = main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
     assert code == (0 if report["ready"] else 1)
+
+
+def test_a_thread_that_never_ends_does_not_keep_a_process_that_is_done():
+    """A loss of the user's may start one: the run was finished, and its process waited for ever."""
+    program = """
+import atexit, sys, threading, time
+from megatron_gvpo import cli
+
+cli.LEAVING = 0.5
+atexit.register(lambda: (time.sleep(1.0), print("handled")))  # as a tracking service that still sends
+if "for ever" in sys.argv:
+    threading.Thread(target=time.sleep, args=(3600,), name="beats").start()
+sys.argv[1:] = ["recipes"]
+sys.exit(cli.main())
+"""
+    command = [sys.executable, "-c", program]
+    usual = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert usual.returncode == 0 and usual.stdout.endswith("handled\n") and usual.stderr == ""
+    kept = subprocess.run([*command, "for ever"], capture_output=True, text=True, timeout=60)
+    assert kept.returncode == 0 and "gvpo" in kept.stdout
+    assert kept.stderr == "warning: the command is done; it ends without threads that still run: beats\n"
+
+
+def test_a_rank_that_is_killed_costs_the_others_a_line_each(capfd, monkeypatch):
+    """Each other rank wrote a traceback of Gloo's, sixty lines before the one that said what had happened."""
+    program = """
+import os, signal, sys
+import torch, torch.distributed as dist
+from megatron_gvpo import cli
+
+def command(arguments):
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.zeros(1))
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.zeros(1))
+
+cli.run_command = command
+sys.exit(cli.main())
+"""
+    monkeypatch.setattr(launcher, "program", ["-c", program])
+    assert launcher.launch(2, []) == 128 + signal.SIGKILL
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == [
+        "error: rank 0 has lost another rank, which ended: see its message, or the launcher's",
+        "rank 1 was killed by SIGKILL: the others are ended",
+    ]
 
 
 def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:

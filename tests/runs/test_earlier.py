@@ -295,6 +295,11 @@ def test_a_finished_run_says_so_and_how_to_go_on(good, tmp_path):
     assert said() is None, "the export is of fewer steps"
     (tmp_path / "hf" / "export.json").write_text('{"step": 20}')
     assert "such as train.steps=40" in (said() or "")
+    (tmp_path / "metrics.jsonl").touch()
+    for summary in ('{"steps": 10}', '{"ste'):
+        (tmp_path / "summary.json").write_text(summary)
+        assert said() is None, "the summary is of fewer steps, or cut off"
+    (tmp_path / "summary.json").write_text('{"steps": 20}')
     assert "step 20, and train.steps=10." in (said("train.steps=10") or "")
     assert said("train.steps=30") is None
 
@@ -385,4 +390,6 @@ def test_a_directory_that_is_gone_is_not_said_to_hold_checkpoints(tmp_path):
     for phrase in ("the record of the run is gone", "with --resume, or start"):
         assert phrase in _refused(trainer, full) and "untouched" not in _refused(trainer, full)
     make(tmp_path, "run.json")
+    assert _refused(trainer, full).endswith("make room and start the run again with --overwrite")
+    make(tmp_path, "checkpoints/step_00000002/state.json")
     assert "complete checkpoints there are untouched: make room" in _refused(trainer, full)

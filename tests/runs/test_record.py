@@ -150,6 +150,37 @@ def test_changed_files_are_found(run, file, key):
     assert compare(run, allowed=(key,)).startswith(key)
 
 
+def test_changed_files_that_options_and_commands_name_are_found(run: Path) -> None:
+    """A list of words or a rubric decides a reward as its function does; only Python files were compared."""
+    for name in ("words.txt", "rubric.md", "server.js", "program"):
+        Path(name).write_text("one\n")
+    options = {
+        "words": "words.txt",
+        "more": [{"rubric": str(Path("rubric.md").absolute())}],
+        "none": "x" * 999,
+    }
+    component = {"name": "mine", "function": "mine.py:reward", "options": options}
+    mcp = [{"command": ["program", "server.js"]}]
+    settings = (
+        f"rewards.components={json.dumps([component])}",
+        f"rollout.conversation={json.dumps({'mcp': mcp})}",
+    )
+    write(run, *settings)
+    Path("program").write_text("updated\n")
+    assert compare(run, *settings) == ""
+    keys = {
+        "words.txt": "rewards.components.0.options.words",
+        "rubric.md": "rewards.components.0.options.more.0.rubric",
+        "server.js": "rollout.conversation.mcp.0.command.1",
+    }
+    for name, key in keys.items():
+        Path(name).write_text("two\n")
+        with pytest.raises(ConfigError, match=rf'{key} was "4 bytes, sha256 \w+" and is "4 bytes'):
+            compare(run, *settings)
+        assert compare(run, *settings, allowed=(key,)).startswith(key)
+        Path(name).write_text("one\n")
+
+
 @pytest.mark.parametrize("named", ["mine.py:f", "mine:f"])
 @pytest.mark.parametrize("changed", ["mine.py", "judge.py", "inner/__init__.py", "inner/deep.py"])
 def test_changed_files_that_a_users_file_imports_are_found(run: Path, named: str, changed: str) -> None:
