@@ -193,8 +193,9 @@ def test_a_logger_that_is_not_installed(task, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("rate", "is_warned_of"), [("1.0e-3", False), ("1.0", True)])
-def test_a_learning_rate_far_above_the_usual_is_warned_of(task, capsys, rate, is_warned_of):
-    warn_of_learning_rate(load_config([task / "run.yaml"], [f"optimizer.lr={rate}"]))
+def test_a_learning_rate_far_above_the_usual_is_warned_of(task, tmp_path, capsys, rate, is_warned_of):
+    given = [f"output_dir={tmp_path}", f"optimizer.lr={rate}"]
+    warn_of_learning_rate(load_config([task / "run.yaml"], given))
     error = capsys.readouterr().err
     assert error.startswith("warning: optimizer.lr=1 for a model of") is is_warned_of
     assert ("the run would diverge: try optimizer.lr=" in error) is is_warned_of
