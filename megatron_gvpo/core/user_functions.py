@@ -95,7 +95,7 @@ def load_function(spec: str) -> Callable[..., Any]:
     except SystemExit as error:  # such as a script without `if __name__ == "__main__"`
         raise ValueError(f"importing {source} ended the program (sys.exit, {described(error)})") from error
     except Exception as error:
-        raise ValueError(f"importing {source} failed: {type(error).__name__}: {error}") from error
+        raise ValueError(f"importing {source} failed: {type(error).__name__}: {message_of(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         there = [key for key, f in inspect.getmembers(module, _is_named) if f.__module__ == module.__name__]
@@ -142,8 +142,8 @@ def call_function(where: str, spec: str, *arguments: Any, **options: Any) -> Any
     try:
         with kept_directory():
             return load_function(spec)(*arguments, **options)
-    except (Exception, SystemExit) as error:
-        if type(error).__module__.startswith(f"{_PACKAGE}."):
+    except BaseException as error:  # a panic in a Rust library, such as polars, is not an Exception
+        if isinstance(error, KeyboardInterrupt) or type(error).__module__.startswith(f"{_PACKAGE}."):
             raise
         raise UserFunctionError(f"{where}={spec}: {described(error)}") from error
 
@@ -155,15 +155,20 @@ def refused(where: str, spec: str, problem: str) -> UserFunctionError:
     return UserFunctionError(f"{where}={spec}: {problem}{location}")
 
 
+def message_of(error: BaseException) -> str:
+    """The text of an error that users' code raised: its type may be the user's, and have no text."""
+    try:
+        return str(error)
+    except Exception:
+        return "(its message cannot be shown)"
+
+
 def described(error: BaseException) -> str:
     """The error that a function raised and its line, for readers who see only the message: one line.
 
     The line is the last one outside installed packages, which is the user's where there is one.
     """
-    try:
-        message = " ".join(str(error).split())
-    except Exception:  # the user's code may raise its own types
-        message = "(its message cannot be shown)"
+    message = " ".join(message_of(error).split())
     text = f"{type(error).__name__}: {message[:MESSAGE]}{' ...' if len(message) > MESSAGE else ''}"
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:

@@ -59,7 +59,9 @@ def converted(record: Record, function: str) -> Record | None:
     try:
         with kept_directory():  # relative paths are read after it
             fields = load_function(function)(dict(record.fields))
-    except (Exception, SystemExit) as error:  # user's code may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # user's code may raise anything, such as a panic in a Rust library
         raise DataError(f"{record.where}: convert={function}: {described(error)}") from None
     if fields is None:
         return None

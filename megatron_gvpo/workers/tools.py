@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.core.user_functions import described, load_function
+from megatron_gvpo.core.user_functions import described, load_function, message_of
 from megatron_gvpo.data.tool_calls import ToolCall, parser_of
 from megatron_gvpo.groups import Prompt
 from megatron_gvpo.settings.conversation import PYTHON, ConversationConfig
@@ -109,7 +109,7 @@ async def _call_function(function: Callable[..., Any], arguments: dict[str, Any]
         raise
     except (Exception, SystemExit) as error:
         _tell_once(function.__name__, error)
-        return f"Error: {type(error).__name__}: {str(error)[:200]}", False
+        return f"Error: {type(error).__name__}: {message_of(error)[:200]}", False
 
 
 def _tell_once(tool: str, error: BaseException) -> None:

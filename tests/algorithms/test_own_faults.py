@@ -13,7 +13,7 @@ from megatron_gvpo.algorithms.custom import CustomEstimator, CustomLoss, CustomM
 from megatron_gvpo.algorithms.shapers.judged import WinRate
 from megatron_gvpo.cli.with_model import run_with_model
 from megatron_gvpo.core.errors import RolloutError
-from megatron_gvpo.core.user_functions import UserFunctionError, described
+from megatron_gvpo.core.user_functions import UserFunctionError, described, load_function
 from megatron_gvpo.sampling import batch_sampler
 from megatron_gvpo.types import BatchTotals, LossInputs
 
@@ -66,12 +66,24 @@ def test_a_loss(tmp_path, body, said):
         ("return [1.0, 0.0]", r"expected a tensor of shape \(2,\).*; it returned list"),
         ("return rows.reward_n + 1j", r"expected a tensor of shape \(2,\)"),
         ("return 1 / 0", r"ZeroDivisionError: division by zero \(mine\.py, line 5\)"),
+        (
+            "raise type('PanicException', (BaseException,), {})('oh')",
+            r"PanicException: oh \(mine\.py, line 5\)",
+        ),
     ],
 )
 def test_an_estimator(tmp_path, body, said):
     estimator = CustomEstimator(function=mine(tmp_path, "rows", body))
     with pytest.raises(UserFunctionError, match=rf"^estimator\.function={tmp_path}/mine\.py:f: .*{said}"):
         estimator(make_rows([[1.0, 0.0]]))
+
+
+def test_a_file_whose_import_raises_an_error_without_a_text(tmp_path):
+    function = mine(tmp_path, "rows", "pass")
+    lines = "class Mute(Exception):\n    def __str__(self): raise ValueError\nraise Mute\n"
+    (tmp_path / "mine.py").write_text(lines)
+    with pytest.raises(ValueError, match=r"mine\.py failed: Mute: \(its message cannot be shown\)"):
+        load_function(function)
 
 
 def test_a_member_and_what_passes_through_it(tmp_path):

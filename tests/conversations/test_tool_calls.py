@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megatron_gvpo.groups import LOST, Prompt, Rollout
 from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer
 from megatron_gvpo.servers.request import Request
 from megatron_gvpo.settings.conversation import ConversationConfig
+from megatron_gvpo.workers.tools import _call_function
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +147,19 @@ def test_only_the_answer_that_is_too_long_is_left_out(
     assert answers[0]["content"] == '["页"]' and answers[2]["content"] == '["页", "页"]'
     assert answers[1]["content"].endswith(f" {unit}: too long to be shown]")
     assert rollout.counts["observations_dropped"] == 1
+
+
+def test_the_policy_is_told_of_an_error_without_a_text() -> None:
+    """Such an error of a tool was taken for a failure of the environment, and the conversation was lost."""
+
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    def tool() -> None:
+        raise MuteError
+
+    assert asyncio.run(_call_function(tool, {})) == ("Error: MuteError: (its message cannot be shown)", False)
 
 
 LEAVES = '''
