@@ -38,6 +38,8 @@ from megatron_gvpo.workers.process import NOTICE, START, WorkerProcess, how_it_e
 from megatron_gvpo.workers.reaper import PATIENCE
 
 _CHUNK = 32  # calls sent at once: enough to hide the way there and back, few enough to share evenly
+# Seconds of one wait for workers, and by how much more it lasts where this process has been stopped.
+_WAIT, _STOPPED = 1.0, 1.0
 _DEATHS = 3  # workers that may die in a row without a call to blame
 
 
@@ -209,10 +211,17 @@ class RewardPool:
         return [answers[number] for number in range(len(jobs))]
 
     def _wait(self) -> None:
-        """Wait until a worker replies, prints, ends or is late."""
-        seconds = min(worker.seconds_left for worker in self._workers)
+        """Wait a second, or until a worker replies, prints, ends or is late.
+
+        Where a job is stopped with all its processes, as by `scontrol suspend`, the functions had no time.
+        """
+        seconds = min(_WAIT, *(worker.seconds_left for worker in self._workers))
         descriptors = [d for worker in self._workers for d in worker.process.descriptors()]
-        wait(descriptors, None if seconds == math.inf else seconds)
+        begin = time.monotonic()
+        wait(descriptors, seconds)
+        if (stopped := time.monotonic() - begin - seconds) > _STOPPED:
+            for worker in self._workers:
+                worker.extend(stopped)
 
     def _note_death(self, reason: str) -> None:
         """Raises ConfigError if workers die one after the other with no job to blame."""
@@ -263,6 +272,11 @@ class _RewardWorker:
     def _begin_job(self) -> None:
         self._deadline = time.monotonic() + self._timeout
         self._latest_deadline = time.monotonic() + max(START, self._timeout)
+
+    def extend(self, seconds: float) -> None:
+        """Give the first job in `pending` so much more time."""
+        self._deadline += seconds
+        self._latest_deadline += seconds
 
     @property
     def seconds_left(self) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -134,3 +136,49 @@ def test_a_function_that_is_never_loaded(tmp_path: Path, monkeypatch: pytest.Mon
         pool(tmp_path / "endless.py", "import time\ntime.sleep(3600)\n") as rewards,
     ):
         rewards.score([])
+
+
+BUSY = """
+import time
+
+def busy(prompt, rollout):
+    begin = time.process_time()
+    while time.process_time() < begin + 0.5:
+        pass
+    return 0.5
+"""
+# Scores a response, while another process stops this one, and all that it has started, for 13 s.
+STOPPED = """
+import subprocess, sys
+
+from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.rewards.pool import RewardPool
+from megatron_gvpo.settings.rewards import RewardConfig, RewardsConfig
+
+reward = RewardConfig(name="busy", function=sys.argv[1])
+rollouts = [Rollout([1], [-0.5], "", "stop")]
+with RewardPool(RewardsConfig(components=(reward,), timeout=12)) as pool:
+    stopper = subprocess.Popen([sys.executable, "-c", sys.argv[2]])
+    pool.score([Group(Prompt("p", (1,), "?"), rollouts)])
+    stopper.wait()
+print(rollouts[0].reward, rollouts[0].reward_errors)
+"""
+STOPPER = """
+import os, psutil, time
+
+trainer = psutil.Process(os.getppid())
+processes = [trainer, *(p for p in trainer.children(recursive=True) if p.pid != os.getpid())]
+for process in processes:
+    process.suspend()
+time.sleep(13)
+for process in processes:
+    process.resume()
+"""
+
+
+def test_the_time_in_which_a_whole_job_is_stopped_does_not_count(tmp_path: Path) -> None:
+    """As `scontrol suspend` stops it: every response that was being scored had a reward of 0."""
+    (tmp_path / "mine.py").write_text(BUSY)
+    program = [sys.executable, "-c", STOPPED, f"{tmp_path}/mine.py:busy", STOPPER]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "0.5 {}\n", done.stderr
