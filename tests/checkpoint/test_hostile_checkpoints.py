@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,22 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.test_checkpoint_files import Runs
 from helpers.tiny_run import GVPO, SHORT, configure, fit
 
 from megatron_gvpo.cli import main
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 CODE = "import pathlib\npathlib.Path({marker!r}).mkdir()\n"
-
-
-class Runs:
-    """Unpickling it would create a directory."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
-        return os.mkdir, (str(self.marker),)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from helpers.distributed import launch
 from helpers.inputs.digits import ENVIRONMENT, TALK, talks
 from helpers.servers.real_servers import SharedServer, logprobs, pool_of, served_config
 from helpers.suite.real_parts import used
-from helpers.tiny_run import GVPO, assert_same_run, configure, fit, records
+from helpers.tiny_run import GVPO, AskToStop, assert_same_run, configure, fit, records
 
 from megatron_gvpo.conversations.conversations import Conversations
 from megatron_gvpo.core.errors import ConfigError
@@ -24,21 +24,7 @@ from megatron_gvpo.servers.pool import METRIC
 from megatron_gvpo.servers.request import Request
 from megatron_gvpo.settings.conversation import ConversationConfig
 from megatron_gvpo.settings.sections import SamplingConfig
-from megatron_gvpo.training.callbacks import Callback
-from megatron_gvpo.training.trainer import Trainer
 from megatron_gvpo.turns import segments
-
-
-class Ask(Callback):
-    """After the first step, ask the environment to stop the trainer in the second."""
-
-    def __init__(self, mark: Path) -> None:
-        self._mark = mark
-
-    def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
-        if step == 1:
-            self._mark.touch()
-
 
 PAID_BY_TURN = ("algorithm=reinforce_pp", "train.mini_batches=2")
 
@@ -57,7 +43,7 @@ def test_a_resumed_run_of_conversations_equals_an_uninterrupted_one(
     whole, parts, mark = tmp_path / "whole", tmp_path / "parts", tmp_path / "mark"
     fit(configure(task, whole, *method, *TALK, talks()))
     stopping = configure(task, parts, *method, *TALK, talks(stop=str(mark)))
-    stopped = fit(stopping, [Ask(mark)])
+    stopped = fit(stopping, [AskToStop(mark)])
     assert stopped.step == 2 and not mark.exists()
     fit(
         configure(task, parts, *method, *TALK, talks()),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.servers.real_servers import SharedServer, logprobs, pool_of, served_config
 from helpers.suite.real_parts import used
-from helpers.tiny_run import GVPO, assert_same_run, configure, fit, records
+from helpers.tiny_run import GVPO, AskToStop, assert_same_run, configure, fit, records
 
 from megatron_gvpo.conversations.program_runner import ProgramRunner
 from megatron_gvpo.data.task import Task
@@ -80,17 +80,6 @@ def talks(program: Path, **options: object) -> str:
     return f"rollout.conversation={json.dumps({**settings, 'step_timeout': 200})}"
 
 
-class Ask(Callback):
-    """After the first step, ask a program to stop the trainer in the second."""
-
-    def __init__(self, mark: Path) -> None:
-        self._mark = mark
-
-    def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
-        if step == 1:
-            self._mark.touch()
-
-
 @pytest.mark.usefixtures("leave_the_process_group")
 def test_a_resumed_run_of_programs_equals_an_uninterrupted_one(
     task: Path, program: Path, tmp_path: Path
@@ -98,7 +87,7 @@ def test_a_resumed_run_of_programs_equals_an_uninterrupted_one(
     used("agent programs")
     whole, parts, mark = tmp_path / "whole", tmp_path / "parts", tmp_path / "mark"
     fit(configure(task, whole, *GVPO, *TALK, talks(program)))
-    stopped = fit(configure(task, parts, *GVPO, *TALK, talks(program, stop=str(mark))), [Ask(mark)])
+    stopped = fit(configure(task, parts, *GVPO, *TALK, talks(program, stop=str(mark))), [AskToStop(mark)])
     assert stopped.step == 2 and not mark.exists()
     allowed = ("rollout.conversation.options",)
     fit(configure(task, parts, *GVPO, *TALK, talks(program)), resume=True, allow_change=allowed)

@@ -11,31 +11,17 @@ from pathlib import Path
 
 import pytest
 from helpers.doc_blocks import blocks
-from helpers.inputs.chat_tokenizer import END, ids, tokenizer
+from helpers.inputs.chat_tokenizer import END
+from helpers.servers.library_environments import Script
 from helpers.suite.real_parts import used
 
 from megatron_gvpo.conversations.program_runner import ProgramRunner
 from megatron_gvpo.data.task import Task
-from megatron_gvpo.groups import Prompt, Rollout
+from megatron_gvpo.groups import Prompt
 from megatron_gvpo.servers.request import Request
 from megatron_gvpo.settings.conversation import ConversationConfig
 from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.turns import segments
-
-
-class Script:
-    """A policy that says one thing, and records what it was asked."""
-
-    def __init__(self) -> None:
-        self.of, self.contexts = tokenizer(), list[tuple[int, ...]]()
-
-    async def respond(self, conversation: int, request: Request) -> Rollout:
-        self.contexts.append(request.prompt_ids)
-        own = [*ids(self.of, "it is 42"), END]
-        return Rollout(own, [-0.5] * len(own), "", "stop", 0)
-
-    def end(self, conversation: int) -> None:
-        pass
 
 
 @pytest.mark.proof
@@ -54,9 +40,9 @@ def test_a_rollout_of_verifiers_is_trained_as_it_was_sampled(
     python = str(Path(sys.executable).resolve())
     subprocess.run(["bash", "-ec", install.replace("3.12", python)], check=True, timeout=1800)
     config = ConversationConfig(program="verifiers_program.py:run", turns=4, step_timeout=600)
-    policy = Script()
+    policy = Script(["it is 42"])
     prompt = Prompt("p", (1, 2, 3), "", answer="42", record={"prompt": "What is 6*7?"})
-    material = Task(policy.of, (END,), [], [], chat=True)
+    material = Task(policy.tokenizer, (END,), [], [], chat=True)
     with ProgramRunner(config, "verifiers_program.py:run", material) as programs:
         used("agent programs")
         request, sampling = Request(prompt.token_ids, 1, seed=3), SamplingConfig(max_tokens=4000)
@@ -65,4 +51,4 @@ def test_a_rollout_of_verifiers_is_trained_as_it_was_sampled(
     [segment] = segments(prompt.token_ids, rollout.token_ids, rollout.turns)
     [(place, _, _)] = segment.own
     assert [tuple(segment.ids[:place])] == policy.contexts
-    assert "What is 6*7?" in policy.of.decode(segment.ids[:place])
+    assert "What is 6*7?" in policy.tokenizer.decode(segment.ids[:place])

@@ -130,6 +130,17 @@ class StopAfter(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class AskToStop(Callback):
+    """After the first step, asks an environment or a program to stop the trainer in the second."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
+        if step == 1:
+            self._mark.touch()
+
+
 def fit(config: Config, callbacks: Sequence[Callback] = (), **how: Any) -> Trainer:
     """Train with the program's own recorder until the end or an interruption; keeps the process group.
 

@@ -256,13 +256,6 @@ def environment_tokens_in_the_sums(rows: TrainBatch) -> TrainBatch:
     )
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("conversations")
-    reference.save_models(path)
-    return path
-
-
 Plains = Callable[..., Plain]
 
 

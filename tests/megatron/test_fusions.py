@@ -19,13 +19,6 @@ LATENT = ("deepseek_v2", "deepseek_v3")  # tiny: their v_head_dim=12 is not a po
 WITH_EXPERTS = (*LATENT, "qwen3_moe")
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("fusions")
-    reference.save_models(path)
-    return path
-
-
 @pytest.mark.parametrize("family", reference.CONFIGS)
 def test_every_familys_rotation_activation_and_router_are_fused(family: str, directory: Path):
     """megatron-core rotates packs one sequence after the other unless told otherwise."""

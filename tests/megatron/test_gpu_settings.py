@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from helpers.cases.gradient_cases import PROBES
-from helpers.references import gradient_reference as reference
 
 from megatron_gvpo.megatron.model.megatron_bridge import open_bridge
 from megatron_gvpo.megatron.model.routers import routing_settings
@@ -23,13 +22,6 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {}
 for _layout, _model in PROBES:
     if _layout.settings not in LAYOUTS.setdefault(_model, []):
         LAYOUTS[_model].append(_layout.settings)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("gpu_settings")
-    reference.save_models(path)
-    return path
 
 
 @pytest.fixture

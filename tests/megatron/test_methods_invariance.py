@@ -153,13 +153,6 @@ class Plain:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("methods")
-    reference.save_models(path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def plain(directory: Path) -> Plain:
     return Plain(directory)
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.cases.gradient_cases import STEPS, sampled_for
-from helpers.references import gradient_reference as reference
 from helpers.workers.gradient_worker import UPDATE, Case, Layout, config_of
 
 from megatron_gvpo.core.errors import ConfigError
@@ -43,13 +42,6 @@ def test_padding(fp8: str | None, parallel: dict[str, Any], sequence: int, pack:
     """
     model = ModelConfig(path="unused", fp8=None if fp8 is None else FP8Config(recipe=fp8))
     assert Padding.of(model, ParallelConfig(**parallel)) == Padding(sequence, pack)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("precision")
-    reference.save_models(path)
-    return path
 
 
 @pytest.fixture

@@ -9,29 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.inputs.run_faults import RUN, RunFault, certificate_with, check_names
+from helpers.inputs.run_faults import RUN, RunFault, certificate_with, check_names, stale_weights
 from helpers.tiny_run import configure, fit
 from safetensors.torch import load_file
 
 from megatron_gvpo import cli
 from megatron_gvpo.megatron.microbatch import Share
-from megatron_gvpo.sampling.embedded import EmbeddedEngine
 from megatron_gvpo.sampling.local_model import LocalModel
 from megatron_gvpo.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
-
-
-def stale_weights(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
-    """The second push does not arrive: the version is the new one, the weights are not."""
-    original = EmbeddedEngine.sync
-
-    def sync(self: EmbeddedEngine, version: int) -> None:
-        if version == 0:
-            original(self, version)
-        self._model.version = version
-
-    patch.setattr(EmbeddedEngine, "sync", sync)
 
 
 def stale_cache(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:

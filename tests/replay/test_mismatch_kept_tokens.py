@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.inputs.run_faults import RUN, RunFault, certificate_with, check_names
+from helpers.inputs.run_faults import RUN, RunFault, certificate_with, check_names, stale_weights
 from helpers.references import gradient_reference as reference
 from helpers.tiny_run import configure, fit
 from torch import Tensor
@@ -20,7 +20,6 @@ from megatron_gvpo.replay.mismatch import certify
 from megatron_gvpo.runs.one_machine import load_run
 from megatron_gvpo.sampling import draws
 from megatron_gvpo.sampling.draws import Draws
-from megatron_gvpo.sampling.embedded import EmbeddedEngine
 from megatron_gvpo.sampling.local_model import LocalModel
 from megatron_gvpo.settings.sections import RolloutConfig
 from megatron_gvpo.supports import Support
@@ -98,17 +97,6 @@ def wider_sets(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     original = draws.outside_support
     wider = RolloutConfig(top_p=0.95)
     patch.setattr(draws, "outside_support", lambda p, sampling: original(p, wider))
-
-
-def stale_weights(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
-    original = EmbeddedEngine.sync
-
-    def sync(self: EmbeddedEngine, version: int) -> None:
-        if version == 0:
-            original(self, version)
-        self._model.version = version
-
-    patch.setattr(EmbeddedEngine, "sync", sync)
 
 
 SETS = "truncated support"

@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.machine.processes import soon
 from helpers.parts_of_a_run import serve_run
 from helpers.servers.fake_servers import admit_at_once
 from helpers.tiny_run import configure
@@ -265,13 +266,6 @@ def test_a_killed_trainer_leaves_no_process_of_a_server_that_is_starting(tmp_pat
     trainer.wait()
     process = Path(f"/proc/{int(number.read_text())}/cmdline")
     assert soon(lambda: not process.exists() or not process.read_text())  # a dead one's is empty
-
-
-def soon(is_so: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + SOON
-    while not is_so() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return is_so()
 
 
 def test_servers_listen_where_no_connection_gets_its_port(monkeypatch: pytest.MonkeyPatch):

@@ -8,12 +8,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 from helpers.distributed import launch
+from helpers.machine.processes import soon
 from helpers.pushes.pushed import assert_exported
 from helpers.servers.real_servers import ENGINES, served_config
 from helpers.suite.real_parts import used
@@ -48,13 +49,6 @@ def machine(node: int, port: int) -> tuple[str, ...]:
         *own,
         *([f"rollout.servers.node={node}", "rollout.servers.leader=127.0.0.1"] if node else []),
     )
-
-
-def soon(is_so: Callable[[], object], seconds: float = SOON) -> bool:
-    deadline = time.monotonic() + seconds
-    while not (found := is_so()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return bool(found)
 
 
 # --- commands -----------------------------------------------------------------------------------------------

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from weights.test_sharded import FULL, Engine, own_parts
+from weights.test_sharded import FULL, Engine, Ranks, own_parts
 
 from megatron_gvpo.core import store as shared_store
 from megatron_gvpo.servers.server import PLUGINS
@@ -34,7 +32,7 @@ CPU = torch.device("cpu")
 SERVERS = (2, 3, 4, 5)
 
 
-class Ranks:
+class PorterRanks(Ranks):
     """Two trainer ranks, and two servers of two ranks, each a thread. The trainer's ranks have a group."""
 
     def __init__(self, memory: NodeMemory, timeout: float = 60.0) -> None:
@@ -67,49 +65,16 @@ class Ranks:
     def has_stopped(self) -> bool:
         return self.store.check([STOP])
 
-    def together(self, work: dict[int, Callable[[], None]]) -> None:
-        def one(rank: int) -> None:
-            try:
-                work[rank]()
-            except Exception as error:
-                self.errors[rank] = error.with_traceback(None)  # its frames would keep the group
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in work]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-            assert not thread.is_alive(), "a rank hangs"
+    def close(self, rank: int) -> None: ...
 
     def prepare(self, porters_of: list[int], nodes: tuple[int, int], limit: int = 40) -> None:
         """Plan with the porter of each server rank, and the machines of the trainer's two ranks."""
-        tables = [(name, "float32", list(tensor.shape)) for name, tensor in FULL.items()]
-        self.store.set("tables", zlib.compress(json.dumps(tables).encode()))
-        for shards, model in zip(self.shards, self.models, strict=True):
-            shards.read_layout(model.load_weights)
-            model.calls.clear()
-        numbers = {name: i for i, (name, _, _) in enumerate(tables)}
-        self.held: list[dict[int, list[Box]]] = [{}, {}]
-        for rank in range(2):
-            for part in own_parts(rank, FULL).parts:
-                box = Box(part.top, part.bottom, part.left, part.right)
-                self.held[rank].setdefault(numbers[part.name], []).append(box)
-        written = [json.loads(zlib.decompress(self.store.get(f"needs.{rank}"))) for rank in SERVERS]
-        needed = [{i: [Box(*box) for box in boxes] for i, boxes in layout} for layout in written]
-        sized = [Table(n, s[0], torch.Size(s).numel() // s[0], 4) for n, _, s in tables]
+        tables, held, needed = self.layouts(FULL)
         seats = [(rank, nodes[rank]) for rank in [0, 1, *porters_of]]
-        self.plan = plan_push(sized, self.held, [needed[:2], needed[2:]], limit, seats)
+        self.plan = plan_push(tables, held, needed, limit, seats)
         for rank, part in self.plan.parts().items():
             self.store.set(f"plan.{rank}", part.packed())
         self.store.set("porters", json.dumps(porters_of))
-
-    def push(self, full: dict[str, Tensor]) -> None:
-        work: dict[int, Callable[[], None]] = {
-            rank: lambda rank=rank: self.senders[rank].send(own_parts(rank, full)) for rank in range(2)
-        }
-        for rank, shards, model in zip(SERVERS, self.shards, self.models, strict=True):
-            work[rank] = lambda shards=shards, model=model: shards.receive(model.load_weights)
-        self.together(work)
 
 
 @pytest.fixture
@@ -129,7 +94,7 @@ def test_every_server_rank_is_handed_its_slices_over_and_over(
     memory: NodeMemory, porters_of: list[int], limit: int
 ):
     """Whoever its porter is: one that has all, some or none of what it needs."""
-    ranks = Ranks(memory)
+    ranks = PorterRanks(memory)
     ranks.prepare(porters_of, (0, 0), limit)
     keys = set[int]()  # in the store, after each push
     for step in range(3):
@@ -192,7 +157,7 @@ def test_what_a_machine_holds_comes_from_there():
 
 
 def test_a_loader_that_fails_ends_the_push_of_all_and_is_reported(memory: NodeMemory):
-    ranks = Ranks(memory)
+    ranks = PorterRanks(memory)
     ranks.prepare([0, 1, 0, 1], (0, 0))
 
     def failing(weights: object) -> None:
@@ -210,7 +175,7 @@ def test_a_loader_that_fails_ends_the_push_of_all_and_is_reported(memory: NodeMe
 
 
 def test_waits_are_named_and_end(memory: NodeMemory, tmp_path: Path):
-    ranks = Ranks(memory, timeout=0.5)
+    ranks = PorterRanks(memory, timeout=0.5)
     ranks.prepare([0, 0, 0, 0], (0, 0))
     ranks.together(
         {

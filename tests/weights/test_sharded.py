@@ -200,7 +200,7 @@ class Ranks:
                 work[rank]()
             except BaseException as error:
                 self.errors[rank] = error.with_traceback(None)  # its frames would keep the group
-                (self.senders[rank] if rank < 2 else self.shards[rank - 2]).close()
+                self.close(rank)
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in work]
         for thread in threads:
@@ -209,7 +209,17 @@ class Ranks:
             thread.join(60)
             assert not thread.is_alive(), "a rank hangs"
 
+    def close(self, rank: int) -> None:
+        """End the connections of a rank that has failed."""
+        (self.senders[rank] if rank < 2 else self.shards[rank - 2]).close()
+
     def prepare(self, full: dict[str, Tensor], limit: int) -> None:
+        self.plan = plan_push(*self.layouts(full), limit)
+        for rank, part in self.plan.parts().items():
+            self.store.set(f"plan.{rank}", part.packed())
+
+    def layouts(self, full: dict[str, Tensor]) -> tuple[list[Table], list[Any], list[Any]]:
+        """The tables, what each trainer rank holds, and what the ranks of each server need."""
         tables = [(name, "float32", list(tensor.shape)) for name, tensor in full.items()]
         self.store.set("tables", zlib.compress(json.dumps(tables).encode()))
         for shards, model in zip(self.shards, self.models, strict=True):
@@ -224,9 +234,7 @@ class Ranks:
                 held[rank].setdefault(numbers[part.name], []).append(box)
         told = [json.loads(zlib.decompress(self.store.get(f"needs.{rank}"))) for rank in range(2, 6)]
         needed = [{i: [Box(*box) for box in boxes] for i, boxes in layout} for layout in told]
-        self.plan = plan_push(sized, held, [needed[:2], needed[2:]], limit)
-        for rank, part in self.plan.parts().items():
-            self.store.set(f"plan.{rank}", part.packed())
+        return sized, held, [needed[:2], needed[2:]]
 
     def push(self, full: dict[str, Tensor], servers: tuple[int, ...] = (2, 3, 4, 5)) -> None:
         work = {r: lambda r=r: self.senders[r].send(own_parts(r, full)) for r in range(2)}

@@ -12,6 +12,7 @@ from helpers.tiny_run import configure, fit
 from megatron_gvpo.replay.certificate import Certificate
 from megatron_gvpo.replay.mismatch import certify
 from megatron_gvpo.runs.one_machine import load_run
+from megatron_gvpo.sampling.embedded import EmbeddedEngine
 from megatron_gvpo.training.callbacks import Callback
 from megatron_gvpo.training.trainer import Trainer
 
@@ -60,3 +61,15 @@ def check_names(certificate: Certificate, fault: RunFault) -> None:
     assert not certificate.is_rounding
     worst = certificate.worst[0]
     assert abs(worst.trainer - worst.engine) == pytest.approx(certificate.abs_max)
+
+
+def stale_weights(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """The second push does not arrive: the version is the new one, the weights are not."""
+    original = EmbeddedEngine.sync
+
+    def sync(self: EmbeddedEngine, version: int) -> None:
+        if version == 0:
+            original(self, version)
+        self._model.version = version
+
+    patch.setattr(EmbeddedEngine, "sync", sync)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -32,7 +32,13 @@ def left_having(marker: str, seconds: float = 60.0) -> list[int]:
 
     A process that was killed takes a moment to end, and more on a busy machine.
     """
+    soon(lambda: not any(having(marker)), seconds)
+    return list(having(marker))
+
+
+def soon(is_so: Callable[[], object], seconds: float = 60.0) -> bool:
+    """True if it is so within that time."""
     deadline = time.monotonic() + seconds
-    while (remaining := list(having(marker))) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return remaining
+    while not (answer := is_so()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(answer)

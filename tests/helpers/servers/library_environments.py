@@ -45,15 +45,17 @@ def library_python(library: str) -> str:
 
 
 class Script:
-    """A policy that says these texts, turn by turn, in every conversation."""
+    """A policy that says these texts, turn by turn, in every conversation, and records what it was asked."""
 
     def __init__(self, turns: Sequence[str]) -> None:
-        self._of, self._turns = tokenizer(), turns
+        self.tokenizer, self._turns = tokenizer(), turns
+        self.contexts: list[tuple[int, ...]] = []
         self._next: dict[int, int] = {}
 
     async def respond(self, conversation: int, request: Request) -> Rollout:
         turn = self._next[conversation] = self._next.get(conversation, -1) + 1
-        own = [*ids(self._of, self._turns[turn]), END]
+        self.contexts.append(request.prompt_ids)
+        own = [*ids(self.tokenizer, self._turns[turn]), END]
         return Rollout(own, [-0.5] * len(own), "", "stop", 0)
 
     def end(self, conversation: int) -> None:
