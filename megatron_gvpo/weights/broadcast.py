@@ -1,4 +1,4 @@
-"""Weights by broadcast over one process group with all servers: gloo on CPU, NCCL on GPU."""
+"""Weights over one process group with all servers, gloo on CPU, NCCL on GPU; the simplest way: broadcasts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class BroadcastReceiver(GroupReceiver):
         """Take the broadcast of one bucket; returns when its tensors are loaded."""
 
 
-class Broadcast(Transport):
+class GroupTransport[Receiver: GroupReceiver](Transport):
     """Keeps the group from push to push while the servers are the same; forms a new one after any failure.
 
     A group in which anything failed is never used again: a small broadcast that a server refused completes
@@ -66,7 +66,7 @@ class Broadcast(Transport):
 
     def __init__(
         self,
-        receiver: Callable[[Server], Any],
+        receiver: Callable[[Server], Receiver],
         address: str,
         backend: str,
         timeout: float,
@@ -103,15 +103,7 @@ class Broadcast(Transport):
             if self._group is None or self._members != _lives(handles):
                 await self._discard()
                 await self._meet(handles)
-            await each(self._handles, lambda m: self._group_receiver(m).begin_update(self._timeout))
-
-    async def send(self, bucket: Bucket) -> int:
-        async def post(handle: ServerHandle, rendezvous: Rendezvous) -> None:
-            receiver: BroadcastReceiver = self._receiver(handle.server)
-            await receiver.receive(bucket.specs, rendezvous, self._timeout)
-
-        await self._deliver(bucket.flat, post)
-        return bucket.flat.nbytes
+            await each(self._handles, lambda m: self._receiver(m.server).begin_update(self._timeout))
 
     async def _deliver(
         self, wire: Tensor, post: Callable[[ServerHandle, Rendezvous], Awaitable[None]]
@@ -144,14 +136,10 @@ class Broadcast(Transport):
     async def end(self) -> None:
         async with self._whole_or_discarded():
             version = str(self._version)
-            await each(self._handles, lambda m: self._group_receiver(m).end_update(version, self._timeout))
+            await each(self._handles, lambda m: self._receiver(m.server).end_update(version, self._timeout))
 
     async def close(self) -> None:
         await self._discard()
-
-    def _group_receiver(self, handle: ServerHandle) -> GroupReceiver:
-        made: GroupReceiver = self._receiver(handle.server)
-        return made
 
     async def _meet(self, handles: Sequence[ServerHandle]) -> None:
         self._handles, self._members = list(handles), _lives(handles)
@@ -166,10 +154,11 @@ class Broadcast(Transport):
         self._group = group = self._new_group(world)
 
         async def join(handle: ServerHandle) -> None:
-            await self._group_receiver(handle).join(group.rendezvous, self._offset(handle), self._timeout)
+            receiver = self._receiver(handle.server)
+            await receiver.join(group.rendezvous, self._offset(handle), self._timeout)
 
         joins = self._start(join)
-        prefixes = self._group_receiver(handles[0]).group_prefixes(group.rendezvous)
+        prefixes = self._receiver(handles[0].server).group_prefixes(group.rendezvous)
         connected = asyncio.create_task(self._connect(group, prefixes))
         await asyncio.wait([connected, *joins], return_when=asyncio.FIRST_EXCEPTION)
         self._raise_failed(joins)
@@ -206,7 +195,7 @@ class Broadcast(Transport):
         group, self._group = self._group, None
         if group is None:
             return
-        leaves = self._start(lambda m: self._group_receiver(m).leave(group.rendezvous, LEAVE))
+        leaves = self._start(lambda m: self._receiver(m.server).leave(group.rendezvous, LEAVE))
         group.close()
         await asyncio.gather(*leaves, return_exceptions=True)  # a dead server need not leave
 
@@ -223,6 +212,17 @@ class Broadcast(Transport):
         """Raise the errors of the posts that are done."""
         ended = [(handle, post.exception()) for post, handle in posts.items() if post.done()]
         raise_failed([(handle, error) for handle, error in ended if error is not None])
+
+
+class Broadcast(GroupTransport[BroadcastReceiver]):
+    """Broadcasts every bucket as it is."""
+
+    async def send(self, bucket: Bucket) -> int:
+        async def post(handle: ServerHandle, rendezvous: Rendezvous) -> None:
+            await self._receiver(handle.server).receive(bucket.specs, rendezvous, self._timeout)
+
+        await self._deliver(bucket.flat, post)
+        return bucket.flat.nbytes
 
 
 def _lives(handles: Sequence[ServerHandle]) -> list[tuple[str, int]]:

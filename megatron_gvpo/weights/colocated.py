@@ -36,6 +36,7 @@ from megatron_gvpo.weights.sharded import (
     Order,
     Sender,
     Sharded,
+    ShardedReceiver,
     ShardFollower,
     read_packed,
     run_store,
@@ -59,7 +60,7 @@ class Colocated(Sharded):
 
     def __init__(
         self,
-        receiver: Callable[[Server], Any],
+        receiver: Callable[[Server], ShardedReceiver],
         address: str,
         backend: str,
         timeout: float,

@@ -9,14 +9,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.server import Server
-from megatron_gvpo.weights.broadcast import Broadcast, GroupReceiver
+from megatron_gvpo.weights.broadcast import GroupReceiver, GroupTransport
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.group import Rendezvous
 from megatron_gvpo.weights.transport import each
@@ -47,10 +46,12 @@ class DeltaReceiver(GroupReceiver):
         """Refuse a push, after all patches, if a broadcast failed or they changed other elements too."""
 
 
-class Delta(Broadcast):
+class Delta(GroupTransport[DeltaReceiver]):
     """Broadcasts patches; whole tensors if those are smaller, or if a server lacks the last push."""
 
-    def __init__(self, receiver: Callable[[Server], Any], address: str, backend: str, timeout: float) -> None:
+    def __init__(
+        self, receiver: Callable[[Server], DeltaReceiver], address: str, backend: str, timeout: float
+    ) -> None:
         super().__init__(receiver, address, backend, timeout)
         self._sent: dict[str, Tensor] = {}  # last sent weights, on the host
         self._sent_version = -1  # -1: some server may lack `_sent`
@@ -84,7 +85,7 @@ class Delta(Broadcast):
         wire = torch.cat(parts)
 
         async def post(handle: ServerHandle, rendezvous: Rendezvous) -> None:
-            receiver: DeltaReceiver = self._receiver(handle.server)
+            receiver = self._receiver(handle.server)
             await receiver.receive_patches(patches, len(wire), rendezvous, self._timeout)
 
         await self._deliver(wire, post)
@@ -93,13 +94,9 @@ class Delta(Broadcast):
     async def end(self) -> None:
         # Also where whole tensors were sent: a server answers as usual even if a broadcast failed there.
         async with self._whole_or_discarded():
-            await each(self._handles, self._check)
+            await each(self._handles, lambda m: self._receiver(m.server).check_patches(self._timeout))
         await super().end()
         self._sent_version = self._version
-
-    async def _check(self, handle: ServerHandle) -> None:
-        receiver: DeltaReceiver = self._receiver(handle.server)
-        await receiver.check_patches(self._timeout)
 
     def _difference(self, name: str, flat: Tensor) -> Tensor | None:
         """Positions, int64, where `flat` differs from the tensor sent last; None: send all of it.

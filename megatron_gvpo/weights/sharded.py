@@ -14,7 +14,7 @@ import time
 import zlib
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
@@ -26,8 +26,8 @@ from torch import Tensor
 from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.servers.leader import Done, Failed, Messages
 from megatron_gvpo.servers.server import Server
-from megatron_gvpo.weights.broadcast import LEAVE, Broadcast, GroupReceiver
-from megatron_gvpo.weights.bucket import Bucket, sent_as
+from megatron_gvpo.weights.broadcast import LEAVE, GroupReceiver, GroupTransport
+from megatron_gvpo.weights.bucket import sent_as
 from megatron_gvpo.weights.group import (
     Background,
     Membership,
@@ -89,7 +89,7 @@ class ShardedReceiver(GroupReceiver):
         """Every rank takes part in a push; returns when its weights are loaded."""
 
 
-class Sharded(Broadcast):
+class Sharded(GroupTransport[ShardedReceiver]):
     """Rank 0's side: it leads, and sends its own part like the others.
 
     As with a broadcast, a group is kept from push to push while the servers are the same, and never used
@@ -101,7 +101,7 @@ class Sharded(Broadcast):
 
     def __init__(
         self,
-        receiver: Callable[[Server], Any],
+        receiver: Callable[[Server], ShardedReceiver],
         address: str,
         backend: str,
         timeout: float,
@@ -147,9 +147,6 @@ class Sharded(Broadcast):
             sent[source] += size
         most = max((sent[rank] for rank in range(self._trainers)), default=0)
         return super().metrics | {"sync/most_sent": float(most)}
-
-    async def send(self, bucket: Bucket) -> int:
-        raise TypeError("a sharded push has no buckets")
 
     async def send_own(
         self, own: OwnWeights, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str]
@@ -211,7 +208,7 @@ class Sharded(Broadcast):
         ]
         store.set("tables", zlib.compress(json.dumps(tables).encode(), 1))  # type: ignore[arg-type]
         posts = self._start(
-            lambda m: self._shard_receiver(m).read_layout(self._rendezvous, self._offset(m), self._timeout)
+            lambda m: self._receiver(m.server).read_layout(self._rendezvous, self._offset(m), self._timeout)
         )
         await asyncio.wait(posts)
         self._raise_failed(posts)
@@ -243,7 +240,7 @@ class Sharded(Broadcast):
         """Servers receive while the trainer's ranks send. Any failure stops all of them."""
         assert self._group is not None and self._sender is not None
         store = self._group.membership().store
-        posts = self._start(lambda m: self._shard_receiver(m).receive_shards(self._timeout))
+        posts = self._start(lambda m: self._receiver(m.server).receive_shards(self._timeout))
         orders = [Send()] * len(self._relays)
         sends = [
             asyncio.create_task(asyncio.to_thread(self._sender.send, own)),
@@ -257,7 +254,7 @@ class Sharded(Broadcast):
             return
         store.set(STOP, "1")
         # A server that refused to receive leaves, and so ends the waits of all ranks that send to it.
-        leaves = self._start(lambda m: self._group_receiver(m).leave(self._rendezvous, LEAVE))
+        leaves = self._start(lambda m: self._receiver(m.server).leave(self._rendezvous, LEAVE))
         await asyncio.gather(*leaves, return_exceptions=True)
         await asyncio.wait([*sends, *posts], timeout=self._timeout)
         for task in posts:
@@ -306,10 +303,6 @@ class Sharded(Broadcast):
         assert self._group is not None
         return self._group.rendezvous
 
-    def _shard_receiver(self, handle: Any) -> ShardedReceiver:
-        made: ShardedReceiver = self._receiver(handle.server)
-        return made
-
 
 class ShardFollower(Follower):
     """Another trainer rank's side: it carries out rank 0's orders."""
@@ -326,9 +319,6 @@ class ShardFollower(Follower):
         self._timeout = timeout
         self._new_sender = new_sender
         self._sender: Sender | None = None
-
-    def follow(self, buckets: Iterator[Bucket]) -> None:
-        raise TypeError("a sharded push has no buckets")
 
     def follow_own(self, own: OwnWeights) -> None:
         """Take part in one push, to its end. Raises RuntimeError if rank 0 falls silent."""

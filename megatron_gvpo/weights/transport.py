@@ -108,6 +108,7 @@ class Follower(Protocol):
 
     def follow(self, buckets: Iterator[Bucket]) -> None:
         """Take part in one push. `buckets` are rank 0's; the caller iterates the rest of them."""
+        raise TypeError(f"{type(self).__name__} follows no buckets")
 
     def follow_own(self, own: OwnWeights) -> None:
         """Take part in one push in which every rank sends what it holds (`Traits.sends_own`)."""
@@ -152,12 +153,12 @@ class Transport(Protocol):
     @abstractmethod
     async def begin(self, handles: Sequence[ServerHandle], version: int) -> None: ...
 
-    @abstractmethod
     async def send(self, bucket: Bucket) -> int:
         """Send a bucket; returns the bytes that went to each server.
 
         The buffer of the bucket is overwritten some time after this returns.
         """
+        raise TypeError(f"{type(self).__name__} sends no buckets")
 
     async def send_own(
         self, own: OwnWeights, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str]
