@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_gvpo.megatron.model.model import Model
@@ -22,15 +22,13 @@ def export_gradients(model: Model, export: Export | None = None) -> dict[str, Te
     gradients take the place of the weights for an export. Where Megatron-Bridge adds a constant to a weight,
     such as 1 to a norm, an export of zeros shows the constant, which is then subtracted.
     """
-    all_ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    expert_ranks = parallel_state.get_expert_data_parallel_group()
-    for chunk in model.chunks:
-        for buffers, group in ((chunk.buffers, all_ranks), (chunk.expert_parallel_buffers, expert_ranks)):
-            for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
-                # The distributed optimizer reduce-scatters: a rank has the sums of its own shard only.
-                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, shard, group)
-    parameters = [p for chunk in model.chunks for p in chunk.parameters()]
+    for buffer in model.buffers():
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            # The distributed optimizer reduce-scatters: a rank has the sums of its own shard only.
+            shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, shard, group)
+    parameters: list[Any] = list(model.weights())
     weights = [p.detach().clone() for p in parameters]
     for parameter in parameters:
         parameter.zero_()

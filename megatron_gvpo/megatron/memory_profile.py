@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Protocol, Self
 
 import torch
@@ -128,13 +128,6 @@ class MemoryProfile:
         assert self._meter is not None
         self._outside = max(self._outside, self._meter.peak)
         self._meter = None
-
-    @contextlib.contextmanager
-    def head(self) -> Iterator[None]:
-        """Context: memory that is allocated inside belongs to the head."""
-        self.enter_head()
-        yield
-        self.leave_head()
 
     def enter_head(self, _: Tensor | None = None) -> None:
         """Note that the head begins; also used as a hook on the gradient that arrives at the head."""

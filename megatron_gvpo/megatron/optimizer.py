@@ -281,7 +281,7 @@ def _check_host_memory(model: Model, fraction: float) -> None:
     what is free. An element that is updated on the host needs a master, two moments and a gradient, 16 bytes.
     Before that, Megatron copies all of the rank's weights, in their own dtype and in fp32.
     """
-    buffers = [b for chunk in model.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    buffers = list(model.buffers())
     updated = sum(b.grad_data.numel() / b.data_parallel_group.size() for b in buffers)
     copied = sum(b.grad_data.numel() for b in buffers)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

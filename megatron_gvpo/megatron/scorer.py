@@ -98,12 +98,6 @@ class Scorer:
         """
         return self.model.export_adapters(on_host)
 
-    def adapter_config(self) -> dict[str, Any]:
-        """Return what Hugging Face PEFT's adapter_config.json holds. Raises ValueError without adapters."""
-        if self.model.adapters is None:
-            raise ValueError("the model has no adapters: model.adapter is not set")
-        return self.model.adapters.config()
-
     def own_weights(self) -> OwnWeights:
         """Return this rank's own weights, ready to be read. A collective: every rank calls it."""
         return self.model.own_weights()

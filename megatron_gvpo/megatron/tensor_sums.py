@@ -80,23 +80,23 @@ class TensorSums:
 
 def _parts(model: Model) -> Iterator[_OwnShard]:
     """This rank's shards, without copies of what another rank has: tied embeddings, replicated norms."""
-    all_ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    expert_ranks = parallel_state.get_expert_data_parallel_group()
     experts = parallel_state.get_expert_tensor_parallel_group()
+    names: dict[Tensor, str] = {}
     for chunk in model.chunks:
-        names = dict(zip(chunk.parameters(), global_names(chunk), strict=True))
-        for buffers, group in ((chunk.buffers, all_ranks), (chunk.expert_parallel_buffers, expert_ranks)):
-            for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
-                size = bucket.grad_data.numel() // group.size()
-                first, last = size * group.rank(), size * (group.rank() + 1)
-                for parameter, (begin, end) in bucket.param_to_index.items():
-                    own = max(begin, first), min(end, last)
-                    is_counted = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
-                        parameter, expert_tp_group=experts
-                    )
-                    if own[0] < own[1] and is_counted:
-                        gradient = bucket.grad_data[own[0] : own[1]]
-                        yield _OwnShard(names[parameter], parameter, own[0] - begin, own[1] - begin, gradient)
+        names |= zip(chunk.parameters(), global_names(chunk), strict=True)
+    for buffer in model.buffers():
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            size = bucket.grad_data.numel() // group.size()
+            first, last = size * group.rank(), size * (group.rank() + 1)
+            for parameter, (begin, end) in bucket.param_to_index.items():
+                own = max(begin, first), min(end, last)
+                is_counted = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
+                    parameter, expert_tp_group=experts
+                )
+                if own[0] < own[1] and is_counted:
+                    gradient = bucket.grad_data[own[0] : own[1]]
+                    yield _OwnShard(names[parameter], parameter, own[0] - begin, own[1] - begin, gradient)
 
 
 def global_names(chunk: torch.nn.Module) -> list[str]:

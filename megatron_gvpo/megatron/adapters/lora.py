@@ -34,6 +34,7 @@ from megatron_gvpo.megatron.adapters.tensors import (
     layer_of,
     place_tensors,
 )
+from megatron_gvpo.megatron.model.frozen import ask_for_gradient
 from megatron_gvpo.runs.record import fingerprint
 from megatron_gvpo.settings.adapter import FUSED_NAMES, MEGATRON_NAMES, TARGETS, AdapterConfig
 from megatron_gvpo.settings.sections import ModelConfig
@@ -93,7 +94,7 @@ class Adapters:
             # Modules that are computed again in the backward pass lose their gradients without an error if
             # nothing that enters them needs one, such as the first layer's MLP with adapters in MLPs only.
             if hasattr(chunk, "embedding"):
-                chunk.embedding.register_forward_hook(_ask_for_gradient)
+                chunk.embedding.register_forward_hook(ask_for_gradient)
         self._fill()
         return self._chunks
 
@@ -251,8 +252,3 @@ def _store_gate_and_up_apart(chunk: Any) -> None:
     for name, module in chunk.named_modules():
         if name.endswith((".adapter_gate", ".adapter_up")):
             module.base_linear_name = module.base_linear_name.replace("linear_fc1", name.rpartition(".")[2])
-
-
-def _ask_for_gradient(_: Any, __: Any, output: Tensor) -> None:
-    if torch.is_grad_enabled() and not output.requires_grad:
-        output.requires_grad_()

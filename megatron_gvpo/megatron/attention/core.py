@@ -25,7 +25,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor
 
-from megatron_gvpo.megatron.attention.merged import Sequences, Spans, merged_attention
+from megatron_gvpo.megatron.attention.merged import Part, Sequences, merged_attention
 
 
 @dataclass
@@ -187,13 +187,9 @@ class FlashAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        rows: Spans,
-        columns: Spans,
-        causal: bool,
-        scale: float | None,
+        part: Part,
     ) -> tuple[Tensor, Tensor]:
-        spans = (rows.ends, columns.ends, rows.longest, columns.longest)
-        out, lse, *_ = _forward(query, key, value, *spans, 0.0, causal, False, scale=scale)
+        out, lse, *_ = _forward(query, key, value, *_spans(part), 0.0, part.causal, False, scale=part.scale)
         return out, lse
 
     def backward(
@@ -204,14 +200,14 @@ class FlashAttention:
         value: Tensor,
         out: Tensor,
         lse: Tensor,
-        rows: Spans,
-        columns: Spans,
-        causal: bool,
-        scale: float | None,
+        part: Part,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        spans = (rows.ends, columns.ends, rows.longest, columns.longest)
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # dropout's seed; dropout is 0
         # The kernel reads `lse` without its strides.
         results = (grad, query, key, value, out, lse.contiguous())
-        dq, dk, dv = _backward(*results, *spans, 0.0, causal, seed, seed, scale=scale)
+        dq, dk, dv = _backward(*results, *_spans(part), 0.0, part.causal, seed, seed, scale=part.scale)
         return dq, dk, dv
+
+
+def _spans(part: Part) -> tuple[Tensor, Tensor, int, int]:
+    return part.rows.ends, part.columns.ends, part.rows.longest, part.columns.longest

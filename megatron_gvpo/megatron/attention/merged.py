@@ -65,23 +65,29 @@ class Sequences:
         return Sequences(sequences, prompts, Spans.of(responses, device))
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of a pack's attention: from spans of queries (`rows`) to as many spans of keys (`columns`)."""
+
+    rows: Spans
+    columns: Spans
+    causal: bool  # rows and columns are equal, and no query attends to later keys
+    scale: float | None  # multiplies the scores; None: 1 / sqrt(d)
+
+
 class PartialAttention(Protocol):
-    """A kernel of attention from spans of queries (`rows`) to as many spans of keys (`columns`)."""
+    """A kernel of attention."""
 
     def forward(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        rows: Spans,
-        columns: Spans,
-        causal: bool,
-        scale: float | None,
+        part: Part,
     ) -> tuple[Tensor, Tensor]:
         """query [t, n, d], key and value [s, n_kv, d] -> output [t, n, d], logsumexp of scores [n, t].
 
-        The logsumexp is in fp32, or in fp64 if the queries are. `causal`: rows and columns are equal, and no
-        query attends to later keys. `scale` multiplies the scores; None: 1 / sqrt(d).
+        The logsumexp is in fp32, or in fp64 if the queries are.
         """
         ...
 
@@ -93,10 +99,7 @@ class PartialAttention(Protocol):
         value: Tensor,
         out: Tensor,
         lse: Tensor,
-        rows: Spans,
-        columns: Spans,
-        causal: bool,
-        scale: float | None,
+        part: Part,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of query, key and value, in tensors of their own.
 
@@ -129,13 +132,11 @@ class _Merged(torch.autograd.Function):
         kernel: PartialAttention,
         scale: float | None,
     ) -> Tensor:
-        spans = sequences.all
-        out, lse = kernel.forward(query, key, value, spans, spans, True, scale)
+        out, lse = kernel.forward(query, key, value, Part(sequences.all, sequences.all, True, scale))
         if (prompts := sequences.prompts) is not None and (responses := sequences.responses) is not None:
             front, behind = _slices(prompts, responses)
-            other, other_lse = kernel.forward(
-                query[behind], key[front], value[front], responses, prompts, False, scale
-            )
+            of_prompts = Part(responses, prompts, False, scale)
+            other, other_lse = kernel.forward(query[behind], key[front], value[front], of_prompts)
             own, own_lse = out[behind], lse[:, behind]
             share_n = torch.sigmoid(other_lse - own_lse).t()[..., None]  # the prompt's share of the softmax
             own.copy_(torch.lerp(own.to(lse.dtype), other.to(lse.dtype), share_n))
@@ -149,8 +150,8 @@ class _Merged(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         sequences, kernel, scale = ctx.sequences, ctx.kernel, ctx.scale
-        spans = sequences.all
-        total = kernel.backward(grad, query, key, value, out, lse, spans, spans, True, scale)
+        whole = Part(sequences.all, sequences.all, True, scale)
+        total = kernel.backward(grad, query, key, value, out, lse, whole)
         if sequences.prompts is not None:
             front, behind = _slices(sequences.prompts, sequences.responses)
             shares = kernel.backward(
@@ -160,10 +161,7 @@ class _Merged(torch.autograd.Function):
                 value[front],
                 out[behind],
                 lse[:, behind],
-                sequences.responses,
-                sequences.prompts,
-                False,
-                scale,
+                Part(sequences.responses, sequences.prompts, False, scale),
             )
             for gradient, tokens, share in zip(total, (behind, front, front), shares, strict=True):
                 gradient[tokens] += share

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_gvpo.megatron.attention.core import OwnPackedSeqParams
-from megatron_gvpo.megatron.attention.merged import Spans, merged_attention
+from megatron_gvpo.megatron.attention.merged import Part, Spans, merged_attention
 from megatron_gvpo.megatron.batch import context_parallel_indices
 from megatron_gvpo.megatron.cpu.rotary import rotate
 
@@ -188,13 +188,11 @@ class LocalKernel:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        rows: Spans,
-        columns: Spans,
-        causal: bool,
-        scale: float | None,
+        part: Part,
     ) -> tuple[Tensor, Tensor]:
-        q, k, v = _cut(query, rows, columns), _cut(key, columns, rows), _cut(value, columns, rows)
-        results = [_flash(*run, 0.0, causal, scale=scale) for run in zip(q, k, v, strict=True)]
+        q = _cut(query, part.rows, part.columns)
+        k, v = (_cut(x, part.columns, part.rows) for x in (key, value))
+        results = [_flash(*run, 0.0, part.causal, scale=part.scale) for run in zip(q, k, v, strict=True)]
         lse = [lse.transpose(0, 1).flatten(1) for _, lse in results]
         return _pack([out for out, _ in results]), torch.cat(lse, dim=1)
 
@@ -206,16 +204,13 @@ class LocalKernel:
         value: Tensor,
         out: Tensor,
         lse: Tensor,
-        rows: Spans,
-        columns: Spans,
-        causal: bool,
-        scale: float | None,
+        part: Part,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        g, q, o, s = (_cut(x, rows, columns) for x in (grad, query, out, lse.t()[..., None]))
-        k, v = (_cut(x, columns, rows) for x in (key, value))
+        g, q, o, s = (_cut(x, part.rows, part.columns) for x in (grad, query, out, lse.t()[..., None]))
+        k, v = (_cut(x, part.columns, part.rows) for x in (key, value))
         statistics = [x.squeeze(-1).contiguous() for x in s]
         runs = zip(g, q, k, v, o, statistics, strict=True)
-        grads = [_flash_backward(*run, 0.0, causal, scale=scale) for run in runs]
+        grads = [_flash_backward(*run, 0.0, part.causal, scale=part.scale) for run in runs]
         dq, dk, dv = (_pack(pieces) for pieces in zip(*grads, strict=True))
         return dq, dk, dv
 

@@ -34,7 +34,7 @@ def freeze(chunks: Sequence[Any], patterns: Sequence[str]) -> None:
             # Layers that are computed again in the backward pass lose their gradients without an error if
             # nothing that enters them needs one, such as the first layer's behind a frozen embedding.
             if type(module).__name__ == "LanguageModelEmbedding":
-                module.register_forward_hook(_ask_for_gradient)
+                module.register_forward_hook(ask_for_gradient)
     everywhere = all_gather_msgpack([sorted(matched), names[:: max(1, len(names) // SHOWN)], trains])
     matched = {pattern for hits, _, _ in everywhere for pattern in hits}
     if missing := [pattern for pattern in patterns if pattern not in matched]:
@@ -70,6 +70,7 @@ def _named(chunks: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
             yield named, parameter
 
 
-def _ask_for_gradient(_: Any, __: Any, output: Tensor) -> None:
+def ask_for_gradient(_: Any, __: Any, output: Tensor) -> None:
+    """A forward hook: layers that are computed again need an input that asks for a gradient."""
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_()

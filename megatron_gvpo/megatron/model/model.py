@@ -153,10 +153,16 @@ class Model:
                 copies.clear()
 
     def gradient_buffers(self) -> Iterator[Tensor]:
-        """Yield the buffers in which Megatron's data parallelism sums this rank's gradients."""
+        """Yield the tensors in which Megatron's data parallelism sums this rank's gradients."""
+        return (buffer.grad_data for buffer in self.buffers())
+
+    def buffers(self) -> Iterator[Any]:
+        """Yield Megatron's buffers of trained weights and their gradients, those of experts last in a chunk.
+
+        Each rank of a buffer's `data_parallel_group` sums, and updates, a shard of each of its buckets.
+        """
         for chunk in self.chunks:
-            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-                yield buffer.grad_data
+            yield from [*chunk.buffers, *chunk.expert_parallel_buffers]
 
     def save_hf(self, directory: Path, shard_bytes: int = 5 << 30) -> None:
         """Write a Hugging Face checkpoint of the present weights: config.json and safetensors.

@@ -74,7 +74,7 @@ def _results(job: Job, case: Case, folder: Path) -> dict[str, Any]:
         "logp_r": policy.score(rows),
         "adapters": _copy(policy.adapter_weights()),
         "merged": _copy(policy.weights()),
-        "config": policy.adapter_config(),
+        "config": model.adapters.config(),
     }
     with model.adapters.off():
         result["base_logp_r"] = policy.score(rows)
