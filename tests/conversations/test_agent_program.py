@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
+from helpers import examples
 from helpers.paths import ROOT
 from helpers.suite.real_parts import used
 
-from megatron_gvpo import cli
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
-from megatron_gvpo.observe import read_metrics
 
 EXAMPLE = ROOT / "examples" / "agent_program"
 
@@ -25,23 +23,10 @@ def test_the_calculator_answers(said: str, answer: str) -> None:
 
 @pytest.mark.usefixtures("leave_the_process_group")
 def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    monkeypatch.setattr(sys, "argv", ["make_task.py", "--out", "runs/agent_program/task"])
-    runpy.run_path(str(EXAMPLE / "make_task.py"), run_name="__main__")
-    _shows_the_template_what_demonstrations_have(Path("runs/agent_program/task"))
-    few = ("train.prompts_per_step=4", "data.train.limit=64", "logging.progress=off")
-    cpu = "examples/cpu.yaml"
-    sft = ("train", "examples/agent_program/sft.yaml", cpu, *few, "train.steps=2", "optimizer.warmup_steps=1")
-    assert cli.main(list(sft)) == 0
-    own = ("train.steps=2", "data.eval.limit=4", "optimizer.warmup_steps=1", "checkpoint.export_hf=false")
-    own = (*own, "rollout.conversation.step_timeout=200")
-    gvpo = ("train", "--overwrite", "examples/agent_program/gvpo.yaml", cpu, *few, *own)
-    assert cli.main(list(gvpo)) == 0
+    task = examples.make_task("agent_program", tmp_path, monkeypatch)
+    _shows_the_template_what_demonstrations_have(task)
+    examples.train("agent_program", "rollout.conversation.step_timeout=200", prompts=4)
     used("agent programs")
-    first, *steps = read_metrics(Path("runs/agent_program/metrics.jsonl"))
-    assert first["eval/pass@1"] <= 1 and len(steps) == 2
-    assert all(step["env/turns"] >= 1 and step["env/lost"] == 0 for step in steps)
 
 
 def _shows_the_template_what_demonstrations_have(task: Path) -> None:

@@ -10,13 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import examples
 from helpers.paths import ROOT
 from helpers.suite.real_parts import used
 
-from megatron_gvpo import cli
 from megatron_gvpo.data.tool_calls import PARSERS
 from megatron_gvpo.groups import Prompt, Rollout
-from megatron_gvpo.observe import read_metrics
 
 EXAMPLE = ROOT / "examples" / "mcp"
 
@@ -42,20 +41,7 @@ def test_demonstrations_are_conversations_with_the_server() -> None:
 
 @pytest.mark.usefixtures("leave_the_process_group")
 def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    monkeypatch.setattr(sys, "argv", ["make_task.py", "--out", "runs/mcp/task"])
-    runpy.run_path(str(EXAMPLE / "make_task.py"), run_name="__main__")
-    few = ("train.prompts_per_step=8", "data.train.limit=64", "logging.progress=off")
-    cpu = "examples/cpu.yaml"
-    sft = ("train", "examples/mcp/sft.yaml", cpu, *few, "train.steps=2", "optimizer.warmup_steps=1")
-    assert cli.main(list(sft)) == 0
+    examples.make_task("mcp", tmp_path, monkeypatch)
     server = json.dumps([{"command": [sys.executable, "examples/mcp/calculator_server.py"]}])
-    own = ("train.steps=2", "data.eval.limit=4", "optimizer.warmup_steps=1", "checkpoint.export_hf=false")
-    mcp = f"rollout.conversation.mcp={server}"
-    # Like run.py, which trains into a directory that holds the task and the warm start.
-    assert cli.main(["train", "--overwrite", "examples/mcp/gvpo.yaml", cpu, mcp, *few, *own]) == 0
+    examples.train("mcp", f"rollout.conversation.mcp={server}")
     used("MCP server")
-    first, *steps = read_metrics(Path("runs/mcp/metrics.jsonl"))
-    assert first["eval/pass@1"] <= 1 and len(steps) == 2
-    assert all(step["env/turns"] >= 1 and step["env/lost"] == 0 for step in steps)

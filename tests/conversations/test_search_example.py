@@ -4,38 +4,24 @@ from __future__ import annotations
 
 import json
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
+from helpers import examples
 from helpers.paths import ROOT
 from helpers.suite.real_parts import used
 
-from megatron_gvpo import cli
 from megatron_gvpo.data.tool_calls import PARSERS
-from megatron_gvpo.observe import read_metrics
 
 EXAMPLE = ROOT / "examples" / "search"
 
 
 @pytest.mark.usefixtures("leave_the_process_group")
 def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    monkeypatch.setattr(sys, "argv", ["make_task.py", "--out", "runs/search/task"])
-    runpy.run_path(str(EXAMPLE / "make_task.py"), run_name="__main__")
-    demonstrations_are_what_the_tool_answers(Path("runs/search/task/data/test.jsonl"))
-    few = ("train.prompts_per_step=8", "data.train.limit=64", "logging.progress=off")
-    cpu = "examples/cpu.yaml"
-    sft = ("train", "examples/search/sft.yaml", cpu, *few, "train.steps=2", "optimizer.warmup_steps=1")
-    assert cli.main(list(sft)) == 0
-    own = ("train.steps=2", "data.eval.limit=4", "optimizer.warmup_steps=1", "checkpoint.export_hf=false")
-    # Like run.py, which trains into a directory that holds the task and the warm start.
-    assert cli.main(["train", "--overwrite", "examples/search/gvpo.yaml", cpu, *few, *own]) == 0
+    task = examples.make_task("search", tmp_path, monkeypatch)
+    demonstrations_are_what_the_tool_answers(task / "data" / "test.jsonl")
+    examples.train("search")
     used("environment workers")
-    first, *steps = read_metrics(Path("runs/search/metrics.jsonl"))
-    assert first["eval/pass@1"] <= 1 and len(steps) == 2
-    assert all(step["env/turns"] >= 1 and step["env/lost"] == 0 for step in steps)
 
 
 def demonstrations_are_what_the_tool_answers(data: Path) -> None:

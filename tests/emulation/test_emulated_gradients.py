@@ -23,7 +23,8 @@ from helpers.cases.gradient_cases import (
     MODELS,
     STEPS,
     TEMPERATURE,
-    TOLERANCE,
+    assert_reference,
+    assert_update_is_that_of_adamw,
     expected,
     sampled,
     sampled_for,
@@ -32,7 +33,7 @@ from helpers.distributed import launch
 from helpers.references import gradient_reference as reference
 from helpers.references.bf16_errors import errors, round_weights, transformers_in_bf16
 from helpers.suite.selected import selected
-from helpers.workers.gradient_worker import UPDATE, Case, Layout, Outcome, Probe
+from helpers.workers.gradient_worker import Case, Layout, Outcome, Probe
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
@@ -130,17 +131,7 @@ def _launched(directory: Path, dtype: str, runs: list[Run]) -> dict[tuple[str, s
 def test_loss_and_gradients_are_those_of_the_reference(
     found: dict[tuple[str, str, str], Any], directory: Path, dtype: str, layout: Layout, name: str
 ) -> None:
-    outcome: Outcome = found[dtype, str(layout), name]
-    loss, gradients = expected(name, directory)
-    gradients = reference.as_in_file(gradients)
-    assert outcome.metrics["loss"] == pytest.approx(loss, rel=TOLERANCE, abs=1e-6)
-    assert outcome.gradients.keys() == gradients.keys()
-    nothing = 1e-8 * max(gradient.abs().max() for gradient in gradients.values())
-    for key, gradient in gradients.items():
-        difference = (outcome.gradients[key] - gradient).abs().max()
-        assert difference <= TOLERANCE * gradient.abs().max() + nothing, key
-    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
-    assert outcome.grad_norm == pytest.approx(norm, rel=TOLERANCE)
+    assert_reference(found[dtype, str(layout), name], name, directory)
 
 
 @each_bf16_run
@@ -172,18 +163,6 @@ def test_scores_and_an_update_are_those_of_transformers_and_adamw(
     """Transformer Engine's FusedAdam against PyTorch's; the tolerance as in test_gradient_invariance.py."""
     model = STEPS[name].model
     probe: Probe = found[dtype, str(layout), model]
-    _, logp, parameters = sampled(directory, model, TEMPERATURE, "ragged")
+    _, logp, _ = sampled(directory, model, TEMPERATURE, "ragged")
     torch.testing.assert_close(probe.logp_r.cpu(), torch.cat(logp).detach().float(), rtol=0, atol=1e-5)
-    _, gradients = expected(MODELS[model], directory)
-    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
-    assert norm > UPDATE["clip_grad"], "nothing would be clipped"
-    assert probe.grad_norm == pytest.approx(norm, rel=TOLERANCE)
-    weights = {key: parameter.detach().clone() for key, parameter in parameters.items()}
-    for key, weight in weights.items():
-        weight.grad = gradients[key] * UPDATE["clip_grad"] / norm
-    decayed = [weight for weight in weights.values() if weight.dim() > 1]
-    others = [weight for weight in weights.values() if weight.dim() == 1]
-    options = {key: UPDATE[key] for key in ("lr", "eps", "betas", "weight_decay")}
-    torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], **options).step()
-    for key, weight in reference.as_in_file(weights).items():
-        assert (probe.updated[key].cpu() - weight).abs().max() < 5e-3 * UPDATE["lr"], key
+    assert_update_is_that_of_adamw(probe, model, directory)

@@ -50,6 +50,8 @@ from helpers.cases.gradient_cases import (
     STEPS,
     TOLERANCE,
     WHOLE,
+    assert_reference,
+    assert_update_is_that_of_adamw,
     expected,
     make_rows,
     sampled,
@@ -58,7 +60,7 @@ from helpers.cases.gradient_cases import (
 from helpers.distributed import launch
 from helpers.references import gradient_reference as reference
 from helpers.suite.selected import selected
-from helpers.workers.gradient_worker import TEMPERATURE, UPDATE, Case, Layout, Outcome, Probe
+from helpers.workers.gradient_worker import TEMPERATURE, Case, Layout
 from safetensors.torch import load_file
 
 from megatron_gvpo.megatron.microbatch import plan
@@ -128,19 +130,7 @@ def found(directory: Path) -> dict[tuple[str, str], Any]:
 def test_loss_and_gradients_are_those_of_the_reference(
     found: dict[tuple[str, str], Any], directory: Path, layout: Layout, name: str
 ) -> None:
-    outcome: Outcome = found[str(layout), name]
-    loss, gradients = expected(name, directory)
-    gradients = reference.as_in_file(gradients)
-    # The loss, too, is a sum of terms of order 1 that may cancel, down to exactly 0.
-    assert outcome.metrics["loss"] == pytest.approx(loss, rel=TOLERANCE, abs=1e-6)
-    assert outcome.gradients.keys() == gradients.keys()
-    # To an expert may come no token, or only those of a prompt, on which a group's weights cancel to 0.
-    nothing = 1e-8 * max(wanted.abs().max() for wanted in gradients.values())
-    for key, wanted in gradients.items():
-        difference = (outcome.gradients[key] - wanted).abs().max()
-        assert difference <= TOLERANCE * wanted.abs().max() + nothing, key
-    norm = torch.stack([wanted.norm() for wanted in gradients.values()]).norm().item()
-    assert outcome.grad_norm == pytest.approx(norm, rel=TOLERANCE), "the norm that clips"
+    assert_reference(found[str(layout), name], name, directory)
 
 
 @each_run
@@ -190,27 +180,7 @@ def test_scores_after_an_update_do_not_know_the_machine(
 def test_an_update_is_that_of_torch_adamw(
     found: dict[tuple[str, str], Any], directory: Path, layout: Layout, model: str
 ) -> None:
-    """The norm over all shards clips, with every parameter in it once; norms and biases do not decay.
-
-    A gradient that is off by d moves Adam's first step, lr g / (|g| + eps), by lr d / eps at most. After
-    clipping to a norm of 0.5, d is at most TOLERANCE times 0.5, and eps is 1e-3: 5e-3 of lr.
-    """
-    probe: Probe = found[str(layout), model]
-    _, gradients = expected(MODELS[model], directory)
-    _, _, parameters = sampled(directory, model, TEMPERATURE, "ragged")
-    norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
-    assert norm > UPDATE["clip_grad"], "nothing would be clipped"
-    assert probe.grad_norm == pytest.approx(norm, rel=TOLERANCE)
-
-    weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    for name, weight in weights.items():
-        weight.grad = gradients[name] * UPDATE["clip_grad"] / norm
-    matrices = [w for w in weights.values() if w.dim() > 1]
-    vectors = [w for w in weights.values() if w.dim() == 1]
-    options = {key: UPDATE[key] for key in ("lr", "eps", "betas", "weight_decay")}
-    torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], **options).step()
-    for name, weight in reference.as_in_file(weights).items():
-        assert (probe.updated[name] - weight).abs().max() < 5e-3 * UPDATE["lr"], name
+    assert_update_is_that_of_adamw(found[str(layout), model], model, directory)
 
 
 @each_small_run

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import aiohttp
 import pytest
-from helpers.servers.fake_servers import admit_at_once
+from helpers.servers.fake_servers import admit_at_once, listening
 
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.servers.http import OPENING, Http, open_session
@@ -35,27 +33,9 @@ VLLM = {"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [-0.5]}, "
 GOOD = {"sglang": SGLANG, "vllm": VLLM}
 
 
-@contextmanager
-def answering(answer: Any) -> Iterator[str]:
+def answering(answer: Any) -> AbstractContextManager[str]:
     """The URL of a server that gives everybody this answer in JSON."""
-    said = b"HTTP/1.0 200 OK\r\n\r\n" + json.dumps(answer).encode()
-
-    def run() -> None:
-        try:
-            while True:
-                client, _ = server.accept()
-                with client:
-                    client.recv(65536)
-                    client.sendall(said)
-        except OSError:  # closed
-            pass
-
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen(16)
-        threading.Thread(target=run, daemon=True).start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-        server.shutdown(socket.SHUT_RDWR)
+    return listening(b"HTTP/1.0 200 OK\r\n\r\n" + json.dumps(answer).encode())
 
 
 def mutations(value: Any) -> Iterator[Any]:

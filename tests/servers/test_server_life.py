@@ -19,7 +19,7 @@ import pytest
 import torch
 from helpers.machine.processes import soon
 from helpers.parts_of_a_run import serve_run
-from helpers.servers.fake_servers import admit_at_once
+from helpers.servers.fake_servers import admit_at_once, listening
 from helpers.tiny_run import configure
 
 from megatron_gvpo.core import launch
@@ -49,29 +49,6 @@ from megatron_gvpo.weights.group import group_address
 from megatron_gvpo.weights.transport import PushSettings
 
 SOON = 60.0  # seconds
-
-
-@contextmanager
-def listening(answer: bytes | None) -> Iterator[str]:
-    """The URL of a socket that sends `answer` to every client and hangs up; None: it accepts no client."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen(0 if answer is None else 16)
-
-        def serve() -> None:
-            try:
-                while True:
-                    client, _ = server.accept()
-                    with client:
-                        client.recv(4096)
-                        client.sendall(answer)
-            except OSError:  # closed
-                pass
-
-        if answer is not None:
-            threading.Thread(target=serve, daemon=True).start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-        server.shutdown(socket.SHUT_RDWR)
 
 
 def config_of(good: Path, *overrides: str) -> Config:

@@ -11,13 +11,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from helpers.cases.gradient_rows import ROWS, by_another_engine, make_rows, moved, routing_of, supports_of
 from helpers.references import gradient_reference as reference
 from helpers.references.gradient_reference import Correction, ReferenceLoss
-from helpers.workers.gradient_worker import TEMPERATURE, Layout
+from helpers.workers.gradient_worker import TEMPERATURE, UPDATE, Layout, Outcome, Probe
 from megatron_gvpo.types import TrainBatch
 
 TOLERANCE = 1e-5  # of the largest entry of a parameter's gradient
@@ -363,3 +364,41 @@ def expected(name: str, directory: Path) -> tuple[float, dict[str, Tensor]]:
         for (name, parameter), gradient in zip(parameters.items(), values, strict=True)
     }
     return loss.item(), gradients
+
+
+def assert_reference(outcome: Outcome, name: str, directory: Path) -> None:
+    """Assert that a step's loss, gradients and norm are the reference's."""
+    loss, gradients = expected(name, directory)
+    gradients = reference.as_in_file(gradients)
+    # The loss, too, is a sum of terms of order 1 that may cancel, down to exactly 0.
+    assert outcome.metrics["loss"] == pytest.approx(loss, rel=TOLERANCE, abs=1e-6)
+    assert outcome.gradients.keys() == gradients.keys()
+    # To an expert may come no token, or only those of a prompt, on which a group's weights cancel to 0.
+    nothing = 1e-8 * max(wanted.abs().max() for wanted in gradients.values())
+    for key, wanted in gradients.items():
+        difference = (outcome.gradients[key] - wanted).abs().max()
+        assert difference <= TOLERANCE * wanted.abs().max() + nothing, key
+    norm = torch.stack([wanted.norm() for wanted in gradients.values()]).norm().item()
+    assert outcome.grad_norm == pytest.approx(norm, rel=TOLERANCE), "the norm that clips"
+
+
+def assert_update_is_that_of_adamw(probe: Probe, model: str, directory: Path) -> None:
+    """The norm over all shards clips, with every parameter in it once; norms and biases do not decay.
+
+    A gradient that is off by d moves Adam's first step, lr g / (|g| + eps), by lr d / eps at most. After
+    clipping to a norm of 0.5, d is at most TOLERANCE times 0.5, and eps is 1e-3: 5e-3 of lr.
+    """
+    _, gradients = expected(MODELS[model], directory)
+    _, _, parameters = sampled(directory, model, TEMPERATURE, "ragged")
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
+    assert norm > UPDATE["clip_grad"], "nothing would be clipped"
+    assert probe.grad_norm == pytest.approx(norm, rel=TOLERANCE)
+    weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    for name, weight in weights.items():
+        weight.grad = gradients[name] * UPDATE["clip_grad"] / norm
+    matrices = [w for w in weights.values() if w.dim() > 1]
+    vectors = [w for w in weights.values() if w.dim() == 1]
+    options = {key: UPDATE[key] for key in ("lr", "eps", "betas", "weight_decay")}
+    torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], **options).step()
+    for name, weight in reference.as_in_file(weights).items():
+        assert (probe.updated[name].cpu() - weight).abs().max() < 5e-3 * UPDATE["lr"], name

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megatron_gvpo.servers.handle import Pending, Receiving
@@ -50,3 +53,26 @@ class Connection:
         self.bodies.append(body)
         await asyncio.sleep(0)
         return copy.deepcopy(self.answer(body))
+
+
+@contextmanager
+def listening(answer: bytes | None) -> Iterator[str]:
+    """The URL of a socket that sends `answer` to every client and hangs up; None: it accepts no client."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0 if answer is None else 16)
+
+        def serve() -> None:
+            try:
+                while True:
+                    client, _ = server.accept()
+                    with client:
+                        client.recv(65536)
+                        client.sendall(answer)
+            except OSError:  # closed
+                pass
+
+        if answer is not None:
+            threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
