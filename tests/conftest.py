@@ -106,3 +106,13 @@ def good(tmp_path: Path) -> Path:
     file = tmp_path / "good.yaml"
     file.write_text(GOOD)
     return file
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models of helpers/references/gradient_reference.py, for a file that compares with them."""
+    from helpers.references import gradient_reference
+
+    path = tmp_path_factory.mktemp("models")
+    gradient_reference.save_models(path)
+    return path
