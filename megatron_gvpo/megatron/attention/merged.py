@@ -150,8 +150,8 @@ class _Merged(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         sequences, kernel, scale = ctx.sequences, ctx.kernel, ctx.scale
-        whole = Part(sequences.all, sequences.all, True, scale)
-        total = kernel.backward(grad, query, key, value, out, lse, whole)
+        pack = Part(sequences.all, sequences.all, True, scale)
+        total = kernel.backward(grad, query, key, value, out, lse, pack)
         if sequences.prompts is not None:
             front, behind = _slices(sequences.prompts, sequences.responses)
             shares = kernel.backward(
