@@ -25,7 +25,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor
 
-from megatron_gvpo.megatron.attention.merged import Part, Sequences, merged_attention
+from megatron_gvpo.megatron.attention.merged import PackPart, Sequences, merged_attention
 
 
 @dataclass
@@ -187,7 +187,7 @@ class FlashAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        part: Part,
+        part: PackPart,
     ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _forward(query, key, value, *_spans(part), 0.0, part.causal, False, scale=part.scale)
         return out, lse
@@ -200,7 +200,7 @@ class FlashAttention:
         value: Tensor,
         out: Tensor,
         lse: Tensor,
-        part: Part,
+        part: PackPart,
     ) -> tuple[Tensor, Tensor, Tensor]:
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # dropout's seed; dropout is 0
         # The kernel reads `lse` without its strides.
@@ -209,5 +209,5 @@ class FlashAttention:
         return dq, dk, dv
 
 
-def _spans(part: Part) -> tuple[Tensor, Tensor, int, int]:
+def _spans(part: PackPart) -> tuple[Tensor, Tensor, int, int]:
     return part.rows.ends, part.columns.ends, part.rows.longest, part.columns.longest

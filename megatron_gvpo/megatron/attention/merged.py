@@ -66,7 +66,7 @@ class Sequences:
 
 
 @dataclass(frozen=True)
-class Part:
+class PackPart:
     """A part of a pack's attention: from spans of queries (`rows`) to as many spans of keys (`columns`)."""
 
     rows: Spans
@@ -83,7 +83,7 @@ class PartialAttention(Protocol):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        part: Part,
+        part: PackPart,
     ) -> tuple[Tensor, Tensor]:
         """query [t, n, d], key and value [s, n_kv, d] -> output [t, n, d], logsumexp of scores [n, t].
 
@@ -99,7 +99,7 @@ class PartialAttention(Protocol):
         value: Tensor,
         out: Tensor,
         lse: Tensor,
-        part: Part,
+        part: PackPart,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of query, key and value, in tensors of their own.
 
@@ -132,10 +132,10 @@ class _Merged(torch.autograd.Function):
         kernel: PartialAttention,
         scale: float | None,
     ) -> Tensor:
-        out, lse = kernel.forward(query, key, value, Part(sequences.all, sequences.all, True, scale))
+        out, lse = kernel.forward(query, key, value, PackPart(sequences.all, sequences.all, True, scale))
         if (prompts := sequences.prompts) is not None and (responses := sequences.responses) is not None:
             front, behind = _slices(prompts, responses)
-            of_prompts = Part(responses, prompts, False, scale)
+            of_prompts = PackPart(responses, prompts, False, scale)
             other, other_lse = kernel.forward(query[behind], key[front], value[front], of_prompts)
             own, own_lse = out[behind], lse[:, behind]
             share_n = torch.sigmoid(other_lse - own_lse).t()[..., None]  # the prompt's share of the softmax
@@ -150,7 +150,7 @@ class _Merged(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         sequences, kernel, scale = ctx.sequences, ctx.kernel, ctx.scale
-        pack = Part(sequences.all, sequences.all, True, scale)
+        pack = PackPart(sequences.all, sequences.all, True, scale)
         total = kernel.backward(grad, query, key, value, out, lse, pack)
         if sequences.prompts is not None:
             front, behind = _slices(sequences.prompts, sequences.responses)
@@ -161,7 +161,7 @@ class _Merged(torch.autograd.Function):
                 value[front],
                 out[behind],
                 lse[:, behind],
-                Part(sequences.responses, sequences.prompts, False, scale),
+                PackPart(sequences.responses, sequences.prompts, False, scale),
             )
             for gradient, tokens, share in zip(total, (behind, front, front), shares, strict=True):
                 gradient[tokens] += share

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_gvpo.megatron.attention.core import OwnPackedSeqParams
-from megatron_gvpo.megatron.attention.merged import Part, Spans, merged_attention
+from megatron_gvpo.megatron.attention.merged import PackPart, Spans, merged_attention
 from megatron_gvpo.megatron.batch import context_parallel_indices
 from megatron_gvpo.megatron.cpu.rotary import rotate
 
@@ -188,7 +188,7 @@ class LocalKernel:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        part: Part,
+        part: PackPart,
     ) -> tuple[Tensor, Tensor]:
         q = _cut(query, part.rows, part.columns)
         k, v = (_cut(x, part.columns, part.rows) for x in (key, value))
@@ -204,7 +204,7 @@ class LocalKernel:
         value: Tensor,
         out: Tensor,
         lse: Tensor,
-        part: Part,
+        part: PackPart,
     ) -> tuple[Tensor, Tensor, Tensor]:
         g, q, o, s = (_cut(x, part.rows, part.columns) for x in (grad, query, out, lse.t()[..., None]))
         k, v = (_cut(x, part.columns, part.rows) for x in (key, value))
