@@ -36,7 +36,7 @@ from helpers.paths import IMPORTS
 from helpers.suite.real_parts import used
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
-IMPORT_SECONDS = 300.0
+IMPORT_SECONDS = 900.0  # on a machine with much else to do
 IS_EMULATED = __name__ == "__main__" and sys.argv[1:] == ["emulated"]  # of the process that forks ranks
 
 
