@@ -58,6 +58,7 @@ def run(directory: str) -> None:
 def _results(job: Job, case: Case, folder: Path) -> dict[str, Any]:
     from megatron_gvpo.megatron.checkpoint.load import load_policy
     from megatron_gvpo.megatron.checkpoint.save import save_policy
+    from megatron_gvpo.megatron.gradient_export import export_gradients
     from megatron_gvpo.megatron.policy import Policy
 
     path = None if job.load else str(folder / job.adapter)
@@ -83,7 +84,7 @@ def _results(job: Job, case: Case, folder: Path) -> dict[str, Any]:
     gradients: dict[str, Tensor] = {}
     apply = policy.optimizer.apply
 
-    policy.optimizer.apply = lambda: gradients.update(_export_gradients(policy))
+    policy.optimizer.apply = lambda: gradients.update(export_gradients(model, policy.adapter_weights))
     policy.update(rows, at_step_start=case.at_step_start)
     policy.optimizer.apply = apply
     done = policy.update(rows, at_step_start=case.at_step_start)
@@ -102,29 +103,6 @@ def _results(job: Job, case: Case, folder: Path) -> dict[str, Any]:
         policy.update(rows, at_step_start=case.at_step_start)
         result["updated_twice"] = _copy(policy.adapter_weights())
     return result
-
-
-@torch.no_grad()
-def _export_gradients(policy: Any) -> dict[str, Tensor]:
-    """The accumulated gradients under Hugging Face PEFT's names, exported from the adapters' places."""
-    from megatron.core import parallel_state
-
-    of_all = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    of_experts = parallel_state.get_expert_data_parallel_group()
-    for chunk in policy.model.chunks:
-        for buffers, group in ((chunk.buffers, of_all), (chunk.expert_parallel_buffers, of_experts)):
-            for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
-                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, shard, group)
-    policy.model.finish_param_gather()
-    parameters = list(policy.model.trained_weights())
-    weights = [p.detach().clone() for p in parameters]
-    for parameter in parameters:
-        parameter.copy_(parameter.main_grad)
-    gradients = _copy(policy.model.adapters.tensors())
-    for parameter, weight in zip(parameters, weights, strict=True):
-        parameter.copy_(weight)
-    return gradients
 
 
 def _copy(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

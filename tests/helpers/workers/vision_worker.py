@@ -67,6 +67,8 @@ def run(directory: str) -> None:
 
 
 def _measured(policy: Any, rows: Any) -> Found:
+    from megatron_gvpo.megatron.gradient_export import export_gradients
+
     logp_r = policy.score(rows)
     marked_logp_r = policy.score(with_placeholders(rows))
     exported = _copy(policy.weights())
@@ -75,7 +77,7 @@ def _measured(policy: Any, rows: Any) -> Found:
     apply = policy.optimizer.apply
 
     def look_first() -> Any:
-        gradients.update(_export_gradients(policy))
+        gradients.update(export_gradients(policy.model))
         update = apply()
         norms.append(update.grad_norm)
         return update
@@ -104,24 +106,3 @@ def _measured(policy: Any, rows: Any) -> Found:
             p.numel() for group in policy.optimizer.megatron.param_groups for p in group["params"]
         ),
     )
-
-
-@torch.no_grad()
-def _export_gradients(policy: Any) -> dict[str, Tensor]:
-    """The summed gradients under the names of files, exported from the parameters' places; 0 where frozen."""
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    for buffer in (buffer for chunk in policy.model.chunks for buffer in chunk.buffers):
-        for bucket in buffer.buckets:  # a rank has summed its shard only
-            shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, shard, group)
-    parameters = [p for chunk in policy.model.chunks for p in chunk.parameters()]
-    weights = [p.detach().clone() for p in parameters]
-    for parameter in parameters:
-        gradient = getattr(parameter, "main_grad", None)
-        parameter.zero_() if gradient is None else parameter.copy_(gradient)
-    gradients = _copy(policy.weights())
-    for parameter, weight in zip(parameters, weights, strict=True):
-        parameter.copy_(weight)
-    return gradients
