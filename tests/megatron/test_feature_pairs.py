@@ -27,6 +27,7 @@ from helpers.cases.feature_pairs import (
     name_of,
     overrides,
     pairs_of,
+    ranks_of,
 )
 from helpers.distributed import launch
 from helpers.inputs import feature_models
@@ -77,13 +78,13 @@ def runs_of(row: Row, tasks: dict[str, Path], out: Path) -> list[Run]:
     """The plain run of a row, in OUT-plain, and the run with its features in `out`, perhaps in two halves."""
     task, teacher = str(tasks[row["model"]]), tasks["teacher"] / "model"
     plain, together = overrides(row, teacher, is_plain=True), overrides(row, teacher)
-    alone = Run(task, f"{out}-plain", plain)
+    alone, ranks = Run(task, f"{out}-plain", plain), ranks_of(row)
     if row["resume"] == "none":
-        return [alone, Run(task, str(out), together, 2)]
-    second = Run(task, str(out), together, 2, resumes=True)
+        return [alone, Run(task, str(out), together, ranks)]
+    second = Run(task, str(out), together, ranks, resumes=True)
     if row["resume"] == "moved":
         second = Run(task, str(out), plain, resumes=True)
-    return [alone, Run(task, str(out), together, 2, stops=True), second]
+    return [alone, Run(task, str(out), together, ranks, stops=True), second]
 
 
 @each_row
@@ -121,5 +122,5 @@ def test_a_pair_without_a_row_is_refused_before_anything_is_loaded(
     row = first | {"model": "sinks", "method": "dapo"} | dict(pair)
     task = tasks[row["model"]]
     preflight(configure(task, tmp_path, *COMMON), "train", 2)
-    with pytest.raises(ConfigError, match=r"parallel\.(ep|cp)=2"):
+    with pytest.raises(ConfigError, match=r"parallel\.(ep|cp)=2|rollout\.top_p=0\.8 is not possible"):
         preflight(configure(task, tmp_path, *overrides(row, tasks["teacher"] / "model")), "train", 2)

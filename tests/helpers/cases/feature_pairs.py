@@ -29,6 +29,9 @@ MEANING: dict[str, dict[str, Overrides]] = {
         "dapo": ("algorithm.recipe=dapo", "algorithm.batch_policy.max_rounds=2"),
         "ppo": ("algorithm.recipe=ppo", "algorithm.critic.lr=1.0e-2"),
         "gvpo_plus_plus": ("algorithm.recipe=gvpo_plus_plus", "teacher.path={teacher}"),
+        "gpg": ("algorithm.recipe=gpg",),
+        "reinforce_pp": ("algorithm.recipe=reinforce_pp",),
+        "opd_full": ("algorithm.recipe=opd_full", "teacher.path={teacher}"),
     },
     "trained": {
         "all": (),
@@ -53,6 +56,13 @@ MACHINE: dict[str, dict[str, Overrides]] = {
         "vpp2": ("parallel.pp=2", "parallel.vpp=2"),
         "cp2": ("parallel.cp=2",),
         "ep2": ("parallel.ep=2",),
+        "tp2-pp2": ("parallel.tp=2", "parallel.sequence_parallel=true", "parallel.pp=2"),
+        "dp2-cp2": (
+            "parallel.cp=2",
+            "parallel.overlap_grad_reduce=true",
+            "parallel.overlap_param_gather=true",
+        ),
+        "tp2-ep2": ("parallel.tp=2", "parallel.sequence_parallel=true", "parallel.ep=2"),
     },
     "packs": {"large": (), "small": ("train.max_tokens_per_micro_batch=48",)},
     "prompts": {"repeated": (), "shared": ("train.share_prompts=auto",)},
@@ -67,8 +77,14 @@ MACHINE: dict[str, dict[str, Overrides]] = {
 FEATURES = MEANING | MACHINE
 REFUSED = {
     (("model", "tied"), ("layout", "ep2")),
+    (("model", "tied"), ("layout", "tp2-ep2")),
     (("model", "sinks"), ("layout", "cp2")),
+    (("model", "sinks"), ("layout", "dp2-cp2")),
     (("method", "gvpo_plus_plus"), ("layout", "ep2")),
+    (("method", "gvpo_plus_plus"), ("layout", "tp2-ep2")),
+    (("method", "opd_full"), ("layout", "ep2")),
+    (("method", "opd_full"), ("layout", "tp2-ep2")),
+    (("method", "opd_full"), ("sampling", "top_p")),
 }
 COMMON = (
     "train.steps=2",
@@ -84,9 +100,9 @@ COMMON = (
     "logging.progress=off",
 )
 QUICK = (2, 3)  # numbers of rows; the others are proofs
-# How far metrics may differ, as a part. In row 23 the updates grow what fp32 rounds: the plain run itself,
-# from weights that differ by 1.2e-7 of their values, ends with a gradient norm that is 1.9e-4 to 1.5e-3 off.
-METRICS = {23: 2e-3}
+# How far metrics may differ, as a part. In row 54 the updates grow what fp32 rounds: the plain run itself,
+# from weights that differ by 1.2e-7 of their values, ends with a loss that is up to 3.3e-3 off.
+METRICS = {54: 5e-3}
 OF_METRICS = 2e-4  # in the other rows
 
 
@@ -95,6 +111,10 @@ def overrides(row: Row, teacher: Path, is_plain: bool = False) -> Overrides:
     features = MEANING if is_plain else FEATURES
     words = [word for name, values in features.items() for word in values[row[name]]]
     return (*COMMON, *(word.replace("{teacher}", str(teacher)) for word in words))
+
+
+def ranks_of(row: Row) -> int:
+    return 4 if "-" in row["layout"] else 2
 
 
 def name_of(row: Row) -> str:
