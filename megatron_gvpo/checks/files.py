@@ -86,7 +86,9 @@ def check_output_dir(config: Config) -> None:
     if not os.path.isdir(there):
         raise ConfigError(f"output_dir={directory}: {there} is not a directory")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"output_dir={directory}: nothing can be written in {there}: permission denied")
+        raise ConfigError(
+            f"output_dir={directory}: nothing can be written in {there}: permission denied, or read-only"
+        )
     own_file = directory / "config.yaml"
     if own_file.is_file() and not own_file.read_bytes().startswith(HEADER.encode()):
         raise ConfigError(
