@@ -1,4 +1,4 @@
-"""`megatron-gvpo plan`: whether a configuration's layout fits, or memory and step time of every layout."""
+"""`megatron-gvpo plan`: memory and step time of a configuration's layout, or of every layout."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ IN_CONFIGURATION = (
     *("model", "prompts", "k", "recipe", "mini_batches", "batch_epochs", "async_steps"),
     *("adapter_rank", "fp8", "offload", "share_prompts", "ep_exchange"),
 )
-OF_SEARCH = (
-    *("response_length", "prompt_tokens", "image_tokens", "reward_gpus", "speculate"),
-    *("teacher", "teacher_gpus", "top"),
-)
+OF_SEARCH = ("image_tokens", "reward_gpus", "speculate", "teacher", "teacher_gpus", "top")
 
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 
@@ -38,10 +35,10 @@ _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
-        help="predict whether a configuration fits, or memory and step time of every parallel layout",
-        description="With a configuration: says whether its layout fits, which part is largest and what to "
-        "change first. Without one: searches all layouts of --gpus for a --model. All results are "
-        "predictions; docs/explanation/planner.md reports their accuracy.",
+        help="predict whether a configuration fits and how long a step takes, or both for every layout",
+        description="With a configuration: says whether its layout fits, which part is largest, what to "
+        "change first, and how long a step takes. Without one: searches all layouts of --gpus for a --model. "
+        "All results are predictions; docs/explanation/planner.md reports their accuracy.",
     )
     _add_cluster(parser)
     _add_step(parser)
@@ -243,14 +240,33 @@ def _of_configuration(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
         path = str(prepare(config.model.path, "model.path", Path(folder)))
         local = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
-        result = answer(local, world, gpu)
-        print(json.dumps(result.to_dict(), indent=2)) if options.json else _print(result, config)
+        lengths = _lengths(options, config)
+        result = answer(local, world, gpu, workload.parse_lengths(lengths), options.prompt_tokens)
+        print(json.dumps(result.to_dict(), indent=2)) if options.json else _print(result, config, options)
+        options.response_length = lengths
         if options.write is not None:
             _search(options, local, config.model.path, world)
     return 0 if result.fits or options.write is not None else 1
 
 
-def _print(result: LayoutAnswer, config: Config) -> None:
+def _lengths(options: argparse.Namespace, config: Config) -> str:
+    """The lengths of responses: those of --response-length, or an assumption from the longest."""
+    longest = config.rollout.max_tokens
+    return options.response_length or f"{longest * 0.4:g},p95={longest},max={longest}"
+
+
+def _print(result: LayoutAnswer, config: Config, options: argparse.Namespace) -> None:
+    """Print the memory, whether it fits or what would, and the time of a step."""
+    _print_memory(result, config)
+    if result.seconds is not None:
+        phases = {name: took for name, took in result.seconds.items() if took and name != "step"}
+        listed = ", ".join(f"{name} {took:.1f}" for name, took in phases.items())
+        print(f"a step takes about {result.seconds['step']:.0f} s (predicted): {listed}")
+    if options.response_length is None:
+        print(f"--response-length: not given; {result.response_tokens:g} tokens on average are assumed")
+
+
+def _print_memory(result: LayoutAnswer, config: Config) -> None:
     parts = ", ".join(f"{name} {gib:.1f}" for name, gib in result.parts_gib.items())
     least = "at least " if result.is_lower_bound else ""
     largest = max(result.parts_gib, key=lambda name: result.parts_gib[name])
@@ -290,8 +306,4 @@ def _search(options: argparse.Namespace, config: Config, name: str, world: int) 
     options.offload = config.optimizer.offload_fraction
     options.ep_exchange = config.parallel.ep_exchange
     options.named = name
-    if options.response_length is None:
-        longest = rollout.max_tokens
-        options.response_length = f"{longest * 0.4:g},p95={longest},max={longest}"
-        print(f"--response-length: not given; {longest * 0.4:g} tokens on average are assumed")
     plan(options)

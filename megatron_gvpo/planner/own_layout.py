@@ -1,19 +1,19 @@
-"""Answers for the layout of a configuration: does it fit, which part is largest, and what to change first."""
+"""Answers for the layout of a configuration: does it fit, what to change first, and how long a step takes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_gvpo.checks.layout import check_layout
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCards
-from megatron_gvpo.planner import architecture
+from megatron_gvpo.planner import architecture, push_time, step_time
 from megatron_gvpo.planner.architecture import Architecture, Gpu, engine_room, served_bytes
-from megatron_gvpo.planner.prediction import least, predict, usable_gib
-from megatron_gvpo.planner.workload import NODE
+from megatron_gvpo.planner.prediction import layout_of, least, predict, usable_gib
+from megatron_gvpo.planner.workload import NODE, Lengths, Workload, method_of
 from megatron_gvpo.settings.config import Config
 
 FEWEST_TOKENS = 1024  # of a micro-batch, in what is proposed
@@ -40,6 +40,8 @@ class LayoutAnswer:
     usable_gib: float
     server: str | None  # why no rollout server fits; None where one does, or there is none
     changes: tuple[LayoutChange, ...]  # the cheapest that is enough first; empty where it fits
+    seconds: dict[str, float] | None  # of a step, by phase; None where `step_seconds` cannot tell
+    response_tokens: float  # on average, for which these seconds are
 
     @property
     def fits(self) -> bool:
@@ -50,8 +52,11 @@ class LayoutAnswer:
         return {"predicted": True, "fits": self.fits} | asdict(self)
 
 
-def answer(config: Config, world: int, gpu: Gpu) -> LayoutAnswer:
-    """The answer for `world` GPUs of the trainer. Raises ConfigError for an impossible layout or model."""
+def answer(config: Config, world: int, gpu: Gpu, lengths: Lengths, prompt_tokens: int) -> LayoutAnswer:
+    """The answer for `world` GPUs of the trainer. Raises ConfigError for an impossible layout or model.
+
+    `lengths`, `prompt_tokens`: of responses, and of a prompt on average, for the time of a step.
+    """
     cards = check_layout(config, world)
     model = architecture.load(config.model.path, "model.path")
     if config.model.dtype != "bfloat16":
@@ -74,7 +79,53 @@ def answer(config: Config, world: int, gpu: Gpu) -> LayoutAnswer:
         usable,
         _server_problem(config, cards, model, gpu),
         tuple(sorted(changes, key=lambda change: not change.fits)),
+        step_seconds(config, world, gpu, lengths, prompt_tokens),
+        lengths.mean,
     )
+
+
+def step_seconds(
+    config: Config, world: int, gpu: Gpu, lengths: Lengths, prompt_tokens: int
+) -> dict[str, float] | None:
+    """Seconds of a step by phase, with the servers that the configuration starts, colocated or `count`.
+
+    None where the planner lacks a part: other servers or engines, speculation, a teacher, a method that does
+    not sample from the policy, servers that are too small.
+    """
+    rollout, train, servers = config.rollout, config.train, config.rollout.servers
+    if not (config.algorithm.samples_from_policy and rollout.uses_servers) or servers.urls:
+        return None
+    if rollout.speculation is not None or config.teacher is not None:
+        return None
+    rank = 0 if config.model.adapter is None else config.model.adapter.rank
+    model = replace(architecture.load(config.model.path, "model.path"), adapter_rank=rank)
+    asks = method_of(config.algorithm, train.mini_batches)
+    work = Workload(
+        train.prompts_per_step,
+        rollout.n,
+        prompt_tokens,
+        lengths,
+        train.mini_batches,
+        asks.scoring,
+        asks.critic,
+        train.batch_epochs,
+        train.share_prompts is True,
+        ep_exchange=config.parallel.ep_exchange,
+    )
+    layout = replace(
+        layout_of(config, world),
+        rollout_gpus=0 if servers.colocated else servers.count * servers.tp,
+        rollout_tp=servers.tp,
+        async_steps=rollout.async_steps,
+    )
+    if layout.engines == 0 or not step_time.fits(model, gpu, servers.tp, work):
+        return None
+    named = rollout.weights.transport
+    possible = push_time.possible(model, layout)
+    layout = replace(layout, transport=named if named in possible else possible[0])
+    of_rank = work.tokens / work.mini_batches / layout.dp
+    tokens = min(train.max_tokens_per_micro_batch * config.parallel.cp, of_rank)
+    return step_time.seconds(model, gpu, layout, work, tokens).by_phase()
 
 
 def _server_problem(config: Config, cards: ModelCards, model: Architecture, gpu: Gpu) -> str | None:

@@ -257,6 +257,11 @@ def method(recipe: str, mini_batches: int) -> Method:
             f"--recipe {recipe}: a plan needs a method that samples responses from the policy; the responses "
             f"of this one come from a {algorithm.sampler}"
         )
+    return method_of(algorithm, mini_batches)
+
+
+def method_of(algorithm: AlgorithmConfig, mini_batches: int) -> Method:
+    """Returns the work of an algorithm that samples from the policy, as `method` counts it."""
     of_estimator = {} if algorithm.estimator is None else algorithm.estimator.reference_policies
     of_loss = algorithm.loss.reference_policies.values()
     others = [*of_estimator.values(), *(reference for reference in of_loss if reference != STEP_START)]

@@ -7,6 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.planner.prediction import least
@@ -115,6 +116,42 @@ def test_a_search_for_an_engine_and_colocated_servers(capsys, tmp_path):
     layouts = [one["layout"] for one in json.loads(capsys.readouterr().out)["best"]]
     assert layouts and all("colocated" in layout for layout in layouts)
     assert "engine: vllm" in out.read_text()
+
+
+def test_a_step_takes_as_long_as_the_search_says_of_the_same_layout(config, capsys, tmp_path):
+    lengths = ["--gpu", "h800", "--response-length", "850,p95=2000,max=3840"]
+    work = [
+        "--model",
+        "Qwen/Qwen2.5-7B",
+        "--gpus",
+        "16",
+        "--k",
+        "8",
+        "--prompts",
+        "128",
+        "--mini-batches",
+        "2",
+    ]
+    out = str(tmp_path / "plan.yaml")
+    assert main(["plan", *work, *lengths, "--engine", "vllm", "--colocated", "--json", "--write", out]) == 0
+    searched = json.loads(capsys.readouterr().out)["best"][0]["predicted_seconds"]
+    assert main(["plan", config, out, "--nodes", "2", *lengths, "--json"]) == 0
+    took = json.loads(capsys.readouterr().out)["seconds"]
+    assert took == pytest.approx(searched, rel=0.01, abs=0.02)
+    assert main(["plan", config, out, "--nodes", "2", *lengths]) == 0
+    assert f"a step takes about {took['step']:.0f} s (predicted): rollout " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("engine", ["local", "sglang"])
+def test_a_time_that_the_planner_cannot_know_is_not_shown(config, capsys, engine):
+    """The embedded engine has no prediction, and running servers' GPUs are not known."""
+    values = yaml.safe_load(CONFIG)
+    values["rollout"] = {"engine": engine, "n": 8, "max_tokens": 1024}
+    if engine == "sglang":
+        values["rollout"]["servers"] = {"urls": ["http://127.0.0.1:9"]}
+    Path(config).write_text(yaml.safe_dump(values))
+    assert main(["plan", config, "train.max_tokens_per_micro_batch=2048", "--nodes", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] is None
 
 
 @pytest.mark.parametrize(
