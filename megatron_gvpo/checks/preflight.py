@@ -53,8 +53,10 @@ def preflight(
     *,
     earlier: Earlier | None = None,
     allowed: Sequence[str] = (),
-) -> None:
+) -> ModelCards:
     """Raise ConfigError if `command` cannot run with this configuration in `world_size` processes.
+
+    Returns the cards of the run's models, which it has read.
 
     The command line calls it before it loads torch; `Trainer`, `evaluate`, `checkpoint_to_hugging_face` call
     it for Python users, and `slurm` before the job waits in a queue. `slurm` asks for a job that trains, on
@@ -99,6 +101,7 @@ def preflight(
             _check_tools(config)
         if not torch_gpus():
             check_rollout_model(config.model, config.rollout, cards)
+    return cards
 
 
 def preflight_on_ranks(

@@ -16,6 +16,7 @@ from megatron_gvpo.core.lazy_imports import heavy_imports
 from megatron_gvpo.core.signals import handled_by, stopping_signals
 
 if TYPE_CHECKING:
+    from megatron_gvpo.huggingface.card import ModelCard
     from megatron_gvpo.settings.config import Config
 
 
@@ -65,7 +66,8 @@ def run(options: argparse.Namespace) -> int:
                 say(reason)
         earlier = earlier_of(options.resume, options.overwrite)
         allowed = options.allow_change
-        preflight(config, "train", configured.world_size(options), earlier=earlier, allowed=allowed)
+        ranks = configured.world_size(options)
+        cards = preflight(config, "train", ranks, earlier=earlier, allowed=allowed)
         if options.resume and "WORLD_SIZE" not in os.environ and (message := finished(config)) is not None:
             say(message)
             return 0
@@ -76,9 +78,9 @@ def run(options: argparse.Namespace) -> int:
             if text := warning(config, options.nproc):
                 say(f"warning: {text}", sys.stderr)
             return launch(options.nproc, options.command_line)
-        _warn_of_memory(config, configured.world_size(options))
+        _warn_of_memory(config, ranks)
         if os.environ.get("RANK", "0") == "0":
-            warn_of_learning_rate(config)
+            warn_of_learning_rate(config, cards.policy)
         prepare(config.parallel, config.rollout)
 
         def train() -> None:
@@ -110,11 +112,11 @@ def _warn_of_memory(config: Config, ranks: int) -> None:
         say(f"warning: {problem}", sys.stderr)
 
 
-def warn_of_learning_rate(config: Config) -> None:
+def warn_of_learning_rate(config: Config, card: ModelCard) -> None:
     """Say so if the learning rate is far above what is usual for a model of this size, as `check` does."""
     from megatron_gvpo.inspection.rules import inspect_learning_rate
 
-    if (verdict := inspect_learning_rate(config)).remedy:
+    if (verdict := inspect_learning_rate(config, card)).remedy:
         say(f"warning: optimizer.lr={verdict.sentence}: try {verdict.remedy}", sys.stderr)
 
 

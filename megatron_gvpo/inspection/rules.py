@@ -7,6 +7,7 @@ import shutil
 import subprocess
 
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.inspection.verdict import RunVerdict, failure, not_tried, ok, warning
 from megatron_gvpo.planner import architecture
 from megatron_gvpo.planner.prediction import excess, least
@@ -21,11 +22,11 @@ _ASK = "import importlib.metadata as m, json, sys; print(json.dumps(m.version(sy
 _PATIENCE = 60.0  # seconds for an interpreter on a slow disk
 
 
-def inspect_learning_rate(config: Config) -> RunVerdict:
-    """`optimizer.lr` against what models of this size are trained with."""
+def inspect_learning_rate(config: Config, card: ModelCard) -> RunVerdict:
+    """`optimizer.lr` against what models of the size of this one are trained with."""
     lr = config.optimizer.lr
     try:
-        weights = architecture.load(config.model.path, "model.path").parameters
+        weights = architecture.from_config(card, f"model.path={config.model.path}").parameters
     except ConfigError:
         return not_tried("learning rate", "the planner does not know this architecture and its size")
     usual = next(rate for size, rate in _USUAL if weights >= size)

@@ -64,9 +64,9 @@ def inspect(config: Config, world: int, gpu_gib: float, tell: Callable[[RunVerdi
     add(layout, inspect_engine(config))
     if layout.level == "failure":  # without its model nothing else can be said
         return inspection
-    add(inspect_learning_rate(config), inspect_memory(config, world, gpu_gib))
+    cards = ModelCards(config)
+    add(inspect_learning_rate(config, cards.policy), inspect_memory(config, world, gpu_gib))
     with tempfile.TemporaryDirectory(prefix="check-") as folder:
-        cards = ModelCards(config)
         step = TinyStep(config, cards.policy, Path(folder))
         try:
             task = _task(config, cards, add)

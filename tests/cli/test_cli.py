@@ -22,6 +22,7 @@ from helpers.tiny_run import records, reward_options
 from megatron_gvpo.cli import main
 from megatron_gvpo.cli.train import warn_of_learning_rate
 from megatron_gvpo.core import launch as launcher
+from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.megatron import policy
 from megatron_gvpo.settings.config import load_config
 
@@ -195,7 +196,8 @@ def test_a_logger_that_is_not_installed(task, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(("rate", "is_warned_of"), [("1.0e-3", False), ("1.0", True)])
 def test_a_learning_rate_far_above_the_usual_is_warned_of(task, tmp_path, capsys, rate, is_warned_of):
     given = [f"output_dir={tmp_path}", f"optimizer.lr={rate}"]
-    warn_of_learning_rate(load_config([task / "run.yaml"], given))
+    config = load_config([task / "run.yaml"], given)
+    warn_of_learning_rate(config, ModelCards(config).policy)
     error = capsys.readouterr().err
     assert error.startswith("warning: optimizer.lr=1 for a model of") is is_warned_of
     assert ("the run would diverge: try optimizer.lr=" in error) is is_warned_of

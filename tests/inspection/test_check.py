@@ -180,16 +180,19 @@ def test_first_responses_show_whether_they_teach(task: Path, reward: str, topic:
 def test_a_learning_rate_for_another_size_is_found(task: Path) -> None:
     from megatron_gvpo.planner import architecture
 
-    assert inspect_learning_rate(configure(task, optimizer={"lr": 1e-3})).level == "ok"
-    assert inspect_learning_rate(configure(task, optimizer={"lr": 1.0})).level == "failure"
+    def level_of(**sections: Any) -> str:
+        config = configure(task, **sections)
+        return inspect_learning_rate(config, ModelCards(config).policy).level
+
+    assert level_of(optimizer={"lr": 1e-3}) == "ok"
+    assert level_of(optimizer={"lr": 1.0}) == "failure"
     known = json.loads((Path(architecture.__file__).parent / "models.json").read_text())
     large = task / "7b"
     large.mkdir()
     (large / "config.json").write_text(json.dumps(known["Qwen/Qwen2.5-7B"]))
     named = {"path": str(large)}
     for lr, level in ((1e-6, "ok"), (1e-4, "warning"), (1e-2, "failure")):
-        judged = inspect_learning_rate(configure(task, model=named, optimizer={"lr": lr}))
-        assert judged.level == level, judged
+        assert level_of(model=named, optimizer={"lr": lr}) == level
     on_gpu = configure(task, model={**named, "dtype": "bfloat16"})
     assert inspect_memory(on_gpu, 1, 79.6).level == "warning"
     assert inspect_memory(on_gpu, 8, 79.6).level == "ok"
