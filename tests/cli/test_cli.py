@@ -187,16 +187,16 @@ def test_a_reward_is_looked_for_before_anything_is_loaded(task, tmp_path, capsys
 
 def test_a_logger_that_is_not_installed(task, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    given = ["train", str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", "logging.wandb_project=p"]
-    assert main(given) == 2
-    said = "error: logging.wandb_project=p: Weights & Biases is not installed: pip install wandb"
-    assert capsys.readouterr().err.startswith(said)
+    command = ["train", str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", "logging.wandb_project=p"]
+    assert main(command) == 2
+    message = "error: logging.wandb_project=p: Weights & Biases is not installed: pip install wandb"
+    assert capsys.readouterr().err.startswith(message)
 
 
 @pytest.mark.parametrize(("rate", "is_warned_of"), [("1.0e-3", False), ("1.0", True)])
 def test_a_learning_rate_far_above_the_usual_is_warned_of(task, tmp_path, capsys, rate, is_warned_of):
-    given = [f"output_dir={tmp_path}", f"optimizer.lr={rate}"]
-    config = load_config([task / "run.yaml"], given)
+    overrides = [f"output_dir={tmp_path}", f"optimizer.lr={rate}"]
+    config = load_config([task / "run.yaml"], overrides)
     warn_of_learning_rate(config, ModelCards(config).policy)
     error = capsys.readouterr().err
     assert error.startswith("warning: optimizer.lr=1 for a model of") is is_warned_of

@@ -69,9 +69,9 @@ class PorterRanks(Ranks):
 
     def prepare(self, porters_of: list[int], nodes: tuple[int, int], limit: int = 40) -> None:
         """Plan with the porter of each server rank, and the machines of the trainer's two ranks."""
-        tables, held, needed = self.layouts(FULL)
+        tables, layouts, needed = self.layouts(FULL)
         seats = [(rank, nodes[rank]) for rank in [0, 1, *porters_of]]
-        self.plan = plan_push(tables, held, needed, limit, seats)
+        self.plan = plan_push(tables, layouts, needed, limit, seats)
         for rank, part in self.plan.parts().items():
             self.store.set(f"plan.{rank}", part.packed())
         self.store.set("porters", json.dumps(porters_of))

@@ -227,14 +227,14 @@ class Ranks:
             model.calls.clear()
         sized = [Table(n, s[0], torch.Size(s).numel() // s[0], 4) for n, _, s in tables]
         numbers = {name: i for i, (name, _, _) in enumerate(tables)}
-        held: list[dict[int, list[Box]]] = [{}, {}]
+        layouts: list[dict[int, list[Box]]] = [{}, {}]
         for rank in range(2):
             for part in own_parts(rank, full).parts:
                 box = Box(part.top, part.bottom, part.left, part.right)
-                held[rank].setdefault(numbers[part.name], []).append(box)
+                layouts[rank].setdefault(numbers[part.name], []).append(box)
         told = [json.loads(zlib.decompress(self.store.get(f"needs.{rank}"))) for rank in range(2, 6)]
         needed = [{i: [Box(*box) for box in boxes] for i, boxes in layout} for layout in told]
-        return sized, held, [needed[:2], needed[2:]]
+        return sized, layouts, [needed[:2], needed[2:]]
 
     def push(self, full: dict[str, Tensor], servers: tuple[int, ...] = (2, 3, 4, 5)) -> None:
         work = {r: lambda r=r: self.senders[r].send(own_parts(r, full)) for r in range(2)}
