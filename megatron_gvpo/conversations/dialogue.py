@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 from megatron_gvpo.conversations.chat import Message, RequestRefused, begins_with
 from megatron_gvpo.conversations.converse import ConversationLimits, Respond, TurnEnds, append_turn
+from megatron_gvpo.core.clock import running_seconds
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.chat_template import Template
 from megatron_gvpo.groups import Prompt, Rollout
@@ -45,13 +45,13 @@ class Dialogue:
         self._reserved = 0  # tokens that running calls may take
         self._running: set[asyncio.Task[Any]] = set()
         self._freed = asyncio.Condition()
-        self._last_activity = time.monotonic()
+        self._last_activity = running_seconds()
         self._spent = 0.0  # seconds between answers
         self._refused = 0  # calls since the last answer, because nothing was left
 
     def idle_seconds(self) -> float:
         """Seconds since the policy last answered; 0 while it is asked. A refused call does not count."""
-        return 0.0 if self._running else time.monotonic() - self._last_activity
+        return 0.0 if self._running else running_seconds() - self._last_activity
 
     @property
     def insists(self) -> bool:
@@ -60,7 +60,7 @@ class Dialogue:
 
     def note_activity(self) -> None:
         """Count `idle_seconds` from now on: the program has something to do."""
-        self._last_activity = time.monotonic()
+        self._last_activity = running_seconds()
 
     def context(self, messages: Sequence[Message], tools: str) -> tuple[int, ...]:
         """The tokens with which the policy is asked.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any, NamedTuple, Self
 
+from megatron_gvpo.core.clock import running_seconds
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.core.user_functions import contents
 from megatron_gvpo.groups import Prompt, utf8
@@ -213,26 +213,26 @@ class Episode:
         runs alone.
         """
         for attempt in range(1, ATTEMPTS + 1):
-            begin_s = time.monotonic()
+            begin_s = running_seconds()
             try:
                 worker = self._choose_worker()
                 async with worker.admit(alone=attempt > 1):
                     process = await worker.current()
                     begin = None if self._process is process else self._begin()
                     self._process = None
-                    begin_s = time.monotonic()
+                    begin_s = running_seconds()
                     answer = await self._environments.step(worker, self._number, begin, text)
                     self._process = process
             except CallFailed as error:
                 if (answer_of_tool := self._tool_failure(error, attempt)) is not None:
-                    self.seconds += time.monotonic() - begin_s
+                    self.seconds += running_seconds() - begin_s
                     return answer_of_tool
                 if attempt == ATTEMPTS:
                     limit = " (rollout.conversation.step_timeout)" if error.cause == "late" else ""
                     raise EnvironmentLost(f"{error}{limit}") from None
             else:
                 if begin is None or not self._turns:
-                    self.seconds += time.monotonic() - begin_s
+                    self.seconds += running_seconds() - begin_s
                 if not self._environments.has_tools:
                     self._turns.append(text)
                 return answer

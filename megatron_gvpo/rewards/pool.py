@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import signal
-import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from itertools import batched
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple, Self
 
+from megatron_gvpo.core.clock import running_seconds
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.plain_values import LARGEST
 from megatron_gvpo.core.user_functions import contents
@@ -38,8 +38,7 @@ from megatron_gvpo.workers.process import NOTICE, START, WorkerProcess, how_it_e
 from megatron_gvpo.workers.reaper import PATIENCE
 
 _CHUNK = 32  # calls sent at once: enough to hide the way there and back, few enough to share evenly
-# Seconds of one wait for workers, and by how much more it lasts where this process has been stopped.
-_WAIT, _STOPPED = 1.0, 1.0
+_WAIT = 1.0  # seconds of one wait for workers
 _DEATHS = 3  # workers that may die in a row without a call to blame
 
 
@@ -211,17 +210,9 @@ class RewardPool:
         return [answers[number] for number in range(len(jobs))]
 
     def _wait(self) -> None:
-        """Wait a second, or until a worker replies, prints, ends or is late.
-
-        Where a job is stopped with all its processes, as by `scontrol suspend`, the functions had no time.
-        """
+        """Wait a second, or until a worker replies, prints, ends or is late."""
         seconds = min(_WAIT, *(worker.seconds_left for worker in self._workers))
-        descriptors = [d for worker in self._workers for d in worker.process.descriptors()]
-        begin = time.monotonic()
-        wait(descriptors, seconds)
-        if (stopped := time.monotonic() - begin - seconds) > _STOPPED:
-            for worker in self._workers:
-                worker.extend(stopped)
+        wait([d for worker in self._workers for d in worker.process.descriptors()], seconds)
 
     def _note_death(self, reason: str) -> None:
         """Raises ConfigError if workers die one after the other with no job to blame."""
@@ -270,20 +261,15 @@ class _RewardWorker:
         self._begin_job()
 
     def _begin_job(self) -> None:
-        self._deadline = time.monotonic() + self._timeout
-        self._latest_deadline = time.monotonic() + max(START, self._timeout)
-
-    def extend(self, seconds: float) -> None:
-        """Give the first job in `pending` so much more time."""
-        self._deadline += seconds
-        self._latest_deadline += seconds
+        self._deadline = running_seconds() + self._timeout
+        self._latest_deadline = running_seconds() + max(START, self._timeout)
 
     @property
     def seconds_left(self) -> float:
         """Seconds until a reply is late; infinite while none is due."""
         if not self.process.is_ready:
             return self.process.seconds_to_start()
-        return max(0.0, self._deadline - time.monotonic()) if self.pending else math.inf
+        return max(0.0, self._deadline - running_seconds()) if self.pending else math.inf
 
     def take(self) -> dict[int, float | _Failure]:
         """The answers that have come, by the jobs' numbers. Sets `failure` where the next one will not come.
@@ -299,7 +285,7 @@ class _RewardWorker:
                     raise WireError("not an answer to the job")
                 match reply:
                     case Importing():
-                        self._deadline = min(time.monotonic() + self._timeout, self._latest_deadline)
+                        self._deadline = min(running_seconds() + self._timeout, self._latest_deadline)
                         continue
                     case CallResult(_, reward):
                         answers[reply.call] = reward

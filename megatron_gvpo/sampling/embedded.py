@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_gvpo.conversations.conversations import BatchedPolicy, Conversations, conversations_of
 from megatron_gvpo.conversations.program_runner import ProgramRunner
+from megatron_gvpo.core.clock import event_loop
 from megatron_gvpo.core.collectives import all_gather_msgpack, all_ranks_agree
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.data.image_files import ImageError
@@ -134,7 +135,7 @@ class EmbeddedEngine:
             try:
                 with all_ranks_agree(ConfigError):  # a file may be missing on one node alone
                     self._opened.enter_context(self._conversations)
-                    self._loop = self._opened.enter_context(asyncio.Runner())
+                    self._loop = self._opened.enter_context(asyncio.Runner(loop_factory=event_loop))
             except ConfigError:
                 self._opened.close()
                 raise

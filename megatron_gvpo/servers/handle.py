@@ -16,9 +16,9 @@ these states.
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass, field
 
+from megatron_gvpo.core.clock import running_seconds
 from megatron_gvpo.servers.server import Completion, MemoryPart, Server
 
 
@@ -72,7 +72,7 @@ class ServerHandle:
 
     server: Server
     state: State = Lost("it has not answered")
-    since: float = field(default_factory=time.monotonic)  # when a state of this kind began
+    since: float = field(default_factory=running_seconds)  # when a state of this kind began
     version: int = -1  # version of the weights that it got last; -1 since it was lost
     losses: int = 0  # a process group with the server lasts until its next loss
     asleep: Asleep | None = None
@@ -84,7 +84,7 @@ class ServerHandle:
         if type(state) not in TRANSITIONS[type(self.state)]:
             raise AssertionError(f"{self.server.url}: no server goes from {self.state} to {state}")
         if type(state) is not type(self.state):
-            self.since = time.monotonic()
+            self.since = running_seconds()
         self.state = state
         match state:
             case Lost():

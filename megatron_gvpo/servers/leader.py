@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+from megatron_gvpo.core.clock import event_loop
 from megatron_gvpo.core.collectives import broadcast_msgpack, is_first_rank
 from megatron_gvpo.core.errors import ConfigError, DataError, RolloutError
 from megatron_gvpo.servers.http import ServerGone, open_session
@@ -103,7 +104,7 @@ class BackgroundLoop:
     """Runs coroutines in a thread beside the caller's; `close` cancels those that still run."""
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import NamedTuple
 
 import aiohttp
 
+from megatron_gvpo.core.clock import running_seconds
 from megatron_gvpo.runs.record import fingerprint
 from megatron_gvpo.servers.http import Http, ServerGone, ServerRefused
 from megatron_gvpo.servers.model_servers import ServerAddresses
@@ -120,19 +120,19 @@ class Servers:
                 problem = str(error)
             finally:
                 server.busy -= 1
-            server.failed_at, server.suspect = time.monotonic(), True
+            server.failed_at, server.suspect = running_seconds(), True
             since = server.failed_at if since is None else since
             self.failures += 1
             supervisor, urls = self._addresses.supervisor, [s.http.url for s in servers]
             if supervisor is not None and (reason := supervisor.none_left(urls)) is not None:
                 raise Unanswered(reason)
-            if time.monotonic() - since > limit:
+            if running_seconds() - since > limit:
                 raise Unanswered(f"{problem}, for {key}={limit:g} s")
             await asyncio.sleep(PAUSE)
 
 
 def _least_busy(servers: Sequence[ModelServer]) -> ModelServer:
-    now = time.monotonic()
+    now = running_seconds()
     return min(servers, key=lambda s: (now - s.failed_at < AVOIDED, s.busy))
 
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_gvpo.core.clock import running_seconds
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.groups import Rollout, Routing
 from megatron_gvpo.huggingface.end_tokens import StopStrings
@@ -83,11 +83,11 @@ class ServerPool:
     async def start(self) -> None:
         """Wait until all servers are healthy. Raises RolloutError after `start_timeout`."""
         self._monitors = [asyncio.create_task(self._watch(handle)) for handle in self.handles]
-        deadline = time.monotonic() + self._settings.start_timeout
+        deadline = running_seconds() + self._settings.start_timeout
         while lost := [h for h in self.handles if h.is_lost]:
             if self._supervisor is not None and self._supervisor.failed:
                 raise RolloutError(self._supervisor.failed)
-            if time.monotonic() > deadline:
+            if running_seconds() > deadline:
                 raise RolloutError(
                     f"{len(lost)} of {len(self.handles)} rollout servers were not healthy after "
                     f"rollout.servers.start_timeout={self._settings.start_timeout:g} s: "
@@ -180,7 +180,7 @@ class ServerPool:
 
     def wake(self) -> None:
         """Let servers that ended in the meantime start: the trainer has released its memory."""
-        self._is_asleep, self._awake_since = False, time.monotonic()
+        self._is_asleep, self._awake_since = False, running_seconds()
         if self._supervisor is not None:
             self._supervisor.go_on()
 
@@ -229,7 +229,7 @@ class ServerPool:
     def hopeless(self) -> str | None:
         """The reason why no server will come back; None while one may."""
         limit = self._settings.start_timeout
-        now, since = time.monotonic(), self._awake_since  # no lost server starts while the others sleep
+        now, since = running_seconds(), self._awake_since  # no lost server starts while the others sleep
         gone = [h for h in self.handles if h.is_lost and now - max(h.since, since) > limit]
         if self._supervisor is not None and (problem := self._supervisor.none_left()):
             return problem
@@ -251,9 +251,9 @@ class ServerPool:
         while len(failures) < ATTEMPTS:
             async with self._connections:
                 handle = await self._choose(pending)
-                begin, version = time.monotonic(), handle.version
+                begin, version = running_seconds(), handle.version
                 answer = await self._ask(handle, pending, index, token_ids, sampling)
-            seconds += time.monotonic() - begin
+            seconds += running_seconds() - begin
             if isinstance(answer, SampleFailure):
                 failures.append(answer.why)
                 self.lose(handle, answer.why)
@@ -378,7 +378,7 @@ class ServerPool:
 
     async def _watch(self, handle: ServerHandle) -> None:
         """Check a server's health for ever; a lost one that answers again becomes pending."""
-        last_seen = time.monotonic()
+        last_seen = running_seconds()
         limit = self._settings.health_timeout
         while True:
             try:
@@ -389,14 +389,14 @@ class ServerPool:
                 else:
                     await handle.server.check_health(limit)
             except (ServerGone, ServerRefused) as error:
-                silent = time.monotonic() - last_seen
+                silent = running_seconds() - last_seen
                 stopped = isinstance(error, ServerGone) and error.refused
                 if stopped:
                     handle.asleep = None  # the next process there has all of its memory
                 if handle.is_lost or stopped or (silent > limit and not isinstance(handle.state, Receiving)):
                     self.lose(handle, str(error))
             else:
-                last_seen = time.monotonic()
+                last_seen = running_seconds()
                 if handle.is_lost:
                     self._report(f"rollout server {handle.server.url} is healthy")
                     self._move(handle, Pending())

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from megatron_gvpo.core.clock import event_loop
 from megatron_gvpo.core.user_functions import described
 from megatron_gvpo.workers.environment import Environment, checked_reply, load_environment, overlaps
 from megatron_gvpo.workers.mcp_servers import ServerFailed, connect
@@ -46,7 +47,8 @@ def load(spec: str, options: Mapping[str, Any]) -> _Make:
 def serve(worker: Worker, functions: Sequence[_Make], load: Load) -> None:
     """Open the sessions with MCP servers, then answer steps. Raises EOFError, OSError, WireError."""
     [make], [environment] = functions, load.functions
-    asyncio.run(_serve(worker, make, environment.options["mcp"] if environment.spec == TOOLS else ()))
+    servers = environment.options["mcp"] if environment.spec == TOOLS else ()
+    asyncio.run(_serve(worker, make, servers), loop_factory=event_loop)
 
 
 async def _serve(worker: Worker, make: _Make, servers: Sequence[Mapping[str, Any]]) -> None:

@@ -8,12 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from multiprocessing.connection import wait
 
+from megatron_gvpo.core.clock import running_seconds
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.workers.messages import (
     CallError,
@@ -80,7 +80,7 @@ class WorkerProcess:
         self.is_ready = False  # the worker has loaded its functions
         self.overlaps = False  # several calls may run at once
         self._section, self._functions = section, functions
-        self._start_ends = time.monotonic() + START
+        self._start_ends = running_seconds() + START
         try:
             # Python ignores other entries, too.
             path = [entry for entry in sys.path if isinstance(entry, str)]
@@ -122,7 +122,7 @@ class WorkerProcess:
                     yield reply
                 case _:
                     raise WireError(f"{type(reply).__name__} out of turn")
-        if not self.is_ready and time.monotonic() > self._start_ends:
+        if not self.is_ready and running_seconds() > self._start_ends:
             raise ConfigError(
                 f"{self._section}: a worker was not ready after {START:g} seconds: importing {self._names} "
                 "takes longer, or waits for something"
@@ -152,7 +152,7 @@ class WorkerProcess:
 
     def seconds_to_start(self) -> float:
         """Seconds until the process is late with its start."""
-        return max(0.0, self._start_ends - time.monotonic())
+        return max(0.0, self._start_ends - running_seconds())
 
     def stop(self, patience: float = 0.0) -> int:
         """End the process after `patience` seconds, and all that it started; its exit code (-n: signal n)."""

@@ -11,11 +11,11 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_gvpo.core.clock import running_seconds
 from megatron_gvpo.workers.seccomp import MACHINES, filter_program
 
 DISK = 64 << 20  # bytes of files that a program may write, all in memory
@@ -135,15 +135,15 @@ class Sandbox:
         """Read the program's output until it ends, or a limit is reached. Raises SandboxFailed."""
         assert process.stdout is not None
         output = _Output(process.stdout.fileno())
-        output.read_until(mark, time.monotonic() + START)
+        output.read_until(mark, running_seconds() + START)
         if not select.select([mark], [], [], 0)[0]:
             raise SandboxFailed(f"a sandbox did not start in {START:g} seconds")
         if not os.read(mark, 1):  # the process has ended
-            output.read_until(None, time.monotonic() + 1.0)
+            output.read_until(None, running_seconds() + 1.0)
             raise SandboxFailed(f"a sandbox did not start: {' '.join(output.text().split())[-300:]}")
-        deadline, excess, first = time.monotonic() + self._seconds, None, _first_process(info)
-        while excess is None and not (output.ended or output.too_long) and time.monotonic() < deadline:
-            output.read_until(None, min(deadline, time.monotonic() + _LOOK))
+        deadline, excess, first = running_seconds() + self._seconds, None, _first_process(info)
+        while excess is None and not (output.ended or output.too_long) and running_seconds() < deadline:
+            output.read_until(None, min(deadline, running_seconds() + _LOOK))
             excess = _excess(first)
         if excess is not None:
             return Outcome(output.text(), excess)
@@ -202,7 +202,7 @@ class _Output:
     def read_until(self, other: int | None, deadline: float) -> None:
         """Read until all writers have ended, or `other` can be read, or the time is over."""
         descriptors = [self._descriptor, *([] if other is None else [other])]
-        while not self.ended and not self.too_long and (seconds := deadline - time.monotonic()) > 0:
+        while not self.ended and not self.too_long and (seconds := deadline - running_seconds()) > 0:
             ready, _, _ = select.select(descriptors, [], [], seconds)
             if other in ready:
                 return

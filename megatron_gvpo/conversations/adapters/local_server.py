@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
+from megatron_gvpo.core.clock import running_seconds
 from megatron_gvpo.core.launch import free_ports
 from megatron_gvpo.workers.environment import Outage
 
@@ -111,14 +112,14 @@ class LocalServer:
 
     async def ended(self) -> str | None:
         """`problem` of a process that has closed a connection, and may be about to end."""
-        deadline = time.monotonic() + _ENDING
-        while (problem := self.problem()) is None and time.monotonic() < deadline:
+        deadline = running_seconds() + _ENDING
+        while (problem := self.problem()) is None and running_seconds() < deadline:
             await asyncio.sleep(_AGAIN)
         return problem
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
-        deadline = time.monotonic() + self._seconds
-        while time.monotonic() < deadline:
+        deadline = running_seconds() + self._seconds
+        while running_seconds() < deadline:
             if (problem := self.problem()) is not None:
                 raise LocalServerFailed(f"{problem} before it listened on {_HOST}:{self._port}")
             try:

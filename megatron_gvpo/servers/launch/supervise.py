@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from megatron_gvpo.core.clock import running_seconds
 from megatron_gvpo.core.environment import MEGATRONS
 from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.web import NoRedirect
@@ -109,8 +110,8 @@ class ServerProcess:
         for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
-            deadline = time.monotonic() + patience
-            while _group_lives(self._process) and time.monotonic() < deadline:
+            deadline = running_seconds() + patience
+            while _group_lives(self._process) and running_seconds() < deadline:
                 time.sleep(0.05)
         self._process = None
 
@@ -155,7 +156,7 @@ class RanksProcess(ServerProcess):
 
 @dataclass
 class _Watched:
-    """A process, and what its supervisor remembers of it. All times are those of time.monotonic()."""
+    """A process, and what its supervisor remembers of it. All times are those of running_seconds()."""
 
     process: ServerProcess
     # Since when it is silent, and the setting that limits this silence; None: it begins at the next look.
@@ -252,7 +253,7 @@ class Supervisor:
         if server.must_restart:
             server.must_restart = False
             return "cannot be used"
-        now = time.monotonic()
+        now = running_seconds()
         if server.silence is None:
             server.silence = (now, "start_timeout")
         since, setting = server.silence
@@ -277,7 +278,7 @@ class Supervisor:
             self._report(server.given_up)
             return
         server.restarts += 1
-        server.last_restart = time.monotonic()
+        server.last_restart = running_seconds()
         self._report(f"{self._kind} {process.url} {trouble}; starting it again")
         with self._starting:
             process.stop(grace=1.0)
