@@ -40,6 +40,12 @@ log = logging.getLogger(__name__)
 _AT_ONCE = 1024  # records tokenised in one call
 
 
+class Prompts(list[Prompt]):
+    """The prompts of a data set, and how many of its records were dropped because they are too long."""
+
+    dropped = 0
+
+
 def load_prompts(
     dataset: DatasetConfig,
     data: DataConfig,
@@ -51,7 +57,7 @@ def load_prompts(
     tools: Sequence[Mapping[str, Any]] = (),
     images: PromptImages | None = None,
     sampler: str = "engine",
-) -> list[Prompt]:
+) -> Prompts:
     """All prompts of a data set, in the order of its records.
 
     `sampler`: `algorithm.sampler`; records of a known form get what it trains on without a key for it.
@@ -68,7 +74,7 @@ def load_prompts(
     dataset = as_dataset(dataset, sampler)
     render = _Renderer(data, tokenizer, tools, images)
     reader = _PromptReader(dataset, data, tokenizer, render, longest, end_token_ids, positions, tools)
-    prompts = []
+    prompts = Prompts()
     records = pictured = 0
     for record, text, ids, pictures in _encoded(dataset, recognise, render, tokenizer):
         records += 1
@@ -78,11 +84,11 @@ def load_prompts(
     _check_records(dataset, records, pictured)
     if not prompts:
         raise DataError(f"{dataset.path}: every prompt is longer than {longest} tokens")
+    prompts.dropped = records - len(prompts)
     if is_first_process():
-        dropped = records - len(prompts)
-        if dropped:
+        if prompts.dropped:
             log.warning(
-                f"{dataset.path}: dropped {dropped} of {records} prompts, longer than "
+                f"{dataset.path}: dropped {prompts.dropped} of {records} prompts, longer than "
                 f"data.max_prompt_tokens={longest}"
             )
         for warning in (reader.unknown.warning(), *_template_warnings(render, tokenizer, prompts[0])):

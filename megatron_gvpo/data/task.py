@@ -14,7 +14,7 @@ from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.data.chat_template import Template, plain, special_tokens
 from megatron_gvpo.data.known_forms import RESPONSES, SOLUTION
 from megatron_gvpo.data.prompt_images import PromptImages, prompt_images
-from megatron_gvpo.data.prompts import load_prompts
+from megatron_gvpo.data.prompts import Prompts, load_prompts
 from megatron_gvpo.data.tool_calls import parser_of
 from megatron_gvpo.groups import Prompt
 from megatron_gvpo.huggingface.card import ModelCard
@@ -42,6 +42,7 @@ class Task:
     chat: bool = False  # the prompts are rendered by the chat template
     tools: tuple[dict[str, Any], ...] = ()  # the schemas of the tools that the policy may call
     images: PromptImages | None = None  # None for a model that takes no images
+    dropped: int = 0  # records that are too long (data.prompt_too_long)
 
 
 def load_task(config: Config, card: ModelCard, tools: tuple[dict[str, Any], ...] = ()) -> Task:
@@ -75,12 +76,13 @@ def load_task(config: Config, card: ModelCard, tools: tuple[dict[str, Any], ...]
     common: dict[str, Any] = {"longest": longest, "end_token_ids": ends, "tools": tools, "images": images}
     sampler = config.algorithm.sampler
     prompts = load_prompts(data.train, data, tokenizer, positions=positions, sampler=sampler, **common)
-    eval_prompts = []
+    eval_prompts = Prompts()
     if held_out is not None:
         eval_prompts = load_prompts(held_out, data, tokenizer, **common)
     if talks is not None:  # raises DataError for a template that cannot go on
         Template(tokenizer, ends, chat, tools, talks.history == "template")
-    task = Task(tokenizer, ends, prompts, eval_prompts, longest, chat, tools, images)
+    dropped = prompts.dropped + eval_prompts.dropped
+    task = Task(tokenizer, ends, prompts, eval_prompts, longest, chat, tools, images, dropped)
     _check_vocabulary(task, vocabulary, config.model.path)
     if any(prompt.demonstration_chat is not None for prompt in prompts):
         _check_turns(data.train, talks, config.train)

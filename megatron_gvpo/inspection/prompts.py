@@ -42,8 +42,13 @@ def _lengths(config: Config, task: Task) -> RunVerdict:
     lengths = sorted(len(prompt.token_ids) for prompt in (*task.prompts, *task.eval_prompts))
     sizes = f"{len(lengths)} prompts of {lengths[0]} to {lengths[-1]} tokens, median {median(lengths):.0f}"
     limit = task.longest_prompt
-    if config.data.prompt_too_long == "drop":
-        sizes += "; longer ones are dropped"
+    if task.dropped:
+        return warning(
+            "lengths",
+            f"{task.dropped} of {task.dropped + len(lengths)} records are dropped: their prompts are longer "
+            f"than the limit of {limit}; {sizes} remain",
+            "raise data.max_prompt_tokens if their tokens fit beside a response",
+        )
     if limit and lengths[-1] >= _CROWDED * limit:
         return warning(
             "lengths",

@@ -11,6 +11,7 @@ from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Group
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.inspection.verdict import RunVerdict, failure, not_tried, ok, warning
+from megatron_gvpo.observe.rollout_metrics import summarise
 from megatron_gvpo.runs.one_machine import laptop_config
 from megatron_gvpo.settings.config import Config
 
@@ -98,7 +99,7 @@ def _signal(config: Config, groups: Sequence[Group]) -> RunVerdict:
     differ = sum(len(set(group.rewards)) > 1 for group in groups)
     summary = (
         f"{differ} of {len(groups)} groups of {len(groups[0].rollouts)} have rewards that differ; "
-        f"their mean is {fmean(rewards):.3g}"
+        f"their mean is {fmean(rewards):.3g}{_passed(groups, config.eval.right_at)}"
     )
     if not config.algorithm.needs_group or differ > len(groups) // 4:
         return ok("signal", summary)
@@ -110,3 +111,10 @@ def _signal(config: Config, groups: Sequence[Group]) -> RunVerdict:
         )
     remedy = "take harder prompts" if fmean(rewards) > 0.5 else "take easier prompts or a stronger model"
     return warning("signal", f"{summary}: most groups teach nothing", f"{remedy}, or raise rollout.n")
+
+
+def _passed(groups: Sequence[Group], right_at: float) -> str:
+    """The start model's pass@1, and pass@k of all responses to a prompt, as an evaluation counts them."""
+    most = min(len(group.rollouts) for group in groups)
+    metrics = summarise(groups, [most], right_at)
+    return "".join(f", pass@{k} {metrics[f'eval/pass@{k}']:.0%}" for k in sorted({1, most}))

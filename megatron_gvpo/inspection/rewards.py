@@ -24,6 +24,8 @@ _FORMS: tuple[Callable[[str], str], ...] = (
     lambda answer: f"<think>I think.</think><answer>{answer}</answer>",
 )
 
+_TRIED = "the answer alone, in a sentence, boxed, after ####, in <answer> marks"
+
 
 def inspect_rewards(config: Config, task: Task) -> list[RunVerdict]:
     """Score made-up responses to the first records that have an answer or a demonstration."""
@@ -40,7 +42,7 @@ def inspect_rewards(config: Config, task: Task) -> list[RunVerdict]:
     prompts = prompts[:RECORDS]
     with RewardPool(config.rewards) as pool:
         seconds, scores = _scores(pool, prompts, task)
-    return [_own_is_best(scores), _time(seconds)]
+    return [_own_is_best(scores, task), _time(seconds)]
 
 
 def _solution(prompt: Prompt, task: Task) -> str | None:
@@ -88,18 +90,27 @@ def _response(text: str, task: Task, index: int) -> Rollout:
     return Rollout([*token_ids, task.end_token_ids[0]], [], text, "stop")
 
 
-def _own_is_best(scores: Sequence[tuple[Prompt, dict[str, float], dict[str, str]]]) -> RunVerdict:
+def _own_is_best(scores: Sequence[tuple[Prompt, dict[str, float], dict[str, str]]], task: Task) -> RunVerdict:
     for prompt, _, errors in scores:
         for name, text in errors.items():
             return failure("reward", f"{name} failed for a response to {prompt.id}: {text}")
     kinds = scores[0][1].keys()
     means = ", ".join(f"{kind} {fmean(values[kind] for _, values, _ in scores):.3g}" for kind in kinds)
-    if all(len(set(values.values())) == 1 for _, values, _ in scores):
+    same = [prompt for prompt, values, _ in scores if len(set(values.values())) == 1]
+    if len(same) == len(scores) and any(any(values.values()) for _, values, _ in scores):
         return failure(
             "reward",
             f"it is the same for the record's own answer, a wrong, an empty and a cut-off one ({means})",
-            "the reward ignores the answer, or wants it in a form that is not among those tried: its own "
-            "answer in words, boxed, after ####, in <answer> marks",
+            f"the reward ignores the answer, or wants it in a form that is not among those tried: {_TRIED}",
+        )
+    if same:
+        answer = _short(_solution(same[0], task) or "")
+        return failure(
+            "reward",
+            f"it cannot read the answer of {same[0].id} ({len(same)} of {len(scores)} records): {answer!r} "
+            f"itself, a wrong, an empty and a cut-off response score the same ({means})",
+            "see that data.train.answer_key names what the reward compares with, and that the reward parses "
+            f"it and wants one of the forms tried: {_TRIED}",
         )
     beaten = [prompt.id for prompt, values, _ in scores if values["own"] <= values["wrong"]]
     if beaten:
@@ -109,14 +120,20 @@ def _own_is_best(scores: Sequence[tuple[Prompt, dict[str, float], dict[str, str]
             f"{len(scores)} records): {means}",
             "look at the reward with this record",
         )
-    high = [p.id for p, values, _ in scores if max(values["empty"], values["cut off"]) > values["own"]]
+    high = [p.id for p, values, _ in scores if max(values["empty"], values["cut off"]) >= values["own"]]
     if high:
         return warning(
             "reward",
-            f"an empty or a cut-off response scores more than the record's own answer ({high[0]}): {means}",
+            f"an empty or a cut-off response scores as much as the record's own answer, or more ({high[0]}; "
+            f"{len(high)} of {len(scores)} records): {means}",
             "the policy would learn to stop early",
         )
     return ok("reward", f"the record's own answer is best of {len(scores)} records' responses ({means})")
+
+
+def _short(answer: str) -> str:
+    """The answer as far as a line has room for it."""
+    return answer if len(answer) <= 60 else f"{answer[:60]}..."
 
 
 def _time(seconds: float) -> RunVerdict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 
@@ -12,6 +13,7 @@ from megatron_gvpo.inspection.verdict import RunVerdict, failure, not_tried, ok,
 from megatron_gvpo.planner import architecture
 from megatron_gvpo.planner.prediction import excess, least
 from megatron_gvpo.settings.config import Config
+from megatron_gvpo.training.ranks import free_memory, rank_memory
 
 # The highest learning rates that published RL runs use: 1e-6 to 1e-5 for whole models of 0.5B and more, ten
 # times as much for adapters; smaller models bear more.
@@ -65,12 +67,23 @@ def inspect_engine(config: Config) -> RunVerdict:
 
 
 def inspect_memory(config: Config, world: int, gpu_gib: float) -> RunVerdict:
-    """The planner's memory of the fullest GPU; it knows nothing of a CPU."""
+    """The planner's memory of the fullest GPU; of a run on CPUs, that of all ranks on this machine."""
     if config.model.dtype == "float32":
-        return not_tried("memory", "model.dtype=float32 is for CPUs, and the planner predicts GPUs")
+        return _memory_on_cpus(config, world)
     if least(config, world) is None:
         return not_tried("memory", "the planner does not know this architecture")
     problem = excess(config, world, gpu_gib)
     if problem is None:
         return ok("memory", f"the update fits into {gpu_gib:.0f} GiB on {world} GPUs, by the planner")
     return warning("memory", problem, "`megatron-gvpo plan` lists layouts that fit")
+
+
+def _memory_on_cpus(config: Config, world: int) -> RunVerdict:
+    needed, free = world * rank_memory(config, world), free_memory()
+    if math.isinf(needed):
+        return not_tried("memory", "the planner does not know this architecture")
+    ranks = f"{world} rank{'s' * (world > 1)} on CPUs"
+    summary = f"{ranks} need about {needed / 2**30:.1f} GiB (predicted), of {free / 2**30:.1f} free here"
+    if needed > free:
+        return warning("memory", summary, "lower train.max_tokens_per_micro_batch, or take a smaller model")
+    return ok("memory", summary)

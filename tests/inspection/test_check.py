@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -32,6 +33,10 @@ def strict(prompt, rollout): return float(rollout.text.strip() == f"#### {prompt
 def broken(prompt, rollout): return prompt.record["no such field"]
 def odd(prompt, rollout): return float(rollout.token_ids[0] % 2)
 def short(prompt, rollout): return 1 - len(rollout.text) / 1000 + (prompt.answer in rollout.text) / 1000
+def cut(prompt, rollout): return float(rollout.finish_reason == "length" or prompt.answer in rollout.text)
+def silent(prompt, rollout): return float(prompt.answer in rollout.text or not rollout.text)
+def deaf(prompt, rollout): return 0.0
+def choosy(prompt, rollout): return float(prompt.answer in rollout.text and prompt.answer != "103")
 """
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -134,6 +139,15 @@ def test_prompts_at_the_limit_and_too_few_prompts_are_found(task: Path) -> None:
     assert "repeats" in verdict(prompts_of(task, train={"prompts_per_step": 100}), "data").sentence
 
 
+def test_prompts_that_are_dropped_are_counted(task: Path) -> None:
+    long = task / "long.jsonl"
+    records = [{"prompt": f"What is {'1 + ' * i}1?", "answer": "2"} for i in (1, 1, 40, 50, 60)]
+    long.write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = {"train": {"path": str(long)}, "max_prompt_tokens": 64, "prompt_too_long": "drop"}
+    problem = verdict(prompts_of(task, data=data), "lengths")
+    assert problem.level == "warning" and problem.sentence.startswith("3 of 5 records are dropped")
+
+
 def test_held_out_prompts_that_are_trained_on_are_found(task: Path) -> None:
     shared = verdict(prompts_of(task, data={"eval": {"path": str(task / "train.jsonl")}}), "data")
     assert shared.level == "warning" and "12 of 12" in shared.sentence
@@ -148,6 +162,10 @@ def test_held_out_prompts_that_are_trained_on_are_found(task: Path) -> None:
         ("kind", "failure", "wrong answer scores as much"),
         ("broken", "failure", "no such field"),
         ("short", "warning", "stop early"),
+        ("cut", "warning", "as much as the record's own answer"),
+        ("silent", "warning", "as much as the record's own answer"),
+        ("deaf", "failure", "cannot read the answer of"),
+        ("choosy", "failure", "(1 of 8 records): '103' itself"),
     ],
 )
 def test_rewards_are_judged_by_responses_whose_quality_is_known(
@@ -173,6 +191,9 @@ def test_first_responses_show_whether_they_teach(task: Path, reward: str, topic:
     finally:
         forget_layout()
     assert verdict(verdicts, topic).level == level
+    if topic == "signal":
+        share = fmean(reward == 1 for group in groups for reward in group.rewards)
+        assert f"pass@1 {share:.0%}, pass@4 " in verdict(verdicts, topic).sentence
     assert [len(group.rollouts) for group in groups] == [4] * 8
     assert verdict(verdicts, "ends").level == "warning"  # a model that knows nothing does not end
 
@@ -193,6 +214,9 @@ def test_a_learning_rate_for_another_size_is_found(task: Path) -> None:
     named = {"path": str(large)}
     for lr, level in ((1e-6, "ok"), (1e-4, "warning"), (1e-2, "failure")):
         assert level_of(model=named, optimizer={"lr": lr}) == level
+    memory = inspect_memory(configure(task), 2, 79.6)
+    assert memory.level == "ok" and "2 ranks on CPUs" in memory.sentence
+    assert inspect_memory(configure(task, model=named), 4, 79.6).level == "warning", "4 x 7B in fp32"
     on_gpu = configure(task, model={**named, "dtype": "bfloat16"})
     assert inspect_memory(on_gpu, 1, 79.6).level == "warning"
     assert inspect_memory(on_gpu, 8, 79.6).level == "ok"
