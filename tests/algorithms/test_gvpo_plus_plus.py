@@ -71,6 +71,34 @@ def test_the_teacher_is_the_only_optimum_for_every_weight(
         assert kl(minimiser(loss, counts, seed), distribution(TEACHER_COUNTS)) < 1e-6, loss
 
 
+def on_policy_minimiser(loss: GVPOPlusPlus, seed: int, size: int = 40, steps: int = 160) -> Tensor:
+    """Where Adam ends if each step's group has the responses in the shares that the present policy gives them.
+
+    The shares are constants of the step: no gradient goes through them. A response with less than half a
+    share keeps one, because the theorem wants full support.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    logits = (2 * torch.randn(V, dtype=torch.float64, generator=generator)).requires_grad_()
+    optimizer = torch.optim.Adam([logits], lr=0.15)
+    for _ in range(steps):
+        policy = logits.detach().softmax(0)
+        counts = (size * policy).round().clamp(min=1).to(torch.int64)
+        responses = torch.arange(V).repeat_interleave(counts).tolist()
+        rows = rows_of(responses, distribution(TEACHER_COUNTS))
+        optimizer.zero_grad()
+        logp_r = on_first_token(responses, logits.log_softmax(0))
+        loss(LossInputs(rows, logp_r, BatchTotals.of(rows)))[0].backward()
+        optimizer.step()
+    return logits.detach().softmax(0)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_teacher_is_the_optimum_of_the_present_policys_own_samples(seed: int, weights: Path) -> None:
+    own = GVPOPlusPlus(function=f"{weights}:by_first_token", options={"power": 0.5})
+    for loss in (*(GVPOPlusPlus(alpha=alpha) for alpha in (-0.5, 0, 0.5, 1)), own):
+        assert kl(on_policy_minimiser(loss, seed), distribution(TEACHER_COUNTS)) < 1e-6, loss
+
+
 def test_without_the_teachers_part_the_policy_becomes_uniform() -> None:
     policy = minimiser(GVPOPlusPlus(terms=("var",)), [1] * V)
     assert kl(policy, distribution([1] * V)) < 1e-6
