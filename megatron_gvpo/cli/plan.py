@@ -194,10 +194,11 @@ def run(options: argparse.Namespace) -> int:
 def _rehearse(planned: Planned, options: argparse.Namespace) -> int:
     from megatron_gvpo.rehearsal import of_plan
     from megatron_gvpo.rehearsal.process import RankFailedError
+    from megatron_gvpo.rehearsal.progress import StuckRankError
 
     try:
         return of_plan.show(planned, options)
-    except RankFailedError as error:
+    except (RankFailedError, StuckRankError) as error:
         print(error, file=sys.stderr)
         return 1
 

@@ -52,8 +52,9 @@ def run(options: argparse.Namespace) -> int:
     with loading("the methods"):
         from megatron_gvpo.rehearsal.command import run as rehearse
         from megatron_gvpo.rehearsal.process import RankFailedError
+        from megatron_gvpo.rehearsal.progress import StuckRankError
     try:
         return rehearse(options)
-    except RankFailedError as error:
+    except (RankFailedError, StuckRankError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +23,8 @@ from megatron_gvpo.rehearsal import transformer_engine
 from megatron_gvpo.rehearsal.nullcuda import build
 from megatron_gvpo.rehearsal.nullcuda.build import NullCudaError
 from megatron_gvpo.rehearsal.nullcuda.devices import GIB, Device, environment
-from megatron_gvpo.rehearsal.rank import RankJob
+from megatron_gvpo.rehearsal.progress import follow, to_stderr
+from megatron_gvpo.rehearsal.rank import PROGRESS, RankJob
 
 PREFIX = "rehearsal-"
 _LOCK = "lock"  # a file in the folder, locked while its rehearsal runs, however that ends
@@ -100,10 +101,16 @@ def _check_reservation(size: int) -> None:
         ) from None
 
 
-def run_jobs(jobs: Sequence[RankJob], variables: dict[str, str], folder: Path) -> Iterator[dict[str, Any]]:
+def run_jobs(
+    jobs: Sequence[RankJob],
+    variables: dict[str, str],
+    folder: Path,
+    report: Callable[[str], None] = to_stderr,
+) -> Iterator[dict[str, Any]]:
     """Run the jobs in one process, and yield their results in order. All its files are in `folder`.
 
-    Raises ConfigError for what a rank refuses, RankFailedError for other ends.
+    `report` gets a line for each phase that ends. Raises ConfigError for what a rank refuses, StuckRankError
+    for a phase that does not end, RankFailedError for other ends.
     """
     file = folder / "jobs.json"
     file.write_text(json.dumps([asdict(job) for job in jobs]))
@@ -111,11 +118,18 @@ def run_jobs(jobs: Sequence[RankJob], variables: dict[str, str], folder: Path) -
     command = [sys.executable, "-W", "ignore", "-m", module, str(file), str(os.getpid())]
     # Libraries make folders of temporary files when they are imported, and a rank may be killed.
     environment = os.environ | variables | {"TMPDIR": str(folder)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    output = folder / "output"
+    with output.open("w") as opened:
+        process = subprocess.Popen(command, env=environment, stdout=opened, stderr=opened, text=True)
+    try:
+        code = follow(process, folder / PROGRESS, report)
+    finally:
+        process.kill()  # its ranks die with it
+        process.wait()
     for number, job in enumerate(jobs):
         result_file, log = folder / f"result-{number}", folder / f"log-{number}"
         if not result_file.is_file():
-            raise RankFailedError(job.rank, done.returncode, done.stdout + done.stderr)
+            raise RankFailedError(job.rank, code, output.read_text(errors="replace"))
         result: dict[str, Any] = json.loads(result_file.read_text())
         if "failed" in result:
             raise RankFailedError(job.rank, result["failed"], log.read_text(errors="replace"))

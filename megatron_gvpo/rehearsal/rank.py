@@ -22,11 +22,14 @@ from typing import TYPE_CHECKING, Any
 from megatron_gvpo.core.environment import die_with_parent
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.rehearsal.nullcuda import counters
+from megatron_gvpo.rehearsal.progress import ProgressFile
 
 if TYPE_CHECKING:
     from megatron_gvpo.planner.prediction import Size
     from megatron_gvpo.rehearsal.world import FakeWorld
     from megatron_gvpo.settings.config import Config
+
+PROGRESS = "progress"  # the file in the folder of jobs to which ranks write theirs
 
 
 @dataclass(frozen=True)
@@ -53,26 +56,17 @@ def main(jobs_file: str, parent: int) -> int:
     os.environ.pop("LD_PRELOAD", None)  # this process has it; the compilers that Triton starts do not need it
     jobs = [RankJob(**job) for job in json.loads(Path(jobs_file).read_text())]
     begin = time.perf_counter()
-    from megatron_gvpo.rehearsal.world import FakeWorld
-    from megatron_gvpo.settings.config import load_config
-    from megatron_gvpo.training.environment import prepare
-
-    world = FakeWorld()  # before megatron-core is imported
     folder = Path(jobs_file).parent
-    first = load_config(jobs[0].files, jobs[0].overrides)
-    prepare(first.parallel, first.rollout)
-    import torch
-
-    import megatron_gvpo.megatron.policy  # noqa: F401 - the longest import
-
-    torch.cuda.init()  # before a fork: a child would not be allowed to
+    progress = ProgressFile(folder / PROGRESS)
+    with progress.phase(jobs[0].rank, "import"):
+        world = _import(jobs[0])
     seconds = time.perf_counter() - begin
     own = os.getpid()
     for number, job in enumerate(jobs):
         result_file = folder / f"result-{number}"
         if (child := os.fork()) == 0:
             die_with_parent(own)
-            os._exit(_run(job, world, seconds, folder / f"log-{number}", result_file))
+            os._exit(_run(job, world, progress, seconds, folder / f"log-{number}", result_file))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if not result_file.is_file():
             result_file.write_text(json.dumps({"failed": code}))
@@ -80,13 +74,37 @@ def main(jobs_file: str, parent: int) -> int:
     return 0
 
 
-def _run(job: RankJob, world: FakeWorld, import_seconds: float, log: Path, result_file: Path) -> int:
+def _import(job: RankJob) -> FakeWorld:
+    """Import what all ranks need, and begin with CUDA, which a child is not allowed to after its fork."""
+    from megatron_gvpo.rehearsal.world import FakeWorld
+    from megatron_gvpo.settings.config import load_config
+    from megatron_gvpo.training.environment import prepare
+
+    world = FakeWorld()  # before megatron-core is imported
+    config = load_config(job.files, job.overrides)
+    prepare(config.parallel, config.rollout)
+    import torch
+
+    import megatron_gvpo.megatron.policy  # noqa: F401 - the longest import
+
+    torch.cuda.init()
+    return world
+
+
+def _run(
+    job: RankJob,
+    world: FakeWorld,
+    progress: ProgressFile,
+    import_seconds: float,
+    log: Path,
+    result_file: Path,
+) -> int:
     """Rehearse in this process, whose output goes to `log`; returns its exit code."""
     with log.open("w") as opened:
         os.dup2(opened.fileno(), 1)
         os.dup2(opened.fileno(), 2)
     try:
-        result = rehearse(job, world) | {"import_seconds": round(import_seconds, 1)}
+        result = rehearse(job, world, progress) | {"import_seconds": round(import_seconds, 1)}
     except ConfigError as error:
         result = {"error": str(error)}
     except BaseException:
@@ -100,25 +118,26 @@ def _run(job: RankJob, world: FakeWorld, import_seconds: float, log: Path, resul
     return 0
 
 
-def rehearse(job: RankJob, world: FakeWorld) -> dict[str, Any]:
+def rehearse(job: RankJob, world: FakeWorld, progress: ProgressFile) -> dict[str, Any]:
     """Run the phases of one rank. Raises ConfigError for a configuration that the run would refuse, too."""
     from megatron_gvpo.rehearsal import made_model, stand_ins
     from megatron_gvpo.rehearsal.recorder import PhaseRecorder, host_gib
     from megatron_gvpo.settings.config import load_config
     from megatron_gvpo.training.environment import prepare
 
-    stand_ins.allow_forks()
-    world.join(job.rank, job.world)
-    config = load_config(job.files, job.overrides)
-    prepare(config.parallel, config.rollout)
-    for directory in job.made:
-        if not made_model.has_weights(Path(directory)):
-            made_model.fill(Path(directory))
-    stand_ins.install(made_weights=bool(job.made))
+    with progress.phase(job.rank, "preparation"):
+        stand_ins.allow_forks()
+        world.join(job.rank, job.world)
+        config = load_config(job.files, job.overrides)
+        prepare(config.parallel, config.rollout)
+        for directory in job.made:
+            if not made_model.has_weights(Path(directory)):
+                made_model.fill(Path(directory))
+        stand_ins.install(made_weights=bool(job.made))
     recorder = PhaseRecorder(world)
     run = RankRun(config, job.micro_batches)
     for name, phase in run.phases():
-        with recorder.phase(name) as results:
+        with progress.phase(job.rank, name), recorder.phase(name) as results:
             results |= phase() or {}
         if recorder.is_out_of_memory:
             if counters.read()["failed_reservations"]:
