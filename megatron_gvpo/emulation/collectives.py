@@ -170,6 +170,7 @@ def install() -> None:
     """Use gloo wherever NCCL is asked for, and still name NCCL. Before megatron-core is imported."""
     init, new_group, get_backend = dist.init_process_group, dist.new_group, dist.get_backend
     coalesced = dist.distributed_c10d._coalescing_manager
+    new_helper = dist.distributed_c10d._new_process_group_helper
 
     @functools.wraps(init)
     def init_gloo(backend: str | None = None, *args: Any, **options: Any) -> None:
@@ -196,7 +197,21 @@ def install() -> None:
     def coalesced_by_gloo(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
         return coalesced(group, None, async_ops)  # gloo joins the tensors itself, and takes no device
 
+    @functools.wraps(new_helper)
+    def helper_by_gloo(
+        size: int, rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **options: Any
+    ) -> Any:
+        if backend != _NCCL:
+            return new_helper(size, rank, ranks, backend, store, *args, **options)
+        options |= {"backend_options": None}
+        # The keys of the group's store have NCCL's device in their names, as the group's other ranks expect.
+        group, own_store = new_helper(size, rank, ranks, "cuda:gloo", store, *args, **options)
+        gloo = group._get_backend(torch.device("cuda"))
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        return group, own_store
+
     for name, function in [
+        ("_new_process_group_helper", helper_by_gloo),
         ("init_process_group", init_gloo),
         ("_coalescing_manager", coalesced_by_gloo),
         ("new_group", new_gloo),

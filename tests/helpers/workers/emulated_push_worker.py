@@ -7,9 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,29 +16,34 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from helpers.distributed import run_number
-from helpers.workers.gradient_worker import config_of
+from helpers.workers.gradient_worker import Layout, config_of
 from megatron_gvpo.megatron.model.own_weights import OwnWeights
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.servers.handle import ServerHandle
 from megatron_gvpo.servers.http import ServerRefused
 from megatron_gvpo.servers.server import ServerInfo
+from megatron_gvpo.settings.transports import TRANSPORTS
 from megatron_gvpo.weights.bucket import DoubleBuffer, buckets
-from megatron_gvpo.weights.colocated import Colocated
 from megatron_gvpo.weights.publisher import Weights
-from megatron_gvpo.weights.receivers.sglang import PluginReceiver, SGLangSharded, SGLangShared
-from megatron_gvpo.weights.sharded import Sharded
-from megatron_gvpo.weights.shared import Shared
-from megatron_gvpo.weights.transport import PushSettings
+from megatron_gvpo.weights.receivers import receiver_class
+from megatron_gvpo.weights.transport import PushSettings, transport_class
 
 RANKS = 2  # of the server
 PUSHES = 2
 BUCKET_MB = 1
-# Both classes of a transport; its orders go to the server's ranks by pipes in place of HTTP.
-TRANSPORTS: dict[str, tuple[Any, type[PluginReceiver]]] = {
-    "shared": (Shared, SGLangShared),
-    "sharded": (Sharded, SGLangSharded),
-    "colocated": (Colocated, SGLangSharded),
-}
+
+
+@dataclass(frozen=True)
+class Push:
+    """One model under one layout, the engine that gets its weights, and the transport."""
+
+    layout: Layout
+    engine: str
+    transport: str
+    model: str  # a key of helpers.cases.gradient_cases.STEPS
+
+    def __str__(self) -> str:
+        return f"{self.engine} {self.transport}, {self.layout}"
 
 
 class Served:
@@ -47,9 +51,9 @@ class Served:
 
     url = "http://emulated"
 
-    def __init__(self, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-        file = folder / "shapes.json"
-        file.write_text(json.dumps(shapes))
+    def __init__(self, folder: Path, engine: str, site: str, shapes: dict[str, tuple[int, ...]]) -> None:
+        file, meet = folder / "server.json", str(folder / "meet")
+        file.write_text(json.dumps({"engine": engine, "site": site, "shapes": shapes, "meet": meet}))
         command = [sys.executable, "-W", "ignore", "-m", "helpers.workers.emulated_engine", str(file)]
         variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         self._ranks = [
@@ -57,19 +61,17 @@ class Served:
             for rank in range(RANKS)
         ]
         self._turn = asyncio.Lock()
-        self.http = SimpleNamespace(post=self._nothing)
+        self.http = self
 
     async def info(self, timeout: float) -> ServerInfo:
         return ServerInfo("0", "model", 256, RANKS)
 
-    async def _nothing(self, *arguments: Any, **options: Any) -> None:
-        """An engine's own calls around a push."""
-
-    async def order(self, orders: Sequence[dict[str, Any]]) -> None:
+    async def post(self, path: str, body: Any = None, *, timeout: float = 60.0) -> None:
+        """Each rank carries out the request, as an engine's scheduler has its workers do."""
         async with self._turn:
-            for rank, order in zip(self._ranks, orders, strict=True):
+            for rank in self._ranks:
                 assert rank.stdin is not None
-                rank.stdin.write(json.dumps(order).encode() + b"\n")
+                rank.stdin.write(json.dumps({"path": path, "body": body}).encode() + b"\n")
                 rank.stdin.flush()
             problems = await asyncio.gather(*(asyncio.to_thread(_answer, rank) for rank in self._ranks))
         if any(problems):
@@ -77,8 +79,7 @@ class Served:
 
     async def save(self, folder: Path, version: int) -> None:
         """Each rank writes its weights to a file."""
-        files = [str(folder / f"served-{version}-{rank}") for rank in range(RANKS)]
-        await self.order([{"op": "save", "file": file} for file in files])
+        await self.post("save", str(folder / f"served-{version}"))
 
     def close(self) -> None:
         for rank in self._ranks:
@@ -96,8 +97,8 @@ def run(directory: str) -> None:
     Rank 0 writes to a folder the policy's weights, those of each rank of the server, and the push's metrics.
     """
     folder = Path(directory)
-    layout, name, case = torch.load(folder / "work.pt", weights_only=False)[run_number()]
-    config = config_of(case, layout, folder)
+    push, site, case = torch.load(folder / "work.pt", weights_only=False)[run_number()]
+    config = config_of(case, push.layout, folder)
     weights = config.rollout.weights.model_copy(update={"bucket_mb": BUCKET_MB})
     rollout = config.rollout.model_copy(update={"weights": weights})
     device = torch.device("cuda", dist.get_rank())
@@ -105,43 +106,42 @@ def run(directory: str) -> None:
     settings = PushSettings(rollout, config.model, cards, folder, device)
     policy = Policy.of(config)
     if dist.get_rank():
-        _follow(name, settings, policy)
+        _follow(push.transport, settings, policy)
     else:
-        _lead(name, settings, policy, folder / f"{layout}-{name}")
+        _lead(push, site, settings, policy, folder / str(push))
 
 
-def _follow(name: str, settings: PushSettings, policy: Policy) -> None:
-    follower = TRANSPORTS[name][0].follower(settings)
+def _follow(transport: str, settings: PushSettings, policy: Policy) -> None:
+    follower = transport_class(transport).follower(settings)
     for _ in range(PUSHES):
         list(policy.weights(on_host=True))
-        stream = _stream(name, policy)
+        stream = _stream(transport, policy)
         if isinstance(stream, OwnWeights):
+            assert follower is not None
             follower.follow_own(stream)
-        else:
+        elif follower is not None:
             halves = DoubleBuffer(settings.rollout.weights.bucket_bytes, settings.device)
             follower.follow(buckets(stream, halves, torch.float32))
+        if not isinstance(stream, OwnWeights):
             list(stream)
-        _change(policy)
-    follower.close()
+        _change(policy, transport)
+    if follower is not None:
+        follower.close()
 
 
-def _lead(name: str, settings: PushSettings, policy: Policy, out: Path) -> None:
-    kind, receiver_kind = TRANSPORTS[name]
-
-    class ByPipe(receiver_kind):  # type: ignore[misc, valid-type]
-        async def order(self, orders: Sequence[dict[str, Any]], timeout: float) -> None:
-            await self._server.order(orders)
-
+def _lead(push: Push, site: str, settings: PushSettings, policy: Policy, out: Path) -> None:
+    receiver = receiver_class(push.engine, push.transport)
     out.mkdir()
-    transport, server, loop = kind.create(settings, ByPipe), None, asyncio.new_event_loop()
+    transport = transport_class(push.transport).create(settings, receiver)
+    server, loop = None, asyncio.new_event_loop()
     for version in range(PUSHES):
         expected = {key: tensor.clone() for key, tensor in policy.weights(on_host=True)}
         save_file(expected, out / f"policy-{version}")
         shapes = {key: tuple(tensor.shape) for key, tensor in expected.items()}
         if server is None:
-            server = Served(out, shapes)
+            server = Served(out, push.engine, site, shapes)
             handle: Any = ServerHandle(server)  # type: ignore[arg-type]
-        stream = _stream(name, policy)
+        stream = _stream(push.transport, policy)
         loop.run_until_complete(transport.begin([handle], version))
         if isinstance(stream, OwnWeights):
             loop.run_until_complete(transport.send_own(stream, shapes, frozenset()))
@@ -152,20 +152,23 @@ def _lead(name: str, settings: PushSettings, policy: Policy, out: Path) -> None:
         loop.run_until_complete(transport.end())
         transport.over()
         loop.run_until_complete(server.save(out, version))
+        handle.version = version
         (out / f"metrics-{version}.json").write_text(json.dumps(transport.metrics))
-        _change(policy)
+        _change(policy, push.transport)
     assert server is not None
     loop.run_until_complete(transport.close())
     server.close()
 
 
-def _stream(name: str, policy: Policy) -> Weights:
+def _stream(transport: str, policy: Policy) -> Weights:
     """The weights as the transport sends them; a collective."""
-    return policy.weights(on_host=False) if name == "shared" else policy.own_weights()
+    sends_own = TRANSPORTS[transport].sends_own
+    return policy.own_weights() if sends_own else policy.weights(on_host=False)
 
 
-def _change(policy: Policy) -> None:
-    """Other weights, as after an update."""
+def _change(policy: Policy, transport: str) -> None:
+    """Other weights, as after an update; for patches, a few elements of each."""
+    step = 7 if transport == "delta" else 1
     with torch.no_grad():
         for weight in policy.model.weights():
-            weight.mul_(1.25)
+            weight.view(-1)[::step] *= 1.25
