@@ -165,7 +165,7 @@ def _leave_adapters() -> None:
     """New adapters keep the values that they have: to fill them, their positions are read from the device."""
     from megatron_gvpo.megatron.adapters import lora
 
-    def leave(*_: Any) -> None:
+    def leave(*_: Any, is_drawn: bool) -> None:
         return None
 
     lora.place_tensors = leave  # type: ignore[assignment]

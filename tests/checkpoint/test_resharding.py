@@ -25,7 +25,7 @@ from helpers.workers.checkpoint_worker import MOVES, PARTS_OF_A_LOAD, PARTS_OF_A
 from helpers.workers.gradient_worker import UPDATE, Case, Layout
 
 from megatron_gvpo.megatron.checkpoint.directory import complete_checkpoints
-from megatron_gvpo.megatron.checkpoint.state import boxes
+from megatron_gvpo.megatron.checkpoint.state import boxes, contiguous_parts
 from megatron_gvpo.verify.shrink import save_tiny
 
 
@@ -107,6 +107,18 @@ def test_boxes_are_the_run_of_elements(shape: tuple[int, ...]) -> None:
             together = torch.cat(parts) if parts else whole.flatten()[:0]
             assert torch.equal(together, whole.flatten()[begin:end])
             assert len(parts) <= 2 * len(shape) - 1, "as few as possible"
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_half_is_cut_into_as_few_runs_as_possible(axis: int) -> None:
+    """Grouped experts have gate and up in one tensor: the halves of its second axis."""
+    whole = torch.arange(48).view(2, 6, 4)
+    for half in whole.chunk(2, dim=axis):
+        parts = dict(contiguous_parts(half))
+        assert len(parts) == whole.shape[:axis].numel()
+        assert torch.equal(torch.cat([part.flatten() for part in parts.values()]), half.flatten())
+        for index, part in parts.items():
+            assert part.is_contiguous() and torch.equal(half[index], part)
 
 
 def test_a_process_killed_while_saving_leaves_the_previous_checkpoint(place: Path) -> None:

@@ -26,9 +26,21 @@ pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build
 
 _SP = {"tp": 2, "sequence_parallel": True}
 QUICK = [on_cpu.job("untied-all", Layout(2, **_SP))]
+# Of experts: in grouped experts gate and up have one A, under either type.
+_EXPERTS = [Layout(1), Layout(2, ep=2), Layout(2, **_SP, ep=2)]
+# Each also begins with new adapters, before it loads the checkpoint.
+RESUMED = [
+    on_cpu.job("qwen3_moe-grouped", after, load=on_cpu.job("qwen3_moe-grouped", before))
+    for before, after in ((Layout(2, ep=2), Layout(1)), (Layout(1), Layout(2, **_SP, ep=2)))
+]
 JOBS = [
     *QUICK,
     *(on_cpu.job("untied-all", layout) for layout in (Layout(1), Layout(2, pp=2))),
+    *(
+        on_cpu.job(adapter, layout)
+        for adapter in ("qwen3_moe-grouped", "qwen3_moe-fused")
+        for layout in _EXPERTS
+    ),
 ]
 # Attention in fp32 has no context parallelism.
 _LAYOUTS = [Layout(1), Layout(2, **_SP), Layout(2, pp=2), Layout(2, cp=2)]
@@ -48,7 +60,9 @@ CHECKS: list[Callable[[Path, Job], None]] = [
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models, adapters, and the results of one launch of all jobs that the selected tests need."""
     path = tmp_path_factory.mktemp("emulated-adapters")
-    jobs = selected(request, "job")
+    wanted = [*selected(request, "job"), *selected(request, "resumed")]
+    jobs = [job for job in JOBS if job in wanted or job.file in {w.load for w in wanted}]
+    jobs += [job for job in RESUMED if job in wanted]
     on_cpu.save_inputs(path, jobs)
     on_cpu.run_jobs(path, jobs, emulated=True)
     return path
@@ -60,6 +74,20 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 )
 def test_in_fp32(directory: Path, job: Job, check: Callable[[Path, Job], None]) -> None:
     check(directory, job)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("resumed", [pytest.param(job, id=job.name) for job in RESUMED])
+def test_adapters_of_experts_resume_in_another_layout(directory: Path, resumed: Job) -> None:
+    on_cpu.test_another_layout_resumes_bit_for_bit(directory, resumed)
+
+
+@pytest.mark.proof
+def test_an_adapter_with_two_as_for_gate_and_up_of_an_expert_is_refused(tmp_path: Path) -> None:
+    job = on_cpu.job("qwen3_moe-all", Layout(1))
+    on_cpu.save_inputs(tmp_path, [job])
+    with pytest.raises(AssertionError, match="gate and up of experts share one on GPUs under every type"):
+        on_cpu.run_jobs(tmp_path, [job], emulated=True)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.cases.adapter_cases import ADAPTERS
+from helpers.cases.adapter_cases import ADAPTERS, shared_in
 from helpers.cases.families import FAMILIES
 from helpers.cases.gradient_cases import (
     COMBINED,
@@ -138,8 +138,8 @@ def save_inputs(path: Path, jobs: list[Job]) -> None:
     for name in FAMILY.keys() & {j.model for j in jobs}:
         save_tiny(FAMILY[name].tiny, path / name, name)
     for name in {j.adapter for j in jobs}:
-        model, kind, targets = ADAPTERS[name]
-        adapter_reference.write_adapter(path / model, path / name, targets, RANK, ALPHA, kind == "lora")
+        model, _, targets = ADAPTERS[name]
+        adapter_reference.write_adapter(path / model, path / name, targets, RANK, ALPHA, shared_in(name))
 
 
 def run_jobs(path: Path, jobs: list[Job], emulated: bool = False, dtype: str = "float32") -> None:
@@ -155,8 +155,8 @@ def run_jobs(path: Path, jobs: list[Job], emulated: bool = False, dtype: str = "
 
 @cache
 def expected(directory: Path, adapter: str) -> Expected:
-    model, kind, _ = ADAPTERS[adapter]
-    return adapter_reference.expected(directory / model, directory / adapter, STEP[model], kind == "lora")
+    model, *_ = ADAPTERS[adapter]
+    return adapter_reference.expected(directory / model, directory / adapter, STEP[model], shared_in(adapter))
 
 
 @cache

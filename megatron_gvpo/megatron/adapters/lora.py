@@ -190,7 +190,7 @@ class Adapters:
             return self._drawn(name, shape) if path is None else stored.get(_PREFIX + name)
 
         with all_ranks_agree(ConfigError):
-            problem = place_tensors(self._bridge, self._chunks, value)
+            problem = place_tensors(self._bridge, self._chunks, value, is_drawn=path is None)
             if path is not None:
                 where = f"model.adapter.path={path}"
                 problem = compare_names(known, set(stored), where) or (problem and f"{where}: {problem}")
@@ -201,10 +201,6 @@ class Adapters:
         """Return first values: A uniform within 1 / sqrt(columns), as PEFT does, and B = 0."""
         if not name.endswith(".lora_A.weight"):
             return torch.zeros(shape)
-        layer = layer_of(name)
-        if self.options.type == "lora":  # q, k and v share one, and gate and up
-            first = next((parts[0] for parts in FUSED_NAMES.values() if layer in parts), layer)
-            name = name.replace(f".{layer}.", f".{first}.")
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
         return torch.empty(shape).uniform_(-1, 1, generator=generator) / math.sqrt(shape[-1])

@@ -59,13 +59,14 @@ def export_tensors(bridge: Any, chunks: list[Any], on_host: bool) -> Iterator[tu
 
 @torch.no_grad()
 def place_tensors(
-    bridge: Any, chunks: list[Any], value: Callable[[str, tuple[int, ...]], Tensor | None]
+    bridge: Any, chunks: list[Any], value: Callable[[str, tuple[int, ...]], Tensor | None], is_drawn: bool
 ) -> str | None:
     """Fill this rank's adapters with its parts of the tensors that `value` returns for (name, shape).
 
     `chunks` are not wrapped yet. `value` returns None for a tensor that it does not have, and the adapter
-    keeps what it has. A collective. Returns the problem with a tensor of another shape, or with two that
-    should be the same, or None.
+    keeps what it has. Layers that share an adapter's tensor get that of the first of them where the values
+    are drawn (`is_drawn`), and must have the same otherwise. A collective. Returns the problem with a tensor
+    of another shape, or with two that should be the same, or None.
     """
     adapters = [p for c in chunks for name, p in c.named_parameters() if is_adapter(name)]
     weights = [p.data for p in adapters]
@@ -87,12 +88,13 @@ def place_tensors(
                 continue
             is_local = (numbers >= first) & (numbers < first + len(new))
             index, values = (numbers[is_local] - first).long(), tensor[is_local].float()
-            if not torch.equal(new[index][done[index]], values[done[index]]):
+            is_done = done[index]
+            if not is_drawn and not torch.equal(new[index][is_done], values[is_done]):
                 problem = problem or (
                     f"{name} differs from that of a layer with which it shares one under type=lora: use "
                     "type=canonical_lora; gate and up of experts share one on GPUs under every type"
                 )
-            new[index], done[index] = values, True
+            new[index[~is_done]], done[index] = values[~is_done], True
     finally:
         for parameter, weight in zip(adapters, weights, strict=True):
             parameter.data = weight

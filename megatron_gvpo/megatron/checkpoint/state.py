@@ -178,14 +178,16 @@ def optimizer_shards(megatron: Any, weights: dict[str, Any]) -> dict[str, Sharde
     shards: dict[str, ShardedTensor] = {}
     for optimizer in megatron.chained_optimizers:
         for parameter, begin, end in _runs(optimizer):
-            for stored, start in _parts(of_parameter[id(parameter)], parameter):
-                low, high = max(begin, start), min(end, start + stored.data.numel())
+            for stored, index, elements in _parts(of_parameter[id(parameter)], parameter):
+                start = int(elements.storage_offset())
+                low, high = max(begin, start), min(end, start + elements.numel())
                 for name, run in _states(optimizer, parameter):
                     at = low - begin
-                    for box in boxes(tuple(stored.data.shape), low - start, high - start):
-                        size = math.prod(box[1])
-                        shards[f"{len(shards)}"] = _shard(name, stored, box, run[at : at + size])
-                        at += size
+                    for offset, size in boxes(tuple(elements.shape), low - start, high - start):
+                        box = (*index, *offset), (*(1 for _ in index), *size)
+                        numel = math.prod(size)
+                        shards[f"{len(shards)}"] = _shard(name, stored, box, run[at : at + numel])
+                        at += numel
     return shards
 
 
@@ -212,15 +214,29 @@ def _states(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def _parts(
     base: ShardedTensor | ShardedTensorFactory, parameter: Tensor
-) -> Iterator[tuple[ShardedTensor, int]]:
-    """Yield (stored tensor, its first element in the parameter); a fused gate-and-up parameter has two."""
+) -> Iterator[tuple[ShardedTensor, tuple[int, ...], Tensor]]:
+    """Yield (stored tensor, index in it, elements there): contiguous runs of a parameter's elements.
+
+    A parameter that fuses gate and up is stored as two tensors, and as two runs of every expert where it also
+    holds all experts. The elements are on the meta device, and their offset is that in the parameter.
+    """
+    shape = torch.empty(parameter.shape, device="meta")
     if isinstance(base, ShardedTensor):
-        yield base, 0
+        yield base, (), shape
         return
-    shape = torch.empty(parameter.shape, device="meta")  # a stand-in that shows where the factory cuts
     for part in nested_values(replace(base, data=shape).build()):
-        assert part.data.is_contiguous(), f"{part.key}: not a contiguous run of its parameter's elements"
-        yield part, part.data.storage_offset()
+        for index, elements in contiguous_parts(part.data):
+            yield part, index, elements
+
+
+def contiguous_parts(tensor: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Yield (index, view) of the largest contiguous parts of a tensor that its first axes count."""
+    if tensor.is_contiguous():
+        yield (), tensor
+        return
+    for i, row in enumerate(tensor):
+        for index, elements in contiguous_parts(row):
+            yield (i, *index), elements
 
 
 def _shard(name: str, stored: ShardedTensor, box: Box, flat: Tensor) -> ShardedTensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from helpers.references.adapter_reference import Shared
+
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 # name: (model, type, targets)
@@ -16,6 +18,8 @@ ADAPTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "mistral-all": ("mistral", "canonical_lora", ATTENTION + MLP),
     "qwen3_moe-all": ("qwen3_moe", "canonical_lora", ATTENTION + MLP),
     "qwen3_moe-fused": ("qwen3_moe", "lora", ATTENTION + MLP),
+    # As on GPUs: an expert's gate and up have one A.
+    "qwen3_moe-grouped": ("qwen3_moe", "canonical_lora", ATTENTION + MLP),
     "qwen3_moe-attention": ("qwen3_moe", "canonical_lora", ATTENTION),
     "deepseek_v2-all": ("deepseek_v2", "canonical_lora", LATENT),
     "deepseek_v3-all": ("deepseek_v3", "canonical_lora", LATENT),
@@ -29,3 +33,10 @@ ADAPTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "gpt_oss-all": ("GptOssForCausalLM", "canonical_lora", ATTENTION),
     "minimax_m2-all": ("MiniMaxM2ForCausalLM", "canonical_lora", ATTENTION),
 }
+
+
+def shared_in(adapter: str) -> Shared:
+    """Where layers of an adapter have one A together."""
+    if adapter.endswith("-grouped"):
+        return "experts"
+    return "everywhere" if ADAPTERS[adapter][1] == "lora" else "nowhere"

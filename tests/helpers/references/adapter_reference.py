@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,6 +20,8 @@ from helpers.workers.gradient_worker import TEMPERATURE, UPDATE
 
 PREFIX = "base_model.model."
 SHARED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Where the layers of SHARED have one A together: `lora` shares everywhere, and grouped experts always do.
+Shared = Literal["everywhere", "experts", "nowhere"]
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,9 @@ class Expected:
 
 
 def write_adapter(
-    base: Path, directory: Path, targets: tuple[str, ...], rank: int, alpha: int, shared: bool
+    base: Path, directory: Path, targets: tuple[str, ...], rank: int, alpha: int, shared: Shared
 ) -> None:
-    """Write random A and B of all layers named in `targets`; `shared`: q, k, v have one A, and gate, up."""
+    """Write random A and B of all layers named in `targets`."""
     generator = torch.Generator().manual_seed(7)
     shapes = {name: tuple(t.shape) for name, t in load_file(base / "model.safetensors").items()}
     tensors: dict[str, Tensor] = {}
@@ -47,8 +49,7 @@ def write_adapter(
             continue
         out, width = shape
         stem = f"{PREFIX}{name.removesuffix('.weight')}"
-        first = next((parts[0] for parts in SHARED if shared and layer in parts), layer)
-        of_first = f"{stem.removesuffix(layer)}{first}.lora_A.weight"
+        of_first = f"{_first(stem, shared)}.lora_A.weight"
         if of_first not in tensors:
             tensors[of_first] = torch.randn(rank, width, generator=generator) / width**0.5
         tensors[f"{stem}.lora_A.weight"] = tensors[of_first].clone()
@@ -60,7 +61,15 @@ def write_adapter(
     (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
-def expected(base: Path, adapter: Path, step: Step, shared: bool) -> Expected:
+def _first(stem: str, shared: Shared) -> str:
+    """The first of the layers that have one A with this one, by PEFT's name without `.lora_A.weight`."""
+    prefix, _, layer = stem.rpartition(".")
+    if shared == "nowhere" or (shared == "experts" and ".experts." not in prefix):
+        return stem
+    return f"{prefix}.{next((parts[0] for parts in SHARED if layer in parts), layer)}"
+
+
+def expected(base: Path, adapter: Path, step: Step, shared: Shared) -> Expected:
     config = json.loads((adapter / "adapter_config.json").read_text())
     scale = config["lora_alpha"] / config["r"]
     tensors = {name: t.double() for name, t in load_file(adapter / "adapter_model.safetensors").items()}
@@ -105,15 +114,12 @@ def expected(base: Path, adapter: Path, step: Step, shared: bool) -> Expected:
         g = full[f"{stem.removeprefix(PREFIX)}.weight"]
         by_name[name], by_name[f"{stem}.lora_B.weight"] = scale * b.T @ g, scale * g @ a.T
     once = dict(by_name)
-    if shared:  # a layer's gradient by the A that it shares is the sum of all
-        for parts in SHARED:
-            for first in [n for n in by_name if n.endswith(f".{parts[0]}.lora_A.weight")]:
-                keys = [first.replace(f".{parts[0]}.", f".{part}.") for part in parts]
-                total = torch.stack([by_name[key] for key in keys]).sum(0)
-                by_name |= dict.fromkeys(keys, total)
-                for key in keys[1:]:
-                    del once[key]
-                once[first] = total
+    for name in [name for name in by_name if name.endswith(".lora_A.weight")]:
+        first = f"{_first(name.removesuffix('.lora_A.weight'), shared)}.lora_A.weight"
+        if first != name:  # a layer's gradient by the A that it shares is the sum of all
+            once[first] = once[first] + once.pop(name)
+    for name in (name for name in by_name if name.endswith(".lora_A.weight")):
+        by_name[name] = once[f"{_first(name.removesuffix('.lora_A.weight'), shared)}.lora_A.weight"]
     norm = torch.stack([g.norm() for g in once.values()]).norm().item()
     moved = {name: t.clone() for name, t in tensors.items()}
     for name, tensor in moved.items():
