@@ -72,7 +72,7 @@ def test_the_teacher_is_the_only_optimum_for_every_weight(
 
 
 def on_policy_minimiser(loss: GVPOPlusPlus, seed: int, size: int = 40, steps: int = 160) -> Tensor:
-    """Where Adam ends if each step's group has the responses in the shares that the present policy gives them.
+    """Where Adam ends if a step's group has every response in the share that the present policy gives it.
 
     The shares are constants of the step: no gradient goes through them. A response with less than half a
     share keeps one, because the theorem wants full support.
