@@ -128,10 +128,10 @@ def search(words: str) -> Iterator[str]:
     """A line for every key that has all words in its name, type or meaning; then for another trainer's key.
 
     The options of a method's blocks are among them, as `algorithm.PLACE.OPTION [BLOCK]`. Without a word all
-    keys are told. Of `NAME=VALUE`, as another trainer's command line has it, the name counts. Where no key of
-    ours has the words, those of other trainers that have them in their names follow.
+    keys are told. Of `--NAME=VALUE`, as another trainer's command line has it, the name counts. Where no key
+    of ours has the words, those of other trainers that have them in their names follow.
     """
-    words = words.partition("=")[0].strip()
+    words = words.partition("=")[0].strip().lstrip("-")
     wanted = [_spaced(re.sub(r"@\d+", "@k", word)) for word in words.lower().split()]
     is_ours = False
     for name, key, owner in _all_keys():
