@@ -20,6 +20,7 @@ from transformers import DynamicCache
 from megatron_gvpo.groups import Routing
 from megatron_gvpo.replay.kept_tokens import kept_tokens, limits_of, listed, recorded_tokens
 from megatron_gvpo.replay.routing import RouterModules, Rule, by_count, exchanged, recorded_experts, through
+from megatron_gvpo.replay.templates import OtherTemplates
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.supports import Support
 from megatron_gvpo.verify.reference import Exact, load
@@ -185,6 +186,14 @@ def engine_suspicions(judges: Sequence[ExactJudge], case: Case, sampling: Sampli
         if tokens:
             changed = replace(case, prompt=tokens, routing=None)
             yield Suspicion("tokens", detail, case.logp(judge.logits(changed)))
+
+
+def template_suspicions(judge: ExactJudge, case: Case, templates: OtherTemplates) -> Iterator[Suspicion]:
+    """The log-probs after prompts that an engine has rendered by another chat template."""
+    for detail, tokens in templates.prompts(case.prompt):
+        yield Suspicion(
+            "template", detail, case.logp(judge.logits(replace(case, prompt=tokens, routing=None)))
+        )
 
 
 def trainer_suspicions(judges: Sequence[ExactJudge], case: Case) -> Iterator[Suspicion]:

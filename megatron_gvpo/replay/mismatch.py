@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -26,11 +27,13 @@ from megatron_gvpo.replay.judge import (
     Suspicion,
     engine_suspicions,
     exchanged_experts,
+    template_suspicions,
     trainer_suspicions,
 )
 from megatron_gvpo.replay.kept_tokens import listed, origin, recorded_tokens
 from megatron_gvpo.replay.model import ModelReplay, Start
 from megatron_gvpo.replay.run import earlier_findings, rows_of
+from megatron_gvpo.replay.templates import OtherTemplates
 from megatron_gvpo.runs.one_machine import in_layout
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.supports import Support
@@ -75,9 +78,9 @@ def certify(config: Config, step: int) -> Certificate:
         judges = _judges(config, step, wanted, Path(folder))
         if step - 1 not in judges:
             raise DataError(f"the weights of step {step - 1} cannot be computed again: see `replay`")
-        sampling = Sampling.of(config)
+        sampling, templates = Sampling.of(config), OtherTemplates.of(config)
         bounds = _bounds(responses, judges[step - 1], config.model.dtype)
-        gaps = [gap for r in responses for gap in _gaps(r, judges, step - 1, sampling, bounds)]
+        gaps = [gap for r in responses for gap in _gaps(r, judges, step - 1, sampling, templates, bounds)]
         gaps = list(_named_precision(gaps, bounds))
         gaps += _wrong_sets(responses, gaps, judges, sampling, bounds.limit)
         gaps += _lost_experts(responses, config)
@@ -157,7 +160,12 @@ def _judges(config: Config, step: int, wanted: set[int], folder: Path) -> dict[i
 
 
 def _gaps(
-    response: _Response, judges: dict[int, ExactJudge], present: int, sampling: Sampling, bounds: _Rounding
+    response: _Response,
+    judges: dict[int, ExactJudge],
+    present: int,
+    sampling: Sampling,
+    templates: OtherTemplates,
+    bounds: _Rounding,
 ) -> Iterator[_Gap]:
     """The gaps of engine and trainer from the judge, and the policy's own change between their weights."""
     case = response.case
@@ -169,7 +177,11 @@ def _gaps(
         then = case.logp(sampler.logits(case))
         earlier = _before(judges, response.version)
         side = _Side("engine", response.engine, sampler, then)
-        yield _explained(response, side, engine_suspicions([sampler, *earlier], case, sampling), bounds)
+        of_engine = chain(
+            engine_suspicions([sampler, *earlier], case, sampling),
+            template_suspicions(sampler, case, templates),
+        )
+        yield _explained(response, side, of_engine, bounds)
         if sampler is not judges[present]:
             detail = f"sampled by step {response.version}, as rollout.async_steps allows"
             yield _Gap(response, "both", "the policy's own change", detail, now - then)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ from helpers.tiny_run import configure, fit
 from safetensors.torch import load_file
 
 from megatron_gvpo import cli
+from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.megatron.microbatch import Share
+from megatron_gvpo.sampling.embedded import EmbeddedEngine
 from megatron_gvpo.sampling.local_model import LocalModel
 from megatron_gvpo.training.trainer import Trainer
 
@@ -99,6 +103,26 @@ def trainer_temperature(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(trainer.components.policy, "_temperature", 1.0)
 
 
+def noise(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """The engine's log-probs are off by random numbers, which no program error would give."""
+    original = LocalModel._sample
+
+    def sample(self: LocalModel, *arguments: Any) -> Any:
+        rollouts, generator = original(self, *arguments), torch.Generator().manual_seed(0)
+        for rollout in rollouts:
+            numbers = torch.randn(len(rollout.logprobs), generator=generator).tolist()
+            rollout.logprobs = [p - abs(n) for p, n in zip(rollout.logprobs, numbers, strict=True)]
+        return rollouts
+
+    patch.setattr(LocalModel, "_sample", sample)
+
+
+def one_step_behind(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """The engine has the weights of the step before and says so, as servers with rollout.async_steps do."""
+    original = EmbeddedEngine.sync
+    patch.setattr(EmbeddedEngine, "sync", lambda self, version: None if version else original(self, version))
+
+
 FAULTS = {
     "stale weights": RunFault(stale_weights, "engine", "stale weights", "those of step 0", after=0),
     "stale cache": RunFault(stale_cache, "engine", "stale cache", "are of step 0"),
@@ -111,6 +135,7 @@ FAULTS = {
         recommended_temperature, "engine", "temperature", "0.3 in place of 1"
     ),
     "precision of the trainer": RunFault(rounded_trainer, "trainer", "precision", "bfloat16"),
+    "noise": RunFault(noise, "engine", "unexplained", "no suspicion reproduces it"),
     "temperature of the trainer": RunFault(
         *(trainer_temperature, "trainer", "temperature", "1 in place of 0.8"),
         settings=("rollout.temperature=0.8",),
@@ -141,4 +166,77 @@ def test_a_sound_run_has_rounding_only(sound: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named_with_its_share(task: Path, tmp_path: Path, name: str):
     fault = FAULTS[name]
+    check_names(certificate_with(fault, task, tmp_path), fault)
+
+
+def test_older_weights_that_say_so_are_the_policys_own_change(task: Path, tmp_path: Path):
+    fault = RunFault(one_step_behind, "both", "the policy's own change", after=0)
+    certificate = certificate_with(fault, task, tmp_path)
+    first = certificate.causes[0]
+    assert (first.side, first.name) == (fault.side, fault.cause), certificate.causes
+    assert "sampled by step 0" in first.detail
+    assert first.share > 0.8
+    assert certificate.is_rounding, "no side is wrong"
+    assert certificate.worst[0].cause == "both: the policy's own change"
+
+
+# In the characters of the tiny model's tokenizer: "=" before a system prompt, "+" before the user's message.
+TEMPLATE = (
+    "{% for m in messages %}{{ ('=' if m.role == 'system' else '+') + m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}*={% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chat_task(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of the tiny task with a chat template."""
+    model = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(task / "model", model)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    return model
+
+
+def other_template(change: Callable[[str], str]) -> Callable[[Trainer, pytest.MonkeyPatch], None]:
+    """A fault by which the engine gets each prompt with another text around the problem."""
+
+    def put(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+        original, tokenizer = LocalModel._sample, load_tokenizer(trainer.config.model.path)
+
+        def sample(self: LocalModel, requests: Any, *arguments: Any) -> Any:
+            changed = []
+            for request in requests:
+                text = tokenizer.decode(request.prompt_ids)
+                assert change(text) != text
+                changed.append(replace(request, prompt_ids=tuple(tokenizer(change(text))["input_ids"])))
+            return original(self, changed, *arguments)
+
+        patch.setattr(LocalModel, "_sample", sample)
+
+    return put
+
+
+SYSTEM = "=0123\n"
+TEMPLATES = {  # the engine's prompt, what the certificate says, the configuration
+    "no system prompt": (lambda text: text.removeprefix(SYSTEM), "without data.system_prompt", ()),
+    "no generation prompt": (lambda text: text.removesuffix("*="), "without the generation prompt", ()),
+    "no template": (
+        lambda text: text.removeprefix(f"{SYSTEM}+").removesuffix("\n*="),
+        "without the chat template",
+        (),
+    ),
+    "a template that the run lacks": (
+        lambda text: f"+{text}\n*=",
+        "through the tokenizer's chat template",
+        ("data.chat_template=false", "data.system_prompt=null"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.proof if i > 1 else ()) for i, name in enumerate(TEMPLATES)]
+)
+def test_another_template_is_named(task: Path, chat_task: Path, tmp_path: Path, name: str):
+    change, detail, settings = TEMPLATES[name]
+    chat = (f"model.path={chat_task}", "data.system_prompt='0123'", "data.max_prompt_tokens=48")
+    fault = RunFault(other_template(change), "engine", "template", detail, (*chat, *settings))
     check_names(certificate_with(fault, task, tmp_path), fault)
