@@ -24,6 +24,7 @@ PAGE = ROOT / "docs" / "reference" / "families.md"
 DIVISIONS = ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")
 ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
 VISION = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL"}
+EMULATED = {"Qwen3": "Qwen3", "Qwen3Moe": "Qwen3-MoE"}  # of test_emulated_fp8.py
 REHEARSED = {"qwen": "Qwen2", "mixture": "Qwen3-MoE", "latent": "DeepSeek-V3"}  # of test_configurations.py
 
 
@@ -46,10 +47,15 @@ def title_of(model: str) -> str:
     return reference.FAMILY_NAMES.get(name) or by_architecture[name]
 
 
-def fp8_families() -> set[str]:
-    """Families with FP8 in the rehearsals of test_configurations.py."""
-    text = (ROOT / "tests" / "rehearsal" / "test_configurations.py").read_text()
-    return {REHEARSED[name] for name in re.findall(r'Case\("(\w+)", \d+, \("model\.fp8\.', text)}
+def fp8_families() -> dict[str, str]:
+    """How each family is tested with FP8: in rehearsals, or with values on emulated GPUs."""
+    rehearsals = (ROOT / "tests" / "rehearsal" / "test_configurations.py").read_text()
+    emulations = (ROOT / "tests" / "emulation" / "test_emulated_fp8.py").read_text()
+    rehearsed = re.findall(r'Case\("(\w+)", \d+, \("model\.fp8\.', rehearsals)
+    emulated = re.findall(r": transformers\.(\w+)Config\(", emulations)
+    return {REHEARSED[name]: "rehearsed" for name in rehearsed} | {
+        EMULATED[name]: "emulated" for name in emulated
+    }
 
 
 def divisions(of: Iterable[ParallelLayout]) -> str:
@@ -75,7 +81,7 @@ def features() -> str:
             "yes" if title in muon else "",
             "yes" if title in VISION.values() else "",
             "yes" if title in replayed else "",
-            "rehearsed" if title in fp8_families() else "",
+            fp8_families().get(title, ""),
             ", ".join(sorted(engine for engine, of in served if of == title)),
         ]
         lines.append("| " + " | ".join(cell or "-" for cell in cells) + " |")
