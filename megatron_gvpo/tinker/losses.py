@@ -2,7 +2,8 @@
 
 The API's losses are sums over all positions of a request's sequences, never means: the gradients of several
 requests add up. Sources: the API's documentation of its losses (tinker 0.38); PPO arXiv 1707.06347, CISPO
-arXiv 2506.13585, DRO arXiv 2405.19107. GVPO and GPG are those of `algorithms/losses`, means over a request.
+arXiv 2506.13585, DRO arXiv 2405.19107, GSPO-token arXiv 2507.18071 (section 4.3). GVPO and GPG are those of
+`algorithms/losses`, means over a request.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 LossOptions = Mapping[str, float | str]
 TARGETS = "target_tokens"
 GROUP, REWARD = "group", "reward"  # GVPO's inputs: one number for a sequence
+RATIO_MASK = "sequence_ratio_mask"  # GSPO's input: not 0 where a token counts in its sequence's ratio
+UNPUBLISHED = (
+    "the formula of stable_reinforce is not published; give the recipe loss_fn=importance_sampling or cispo"
+)
 LARGEST_GROUP = 2**53  # up to here a float64 holds every integer
 
 
@@ -81,8 +86,20 @@ def _clipped(ratio_r: Tensor, config: LossOptions) -> Tensor:
 
 
 def _ppo(logp_r: Tensor, c: Columns, config: LossOptions, _: BatchTotals) -> Tensor:
-    ratio_r, advantage_r = _ratio(logp_r, c), c["advantages"]
+    return _clipped_surrogate(_ratio(logp_r, c), c["advantages"], config)
+
+
+def _clipped_surrogate(ratio_r: Tensor, advantage_r: Tensor, config: LossOptions) -> Tensor:
     return -torch.minimum(ratio_r * advantage_r, _clipped(ratio_r, config) * advantage_r).sum()
+
+
+def _gspo(logp_r: Tensor, c: Columns, config: LossOptions, _: BatchTotals) -> Tensor:
+    """Every token has its sequence's ratio as the value, and its own log-prob's gradient."""
+    log_ratio_r, is_counted_r = logp_r.detach() - c["logprobs"], c[RATIO_MASK] != 0
+    lengths = [len(datum.tokens) for datum in c.data]
+    parts = zip(log_ratio_r.split(lengths), is_counted_r.split(lengths), strict=True)
+    mean_r = torch.cat([part[is_counted].mean().expand(len(part)) for part, is_counted in parts])
+    return _clipped_surrogate((mean_r + logp_r - logp_r.detach()).exp(), c["advantages"], config)
 
 
 def _cispo(logp_r: Tensor, c: Columns, config: LossOptions, _: BatchTotals) -> Tensor:
@@ -137,6 +154,7 @@ LOSSES = {
     "cross_entropy": ServerLoss(("weights",), {}, _cross_entropy),
     "importance_sampling": ServerLoss(_SAMPLED, {}, _importance_sampling),
     "ppo": ServerLoss(_SAMPLED, _CLIP, _ppo),
+    "gspo": ServerLoss((*_SAMPLED, RATIO_MASK), _CLIP, _gspo),
     "cispo": ServerLoss(_SAMPLED, _CLIP, _cispo),
     "dro": ServerLoss(_SAMPLED, {"beta": 0.05}, _dro),
     "gpg": ServerLoss(("weights", "advantages"), {}, _gpg, is_mean=True),
@@ -161,6 +179,8 @@ class RequestedLoss:
     @staticmethod
     def of(name: str, config: LossOptions, data: Sequence[Datum]) -> RequestedLoss:
         """Raises Refusal for a loss, an option or inputs that the server does not know."""
+        if name == "stable_reinforce":
+            raise Refusal(f"loss_fn={name!r}: {UNPUBLISHED}")
         if (loss := LOSSES.get(name)) is None:
             raise Refusal(f"loss_fn={name!r}: this server has {', '.join(LOSSES)}")
         if unknown := sorted(config.keys() - loss.options.keys()):
@@ -242,6 +262,8 @@ def _check_inputs(where: str, loss: str, wanted: set[str], datum: Datum) -> None
             raise Refusal(f"{where}[{name!r}] is of {values.dtype}: tokens are int64")
         if not np.isfinite(values).all():
             raise Refusal(f"{where}[{name!r}] has a number that is not finite")
+        if name == RATIO_MASK and not values.any():
+            raise Refusal(f"{where}[{name!r}] is 0 everywhere: want 1 for the tokens that were sampled")
 
 
 def _check_groups(loss: str, data: Sequence[Datum]) -> None:

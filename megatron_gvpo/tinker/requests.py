@@ -159,7 +159,7 @@ class SampleBody(ApiRequest):
     topk_sample_logprobs: Literal[0] = 0
     prompt_alt_tokens_k: Literal[0] = 0
     target_prompt_logprobs: None = None
-    record_stability_info: Literal[False] | None = None
+    record_stability_info: bool | None = None  # True is refused with a sentence
 
 
 class RetrieveFuture(ApiRequest):

@@ -22,7 +22,7 @@ from megatron_gvpo.servers.request import Request
 from megatron_gvpo.settings.sections import GREEDY, SamplingConfig
 from megatron_gvpo.settings.tinker import TinkerConfig
 from megatron_gvpo.tinker.gradients import TEMPERATURE, rows_of
-from megatron_gvpo.tinker.losses import TARGETS
+from megatron_gvpo.tinker.losses import TARGETS, UNPUBLISHED
 from megatron_gvpo.tinker.requests import SampleBody, SamplingParams
 from megatron_gvpo.tinker.served_model import ServedModel
 from megatron_gvpo.tinker.state import Slot
@@ -107,6 +107,8 @@ def sampling_of(body: SampleBody, model: ServedModel, seed: int) -> tuple[dict[s
     Requests with equal SamplingConfigs are sampled together. `seed`: for a request that has none.
     """
     params, prompt = body.sampling_params, body.prompt.tokens()
+    if body.record_stability_info:
+        raise Refusal(f"record_stability_info=True: {UNPUBLISHED}")
     if not prompt:
         raise Refusal("the prompt is empty; it needs at least one token")
     model.check_tokens("prompt", prompt)

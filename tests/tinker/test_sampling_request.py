@@ -12,13 +12,14 @@ from megatron_gvpo.tinker.wire import Refusal
 MODEL = ServedModel("name", "path", "Qwen2ForCausalLM", 50, 20, (7,), None, ())
 
 
-def asked(**params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def asked(record_stability_info: bool = False, **params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     body = requests.SampleBody.model_validate(
         {
             "sampling_session_id": "s",
             "seq_id": 0,
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": params.pop("prompt", [3, 4])}]},
             "sampling_params": params,
+            "record_stability_info": record_stability_info,
         }
     )
     return sampling_of(body, MODEL, seed=11)
@@ -54,6 +55,7 @@ def test_temperature_0_takes_the_likeliest_token():
         ({"stop": [77]}, "vocabulary"),
         ({"max_tokens": 19}, "exceed the model's 20 positions"),
         ({"stop": ["\ufffd"]}, "sampling_params.stop"),
+        ({"record_stability_info": True}, "give the recipe loss_fn=importance_sampling or cispo"),
     ],
 )
 def test_what_the_engine_cannot_do_is_refused(params, words):

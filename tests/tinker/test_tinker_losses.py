@@ -13,14 +13,17 @@ def datum(tokens: int = 3, **inputs: list[float]) -> Datum:
     return Datum([1] * tokens, {"target_tokens": np.asarray([2] * tokens, np.int64), **columns})
 
 
-def sampled() -> Datum:
-    return datum(logprobs=[-1.0] * 3, advantages=[1.0] * 3)
+def sampled(**inputs: list[float]) -> Datum:
+    return datum(logprobs=[-1.0] * 3, advantages=[1.0] * 3, **inputs)
 
 
 @pytest.mark.parametrize(
     ("name", "config", "data", "words"),
     [
-        ("stable_reinforce", {}, datum(), "this server has cross_entropy"),
+        ("reinforce", {}, datum(), "this server has cross_entropy"),
+        ("stable_reinforce", {}, datum(), "give the recipe loss_fn=importance_sampling or cispo"),
+        ("gspo", {}, sampled(), "sequence_ratio_mask is missing"),
+        ("gspo", {}, sampled(sequence_ratio_mask=[0] * 3), "is 0 everywhere: want 1 for the tokens"),
         ("cross_entropy", {}, datum(), "weights is missing"),
         ("cross_entropy", {}, datum(weights=[1, 1]), "has 2 numbers: want 3"),
         ("cross_entropy", {}, datum(weights=[1, 1, float("nan")]), "not finite"),
@@ -85,6 +88,7 @@ def test_the_shares_of_micro_batches_add_up():
             weights=[1.0] * length,
             logprobs=[-1.0] * length,
             advantages=[0.5] * length,
+            sequence_ratio_mask=[0.0] * (length - 1) + [1.0],
             group=[i % 2],
             reward=[float(i)],
         )

@@ -81,12 +81,13 @@ likeliest = sampler.sample(prompt, 2, types.SamplingParams(max_tokens=6, top_k=1
 assert list(likeliest[0].tokens) == list(likeliest[1].tokens)
 
 # Reinforcement learning on the samples, with each loss.
-for loss in ("importance_sampling", "ppo", "cispo", "dro"):
+for loss in ("importance_sampling", "ppo", "gspo", "cispo", "dro"):
     rollouts = [
         datum(
             [9, 16, 10, *s.tokens],
             logprobs=[0.0, 0.0, *s.logprobs],
             advantages=[0.0, 0.0, *[float(i) - 1] * len(s.tokens)],
+            **({"sequence_ratio_mask": [0.0, 0.0, *[1.0] * len(s.tokens)]} if loss == "gspo" else {}),
         )
         for i, s in enumerate(samples)
     ]
@@ -111,7 +112,10 @@ assert base.compute_logprobs(types.ModelInput.from_ints(TEXTS[1])).result() != s
 
 # Errors are the API's own kinds.
 bad = tinker.BadRequestError
-refused(bad, "this server has cross_entropy", lambda: training.forward_backward(data, "gspo").result())
+stable = "give the recipe loss_fn=importance_sampling or cispo"
+refused(bad, stable, lambda: training.forward_backward(data, "stable_reinforce").result())
+recording = training.save_weights_and_get_sampling_client(record_stability_info=True).result()
+refused(bad, stable, lambda: recording.sample(prompt, 1, params).result())
 refused(bad, "vocabulary", lambda: training.forward_backward([datum([1, 10**6])], "cross_entropy").result())
 refused(bad, "advantages is missing", lambda: training.forward_backward(data, "ppo").result())
 refused(bad, "exists already", lambda: training.save_state("one").result())
