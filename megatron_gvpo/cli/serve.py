@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.cli import configured
@@ -77,6 +78,9 @@ def _check(config: TinkerConfig, ranks: int) -> None:
     card = ModelCard.read(config.model.path)
     architecture = check_trainable(card, f"model.path={config.model.path}")
     check_adapter_layers(config.model, config.parallel, card, architecture)
+    with loading("the model's files"), heavy_imports():
+        from megatron_gvpo.huggingface.complete_weights import stored_tensors
+    stored_tensors(Path(config.model.path), "model.path")  # its absence is said before Megatron loads
     check_processes(config.parallel, ranks)
     check_division(config.parallel, card)
     if config.parallel.tp * config.parallel.cp > 1:

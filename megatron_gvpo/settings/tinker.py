@@ -80,6 +80,12 @@ def load_tinker_config(files: Sequence[str | Path], overrides: Iterable[str] = (
     Raises ConfigError.
     """
     values = merged_values(files, overrides)
+    if "serve" not in values:  # a training run's, which has many keys that a server does not know
+        raise ConfigError(
+            f"{', '.join(map(str, files))}: no section `serve`: a server's configuration has output_dir, "
+            "model, parallel and serve, with serve.key; data and method are its clients'. "
+            "Example: examples/tinker/server.yaml; all keys: docs/howto/tinker_server.md"
+        )
     try:
         return TinkerConfig.model_validate(values)
     except ValidationError as error:

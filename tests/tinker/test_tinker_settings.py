@@ -1,9 +1,12 @@
 """The configuration of `serve --tinker` refuses what cannot be, and never shows its key."""
 
+import shutil
 from pathlib import Path
 
 import pytest
+from helpers.paths import ROOT
 
+from megatron_gvpo.cli.serve import _check as check
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.settings.tinker import TinkerConfig, load_tinker_config
 
@@ -45,6 +48,22 @@ def test_the_models_name_is_its_path_unless_another_is_given(file: Path):
 def test_what_cannot_be_is_refused(file: Path, override: str, words: str):
     with pytest.raises(ConfigError, match=words):
         loaded(file, override)
+
+
+def test_a_training_configuration_is_refused_in_one_line_with_an_example():
+    with pytest.raises(ConfigError) as refused:
+        load_tinker_config([ROOT / "examples" / "recipes" / "gsm8k.yaml", ROOT / "examples" / "cpu.yaml"])
+    message = str(refused.value)
+    assert "cpu.yaml: no section `serve`: " in message and "\n" not in message
+    for named in ("examples/tinker/server.yaml", "docs/howto/tinker_server.md"):
+        assert named in message and (ROOT / named).is_file()
+
+
+def test_a_model_without_weights_is_refused_before_megatron_loads(file: Path, task: Path, tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    shutil.copy(task / "model" / "config.json", tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"model\.path=.*model: no weights there"):
+        check(loaded(file, f"model.path={tmp_path}/model"), 1)
 
 
 def test_a_key_is_needed_and_comes_from_the_environment(file: Path, monkeypatch: pytest.MonkeyPatch):
