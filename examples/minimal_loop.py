@@ -57,6 +57,8 @@ def main() -> int:
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if options.steps < 1 or not 0 < options.lr < 1:
+        parser.error(f"--steps {options.steps} --lr {options.lr}: want 1 step or more, and a rate in (0, 1)")
     for path in (options.model, options.train, options.test):
         if not path.exists():
             print(f"error: {path} is missing: `make quickstart` makes it", file=sys.stderr)
@@ -124,6 +126,10 @@ def read_prompts(file: Path, tokenizer: Any) -> list[Prompt]:
         records = [json.loads(line) for line in file.read_text().splitlines()]
     prompts = []
     for number, record in enumerate(records):
+        if missing := {"prompt", "answer"} - record.keys():
+            sys.exit(
+                f"error: {file}, record {number + 1}: there is no field {' and no '.join(sorted(missing))}"
+            )
         text = record["prompt"]
         if tokenizer.chat_template:
             chat = [{"role": "user", "content": text}]

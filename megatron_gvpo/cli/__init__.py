@@ -74,6 +74,7 @@ LEAVING = 60.0  # seconds that threads have to end when the command is done
 # The errors of Gloo and NCCL in a rank that waits for one that has ended.
 _OF_COLLECTIVES = re.compile(r"/gloo/|nccl", re.IGNORECASE)
 _LOST = re.compile(r"Connection (reset|closed) by peer|remote process exit")
+_LATE = re.compile(r"Timed out waiting|timed? ?out", re.IGNORECASE)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,12 +103,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _lost_rank(error: BaseException) -> str | None:
-    """A line instead of the traceback of each other rank, where a rank has ended; None for other errors."""
+    """A line instead of the traceback of each other rank, where a rank ended or hangs; else None."""
     text = str(error) if isinstance(error, RuntimeError) else ""
-    if not (_OF_COLLECTIVES.search(text) and _LOST.search(text)):
-        return None
     rank = os.environ.get("RANK", "0")
-    return f"error: rank {rank} has lost another rank, which ended: see its message, or the launcher's\n"
+    if not _OF_COLLECTIVES.search(text):
+        return None
+    if _LOST.search(text):
+        return f"error: rank {rank} has lost another rank, which ended: see its message, or the launcher's\n"
+    if _LATE.search(text):
+        return (
+            f"error: rank {rank} waited in vain for another rank, which hangs or is much slower "
+            f"(parallel.timeout_seconds, rounded up to minutes): {text.splitlines()[0]}\n"
+        )
+    return None
 
 
 def _end_without_threads(code: int) -> None:

@@ -7,16 +7,17 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_gvpo.conversations.chat import Message, RequestRefused, begins_with
 from megatron_gvpo.conversations.converse import ConversationLimits, Respond, TurnEnds, append_turn
 from megatron_gvpo.core.clock import running_seconds
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.chat_template import Template
-from megatron_gvpo.groups import Prompt, Rollout
+from megatron_gvpo.groups import Prompt, Rollout, message_text
 from megatron_gvpo.servers.request import Request, derived_seed
 
+_TOO_LONG = "context_length_exceeded"  # OpenAI's code
 Templates = Callable[[str], Template]  # the template that shows these tools, given as JSON
 
 
@@ -24,11 +25,17 @@ class Dialogue:
     """The calls of one rollout's program. It is used in one event loop.
 
     The seed of a call is made from its context, so that agents that ask at the same time get
-    the same answers in any order.
+    the same answers in any order. `longest_token`: characters, at most, that a token stands for.
     """
 
     def __init__(
-        self, respond: Respond, templates: Templates, prompt: Prompt, seed: int, limits: ConversationLimits
+        self,
+        respond: Respond,
+        templates: Templates,
+        prompt: Prompt,
+        seed: int,
+        limits: ConversationLimits,
+        longest_token: int,
     ) -> None:
         # It has the engine's error, once there is one.
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -38,6 +45,7 @@ class Dialogue:
         self._respond, self._templates = respond, templates
         self._prompt, self._seed = prompt, seed
         self._limits = limits
+        self._most_characters = longest_token * (len(prompt.token_ids) + limits.max_tokens)
         self._remaining = limits.max_tokens
         self._calls = AnsweredCalls(prompt.token_ids)
         self._started: Counter[int] = Counter()  # number of calls, by the hash of the context
@@ -66,8 +74,12 @@ class Dialogue:
         """The tokens with which the policy is asked.
 
         A chat that goes on from an answer keeps the tokens that were sampled. Anything else is rendered by
-        the chat template. Raises RequestRefused.
+        the chat template. Raises RequestRefused, also for texts that cannot fit: tokens of 30 MB would take
+        minutes and gigabytes, and no other rollout would be served meanwhile.
         """
+        if (characters := sum(len(message_text(m)) for m in messages)) > self._most_characters:
+            self.first_call.set()
+            self._refuse(f"{characters} characters leave no room for an answer: {self._most}", _TOO_LONG)
         try:
             template = self._templates(tools)
             if (call := self._continued_call(messages, tools)) is None:
@@ -158,13 +170,18 @@ class Dialogue:
             limit = f"rollout.conversation.rollout_timeout={self._limits.seconds:g} seconds"
             problem = f"no time is left: {limit}", "time"
         elif self._room(context) < 1:
-            limit = f"rollout.max_tokens={self._limits.max_tokens} bounds all that comes after the prompt"
-            message = f"these {len(context)} tokens leave no room for an answer: {limit}"
-            problem = message, "context_length_exceeded"
+            problem = f"these {len(context)} tokens leave no room for an answer: {self._most}", _TOO_LONG
         if problem is not None:
-            self.limited = True
-            self._refused += 1
-            raise RequestRefused(*problem)
+            self._refuse(*problem)
+
+    @property
+    def _most(self) -> str:
+        return f"rollout.max_tokens={self._limits.max_tokens} bounds all that comes after the prompt"
+
+    def _refuse(self, problem: str, code: str) -> NoReturn:
+        self.limited = True
+        self._refused += 1
+        raise RequestRefused(problem, code)
 
     async def close(self) -> None:
         """End the calls that nobody waits for any more."""

@@ -36,6 +36,7 @@ class ProgramRunner:
     def __init__(self, config: ConversationConfig, spec: str, task: Task) -> None:
         self._config, self._task = config, task
         self._templates = {"": Template(task.tokenizer, task.end_token_ids, task.chat)}
+        self._longest_token = max(map(len, task.tokenizer.get_vocab()))
         self._starters = [Starter(config, spec) for _ in range(config.workers)]
         self._opened = ExitStack()
 
@@ -67,7 +68,7 @@ class ProgramRunner:
         async def run(number: int, prompt: Prompt, request: Request, i: int) -> Rollout:
             def dialogue() -> Dialogue:
                 respond, seed = partial(policy.respond, number), derived_seed(request.seed, i)
-                return Dialogue(respond, self._template, prompt, seed, limits)
+                return Dialogue(respond, self._template, prompt, seed, limits, self._longest_token)
 
             rollout = await self._rollout(proxy, dialogue, prompt, request.seed)
             policy.end(number)

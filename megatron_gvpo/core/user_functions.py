@@ -8,6 +8,7 @@ import inspect
 import os
 import re
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_gvpo.core.user_imports import INSTALLED, KeptFiles, imported_files
 
@@ -30,6 +31,8 @@ MOVED = {
 MESSAGE = 500  # characters of an error's text; the rest is cut off
 _PACKAGE = __package__.partition(".")[0]
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_exit = os._exit
+_called = threading.local()  # its `process`: the one in which this thread runs users' code
 _contents: dict[str, bytes] = {}  # the content of files as the run began with it, by path
 
 
@@ -91,9 +94,10 @@ def load_function(spec: str) -> Callable[..., Any]:
         warnings.warn(f"{spec} is now {now}: the old name goes away soon", FutureWarning, stacklevel=2)
         return load_function(now)
     try:
-        module = _load_file(source) if source.endswith(".py") else importlib.import_module(source)
+        with refusing_exit():
+            module = _load_file(source) if source.endswith(".py") else importlib.import_module(source)
     except SystemExit as error:  # such as a script without `if __name__ == "__main__"`
-        raise ValueError(f"importing {source} ended the program (sys.exit, {described(error)})") from error
+        raise ValueError(f"importing {source} ended the program ({described(error)})") from error
     except Exception as error:
         raise ValueError(f"importing {source} failed: {type(error).__name__}: {message_of(error)}") from error
     function = getattr(module, name, None)
@@ -140,7 +144,7 @@ class UserFunctionError(ValueError):
 def call_function(where: str, spec: str, *arguments: Any, **options: Any) -> Any:
     """The value that the function returns. `where` is the configuration's key. Raises UserFunctionError."""
     try:
-        with kept_directory():
+        with kept_directory(), refusing_exit():
             return load_function(spec)(*arguments, **options)
     except BaseException as error:  # a panic in a Rust library, such as polars, is not an Exception
         if isinstance(error, KeyboardInterrupt) or type(error).__module__.startswith(f"{_PACKAGE}."):
@@ -173,7 +177,7 @@ def described(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return text
-    own = [frame for frame in frames if not frame.filename.startswith(INSTALLED)]
+    own = [f for f in frames if f.filename != __file__ and not f.filename.startswith(INSTALLED)]
     frame = (own or frames)[-1]
     return f"{text} ({os.path.basename(frame.filename)}, line {frame.lineno})"
 
@@ -186,6 +190,26 @@ def kept_directory() -> Iterator[None]:
         yield
     finally:
         os.chdir(before)
+
+
+@contextmanager
+def refusing_exit() -> Iterator[None]:
+    """Raise SystemExit where users' code calls os._exit in this thread, and not in a process that it forked.
+
+    The command would end there, without a word, and with exit code 0 as if its work were done.
+    """
+    before, _called.process = getattr(_called, "process", None), os.getpid()
+    os._exit = _exit_of_user
+    try:
+        yield
+    finally:
+        _called.process = before
+
+
+def _exit_of_user(status: int) -> NoReturn:
+    if getattr(_called, "process", None) != os.getpid():
+        _exit(status)
+    raise SystemExit(f"os._exit({status})")
 
 
 def forget_functions() -> None:

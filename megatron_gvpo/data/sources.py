@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.core.json_files import LFS_POINTER, LFS_REMEDY, unique_keys
-from megatron_gvpo.core.user_functions import described, kept_directory, load_function
+from megatron_gvpo.core.user_functions import described, kept_directory, load_function, refusing_exit
 from megatron_gvpo.data.generated import PREFIX, generated_problems
 from megatron_gvpo.data.image_files import data_url
 
@@ -57,7 +57,7 @@ def read_records(
 def converted(record: Record, function: str) -> Record | None:
     """The record as the user's function returns it; None if it leaves the record out. Raises DataError."""
     try:
-        with kept_directory():  # relative paths are read after it
+        with kept_directory(), refusing_exit():  # relative paths are read after it
             fields = load_function(function)(dict(record.fields))
     except KeyboardInterrupt:
         raise

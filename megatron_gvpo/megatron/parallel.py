@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import os
 from datetime import timedelta
 from typing import Any
@@ -88,7 +89,7 @@ def initialize(parallel: ParallelConfig, seed: int, deterministic: bool = False)
             context_parallel_size=parallel.cp,
             expert_model_parallel_size=parallel.ep,
             expert_tensor_parallel_size=parallel.etp,
-            distributed_timeout_minutes=max(1, parallel.timeout_seconds // 60),
+            distributed_timeout_minutes=math.ceil(parallel.timeout_seconds / 60),
             # Copies of the data-parallel groups, in which every rank connects to every other: megatron-core
             # gathers the optimizer's state over them, which the checkpoints here do not.
             create_gloo_process_groups=False,

@@ -58,7 +58,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
             case "extra_forbidden" if answers := _of_other_trainers(key, value, siblings):
                 lines += [f"{cut(name)}: no such key; {answer}" for name, answer in answers]
             case "extra_forbidden":
-                lines.append(f"{key}: no such key; {_nearest(str(item['loc'][-1]), siblings)}")
+                lines.append(f"{key}: no such key; {_nearest(str(item['loc'][-1]), siblings, key)}")
             case "missing":
                 lines.append(f"{key}: missing, and it has no default")
             case "union_tag_invalid":
@@ -110,11 +110,13 @@ def _of_other_trainers(key: str, value: Any, siblings: Sequence[str]) -> list[tu
     return [pair for pair in answers(key, value) if pair[1].partition(",")[0] != f"here it is {pair[0]}"]
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
+def _nearest(name: str, known: Sequence[str], key: str = "") -> str:
+    """The known name that is meant, in the section of `key`; all known names where none is near."""
     if odd := _not_ascii(name):
         return f"{odd}, and keys are ASCII letters"
     near = difflib.get_close_matches(name, known, 1, 0.6)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+    section = key[: -len(name)] if key.endswith(f".{name}") else ""
+    return f"did you mean '{section}{near[0]}'?" if near else f"known: {', '.join(sorted(known))}"
 
 
 def _not_ascii(text: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from megatron_gvpo.algorithms.custom import CustomEstimator, CustomLoss, CustomM
 from megatron_gvpo.algorithms.shapers.judged import WinRate
 from megatron_gvpo.cli.with_model import run_with_model
 from megatron_gvpo.core.errors import RolloutError
-from megatron_gvpo.core.user_functions import UserFunctionError, described, load_function
+from megatron_gvpo.core.user_functions import UserFunctionError, call_function, described, load_function
 from megatron_gvpo.sampling import batch_sampler
 from megatron_gvpo.types import BatchTotals, LossInputs
 
@@ -42,6 +44,7 @@ def mine(directory: Path, arguments: str, body: str) -> str:
         ),
         ("return inputs.logp_r.sum(), {'grad_norm': 1.0}", "a metric with the name 'grad_norm' is that of"),
         ("return inputs.logp_r.sum(), {'head/known': 1.0}", "a metric with the name 'head/known' is that of"),
+        ("import os; os._exit(0)", r"SystemExit: os\._exit\(0\) \(mine\.py, line 5\)"),
         (r"return inputs.logp_r.sum(), {'a\nb': 1.0}", "expected 1 to 64 characters that can be printed"),
         ("return inputs.logp_r.sum(), None", r"expected metrics as \{name: number\}, it returned NoneType"),
     ],
@@ -84,6 +87,30 @@ def test_a_file_whose_import_raises_an_error_without_a_text(tmp_path):
     (tmp_path / "mine.py").write_text(lines)
     with pytest.raises(ValueError, match=r"mine\.py failed: Mute: \(its message cannot be shown\)"):
         load_function(function)
+
+
+def test_os_exit_in_a_file_that_is_imported(tmp_path):
+    """The command ended there, and its exit code said that it had done its work."""
+    function = mine(tmp_path, "rows", "pass")
+    (tmp_path / "mine.py").write_text("import os\nos._exit(0)\n")
+    with pytest.raises(ValueError, match=r"program \(SystemExit: os\._exit\(0\) \(mine\.py, line 2"):
+        load_function(function)
+
+
+def test_os_exit_is_the_systems_own_outside_of_users_code_and_in_a_fork(tmp_path):
+    body = "import os; pid = os.fork(); pid or os._exit(7); return os.waitpid(pid, 0)[1]"
+    assert call_function("key", mine(tmp_path, "", body)) == 7 << 8
+    done = subprocess.run([sys.executable, "-c", OUTSIDE, mine(tmp_path, "", "pass")], check=False)
+    assert done.returncode == 3
+
+
+OUTSIDE = """
+import os, sys
+from megatron_gvpo.core.user_functions import call_function
+
+call_function("key", sys.argv[1])
+os._exit(3)
+"""
 
 
 def test_a_member_and_what_passes_through_it(tmp_path):

@@ -116,7 +116,7 @@ WRONG = {
         changed_model("config.json", vocab_size=19),
         r"train\.jsonl:1: it has '=', token 19, and the model knows only 19: the tokenizer in model\.path=",
     ),
-    "wrong key": (overrides("train.stepz=3"), r"train\.stepz: no such key; did you mean 'steps'\?"),
+    "wrong key": (overrides("train.stepz=3"), r"train\.stepz: no such key; did you mean 'train\.steps'\?"),
     "tp": (
         overrides("parallel.tp=3", "--nproc=3"),
         r"parallel\.tp=3 does not divide the model's num_attention_heads=4; possible: \[1, 2\]",
@@ -335,6 +335,33 @@ sys.exit(cli.main())
         "error: rank 0 has lost another rank, which ended: see its message, or the launcher's",
         "rank 1 was killed by SIGKILL: the others are ended",
     ]
+
+
+def test_ranks_that_wait_in_vain_say_so_in_a_line(capfd, monkeypatch):
+    """Each wrote a traceback that named neither the rank nor the setting."""
+    program = """
+import os, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from megatron_gvpo import cli
+
+def command(arguments):
+    dist.init_process_group("gloo")
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    dist.barrier()
+    if os.environ["RANK"] == "1":
+        time.sleep(1000)
+    dist.all_reduce(torch.zeros(1), group=group)
+
+cli.run_command = command
+sys.exit(cli.main())
+"""
+    monkeypatch.setattr(launcher, "program", ["-c", program])
+    monkeypatch.setattr(launcher, "PATIENCE", 1.0)
+    assert launcher.launch(2, []) == 1
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: rank 0 waited in vain for another rank, which hangs or is much slower ")
+    assert "parallel.timeout_seconds" in line and "imed out" in line
 
 
 def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:

@@ -291,6 +291,15 @@ def test_limits_are_errors_that_openai_clients_understand() -> None:
         assert [len(o) for _, _, o in held.policy.record] == [20, 20, 20]
 
 
+def test_a_text_that_cannot_fit_is_refused_before_it_is_made_into_tokens() -> None:
+    """30 MB took seven gigabytes and minutes, in which nobody was served and no signal was heard."""
+    begin = time.monotonic()
+    with Held() as held:
+        [[rollout]] = held.hold([prompt("shouts")], lambda _, i: "x", most=60)
+    assert rollout.counts["environment_reward"] == 0.5 and rollout.finish_reason == "length"
+    assert len(rollout.turns) == 1 and time.monotonic() - begin < 60
+
+
 def test_a_program_that_asks_for_ever_is_ended_and_scored() -> None:
     """It catches the refusals, as some loops do, and would never return."""
     with Held(turns=2, step_timeout=5) as held:

@@ -121,6 +121,17 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(task, tmp_path):
     assert [r["step"] for r in rows(out)] == [step for step in (1, 2, 3, 4) for _ in range(16)]
 
 
+def test_a_file_that_a_kill_took_is_named(task, tmp_path, caplog):
+    """The thread that writes files may be behind a checkpoint: the run went on without a word."""
+    out = tmp_path / "run"
+    fit(configure(task, out, *GVPO, *SHORT, "checkpoint.every=2"), [StopAfter(2)])
+    (out / "rollouts" / file_name("train", 2)).rename(out / "rollouts" / f"{file_name('train', 2)}.tmp")
+    fit(configure(task, out, *GVPO, *SHORT, "checkpoint.every=2"), resume=True)
+    [record] = [r for r in own_records(caplog) if "has no file of" in r.getMessage()]
+    assert "rollouts has no file of step 2: the run ended before" in record.getMessage()
+    assert saved_steps(out) == [1, 3, 4]
+
+
 def test_fewer_steps_fewer_groups_or_none(task, tmp_path):
     few = ("logging.rollouts={every: 2, groups: 3}", "train.steps=2")
     fit(configure(task, tmp_path / "few", *GVPO, *SHORT, *few))

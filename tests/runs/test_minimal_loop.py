@@ -42,6 +42,16 @@ def test_without_the_quickstart_it_says_what_is_missing(tmp_path: Path):
     assert done.stderr == "error: runs/quickstart/sft/hf is missing: `make quickstart` makes it\n"
 
 
+def test_other_data_and_a_wrong_rate_are_named(task: Path, tmp_path: Path):
+    (tmp_path / "other.jsonl").write_text('{"question": "2+2=", "answer": 4}\n')
+    where = ["--model", task / "model", "--test", tmp_path / "other.jsonl"]
+    done = run(*where, "--train", tmp_path / "other.jsonl", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"error: {where[-1]}, record 1: there is no field prompt\n")
+    done = run(*where, "--train", tmp_path / "other.jsonl", "--lr", "nan", cwd=tmp_path)
+    assert done.returncode == 2 and "--lr nan: want" in done.stderr
+
+
 def test_log_probs_are_those_of_sequences_alone(task: Path, monkeypatch: pytest.MonkeyPatch):
     """Padding and division into forward passes change nothing."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))

@@ -107,31 +107,37 @@ def test_evaluation_samples_as_training_does(good):
     [
         # unknown keys, at every depth
         ("optimzer.lr=1", "optimzer: no such key; did you mean 'optimizer'?"),
-        ("optimizer.weight_decy=1", "optimizer.weight_decy: no such key; did you mean 'weight_decay'?"),
-        ("eval.sampling.temprature=1", "eval.sampling.temprature: no such key; did you mean 'temperature'?"),
-        ("data.train.pth=1", "data.train.pth: no such key; did you mean 'path'?"),
-        ("data.eval={path: x, splt: y}", "data.eval.splt: no such key; did you mean 'split'?"),
+        (
+            "optimizer.weight_decy=1",
+            "optimizer.weight_decy: no such key; did you mean 'optimizer.weight_decay'?",
+        ),
+        (
+            "eval.sampling.temprature=1",
+            "eval.sampling.temprature: no such key; did you mean 'eval.sampling.temperature'?",
+        ),
+        ("data.train.pth=1", "data.train.pth: no such key; did you mean 'data.train.path'?"),
+        ("data.eval={path: x, splt: y}", "data.eval.splt: no such key; did you mean 'data.eval.split'?"),
         (
             "rewards.components=[{name: math, wight: 1}]",
-            "rewards.components.0.wight: no such key; did you mean 'weight'?",
+            "rewards.components.0.wight: no such key; did you mean 'rewards.components.0.weight'?",
         ),
-        ("algorithm.los=1", "algorithm.los: no such key; did you mean 'loss'?"),
-        ("algorithm.loss.bta=1", "algorithm.loss.bta: no such key; did you mean 'beta'?"),
+        ("algorithm.los=1", "algorithm.los: no such key; did you mean 'algorithm.loss'?"),
+        ("algorithm.loss.bta=1", "algorithm.loss.bta: no such key; did you mean 'algorithm.loss.beta'?"),
         (
             "algorithm.loss.kl_coef=0.1",
             "algorithm.loss.kl_coef: no such key; it goes with name=disco or ppo or reg_grpo",
         ),
         (
             "algorithm.loss={name: ppo, clip_hi: 1}",
-            "algorithm.loss.clip_hi: no such key; did you mean 'clip_high'?",
+            "algorithm.loss.clip_hi: no such key; did you mean 'algorithm.loss.clip_high'?",
         ),
         (
             "algorithm.loss.reference.nme=ema",
-            "algorithm.loss.reference.nme: no such key; did you mean 'name'?",
+            "algorithm.loss.reference.nme: no such key; did you mean 'algorithm.loss.reference.name'?",
         ),
         (
             "algorithm.estimator.bseline=mean",
-            "algorithm.estimator.bseline: no such key; did you mean 'baseline'?",
+            "algorithm.estimator.bseline: no such key; did you mean 'algorithm.estimator.baseline'?",
         ),
         (
             "train.quux=1",
@@ -411,7 +417,7 @@ def test_missing_keys_and_several_errors_at_once(tmp_path):
         "output_dir: missing, and it has no default",
         "data: missing, and it has no default",
         "train.prompts_per_step: missing, and it has no default",
-        "train.prompt_per_step: no such key; did you mean 'prompts_per_step'?",
+        "train.prompt_per_step: no such key; did you mean 'train.prompts_per_step'?",
         "optimizer: missing, and it has no default",
     ]
 

@@ -49,6 +49,23 @@ class RolloutWriter:
         self._thread = threading.Thread(target=self._work, name="rollout files", daemon=True)
         self._thread.start()
 
+    def problem(self, step: int) -> str | None:
+        """A warning where the file of a step that a resumed run reported is missing; None where it is there.
+
+        The thread may be two files behind a checkpoint, so that a kill takes them.
+        """
+        settings, lost = self._settings, []
+        for each in range(max(1, step - 2), step + 1):
+            if settings.saves(each) and not (self._directory / file_name("train", each)).exists():
+                lost.append(each)
+        if step not in lost:
+            return None
+        steps = f"{'step' if len(lost) == 1 else 'steps'} {', '.join(map(str, lost))}"
+        return (
+            f"{self._directory} has no file of {steps}: the run ended before the responses were written, or "
+            "saved none. The checkpoint is whole, and nothing writes them again"
+        )
+
     def write(self, responses: Responses) -> None:
         """Hand over the responses, which nobody may change any more; waits while two files are behind."""
         self._check()

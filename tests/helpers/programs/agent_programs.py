@@ -240,6 +240,16 @@ async def environment(prompt, endpoint, client, ask):
     return 1
 
 
+async def shouts(prompt, endpoint, client, ask):
+    await ask([user("a")])
+    try:
+        await ask([user("2+" * 15_000_000)])
+    except BadRequestError as error:
+        assert error.body["code"] == "context_length_exceeded", error.body
+        assert error.body["message"].startswith("30000000 characters leave no room"), error.body
+        return 0.5
+
+
 async def refused(prompt, endpoint, client, ask):
     counts = {}
 
