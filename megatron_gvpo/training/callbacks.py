@@ -149,8 +149,8 @@ class Recorder(Callback):
         self._opened.callback(self._logger.close)
         components = [component.name for component in config.rewards.components]
         self._rollouts = RolloutWriter(self._directory, config.logging.rollouts, components, resume_step)
-        if recorded_step is not None and (problem := self._rollouts.problem(recorded_step)):
-            log.warning(problem)
+        if recorded_step is not None and (lost_file := self._rollouts.problem(recorded_step)):
+            log.warning(lost_file)
         self._opened.callback(self._rollouts.close)
         self._records = StepRecords(self._directory, config.logging.steps, resume_step)
         self._opened.callback(self._write_responses)  # includes an unreported step's

@@ -60,6 +60,8 @@ def work(channel: int, handler: str) -> None:
                 functions.append(module.load(function.spec, function.options))
             except ValueError as error:
                 return worker.send(Unloadable(index, str(error)[:MAX_TEXT]))
+            except Exception as error:  # of the user's `prepare`, such as a refused connection
+                return worker.send(Unloadable(index, described(error)))
         module.serve(worker, functions, load)
     except EOFError:
         pass  # the trainer is gone

@@ -382,6 +382,7 @@ def test_numbers_of_other_types_are_paid_and_halves_of_surrogate_pairs_are_repla
         ("Half", "it lacks step"),
         ("Picky", "it cannot be made with the options {}: missing a required argument: 'size'"),
         ("Deaf", "step does not take what it is called with, step(response): too many positional arguments"),
+        ("Down", "ConnectionRefusedError: no service (mine.py, line 11)"),
     ],
 )
 def test_what_is_no_environment_is_an_error_at_the_start(
@@ -391,6 +392,8 @@ def test_what_is_no_environment_is_an_error_at_the_start(
         "def half(): pass\nclass Half:\n    def reset(self, prompt, seed): pass\n"
         "class Picky(Half):\n    def __init__(self, size): pass\n    def step(self, said): pass\n"
         "class Deaf(Half):\n    def step(self): pass\n"
+        "class Down(Half):\n    def step(self, said): pass\n"
+        "    def prepare(): raise ConnectionRefusedError('no service')\n"
     )
     config = ConversationConfig(environment=f"{tmp_path}/mine.py:{name}")
     with (
