@@ -231,8 +231,9 @@ class _Version(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says of an option that got a value and takes none, such as `--resume=yes`, which forms there are.
+    """Refuses words in one line, as a configuration is refused, without the usage that --help shows.
 
+    It says of an option that got a value and takes none, such as `--resume=yes`, which forms there are.
     Options have no short forms: `--o` would be `--overwrite`.
     """
 
@@ -247,7 +248,7 @@ class _Parser(argparse.ArgumentParser):
             message = f"argument {option}: {value} is not a value of it; there is {' and '.join(forms)}"
         if match := re.fullmatch(r"argument (--sbatch): expected one argument", message):
             message += f"; an option of sbatch comes after a sign of equality: {match[1]}=--time=1:00:00"
-        super().error(message)
+        self.exit(2, f"error: {message} ({self.prog} --help shows all options)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -12,6 +12,7 @@ from megatron_gvpo.cli import configured
 from megatron_gvpo.cli.terminal import loading, say
 from megatron_gvpo.cli.with_model import run_with_model
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.gpu_packages import check_no_null_cuda
 from megatron_gvpo.core.lazy_imports import heavy_imports
 
 SHOWN = 600  # characters of a prompt or a response
@@ -35,6 +36,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Returns 0 if the run could work, else 1. Raises ConfigError for an invalid configuration."""
     config = configured.load(options)
+    check_no_null_cuda()  # else the tiny step would be a verdict on values that nothing computed
     parallel = config.parallel
     fewest = parallel.pp * max(parallel.tp * parallel.cp, parallel.ep * parallel.etp)
     world = fewest if options.world is None else options.world

@@ -2,8 +2,8 @@
 
 Packs differ in length, so megatron-core's stages send each other the shape of every message first, and wait
 for the GPU to read it. But every rank of a pipeline has the same micro-batches, and the schedules say in
-which order hidden states and their gradients come: without virtual stages, the n-th message in a direction
-has the shape of pack n.
+which order hidden states and their gradients come: in the order of the packs, or, with virtual stages, in
+that of the schedule's table, so that every message has the shape of a pack that each side knows.
 """
 
 from __future__ import annotations

@@ -434,7 +434,10 @@ class _Sizes:
         return value
 
 
-RUNTIME_BYTES = 4e9  # CUDA's context, NCCL's buffers, fragmentation
+# A GPU's memory beside tensors. All is assumed: no GPU has measured it.
+CONTEXT_BYTES = 2**29  # the CUDA context: kernels' code, stacks, the driver's own; it differs by driver
+NCCL_BYTES = 2**30  # communicators' buffers, more with more groups
+RUNTIME_BYTES = 4e9  # both, and 2.4e9 for what PyTorch reserves and does not allocate: fragmentation
 
 
 def engine_room(model: Architecture, tp: int, gpu_gib: float, fp8: bool = False) -> float:

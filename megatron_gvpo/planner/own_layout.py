@@ -12,7 +12,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.planner import architecture, push_time, step_time
 from megatron_gvpo.planner.architecture import Architecture, Gpu, engine_room, served_bytes
-from megatron_gvpo.planner.prediction import layout_of, least, predict, usable_gib
+from megatron_gvpo.planner.prediction import has_sleeping_server, layout_of, least, predict, usable_gib
 from megatron_gvpo.planner.workload import NODE, Lengths, Workload, method_of
 from megatron_gvpo.settings.config import Config
 
@@ -67,8 +67,7 @@ def answer(config: Config, world: int, gpu: Gpu, lengths: Lengths, prompt_tokens
     needed, parts = least(config, world), predict(config, world)
     if needed is None or parts is None:
         raise ConfigError(f"model.path={config.model.path}: the planner does not know this architecture")
-    colocated = config.rollout.uses_servers and config.rollout.servers.colocated
-    usable = usable_gib(gpu.memory_gib, colocated)
+    usable = usable_gib(gpu.memory_gib, has_sleeping_server(config))
     changes = () if needed <= usable else tuple(_changes(config, world, usable, model))
     return LayoutAnswer(
         world,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.planner import architecture
+from megatron_gvpo.planner.architecture import CONTEXT_BYTES, NCCL_BYTES
 from megatron_gvpo.planner.memory_model import memory
 from megatron_gvpo.planner.workload import Layout
 from megatron_gvpo.settings.config import Config
@@ -166,6 +167,27 @@ def usable_gib(gpu_gib: float, colocated: bool) -> float:
     return min(usable, _ALONE * gpu_gib - SERVER_GIB) if colocated else usable
 
 
+def reservable_gib(gpu_gib: float, colocated: bool) -> float:
+    """GiB of these that PyTorch may reserve: all but the parts of CUDA's context and of NCCL.
+
+    A plan compares all of its parts with `usable_gib`, a rehearsal what PyTorch reserves with this. The two
+    differ by fragmentation alone, which a plan assumes and a rehearsal measures.
+    """
+    return usable_gib(gpu_gib, colocated) - (CONTEXT_BYTES + NCCL_BYTES) / architecture.GIB
+
+
+def smallest_gpu_gib(reserved: float, colocated: bool) -> float:
+    """GiB of the smallest GPU on which PyTorch may reserve `reserved` GiB."""
+    used = reserved + (CONTEXT_BYTES + NCCL_BYTES) / architecture.GIB
+    alone = used / USABLE
+    return max(alone, (used + SERVER_GIB) / _ALONE) if colocated else alone
+
+
+def has_sleeping_server(config: Config) -> bool:
+    """True if rollout servers sleep beside the trainer on its GPUs."""
+    return config.rollout.uses_servers and config.rollout.servers.colocated
+
+
 def excess(config: Config, world: int, gpu_gib: float) -> str | None:
     """One line for a configuration that needs more than a GPU of `gpu_gib` GiB has; None if it fits.
 
@@ -176,7 +198,7 @@ def excess(config: Config, world: int, gpu_gib: float) -> str | None:
     if world % (parallel.tp * parallel.pp * parallel.cp) or world % (parallel.pp * parallel.ep):
         return None
     needed = least(config, world)
-    colocated = config.rollout.uses_servers and config.rollout.servers.colocated
+    colocated = has_sleeping_server(config)
     limit = usable_gib(gpu_gib, colocated)
     if needed is None or needed <= limit:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,27 @@ from megatron_gvpo.core.gpu_packages import check_delta_nets
 from megatron_gvpo.core.signals import leaving_on_signals
 from megatron_gvpo.megatron.model.attention_kernel import Attention, check_attention, has_flash_attention
 from megatron_gvpo.planner import workload
-from megatron_gvpo.planner.prediction import SERVER_GIB, predict
+from megatron_gvpo.planner.architecture import CONTEXT_BYTES, NCCL_BYTES
+from megatron_gvpo.planner.prediction import (
+    SERVER_GIB,
+    has_sleeping_server,
+    predict,
+    reservable_gib,
+    smallest_gpu_gib,
+    usable_gib,
+)
 from megatron_gvpo.rehearsal import made_model, report, transformer_engine
 from megatron_gvpo.rehearsal.nullcuda import build
 from megatron_gvpo.rehearsal.nullcuda.build import NullCudaError
-from megatron_gvpo.rehearsal.nullcuda.devices import CONTEXT_BYTES, DEVICES, GIB, Device
+from megatron_gvpo.rehearsal.nullcuda.devices import DEVICES, GIB, Device
 from megatron_gvpo.rehearsal.process import environment_of_ranks, rehearsal_folder, run_jobs
 from megatron_gvpo.rehearsal.rank import RankJob
 from megatron_gvpo.settings.config import Config, load_config
 from megatron_gvpo.settings.parallel import ParallelConfig
 
-# A GPU's memory that is not PyTorch's. Nothing measures it here.
-NCCL_BYTES = GIB  # communicators' buffers, more with more groups
 LARGEST_WORLD = 65536
 LARGEST_GIB = 4096
+LEAST_GIB = 1.0  # for PyTorch: less holds no model with its workspaces
 NODE = 8  # GPUs of a node
 
 
@@ -68,12 +76,11 @@ def rehearsed(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     device = _device(options.gpu)
     config, job = _checked(options, device, folder)
     ranks = chosen(options.ranks, options.rank, config.parallel, options.world)
-    total = device.total_bytes if options.memory is None else round(options.memory * GIB)
-    reserves = _reserves(config, options.world)
-    usable = total - sum(reserves.values())
-    if usable < GIB:
-        remaining = f"{usable / GIB:.2g} GiB are left beside {', '.join(reserves)}"
-        raise ConfigError(f"--memory {options.memory}: {remaining}")
+    total = workload.gpu(options.gpu).memory_gib if options.memory is None else options.memory
+    colocated = has_sleeping_server(config)
+    if total < (enough := math.ceil(10 * smallest_gpu_gib(LEAST_GIB, colocated)) / 10):
+        raise ConfigError(f"--memory {options.memory}: too small, {enough} GiB would do")
+    usable = round(reservable_gib(total, colocated) * GIB)
     variables = environment_of_ranks(device, min(options.world, NODE), usable)
     results = list(run_jobs([replace(job, rank=rank) for rank in ranks], variables, folder))
     for one in results:
@@ -82,9 +89,9 @@ def rehearsed(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     result: dict[str, Any] = {
         "gpu": device.name,
         "world": options.world,
-        "memory_gib": total / GIB,
+        "memory_gib": total,
         "usable_gib": usable / GIB,
-        "reserves_gib": {name: size / GIB for name, size in reserves.items()},
+        "reserves_gib": _reserves(total, colocated),
         "ranks": results,
     }
     return result | _judged(config, results, options.gpu, usable)
@@ -132,12 +139,12 @@ def _with_models(files: list[str], overrides: list[str], folder: Path) -> tuple[
     return load_config(files, [*overrides, *added]), added, made
 
 
-def _reserves(config: Config, world: int) -> dict[str, int]:
-    reserves = {"CUDA's context": CONTEXT_BYTES}
-    if world > 1:
-        reserves["NCCL"] = NCCL_BYTES
-    if config.rollout.servers.colocated:
-        reserves["a sleeping server"] = round(SERVER_GIB * GIB)
+def _reserves(total: float, colocated: bool) -> dict[str, float]:
+    """GiB of a GPU of `total` GiB that PyTorch cannot have, as `plan` counts them; none is measured here."""
+    reserves = {"CUDA's context": CONTEXT_BYTES / GIB, "NCCL": NCCL_BYTES / GIB}
+    if colocated:
+        reserves["a sleeping server"] = SERVER_GIB
+    reserves["what a plan leaves free"] = total - usable_gib(total, colocated) - SERVER_GIB * colocated
     return reserves
 
 
@@ -160,7 +167,7 @@ def _judged(config: Config, ranks: list[dict[str, Any]], name: str, usable: int)
         verdict = f"{where}: {last['out_of_memory']}\nwhat would help: {change}"
     gpu = workload.gpu(name)
     updates = [phase for phase in fullest["phases"] if phase["name"].endswith("update")]
-    bounds = [line for phase in updates if (line := report.bounds(phase, gpu)) is not None]
+    bounds = [line for phase in updates for line in report.bounds(phase, gpu)]
     return {"fullest": fullest["rank"], "fits": fits, "verdict": verdict, "bounds": bounds}
 
 

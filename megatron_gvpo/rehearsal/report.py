@@ -113,6 +113,10 @@ def _collectives(console: Any, rank: dict[str, Any]) -> None:
 
 
 LAUNCH_SECONDS = 5e-6  # host time to launch a kernel through PyTorch and Megatron (an assumption)
+# Time in which the device is idle at a wait of the host: its queue is empty until the host has returned from
+# the wait and has launched the next kernels, three or four (an assumption).
+WAIT_SECONDS = 20e-6
+IDLE = 0.05  # share of the matrix products' time from which on waits are worth a line
 
 
 def remedy(config: Config, parts: dict[str, float], phase: str) -> str:
@@ -143,16 +147,21 @@ def remedy(config: Config, parts: dict[str, float], phase: str) -> str:
     return "; or ".join(changes)
 
 
-def bounds(phase: dict[str, Any], gpu: Gpu) -> str | None:
-    """A line where launches alone take longer than the matrix products; None where they do not."""
-    counts = phase["counts"]
+def bounds(phase: dict[str, Any], gpu: Gpu) -> list[str]:
+    """A line where launches take longer than the matrix products, and one where waits idle the device."""
+    counts, lines = phase["counts"], list[str]()
     launches = counts.get("kernel_launches", 0) + counts.get("copies_on_device", 0)
-    fp8 = counts.get("matrix_flops_fp8", 0)
+    fp8, waits = counts.get("matrix_flops_fp8", 0), counts.get("host_waits", 0)
     products = (counts.get("matrix_flops", 0) - fp8) / gpu.flops(fp8=False) + fp8 / gpu.flops(fp8=True)
-    launching = launches * LAUNCH_SECONDS
-    if not products or launching < products:
-        return None
-    return (
-        f"{phase['name']}: {launches:,} launches and copies take the host about {launching:.1f} s, and the "
-        f"matrix products {products:.1f} s: the host bounds it"
-    )
+    launching, idle = launches * LAUNCH_SECONDS, waits * WAIT_SECONDS
+    if products and launching >= products:
+        lines.append(
+            f"{phase['name']}: {launches:,} launches and copies take the host about {launching:.1f} s, and "
+            f"the matrix products {products:.1f} s: the host bounds it"
+        )
+    if products and idle >= IDLE * products:
+        lines.append(
+            f"{phase['name']}: the host waits {waits:,} times for the device, which is idle then, in all "
+            f"for about {idle * 1e3:.0f} ms, {idle / products:.0%} of the matrix products' time"
+        )
+    return lines

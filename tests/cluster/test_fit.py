@@ -10,7 +10,15 @@ from helpers.paths import ROOT
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.core.gpus import LocalGpu
-from megatron_gvpo.planner.prediction import COMMON_GIB, excess, least, usable_gib
+from megatron_gvpo.planner.architecture import CONTEXT_BYTES, NCCL_BYTES, RUNTIME_BYTES
+from megatron_gvpo.planner.prediction import (
+    COMMON_GIB,
+    excess,
+    least,
+    reservable_gib,
+    smallest_gpu_gib,
+    usable_gib,
+)
 from megatron_gvpo.rehearsal import made_model
 from megatron_gvpo.settings.config import Config, load_config
 
@@ -63,6 +71,17 @@ def test_the_papers_steps_did_not_fit_before_the_mlp_was_recomputed(name: str, t
 def test_a_sleeping_server_takes_its_part():
     assert usable_gib(79.6, colocated=True) == pytest.approx(74.0, abs=0.1)
     assert usable_gib(79.6, colocated=False) == pytest.approx(74.8, abs=0.1)
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_plan_and_rehearsal_differ_by_fragmentation_alone(colocated: bool):
+    """Tensors that just fit a plan, with the fragmentation that it assumes, just fit a rehearsal."""
+    assumed = (RUNTIME_BYTES - CONTEXT_BYTES - NCCL_BYTES) / 2**30
+    tensors = usable_gib(79.6, colocated) - RUNTIME_BYTES / 2**30
+    assert tensors + assumed == pytest.approx(reservable_gib(79.6, colocated)) and 2.2 < assumed < 2.3
+    for gpu_gib in (2.7, 40.0, 79.6, 139.8):
+        reserved = reservable_gib(gpu_gib, colocated)
+        assert smallest_gpu_gib(reserved, colocated) == pytest.approx(gpu_gib)
 
 
 def test_train_warns_on_a_gpu_that_is_too_small(monkeypatch, tmp_path, capsys):

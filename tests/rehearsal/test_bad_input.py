@@ -22,6 +22,8 @@ from megatron_gvpo.rehearsal import process, transformer_engine
 from megatron_gvpo.rehearsal.nullcuda import build
 from megatron_gvpo.rehearsal.process import rehearsal_folder
 
+COLOCATED = ["rollout.engine=vllm", "rollout.servers.colocated=true", "rollout.weights.transport=shared"]
+
 
 @pytest.fixture
 def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -31,7 +33,10 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
 
     def refuse(*arguments: str) -> str:
-        code = main(["rehearse", str(file), *arguments])
+        try:
+            code = main(["rehearse", str(file), *arguments])
+        except SystemExit as end:  # of the parser of the command line
+            code = int(end.code or 0)
         printed = capsys.readouterr()
         assert code == 2 and printed.out == ""
         [line] = printed.err.splitlines()
@@ -50,7 +55,11 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         (["--rank", "8"], "--rank 8: --world 8 has the ranks 0 to 7"),
         (["--rank", "-1"], "--rank -1: --world 8 has the ranks 0 to 7"),
         (["--rank", "1", "--ranks", "all-kinds"], "--rank 1 and --ranks all-kinds: give one of them"),
-        (["--memory", "2"], "--memory 2.0: 0.5 GiB are left beside CUDA's context, NCCL"),
+        (["--ranks", "some"], "argument --ranks: invalid choice: 'some' (choose from"),
+        (["--world", "x"], "argument --world: invalid int value: 'x'"),
+        (["--memory", "2"], "--memory 2.0: too small, 2.7 GiB would do"),
+        (["--memory", "2.6"], "--memory 2.6: too small, 2.7 GiB would do"),
+        (["--memory", "6.6", *COLOCATED], "--memory 6.6: too small, 6.7 GiB would do"),
         (["--memory", "nan"], "--memory nan: must be"),
         (["--micro-batches", "0"], "--micro-batches 0: must be at least 1"),
         (
@@ -111,7 +120,7 @@ def test_no_room_for_the_reservation(refused, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(process.mmap, "mmap", refuse)
     line = refused()
-    assert "no room to reserve 78 GiB of address space" in line and "ulimit -v" in line
+    assert "no room to reserve 73 GiB of address space" in line and "ulimit -v" in line
     assert mmap.mmap is refuse
 
 
@@ -120,7 +129,7 @@ def test_a_run_refuses_the_null_cuda(tmp_path: Path) -> None:
     """A user who still has LD_PRELOAD from an experiment would train on nothing, and see a GPU at work."""
     variables = on_null_cuda.environment()
     file = on_null_cuda.write_model(tmp_path)
-    for command in ("train", "eval"):
+    for command in ("train", "eval", "check"):
         run = [sys.executable, "-m", "megatron_gvpo", command, str(file)]
         environment = {**os.environ, "LD_PRELOAD": variables["LD_PRELOAD"]}
         done = subprocess.run(run, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=120)

@@ -9,7 +9,10 @@ import pytest
 from helpers import on_null_cuda
 from helpers.on_null_cuda import MIXTURE, QWEN, phase, rehearse, write_model
 
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
+from megatron_gvpo.planner import workload
+from megatron_gvpo.rehearsal import report
+
+needs_cuda_build = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
 LATENT = QWEN | {  # a DeepSeek-V3 without experts, whose counts a layer waits for
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -51,11 +54,13 @@ def of_a_layer(folder: Path, model: dict[str, Any]) -> float:
 
 
 @pytest.mark.proof
+@needs_cuda_build
 def test_latent_attention_waits_for_nothing(tmp_path: Path) -> None:
     """megatron-core's own rotation waits four times a layer, and then goes through the sequences."""
     assert of_a_layer(tmp_path, LATENT) == of_a_layer(tmp_path / "qwen", QWEN) == 0
 
 
+@needs_cuda_build
 def test_virtual_stages_wait_for_the_norm_alone(tmp_path: Path) -> None:
     """The shapes of their messages come from the packs."""
     config = write_model(tmp_path, QWEN | {"num_hidden_layers": 4})
@@ -68,6 +73,7 @@ def test_virtual_stages_wait_for_the_norm_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
+@needs_cuda_build
 def test_a_layer_of_experts_waits_once_for_their_counts(tmp_path: Path) -> None:
     """A micro-batch of a layer; the pass itself waits once, for its log-probs."""
     for layers in (2, 4):
@@ -79,6 +85,7 @@ def test_a_layer_of_experts_waits_once_for_their_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
+@needs_cuda_build
 def test_a_teacher_beside_the_policy_is_waited_for_twice_an_update(tmp_path: Path) -> None:
     """When its weights are on the GPU and when they have left it; besides, for the metrics and the norm.
 
@@ -88,3 +95,23 @@ def test_a_teacher_beside_the_policy_is_waited_for_twice_an_update(tmp_path: Pat
     teacher = f"teacher.path={tmp_path / 'model'}"
     result = rehearse(str(config), "--world", "2", "algorithm=opd_full", teacher)
     assert phase(result, "second update")["counts"]["host_waits"] == 4
+
+
+def test_waits_that_leave_the_device_idle_are_a_line() -> None:
+    """One second of matrix products: 2,500 waits of 20 microseconds are a twentieth of it."""
+    gpu = workload.gpu("h100")
+    second = int(gpu.flops(fp8=False))
+
+    def lines(waits: int) -> list[str]:
+        counts = {"matrix_flops": second, "host_waits": waits, "kernel_launches": 3 * waits}
+        return report.bounds({"name": "first update", "counts": counts}, gpu)
+
+    assert lines(0) == lines(2490) == []
+    [line] = lines(2510)
+    assert line == (
+        "first update: the host waits 2,510 times for the device, which is idle then, in all for about "
+        "50 ms, 5% of the matrix products' time"
+    )
+    launching, idle = lines(100_000)
+    assert launching.endswith("take the host about 1.5 s, and the matrix products 1.0 s: the host bounds it")
+    assert "in all for about 2000 ms, 200% of" in idle

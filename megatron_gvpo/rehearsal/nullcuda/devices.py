@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GIB = 2**30
-# The CUDA context of a process: kernels' code, stacks, the driver's own. About half a GiB on Hopper; it
-# differs by driver. Nothing allocates it here, so a device has that much less.
-CONTEXT_BYTES = GIB // 2
 
 
 @dataclass(frozen=True)
@@ -16,18 +13,17 @@ class Device:
     """A GPU as PyTorch reports it. Sources: NVIDIA's datasheets and `torch.cuda.get_device_properties`."""
 
     name: str
-    total_bytes: int
     capability: int  # 90 is sm_90
     multiprocessors: int
     shared_bytes: int  # largest shared memory of a block, after opting in
 
 
 DEVICES = {
-    "h100": Device("NVIDIA H100 80GB HBM3", 85_029_158_912, 90, 132, 232_448),
-    "h200": Device("NVIDIA H200", 150_117_810_176, 90, 132, 232_448),
-    "h800": Device("NVIDIA H800", 85_029_158_912, 90, 132, 232_448),
-    "a100": Device("NVIDIA A100-SXM4-80GB", 85_093_449_728, 80, 108, 166_912),
-    "b200": Device("NVIDIA B200", 191_503_138_816, 100, 148, 232_448),
+    "h100": Device("NVIDIA H100 80GB HBM3", 90, 132, 232_448),
+    "h200": Device("NVIDIA H200", 90, 132, 232_448),
+    "h800": Device("NVIDIA H800", 90, 132, 232_448),
+    "a100": Device("NVIDIA A100-SXM4-80GB", 80, 108, 166_912),
+    "b200": Device("NVIDIA B200", 100, 148, 232_448),
 }
 
 
