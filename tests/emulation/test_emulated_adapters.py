@@ -83,10 +83,19 @@ def test_adapters_of_experts_resume_in_another_layout(directory: Path, resumed: 
 
 
 @pytest.mark.proof
-def test_an_adapter_with_two_as_for_gate_and_up_of_an_expert_is_refused(tmp_path: Path) -> None:
-    job = on_cpu.job("qwen3_moe-all", Layout(1))
+@pytest.mark.parametrize(
+    ("adapter", "problem"),
+    [
+        ("qwen3_moe-all", "gate and up of experts share one on GPUs under every type"),
+        ("qwen3_moe-up", "gate_proj and up_proj of experts have one adapter on GPUs: name both or neither"),
+    ],
+)
+def test_adapters_that_grouped_experts_cannot_have_are_refused(
+    tmp_path: Path, adapter: str, problem: str
+) -> None:
+    job = on_cpu.job(adapter, Layout(1))
     on_cpu.save_inputs(tmp_path, [job])
-    with pytest.raises(AssertionError, match="gate and up of experts share one on GPUs under every type"):
+    with pytest.raises(AssertionError, match=problem):
         on_cpu.run_jobs(tmp_path, [job], emulated=True)
 
 

@@ -190,12 +190,27 @@ class Adapters:
             return self._drawn(name, shape) if path is None else stored.get(_PREFIX + name)
 
         with all_ranks_agree(ConfigError):
+            self._refuse_half_of_a_shared_adapter()
             problem = place_tensors(self._bridge, self._chunks, value, is_drawn=path is None)
             if path is not None:
                 where = f"model.adapter.path={path}"
                 problem = compare_names(known, set(stored), where) or (problem and f"{where}: {problem}")
             if problem is not None:
                 raise ConfigError(problem)
+
+    def _refuse_half_of_a_shared_adapter(self) -> None:
+        """Refuse adapters of an expert's gate without up, or up without gate, where both have one.
+
+        Megatron-Bridge (0.6.2) has one for both in grouped experts, which are those of GPUs. The other half
+        would train, and be in merged weights, but not in the exported adapter.
+        """
+        names = [name for chunk in self._chunks for name, _ in chunk.named_parameters()]
+        is_shared = any(f".experts.linear_fc1{MARK}" in name for name in names)
+        if is_shared and len({"gate_proj", "up_proj"} & set(self.selected)) == 1:
+            raise ConfigError(
+                "model.adapter.targets: gate_proj and up_proj of experts have one adapter on GPUs: name both "
+                "or neither"
+            )
 
     def _drawn(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return first values: A uniform within 1 / sqrt(columns), as PEFT does, and B = 0."""

@@ -20,6 +20,7 @@ ADAPTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "qwen3_moe-fused": ("qwen3_moe", "lora", ATTENTION + MLP),
     # As on GPUs: an expert's gate and up have one A.
     "qwen3_moe-grouped": ("qwen3_moe", "canonical_lora", ATTENTION + MLP),
+    "qwen3_moe-up": ("qwen3_moe", "canonical_lora", (*ATTENTION, "up_proj")),
     "qwen3_moe-attention": ("qwen3_moe", "canonical_lora", ATTENTION),
     "deepseek_v2-all": ("deepseek_v2", "canonical_lora", LATENT),
     "deepseek_v3-all": ("deepseek_v3", "canonical_lora", LATENT),
