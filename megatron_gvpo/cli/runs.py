@@ -78,6 +78,8 @@ def _table(runs: list[RunSummary], columns: dict[str, list[Any]], options: argpa
     if more := list(columns)[MOST_KEYS:]:
         names = ", ".join(more[:MOST_NAMES]) + (", ..." if len(more) > MOST_NAMES else "")
         lines.append(f"{len(more)} more keys differ: {names}; report RUN RUN ... shows all")
+    if damaged := [str(run.directory.relative_to(options.directory)) for run in runs if run.is_damaged]:
+        lines.append(f"damaged metrics.jsonl: {', '.join(damaged)}; report RUN names the line")
     return "\n".join(lines)
 
 

@@ -28,7 +28,8 @@ class RunSummary:
 
     `state`: `running` while a process holds its lock, `finished` after its last step, otherwise `stopped`:
     interrupted or failed. `checkpoint` is the newest complete one. `best` is the highest value of
-    the metric, at `best_step`; None if no step has it.
+    the metric, at `best_step`; None if no step has it. `is_damaged`: a line of metrics.jsonl that was looked
+    at is not a record of a step.
     """
 
     directory: Path
@@ -38,6 +39,7 @@ class RunSummary:
     reward: float | None  # mean reward of the last step
     best: float | None
     best_step: int | None
+    is_damaged: bool
 
 
 def find_runs(root: Path, metric: str) -> list[RunSummary]:
@@ -92,7 +94,7 @@ def _directories(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def _summary(directory: Path, metric: str) -> RunSummary:
-    last, best = _metrics(directory / "metrics.jsonl", metric)
+    last, best, is_damaged = _metrics(directory / "metrics.jsonl", metric)
     steps, step = checkpoint_steps(directory), last.get("step")
     value, best_step = best or (None, None)
     is_finished = step is not None and _finished_at(directory) == step  # a run may stop before any step
@@ -105,6 +107,7 @@ def _summary(directory: Path, metric: str) -> RunSummary:
         last.get("reward/mean"),
         value,
         best_step,
+        is_damaged,
     )
 
 
@@ -116,8 +119,9 @@ def _finished_at(directory: Path) -> int | None:
     return None
 
 
-def _metrics(file: Path, metric: str) -> tuple[dict[str, Any], tuple[float, int] | None]:
-    """(the last step's record, the metric's highest value and the first step that has it)."""
+def _metrics(file: Path, metric: str) -> tuple[dict[str, Any], tuple[float, int] | None, bool]:
+    """(the last step's record, the metric's highest value and the first step that has it, is damaged)."""
+    is_damaged = False
     best: tuple[float, int] | None = None
     last, key = b"", json.dumps(metric).encode() + b":"
     with suppress(OSError), file.open("rb") as lines:
@@ -127,10 +131,12 @@ def _metrics(file: Path, metric: str) -> tuple[dict[str, Any], tuple[float, int]
             last = line
             if key in line:  # only such lines are parsed: a file may have 100,000
                 record = _record(line)
+                is_damaged |= not record
                 value = finite_number(record.get(metric))
                 if value is not None and (best is None or value > best[0]):
                     best = value, record["step"]
-    return _record(last), best
+    record = _record(last)
+    return record, best, is_damaged or bool(last and not record)
 
 
 def _record(line: bytes) -> dict[str, Any]:

@@ -49,6 +49,16 @@ def test_the_table(runs: Path, capsys: pytest.CaptureFixture[str]):
     ]
 
 
+def test_damaged_metrics_are_named(runs: Path, capsys: pytest.CaptureFixture[str]):
+    """Such a run looked like one that had not begun."""
+    with (runs / "a" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": NaN}\n')
+    assert main(["runs", str(runs)]) == 0
+    *_, line = capsys.readouterr().out.splitlines()
+    assert line == "damaged metrics.jsonl: a; report RUN names the line"
+    assert [run.is_damaged for run in find_runs(runs, "eval/pass@1")] == [True, False, False]
+
+
 def test_a_run_inside_another_run_s_directory_is_listed(tmp_path: Path):
     """Fails on the old code, which looked no further than the run in `.`, say."""
     make_run(here := tmp_path / "here", [], (2,))
