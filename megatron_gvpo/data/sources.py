@@ -157,7 +157,10 @@ def _read_jsonl(file: Path) -> Iterator[Record]:
             except RecursionError:
                 raise DataError(f"{where}: not valid JSON: nested too deeply") from None
             except ValueError as error:  # a key twice, NaN, or a number of too many digits
-                raise DataError(f"{where}: {error}") from None
+                problem = str(error)
+                if problem.startswith("Exceeds the limit"):  # Python's advice is for those who write Python
+                    problem = "a number of more than 4,300 digits: write it as a text, in quotes"
+                raise DataError(f"{where}: {problem}") from None
             if not isinstance(fields, dict):
                 raise DataError(f"{where}: expected an object {{...}}, found {type(fields).__name__}")
             if b"\\ud" in line.lower() and _has_half_a_pair(fields):

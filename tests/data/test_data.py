@@ -196,7 +196,7 @@ ASK = {"prompt": "?", "answer": "x"}
         ([ASK, '{"prompt": "1", "answer": NaN}'], {}, "line 2: not valid JSON: NaN is not a number"),
         ([ASK, '{"prompt": "1", "answer": 1e999}'], {}, "'answer' is inf, which is not an answer"),
         (['{"prompt": ' + "[" * 100_000], {}, "line 1: not valid JSON: nested too deeply"),
-        (['{"prompt": ' + "9" * 5000 + "}"], {}, "line 1: Exceeds the limit (4300 digits)"),
+        (['{"prompt": ' + "9" * 5000 + "}"], {}, "line 1: a number of more than 4,300 digits: write"),
         ([ASK, ASK | {"prompt": "\ud83d"}], {}, "a.jsonl, line 2: half of a surrogate pair"),
         ([ASK | {"note": ["cut: \udc00"]}], {}, "a.jsonl, line 1: half of a surrogate pair"),
         ([ASK | {"answer": ["x"]}], {}, "field 'answer' is neither a string nor a number but list ['x']"),
