@@ -79,18 +79,18 @@ class Seconds:
 
 def seconds(model: Architecture, gpu: Gpu, layout: Layout, work: Workload, micro_tokens: float) -> Seconds:
     """Predicts the seconds of each phase of a step. `micro_tokens`: tokens of a micro-batch."""
-    forward, backward = _passes(model, gpu, layout, work)
+    forward, backward, again = _passes(model, gpu, layout, work)
     epochs, updates = work.batch_epochs, work.updates
     micro_batches = max(1.0, work.tokens / (layout.dp * micro_tokens * work.mini_batches))
     bubble = _bubble(model, layout, micro_batches)
     rollout = rollout_seconds(model, gpu, layout.engines, layout.rollout_tp, work)
-    training = epochs * (forward * (1 + layout.recompute) + backward) * bubble
+    training = epochs * (forward + again + backward) * bubble
     scoring = forward * work.scoring * bubble
     optimizer = updates * _optimizer(model, gpu, layout)
     if work.critic:  # the critic computes values before the updates, then is updated itself
         work = replace(work, share_prompts=False)
-        forward, backward = _passes(model, gpu, layout, work, critic=True)
-        training += epochs * (forward * (1 + layout.recompute) + backward) * bubble
+        forward, backward, again = _passes(model, gpu, layout, work, critic=True)
+        training += epochs * (forward + again + backward) * bubble
         scoring += forward * bubble
         optimizer += updates * _optimizer(model, gpu, layout, critic=True)
     sync = push_time.predicted(model, gpu, layout).seconds
@@ -122,7 +122,7 @@ def _trainer_teacher(
     distributions. That head computes the teacher's logits, and the policy's log-probs once more, forward and
     backward, where the loss has other terms. Every mini-batch's pass moves the weights to the GPU and back.
     """
-    forward, _ = _passes(teacher.model, gpu, layout, work)
+    forward, _, _ = _passes(teacher.model, gpu, layout, work)
     took = teacher.passes * forward * _bubble(teacher.model, layout, micro_batches)
     moves = teacher.passes * work.mini_batches
     if teacher.divergence:
@@ -178,10 +178,11 @@ def image_flops(model: Architecture, work: Workload, prompts: float) -> float:
 
 def _passes(
     model: Architecture, gpu: Gpu, layout: Layout, work: Workload, critic: bool = False
-) -> tuple[float, float]:
-    """Returns the seconds of the forward and of the backward pass over a step's tokens.
+) -> tuple[float, float, float]:
+    """Returns the seconds of the forward and of the backward pass over a step's tokens, and of what the
+    backward computes again.
 
-    Both include the communication that they cannot hide. `traffic` gives the bytes of tensor parallelism;
+    They include the communication that they cannot hide. `traffic` gives the bytes of tensor parallelism;
     tests compare them with counts in real runs.
     """
     fraction = MIXTURE_FRACTION if model.moe_layers else 1.0
@@ -199,7 +200,37 @@ def _passes(
         wire = sum(on_the_wire(operation, size, layout.tp) for (operation, _), size in sent.items())
         split.append(model.layers / layout.pp * wire / link)
     routed = _routed_seconds(model, gpu, layout, state, work.ep_exchange)
-    return encoding + compute + split[0] + routed, _backward_work(model, critic) * compute + split[1] + routed
+    forward = encoding + compute + split[0] + routed
+    backward = _backward_work(model, critic) * compute + split[1] + routed
+    if layout.recompute:
+        return forward, backward, forward
+    again = recomputed_flops(model, work, layout.recompute_modules) / (layout.gpus * reach)
+    if "mlp" in layout.recompute_modules:  # half of a dense layer's communication is its MLP's
+        again += split[0] / 2 * (1 - model.moe_layers / model.layers)
+    if "moe" in layout.recompute_modules:
+        again += routed
+    return forward, backward, again
+
+
+def recomputed_flops(model: Architecture, work: Workload, modules: Sequence[str]) -> float:
+    """Counts the operations of these modules of all layers (`parallel.recompute_modules`) in a forward pass.
+
+    Norms and activations have no matrix products, and are not counted.
+    """
+    dense, mixtures = model.layers - model.moe_layers, model.moe_layers
+    products = {
+        "mlp": dense * model.mlp,
+        "moe": mixtures * (model.experts_per_token * model.expert + model.shared + model.router),
+        "shared_experts": 0 if "moe" in modules else mixtures * model.shared,
+    }
+    if (latent := model.latent) is not None:
+        widths = latent.q_rank * (latent.nope_dim + latent.rope_dim)
+        widths += latent.kv_rank * (latent.nope_dim + latent.v_dim)
+        products["mla_up_proj"] = model.layers * model.heads * widths
+    flops = 2 * work.tokens * sum(products.get(module, 0) for module in modules)
+    if "core_attn" in modules:
+        flops += model.layer_flops(work.tokens, work.pairs / work.tokens) - model.layer_flops(work.tokens, 0)
+    return flops
 
 
 def _routed_seconds(model: Architecture, gpu: Gpu, layout: Layout, state: int, exchange: str) -> float:

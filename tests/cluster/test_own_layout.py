@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from megatron_gvpo.cli import main
+from megatron_gvpo.planner import architecture, workload
 from megatron_gvpo.planner.prediction import least
 from megatron_gvpo.rehearsal import made_model
 from megatron_gvpo.settings.config import load_config
@@ -140,6 +141,19 @@ def test_a_step_takes_as_long_as_the_search_says_of_the_same_layout(config, caps
     assert took == pytest.approx(searched, rel=0.01, abs=0.02)
     assert main(["plan", config, out, "--nodes", "2", *lengths]) == 0
     assert f"a step takes about {took['step']:.0f} s (predicted): rollout " in capsys.readouterr().out
+
+
+def test_an_mlp_that_is_computed_again_takes_its_forward_pass_again(config, capsys):
+    took = {}
+    for recompute in ("none", "selective", "full"):
+        words = [f"parallel.recompute={recompute}", "train.max_tokens_per_micro_batch=4096", "--json"]
+        assert main(["plan", config, *words, "--nodes", "4"]) == 0
+        took[recompute] = json.loads(capsys.readouterr().out)["seconds"]["training"]
+    model = architecture.load("Qwen/Qwen2.5-7B")
+    tokens = 128 * 8 * (256 + 0.4 * 4096)
+    mlps = 2 * tokens * model.layers * model.mlp / (32 * workload.gpu("h100").flops(False))
+    assert took["selective"] - took["none"] == pytest.approx(mlps, rel=0.01)
+    assert took["none"] < took["selective"] < took["full"]
 
 
 @pytest.mark.parametrize("engine", ["local", "sglang"])
