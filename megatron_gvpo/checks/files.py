@@ -76,6 +76,10 @@ def check_output_dir(config: Config) -> None:
     """Raises ConfigError if a run cannot write to its output directory, or would replace its own inputs."""
     if not config.output_dir.strip():
         raise ConfigError("output_dir is empty: name a directory")
+    if "${" in config.output_dir:  # of OmegaConf and Hydra, or of a shell that got it in single quotes
+        raise ConfigError(
+            f"output_dir={config.output_dir}: nothing fills in ${{...}} here; write the name itself"
+        )
     directory = Path(config.output_dir)
     resolved = Path(os.path.realpath(directory))  # which takes links that lead back to themselves
     if resolved == Path(resolved.anchor):

@@ -105,6 +105,8 @@ def _shown(value: Any) -> str:
 def _of_other_trainers(key: str, value: Any, siblings: Sequence[str]) -> list[tuple[str, str]]:
     """The answers for keys of another trainer; none for a section of ours with a slip in its name."""
     name = key.rpartition(".")[2]
+    if _not_ascii(name):  # it looks like another key, and may look like one of ours
+        return []
     if isinstance(value, Mapping) and difflib.get_close_matches(name, siblings, 1, 0.9):
         return []
     return [pair for pair in answers(key, value) if pair[1].partition(",")[0] != f"here it is {pair[0]}"]

@@ -147,6 +147,10 @@ def test_evaluation_samples_as_training_does(good):
             "tr\u0430in.steps=1",
             "tr\u0430in: no such key; '\u0430' in it is U+0430 (CYRILLIC SMALL",
         ),
+        (
+            "\u043eptimizer.lr=1",  # which looked like `optimizer.lr`, and the answer was: here it is that
+            "\u043eptimizer: no such key; '\u043e' in it is U+043E (CYRILLIC SMALL",
+        ),
         # unknown names
         (
             "algorithm=gpgg",
