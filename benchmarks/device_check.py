@@ -51,6 +51,9 @@ from lib.device.model import (
     update_flops,
 )
 
+from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.types import TrainBatch
+
 # TFLOPS of bf16 matrix products without sparsity, from NVIDIA's data sheets
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "H800": 989, "A100": 312, "A800": 312, "B200": 2250, "L40S": 362}
 
@@ -199,18 +202,31 @@ def one_pack(folder: Path, dtype: str, out: Path, share_prompts: bool = False) -
     torch.save({"logp_r": outcome.logp_r, "gradients": gradients}, out)
 
 
-def train(shape: dict[str, Any], smoke: bool, fp8: str | None = None) -> dict[str, Any]:
-    """Time updates on 8 groups of random tokens, in packs of 8192 (in FP8, of multiples of its blocks)."""
-    on_gpu = torch.cuda.is_available()
-    dtype = "bfloat16" if on_gpu else "float32"
+def first_update(shape: dict[str, Any], smoke: bool, fp8: str | None) -> tuple[Policy, TrainBatch, Any]:
+    """Policy, rows and outcome of an update on 8 groups of random tokens, in packs of 8192.
+
+    It builds and tunes kernels, and measures memory. In FP8 packs are multiples of its blocks.
+    """
     tiny, usual = {"groups": 2, "k": 2, "prompt": 8, "response": 24}, {"groups": 8, "k": 5}
     sizes: dict[str, Any] = {"prompt": 150, "response": 850, **(tiny if smoke else usual)}
-    rounds = 2 if smoke else 4
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     with tempfile.TemporaryDirectory() as directory:
         save_model(Path(directory), shape)
         policy = policy_of(Path(directory), dtype, max_tokens=8192, fp8=fp8)
     rows = made_rows(vocab=shape["vocab_size"], **sizes)
-    first = policy.update(rows, at_step_start=True)  # builds and tunes kernels, and measures memory
+    return policy, rows, policy.update(rows, at_step_start=True)
+
+
+def memory_of(outcome: Any) -> dict[str, float]:
+    """GiB by part, as an update measured them."""
+    return {name.split("/")[1].removesuffix("_gib"): gib for name, gib in outcome.memory.items()}
+
+
+def train(shape: dict[str, Any], smoke: bool, fp8: str | None = None) -> dict[str, Any]:
+    """Time updates after the first, in every mode of the head, and the export."""
+    on_gpu = torch.cuda.is_available()
+    dtype, rounds = "bfloat16" if on_gpu else "float32", 2 if smoke else 4
+    policy, rows, first = first_update(shape, smoke, fp8)
     seconds: dict[str, float] = {"update": 0.0, "optimizer": 0.0}
     apply = policy.optimizer.apply
 
@@ -259,7 +275,7 @@ def train(shape: dict[str, Any], smoke: bool, fp8: str | None = None) -> dict[st
         "head_share": seconds["head"] / seconds["update"],
         "times_naive": {m: updates["naive"] / t for m, t in updates.items() if m != "naive" in updates},
         "exported_gb_per_s": exported / seconds["export"] / 1e9,
-        "memory_gib": {n.split("/")[1].removesuffix("_gib"): v for n, v in first.memory.items()},
+        "memory_gib": memory_of(first),
         "right": bool(torch.isfinite(torch.tensor(first.update.grad_norm))) and not first.update.skipped,
     }
 

@@ -16,6 +16,8 @@ from helpers.suite.real_parts import used
 
 _TRAINED = ("qwen2.5-1.5b", "7b, 8 layers")
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "device_check.py"
+REHEARSAL = SCRIPT.with_name("device_rehearsal.py")
+REHEARSED = json.loads((SCRIPT.parent / "results" / "device_check_rehearsed.json").read_text())["results"]
 
 
 def test_each_check_names_proofs_that_exist() -> None:
@@ -80,3 +82,39 @@ def test_the_smoke_form_is_right_on_an_emulated_gpu(tmp_path: Path) -> None:
     trained = {f"{name}{fp8}" for name in _TRAINED for fp8 in ("", ", fp8")}
     assert report["results"].keys() == {"head", "layers", "shared", *trained}
     assert all(part["right"] for part in report["results"].values())
+
+
+def _of_rehearsal(folder: Path, *names: str) -> dict[str, dict[str, float]]:
+    on_null_cuda.environment()
+    command = [sys.executable, str(REHEARSAL), *names, "--out", str(folder / "rehearsed.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    used("null CUDA")
+    results = json.loads((folder / "rehearsed.json").read_text())["results"]
+    return {name: result["memory_gib"] for name, result in results.items()}
+
+
+def test_the_rehearsed_state_is_that_of_the_shapes() -> None:
+    """Bytes of each weight: 2 in bfloat16, a gradient in fp32, and Adam's three numbers."""
+    updates = [(name, fp8) for name in _TRAINED for fp8 in ("", ", fp8")]
+    assert REHEARSED.keys() == {"head", *(f"{name}{fp8}" for name, fp8 in updates)}
+    for name, count in zip(_TRAINED, (1_543_714_304, 2_953_543_168), strict=True):
+        memory = REHEARSED[name]["memory_gib"]
+        for part, size in (("weights", 2), ("gradients", 4), ("optimizer", 12)):
+            assert memory[part] == pytest.approx(size * count / 2**30, rel=0.005), (name, part)
+
+
+@pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
+def test_the_heads_peak_is_the_committed_one(tmp_path: Path) -> None:
+    assert _of_rehearsal(tmp_path, "head") == {
+        "head": pytest.approx(REHEARSED["head"]["memory_gib"], rel=0.001)
+    }
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
+def test_all_rehearsed_peaks_are_the_committed_ones(tmp_path: Path) -> None:
+    found = _of_rehearsal(tmp_path)
+    assert found == {
+        name: pytest.approx(result["memory_gib"], rel=0.001) for name, result in REHEARSED.items()
+    }
