@@ -6,6 +6,8 @@
 It writes benchmarks/results/smollm2_cpu.json and docs/smollm2.png: the share of held-out sums that are right
 by the strict grade (the response ends by itself, and its last number is the answer) and by the lenient one
 (the answer is anywhere in it), and the mean reward of each step, which is the strict grade of training sums.
+It adds the strict share of each kind of problem and, as `start_alone`, what the model knew before: the share
+of sums and differences that it gets right when it goes on after "14 + 9 =" with its most probable tokens.
 `--task reading` writes benchmarks/results/smollm2_reading_cpu.json of a run of that task, and no picture.
 """
 
@@ -15,8 +17,11 @@ import argparse
 import json
 import os
 import platform
+import random
+import re
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from megatron_gvpo.core.json_files import read_metrics
@@ -42,12 +47,50 @@ def main() -> None:
     machine = {"processor": processor(), "cores": os.cpu_count(), "beside": options.beside}
     versions = {name: version(name) for name in ("torch", "transformers", "megatron-core", "megatron-bridge")}
     record = {"command": command, "machine": machine, "versions": versions, **result, "reward": rewards}
+    if options.task == "sums":
+        for evaluation in result["evaluations"]:
+            evaluation["by_kind"] = shares_by_kind(run / "rollouts" / f"eval_{evaluation['step']:06}.parquet")
+        record["start_alone"] = {f"to {most}": right_alone(run / "model", most) for most in (12, 20)}
     file = ROOT / "benchmarks" / "results" / f"{name}_cpu.json"
     file.write_text(json.dumps(record, indent=1) + "\n")
     print(file.relative_to(ROOT))
     if options.task == "sums":
         draw(result["evaluations"], rewards, ROOT / "docs" / "smollm2.png")
         print("docs/smollm2.png")
+
+
+def shares_by_kind(file: Path) -> dict[str, dict[str, float]]:
+    """The responses of an evaluation and the share that is right by the strict grade, by kind of problem."""
+    import pyarrow.parquet
+
+    grades: dict[str, list[float]] = {"stories": [], "sums": [], "differences": []}
+    for row in pyarrow.parquet.read_table(file, columns=["prompt", "rewards"]).to_pylist():
+        is_plain = "What is" in row["prompt"]
+        kind = "stories" if not is_plain else "sums" if " + " in row["prompt"] else "differences"
+        grades[kind].append(dict(row["rewards"])["strict"])
+    return {kind: {"responses": len(of), "strict": fmean(of)} for kind, of in grades.items() if of}
+
+
+def right_alone(model: Path, most: int, problems: int = 200) -> float:
+    """The share of problems with numbers from 2 to `most` that the model goes on with rightly, greedily."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    rng = random.Random(most)
+    tokenizer, network = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    right = 0
+    for i in range(problems):
+        smaller, larger = sorted(rng.sample(range(2, most + 1), 2))
+        sign, answer = ("+", larger + smaller) if i % 2 else ("-", larger - smaller)
+        question = [{"role": "user", "content": f"What is {larger} {sign} {smaller}?"}]
+        opened = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+        text = f"{opened}{larger} {sign} {smaller} ="
+        input_ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        with torch.inference_mode():
+            output = network.generate(input_ids, max_new_tokens=6, do_sample=False)
+        numbers = re.findall(r"\d+", tokenizer.decode(output[0, input_ids.shape[1] :]))
+        right += numbers[:1] == [str(answer)]
+    return right / problems
 
 
 def processor() -> str:

