@@ -127,9 +127,17 @@ def gvpo(
     return Step(algorithm, paper, budget, at_step_start, model=model, engine_gap=gap)
 
 
-def gvpo_plus_plus(budget: int, alpha: float) -> Step:
-    loss = {"alpha": alpha, "reference": "fixed"}
-    return Step({"recipe": "gvpo_plus_plus", "loss": loss}, reference.gvpo_plus_plus(alpha), budget)
+def gvpo_plus_plus(budget: int, alpha: float = 0.0, power: float = 0.0, **loss: Any) -> Step:
+    """`power`: of a user's own weights, in place of the lengths'."""
+    loss |= {"reference": "fixed"} if "cov" in loss.get("terms", ("cov",)) else {}
+    if power:
+        own = "helpers.inputs.response_weights:by_reward"
+        loss |= {"function": own, "options": {"power": power}}
+    else:
+        loss |= {"alpha": alpha}
+    terms = loss.get("terms", ("var", "cov"))
+    paper = reference.gvpo_plus_plus(alpha, power, "var" in terms, "cov" in terms)
+    return Step({"recipe": "gvpo_plus_plus", "loss": loss}, paper, budget)
 
 
 def gpg(
@@ -182,7 +190,10 @@ STEPS = {
     "gvpo, engine's reference, step start, groups whole": gvpo(WHOLE, True, gap=0.05),
     "gvpo, engine's reference, without var": gvpo(WHOLE, gap=0.05, terms=("cov",)),
     "gvpo_plus_plus, by length, groups split": gvpo_plus_plus(SPLIT, 0.5),
-    "gvpo_plus_plus, groups whole": gvpo_plus_plus(WHOLE, 0.0),
+    "gvpo_plus_plus, groups whole": gvpo_plus_plus(WHOLE),
+    "gvpo_plus_plus, own weights, groups split": gvpo_plus_plus(SPLIT, power=1.5),
+    "gvpo_plus_plus, without var, groups split": gvpo_plus_plus(SPLIT, 0.5, terms=("cov",)),
+    "gvpo_plus_plus, without cov, groups split": gvpo_plus_plus(SPLIT, 0.5, terms=("var",)),
     "gpg, age by sample, one by one": gpg(ONE_BY_ONE, "sample"),
     "gpg, age by token": gpg(SPLIT, "token"),
     "gpg, age by sample, ranks without signal": gpg(ALL, "sample", "long without signal"),
@@ -229,6 +240,9 @@ CORE = [
     "gvpo, engine's reference, groups split",
     "gvpo, engine's reference, groups whole",
     "gvpo_plus_plus, by length, groups split",
+    "gvpo_plus_plus, own weights, groups split",
+    "gvpo_plus_plus, without var, groups split",
+    "gvpo_plus_plus, without cov, groups split",
     "gpg, age by sample, ranks without signal",
     "gpg, age by token, ranks without signal, accumulated",
     "grpo with kl",

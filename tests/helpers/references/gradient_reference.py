@@ -256,15 +256,24 @@ def gvpo(beta: float, var: bool = True, cov: bool = True, surrogate: bool = Fals
     return loss
 
 
-def gvpo_plus_plus(alpha: float) -> ReferenceLoss:
-    """arXiv 2609.21432: half the variance within groups of |y|^(-alpha) (log pi(y) - log pi_teacher(y))."""
+def gvpo_plus_plus(alpha: float, power: float = 0.0, var: bool = True, cov: bool = True) -> ReferenceLoss:
+    """arXiv 2609.21432: half the variance within groups of f(y) (log pi(y) - log pi_teacher(y)).
+
+    f is |y|^(-alpha) (1 + R)^power. Without the policy's own part, Var, the covariance of what remains with
+    f(y) log pi(y) is left of it, which is linear; without Cov the teacher's log-probs are 0.
+    """
 
     def loss(sample: Sample) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
         lengths = sample.sums([torch.ones_like(logp) for logp in sample.logp])
-        z = lengths**-alpha * (sample.sums(sample.logp) - sample.sums(sample.ref))
+        f = lengths**-alpha * (1 + sample.rewards) ** power
+        policy, teacher = f * sample.sums(sample.logp), f * sample.sums(sample.ref) * cov
         for group in (g for g in sample.groups if len(g) > 1):
-            total += z[group].var() / 2
+            if var:
+                total += (policy - teacher)[group].var() / 2
+            else:
+                centred = teacher[group] - teacher[group].mean()
+                total -= (centred * policy[group]).sum() / (len(group) - 1)
         return total / len(sample.groups)
 
     return loss
