@@ -11,17 +11,20 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from helpers.paths import ROOT
+from helpers.references.transformer_engine_source import wheel_source
 from helpers.suite.real_parts import used
 from megatron_gvpo.emulation import emulated_gpu
 from megatron_gvpo.rehearsal import made_model, transformer_engine
 from megatron_gvpo.rehearsal.nullcuda.devices import DEVICES
-from megatron_gvpo.rehearsal.process import environment_of_ranks
+from megatron_gvpo.rehearsal.process import environment_of_ranks, run_jobs
+from megatron_gvpo.rehearsal.rank import RankJob
 
 HAS_CUDA_BUILD = torch.version.cuda is not None
 QWEN = {  # the shapes of a Qwen2.5 of 4 layers, small enough for a CPU world, too
@@ -112,6 +115,33 @@ def rehearse(*arguments: str, code: int = 0, timeout: float = 600) -> dict[str, 
     used("null CUDA")
     result: dict[str, Any] = json.loads(done.stdout)
     return result
+
+
+def counts_of(
+    models: Mapping[str, dict[str, Any]], micro_batches: Sequence[int], folder: Path
+) -> dict[tuple[str, int], dict[str, dict[str, int]]]:
+    """What one rank asks of the device in each phase up to its second update, by (model, micro-batches).
+
+    One process rehearses all models, each once for every number of micro-batches of an update.
+    """
+    environment()
+    variables = environment_of_ranks(DEVICES["h100"], 8, 8 * 2**30)
+    variables["PYTHONPATH"] += f":{wheel_source('fla-core')}"
+    jobs: dict[tuple[str, int], RankJob] = {}
+    for number, (name, model) in enumerate(models.items()):
+        for count in micro_batches:
+            own = folder / f"{number}-{count}"
+            file = write_model(own, model)
+            jobs[name, count] = RankJob(
+                [str(file)], [], 0, 1, count, [str(own / "model")], until="second update"
+            )
+    (folder / "ranks").mkdir()
+    results = run_jobs(list(jobs.values()), variables, folder / "ranks")
+    used("null CUDA")
+    return {
+        key: {phase["name"]: phase["counts"] for phase in result["phases"]}
+        for key, result in zip(jobs, results, strict=True)
+    }
 
 
 def phase(result: dict[str, Any], name: str, rank: int = 0) -> dict[str, Any]:

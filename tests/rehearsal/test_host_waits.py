@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import on_null_cuda
-from helpers.on_null_cuda import MIXTURE, QWEN, phase, rehearse, write_model
+from helpers.on_null_cuda import MIXTURE, QWEN, counts_of, phase, rehearse, write_model
+from test_configurations import MODELS
 
 from megatron_gvpo.planner import workload
 from megatron_gvpo.rehearsal import report
@@ -51,6 +53,31 @@ def waits(folder: Path, model: dict[str, Any], layers: int) -> int:
 
 def of_a_layer(folder: Path, model: dict[str, Any]) -> float:
     return (waits(folder, model, 4) - waits(folder, model, 2)) / 2
+
+
+# Waits of the host for the device in a micro-batch of a second update, by kind of model (four layers each).
+# The micro-batch goes forward twice, as its group is scored before. A layer of experts waits for their counts
+# once in each forward; latent attention has three such layers. Two of the last one's layers are gated delta
+# nets: they wait, and its other two have the attention of the first.
+WAITS = {"qwen": 0, "mixture": 4 * 2, "latent": 3 * 2, "delta": 2 * 8}
+
+
+def of_a_micro_batch(names: Sequence[str], folder: Path) -> dict[str, float]:
+    """The waits of an update with four micro-batches beyond those of one with two, each."""
+    counts = counts_of({name: MODELS[name] for name in names}, (2, 4), folder)
+    few, many = (
+        {name: counts[name, n]["second update"].get("host_waits", 0) for name in names} for n in (2, 4)
+    )
+    return {name: (many[name] - few[name]) / 2 for name in names}
+
+
+def test_a_micro_batch_of_a_dense_model_waits_for_nothing(tmp_path: Path) -> None:
+    assert of_a_micro_batch(["qwen"], tmp_path) == {"qwen": WAITS["qwen"]}
+
+
+@pytest.mark.proof
+def test_a_micro_batch_waits_as_often_as_its_kind_of_model_is_known_to(tmp_path: Path) -> None:
+    assert of_a_micro_batch(list(WAITS), tmp_path) == WAITS
 
 
 @pytest.mark.proof
