@@ -120,7 +120,7 @@ def rehearse(*arguments: str, code: int = 0, timeout: float = 600) -> dict[str, 
 def counts_of(
     models: Mapping[str, dict[str, Any]], micro_batches: Sequence[int], folder: Path
 ) -> dict[tuple[str, int], dict[str, dict[str, int]]]:
-    """What one rank asks of the device in each phase up to its second update, by (model, micro-batches).
+    """The counts of one rank's phases up to its second update, by (model, micro-batches of an update).
 
     One process rehearses all models, each once for every number of micro-batches of an update.
     """
