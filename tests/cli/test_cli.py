@@ -116,7 +116,7 @@ WRONG = {
         changed_model("config.json", vocab_size=19),
         r"train\.jsonl:1: it has '=', token 19, and the model knows only 19: the tokenizer in model\.path=",
     ),
-    "a variable": (overrides("output_dir=runs/${train.seed}"), r"nothing fills in \$\{\.\.\.\} here"),
+    "a variable": (overrides("output_dir=runs/${{train.seed}}"), r"nothing fills in \$\{\.\.\.\} here"),
     "wrong key": (overrides("train.stepz=3"), r"train\.stepz: no such key; did you mean 'train\.steps'\?"),
     "tp": (
         overrides("parallel.tp=3", "--nproc=3"),
