@@ -86,7 +86,9 @@ def _import(job: RankJob) -> FakeWorld:
     import torch
 
     import megatron_gvpo.megatron.policy  # noqa: F401 - the longest import
+    from megatron_gvpo.huggingface.architectures import add_model_types
 
+    add_model_types()  # a made model's config.json is read before Megatron-Bridge is asked
     torch.cuda.init()
     return world
 

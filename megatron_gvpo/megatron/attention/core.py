@@ -21,6 +21,7 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor
@@ -125,6 +126,7 @@ def rotating_attention() -> type[Any]:
     megatron-core's rotation of packs with YaRN (GPT-OSS) waits for the GPU twice in every layer, to read the
     lengths of sequences, and then goes through them one by one; its fused kernel forgets the scale.
     """
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class RotatingAttention(TEDotProductAttention):
@@ -134,20 +136,39 @@ def rotating_attention() -> type[Any]:
             out: Tensor = super().forward(query, key, *args, **kwargs)
             return out
 
+    # Megatron-Bridge divides weights by the name of their module's class. A rank has the sinks of its heads.
+    AutoMapping.register_module_type(RotatingAttention.__name__, "column")
     return RotatingAttention
 
 
-def with_core_attention(spec_of: Callable[..., Any], core_attention: type[Any]) -> Callable[..., Any]:
-    """Wrap `spec_of`, which returns the spec of a layer or of a stage's layers, to change core attention."""
+def with_core_attention(
+    spec_of: Callable[..., Any], core_attention: type[Any], instead_of: type[Any] | None = None
+) -> Callable[..., Any]:
+    """Wrap `spec_of`, which returns the spec of a layer or of a stage's layers, to change core attention.
+
+    `instead_of`: only where this class is the core attention.
+    """
 
     def changed(config: Any, vp_stage: int | None = None) -> Any:
         stage = {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(spec_of).parameters else {}
         spec = spec_of(config, **stage)
         for layer in getattr(spec, "layer_specs", [spec]):
-            layer.submodules.self_attention.submodules.core_attention = core_attention
+            attention = layer.submodules.self_attention.submodules
+            if instead_of is None or attention.core_attention is instead_of:
+                attention.core_attention = core_attention
         return spec
 
     return changed
+
+
+def for_packs(spec_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `spec_of` to have Transformer Engine's core attention in place of megatron-core's own.
+
+    Megatron-Bridge (0.6.2) takes the latter for EXAONE 4.0, and it refuses packs.
+    """
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    return with_core_attention(spec_of, TEDotProductAttention, instead_of=DotProductAttention)
 
 
 # transformers (5.19) gives the norms inside latent attention this epsilon, its default, in DeepSeek-V2,
@@ -157,10 +178,11 @@ _EPSILON = 1e-6
 _NORMS = ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj")
 
 
-def correct_latent_norms(chunks: Iterable[Any]) -> None:
-    """Give the norms inside latent attention (DeepSeek's MLA) the epsilon of transformers.
+def correct_norms(chunks: Iterable[Any]) -> None:
+    """Give norms the epsilon of transformers where the libraries give them another one.
 
-    megatron-core (0.19.2) gives them rms_norm_eps.
+    megatron-core (0.19.2) gives those inside latent attention (DeepSeek's MLA) rms_norm_eps. Megatron-Bridge
+    (0.6.2) gives those behind attention and MLP (Gemma 3, EXAONE 4.0) 1e-5 on GPUs, whatever rms_norm_eps is.
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -168,6 +190,8 @@ def correct_latent_norms(chunks: Iterable[Any]) -> None:
                 for part in (getattr(module, name, None) for name in _NORMS):
                     if part is not None and hasattr(part, "eps"):
                         part.eps = _EPSILON
+            elif (norm := getattr(module, "post_layernorm", None)) is not None and hasattr(norm, "eps"):
+                norm.eps = module.config.layernorm_epsilon
 
 
 _forward = torch.ops.aten._flash_attention_forward

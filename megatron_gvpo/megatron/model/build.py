@@ -28,8 +28,9 @@ from megatron_gvpo.megatron.adapters.lora import make_adapters
 from megatron_gvpo.megatron.attention.core import (
     SharedPromptAttention,
     attends_to_all_before,
-    correct_latent_norms,
+    correct_norms,
     defer_rotary,
+    for_packs,
     has_plain_rotary,
     rotating_attention,
     with_core_attention,
@@ -182,6 +183,8 @@ def _configure(
     elif share_prompts or has_yarn(provider):
         core_attention = SharedPromptAttention if share_prompts else rotating_attention()
         provider.transformer_layer_spec = with_core_attention(provider.transformer_layer_spec, core_attention)
+    elif text_config.model_type == "exaone4":
+        provider.transformer_layer_spec = for_packs(provider.transformer_layer_spec)
     provider.transformer_layer_spec = limit_groups(text_config, provider.transformer_layer_spec)
     try:
         provider.finalize()
@@ -205,7 +208,7 @@ class _Preparation:
 
     def __call__(self, chunks: list[Any]) -> list[Any]:
         correct_marks(chunks)
-        correct_latent_norms(chunks)
+        correct_norms(chunks)
         if self.image_processor is not None:  # the model rotates by the pack's positions itself
             hf_config = self.bridge.hf_pretrained.config
             for chunk in chunks:

@@ -13,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
     FineGrainedActivationOffloadingInterface as Offloading,
 )
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import get_model_config
 
 from megatron_gvpo.core.errors import ConfigError
@@ -33,6 +34,7 @@ def model_settings(
         "params_dtype": DTYPES[model.dtype],
         "attention_dropout": 0.0,  # scoring and training must run the same model
         "hidden_dropout": 0.0,
+        "attention_backend": AttnBackend.auto,  # Megatron-Bridge has Gemma's set to flash-attn alone
         "should_pad_vocab": True,
         "make_vocab_size_divisible_by": 1,
         "variable_seq_lengths": True,  # packs differ in length between micro-batches

@@ -14,6 +14,11 @@ from megatron_gvpo.verify.shrink import shrink
 _SP = {"tp": 2, "sequence_parallel": True}
 _SMALL = {"overlap": True, "small": True}
 
+_DEPTH = ("num_hidden_layers", "layer_types", "mlp_layer_types", "moe_layer_freq", "no_rope_layers")
+_DEPTH += ("first_k_dense_replace",)
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_CHOSEN = ("num_experts_per_tok", "experts_per_token")
+
 
 @dataclass(frozen=True)
 class Family:
@@ -37,6 +42,17 @@ class Family:
     @property
     def tiny(self) -> dict[str, Any]:
         return shrink(self.released, self.architecture)
+
+    @property
+    def shallow(self) -> dict[str, Any]:
+        """The released model with few layers and 16 experts, but every kind of layer at its true width."""
+        tiny, shallow = self.tiny, {**self.released, "dtype": "bfloat16"}
+        shallow |= {key: tiny[key] for key in _DEPTH if key in tiny}
+        shallow |= {key: 16 for key in _EXPERTS if shallow.get(key)}
+        shallow |= {key: min(shallow[key], 4) for key in _CHOSEN if shallow.get(key)}
+        if (shallow.get("n_group") or 1) > 1:
+            shallow |= {"n_group": 4, "topk_group": 2}
+        return shallow
 
     @property
     def layouts(self) -> list[ParallelLayout]:

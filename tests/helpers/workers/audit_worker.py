@@ -48,7 +48,7 @@ def latent_norms_stay() -> Iterator[None]:
     """Context in which the norms inside latent attention keep megatron-core's epsilon."""
     from megatron_gvpo.megatron.model import build
 
-    with mock.patch.object(build, "correct_latent_norms", lambda chunks: None):
+    with mock.patch.object(build, "correct_norms", lambda chunks: None):
         yield
 
 
