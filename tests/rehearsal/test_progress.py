@@ -45,7 +45,8 @@ def test_each_phase_that_ends_is_a_line_and_one_that_hangs_is_named(
     def report(line: str) -> None:
         lines.append(line)
         if line.startswith("rank 1, scoring"):
-            [parent] = psutil.Process().children()
+            children = psutil.Process().children()
+            [parent] = [child for child in children if "megatron_gvpo.rehearsal.rank" in child.cmdline()]
             stopped.extend(parent.children())
             stopped[0].suspend()
             monkeypatch.setattr(progress, "LIMIT", 3.0)
