@@ -328,7 +328,7 @@ def test_workers_do_not_load_torch(functions: str) -> None:
         ({"function": "{file}:number"}, "has no function 'number'"),
         ({"function": "{file}:length", "options": {"scales": 1}}, "unexpected keyword argument 'scales'"),
         ({"function": "{broken}:f"}, "failed: SyntaxError"),
-        ({"function": "{deadly}:f"}, "deadly.py:f (exit code 5)"),
+        ({"function": "{deadly}:f"}, "ended the program (SystemExit: os._exit(5) (deadly.py, line 2))"),
     ],
 )
 def test_functions_that_cannot_be_loaded(functions: str, component: Any, message: str) -> None:
