@@ -114,7 +114,7 @@ def test_the_heads_peak_is_the_committed_one(tmp_path: Path) -> None:
 @pytest.mark.proof
 @pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 def test_all_rehearsed_peaks_are_the_committed_ones(tmp_path: Path) -> None:
-    found = _of_rehearsal(tmp_path)
-    assert found == {
+    peaks = _of_rehearsal(tmp_path)
+    assert peaks == {
         name: pytest.approx(result["memory_gib"], rel=0.001) for name, result in REHEARSED.items()
     }
