@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build
 
 _SP = {"tp": 2, "sequence_parallel": True}
 QUICK = [on_cpu.job("untied-all", Layout(2, **_SP))]
-# Of experts: in grouped experts gate and up have one A, under either type.
+# Adapters of experts: in grouped experts gate and up have one A, under either type.
 _EXPERTS = [Layout(1), Layout(2, ep=2), Layout(2, **_SP, ep=2)]
 # Each also begins with new adapters, before it loads the checkpoint.
 RESUMED = [

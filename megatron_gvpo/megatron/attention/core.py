@@ -21,7 +21,6 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor
@@ -141,21 +140,14 @@ def rotating_attention() -> type[Any]:
     return RotatingAttention
 
 
-def with_core_attention(
-    spec_of: Callable[..., Any], core_attention: type[Any], instead_of: type[Any] | None = None
-) -> Callable[..., Any]:
-    """Wrap `spec_of`, which returns the spec of a layer or of a stage's layers, to change core attention.
-
-    `instead_of`: only where this class is the core attention.
-    """
+def with_core_attention(spec_of: Callable[..., Any], core_attention: type[Any]) -> Callable[..., Any]:
+    """Wrap `spec_of`, which returns the spec of a layer or of a stage's layers, to change core attention."""
 
     def changed(config: Any, vp_stage: int | None = None) -> Any:
         stage = {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(spec_of).parameters else {}
         spec = spec_of(config, **stage)
         for layer in getattr(spec, "layer_specs", [spec]):
-            attention = layer.submodules.self_attention.submodules
-            if instead_of is None or attention.core_attention is instead_of:
-                attention.core_attention = core_attention
+            layer.submodules.self_attention.submodules.core_attention = core_attention
         return spec
 
     return changed
@@ -168,7 +160,7 @@ def for_packs(spec_of: Callable[..., Any]) -> Callable[..., Any]:
     """
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    return with_core_attention(spec_of, TEDotProductAttention, instead_of=DotProductAttention)
+    return with_core_attention(spec_of, TEDotProductAttention)
 
 
 # transformers (5.19) gives the norms inside latent attention this epsilon, its default, in DeepSeek-V2,
