@@ -1,5 +1,5 @@
-# The two commands of the README: `make quickstart` and `make test`.
-# Both create the environment in .venv when it is missing or out of date.
+# The three commands of the README: `make real`, `make quickstart` and `make test`.
+# Each creates the environment in .venv when it is missing or out of date.
 
 SHELL := bash
 VENV := .venv

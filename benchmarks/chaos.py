@@ -1,4 +1,6 @@
-"""Chaos: whole runs with seeded faults, started again as Slurm would; nothing may be lost, twice or stale.
+"""Chaos tests: whole runs with seeded faults, restarted as Slurm restarts jobs.
+
+No sample may be lost, counted twice or sampled from old weights.
 
     python benchmarks/chaos.py --schedules 60 --out benchmarks/results/chaos_embedded.jsonl
     python benchmarks/chaos.py --servers sglang --schedules 40 --out benchmarks/results/chaos_sglang.jsonl
@@ -8,7 +10,7 @@ that ends is started again with `--resume=auto` until it is done. It passes if e
 complete, sampled from the step's weights and counted once, in the data's order (checks.py); with the
 embedded engine every metric but times, and every bit of the final weights, must equal those of an undisturbed
 run.
-With `--servers` two real servers run on two nodes (nodes.py), and are faults' victims, too.
+With `--servers` two real servers run on two nodes (nodes.py), and faults strike them, too.
 
 The ranks are forked from a process that has imported the libraries (starter.py). Results are appended
 to FILE, a line a schedule; seeds that are there already are left out, so the suite can be run in pieces. The
@@ -43,7 +45,7 @@ def main() -> int:
     args = parser.parse_args()
     engine: Engine = "served" if args.servers else "embedded"
     deadline, failed = time.monotonic() + 60 * args.minutes, 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing stays behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit ends the servers and the ranks
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
         suite = opened.enter_context(Suite(folder, args.servers))
@@ -61,7 +63,7 @@ def main() -> int:
 
 
 def seeds_to_run(file: Path | None, first: int, count: int) -> list[int]:
-    """The seeds that `file` has no result of."""
+    """The seeds without a result in `file`."""
     done = set()
     if file is not None and file.exists():
         done = {json.loads(line)["seed"] for line in file.read_text().splitlines()}

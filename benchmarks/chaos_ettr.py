@@ -7,7 +7,7 @@ Slurm would whenever it ends. Most of a step is waiting for a slow judge, so tha
 of large models and two cores suffice. In every tenth step, at a random moment, the next fault of FAULTS
 strikes.
 
-Useful is the time of the steps that the finished run has in metrics.jsonl (`time/step`), each counted once:
+The useful time is that of the steps in the finished run's metrics.jsonl (`time/step`), each counted once:
 steps, or parts of steps, that were lost and done again count once. A step in which a fault struck counts for
 no more than the median step, because the rest of its time is recovery. Wall time begins with the first start
 and ends with the last exit, all starts and waits included; servers of `megatron-gvpo serve` run already.
@@ -52,7 +52,7 @@ FAULTS = ("kill rank", "kill server", "lose node", "kill reward worker", "tell t
 
 
 class Started:
-    """A command in a session of its own."""
+    """A command that runs in a session of its own."""
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -75,7 +75,7 @@ class Started:
 
 
 def faults_of(args: argparse.Namespace) -> list[Fault]:
-    """One in every EVERY steps: in its middle step, at a random moment."""
+    """Return one fault for every EVERY steps. It strikes at a random moment of their middle step."""
     rng = random.Random(args.seed)
     kinds = [kind for kind in FAULTS if args.servers or "server" not in kind]
     steps = range(EVERY // 2, args.steps, EVERY)
@@ -86,7 +86,7 @@ def faults_of(args: argparse.Namespace) -> list[Fault]:
 
 
 def run(args: argparse.Namespace, folder: Path, opened: ExitStack) -> dict[str, Any]:
-    """Run to the end; returns the result."""
+    """Run the command until the training is complete; return the result."""
     task, ledger, log = folder / "task", folder / "ledger.jsonl", folder / "log"
     tiny_run.make(task)
     judge = Judge(ledger, args.step_seconds / PROMPTS)
@@ -153,7 +153,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing stays behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit ends the command's processes
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="chaos-ettr-")))
         result = run(args, folder, opened)

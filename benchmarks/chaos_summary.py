@@ -1,4 +1,4 @@
-"""Prints a table of chaos results: schedules that passed, and how often each kind of fault struck.
+"""Prints a table of chaos results: the number of passed schedules, and the number of faults of each kind.
 
 python benchmarks/chaos_summary.py benchmarks/results/chaos_*.jsonl
 """

@@ -1,11 +1,11 @@
-"""Measures what verifying weights costs: the share of a load that checksums and values take.
+"""Measures the cost of verifying weights: the share of a load that checksums and checks of values take.
 
     python benchmarks/checksum_cost.py --out benchmarks/results/checksum_cost_cpu.json
 
 A Qwen2 model of random bfloat16 weights goes from its Hugging Face directory to a Megatron checkpoint, and
 back from that; each way loads it once, as training, `eval`, `export` and `convert` do. The exported files,
 which have checksums, are loaded a third time. Files are in the page cache, so a disk would make the
-share smaller. Times are the processor's, because other work on the machine disturbs those less.
+share smaller. Times are processor times, because other work on the machine disturbs those less.
 """
 
 from __future__ import annotations

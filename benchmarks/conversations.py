@@ -1,13 +1,13 @@
-"""Conversations on a real server against lockstep rounds, with tools of several latencies.
+"""Compares free-running conversations on a real server with lockstep rounds, for tools of several latencies.
 
     python benchmarks/conversations.py [--engine vllm] [--out benchmarks/results/conversations_vllm.json]
 
-In lockstep, as a loop over `generate` and `step` does it, all conversations wait until every one has been
-answered by the server, and then until every tool has answered. Here each goes on by itself. Both hold the
-same conversations, one after the other, so that other work on the machine slows down both. A tool takes half
-to one and a half of its mean latency. The policy is a small random model, whose turns are of very different
-lengths, as those of trained models are. The server says by its own metrics how many requests run; it is idle
-where none does.
+In lockstep, as in a loop over `generate` and `step`, all conversations wait until the server has answered
+every one, and then until every tool has answered. In this package each conversation continues by itself. Both
+ways have the same conversations and take turns, so that other work on the machine slows down both. A tool
+takes half to one and a half of its mean latency. The policy is a small random model, whose turns are of very
+different lengths, as those of trained models are. The server's own metrics give the number of requests that
+run; with none, the server is idle.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from megatron_gvpo.settings.sections import SamplingConfig  # noqa: E402
 
 LATENCIES = (0.0, 0.1, 2.0)  # mean seconds of a tool
 PROMPTS, MEMBERS, TURNS, TOKENS = 16, 4, 4, 240
-POLL = 0.05  # seconds between two questions how many requests run
+POLL = 0.05  # seconds between two readings of the number of requests that run
 TOOL = """
 import asyncio, hashlib
 
@@ -118,7 +118,7 @@ class Load:
 async def hold(
     conversations: Conversations, pool: ServerPool, load: Load, lockstep: bool, prompts: Sequence[Prompt]
 ) -> dict[str, float]:
-    """Hold the conversations; seconds, tokens a second, the share of questions at which no request ran."""
+    """Run the conversations; return seconds, tokens a second, and the share of polls without a request."""
     sampling = SamplingConfig(max_tokens=TOKENS)
     requests = [Request(p.token_ids, MEMBERS, seed=100 + i) for i, p in enumerate(prompts)]
     policy: Any = Speakers(pool, sampling)
@@ -159,7 +159,7 @@ def measure(engine: str, folder: Path, rounds: int) -> list[dict[str, Any]]:
                 environment=f"{folder}/tool.py:Tool", options={"latency": latency}, turns=TURNS, workers=2
             )
             with Conversations(config, material) as conversations:
-                for number in range(-1, rounds):  # the first is a warm-up
+                for number in range(-1, rounds):  # the first round is a warm-up
                     line: dict[str, Any] = {"latency": latency, "load": os.getloadavg()[0]}
                     for name, lockstep in (("lockstep", True), ("overlapped", False)):
                         run = hold(conversations, pool, Load(url, engine), lockstep, prompts)

@@ -1,4 +1,4 @@
-"""Checks that delta pushes over real training steps in bf16 are bit-exact, and measures what they save.
+"""Checks that delta pushes over real training steps in bf16 are bit-exact, and measures the saved bytes.
 
     python benchmarks/delta_steps.py --out benchmarks/results/delta_steps_cpu.json
 

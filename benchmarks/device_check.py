@@ -16,8 +16,9 @@
   offload    updates with optimizer states and activations in host memory: equality, speed, memory
   ipc        another process maps a weight bucket of this GPU, like a colocated rollout server: bytes, GB/s
 
-It runs the checks that the machine can run. The table names those that are missing or fail, and the proof on
-CPU that each check completes. The exit status is 1 if a check that ran gave a wrong result.
+It runs the checks that the machine can run. The table names those that are missing or fail, and for each
+check the proof on CPU to which the check adds the GPU. The exit status is 1 if a check that ran gave a wrong
+result.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from megatron_gvpo.types import TrainBatch
 # TFLOPS of bf16 matrix products without sparsity, from NVIDIA's data sheets
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "H800": 989, "A100": 312, "A800": 312, "B200": 2250, "L40S": 362}
 
-# By check: the proof on CPU that it completes, and what a GPU adds.
+# By check: the proof on CPU of the same code, and the part that only a GPU can prove.
 PROOFS = {
     "head": "tests/kernels/test_triton_head.py, under Triton's interpreter against fp64: the kernels run",
     "layers": "tests/megatron/test_gradient_invariance.py, local layers against transformers, and "
@@ -186,7 +187,7 @@ def one_pack(folder: Path, dtype: str, out: Path, share_prompts: bool = False) -
     gradients: dict[str, Any] = {}
     apply = policy.optimizer.apply
 
-    def take() -> Any:  # in the weights' places, gradients are exported
+    def take() -> Any:  # the export takes gradients in place of the weights
         parameters = list(policy.model.weights())
         weights = [p.detach().clone() for p in parameters]
         with torch.no_grad():
@@ -205,7 +206,8 @@ def one_pack(folder: Path, dtype: str, out: Path, share_prompts: bool = False) -
 def first_update(shape: dict[str, Any], smoke: bool, fp8: str | None) -> tuple[Policy, TrainBatch, Any]:
     """Policy, rows and outcome of an update on 8 groups of random tokens, in packs of 8192.
 
-    It builds and tunes kernels, and measures memory. In FP8 packs are multiples of its blocks.
+    The update builds and tunes kernels, and measures memory. In FP8 the length of a pack is a multiple of
+    FP8's blocks.
     """
     tiny, usual = {"groups": 2, "k": 2, "prompt": 8, "response": 24}, {"groups": 8, "k": 5}
     sizes: dict[str, Any] = {"prompt": 150, "response": 850, **(tiny if smoke else usual)}
@@ -218,12 +220,12 @@ def first_update(shape: dict[str, Any], smoke: bool, fp8: str | None) -> tuple[P
 
 
 def memory_of(outcome: Any) -> dict[str, float]:
-    """GiB by part, as an update measured them."""
+    """The memory of an update by part, in GiB."""
     return {name.split("/")[1].removesuffix("_gib"): gib for name, gib in outcome.memory.items()}
 
 
 def train(shape: dict[str, Any], smoke: bool, fp8: str | None = None) -> dict[str, Any]:
-    """Time updates after the first, in every mode of the head, and the export."""
+    """Measure the seconds of updates after the first, in every mode of the head, and of the export."""
     on_gpu = torch.cuda.is_available()
     dtype, rounds = "bfloat16" if on_gpu else "float32", 2 if smoke else 4
     policy, rows, first = first_update(shape, smoke, fp8)
@@ -252,7 +254,7 @@ def train(shape: dict[str, Any], smoke: bool, fp8: str | None = None) -> dict[st
             policy.update(rows, at_step_start=True)
             with clock(updates, "naive"):
                 policy.update(rows, at_step_start=True)
-    except torch.OutOfMemoryError:  # its logits may not fit: the other timings stay
+    except torch.OutOfMemoryError:  # the naive head's logits may not fit; the other timings stay
         updates.pop("naive", None)
     seconds["body"] = seconds["update"] - seconds["optimizer"] - seconds["head"]
     seconds = {name: value / rounds for name, value in seconds.items()}

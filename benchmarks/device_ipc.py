@@ -3,7 +3,8 @@
     python benchmarks/device_ipc.py      # also a part of device_check.py
 
 The other process holds a model's tensors on the same GPU. It gets three buckets through one buffer, as a push
-sends them, and returns the checksums of the tensors that it loaded. Without a GPU the check reports that.
+sends them, and returns the checksums of the tensors that it loaded. Without a GPU the check reports that
+there is none.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NO_GPU = "no GPU: CUDA IPC maps memory of one"
 
 
 class Loaded(nn.Module):
-    """In place of an engine's model: it keeps a checksum of every tensor that it gets."""
+    """A stand-in for an engine's model, which keeps a checksum of every tensor that it gets."""
 
     def __init__(self) -> None:
         super().__init__()

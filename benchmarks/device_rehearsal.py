@@ -3,9 +3,9 @@
     python benchmarks/device_rehearsal.py            # writes results/device_check_rehearsed.json
     python benchmarks/device_rehearsal.py NAME...    # only these checks, as device_check.py names them
 
-It runs the head of device_check.py and the first update of each of its models, in which that measures memory.
-Values and seconds come from a GPU alone: here nothing is computed. `memory_gib` has the names that the GPU's
-result has (docs/howto/gpus.md).
+It runs device_check.py's check of the head, and the first update of each of that program's models, which is
+the update whose memory that program measures. Nothing is computed, so there are no values and no seconds.
+`memory_gib` has the same names as in the GPU's result (docs/howto/gpus.md).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_gvpo.rehearsal.process import environment_of_ranks
 
 RESULT = Path(__file__).parent / "results" / "device_check_rehearsed.json"
 GPU = "h100"
-RECIPES = {"": None, ", fp8": "tensorwise"}  # by the end of the check's name, as device_check.py has them
+RECIPES = {"": None, ", fp8": "tensorwise"}  # by the end of the check's name in device_check.py
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
         usable = round(reservable_gib(gpu(GPU).memory_gib, colocated=False) * GIB)
         variables = environment_of_ranks(DEVICES[GPU], 1, usable)
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | variables)
-    os.environ.pop("LD_PRELOAD", None)  # this process has it; the compilers that Triton starts do not need it
+    os.environ.pop("LD_PRELOAD", None)  # the library is loaded here; Triton's compilers do not need it
     report = {"gpu": DEVICES[GPU].name, "is_rehearsed": True, "results": rehearsed(args.names)}
     print(json.dumps(report, indent=1))
     if (out := args.out or (None if args.names else RESULT)) is not None:
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def rehearsed(names: list[str]) -> dict[str, Any]:
-    """The memory of each check, in GiB; `names`: of the checks, all if there is none."""
+    """The memory of each check, in GiB. `names`: the checks to run; empty: all."""
     from megatron_gvpo.rehearsal.world import FakeWorld
 
     world = FakeWorld()  # before megatron-core is imported
@@ -66,14 +66,14 @@ def rehearsed(names: list[str]) -> dict[str, Any]:
 
 
 def _checks() -> tuple[dict[str, Callable[[], dict[str, float]]], Callable[[], None]]:
-    """The checks' GiB by name, and what has to be called after each; imports all that they need."""
+    """Return, by name, functions that measure a check's GiB, and the function to call after each check."""
     import device_check
     from lib.device import head, model
 
     from megatron_gvpo.rehearsal import made_model, stand_ins
 
     def save_shape(folder: Path, shape: dict[str, Any]) -> None:
-        """Without weights: files of zeros, which take no room on the disk."""
+        """Write the model's files, with zeros as weights, which take no room on the disk."""
         import transformers
 
         transformers.Qwen2Config(

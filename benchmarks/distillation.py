@@ -38,7 +38,7 @@ ON_POLICY = {
 }
 METRICS = {"teacher/excluded", "teacher/length_ratio", "reward/math", "train/log_ratio"}
 SEQKD, SFT = "SeqKD", "SFT on the data"
-CASES = [  # opd and opd_full refuse the other teacher
+CASES = [  # opd and opd_full refuse the teacher `other`
     ("GVPO++, alpha 0", "same"),
     ("GVPO++, alpha 0", "other"),
     ("opd", "same"),
@@ -116,7 +116,7 @@ def save(report: dict[str, Any], out: Path) -> None:
 
 
 def make_models(report: dict[str, Any], out: Path) -> None:
-    """Make the data and the three models, and let the teachers answer; leaves out what is there."""
+    """Make the data, the three models and the teachers' answers, unless they exist."""
     if not (RUNS / "task" / "data").is_dir():
         make_task()
     for name, key, steps in (
@@ -179,7 +179,7 @@ def module_of(file: Path) -> Any:
 
 
 def answers_of(name: str) -> tuple[Path, float]:
-    """The file of the teacher's responses to all training prompts, and the processor seconds they took."""
+    """Return the file of the teacher's responses to all training prompts, and their processor seconds."""
     file = RUNS / f"{name}_answers.jsonl"
     return file, answer_all(RUNS / name / "hf", RUNS / "task/data/train.jsonl", file, max_tokens=32)
 
@@ -192,7 +192,7 @@ def answer_all(
     first: int | None = None,
     system: str | None = None,
 ) -> float:
-    """Write the teacher's sampled responses to `answers`, once; returns the processor seconds they took.
+    """Write the teacher's sampled responses to `answers`, once; return their processor seconds.
 
     `problems`: a file of records with prompts, of which the `first` are used. With a `system` prompt each is
     a chat.
@@ -274,7 +274,7 @@ def run(case: str, teacher: str, seed: int, seconds: float) -> dict[str, Any]:
 
 
 def train_within(overrides: list[str], seconds: float) -> dict[str, Any]:
-    """Train until the steps have taken so many processor seconds; the curve, and some metrics by step."""
+    """Train for so many processor seconds of steps; return the curve and some metrics by step."""
     import torch
 
     from megatron_gvpo.settings.config import load_config

@@ -1,4 +1,4 @@
-"""Install the packages of one image together, and import what imports without a driver.
+"""Install the packages of one image together, and import the modules that need no driver.
 
 usage: python benchmarks/installed_versions.py trainer|sglang|vllm DIR
 
@@ -24,9 +24,9 @@ from megatron_gvpo.core.versions import PYTHON_REFERENCE, REFERENCE
 
 RESULT = Path(__file__).resolve().parent / "results" / "resolved_versions.json"
 SECONDS = 1800.0  # for all imports of an image
-# Compiled at installation, and what cannot be imported without them.
+# Packages that are compiled at installation, and modules that cannot be imported without them.
 COMPILED = ("transformer-engine-torch", "transformer-engine", "transformer-engine-cu13", "flash-attn")
-# What each image imports of its compiled packages, and of what serves or trains.
+# The modules that each image imports: of its compiled packages, and of its engine or trainer.
 MODULES = {
     "trainer": ("torch", "triton", "transformers", "megatron.core", "safetensors", "pyarrow"),
     "sglang": (
@@ -41,7 +41,7 @@ MODULES = {
 
 
 def main() -> int:
-    """Write the outcome; returns 1 where a module is not imported."""
+    """Write the outcome; return 1 if a module could not be imported."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("image", choices=MODULES)
     parser.add_argument("dir", type=Path)
@@ -78,7 +78,7 @@ def install(packages: dict[str, str], directory: Path) -> Path:
 
 
 def make_driver(directory: Path) -> Path:
-    """Returns a folder with a libcuda whose functions, all that CUDA's header names, report no device."""
+    """Return a folder with a libcuda: it has all functions of CUDA's header, which report no device."""
     [header] = directory.glob("lib/python*/site-packages/nvidia/cu13/include/cuda.h")
     names = set(re.findall(r"\bcu[A-Z]\w+", header.read_text()))
     folder = directory / "driver"

@@ -6,7 +6,7 @@ inputs, dX and dW. Times are of one forward and backward.
 
 On a CPU it compares the naive head and this head's modes, at one shape. A ratio is the median over the rounds
 of ratios to the same round's naive time, because machines are noisy. "busy" is CPU seconds over wall seconds
-times threads. If it is well under 1 on a CPU, other programs used the cores, and wall times mean little.
+times threads. If "busy" is well under 1 on a CPU, other programs used the cores, and wall times mean little.
 
 On a GPU (`--device cuda`) it compares all installed heads in bf16, at the shapes of Qwen2.5 1.5B, 7B and 72B
 and 4k, 8k and 32k tokens, or at one given shape. "useful" counts 6 T H V flops, so logits that are computed
@@ -43,7 +43,7 @@ GPU_HEADS = (
 )
 GPU_MODELS = {"Qwen2.5-1.5B": (1536, 151_936), "Qwen2.5-7B": (3584, 152_064), "Qwen2.5-72B": (8192, 152_064)}
 GPU_TOKENS = (4096, 8192, 32_768)
-# At T=32768, H=3584, V=152064 on an H200. extra_mb_beyond_stash leaves out the stash's own memory.
+# Targets at T=32768, H=3584, V=152064 on an H200. extra_mb_beyond_stash leaves out the stash's own memory.
 GPU_TARGETS = {
     "stash_10gb": {"useful_tflops": 700, "times_best_peer": 1.2, "extra_mb_beyond_stash": 1000},
     "all": {"times_naive_above_2k": 1.0},
@@ -203,7 +203,7 @@ def seconds_on_gpu(work: Callable[[], Any], rounds: int) -> float:
 
 
 def measure_rates(x: Tensor, w: Tensor) -> dict[str, float]:
-    """Measure this device's rates: the three products that the head needs at least, and copies."""
+    """Measure this device's rates of copies, and of the three products that every head needs."""
     import torch
 
     x, w = x.detach(), w.detach()

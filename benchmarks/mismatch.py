@@ -11,9 +11,9 @@ The task is the quickstart's, from its supervised model, which is made once (run
     fp8      every matrix, the embeddings included, is rounded to FP8 e4m3, with one scale
     stale4   the weights of four steps before
 
-Each run is a process of its own with one thread, and each finished run a line of the file. Started again, it
-goes on with the runs that the file lacks. pass@1 is that of the trainer's final weights, which are not
-rounded, on the held-out problems. The table has its mean over seeds, and the standard error.
+Each run is a process of its own with one thread, and each finished run a line of the file. Started again, the
+program goes on with the runs that the file lacks. pass@1 is that of the trainer's final weights, which are
+not rounded, on the held-out problems. The table has the mean of pass@1 over seeds, and the standard error.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def measure(out: Path, seeds: list[int], workers: int) -> None:
-    """Run what the file lacks, and append a line to it for each finished run."""
+    """Make the runs that the file lacks, and append a line to the file for each finished run."""
     begin(out)
     make_start(RUNS)
     done = {(line["correction"], line["scenario"], line["seed"]) for line in lines(out)}
@@ -105,12 +105,12 @@ def measure(out: Path, seeds: list[int], workers: int) -> None:
 
 
 def needed(correction: str, scenario: str) -> bool:
-    """True unless the correction would do nothing: with an exact engine all weights are 1."""
+    """False if the correction has no effect: with an exact engine all weights are 1."""
     return scenario != "exact" or CORRECTIONS[correction] is None
 
 
 def begin(out: Path) -> None:
-    """Write the file's first line: the settings. Exits where the file has other ones."""
+    """Write the file's first line: the settings. The program exits if the file has other settings."""
     head = {
         "settings": SETTINGS,
         "corrections": CORRECTIONS,
@@ -132,7 +132,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
 
 
 def in_its_process(key: tuple[str, str, int]) -> dict[str, Any]:
-    """One run in a new process. Exits where it fails, with the end of what it said."""
+    """Make one run in a new process. If the run fails, the program exits with the end of the run's output."""
     correction, scenario, seed = key
     load = os.getloadavg()[0]
     result = json.loads(python([__file__, "--run", correction, scenario, str(seed)]))
@@ -225,7 +225,7 @@ def engine(*parts: Any, rounded: Any = None, stale: int = 0) -> Any:
             self._pushes: deque[list[tuple[str, Tensor]]] = deque(maxlen=stale + 1)
 
         def sync(self, version: int) -> None:
-            """It says that it has the present weights, so that mismatch/kl measures how far it is off."""
+            """Report the present version in any case, so that mismatch/kl measures the change's effect."""
             self._pushes.append(list(changed(self._policy.weights(on_host=False))))
             self._model.load(self._pushes[0], version)
 

@@ -51,7 +51,7 @@ def gvpo(n: int = 8, recipe: str = "gvpo", **loss: Any) -> Variant:
 
 
 def mixed(new: int, earlier: int) -> Variant:
-    """Earlier responses belong to the same prompt, so every prompt must come again: five times in a run."""
+    """Use each prompt five times in a run, because earlier responses are mixed in only for their prompt."""
     if not earlier:
         return Variant({"recipe": "gvpo"}, new, 256)
     members = [{"name": "replay", "count": earlier}]
@@ -95,7 +95,7 @@ CLAIMS = {  # table: [(better row, worse row)] according to the papers
     ],
 }
 TABULAR_STEPS = 300
-FLAT = ("GVPO Figure 2: beta", "GVPO Figure 4: history")  # the paper's figures show no large differences
+FLAT = ("GVPO Figure 2: beta", "GVPO Figure 4: history")  # figures of the paper without large differences
 
 
 def main() -> None:
@@ -261,7 +261,7 @@ def verdict(better: list[float], worse: list[float]) -> str:
 
 
 def flatness(rewards_of: dict[str, list[float]]) -> str:
-    """Judge if the rows are equally good, by the best and the worst, which also differ by chance."""
+    """Say if the rows may be equally good: the best and the worst differ by no more than chance explains."""
     best, worst = (pick(rewards_of, key=lambda name: fmean(rewards_of[name])) for pick in (max, min))
     (a, error_a), (b, error_b) = spread(rewards_of[best]), spread(rewards_of[worst])
     z = (a - b) / math.hypot(error_a, error_b)

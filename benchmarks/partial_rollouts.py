@@ -4,8 +4,8 @@
     python benchmarks/partial_rollouts.py --table
 
 Each run begins with the quickstart's supervised model, which is made once (runs/partial_rollouts). The file
-has a line for each finished run; started again, it goes on with the runs that the file lacks. The table has
-means over seeds, with the standard error of pass@1 on the held-out problems.
+has a line for each finished run; started again, the program goes on with the runs that the file lacks. The
+table has means over seeds, with the standard error of pass@1 on the held-out problems.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Run what the file lacks, and append a line to it for each finished run."""
+    """Make the runs that the file lacks, and append a line to the file for each finished run."""
     make_start(RUNS)
     if not options.out.exists():
         machine = {"machine": platform.machine(), "cores": os.cpu_count()}
@@ -85,7 +85,7 @@ def train(config: str, *overrides: str | Path) -> None:
 
 
 def run(case: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One run, and what it has measured."""
+    """Make one run, and return its measurements."""
     out = RUNS / f"{case}-{seed}".replace(" ", "_").replace(",", "")
     engine = (f"rollout.engine={options.engine}", f"rollout.servers.python={options.python}")
     task = (

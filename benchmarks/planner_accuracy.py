@@ -5,7 +5,7 @@
 
 Steps: NeMo-RL's performance summaries (docs/about/performance-summary.md of its releases 0.4, 0.5 and 0.6;
 DGX-H100, GRPO in bf16 on megatron-core with vLLM). Its recipes (examples/configs/recipes/llm/performance)
-give the length of micro-batches (the longest sequence, packed), what is recomputed, and the two scoring
+give the length of micro-batches (the longest sequence, packed), the recomputed parts, and the two scoring
 passes of a step (policy and reference). Prompts have about 160 tokens. The 95th percentile of the lengths is
 not published; 2.2 times the mean is assumed. NeMo-RL's time to move weights replaces ours, because we send
 all of them through one rank: 5 s for an 8B and 14 s for a 70B model (the blog on its release 0.3; its issue
@@ -41,7 +41,7 @@ A3B, A22B, V3 = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B", "deepseek-ai/DeepS
 SYNC = {LLAMA: 5.0, DENSE: 5.0, A3B: 5.0, A22B: 14.0, V3: 14.2}
 LONGEST = {LLAMA: 4096, DENSE: 4096, A3B: 4096, A22B: 8192, V3: 1536}  # sequence, and tokens of a micro-batch
 PROMPTS = {LLAMA: 64, DENSE: 64, A3B: 64, A22B: 16, V3: 32}
-RESPONSES = {LLAMA: 2048, DENSE: 2048, A3B: 2048, A22B: 512, V3: 512}  # 512 of them an update
+RESPONSES = {LLAMA: 2048, DENSE: 2048, A3B: 2048, A22B: 512, V3: 512}  # of a step; 512 of them in each update
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Published:
     release: str
     model: str
     layout: Layout
-    tokens: float  # of a sequence, mean
+    tokens: float  # the mean of a sequence
     seconds: float
 
 

@@ -2,11 +2,12 @@
 
     python benchmarks/planner_rehearsals.py            # writes benchmarks/results/planner_rehearsals.json
     python benchmarks/planner_rehearsals.py NAME...    # only the rows whose names have one of these words
-    python benchmarks/planner_rehearsals.py --predict  # the predictions anew, where the planner changed
+    python benchmarks/planner_rehearsals.py --predict  # only new predictions, after a change of the planner
 
 A row is a rank of a layout: a model of few layers with its true widths, two updates of full micro-batches.
-`rehearsed` is what PyTorch's allocator held at the fullest moment of the updates; no value was computed, and
-no GPU is needed (docs/howto/rehearse.md). Both numbers are without CUDA's context, NCCL and fragmentation.
+`rehearsed` is the most memory that PyTorch's allocator had allocated in the updates; no value was computed,
+and no GPU is needed (docs/howto/rehearse.md). Both numbers are without CUDA's context, NCCL and
+fragmentation.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lib.planner.rehearsed_rows import ROWS, Row
+from lib.planner.rehearsed_rows import MODELS, ROWS, Row
 
 from megatron_gvpo.planner.prediction import predict
 from megatron_gvpo.rehearsal import made_model
@@ -42,7 +43,7 @@ optimizer: {lr: 1.0e-6}
 
 
 def job_of(row: Row, folder: Path) -> RankJob:
-    """Write the row's model and configuration into a new folder, and return what a process rehearses."""
+    """Write the row's model and configuration into a new folder, and return a rehearsing process's job."""
     directory = folder / "model"
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(_config_of(row)))
@@ -55,7 +56,7 @@ def job_of(row: Row, folder: Path) -> RankJob:
 
 def _config_of(row: Row) -> dict[str, Any]:
     """The model's config.json with as many layers as the row has; one of them is dense, if any was."""
-    config: dict[str, Any] = {"torch_dtype": "bfloat16", **made_model.known_models()[row.model]}
+    config: dict[str, Any] = {"torch_dtype": "bfloat16", **(MODELS | made_model.known_models())[row.model]}
     (config.get("text_config") or config)["num_hidden_layers"] = row.layers
     if "first_k_dense_replace" in config:
         config["first_k_dense_replace"] = 1
@@ -63,7 +64,7 @@ def _config_of(row: Row) -> dict[str, Any]:
 
 
 def predicted(row: Row, folder: Path) -> dict[str, float]:
-    """GiB by part as the planner has them; `peak` is their sum without the planner's runtime."""
+    """The planner's GiB by part; `peak` is their sum without the planner's runtime."""
     stage = row.rank * pipeline(row) // row.world
     parts = predict(configuration(row, folder), row.world, stage=stage)
     assert parts is not None, row.name
@@ -91,7 +92,7 @@ def rehearsed(rows: Sequence[Row], folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def of_interest(result: dict[str, Any]) -> dict[str, Any]:
-    """A rehearsed rank's memory, and what its passes asked of the device and of other ranks."""
+    """Select the file's numbers: a rehearsed rank's memory, and the work and messages of its passes."""
     updates = [phase for phase in result["phases"] if phase["name"].endswith("update")]
     parts = {name: result["parts"][name] for name in ("weights", "gradients", "optimizer")}
     parts["peak"] = max(phase["peak"] for phase in updates)
@@ -107,12 +108,12 @@ def of_interest(result: dict[str, Any]) -> dict[str, Any]:
         "pack": result["pack"],
         "counts": counts,
         "collectives": updates[0]["collectives"],
-        "seconds": round(sum(phase["seconds"] for phase in result["phases"]), 1),
+        "seconds": round(sum(one["seconds"] + one["compile_seconds"] for one in result["phases"]), 1),
     }
 
 
 def with_prediction(result: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The result of a row, with what the planner says of it."""
+    """The result of a row, with the planner's prediction."""
     [row] = [row for row in ROWS if row.name == result["row"]]
     planned = predicted(row, folder)
     ratio = round(planned["peak"] / result["rehearsed_gib"]["peak"], 4)

@@ -3,8 +3,8 @@
     python benchmarks/reference_logprobs.py [--seeds 0 1 2] [--out FILE.json] [key.sub=value ...]
 
 It runs the quickstart's GVPO from its finished warm start (runs/quickstart/{task,sft}), once with each
-setting and seed, one after the other. More arguments go to every run; `rollout.engine=sglang` uses a real
-server. It writes pass@1 before and after, seconds by phase, and the mismatch watch's numbers.
+setting and seed, one after the other. Every run gets the further arguments; `rollout.engine=sglang` uses a
+real server. It writes pass@1 before and after, seconds by phase, and the mismatch watch's numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures how long a report of 10,080 responses takes to open in a real Chromium, and its samples to show.
+"""Measures the seconds until a real Chromium has opened a report of 10,080 responses, and shows its samples.
 
 The run is made, not trained: 16 steps of 60 prompts with 8 responses each and 5 evaluations, with texts of 50
 to 200 words and numbers for every token. The file is opened three times in one browser, each time after an
@@ -6,7 +6,7 @@ empty page:
 
 - `curves_s`: from the start of the navigation until the curves are shown;
 - `samples_s`: from the choice of the samples until the responses of a group are shown with coloured tokens;
-- `busy_s`: the part of both in which the page's main thread did something, which other programs change less.
+- `busy_s`: the part of both in which the page's main thread was busy; other programs disturb it less.
 
 Debian's Chromium is installed where it is missing.
 """

@@ -44,7 +44,7 @@ def main() -> int:
         "platform": PLATFORM,
         "nccl": REFERENCE["nccl"],
         "images": images,
-        # what benchmarks/installed_versions.py added, as long as it installed these versions
+        # the result of benchmarks/installed_versions.py, if it installed these versions
         "installed": {n: o for n, o in old.get("installed", {}).items() if old["images"][n] == images[n]},
     }
     out.write_text(json.dumps(page, indent=1) + "\n")
@@ -54,9 +54,9 @@ def main() -> int:
 
 
 def resolved(engine: str) -> dict[str, str]:
-    """The versions by package, of the engine's release and of all that it needs.
+    """The versions by package, of the engine's release and of its dependencies.
 
-    Raises RuntimeError with uv's words where uv cannot resolve them.
+    Raises RuntimeError with uv's message if uv cannot resolve them.
     """
     options = f"--no-header --no-annotate --prerelease=allow --python-platform {PLATFORM}"
     done = subprocess.run(

@@ -1,11 +1,11 @@
-"""Measures what saving the responses costs: its share of a step, and seconds and bytes a million tokens.
+"""Measures the cost of saving the responses: its share of a step, and seconds and bytes for a million tokens.
 
 The run is GVPO on a model and prompts of the quickstart's sizes, untrained, so that most responses have the
 full 96 tokens. Its model of 0.8 M parameters makes the share as large as it gets: a larger model takes longer
-for the same responses. Processor time is compared with processor time, which other programs on the machine
-change little: the main thread's for handing the responses over and for the weights that the loss alone does
-not need, and all of the writing thread's, as shares of the whole process's. Each round is a process of its
-own.
+for the same responses. The cost is in processor time, which other programs on the machine change little: the
+main thread's for passing on the responses and for the weights that the loss alone does not need, and all of
+the writing thread's. Each is given as a share of the whole process's processor time. Each round is a process
+of its own.
 
 The million tokens are synthetic: 512 responses of 2048 random tokens with all columns.
 """
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def one_round(steps: int) -> dict[str, float]:
-    """Train `steps` steps; the shares of the later ones."""
+    """Train `steps` steps; return the shares of the steps after the first."""
     sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
     import make_task
 
@@ -128,7 +128,7 @@ def one_round(steps: int) -> dict[str, float]:
 
 
 def million_tokens() -> dict[str, float]:
-    """Processor seconds and megabytes of the file of 512 responses of 2048 tokens."""
+    """Return the processor seconds and megabytes of the file of 512 responses of 2048 tokens."""
     import numpy as np
     import torch
 

@@ -66,8 +66,8 @@ def main() -> int:
                 continue
             run(point.ranks, command)
             done.append(json.loads((out / f"{point.name}.json").read_text()))
-            told = f"{done[-1]['tokens_per_s']:.0f} tokens/s, {done[-1]['seconds_per_step']:.2f} s a step"
-            print(f"{point.name}: {told}", file=sys.stderr, flush=True)
+            speed = f"{done[-1]['tokens_per_s']:.0f} tokens/s, {done[-1]['seconds_per_step']:.2f} s a step"
+            print(f"{point.name}: {speed}", file=sys.stderr, flush=True)
     if args.nodes:
         print(f"when the jobs are done: python benchmarks/scaling.py --report {out} --out FILE.json")
         return 0
@@ -95,7 +95,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-gpus", action="store_true", help="a cluster of CPUs")
     parser.add_argument("--sbatch", action="append", default=[], metavar="=--OPTION", help="repeatable")
     parser.add_argument("--dry-run", action="store_true", help="write the jobs' scripts, submit nothing")
-    parser.add_argument("--points", type=Path, metavar="DIR", help="keep the points' results there")
+    parser.add_argument("--points", type=Path, metavar="DIR", help="the directory for the points' results")
     parser.add_argument("--report", type=Path, metavar="DIR", help="measure nothing: report the points there")
     parser.add_argument("--out", type=Path, help="write the results there, as JSON")
     parser.add_argument("--plot", type=Path, help="draw the results there")
@@ -217,7 +217,7 @@ def add_efficiency(points: list[dict[str, Any]]) -> None:
 
 
 def compare(points: list[dict[str, Any]], before: list[dict[str, Any]], tolerance: float) -> list[str]:
-    """Return a line for every point that is slower, or sends more, than before."""
+    """Return a line for every point that is slower, or sends more, than in the baseline."""
     earlier = {name_of(p): p for p in before}
     worse = []
     for point in points:

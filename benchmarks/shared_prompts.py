@@ -1,10 +1,10 @@
-"""Predicts what train.share_prompts saves, by the planner's formulas, and measures it on this CPU.
+"""Predicts the savings of train.share_prompts by the planner's formulas, and measures them on this CPU.
 
 Whole updates of a small model by the real policy in one process take turns with and without sharing, `--runs`
 times. Each run gives the ratio of CPU seconds (of this process, which other work disturbs least) and of
-seconds; another update gives the peak of activations. Beside them is the planner's prediction for the same
-small model and lengths, and for Qwen2.5-7B. The table says if lengths were scaled down to fit a CPU. Only
-ratios apply elsewhere.
+seconds; another update gives the peak of activations. The table also has the planner's prediction for the
+same small model and lengths, and for Qwen2.5-7B, and says if lengths were scaled down to fit a CPU. Only the
+ratios apply to other machines.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def predicted(model: str, prompt: int, response: int, k: int) -> dict[str, dict[
 
 
 def measured(prompt: int, response: int, k: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return what updates took in every run, the medians of the runs' ratios, and the prediction."""
+    """Return the seconds of updates in every run, the medians of the runs' ratios, and the prediction."""
     import torch
     import transformers
 
@@ -125,7 +125,7 @@ def measured(prompt: int, response: int, k: int, args: argparse.Namespace) -> di
             policy.update(rows, at_step_start=True)
             run[f"{kind}_s"] = time.perf_counter() - begin
             run[f"{kind}_cpu_s"] = time.process_time() - cpu_begin
-        runs += [run] if i else []  # the first fills caches
+        runs += [run] if i else []  # the first run only fills caches
     parallel.shut_down()
     return {
         "predicted": forecast,

@@ -1,14 +1,15 @@
 """Makes the committed result and picture of a finished run of examples/smollm2.
 
     make real
-    python benchmarks/smollm2.py --beside "nothing"     # or what else the machine did
+    python benchmarks/smollm2.py --beside "nothing"     # or the other programs of the machine
 
 It writes benchmarks/results/smollm2_cpu.json and docs/smollm2.png: the share of held-out sums that are right
 by the strict grade (the response ends by itself, and its last number is the answer) and by the lenient one
 (the answer is anywhere in it), and the mean reward of each step, which is the strict grade of training sums.
-It adds the strict share of each kind of problem and, as `start_alone`, what the model knew before: the share
-of sums and differences that it gets right when it goes on after "14 + 9 =" with its most probable tokens.
-`--task reading` writes benchmarks/results/smollm2_reading_cpu.json of a run of that task, and no picture.
+It adds the strict share of each kind of problem and, as `start_alone`, a share of the model before the run:
+of the sums and differences that it completes correctly after "14 + 9 =" with its most probable tokens.
+`--task reading` writes the result of a run of the task `reading` to
+benchmarks/results/smollm2_reading_cpu.json, and makes no picture.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def shares_by_kind(file: Path) -> dict[str, dict[str, float]]:
 
 
 def right_alone(model: Path, most: int, problems: int = 200) -> float:
-    """The share of problems with numbers from 2 to `most` that the model goes on with rightly, greedily."""
+    """The share of problems with numbers from 2 to `most` that greedy decoding completes correctly."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -4,9 +4,9 @@
 
 The teacher is SmolLM2-135M after GVPO on the sums of examples/smollm2 (`make real`). One student is
 SmolLM2-135M before it; the other is Gemma 3 270M, whose tokenizer is another one. Its weights are fetched
-once, under the Gemma Terms of Use. A cell is a way, a student and a seed: it trains until its steps have used
-`--seconds` of processor time, with one thread, and is graded on held-out sums. Loading and grading do not
-count; the teacher's sampling for SeqKD does. Rewards are only reported.
+once, under the Gemma Terms of Use. A cell is one way to learn, one student and one seed: it trains until its
+steps have used `--seconds` of processor time, with one thread, and is graded on held-out sums. Loading and
+grading do not count; the teacher's sampling for SeqKD does. Rewards are only reported.
 
 A finished cell is a line of --out, and is never repeated, so that the program can be stopped and continued;
 `--minutes` stops it by itself, after a cell. It prints the table of the results; `--table` does only that.
@@ -86,7 +86,7 @@ def read(args: argparse.Namespace) -> dict[tuple[str, str, int], dict[str, Any]]
 
 
 def missing(args: argparse.Namespace) -> list[tuple[str, str, int]]:
-    """The cells to run: the models as they are, then all ways with one seed, then with the next."""
+    """The cells to run: first the models that are only graded, then all ways, one seed after the other."""
     cells = [(TEACHER, SMOLLM2, 0), (BEFORE, SMOLLM2, 0), (BEFORE, GEMMA, 0)]
     cells += [(*cell, seed) for seed in range(args.seeds) for cell in CELLS]
     finished = read(args)
@@ -94,7 +94,7 @@ def missing(args: argparse.Namespace) -> list[tuple[str, str, int]]:
 
 
 def run(way: str, student: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Train one cell in this process and grade it; a model as it is, is only graded."""
+    """Train one cell in this process and grade it; a teacher and a model before training are only graded."""
     import torch
     import yaml
     from lib.smollm2.cells import train_and_grade
@@ -163,13 +163,13 @@ def overrides_of(way: str, student: str, seed: int, args: argparse.Namespace) ->
 
 
 def prepare_task() -> Path:
-    # By its file: the examples have several modules of this name.
+    # Imported by its path, because the examples have several modules of this name.
     module_of(EXAMPLE / "make_task.py").make_task(WORK / "task")
     return WORK / "task"
 
 
 def model_of(student: str) -> Path:
-    """The directory of a pretrained model in the user's cache; fetches what is not there."""
+    """Return the directory of a pretrained model in the user's cache; fetch the model if it is missing."""
     from lib.smollm2.gemma import make_gemma
     from model import cached_model, make_model
 

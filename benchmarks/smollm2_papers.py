@@ -4,7 +4,7 @@
 
 A cell is one row with one seed: a whole run of the trainer from the pretrained model. All rows have the
 settings of examples/smollm2/gvpo.yaml, with half of the steps, and the same learning rate, except the rows
-that vary it. A cell ends when it has drawn as many responses as the others, also where its method draws
+that vary it. A cell ends when it has sampled as many responses as the others, even if its method samples
 several batches a step; then it is graded on held-out sums. Rows with the same seed see the same problems.
 
 A finished cell is a line of smollm2.jsonl, and is never repeated; lines of other settings do not count. So
@@ -266,7 +266,7 @@ def draw(results: Mapping[tuple[str, int], Mapping[str, Any]], png: Path) -> Non
     finished = {name for name, _ in results}
     rows = {table: finished & set(names) for table, names in TABLES.items()}
     tables = list[str]()
-    for table in TABLES:  # one with rows that no table before it shows
+    for table in TABLES:  # draw only the tables with rows that no table before them shows
         if len(rows[table]) > 1 and not any(rows[table] <= rows[shown] for shown in tables):
             tables.append(table)
     if not tables:
@@ -276,7 +276,7 @@ def draw(results: Mapping[tuple[str, int], Mapping[str, Any]], png: Path) -> Non
         axes = figure.subplots(1, len(tables), squeeze=False, sharey=True)[0]
         for axis, table in zip(axes, tables, strict=True):
             for name in TABLES[table]:
-                # A method that draws several batches a step shows only those of groups with signal.
+                # For a method that samples several batches a step, the curve has only groups with signal.
                 cells = [
                     cell for cell in cells_of(results, name) if len(cell["curve"]) == cell["of"]["steps"]
                 ]

@@ -113,7 +113,7 @@ def summary(runs: dict[str, Any]) -> dict[str, Any]:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """None for a single value."""
+    """Return the standard error of the mean, or None for a single value."""
     return round(stdev(values) / len(values) ** 0.5, 3) if len(values) > 1 else None
 
 

@@ -1,10 +1,10 @@
-"""Seconds from a command to its answer, and to the quickstart's first step: medians of five runs.
+"""Measures the seconds that commands take, and those to the quickstart's first step: medians of five runs.
 
     python benchmarks/startup.py [--out benchmarks/results/startup_cpu.json]
 
-Beside the wall time stands the processor time of the command and its children, because on a machine that does
-other work the wall time says more of that: the load (runnable processes, by the kernel's one-minute average)
-is recorded for each run. The quickstart's first step is that of its first training command, SFT, with the
+The result has the wall time, and the processor time of the command and its children, because other work on
+the machine makes the wall time longer. The load (runnable processes, by the kernel's one-minute average) is
+recorded for each run. The quickstart's first step is that of its first training command, SFT, with the
 evaluation before it; it is measured from that command, and from the program that makes the task before it.
 """
 
@@ -42,7 +42,7 @@ FIRST_STEP = 10.0
 
 
 def measure(command: list[str], runs: int, environment: dict[str, str]) -> dict[str, Any]:
-    """Wall and processor seconds of so many runs, and the load before each."""
+    """Return the wall and processor seconds of so many runs, and the load before each."""
     walls, processor, load = [], [], []
     for _ in range(runs):
         load.append(os.getloadavg()[0])
@@ -55,7 +55,7 @@ def measure(command: list[str], runs: int, environment: dict[str, str]) -> dict[
 
 
 def first_step(runs: int, directory: Path, environment: dict[str, str]) -> dict[str, Any]:
-    """Seconds from the quickstart's first training command (SFT) to the record of its first step."""
+    """Return the seconds from the quickstart's first training command (SFT) to its first step's record."""
     make = [
         sys.executable,
         str(QUICKSTART / "make_task.py"),
@@ -69,7 +69,7 @@ def first_step(runs: int, directory: Path, environment: dict[str, str]) -> dict[
 
 
 def whole_first_step(runs: int, directory: Path, environment: dict[str, str]) -> dict[str, Any]:
-    """Seconds from the program of `make quickstart` to the record of its first step."""
+    """Return the seconds from the start of `make quickstart`'s program to the record of the first step."""
     return _first_step([sys.executable, str(QUICKSTART / "run.py")], runs, directory, environment)
 
 
@@ -92,7 +92,7 @@ def _first_step(
             walls.append(time.perf_counter() - begin)
             program = psutil.Process(run.pid)
             used = [process.cpu_times() for process in (program, *program.children(recursive=True))]
-            ended = used[0].children_user + used[0].children_system  # of make_task.py
+            ended = used[0].children_user + used[0].children_system  # the seconds of make_task.py
             processor.append(sum(times.user + times.system for times in used) + ended)
             steps.append(last[-1]["time/step"])
             os.killpg(run.pid, signal.SIGKILL)

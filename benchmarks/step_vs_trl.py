@@ -18,9 +18,9 @@ gradient checkpointing, no reference model, and micro-batches of 64 (256 and 32 
 entropy for its log, and has no option to skip that.
 
 Ratios are TRL / ours of neighbouring steps, above 1 if ours is faster. On a machine that runs other programs,
-read the median, `of_fastest`, the ratio of each side's fastest step, and `cpu_ratio`, that of processor time.
-The first run creates an environment with TRL in the user's cache directory (a few minutes). This writes the
-committed results, three runs of all cases with the load at the beginning of each:
+read the median; `of_fastest`, the ratio of each side's fastest step; and `cpu_ratio`, the ratio of processor
+times. The first run creates an environment with TRL in the user's cache directory (a few minutes). This
+writes the committed results, three runs of all cases with the load at the beginning of each:
 
     python benchmarks/step_vs_trl.py --runs 3 --out benchmarks/results/step_vs_trl_cpu.json
 """
@@ -139,7 +139,7 @@ class Side:
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(BrokenPipeError):
-            self._process.communicate()  # the end of its input ends it
+            self._process.communicate()  # the end of its standard input ends the process
 
 
 def make_environment() -> Path:

@@ -1,12 +1,12 @@
-"""Trains with truncated sampling, with the supports and without them, and by the whole vocabulary.
+"""Trains with truncated sampling, with the recorded supports and without them, and with full sampling.
 
     python benchmarks/truncated_sampling.py [--seeds 0 1 2] [--steps 40] [--out FILE]
 
 The quickstart's model and task, from its warm start. `supports`: log-probs over the supports that the tokens
-were sampled from, which is what the package does. `none`: the same samples, with the trainer's log-probs over
-the whole vocabulary, as trainers do that do not know the supports. `full`: top_p 1, nothing to record.
-The loss of `grpo` is weighted with the ratio to the policy that sampled (`importance: truncate`); GVPO's has
-no ratio.
+were sampled from, which is what the package does. `none`: truncated sampling too, but the trainer's log-probs
+are over the whole vocabulary, as in trainers that do not know the supports. `full`: top_p 1, so there are no
+supports. The loss of `grpo` is weighted with the ratio to the policy that sampled (`importance: truncate`);
+GVPO's has no ratio.
 
 The models are made once, in runs/truncated_sampling. The file gets each run as it ends, with the
 held-out pass@1 by step and the tokens' ratios of trainer to engine before each step's first update. Started
@@ -65,7 +65,7 @@ def begin(steps: int) -> dict[str, Any]:
 
 
 def train_all(report: dict[str, Any], seeds: list[int], out: Path) -> None:
-    """Train what the report lacks, one process a run."""
+    """Make the runs that the report lacks, each in a process of its own."""
     make_start(RUNS)
     done = {(run["recipe"], run["arm"], run["seed"]) for run in report["runs"]}
     for seed in seeds:
@@ -122,7 +122,7 @@ def train(recipe: str, arm: str, seed: int, steps: int) -> None:
 
 
 def ratios_of(out: Path) -> list[dict[str, float]]:
-    """The mean ratio of each step's first mini-batch before its update, and the share outside [0.9, 1.1]."""
+    """Return each step's mean ratio before its first update, and the share of ratios outside [0.9, 1.1]."""
     from megatron_gvpo.observe import step_records
 
     rows = []

@@ -20,7 +20,8 @@ group. `parts_s` are medians: the transport's begin, send and end, the filling o
 and the steps around the transport (pause, flush, resume). Ratios compare neighbouring measurements. On a
 machine that runs other programs, read `of_fastest`, the ratio of the fastest ones.
 
-NCCL needs a GPU for this process beside the server's: with one GPU, broadcast and delta are left out.
+NCCL needs one GPU for this process and one for the server: with a single GPU, broadcast and delta are left
+out.
 """
 
 from __future__ import annotations

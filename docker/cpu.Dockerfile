@@ -6,6 +6,7 @@ RUN useradd --create-home --uid 10001 gvpo
 # pip's own cache, and a pip.conf where packages come from an index of your own: neither stays in the image.
 COPY constraints.txt pyproject.toml /tmp/source/
 COPY megatron_gvpo/__init__.py megatron_gvpo/versions.txt /tmp/source/megatron_gvpo/
+COPY megatron_gvpo/core/versions.py /tmp/source/megatron_gvpo/core/
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     touch /tmp/source/README.md /tmp/source/LICENSE && python3.12 -m venv /opt/megatron_gvpo \
     && /opt/megatron_gvpo/bin/pip install --constraint /tmp/source/constraints.txt setuptools /tmp/source \

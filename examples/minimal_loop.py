@@ -1,4 +1,4 @@
-"""GVPO in one file: from prompts to a better policy, with nothing hidden behind a class.
+"""GVPO in one file: every step from prompts to a better policy, in plain functions.
 
     make quickstart                       # once: it makes the task and a model that solves a third of it
     python examples/minimal_loop.py       # then this loop raises held-out pass@1, in minutes on a CPU

@@ -1,4 +1,4 @@
-"""Shared by the examples of conversations: the small model, its problems, and the commands of a run."""
+"""Functions that examples of conversations share: they make the model and problems, and run commands."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from transformers import AddedToken, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokeniz
 
 HERE = Path(__file__).parent
 PAD, END = "<|pad|>", "<|end|>"
-SPACES = ("Ċ", "Ġ")  # newline and space as byte-level BPE writes them
+SPACES = ("Ċ", "Ġ")  # newline and space, in the symbols of byte-level BPE
 SHOWN = ("step", "eval/pass@1", "env/turns", "env/calls", "env/tool_calls")
 
-Problem = dict[str, Any]  # what a line of the data has
+Problem = dict[str, Any]  # the fields of a line of the data
 
 
 def make_material(
@@ -100,7 +100,7 @@ def write_problems(
 
 
 def run_example(name: str, *overrides: str) -> int:
-    """Make the task, warm start, GVPO: the three commands of `examples/<name>`; the exit status.
+    """Run the three commands of `examples/<name>`: make the task, fine-tune, GVPO; return the exit status.
 
     `overrides` and the arguments of the command line go to the GVPO run; `--help` describes the example.
     """

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
 __all__ = ["Config", "Trainer", "__version__", "load_config"]
 
 if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config, load_config
     from megatron_gvpo.training.trainer import Trainer
 
+    __version__: str
+
 
 def __getattr__(name: str) -> Any:
-    """Import the heavy parts when they are first used, so that `import megatron_gvpo` is cheap."""
+    """Import the parts when they are first used, so that `import megatron_gvpo` is cheap."""
+    if name == "__version__":
+        from megatron_gvpo.core.versions import VERSION
+
+        return VERSION
     if name in ("Config", "load_config"):
         from megatron_gvpo import settings
 

@@ -5,7 +5,11 @@ import sys
 
 # `python -m` looks for modules in the current directory first, where a user's random.py or types.py would
 # hide Python's own. It comes last, so that `module:function` in a configuration is still found.
-if not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
+try:
+    is_first = not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]
+except FileNotFoundError:  # the current directory was removed
+    is_first = False
+if is_first:
     sys.path.append(sys.path.pop(0))
 
 try:
@@ -13,5 +17,5 @@ try:
 
     code = main()
 except KeyboardInterrupt:
-    code = 130  # Ctrl-C where no handler of ours catches it
+    code = 130  # the exit code of Ctrl-C if no handler caught it
 sys.exit(code)

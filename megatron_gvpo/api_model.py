@@ -86,7 +86,7 @@ def prefers(
 ) -> float:
     """1 if the model names A first, 0 if B, 0.5 if neither.
 
-    What it thinks before `</think>` does not count, and of an answer that was cut off only how it begins.
+    Text before `</think>` does not count. If an answer was cut off, only its beginning counts.
     """
     text = filled(template, {"prompt": _problem(prompt, key), "a": a.text, "b": b.text})
     verdict, is_complete = _verdict(url, prompt, text, model, max_tokens, timeout, api_key_env, plain)

@@ -13,7 +13,7 @@ from megatron_gvpo.turns import Turn, turn_of
 
 
 class Image(NamedTuple):
-    """`ImageProcessor.pixels` reads the image from its source, on the ranks that need it."""
+    """An image of a prompt. `ImageProcessor.pixels` reads it from its source, on the ranks that need it."""
 
     source: str  # an absolute path, or a data: URL with the file's content
     digest: str  # BLAKE2b of the file's content, 128 bits in hexadecimal digits
@@ -39,10 +39,10 @@ class Scored(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """The experts that an engine sent the tokens of a prompt and its response through, except the last token.
+    """The experts to which an engine sent the tokens of a prompt and its response, except the last token.
 
     `ids`: [tokens - 1, layers, per_token] in row order, of `width` bytes (1 or 2) each, little-endian. The
-    values for a dense layer mean nothing.
+    values for a dense layer have no meaning.
     """
 
     layers: int
@@ -52,14 +52,14 @@ class Routing(NamedTuple):
 
 
 class Chat(NamedTuple):
-    """A solution of several turns: what was given between its own tokens, and its messages."""
+    """A solution of several turns: the tokens from outside between its own, and its messages."""
 
     turns: tuple[Turn, ...]
     messages: tuple[dict[str, Any], ...]
 
     @property
     def observation_tokens(self) -> list[int]:
-        """The tokens that are not the solution's own."""
+        """The number of tokens that are not the solution's own."""
         return [token for turn in self.turns for token in turn.given]
 
 
@@ -73,13 +73,13 @@ class Prompt:
     answer: str | None = None
     demonstration: tuple[int, ...] | None = None  # a solution's token ids, end token included
     record: Mapping[str, Any] = field(default_factory=dict)  # the raw data record, for user rewards
-    responses: tuple[Scored, ...] = ()  # read by `sampler: file`
+    responses: tuple[Scored, ...] = ()  # the responses in the data, for `sampler: file`
     images: tuple[Image, ...] = ()  # `token_ids` have `Image.tokens` placeholders for each, in this order
     demonstration_chat: Chat | None = None  # set for a solution of several turns
 
     @property
     def demonstration_length(self) -> int:
-        """Tokens of the solution, with what was given between its turns."""
+        """Tokens of the solution, with those from outside between its turns."""
         chat = self.demonstration_chat
         return len(self.demonstration or ()) + (len(chat.observation_tokens) if chat is not None else 0)
 
@@ -99,11 +99,11 @@ class Rollout:
     is the time that sampling took, and `server` the URL of the server that sampled the response's end.
 
     In a conversation, `token_ids`, `logprobs` and `spans` are the policy's own tokens only, of all its turns;
-    `turns` has what came from outside. `messages` is the conversation after the prompt, as a chat, for judges
-    and rewards. `counts` holds numbers that the environment and its limits gave, such as tool calls. One
-    whose environment failed has the `finish_reason` "lost", no tokens, and the cause as its text; it leaves
-    its group before rewards are asked. A response that a reward model or a judge could not score is lost,
-    too. `explanations` holds the judges', by component.
+    `turns` has the environment's tokens. `messages` is the conversation after the prompt, as a chat, for
+    judges and rewards. `counts` holds numbers that the environment and its limits gave, such as tool calls. A
+    conversation whose environment failed has the `finish_reason` "lost", no tokens, and the cause as its
+    text; it leaves its group before rewards are computed. A response that a reward model or a judge could not
+    score is lost, too. `explanations` holds the judges', by component.
     """
 
     token_ids: list[int]
@@ -124,7 +124,7 @@ class Rollout:
     explanations: dict[str, str] = field(default_factory=dict)
     seconds: float | None = None
     server: str | None = None
-    support: Support | None = None  # with truncated sampling: what `logprobs` are normalised over
+    support: Support | None = None  # with truncated sampling: the tokens over which `logprobs` are normalised
 
 
 def joined_supports(first: Rollout, tokens: int, second: Rollout) -> Support | None:
@@ -234,4 +234,4 @@ def _bytes(value: str | bytes) -> bytes:
     return value if isinstance(value, bytes) else base64.b64decode(value)
 
 
-LOST = "lost"  # the finish reason of a conversation whose environment failed; `text` says how
+LOST = "lost"  # the finish reason of a conversation whose environment failed; `text` has the cause

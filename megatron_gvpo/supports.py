@@ -1,6 +1,6 @@
-"""The supports that sampled tokens were drawn from: what top-p, top-k and min-p left of the vocabulary.
+"""The supports of sampled tokens: the part of the vocabulary that top-p, top-k and min-p left.
 
-Watching a run imports this file, and without truncated sampling nothing needs numpy, so methods import it.
+Programs that only watch a run import this file, too, so the methods that need numpy import it themselves.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Support(NamedTuple):
         return counts, ids
 
     def parts(self, spans: Iterable[tuple[int, int]]) -> Support:
-        """The supports of the tokens from the first number of each span to before its second."""
+        """The supports of the tokens of some spans; a span (begin, end) leaves out the token at `end`."""
         import numpy as np
 
         offsets = np.concatenate(([0], np.cumsum(self.arrays[0])))
@@ -68,7 +68,7 @@ class Support(NamedTuple):
         return Support(self.counts + other.counts, self.ids + other.ids)
 
     def problem(self, token_ids: Sequence[int]) -> str | None:
-        """The fault that they have as supports of these tokens, or None: each must have its token."""
+        """The reason why these are not supports of the tokens, or None: each support must have its token."""
         import numpy as np
 
         counts, ids = self.arrays

@@ -11,19 +11,20 @@ from typing import Any, NamedTuple
 
 
 class Turn(NamedTuple):
-    """One uninterrupted stretch of a rollout's own tokens, and the context in which it was sampled.
+    """A run of a rollout's own tokens without a break, and the context in which it was sampled.
 
-    The context is what the turn `after` ended with (its context and its own tokens), the first `keep` tokens
-    of that, and then `given`. So a linear chat, a history that was cut and a sub-agent that starts from the
-    prompt are all the same thing.
+    The context is the first `keep` tokens of the turn `after` (its context and its own tokens), and then
+    `given`. So a linear chat, a history that was cut and a sub-agent that starts from the prompt have the
+    same form.
     """
 
-    begin: int  # the index, among the rollout's own tokens, of the turn's first
+    begin: int  # the index, among the rollout's own tokens, of the turn's first token
     after: int = -1  # the earlier turn whose end it continues; -1: the prompt
     keep: int | None = None  # tokens of that context to keep; None: all
-    given: tuple[int, ...] = ()  # tokens from outside, before the turn's own: never trained
+    # Tokens of the environment before the turn's own tokens; they are never trained.
+    given: tuple[int, ...] = ()
     agent: str = ""  # the speaker, if several agents share the policy
-    reward: float | None = None  # reward from the environment for this turn; None: it did not answer
+    reward: float | None = None  # reward from the environment for this turn; None without an answer
 
 
 class Segment(NamedTuple):
@@ -47,15 +48,15 @@ def ends_of(turns: Sequence[Turn], own: int) -> list[int]:
 def segments(prompt: Sequence[int], own: Sequence[int], turns: Sequence[Turn]) -> list[Segment]:
     """The sequences that hold every own token once, each after exactly its context.
 
-    Without turns, the prompt and the response to it are the only one. A turn that continues where a sequence
-    ends is in that sequence; any other starts a sequence with a copy of its context. Sequences without own
-    tokens, and tokens after the last own one, are left out. Raises ValueError for turns that no conversation
-    has.
+    Without turns, the prompt and the response to it are the only sequence. A turn that continues where a
+    sequence ends is in that sequence; any other starts a sequence with a copy of its context. Sequences
+    without own tokens, and tokens after the last own one, are left out. Raises ValueError for turns that a
+    conversation cannot have.
     """
     if not turns:
         return [Segment([*prompt, *own], [(len(prompt), 0, len(own))])]
     sequences: list[Segment] = []
-    ends: list[tuple[int, int]] = []  # by turn: (its segment, the segment's length at its end)
+    ends: list[tuple[int, int]] = []  # for each turn: (its segment, the segment's length at its end)
     if turns[0].begin != 0:
         raise ValueError(f"the first turn begins with own token {turns[0].begin}: want 0")
     for i, turn in enumerate(turns):

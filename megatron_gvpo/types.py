@@ -64,18 +64,19 @@ class TrainBatch:
     place_n: Tensor | None = None  # int64: the row's number among all responses of the step
     group_tokens_n: Tensor | None = None  # int64: response tokens of the row's whole group in the update
     item_r: Tensor | None = None  # int64: number of the item of its response that the token belongs to
-    # The part of `reward_n` that was paid for a turn, at the turn's last token; else 0.
+    # The part of `reward_n` that rewards a turn, at the turn's last token; else 0.
     turn_reward_r: Tensor | None = None
     weight_r: Tensor | None = None  # dL/dlogp, if known before the forward
-    # int64: the tokens whose log-probs are computed, where these are not the response's own.
+    # int64: the tokens whose log-probs are computed, if these are not the response's own.
     label_r: Tensor | None = None
     # The teacher's last hidden states of a micro-batch's tokens on this rank, [tokens, h] in its own dtype.
     teacher_rh: Tensor | None = None
-    routing: list[Routing | None] | None = None  # the experts that each row is sent through
-    support: list[Support | None] | None = None  # what each row's tokens were sampled from; None: all tokens
+    routing: list[Routing | None] | None = None  # the experts through which each row's tokens are sent
+    # the supports of each row's tokens; None: the whole vocabulary
+    support: list[Support | None] | None = None
     turns: list[Sequence[Turn]] | None = None  # a row without turns is a single response
     images: list[tuple[Image, ...]] | None = None  # images of the prompts, in the order of their tokens
-    # How many sequences, and response tokens in them, `trained` has left out.
+    # The numbers of sequences, and of response tokens in them, that `trained` has left out.
     left_out: tuple[int, int] = (0, 0)
 
     def __len__(self) -> int:
@@ -87,7 +88,7 @@ class TrainBatch:
 
     @cached_property
     def tokens(self) -> list[int]:
-        """Tokens of every row's sequences, the prompt and what came from outside included; n numbers."""
+        """Tokens of every row's sequences, prompt and environment's tokens included; n numbers."""
         return [sum(len(segment.ids) for segment in self.segments(i)) for i in range(len(self))]
 
     @cached_property
@@ -124,8 +125,10 @@ class TrainBatch:
 
     @property
     def rows_of_groups(self) -> list[list[int]]:
-        """The rows of every group, in their order: on a GPU one copy of the index, not a mask a group, whose
-        size would be known only there.
+        """The rows of every group, in their order.
+
+        One index is copied to the host. A mask for each group would have a size that only the GPU knows, and
+        the host would wait for each of them.
         """
         index_n, size_g = self.groups
         rows: list[list[int]] = [[] for _ in range(len(size_g))]
@@ -220,10 +223,10 @@ class TrainBatch:
 
     @staticmethod
     def from_groups(groups: Sequence[Group], first: int = 0, turn_weight: float = 0.0) -> TrainBatch:
-        """The batch of all rollouts, in order; `first` is the place of the first one in the step.
+        """The batch of all rollouts, in order; `first` is the index of the first one in the step.
 
-        `turn_weight`: what the sum of a conversation's turn rewards counts in its reward.
-        Raises ValueError for log-probs, experts or supports that do not match their tokens.
+        `turn_weight`: the weight in a conversation's reward of the sum of its turns' rewards. Raises
+        ValueError for log-probs, experts or supports that do not match their tokens.
         """
         rollouts = [(g, rollout) for g, group in enumerate(groups) for rollout in group.rollouts]
         names = sorted({name for _, rollout in rollouts for name in rollout.rewards})
@@ -272,7 +275,7 @@ def _turn_rewards(rollouts: Sequence[Rollout], weight: float) -> Tensor | None:
     for rollout in rollouts:
         paid = [0.0] * len(rollout.token_ids)
         for turn, end in zip(rollout.turns, ends_of(rollout.turns, len(paid)), strict=False):
-            if paid:  # a turn without tokens is paid with the token before it
+            if paid:  # the reward of a turn without tokens is at the token before it
                 paid[max(end, 1) - 1] += weight * (turn.reward or 0.0)
         column += paid
     return torch.tensor(column, dtype=torch.float32) if any(column) else None
@@ -311,7 +314,7 @@ def _supports(rollouts: Sequence[Rollout]) -> list[Support | None] | None:
 def _engine_logp(rollouts: Sequence[Rollout]) -> Tensor | None:
     """The engine's log-probs of all responses, fp32 [r]; NaN for responses that no engine sampled.
 
-    None if no response has any, or where an engine gave none for some of its responses.
+    None if no response has any, or if an engine gave none for some of its responses.
     """
     known = [rollout.logprobs or [math.nan] * len(rollout.token_ids) for rollout in rollouts]
     if not any(rollout.logprobs for rollout in rollouts) or any(

@@ -14,20 +14,23 @@ Exit status: 1 if a proof failed, 0 if none did, also where none ran.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 PROOF = ROOT / "benchmarks" / "results" / "proof.json"
 RUNS = ("runs", "checkpoint")
-# Rooms of tests for a path, by its longest prefix here. A path of a room of the package also means the room
-# of tests with the same name, which comes first. Pages and results touch nothing.
+# Rooms of tests for a path, by the longest prefix that is listed here. For a path in a room of the package,
+# the room of tests with the same name comes first. Pages and results touch no room.
 ROOMS: dict[str, tuple[str, ...]] = {
     "megatron_gvpo": (*RUNS, "servers"),  # types, groups and turns
     "megatron_gvpo/algorithms": ("megatron", "runs"),
@@ -103,24 +106,56 @@ def all_rooms() -> set[str]:
 
 
 def rooms_of(path: str) -> list[str]:
-    """The rooms of tests that a changed file touches, its own first."""
+    """The rooms of tests that a changed file touches, the file's own room first."""
     parts = Path(path).parts
     if parts[0] == "tests":
-        return [parts[1]] if len(parts) > 2 and parts[1] != "helpers" else users_of(Path(path).stem)
+        return [parts[1]] if len(parts) > 2 and parts[1] != "helpers" else users_of(Path(*parts[1:]))
     prefixes = ("/".join(parts[:n]) for n in range(len(parts), 0, -1))
     rooms = next((ROOMS[prefix] for prefix in prefixes if prefix in ROOMS), ())
     own = parts[1:2] if parts[0] == "megatron_gvpo" and len(parts) > 2 else ()
     return list(dict.fromkeys([*own, *rooms]))
 
 
-def users_of(helper: str) -> list[str]:
-    """The rooms whose tests name a module of tests/helpers; all rooms for conftest.py."""
-    users = (
-        test.parent.name
-        for test in TESTS.glob("*/test_*.py")
-        if helper == "conftest" or helper in test.read_text()
-    )
-    return sorted(set(users))
+def users_of(changed: Path) -> list[str]:
+    """The rooms whose tests import a file of tests/helpers or start it as a program, or whose helpers do.
+
+    Every room uses conftest.py, and so what it imports. `changed` is relative to tests/.
+    """
+    users = [changed]
+    for used in users:
+        own = names_of(used)
+        users += [file for file, names in named_files().items() if names & own and file not in users]
+    if Path("conftest.py") in users:
+        return sorted(all_rooms())
+    return sorted({file.parts[0] for file in users if len(file.parts) > 1 and file.parts[0] != "helpers"})
+
+
+def names_of(file: Path) -> set[str]:
+    """The names by which other files import or start this file: its module's, and the file's own."""
+    module = file.parent if file.name == "__init__.py" else file.with_suffix("")
+    return {".".join(module.parts), file.name} - {"__init__.py"}
+
+
+@cache
+def named_files() -> dict[Path, set[str]]:
+    """The names of modules and of files in every Python file of tests/, by its path there."""
+    return {file.relative_to(TESTS): names_in(ast.parse(file.read_text())) for file in TESTS.rglob("*.py")}
+
+
+def names_in(tree: ast.AST) -> set[str]:
+    """The modules that a file imports, with the packages around them, and those that its strings name."""
+    modules, files = set[str](), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+            # A worker is named "helpers.workers.trainer_worker:run", and a program "check_task.py".
+            modules |= set(re.findall(r"helpers(?:\.\w+)+", node.value))
+            files |= set(re.findall(r"\w+\.\w+$", node.value))
+    packages = {name.rsplit(".", n)[0] for name in modules for n in range(name.count(".") + 1)}
+    return packages | files
 
 
 def main() -> int:
@@ -131,9 +166,9 @@ def main() -> int:
     args = parser.parse_args()
     since = args.since or start_of_change()
     changed = None if since is None else changed_paths(since)
-    there = all_rooms()
-    touched = sorted(there) if changed is None else [room for path in changed for room in rooms_of(path)]
-    rooms = [room for room in dict.fromkeys(touched) if room in there]
+    existing = all_rooms()
+    touched = sorted(existing) if changed is None else [room for path in changed for room in rooms_of(path)]
+    rooms = [room for room in dict.fromkeys(touched) if room in existing]
     print(f"changed since {since or 'the beginning'}: {'all' if changed is None else len(changed)} files")
     print("rooms with proofs to run:", " ".join(rooms) or "none", flush=True)
     if args.list or not rooms:
@@ -145,7 +180,7 @@ def main() -> int:
     try:
         code = proofs.wait()
     finally:
-        with suppress(ProcessLookupError):  # its workers, if it was cut off
+        with suppress(ProcessLookupError):  # pytest's workers, if pytest was stopped early
             os.killpg(proofs.pid, signal.SIGKILL)
     return 0 if code == 5 else code  # 5: these rooms have no proofs
 

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
 CPU = ROOT / "examples" / "cpu.yaml"
-LIMIT_S = 3600  # of a run
+LIMIT_S = 3600  # the longest run, in seconds
 
 
 def make_start(runs: Path) -> None:
@@ -27,7 +27,7 @@ def make_start(runs: Path) -> None:
 def python(command: list[str]) -> str:
     """Run a command with one thread, and return the last line of its output.
 
-    Exits where the command fails, with the end of its output.
+    If the command fails, this program exits with the end of the command's output.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

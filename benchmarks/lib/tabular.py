@@ -1,4 +1,4 @@
-"""The smallest possible task for the package's own blocks: a table of logits, with responses of one token.
+"""A minimal task for the package's own blocks: the policy is a table of logits, and a response is one token.
 
 There are `PROMPTS` prompts with `RESPONSES` possible responses each, a few of them right. The policy is
 softmax(logits[prompt]), so the expected reward can be computed exactly. Steps, mini-batches, members, batch

@@ -1,4 +1,4 @@
-"""An ordinary agent: OpenAI's tool loop, with a calculator. It knows nothing of training."""
+"""An ordinary agent: OpenAI's tool loop, with a calculator. Nothing in it is about training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPRESSION = re.compile(r"([0-9]{1,7})([-+*])([0-9]{1,7})")
 
 
 async def solve(client: AsyncOpenAI, question: str) -> tuple[str, int]:
-    """The agent's answer, and how often it used the calculator."""
+    """Return the agent's answer, and how often the agent used the calculator."""
     messages: list = [{"role": "user", "content": question}]
     calls = 0
     for _ in range(5):

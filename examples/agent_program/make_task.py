@@ -1,4 +1,4 @@
-"""Makes the agent's material: a small model with a chat template, and problems that it cannot do alone.
+"""Makes a small model with a chat template, and problems that it cannot solve without a calculator.
 
     python examples/agent_program/make_task.py --out DIR [--seed 0]
 
@@ -8,7 +8,7 @@ chat template, and a token each for the beginning and the end of a tool call in 
     prompt         <|user|>47*86+12*9=<|end|><|assistant|>
     demonstration  <tool_call>{... "47*86"}}</tool_call><|end|><|tool|>4042<|end|><|assistant|> ... 4150
 
-Three quarters of the demonstrations only give the result.
+Three quarters of the demonstrations give only the result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import small_examples as small
 
-WITH_CALLS = 0.25  # share of the demonstrations that ask the calculator
+WITH_CALLS = 0.25  # share of the demonstrations that use the calculator
 SIZES = {"train": 16384, "test": 512}
 USER, ASSISTANT, TOOL = "<|user|>", "<|assistant|>", "<|tool|>"
 BEGIN_CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "'

@@ -1,4 +1,4 @@
-"""Lets the agent of agent.py ask the policy that is trained, and pays for right answers."""
+"""Lets the agent of agent.py talk to the policy in training, and rewards right answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_gvpo.conversations.programs import Endpoint
 from megatron_gvpo.groups import Prompt
 
 solve = runpy.run_path(str(Path(__file__).with_name("agent.py")))["solve"]
-# One client for all rollouts: each would load its certificates, which takes longer than the agent does.
+# All rollouts share one client: a new client loads certificates, which takes longer than the agent's work.
 CLIENT = AsyncOpenAI(base_url="http://127.0.0.1", api_key="-", max_retries=0)
 
 

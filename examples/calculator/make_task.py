@@ -1,4 +1,4 @@
-"""Makes the calculator's material: a small model with random weights, and problems that it cannot do alone.
+"""Makes a small model with random weights, and problems that it cannot solve without a calculator.
 
     python examples/calculator/make_task.py --out DIR [--seed 0]
 
@@ -9,9 +9,9 @@ sum of two products. The calculator of environment.py takes two operands:
     prompt         47*86+12*9=
     demonstration  (47*86)[4042](12*9)[108](4042+108)[4150]{4150}
 
-[4042] is the calculator's answer. Three quarters of the demonstrations only give a result, {4150}, as if done
-in the head. So the fine-tuned model does both, and mostly fails when it gives only the result. GVPO then
-learns that asking the calculator pays.
+[4042] is the calculator's answer. Three quarters of the demonstrations give only a result, {4150}, without a
+call. So the fine-tuned model does both, and is mostly wrong when it gives only the result. In GVPO it then
+learns to use the calculator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import small_examples as small
 
-WITH_CALLS = 0.25  # share of the demonstrations that ask the calculator
+WITH_CALLS = 0.25  # share of the demonstrations that use the calculator
 SIZES = {"train": 16384, "test": 512}
 
 

@@ -1,4 +1,4 @@
-"""Runs the calculator: a small model learns, by GVPO, to ask a calculator instead of guessing.
+"""Runs the calculator: a small model learns, by GVPO, to use a calculator instead of guessing.
 
     python examples/calculator/run.py [key.sub=value ...]
 

@@ -1,10 +1,10 @@
-"""Makes the material of the distillation: two small models with random weights, and problems to learn.
+"""Makes two small models with random weights, a student and a teacher, and problems for both.
 
     python examples/distill/make_task.py --out DIR [--seed 0]
 
 It writes DIR/student and DIR/teacher, checkpoints of Qwen2's architecture with 0.8 M and 3.2 M parameters and
 one tokenizer, and DIR/data: the quickstart's sums, of six numbers each. Half of the demonstrations show the
-work.
+intermediate steps.
 """
 
 from __future__ import annotations

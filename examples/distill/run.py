@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def evaluations(metrics: Path) -> dict[int, float]:
-    """pass@1 by step."""
+    """Return the pass@1 of each evaluation, by step."""
     lines: list[dict[str, Any]] = [json.loads(line) for line in metrics.read_text().splitlines()]
     return {line["step"]: line["eval/pass@1"] for line in lines if "eval/pass@1" in line}
 

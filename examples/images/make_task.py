@@ -1,4 +1,4 @@
-r"""Makes the material of the image example: a small model with random weights, and pictures to count in.
+r"""Makes a small model with random weights, and pictures of discs that it learns to count.
 
     python examples/images/make_task.py --out DIR [--seed 0]
 
@@ -12,9 +12,9 @@ how many are left over so far:
     solution  3:3,4:2,0:2,1:3
               \boxed{3}
 
-Supervised fine-tuning imitates the field `demonstration`. For some pictures it is the worked solution, for
-the others only the final line, as if seen at a glance. So the fine-tuned model does both, and mostly fails
-when it gives only the final line. GVPO then learns that counting quarter by quarter pays.
+Supervised fine-tuning imitates the field `demonstration`. For some pictures it is the worked solution,
+for the others only the final line. So the fine-tuned model does both, and is mostly wrong when it gives only
+the final line. In GVPO it then learns to count quarter by quarter.
 """
 
 from __future__ import annotations

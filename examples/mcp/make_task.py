@@ -1,4 +1,4 @@
-"""Makes the material: a small model with random weights, and problems that it cannot do without tools.
+"""Makes a small model with random weights, and problems that it cannot solve without tools.
 
     python examples/mcp/make_task.py --out DIR [--seed 0]
 
@@ -11,8 +11,8 @@ them, and to keep turns short, whatever is the same in every call is one token:
 
 The chat template writes the server's answer as [4042]; the model gives the result as {4150}. It does not show
 the tools' schemas, which a template of a larger model does: this model knows no letters. Three quarters of
-the demonstrations only give a result, as if done in the head. So the fine-tuned model does both, and mostly
-fails when it gives only the result. GVPO is to find that calling the tools pays.
+the demonstrations give only a result, without a call. So the fine-tuned model does both, and is mostly wrong
+when it gives only the result. In GVPO it then learns to call the tools.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-r"""Makes the quickstart's material: a small model with random weights, and problems to learn.
+r"""Makes a small model with random weights, and arithmetic problems for it to learn.
 
     python examples/quickstart/make_task.py --out DIR [--seed 0]
 
@@ -11,9 +11,9 @@ different. A problem is a sum. Its worked solution has one operation a line:
               12-9=3
               \boxed{3}
 
-Supervised fine-tuning imitates the field `demonstration`. For some problems it is the worked solution, for
-the others only the final line, as if done in the head. So the fine-tuned model does both, and mostly fails
-when it gives only the final line. GVPO then learns that working step by step pays.
+Supervised fine-tuning imitates the field `demonstration`. For some problems it is the worked solution,
+for the others only the final line. So the fine-tuned model does both, and is mostly wrong when it gives only
+the final line. In GVPO it then learns to work step by step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LEVELS = {
     4: Level(share=0.25, operands=7),
 }
 HIGHEST = 9  # every intermediate result lies between 0 and this
-WORKED = 0.25  # share of the demonstrations that show the work
+WORKED = 0.25  # share of the demonstrations that show the intermediate steps
 SIZES = {"train": 8192, "validation": 512, "test": 512}
 
 PAD, END, BOXED = "<|pad|>", "<|end|>", "\\boxed{"

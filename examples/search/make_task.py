@@ -1,4 +1,4 @@
-"""Makes the material: a small model with random weights, pages about people, and questions about them.
+"""Makes a small model with random weights, pages about people, and questions about these people.
 
     python examples/search/make_task.py --out DIR [--seed 0]
 
@@ -7,7 +7,7 @@ with corpus.txt, train.jsonl and test.jsonl. A page is a line about a person:
 
     kalumi mother perose home tevina
 
-A question takes one page, or two: `home of kalumi?`, `home of mother of kalumi?`. Nobody can guess
+The answer needs one page, or two: `home of kalumi?`, `home of mother of kalumi?`. Nobody can guess
 the answer. The model calls the tool of search.py as the parser `xml` reads calls, reads the page, and gives
 the result:
 
@@ -16,8 +16,8 @@ the result:
     {lupako}
 
 A name is made of three syllables, a token each. The demonstrations are chats, of which only the model's own
-messages are trained. Half of them only give a result. So the fine-tuned model often guesses, in vain.
-GVPO is to find that searching pays.
+messages are trained. Half of them give only a result. So the fine-tuned model often guesses, and is wrong. In
+GVPO it then learns to search.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TEMPLATE = (
     "{% endfor %}"
 )
 
-Person = dict[str, str]  # what a page says: {relation: the other's name, attribute: place}
+Person = dict[str, str]  # the content of a page: {relation: the name of the other person, attribute: place}
 
 
 def make_model(directory: Path, seed: int) -> None:

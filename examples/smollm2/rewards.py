@@ -9,13 +9,16 @@ NUMBER = re.compile(r"(?<![\d.,])-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 def strict(prompt: Any, rollout: Any) -> float:
-    """1 if the response ended by itself and its last number is the answer, else 0. Training pays this."""
+    """1 if the response ended by itself and its last number is the answer, else 0.
+
+    Training uses this reward.
+    """
     values = numbers(rollout.text)
     return float(rollout.finish_reason == "stop" and bool(values) and values[-1] == float(prompt.answer))
 
 
 def lenient(prompt: Any, rollout: Any) -> float:
-    """1 if the answer is among the numbers of the response, cut off or not, else 0. It is only watched.
+    """1 if the answer is among the numbers of the response, cut off or not, else 0. It is only reported.
 
     Answers differ from the numbers of their questions, so that repeating a question does not count.
     """
@@ -36,5 +39,5 @@ def names_first(prompt: Any, rollout: Any) -> float:
 
 
 def is_the_name(prompt: Any, rollout: Any) -> float:
-    """1 if the response ended by itself and is the right name alone, else 0. It is only watched."""
+    """1 if the response ended by itself and is the right name alone, else 0. It is only reported."""
     return float(rollout.finish_reason == "stop" and rollout.text.strip().rstrip(".") == prompt.answer)

@@ -4,7 +4,7 @@
 
 It fetches the model (94 MB, once), makes the problems, trains, evaluating before, while and after it trains,
 and writes the report. The task `sums` asks for the sum or difference of two numbers; `reading` asks who did
-what in three to six sentences, and needs the package reasoning-gym. Stopped, it goes on at the same command;
+what in three to six sentences, and needs the package reasoning-gym. The same command continues a stopped run;
 `--overwrite` begins again. The other arguments go to the training command.
 """
 
@@ -28,7 +28,7 @@ REWARDS = ("strict", "lenient")
 
 
 class Task(NamedTuple):
-    """Its run's directory, its configuration files, the reward that trains, and words for the end."""
+    """A task: its run's directory, configuration files, the reward that trains, and words for the summary."""
 
     run: Path
     files: tuple[str, ...]
@@ -72,7 +72,7 @@ def main() -> int:
     stopped: list[int] = []
     signal.signal(
         signal.SIGINT, lambda *_: stopped.append(1)
-    )  # the commands end by themselves and save first
+    )  # the commands save a checkpoint and end by themselves
 
     def run(title: str, *command: str) -> int:
         print(f"\n== {title}: {' '.join(command)}", flush=True)
@@ -133,7 +133,7 @@ def read_result(run: Path) -> dict[str, Any]:
 
 
 def in_words(result: Mapping[str, Any], task: Task) -> str:
-    """Three sentences for someone who has seen nothing of this before."""
+    """Return the result in three sentences, for a reader who does not know the project."""
     before, after = result["evaluations"][0], result["evaluations"][-1]
     watched = next(name for name in REWARDS if name != task.trained)
     share = after[task.trained]

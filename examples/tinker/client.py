@@ -1,4 +1,4 @@
-"""A loop of one's own against `megatron-gvpo serve --tinker`: supervised steps, then GVPO, by the Tinker SDK.
+"""A training loop by the Tinker SDK on `megatron-gvpo serve --tinker`: supervised steps, then GVPO.
 
     python examples/tinker/client.py http://127.0.0.1:8000 runs/quickstart/task/model
 
@@ -18,7 +18,7 @@ GROUP_SIZE = 8
 
 
 def supervised(tokens: list[int], prompt: int) -> types.Datum:
-    """A sequence whose tokens after the first `prompt` are learned."""
+    """Return a sequence for supervised learning of its tokens after the first `prompt`."""
     weights = torch.ones(len(tokens) - 1)
     weights[: prompt - 1] = 0
     inputs = {"target_tokens": torch.tensor(tokens[1:]), "weights": weights}
@@ -26,7 +26,7 @@ def supervised(tokens: list[int], prompt: int) -> types.Datum:
 
 
 def rollout(prompt: list[int], sample: types.SampledSequence, group: int, reward: float) -> types.Datum:
-    """A sampled response, as the server's loss `gvpo` reads it."""
+    """Return a sampled response in the form that the server's loss `gvpo` reads."""
     datum = supervised([*prompt, *sample.tokens], len(prompt))
     assert sample.logprobs is not None
     own = {
@@ -38,7 +38,7 @@ def rollout(prompt: list[int], sample: types.SampledSequence, group: int, reward
 
 
 def reward_of(tokens: list[int]) -> float:
-    """A toy: responses with many different tokens are good."""
+    """Return the reward of a response, here the share of different tokens in it."""
     return len(set(tokens)) / len(tokens)
 
 

@@ -23,24 +23,25 @@ Component = str | NonNegativeInt
 class Block(Section):
     """Options of one block of a method; its fields are the keys that a user writes in YAML.
 
-    Where there are several blocks to choose from, `name` says which; `reference: fixed` is short for
+    If there are several blocks to choose from, `name` is the chosen one; `reference: fixed` is short for
     `reference: {name: fixed}`. A block also declares what it needs of the run, and configurations that lack
     it are refused before anything is loaded.
     """
 
     fixed_keys = EVERY_KEY
 
-    # It asks the rollout engine for responses.
+    # True if the block requests responses from the rollout engine.
     needs_engine: ClassVar[bool] = False
-    # It reads the log-probs that the rollout engine gave with its responses.
+    # True if the block reads the log-probs that the rollout engine gave with its responses.
     needs_engine_logprobs: ClassVar[bool] = False
-    # It asks for log-probs of the policy at step start while responses are still being sampled.
+    # True if the block requests log-probs of the policy at step start while responses are still being
+    # sampled.
     needs_policy_logprobs: ClassVar[bool] = False
-    # It reads `prompt.demonstration`.
+    # True if the block reads `prompt.demonstration`.
     needs_demonstrations: ClassVar[bool] = False
-    # It works on rewards and has no meaning if there are none.
+    # True if the block works on rewards and has no meaning without them.
     needs_rewards: ClassVar[bool] = False
-    # It gives responses rewards, or advantages, where no component of the reward does.
+    # True if the block gives responses rewards or advantages without a component of the reward.
     makes_rewards: ClassVar[bool] = False
 
     @model_validator(mode="before")
@@ -50,15 +51,15 @@ class Block(Section):
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
-        for option, needed in self.idle_options.items():
+        for option, needed in self.ineffective_options.items():
             default = type(self).model_fields[option].get_default(call_default_factory=True)
             if (value := getattr(self, option)) != default:
                 raise ValueError(f"{option}={value} has no effect: it goes with {needed}; use the default")
         return self
 
     @property
-    def idle_options(self) -> dict[str, str]:
-        """Options that have no effect beside the others, each with what it goes with (see `unless`)."""
+    def ineffective_options(self) -> dict[str, str]:
+        """Options without effect beside other options, each with the setting that it needs (`only_with`)."""
         return {}
 
     @property
@@ -83,7 +84,7 @@ class Block(Section):
 
     @property
     def components_read(self) -> tuple[Component, ...]:
-        """The components of the reward that it cannot do without."""
+        """The components of the reward that the block needs."""
         return ()
 
     @property
@@ -138,12 +139,12 @@ class WithFunction(Block):
 
 
 def check_call(function: str, arguments: Sequence[str], options: Mapping[str, Any]) -> None:
-    """Load the user's function, as users name it. Raises ValueError if it cannot be called so."""
+    """Load a function by the name that the user gave. Raises ValueError if it cannot be called so."""
     check_signature(load_function(function), f"f({', '.join(arguments)}, **options)", len(arguments), options)
 
 
-def unless(**options: tuple[bool, str]) -> dict[str, str]:
-    """The options without effect, given (True if it has an effect, what it goes with) for each."""
+def only_with(**options: tuple[bool, str]) -> dict[str, str]:
+    """The options without effect; each argument is (has it an effect?, the setting that it goes with)."""
     return {option: needed for option, (effective, needed) in options.items() if not effective}
 
 
@@ -155,7 +156,7 @@ class BlockAt(NamedTuple):
     block: Block
 
     def option(self, name: str) -> str:
-        """An option of the block, as errors call it."""
+        """Return the name of the block's option for error messages."""
         return f"{self.label}: {name}" if ": " in self.label else f"{self.key}.{name}"
 
 
@@ -205,8 +206,8 @@ class FullDivergence(Block):
     sampling temperature. p is the policy, t the other model:
 
         forward  KL(t || p)        covers all that the teacher might say (supervised distillation)
-        reverse  KL(p || t)        avoids what it would not say (MiniLLM, arXiv 2306.08543; the exact form of
-                                   the sampled-token reverse KL of on-policy distillation)
+        reverse  KL(p || t)        avoids what it would not write (MiniLLM, arXiv 2306.08543; the exact form
+                                   of the sampled-token reverse KL of on-policy distillation)
         js       beta KL(t || m) + (1 - beta) KL(p || m), m = beta t + (1 - beta) p
                                    (GKD, arXiv 2306.13649; near beta 0 as forward, near 1 as reverse)
     """
@@ -263,11 +264,11 @@ class Advantage(Block):
 
     name: str
 
-    # The tokens of a response have advantages of their own.
+    # True if each token of a response has an advantage.
     per_token: ClassVar[bool] = False
-    # It numbers the items of responses (`rows.item_r`).
+    # True if the block numbers the items of responses (`rows.item_r`).
     finds_items: ClassVar[bool] = False
-    # It reads components of the reward, and never the total reward, which shapers change.
+    # True if the block reads components of the reward, and never the total reward, which shapers change.
     by_components: ClassVar[bool] = False
 
     @property
@@ -282,7 +283,7 @@ class Advantage(Block):
 
     @property
     def reference_policies(self) -> References:
-        """The policies whose log-probs it reads, as `Loss.reference_policies`."""
+        """The policies whose log-probs the estimator reads, in the form of `Loss.reference_policies`."""
         return {}
 
     def build(self) -> FilledBy:
@@ -306,7 +307,7 @@ class Loss(Block):
     scalar) and detached shares of metrics, which add up over micro-batches and ranks like the loss.
     """
 
-    # The reason why it has no option `importance`, for those who look for one.
+    # The reason why this loss has no option `importance`, for a user who looks for one.
     without_importance: ClassVar[str] = "its source defines none"
 
     name: str
@@ -324,13 +325,14 @@ class Loss(Block):
     token_advantages: ClassVar[bool] = True
     # The weight of a sequence depends on all sequences of the optimizer step.
     couples_step: ClassVar[bool] = False
-    # It has terms of its own, besides its divergence.
+    # True if the loss has other terms than its divergence.
     has_terms: ClassVar[bool] = True
-    # It reads log-probs of reference policies only as sums over a response and never exponentiates them, so
-    # that small errors in them stay small.
+    # True if the loss reads log-probs of reference policies only as sums over a response and never
+    # exponentiates them, so that small errors in them stay small.
     reference_sums_only: ClassVar[bool] = False
-    # It needs only a reference policy's log-prob of a response's text, so that a teacher may have another
-    # tokenizer. Its column of token log-probs then has the sum of each response, spread over its tokens.
+    # True if the loss needs only a reference policy's log-prob of a response's text, so that a teacher may
+    # have another tokenizer. Its column of token log-probs then has the sum of each response, spread over its
+    # tokens.
     reads_text: ClassVar[bool] = False
 
     @model_validator(mode="before")
@@ -351,7 +353,7 @@ class Loss(Block):
 
     @property
     def reads_members(self) -> str | None:
-        """The option, with its value, that serves responses of members alone; None without one."""
+        """The option, with its value, that has an effect only on responses of members; None without one."""
         return None
 
     @property
@@ -368,8 +370,8 @@ class Loss(Block):
     def known_at_step_start(self) -> bool:
         """True if the weights of a step's first mini-batch are known before the forward.
 
-        There every `step_start` reference equals the current policy, so a loss that sees log-probs only
-        as differences from such references may be given zeros for all of them.
+        For that mini-batch every `step_start` reference equals the current policy. So a loss that reads
+        log-probs only as differences from such references may get zeros for all of them.
         """
         return self.linear
 
@@ -380,8 +382,8 @@ class Loss(Block):
     def has_signal(self, rows: TrainBatch) -> bool:
         """True if rewards or advantages give the loss a direction in these rows.
 
-        Without one, only what pulls towards a reference policy, or an entropy bonus, is left of the gradient.
-        A loss that compares the responses of a group has none if they are equal.
+        Without such a direction, only the pull towards a reference policy and an entropy bonus are left of
+        the gradient. A loss that compares the responses of a group has no signal if their rewards are equal.
         """
         if self.divergence is not None:
             return len(rows) > 0

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import io
 import json
+import re
 import textwrap
+import tokenize
 import types
 import typing
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -27,12 +33,12 @@ PROVENANCE = {
 
 
 def listing() -> list[dict[str, Any]]:
-    """Every recipe: name, title, paper, summary, provenance, what was chosen, what it needs, settings."""
+    """Every recipe with its name, title, paper, summary, provenance, choices, requirements and settings."""
     return [{"name": name, **read_recipe(name)[1].model_dump(mode="json")} for name in recipe_names()]
 
 
 def as_text() -> str:
-    """One line a recipe."""
+    """Return a text with one line for each recipe."""
     width = max(map(len, recipe_names()))
     return "\n".join(
         f"{r['name']:<{width}}  {r['provenance']:<11}  {r['summary']}  [{r['paper']}]" for r in listing()
@@ -45,7 +51,7 @@ def as_json() -> str:
 
 def show(name: str) -> str:
     """A recipe's composition with every effective value, as YAML. Raises ValueError for an unknown one."""
-    # Imports every block, which the list itself does not.
+    # This import loads every block; the list alone does not need them.
     from megatron_gvpo.algorithms.config import AlgorithmConfig
 
     _, about = read_recipe(name)
@@ -120,8 +126,6 @@ def _blocks(annotation: Any) -> Iterator[type[Block]]:
 
 
 def _block(block: type[Block]) -> str:
-    from megatron_gvpo.algorithms.field_comments import field_comments
-
     name = block.model_fields["name"].default if "name" in block.model_fields else None
     head = f"#### `{name}`" if name else "#### its options"
     comments = field_comments(block)
@@ -133,6 +137,39 @@ def _block(block: type[Block]) -> str:
     source = block.__module__.partition(".")[2].replace(".", "/")
     doc = f"```text\n{inspect.getdoc(block)}\n```"
     return "\n\n".join([head, doc, *(["\n".join(options)] if options else []), f"In `{source}.py`."])
+
+
+@cache
+def field_comments(model: type[BaseModel]) -> dict[str, str]:
+    """Return the comment of each field of a section, which the reference pages show as its meaning.
+
+    It consists of the comment lines directly above the field and the comment at its end.
+    """
+    comments: dict[str, str] = {}
+    for base in reversed(model.__mro__):
+        if issubclass(base, BaseModel) and base is not BaseModel:
+            comments |= _comments(textwrap.dedent(inspect.getsource(base)))
+    return comments
+
+
+def _comments(source: str) -> dict[str, str]:
+    own: dict[int, str] = {}  # comments on lines of their own; `behind` has those after code
+    behind: dict[int, str] = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            text = re.sub(r"type: ignore\S*", "", token.string.lstrip("#")).strip()
+            (behind if token.line[: token.start[1]].strip() else own)[token.start[0]] = text
+    comments = {}
+    for node in typing.cast(ast.ClassDef, ast.parse(source).body[0]).body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            line, above = node.lineno - 1, list[str]()
+            while line in own:
+                above.insert(0, own[line])
+                line -= 1
+            end = node.end_lineno or node.lineno
+            parts = [*above, *(behind[n] for n in range(node.lineno, end + 1) if n in behind)]
+            comments[node.target.id] = " ".join(filter(None, parts))
+    return comments
 
 
 def _default(field: FieldInfo) -> str:

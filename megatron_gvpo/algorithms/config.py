@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     AnyBatchPolicy = batch_policy.BatchRule
     AnyEstimator = Advantage
     AnyLoss = Loss
-else:  # a new block is a file in the folder of its kind, and nothing here
+else:  # a new block is a new file in the folder of its kind; nothing here lists it
     AnyPrompts = choice(prompts, kind=PromptChoice)
     AnyAllocation = choice(prompts, kind=Allocation)
     AnyPrior = choice(tracker, kind=Prior)
@@ -100,7 +100,7 @@ class AlgorithmConfig(Block):
         return self
 
     def _check_advantages(self) -> None:
-        """Refuse an estimator that the loss does not read, one that lacks what it reads, or none."""
+        """Refuse an estimator that the loss does not read or whose inputs are missing, and a missing one."""
         loss, estimator = self.loss, self.estimator
         if loss.signal == "advantage" and estimator is None:
             raise ValueError(f"estimator is missing: the loss {loss.name} is weighed by its advantages")
@@ -134,7 +134,7 @@ class AlgorithmConfig(Block):
             )
 
     def _check_references(self) -> None:
-        """Refuse two kept reference policies, and a reference that is the policy itself."""
+        """Refuse two reference policies with weights of their own, and a reference that equals the policy."""
         policies = sorted({str(policy) for policy in self.reference_policies if policy.is_kept})
         if len(policies) > 1:
             raise ValueError(
@@ -148,7 +148,7 @@ class AlgorithmConfig(Block):
             )
 
     def _check_readers(self) -> None:
-        """Refuse a tracker and members that have no effect, or that lack what they need."""
+        """Refuse a tracker and members that have no effect, or whose requirements are missing."""
         loss, estimator = self.loss, self.estimator
         if not self.needs_tracker and self.tracker != Tracker():
             raise ValueError("tracker has no effect: no block reads it; prompts, allocation and prior do")
@@ -179,7 +179,8 @@ class AlgorithmConfig(Block):
         if estimator is None or self.batch_policy.needs_rewards or not (estimator.by_components or distils):
             return None
         last = self.shapers[-1] if self.shapers else None
-        if last is None or not last.changes_rewards:  # a shaper that keeps or drops responses may read them
+        # a shaper that keeps or drops responses may read rewards
+        if last is None or not last.changes_rewards:
             return None
         reads = "components of the reward" if estimator.by_components else "no reward"
         return (
@@ -199,7 +200,7 @@ class AlgorithmConfig(Block):
         return None
 
     def _without_engine(self) -> None:
-        """Refuse blocks that ask for more than the samplers `dataset` and `file` have."""
+        """Refuse blocks whose needs the samplers `dataset` and `file` cannot meet."""
         loss, sampler = self.loss, self.sampler
         if not self.has_rewards and loss.signal != "none":
             raise ValueError(
@@ -235,12 +236,16 @@ class AlgorithmConfig(Block):
                     f"sampler={sampler} has none: leave it out, or name the field of the data that states "
                     "success rates (prompts.field)"
                 )
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        """Refuse losses and shapers that need a longest response, which only the engine has, and lack it."""
         for entry in self.blocks_inside():
             counted = entry.key.startswith(("loss", "shapers"))
             if counted and entry.block.unset_length is not None:
                 raise ValueError(
-                    f"{entry.option(entry.block.unset_length)} is missing: sampler={sampler} has no longest "
-                    "response for it"
+                    f"{entry.option(entry.block.unset_length)} is missing: sampler={self.sampler} has no "
+                    "longest response for it"
                 )
 
     def _engine_may_be_reference(self) -> None:

@@ -1,4 +1,4 @@
-"""Users' own losses, estimators, members and shapers: docs/howto/own_method.md."""
+"""Blocks that call users' own losses, estimators, members and shapers; see docs/howto/own_method.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_gvpo.algorithms.base import (
     Reference,
     References,
     WithFunction,
-    unless,
+    only_with,
 )
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.algorithms.shapers.base import Shaper, rewarded
@@ -35,7 +35,7 @@ class CustomLoss(WithFunction, Loss):
     """`function(inputs: LossInputs, **options)` -> share, or (share, metrics).
 
     `reads` names the columns that the trainer must fill in: reward or advantage, old and ref log-probs. Set
-    `groups` where a response's weight depends on the others of its group: then groups come whole.
+    `groups` if a response's weight depends on the others of its group: then the function gets whole groups.
     """
 
     arguments: ClassVar[tuple[str, ...]] = ("inputs",)
@@ -46,8 +46,8 @@ class CustomLoss(WithFunction, Loss):
     reference: Reference = Reference(name="fixed")
 
     @property
-    def idle_options(self) -> dict[str, str]:
-        return unless(reference=("ref" in self.reads, "ref in its reads"))
+    def ineffective_options(self) -> dict[str, str]:
+        return only_with(reference=("ref" in self.reads, "ref in its reads"))
 
     @property
     def signal(self) -> Literal["reward", "advantage", "none"]:  # type: ignore[override]

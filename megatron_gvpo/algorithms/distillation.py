@@ -1,4 +1,4 @@
-"""On-policy distillation: advantages that are a teacher's judgement of every token the policy sampled."""
+"""On-policy distillation: a token's advantage is the teacher's log-prob minus the policy's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes: YAML files with the usual compositions of blocks, and a description of each."""
+"""Reads recipes: YAML files with usual compositions of blocks, and a description of each."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
     A plain string in `base` is a block's short form where `over` sets keys of that block. A list is replaced,
     unless `over` gives its items by their numbers: `members: {0: {count: 4}}`, or members.0.count=4.
-    `recipe: null` alone, as algorithm.recipe=null, leaves the blocks that `base` gives.
+    `recipe: null` alone, as algorithm.recipe=null, keeps the blocks of `base`.
     """
     merged = {**base, **over}
     for key in base.keys() & over.keys():

@@ -1,3 +1,1 @@
-"""All refusals before a run starts:
-what the configuration, the model, the data and the machine do not allow together.
-"""
+"""All checks that can refuse a run before it starts: of configuration, model, data and machine."""

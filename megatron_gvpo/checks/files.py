@@ -1,8 +1,8 @@
 """Checks of the files that a run reads and writes, before libraries and the model are loaded.
 
-The first record of each data file has the fields that the configuration names: a wrong key or a missing file
-is the commonest mistake of a first run. A run can write to its output directory, and would not replace its
-own input.
+They check that the first record of each data file has the fields that the configuration names, because a
+wrong key or a missing file is the commonest mistake of a first run; that the run can write to its output
+directory; and that it would not replace its own input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def check_data_files(config: Config, command: str) -> None:
     """Raises ConfigError for a file of data that is missing, or whose first record lacks a field.
 
     Nothing is fetched or generated, and no function of the user's (`convert`) is called. The job that `slurm`
-    writes may run where a file is that is not on this machine.
+    writes may run on a machine with files that this machine lacks.
     """
     for dataset, sampler in ((config.data.train, config.algorithm.sampler), (config.data.eval, "engine")):
         if dataset is None or not is_local(dataset.path):
@@ -53,7 +53,7 @@ def _check_generated(config: Config, record: Record) -> None:
 def _first_record(dataset: DatasetConfig, sampler: str) -> Record | None:
     """The first record; None where a function converts it.
 
-    Raises DataError if it is of no known form, or lacks a field that a key names.
+    Raises DataError if its form is unknown, or if it lacks a field that a key names.
     """
     record = next(read_records(dataset.path, dataset.split, dataset.subset, limit=1), None)
     if record is None:
@@ -76,22 +76,22 @@ def check_output_dir(config: Config) -> None:
     """Raises ConfigError if a run cannot write to its output directory, or would replace its own inputs."""
     if not config.output_dir.strip():
         raise ConfigError("output_dir is empty: name a directory")
-    if "${" in config.output_dir:  # of OmegaConf and Hydra, or of a shell that got it in single quotes
+    if "${" in config.output_dir:  # a variable of OmegaConf or Hydra, or of a shell in single quotes
         raise ConfigError(
             f"output_dir={config.output_dir}: nothing fills in ${{...}} here; write the name itself"
         )
     directory = Path(config.output_dir)
-    resolved = Path(os.path.realpath(directory))  # which takes links that lead back to themselves
+    resolved = Path(os.path.realpath(directory))  # realpath accepts links that lead back to themselves
     if resolved == Path(resolved.anchor):
         raise ConfigError(
             f"output_dir={directory} is the root of the file system: name a directory for the run"
         )
-    there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
-    if not os.path.isdir(there):
-        raise ConfigError(f"output_dir={directory}: {there} is not a directory")
-    if not os.access(there, os.W_OK | os.X_OK):
+    existing = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
+    if not os.path.isdir(existing):
+        raise ConfigError(f"output_dir={directory}: {existing} is not a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"output_dir={directory}: nothing can be written in {there}: permission denied, or read-only"
+            f"output_dir={directory}: nothing can be written in {existing}: permission denied, or read-only"
         )
     own_file = directory / "config.yaml"
     if own_file.is_file() and not own_file.read_bytes().startswith(HEADER.encode()):

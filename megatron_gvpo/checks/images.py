@@ -1,4 +1,4 @@
-"""Refuses, for models that take images, the settings that no test proves with them, each by its key."""
+"""Refuses settings that are not tested with models that take images; each error names the key."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def check_division(parallel: ParallelConfig, values: Mapping[str, Any]) -> None:
 
 
 def _check_servers(rollout: RolloutConfig, card: ModelCard) -> None:
-    """Raises ConfigError for servers that would refuse to divide the model's heads, once they have started.
+    """Raises ConfigError for servers that would refuse, after their start, to divide the model's heads.
 
     Source: vLLM's ModelConfig.verify_with_parallel_config, and the layers of SGLang's models.
     """
@@ -78,7 +78,7 @@ def _check_servers(rollout: RolloutConfig, card: ModelCard) -> None:
 
 
 def _check_delta_nets(config: Config, card: ModelCard) -> None:
-    """Raises ConfigError for a promise that megatron-core's gated delta nets do not keep over packs."""
+    """Raises ConfigError for train.deterministic with gated delta nets, which have no such kernels."""
     if card.has_delta_nets and config.train.deterministic:
         raise ConfigError(
             f"train.deterministic=true: model.path={config.model.path} has gated delta nets, which "

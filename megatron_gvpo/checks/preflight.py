@@ -59,8 +59,8 @@ def preflight(
     Returns the cards of the run's models, which it has read.
 
     The command line calls it before it loads torch; `Trainer`, `evaluate`, `checkpoint_to_hugging_face` call
-    it for Python users, and `slurm` before the job waits in a queue. `slurm` asks for a job that trains, on
-    `world_size` ranks of other machines.
+    it for Python users, and `slurm` before the job waits in a queue. With `slurm` the checks are those of a
+    job that trains, on `world_size` ranks of other machines.
 
     `earlier`: how `train` or `slurm` treats an earlier run in the output directory; None does not look.
     `allowed`: the keys that change the mathematics and may differ from those of the run that is resumed.
@@ -77,7 +77,7 @@ def preflight(
     if is_training:
         check_teacher(config, cards)
         check_output_dir(config)
-        if command == "train":  # a job may wait in the queue for the end of the run before it
+        if command == "train":  # a queued job may wait until the earlier run has ended
             check_unlocked(config.output_dir)
         if earlier is not None:
             check_earlier_run(config, earlier)
@@ -85,7 +85,7 @@ def preflight(
                 raise ConfigError(f"--allow-change {allowed[0]}: nothing is compared without --resume")
             if earlier in ("resume", "auto") and newest_step(Path(config.output_dir)) is not None:
                 check_unchanged(config, allowed)
-    if command == "train":  # a job's nodes, or its container, may have what this machine lacks
+    if command == "train":  # a job's nodes, or its container, may have packages that this machine lacks
         _check_loggers(config)
     if command != "export":
         _check_converters(config)
@@ -107,10 +107,10 @@ def preflight(
 def preflight_on_ranks(
     config: Config, command: Command, *, earlier: Earlier | None = None, allowed: Sequence[str] = ()
 ) -> None:
-    """Raise ConfigError on every rank for what `preflight` refuses on any: one node may lack a file.
+    """Raise ConfigError on every rank if `preflight` refuses on any rank, because one node may lack a file.
 
     For a Python program, in which every rank calls an entry point with the same configuration. Without a
-    process group each rank raises its own. Loads torch.
+    process group each rank raises its own error. Loads torch.
     """
     import torch.distributed as dist
 
@@ -157,7 +157,8 @@ def _check_attention(config: Config, cards: ModelCards, is_training: bool) -> No
 def check_interpreter(config: Config) -> None:
     """Raise ConfigError if `rollout.servers.python` is not an interpreter that has the engine.
 
-    Only where this process will start servers; what the engine itself lacks, its own start says.
+    The check is made only if this process will start servers; the engine itself reports what it lacks when it
+    starts.
     """
     servers, engine = config.rollout.servers, config.rollout.engine
     starts_servers = config.samples_responses and config.rollout.uses_servers and not servers.urls
@@ -216,7 +217,10 @@ def _check_loggers(config: Config) -> None:
 
 
 def _check_rewards(config: Config, cards: ModelCards) -> None:
-    """Files of rewards, environments and programs must have what is named. Workers import them later."""
+    """Files of rewards, environments and programs must contain the functions that the configuration names.
+
+    The workers import the rewards' files only later.
+    """
     for i, component in enumerate(config.rewards.components):
         try:
             if component.built_in:
@@ -264,7 +268,7 @@ def _check_tool(spec: str) -> None:
 
 
 def _check_chat_template(config: Config) -> None:
-    """Tools are shown by a chat template: the model's directory must have one, as far as its files tell."""
+    """Raise ConfigError for tools if the files of the model's directory lack a chat template."""
     directory = Path(config.model.path)
     needs = "rollout.conversation.tools need a chat template, which tells the policy of them"
     if not config.data.chat_template:

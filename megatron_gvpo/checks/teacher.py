@@ -19,7 +19,8 @@ _VOCABULARIES = ("tekken.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"
 def check_teacher(config: Config, cards: ModelCards) -> None:
     """Raises ConfigError for a teacher without a checkpoint, or with too few positions.
 
-    Also for one with another tokenizer where something reads its log-probs of the policy's tokens.
+    It also raises it for a teacher with another tokenizer if a block reads its log-probs of the policy's
+    tokens.
     """
     teacher = config.teacher
     if teacher is None:
@@ -36,9 +37,9 @@ def check_teacher(config: Config, cards: ModelCards) -> None:
 
 
 def teacher_room(teacher: TeacherConfig, card: ModelCard) -> tuple[str, int | None, int]:
-    """(the key that limits the teacher's context, its positions, those of them that servers reserve).
+    """(the key that limits the teacher's context, its positions, the positions that servers reserve).
 
-    Positions are None where nothing limits them.
+    The number of positions is None if nothing limits it.
     """
     servers, room, key = teacher.server, card.get("max_position_embeddings"), "max_position_embeddings"
     if servers is not None and servers.context_length is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_gvpo.core.user_functions import spec_parts
 
-# Where a file uses one of these, only running it shows which names it has.
+# If a file uses one of these, only running it shows which names it has.
 _DYNAMIC = {"globals", "exec", "setattr"}
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -40,8 +40,8 @@ def check_source(spec: str) -> Any:
     if names is None:
         return None
     if name not in names:
-        there = [key for key, node in names.items() if isinstance(node, _Function | ast.ClassDef)]
-        raise ValueError(f"{source} has no function {name!r}; it has: {', '.join(there) or 'none'}")
+        functions = [key for key, node in names.items() if isinstance(node, _Function | ast.ClassDef)]
+        raise ValueError(f"{source} has no function {name!r}; it has: {', '.join(functions) or 'none'}")
     stub = _stub(names[name])
     if stub is None:
         return None
@@ -80,9 +80,9 @@ def check_tool(spec: str) -> None:
 
 
 def _check_imports(tree: ast.Module, source: str) -> None:
-    """Raises ValueError for a module that the file imports, come what may, and that is not installed."""
+    """Raises ValueError if the file always imports a module that is not installed."""
     if any(isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path" for node in ast.walk(tree)):
-        return  # the file may say where its modules are
+        return  # the file may change where Python looks for modules
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.level:
             raise ValueError(
@@ -101,7 +101,7 @@ def _check_imports(tree: ast.Module, source: str) -> None:
 
 
 def _is_missing(module: str, directory: Path) -> bool:
-    """True if no import could find the module: one beside the file, or here, is not missing."""
+    """True if no import could find the module, neither beside the file nor in the current directory."""
     directories = (directory, Path())
     if any((d / module).is_dir() or (d / f"{module}.py").is_file() for d in directories):
         return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import difflib
 import os
 import re
 import signal
@@ -44,6 +45,8 @@ from megatron_gvpo.cli import (
 from megatron_gvpo.cli import eval as evaluate
 from megatron_gvpo.cli.terminal import PrintError, open_standard_streams, outliving_terminal, refuse
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.launch import report as report_to_launcher
+from megatron_gvpo.core.native_exit import refusing_native_exit
 from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.versions import own_version
 
@@ -70,7 +73,7 @@ COMMANDS = (
     doctor,
 )
 
-LEAVING = 60.0  # seconds that threads have to end when the command is done
+LEAVING = 60.0  # seconds that threads may take to end after the command
 # The errors of Gloo and NCCL in a rank that waits for one that has ended.
 _OF_COLLECTIVES = re.compile(r"/gloo/|nccl", re.IGNORECASE)
 _LOST = re.compile(r"Connection (reset|closed) by peer|remote process exit")
@@ -87,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # process a step took three times as long (docs/explanation/cpu_speed.md). torch reads it when loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        code = run_command(arguments)
+        with refusing_native_exit():
+            code = run_command(arguments)
     except SystemExit:
         raise
     except BaseException as error:  # a panic in a Rust library, such as tokenizers, is not an Exception
@@ -98,12 +102,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             os._exit(code)  # libraries' exit handlers may wait for the other ranks
     if arguments is None:
+        if code == 0:
+            report_to_launcher(int(os.environ.get("RANK", "0")))
         _end_without_threads(code)
     return code
 
 
 def _lost_rank(error: BaseException) -> str | None:
-    """A line instead of the traceback of each other rank, where a rank ended or hangs; else None."""
+    """The line that replaces the traceback if another rank has ended or hangs; otherwise None."""
     text = str(error) if isinstance(error, RuntimeError) else ""
     rank = os.environ.get("RANK", "0")
     if not _OF_COLLECTIVES.search(text):
@@ -210,20 +216,31 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options, rest = parser.parse_known_args(arguments, argparse.Namespace(command_line=arguments))
     settings = next((name for name in ("config", "overrides") if name in options), None)
     if rest and (settings is None or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{_as_settings(rest)}")
+        [commands] = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+        command = commands.choices[options.command]
+        known = [option for option in command._option_string_actions if option.startswith("--")]
+        more = _as_options(rest, known) or _as_settings(rest)
+        command.error(f"unrecognized arguments: {' '.join(rest)}{more}")
     if rest and settings is not None:
         getattr(options, settings).extend(rest)
     return options
 
 
 def _as_settings(words: list[str]) -> str:
-    """Continues the error for settings that are written as options, such as `--optimizer.lr=1e-5`."""
+    """Return the end of the error for settings that are written as options, such as `--optimizer.lr=1e-5`."""
     settings = [word.lstrip("-") for word in words if re.match(r"--[a-z]\w*(\.\w+)*=", word)]
     return f"; a setting has no dashes: {' '.join(settings)}" if settings else ""
 
 
+def _as_options(words: list[str], known: list[str]) -> str:
+    """Return the end of the error for a misspelt option: the nearest one that the command has."""
+    options = (word.partition("=")[0] for word in words if word.startswith("--"))
+    near = (match for option in options for match in difflib.get_close_matches(option, known, 1, 0.75))
+    return f"; did you mean {nearest}?" if (nearest := next(near, None)) is not None else ""
+
+
 class _Version(argparse.Action):
-    """Asks for the commit when the option is given: git takes a while."""
+    """Looks up the commit only when the option is used, because git takes a while."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print(f"megatron-gvpo {own_version()}")
@@ -233,7 +250,7 @@ class _Version(argparse.Action):
 class _Parser(argparse.ArgumentParser):
     """Refuses words in one line, as a configuration is refused, without the usage that --help shows.
 
-    It says of an option that got a value and takes none, such as `--resume=yes`, which forms there are.
+    Its error for an option that takes no value but got one, such as `--resume=yes`, names the right forms.
     Options have no short forms: `--o` would be `--overwrite`.
     """
 

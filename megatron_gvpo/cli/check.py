@@ -1,4 +1,4 @@
-"""`megatron-gvpo check`: what can be known of a run before it starts, in about a minute, without a GPU."""
+"""`megatron-gvpo check`: tests a run before it starts, in about a minute, without a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.gpu_packages import check_no_null_cuda
 from megatron_gvpo.core.lazy_imports import heavy_imports
 
-SHOWN = 600  # characters of a prompt or a response
+SHOWN = 600  # the most characters of a prompt or a response
 
 
 def add_parser(commands: Any) -> None:
@@ -27,8 +27,12 @@ def add_parser(commands: Any) -> None:
         "change. Exit code 1: the run could not work.",
     )
     configured.add_config(parser, "optimizer.lr=1e-5")
-    parser.add_argument("--world", type=int, metavar="N", help="ranks of the run (default: the fewest)")
-    parser.add_argument("--memory", type=float, default=79.6, metavar="GIB", help="of a GPU (default: 79.6)")
+    parser.add_argument(
+        "--world", type=configured.integer, metavar="N", help="ranks of the run (default: the fewest)"
+    )
+    parser.add_argument(
+        "--memory", type=configured.decimal, default=79.6, metavar="GIB", help="of a GPU (default: 79.6)"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
 
@@ -36,7 +40,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Returns 0 if the run could work, else 1. Raises ConfigError for an invalid configuration."""
     config = configured.load(options)
-    check_no_null_cuda()  # else the tiny step would be a verdict on values that nothing computed
+    check_no_null_cuda()  # otherwise the tiny step would judge values that were never computed
     parallel = config.parallel
     fewest = parallel.pp * max(parallel.tp * parallel.cp, parallel.ep * parallel.etp)
     world = fewest if options.world is None else options.world

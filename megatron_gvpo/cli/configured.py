@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 import sys
 from typing import TYPE_CHECKING
 
 from megatron_gvpo.core.environment import check_rank_variables
-from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config
@@ -53,6 +55,16 @@ def add_allow_change(parser: argparse.ArgumentParser) -> None:
 
 def add_step(parser: argparse.ArgumentParser, meaning: str) -> None:
     parser.add_argument("--step", type=_step, metavar="N", help=meaning)
+
+
+def recorded_step(options: argparse.Namespace) -> int:
+    """The step of RUN that --step names, or the last recorded one. Raises ConfigError if it has no record."""
+    from megatron_gvpo.observe.step_records import chosen_step
+
+    try:
+        return chosen_step(options.run_directory, options.step)
+    except DataError as error:
+        raise ConfigError(str(error)) from None
 
 
 def check_step(config: Config, options: argparse.Namespace) -> None:
@@ -108,14 +120,36 @@ def is_launcher(options: argparse.Namespace) -> bool:
     return options.nproc > 1 and "WORLD_SIZE" not in os.environ
 
 
+def directory(text: str) -> str:
+    """The name of a directory to write. Raises ArgumentTypeError for none, and for one with control codes."""
+    if not text.strip() or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected the name of a directory")
+    return text
+
+
+def integer(text: str) -> int:
+    """An option's number. Python's `int` would take 1_0, blanks and the digits of all scripts."""
+    if not re.fullmatch("-?[0-9]{1,40}", text):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected a whole number")
+    return int(text)
+
+
+def decimal(text: str) -> float:
+    """An option's finite number. Raises ArgumentTypeError for another text."""
+    is_decimal = re.fullmatch(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]{1,3})?", text) is not None
+    if not is_decimal or math.isinf(float(text)):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected a number")
+    return float(text)
+
+
 def _step(text: str) -> int:
-    if not text.isdecimal() or len(text) > 9:
+    if not re.fullmatch("[0-9]{1,9}", text):
         raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected the number of a step")
     return int(text)
 
 
 def _processes(text: str) -> int:
-    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= MOST_PROCESSES:
+    if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= MOST_PROCESSES:
         raise argparse.ArgumentTypeError(
             f"{text[:40]!r}: expected a number of processes of this machine, from 1 to {MOST_PROCESSES}"
         )

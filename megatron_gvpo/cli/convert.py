@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron_gvpo.cli import configured
 from megatron_gvpo.cli.terminal import say
 from megatron_gvpo.cli.with_model import run_with_model
 from megatron_gvpo.core.errors import ConfigError
@@ -17,7 +18,9 @@ def add_parser(commands: Any) -> None:
         "convert", help="convert weights from a Hugging Face directory to a Megatron one, or back"
     )
     parser.add_argument("source", metavar="SOURCE", help="a Hugging Face or a Megatron directory")
-    parser.add_argument("target", metavar="TARGET", help="directory to write; empty or new")
+    parser.add_argument(
+        "target", type=configured.directory, metavar="TARGET", help="directory to write; empty or new"
+    )
     parser.add_argument(
         "--like",
         metavar="DIR",

@@ -1,4 +1,4 @@
-"""`megatron-gvpo doctor`: this machine before a run, or, with --cluster, a whole allocation."""
+"""`megatron-gvpo doctor`: checks this machine before a run, or with --cluster a complete allocation."""
 
 from __future__ import annotations
 

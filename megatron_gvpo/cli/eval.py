@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -93,7 +94,7 @@ def _choice(options: argparse.Namespace) -> ChosenEvaluations | None:
 
 def _evaluate_named(config: Config, choice: ChosenEvaluations, options: argparse.Namespace) -> int:
     """Print a line of each evaluation as it ends; 1 if one failed."""
-    from megatron_gvpo.evals.documents import prepare
+    from megatron_gvpo.evals.definitions import prepare
 
     try:
         prepared = prepare(choice) if os.environ.get("RANK", "0") == "0" else None
@@ -118,6 +119,6 @@ def _evaluate_named(config: Config, choice: ChosenEvaluations, options: argparse
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected a number of problems, 1 or more")
     return int(text)

@@ -17,7 +17,13 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("export", help="write a checkpoint as a Hugging Face directory")
     configured.add_arguments(parser)
     configured.add_step(parser, "export the checkpoint of this step (default: the newest)")
-    parser.add_argument("--out", required=True, metavar="DIR", help="directory to write; empty or new")
+    parser.add_argument(
+        "--out",
+        type=configured.directory,
+        required=True,
+        metavar="DIR",
+        help="directory to write; empty or new",
+    )
     parser.add_argument(
         "--adapter",
         action="store_true",

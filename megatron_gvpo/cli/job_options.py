@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the configuration, the job's size, and how it treats an earlier run."""
     configured.add_arguments(parser, argparse.SUPPRESS)
-    number: dict[str, Any] = {"type": int, "metavar": "N"}
+    number: dict[str, Any] = {"type": configured.integer, "metavar": "N"}
     parser.add_argument("--nodes", required=True, help="nodes of the trainer", **number)
     parser.add_argument(
         "--rollout-nodes",
@@ -50,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_save_before(parser: argparse.ArgumentParser, meaning: str) -> None:
-    parser.add_argument("--save-before", default=600, type=int, metavar="SECONDS", help=meaning)
+    parser.add_argument(
+        "--save-before", default=600, type=configured.integer, metavar="SECONDS", help=meaning
+    )
 
 
 def job_fields(options: argparse.Namespace) -> dict[str, Any]:
@@ -71,11 +73,10 @@ def job_fields(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def note(config: Config, job: Job) -> None:
-    """Says on stderr what may surprise: more GPUs than ranks, and GPUs that are too small."""
+    """Warns on stderr of more GPUs than ranks, and of GPUs that are too small."""
     from megatron_gvpo.planner import prediction
-    from megatron_gvpo.settings.reward_servers import started_gpus
 
-    if job.gpus and (started := started_gpus(config)):
+    if job.gpus and (started := config.started_gpus()):
         more = sum(started.values())
         print(
             f"note: the job asks for {job.ranks_per_node + more} GPUs a node: {job.ranks_per_node} for "

@@ -1,4 +1,4 @@
-"""`megatron-gvpo keys`: the keys of a configuration, all or those about a word."""
+"""`megatron-gvpo keys`: prints all keys of a configuration, or the keys about a word."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the keys; 1 if there is nothing about the words."""
+    """Print the keys that fit the words; the exit status is 1 if there are none."""
     with loading("the keys"):
         from megatron_gvpo.settings.reference import search
     words = " ".join(options.words)

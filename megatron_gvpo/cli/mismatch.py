@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_gvpo.cli import configured
 from megatron_gvpo.cli.terminal import say
 from megatron_gvpo.cli.with_model import run_with_model
 
@@ -23,7 +24,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="key.sub=value", help="paths that are others on this machine"
     )
-    parser.add_argument("--step", type=int, metavar="N", help="the step (default: the last recorded one)")
+    configured.add_step(parser, "the step (default: the last recorded one)")
     parser.set_defaults(run=run)
 
 
@@ -38,13 +39,14 @@ def run(options: argparse.Namespace) -> int:
     config = load_run(directory, options.overrides)
     check_model_is_there(config)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the judge computes in float64, on the CPU
+    # A step that is named needs no record of its own where the checkpoint before it was kept.
+    step = configured.recorded_step(options) if options.step is None else options.step
     certificates: list[Certificate] = []
 
     def work() -> None:
-        from megatron_gvpo.observe.step_records import chosen_step
         from megatron_gvpo.replay.mismatch import certify
 
-        certificate = certify(config, chosen_step(directory, options.step))
+        certificate = certify(config, step)
         certificates.append(certificate)
         certificate.write(directory / "mismatch.json")
         for line in lines(certificate):
@@ -61,6 +63,11 @@ def lines(certificate: Certificate) -> Iterator[str]:
         f"{certificate.abs_mean:.2g} on average, {certificate.abs_max:.2g} at most; "
         f"KL {certificate.kl:.2g} nats a token"
     )
+    if certificate.left_out:
+        yield (
+            f"without {certificate.left_out} responses of later mini-batches: the trainer scored them "
+            "after the step's first update"
+        )
     yield f"{'side':<9}{'cause':<25}{'share':>7}{'mean':>10}{'largest':>10}{'bound':>10}  detail"
     for cause in certificate.causes:
         bound = "" if cause.bound is None else f"{cause.bound:.2g}"

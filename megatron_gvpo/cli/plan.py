@@ -19,17 +19,18 @@ if TYPE_CHECKING:
     from megatron_gvpo.settings.config import Config
 
 NODE = 8  # GPUs
-# A search needs these options; a configuration says them.
+PROMPT = 256  # default tokens of a prompt
+# A search needs these options; a configuration has their values.
 OF_CONFIGURATION = ("model", "gpus", "prompts", "k", "response_length")
 
-# With a configuration: the options whose meaning it has, and those that only the search reads (--write).
+# Options that a configuration replaces, and options that only the search reads (--write).
 IN_CONFIGURATION = (
     *("model", "prompts", "k", "recipe", "mini_batches", "batch_epochs", "async_steps"),
     *("adapter_rank", "fp8", "offload", "share_prompts", "ep_exchange"),
 )
 OF_SEARCH = ("image_tokens", "reward_gpus", "speculate", "teacher", "teacher_gpus", "top")
 
-_NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
+_NUMBER: dict[str, Any] = {"type": configured.integer, "metavar": "N"}
 
 
 def add_parser(commands: Any) -> None:
@@ -96,7 +97,7 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
         help="tokens of a response",
     )
     parser.add_argument(
-        "--prompt-tokens", default=256, help="mean tokens of a prompt (default: 256)", **_NUMBER
+        "--prompt-tokens", help=f"mean tokens of a prompt (default: {PROMPT}, or the longest)", **_NUMBER
     )
     parser.add_argument(
         "--image-tokens",
@@ -132,6 +133,11 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
         **_NUMBER,
     )
     _add_precision(parser)
+    _add_savings(parser)
+    _add_teacher(parser)
+
+
+def _add_savings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--share-prompts",
         action="store_true",
@@ -148,7 +154,6 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS,acceptance=SHARE[,draft=text]",
         help="speculative rollouts: tokens proposed at a time, and the share that is accepted",
     )
-    _add_teacher(parser)
 
 
 def _add_precision(parser: argparse.ArgumentParser) -> None:
@@ -156,7 +161,7 @@ def _add_precision(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--offload",
         default=0.0,
-        type=float,
+        type=configured.decimal,
         metavar="FRACTION",
         help="share of the optimizer's states in host memory (default: 0)",
     )
@@ -177,7 +182,7 @@ def _add_teacher(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan, as a table or as JSON; 1 if what was asked for does not fit. Raises ConfigError."""
+    """Print the plan, as a table or as JSON; 1 if the layout does not fit. Raises ConfigError."""
     if options.config:
         return _of_configuration(options)
     if missing := [name for name in (*OF_CONFIGURATION, "gpu") if getattr(options, name) is None]:
@@ -185,6 +190,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"{names}: missing; or give a configuration: megatron-gvpo plan CONFIG.yaml")
     if options.nodes is not None:
         raise ConfigError(f"--nodes {options.nodes}: goes with a configuration; --gpus counts all GPUs")
+    if options.prompt_tokens is None:
+        options.prompt_tokens = PROMPT
     with loading("the methods"):
         from megatron_gvpo.planner.command import run as plan
     planned = plan(options)
@@ -206,8 +213,36 @@ def _rehearse(planned: Planned, options: argparse.Namespace) -> int:
 def _of_configuration(options: argparse.Namespace) -> int:
     """Answer for the layout of a configuration; with --write, also search for the best one.
 
-    0 if the layout fits, or one that does was written; 1 if not.
+    Returns 0 if the layout fits, or a layout that fits was written; else 1.
     """
+    _check_options(options)
+    world = _world(options)
+    if options.engine is not None:
+        options.config.append(f"rollout.engine={options.engine}")
+    if options.colocated:
+        options.config += ["rollout.servers.colocated=true", "rollout.weights.transport=shared"]
+    config = configured.load(options)
+    with loading("the methods"):
+        from megatron_gvpo.planner import workload
+        from megatron_gvpo.planner.own_layout import answer
+        from megatron_gvpo.rehearsal.made_model import prepare
+    gpu = workload.gpu(options.gpu or "h100")
+    with tempfile.TemporaryDirectory(prefix="plan-") as folder:
+        path = str(prepare(config.model.path, "model.path", Path(folder)))
+        local = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+        lengths = _lengths(options, config)
+        options.prompt_tokens = _prompt_tokens(options, config)
+        parsed = workload.parse_lengths(lengths, config.rollout.max_tokens)
+        result = answer(local, world, gpu, parsed, options.prompt_tokens)
+        print(json.dumps(result.to_dict(), indent=2)) if options.json else _print(result, config, options)
+        options.response_length = str(parsed)
+        if options.write is not None:
+            _search(options, local, config.model.path, world)
+    return 0 if result.fits or options.write is not None else 1
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Raises ConfigError for options that do not go with a configuration, or with each other."""
     for name, default in options.defaults.items():
         if getattr(options, name) == default:
             continue
@@ -224,30 +259,18 @@ def _of_configuration(options: argparse.Namespace) -> int:
         raise ConfigError("--json and --write: with a configuration, give one of them")
     if options.nodes is not None and options.gpus is not None:
         raise ConfigError("--nodes and --gpus: give one of them")
+
+
+def _world(options: argparse.Namespace) -> int:
+    """Return the number of the trainer's GPUs, from --nodes or --gpus. Raises ConfigError for a wrong one."""
     nodes = 1 if options.nodes is None else options.nodes
     world = NODE * nodes if options.gpus is None else options.gpus
     if not 1 <= world <= 65536:
-        raise ConfigError(f"{world} GPUs: must be from 1 to 65536")
-    if options.engine is not None:
-        options.config.append(f"rollout.engine={options.engine}")
-    if options.colocated:
-        options.config += ["rollout.servers.colocated=true", "rollout.weights.transport=shared"]
-    config = configured.load(options)
-    with loading("the methods"):
-        from megatron_gvpo.planner import workload
-        from megatron_gvpo.planner.own_layout import answer
-        from megatron_gvpo.rehearsal.made_model import prepare
-    gpu = workload.gpu(options.gpu or "h100")
-    with tempfile.TemporaryDirectory(prefix="plan-") as folder:
-        path = str(prepare(config.model.path, "model.path", Path(folder)))
-        local = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
-        lengths = _lengths(options, config)
-        result = answer(local, world, gpu, workload.parse_lengths(lengths), options.prompt_tokens)
-        print(json.dumps(result.to_dict(), indent=2)) if options.json else _print(result, config, options)
-        options.response_length = lengths
-        if options.write is not None:
-            _search(options, local, config.model.path, world)
-    return 0 if result.fits or options.write is not None else 1
+        option, most = (
+            (f"--nodes {nodes}", 65536 // NODE) if options.gpus is None else (f"--gpus {world}", 65536)
+        )
+        raise ConfigError(f"{option}: must be from 1 to {most}")
+    return world
 
 
 def _lengths(options: argparse.Namespace, config: Config) -> str:
@@ -256,8 +279,18 @@ def _lengths(options: argparse.Namespace, config: Config) -> str:
     return options.response_length or f"{longest * 0.4:g},p95={longest},max={longest}"
 
 
+def _prompt_tokens(options: argparse.Namespace, config: Config) -> int:
+    """The mean tokens of a prompt. Raises ConfigError for more than the configuration lets a prompt have."""
+    limit, tokens = config.data.max_prompt_tokens, options.prompt_tokens
+    if tokens is None:
+        return PROMPT if limit is None else min(PROMPT, limit)
+    if limit is not None and tokens > limit:
+        raise ConfigError(f"--prompt-tokens {tokens}: prompts have at most data.max_prompt_tokens={limit}")
+    return int(tokens)
+
+
 def _print(result: LayoutAnswer, config: Config, options: argparse.Namespace) -> None:
-    """Print the memory, whether it fits or what would, and the time of a step."""
+    """Print the memory, whether it fits or which change would, and the time of a step."""
     _print_memory(result, config)
     if result.seconds is not None:
         phases = {name: took for name, took in result.seconds.items() if took and name != "step"}
@@ -290,10 +323,24 @@ def _print_memory(result: LayoutAnswer, config: Config) -> None:
         print(f"does not fit: {result.server}")
 
 
+def _check_room(config: Config, world: int) -> None:
+    """Raises ConfigError if the servers that a run starts for itself have no GPUs beside its ranks."""
+    started = config.started_gpus()
+    taken = sum(started.values())
+    if not taken or world + taken <= NODE:
+        return
+    fewer = f"give --gpus {NODE - taken}, or start" if taken < NODE else "start"
+    raise ConfigError(
+        f"--write: the run starts servers on {taken} GPUs ({', '.join(started)}) beside its ranks, and "
+        f"{world} ranks leave none on nodes of {NODE}: {fewer} these servers elsewhere and give their urls"
+    )
+
+
 def _search(options: argparse.Namespace, config: Config, name: str, world: int) -> None:
-    """Search the best layout for what the configuration trains, and write it for the same engine."""
+    """Search the best layout for the configuration's training, and write it for the same engine."""
     from megatron_gvpo.planner.command import run as plan
 
+    _check_room(config, world)
     rollout, train = config.rollout, config.train
     options.model, options.gpus, options.gpu = config.model.path, world, options.gpu or "h100"
     options.engine = rollout.engine if rollout.uses_servers else options.engine

@@ -20,7 +20,7 @@ def add_parser(commands: Any) -> None:
         "or a known name is enough. docs/howto/rehearse.md says what it cannot see.",
     )
     configured.add_config(parser, "parallel.tp=4", nargs="*")
-    number = {"type": int, "metavar": "N"}
+    number = {"type": configured.integer, "metavar": "N"}
     parser.add_argument("--world", default=8, help="ranks of the run, one a GPU (default: 8)", **number)
     parser.add_argument("--rank", help="the rank to rehearse (default: 0)", **number)
     parser.add_argument(
@@ -31,11 +31,19 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--gpu", default="h100", metavar="NAME", help="h100, h200, h800, a100 or b200 (default: h100)"
     )
-    parser.add_argument("--memory", type=float, metavar="GIB", help="memory of the GPU (default: its own)")
+    parser.add_argument(
+        "--memory", type=configured.decimal, metavar="GIB", help="memory of the GPU (default: its own)"
+    )
     parser.add_argument(
         "--micro-batches",
         help="micro-batches of an update (default: as many as the peak of memory needs)",
         **number,
+    )
+    parser.add_argument(
+        "--rollouts",
+        metavar="PATH",
+        help="a file of rollouts or a run's output directory, whose last saved step is trained: its prompts, "
+        "responses, groups and rewards (default: rows that fill the micro-batches)",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_gvpo.cli import configured
 from megatron_gvpo.cli.terminal import say
 from megatron_gvpo.cli.with_model import run_with_model
 from megatron_gvpo.core.errors import ConfigError
@@ -25,7 +26,7 @@ def add_parser(commands: Any) -> None:
         metavar="key.sub=value",
         help="paths that are others on this machine; keys of `parallel` for a replay on several ranks",
     )
-    parser.add_argument("--step", type=int, metavar="N", help="the step (default: the last recorded one)")
+    configured.add_step(parser, "the step (default: the last recorded one)")
     parser.add_argument(
         "--against", type=Path, metavar="OTHER_RUN", help="find the first step at which two runs part"
     )
@@ -49,24 +50,25 @@ def run(options: argparse.Namespace) -> int:
         option = "--without-model" if options.against is None else "--against"
         raise ConfigError(f"{options.layout[0]}: {option} computes no model; leave the layout out")
     config = load_run(directory, [text for text in options.overrides if text not in options.layout])
-    divided = in_layout(config, options.layout)  # a wrong key is refused before libraries load
+    # This refuses a wrong key before heavy libraries are imported.
+    divided = in_layout(config, options.layout)
     if options.layout and Path(config.model.path).is_dir():
         check_layout(divided, int(os.environ.get("WORLD_SIZE", "1")))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on the CPU, whatever the run's layout was
+    step = configured.recorded_step(options) if options.against is None else 0
     differs: list[Finding] = []
 
     def work() -> None:
         if options.against is not None:
             differs.extend(_compare(directory, options.against, config))
         else:
-            differs.extend(_replay(directory, config, options))
+            differs.extend(_replay(directory, step, config, options))
 
     code = run_with_model(work)
     return code or int(bool(differs))
 
 
-def _replay(directory: Path, config: Config, options: argparse.Namespace) -> list[Finding]:
-    from megatron_gvpo.observe.step_records import chosen_step
+def _replay(directory: Path, step: int, config: Config, options: argparse.Namespace) -> list[Finding]:
     from megatron_gvpo.replay.run import replay
     from megatron_gvpo.runs.one_machine import check_model_is_there
     from megatron_gvpo.runs.record import changed_files
@@ -75,7 +77,6 @@ def _replay(directory: Path, config: Config, options: argparse.Namespace) -> lis
         say(f"note: a file is not the one that the run has read: {change}")
     if not options.without_model:
         check_model_is_there(config)
-    step = chosen_step(directory, options.step)
     first = replay(
         config, step, not options.without_model, lambda finding: say(line(finding)), options.layout
     )

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron_gvpo.cli import configured
 from megatron_gvpo.cli.terminal import say
 from megatron_gvpo.core.errors import ConfigError
 
@@ -31,7 +32,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--responses",
-        type=int,
+        type=configured.integer,
         default=10_000,
         metavar="N",
         help="show at most about N responses, of evenly chosen steps (default: 10000)",
@@ -41,7 +42,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the page. Raises ConfigError for a directory without a run and a file that cannot be written.
 
-    A page that `report` wrote before is replaced, and nothing else.
+    Only a page that `report` wrote before is replaced.
     """
     from megatron_gvpo.core.named_file import PAGE, check_named_file, write_named_file
     from megatron_gvpo.observe.report import Reporter, page_text

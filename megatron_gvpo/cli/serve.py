@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from megatron_gvpo.core.launch import launch
 from megatron_gvpo.core.lazy_imports import heavy_imports
 
 if TYPE_CHECKING:
+    from megatron_gvpo.settings.config import Config
     from megatron_gvpo.settings.tinker import TinkerConfig
 
 
@@ -38,10 +38,12 @@ def run(options: argparse.Namespace) -> int:
         return _run_tinker(options)
     from megatron_gvpo.checks.preflight import check_interpreter
     from megatron_gvpo.huggingface.card import ModelCards
-    from megatron_gvpo.servers.launch.serve import serve
+    from megatron_gvpo.servers.launch.serve import check_address, serve
 
     config = configured.load(options)
-    check_interpreter(config)  # an engine that is not there would be started twice
+    if config.rollout.uses_servers:
+        check_address(config.rollout.servers)
+    check_interpreter(config)  # without it, a missing engine would be started a second time
     patience = config.parallel.timeout_seconds
     try:
         return serve(config.model, config.rollout, config.output_dir, ModelCards(config), patience)
@@ -68,23 +70,33 @@ def _run_tinker(options: argparse.Namespace) -> int:
 
 
 def _check(config: TinkerConfig, ranks: int) -> None:
-    """Refuse what cannot run, and set the variables that libraries read when they are loaded."""
+    """Refuse settings that cannot run, and set the variables that libraries read when they are loaded."""
     from megatron_gvpo.checks.adapters import check_adapter_layers
     from megatron_gvpo.checks.layout import check_division, check_processes
-    from megatron_gvpo.core.environment import LOOPBACK, MEGATRONS, ON_LOOPBACK
     from megatron_gvpo.huggingface.architectures import check_trainable
     from megatron_gvpo.huggingface.card import ModelCard
+    from megatron_gvpo.training.environment import prepare
 
     card = ModelCard.read(config.model.path)
     architecture = check_trainable(card, f"model.path={config.model.path}")
     check_adapter_layers(config.model, config.parallel, card, architecture)
     with loading("the model's files"), heavy_imports():
         from megatron_gvpo.huggingface.complete_weights import stored_tensors
-    stored_tensors(Path(config.model.path), "model.path")  # its absence is said before Megatron loads
+    stored_tensors(Path(config.model.path), "model.path")  # reports missing weights before Megatron loads
     check_processes(config.parallel, ranks)
     check_division(config.parallel, card)
-    if config.parallel.tp * config.parallel.cp > 1:
-        os.environ.setdefault(MEGATRONS, "1")
-    if os.environ.get("MASTER_ADDR", "127.0.0.1") in LOOPBACK:
-        for name, value in ON_LOOPBACK.items():
-            os.environ.setdefault(name, value)
+    if config.run.rollout.uses_servers:
+        _check_servers(config.run, ranks)
+    prepare(config.parallel, config.run.rollout)
+
+
+def _check_servers(run: Config, ranks: int) -> None:
+    """Refuse rollout servers that cannot sample from the model, or cannot get its weights."""
+    from megatron_gvpo.checks.layout import check_layout
+    from megatron_gvpo.checks.preflight import check_interpreter, torch_gpus
+    from megatron_gvpo.servers.cpu_engines import check_rollout_model
+
+    cards = check_layout(run, ranks)
+    check_interpreter(run)
+    if not torch_gpus():
+        check_rollout_model(run.model, run.rollout, cards)

@@ -13,9 +13,10 @@ from io import TextIOWrapper
 from typing import Any, TextIO, cast
 
 from megatron_gvpo.core.environment import is_first_process
+from megatron_gvpo.core.launch import report
 from megatron_gvpo.core.redaction import hide
 
-SILENCE = 1.0  # seconds before a notice says what is being loaded
+SILENCE = 1.0  # seconds before a notice names the library that is being loaded
 SCREENFUL, END = 2000, 400  # characters shown of an error's message; the last END of them are its end
 
 
@@ -28,21 +29,25 @@ def say(text: str, file: TextIO | None = None) -> None:
 def refuse(error: Exception, code: int = 2, everywhere: bool = False) -> int:
     """Print the error and return the exit code.
 
-    Only the first rank of each node prints, because one node may lack what the others have. In a Slurm job
-    every rank prints, to its own log; with `everywhere`, for an error that one rank alone may have, always.
+    Only the first rank of each node prints, because one node may lack files or packages that the others have.
+    In a Slurm job every rank prints, to its own log; with `everywhere`, for an error that one rank alone may
+    have, always.
     """
     rank, logged = os.environ.get("RANK", "0"), "MEGATRON_GVPO_LOGS" in os.environ
     where = "" if rank == "0" or logged else f" on node {platform.node()} (rank {rank})"
-    is_alone = "WORLD_SIZE" not in os.environ  # other variables may be another job's
+    is_alone = "WORLD_SIZE" not in os.environ  # other variables may belong to another job
+    text = f"error{where}: {_readable(hide(str(error)))}"
     if os.environ.get("LOCAL_RANK", "0") == "0" or logged or is_alone or everywhere:
-        print(f"error{where}: {_readable(hide(str(error)))}", file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
+    else:
+        report(text)
     return code
 
 
 def _readable(text: str) -> str:
     """At most a screenful of a text, without characters that move the cursor: it may hold a user's data.
 
-    The end is kept, too: the problem often follows what was given.
+    The end is kept, too, because the problem is often there, after the input.
     """
     if len(text) > SCREENFUL:
         more = f" ... ({len(text) - SCREENFUL} more characters) ... "
@@ -54,7 +59,7 @@ def _readable(text: str) -> str:
 def loading(name: str) -> Iterator[None]:
     """Print "loading NAME ..." if the block takes longer than a second.
 
-    Only the first rank prints, on stderr, and only to a terminal: logs and pipes stay as they are.
+    Only the first rank prints, on stderr, and only to a terminal, not to logs and pipes.
     """
     if not is_first_process() or not sys.stderr.isatty():
         yield
@@ -71,14 +76,15 @@ def loading(name: str) -> Iterator[None]:
 def open_standard_streams() -> None:
     """Open standard input, output and error on the null device where the parent process has closed them.
 
-    Else files that a run opens would get their descriptors, and what libraries print would go into the files.
-    Standard output shows letters that its encoding lacks as escapes, as standard error does.
+    Otherwise files that a run opens would get their descriptors, and output of libraries would go into the
+    files. Standard output shows letters that its encoding lacks as escapes, as standard error does.
     """
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(descriptor)
         except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor: this one
+            # The system returns the lowest free descriptor, which is this one.
+            opened = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(opened, True)
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, mode, closefd=False))  # noqa: SIM115 - open to the end
@@ -87,13 +93,13 @@ def open_standard_streams() -> None:
 
 
 class PrintError(OSError):
-    """Standard output is a file that cannot be written."""
+    """Raised if standard output is a file that cannot be written."""
 
 
 class _ForgivingStream:
-    """A text stream that hides secrets, and drops what can no longer be printed.
+    """A text stream that hides secrets, and drops text that can no longer be printed.
 
-    `must_be_complete`: it drops text only where a pipe's reader has gone; else it raises PrintError.
+    `must_be_complete`: it drops text only if a pipe's reader has ended; otherwise it raises PrintError.
     """
 
     def __init__(self, stream: TextIO, must_be_complete: bool = False) -> None:
@@ -126,7 +132,7 @@ class _ForgivingStream:
 
 @contextmanager
 def outliving_terminal(must_be_complete: bool = False) -> Iterator[None]:
-    """Inside, a terminal that has gone, or a pipe whose reader has (`| head`), ends nothing.
+    """Context in which the process outlives its terminal, and the reader of a pipe, such as `head`.
 
     `must_be_complete`: the printed lines are the command's result, so a full disk under standard output
     raises PrintError.

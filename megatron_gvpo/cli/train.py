@@ -51,24 +51,17 @@ def run(options: argparse.Namespace) -> int:
     with outliving_terminal(), ExitStack() as starting:
         starting.enter_context(_ends_at_once())
         from megatron_gvpo.checks.preflight import check_interpreter, preflight
-        from megatron_gvpo.runs.existing_run import earlier_of, finished
+        from megatron_gvpo.runs.existing_run import earlier_of, finished_message
         from megatron_gvpo.training.environment import prepare
-        from megatron_gvpo.training.ranks import choose_ranks, warning
+        from megatron_gvpo.training.ranks import warning
 
-        if options.quiet:
-            options.config.append("logging.progress=off")
-        if options.verbose:
-            options.config.append("logging.progress=all")
-        config = configured.load(options)
-        if not options.nproc and "WORLD_SIZE" not in os.environ:
-            options.nproc, reason = choose_ranks(config)
-            if reason and not options.quiet:
-                say(reason)
+        config = _configured(options)
         earlier = earlier_of(options.resume, options.overwrite)
         allowed = options.allow_change
         ranks = configured.world_size(options)
         cards = preflight(config, "train", ranks, earlier=earlier, allowed=allowed)
-        if options.resume and "WORLD_SIZE" not in os.environ and (message := finished(config)) is not None:
+        may_be_finished = options.resume and "WORLD_SIZE" not in os.environ
+        if may_be_finished and (message := finished_message(config)) is not None:
             say(message)
             return 0
         check_interpreter(config)
@@ -83,27 +76,45 @@ def run(options: argparse.Namespace) -> int:
             warn_of_learning_rate(config, cards.policy)
         prepare(config.parallel, config.rollout)
 
-        def train() -> None:
-            with loading("the trainer"), heavy_imports():
-                from megatron_gvpo.training.callbacks import Recorder
-                from megatron_gvpo.training.trainer import Trainer
-            with loading(f"the model {config.model.path}"):
-                trainer = Trainer(
-                    config,
-                    [Recorder()],
-                    resume=options.resume,
-                    overwrite=options.overwrite,
-                    allow_change=options.allow_change,
-                    checked=True,
-                )
-            starting.close()
-            trainer.fit()
+        return run_with_model(lambda: _train(config, options, starting))
 
-        return run_with_model(train)
+
+def _configured(options: argparse.Namespace) -> Config:
+    """Load the configuration, and set `options.nproc` where the command chooses it. Raises ConfigError."""
+    from megatron_gvpo.training.ranks import choose_ranks
+
+    if options.quiet:
+        options.config.append("logging.progress=off")
+    if options.verbose:
+        options.config.append("logging.progress=all")
+    config = configured.load(options)
+    if not options.nproc and "WORLD_SIZE" not in os.environ:
+        options.nproc, reason = choose_ranks(config)
+        if reason and not options.quiet:
+            say(reason)
+    return config
+
+
+def _train(config: Config, options: argparse.Namespace, starting: ExitStack) -> None:
+    """Load the trainer and the model, close `starting`, and train."""
+    with loading("the trainer"), heavy_imports():
+        from megatron_gvpo.training.callbacks import Recorder
+        from megatron_gvpo.training.trainer import Trainer
+    with loading(f"the model {config.model.path}"):
+        trainer = Trainer(
+            config,
+            [Recorder()],
+            resume=options.resume,
+            overwrite=options.overwrite,
+            allow_change=options.allow_change,
+            checked=True,
+        )
+    starting.close()
+    trainer.fit()
 
 
 def _warn_of_memory(config: Config, ranks: int) -> None:
-    """Say so if the planner expects an update to need more memory than this machine's GPUs have."""
+    """Warn if the planner expects an update to need more memory than this machine's GPUs have."""
     from megatron_gvpo.checks.preflight import torch_gpus
     from megatron_gvpo.planner.prediction import excess
 
@@ -113,7 +124,7 @@ def _warn_of_memory(config: Config, ranks: int) -> None:
 
 
 def warn_of_learning_rate(config: Config, card: ModelCard) -> None:
-    """Say so if the learning rate is far above what is usual for a model of this size, as `check` does."""
+    """Warn if the learning rate is far above the usual one for a model of this size, as `check` does."""
     from megatron_gvpo.inspection.rules import inspect_learning_rate
 
     if (verdict := inspect_learning_rate(config, card)).remedy:

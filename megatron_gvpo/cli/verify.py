@@ -36,30 +36,29 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """0: equal in every layout that the model can have; 1: not; 2: wrong input. Raises ConfigError."""
+    """Exit code 0: equal in every layout that the model can have; 1: different; 2: wrong input.
+
+    Raises ConfigError.
+    """
     from megatron_gvpo.huggingface.architectures import ARCHITECTURES, REFUSED, check_family
     from megatron_gvpo.verify.shrink import shrink
 
     where = f"CONFIG_OR_DIR={options.model}"
     config = _read(Path(options.model), where)
-    named = config.get("architectures")
-    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
-        raise ConfigError(f"{where}: config.json must name one architecture under architectures")
-    if isinstance(config.get("text_config"), dict) and named[0] not in ARCHITECTURES:
-        why = REFUSED.get(named[0], "its language model is in text_config, so it takes more than text")
-        raise ConfigError(f"{where}: {named[0]}: {why}; this command compares models of text alone")
-    is_supported = named[0] in ARCHITECTURES
+    architecture = _architecture(config, where)
+    is_supported = architecture in ARCHITECTURES
     if is_supported:
         check_family(config, where)
     tiny = shrink(config, where)
     layouts = _chosen(tiny, options.layouts)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both sides compute on the CPU, in float32 and float64
+    # Megatron computes in float32 and transformers in float64, both on the CPU.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["OMP_NUM_THREADS"] = "1"
     quieten()
     with loading("transformers"), heavy_imports():  # report a wrong file before Megatron is imported
         from megatron_gvpo.verify.shrink import check_known
 
-        check_known(config, named[0], where)
+        check_known(config, architecture, where)
     if config.get("quantization_config"):
         say(
             f"note: {where}: quantization_config in config.json is left out: the architecture is compared in "
@@ -74,13 +73,26 @@ def run(options: argparse.Namespace) -> int:
 
         print(title(), flush=True)
         results = verify(tiny, layouts, where, lambda result: print(row(result), flush=True))
-        message, equal = verdict(named[0], results)
+        message, equal = verdict(architecture, results)
         print(message)
         if not is_supported:
-            print(f"training refuses it: {REFUSED.get(named[0], UNLISTED)}")
+            print(f"training refuses it: {REFUSED.get(architecture, UNLISTED)}")
 
     code = run_with_model(compare)
     return code or int(not equal)
+
+
+def _architecture(config: dict[str, Any], where: str) -> str:
+    """The only architecture of config.json. Raises ConfigError, also for one that takes more than text."""
+    from megatron_gvpo.huggingface.architectures import ARCHITECTURES, REFUSED
+
+    named = config.get("architectures")
+    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
+        raise ConfigError(f"{where}: config.json must name one architecture under architectures")
+    if isinstance(config.get("text_config"), dict) and named[0] not in ARCHITECTURES:
+        why = REFUSED.get(named[0], "its language model is in text_config, so it takes more than text")
+        raise ConfigError(f"{where}: {named[0]}: {why}; this command compares models of text alone")
+    return named[0]
 
 
 def _read(path: Path, where: str) -> dict[str, Any]:
@@ -123,7 +135,7 @@ def title() -> str:
 
 
 def row(result: Result) -> str:
-    """A layout's line: its differences, and what is wrong."""
+    """A layout's line: its differences, and the problem."""
     if result.difference is None:
         return f"{result.layout!s:<24}{'refused' if result.refused else 'FAILS'}: {result.failure}"
     difference: Difference = result.difference

@@ -7,6 +7,7 @@ import signal
 from contextlib import suppress
 from typing import Any
 
+from megatron_gvpo.cli import configured
 from megatron_gvpo.cli.report import add_runs, check
 from megatron_gvpo.cli.terminal import say
 from megatron_gvpo.core.errors import ConfigError
@@ -18,7 +19,11 @@ def add_parser(commands: Any) -> None:
     )
     add_runs(parser)
     parser.add_argument(
-        "--port", type=int, default=8900, metavar="N", help="port on 127.0.0.1 (default: 8900; 0: any)"
+        "--port",
+        type=configured.integer,
+        default=8900,
+        metavar="N",
+        help="port on 127.0.0.1 (default: 8900; 0: any)",
     )
     parser.set_defaults(run=run)
 
@@ -31,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     if not 0 <= options.port < 2**16:
         raise ConfigError(f"--port {options.port}: want 0 to 65535")
     watched = Watched(options.runs, options.responses)
-    watched.block("index")  # input that is wrong is refused here, in the terminal
+    watched.block("index")  # this reports wrong input in the terminal
     try:
         server = WatchServer(watched, options.port)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Runs the part of a command that loads torch, Megatron and a model; shared by the commands that do."""
+"""Runs the part of a command that loads torch, Megatron and a model, for all commands that need them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_with_model(work: Callable[[], None]) -> int:
         from megatron_gvpo.data.image_files import ImageError
         from megatron_gvpo.runs.hub import HubError
         from megatron_gvpo.training.callbacks import OutputError
-    gc.freeze()  # the libraries' objects live to the end: spare later collections a look through them
+    gc.freeze()  # the libraries' objects live to the end, so later collections need not search them
 
     code = 0
     try:

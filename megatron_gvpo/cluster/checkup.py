@@ -124,7 +124,7 @@ def _engines(names: list[str], urls: Sequence[str]) -> list[str]:
 
 
 def _whose(names: list[str], problems: list[str | None]) -> list[str]:
-    """Prefixes each problem with its rank's name; a problem that all ranks share is listed once."""
+    """Put the rank's name before each problem; a problem of all ranks is listed once."""
     if len(names) > 1 and problems[0] and len({*problems}) == 1:
         return [f"every rank {problems[0]}"]
     return [f"{name} {problem}" for name, problem in zip(names, problems, strict=True) if problem]
@@ -231,7 +231,7 @@ def main(directory: str, urls: Sequence[str], gpu: Gpu | None) -> int:
         measured, problems = checkup(Path(directory), urls, gpu)
     except (RuntimeError, ValueError) as error:  # torch.distributed's errors are subclasses of these
         print(f"error: {_described(error)}", file=sys.stderr, flush=True)
-        os._exit(1)  # an orderly end of the process group would wait for ranks that are gone
+        os._exit(1)  # an orderly end of the process group would wait for ranks that have ended
     if dist.get_rank() == 0:
         print("\n".join([*measured, *(f"problem: {problem}" for problem in problems)]))
         verdict = (

@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from megatron_gvpo import __version__
 from megatron_gvpo.core.gpu_packages import cuda_of_torch, transformer_engine_is_partial
 from megatron_gvpo.core.gpus import GIB, LocalGpu, driver_version, list_gpus
-from megatron_gvpo.core.versions import COMPONENTS, PYTHON_TESTED, REFERENCE, Component, own_version
+from megatron_gvpo.core.versions import COMPONENTS, PYTHON_TESTED, REFERENCE, VERSION, Component, own_version
 from megatron_gvpo.workers.sandbox import Sandbox
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Everything that doctor found. The main job can run if there are no problems."""
+    """The complete result of `doctor`. The main job can run if there are no problems."""
 
     machine: dict[str, str]
     gpus: list[LocalGpu]
@@ -74,7 +73,7 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain types, for JSON."""
-        return {"version": __version__, "ready": self.ready, **asdict(self)}
+        return {"version": VERSION, "ready": self.ready, **asdict(self)}
 
 
 def main(as_json: bool = False) -> int:
@@ -133,7 +132,10 @@ def _torch_on_disk() -> Torch:
 
 
 def examine(component: Component, on_gpu: bool) -> Package:
-    """Look for one component. `on_gpu`: torch can use a GPU, so components for GPUs are needed."""
+    """Find the installed version of one component.
+
+    `on_gpu`: torch can use a GPU, so components for GPUs are needed.
+    """
     installed = find_version(component.name)
     if component.name == "apex" and not _holds("apex", "optimizers"):
         installed = None
@@ -286,12 +288,9 @@ def _print(result: Diagnosis) -> None:
     heading("Packages")
     console.print(_package_table(result.packages))
 
-    absent = [package.component for package in result.packages if package.status == "absent"]
-    if absent:
+    if absent := _absent_packages(result.packages):
         heading("Absent, and not needed here")
-        for component in absent:
-            console.print(f"  {component.name:<18}  without it: {component.instead}")
-            console.print(f"  {'':<18}  to get it: {component.install}", soft_wrap=True)
+        console.print(absent, soft_wrap=True)
     heading("Will be used")
     rows(result.uses)
     for title, items, style in (
@@ -304,6 +303,15 @@ def _print(result: Diagnosis) -> None:
             console.print(Text.assemble("  ", (item.what, style), f"\n    {item.fix}"), soft_wrap=True)
     verdict = "Ready: training can run here." if result.ready else "Not ready: see the problems above."
     console.print(Text(f"\n{verdict}", "bold green" if result.ready else "bold red"))
+
+
+def _absent_packages(packages: list[Package]) -> str:
+    """Two lines for each absent package: what happens without it, and how to install it."""
+    absent = [package.component for package in packages if package.status == "absent"]
+    return "\n".join(
+        f"  {component.name:<18}  without it: {component.instead}\n  {'':<18}  to get it: {component.install}"
+        for component in absent
+    )
 
 
 def _package_table(packages: list[Package]) -> Table:

@@ -2,7 +2,7 @@
 
 A rank that raises an exception records it in a file (`megatron_gvpo.cli.rank`). A rank that is killed, or
 ends before it can record anything, leaves no such file, but its torchrun reports it in the node's log. The
-exit code is 1 if a rank failed, and 0 if every rank that ended early was told to by a signal.
+exit code is 1 if a rank failed, and 0 if a signal told every rank that ended early to end (_TOLD).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RankFailure:
 
 
 def failures(logs: Path) -> list[RankFailure]:
-    """Return all failures, earliest first, without the ranks that a signal told to end."""
+    """Return all failures, earliest first, without the ranks that a signal told to end (_TOLD)."""
     by_rank = {failure.rank: failure for failure in _unrecorded(logs)}
     for file in logs.glob("rank_*.failed.json"):
         rank = int(file.name[5:10])

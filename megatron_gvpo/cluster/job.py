@@ -1,4 +1,4 @@
-"""A job on any kind of cluster: its resources, and checks that refuse what cannot run before it queues."""
+"""A job on any kind of cluster: its resources, and checks that refuse an impossible job before it queues."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Job:
     container: str | None = None  # image for the ranks; None: the nodes' own files
     rollout_container: str | None = None  # image for the servers; None: the same as `container`
     mounts: tuple[str, ...] = ()  # directories that the containers see, besides the working directory
-    # `train`'s option at the first start.
+    # The option that `train` gets when it is started for the first time.
     how: Literal["", "--resume", "--resume=auto", "--overwrite"] = ""
     allow_change: tuple[str, ...] = ()  # the keys that may differ from those of a run that is resumed
 
@@ -64,6 +64,11 @@ def check(config: Config, job: Job, shown: bool = False) -> None:
     earlier = None if shown else EARLIER[job.how]
     ranks = job.nodes * job.ranks_per_node
     preflight(config, "slurm", ranks, earlier=earlier, allowed=job.allow_change)
+    _check_servers(config, job)
+
+
+def _check_servers(config: Config, job: Job) -> None:
+    """Raises ConfigError for rollout servers that the nodes of the job could not run."""
     servers = config.rollout.servers
     if not config.rollout.uses_servers:
         if job.rollout_nodes:
@@ -96,7 +101,7 @@ def check(config: Config, job: Job, shown: bool = False) -> None:
 
 
 def _too_many_servers(config: Config, job: Job) -> str:
-    """The error for servers that need more GPUs than a node has, with what would do."""
+    """The error for servers that need more GPUs than a node has, with a remedy."""
     servers, gpus = config.rollout.servers, job.ranks_per_node
     over = f" / rollout.servers.nodes={servers.nodes}" if servers.nodes > 1 else ""
     if servers.tp // servers.nodes <= gpus:

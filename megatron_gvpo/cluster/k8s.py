@@ -1,8 +1,8 @@
 """`megatron-gvpo k8s`: the JobSet of a config for Kubernetes (jobset.x-k8s.io).
 
-The trainer's nodes are the pods of one indexed Job, the servers' those of another. JobSet gives every pod a
-name, and starts all pods again when one of the trainer's has failed. Kubeflow's TrainJob, which makes a
-JobSet, too, needs a runtime that an administrator has installed, and that has no second kind of pods.
+The trainer's nodes are the pods of one indexed Job, and the servers' nodes are the pods of another. JobSet
+gives every pod a name, and starts all pods again when one of the trainer's has failed. Kubeflow's TrainJob
+also makes a JobSet, but needs a runtime that an administrator installs, and it has no second kind of pods.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from megatron_gvpo.cluster.pods import (
 from megatron_gvpo.cluster.script import LineDumper, command_line, write_job
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.reward_servers import started_gpus
 
 WRITTEN = "# A JobSet for Kubernetes, written by: megatron-gvpo"  # every file begins with this
 # The script ends the job after five starts without a newer checkpoint, so JobSet's own limit is out of reach.
@@ -67,9 +66,11 @@ def _check_name(job: PodJob) -> None:
     longest = max(len(f"-trainer-0-{job.nodes - 1}"), len(f"-servers-0-{max(0, job.rollout_nodes - 1)}"))
     room = LONGEST_NAME - longest - len("-abcde")  # Kubernetes adds five letters
     if not _LABEL.fullmatch(job.name) or len(job.name) > room:
+        possible = re.sub("[^a-z0-9]+", "-", job.name.lower()).lstrip("-0123456789")[:room].strip("-")
+        proposed = f", such as --name {possible}" if possible else ""
         raise ConfigError(
             f"--name {job.name}: Kubernetes takes at most {room} small letters, digits and - here, beginning "
-            "with a letter and not ending with -; without --name it is that of output_dir"
+            f"with a letter and not ending with -{proposed}; without --name it is that of output_dir"
         )
 
 
@@ -108,13 +109,13 @@ def _replicated_job(config: Config, arguments: Sequence[str], job: PodJob, role:
     is_trainer = role == "trainer"
     nodes = job.nodes if is_trainer else job.rollout_nodes
     spec: dict[str, Any] = {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes}
-    if is_trainer:  # all pods start again where one fails, unless its exit code says that this is useless
+    if is_trainer:  # all pods start again if one fails, unless its exit code says that this is useless
         ends = {"containerName": role, "operator": "In", "values": [NEVER]}
         spec |= {
             "backoffLimit": 0,
             "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": ends}]},
         }
-    else:  # a server that is lost comes back under its name, and the trainer gives it the weights again
+    else:  # a lost server restarts under its name, and the trainer gives it the weights again
         spec |= {"backoffLimit": MOST_RESTARTS}
     spec["template"] = {"spec": _pod(config, arguments, job, role)}
     return {"name": role, "replicas": 1, "template": {"spec": spec}}
@@ -160,13 +161,13 @@ def _container(config: Config, arguments: Sequence[str], job: PodJob, role: Role
     if any(here.is_relative_to(directory) for directory in job.volumes):
         container["workingDir"] = str(here)
     if job.gpus:
-        gpus = job.ranks_per_node + (sum(started_gpus(config).values()) if is_trainer else 0)
+        gpus = job.ranks_per_node + (sum(config.started_gpus().values()) if is_trainer else 0)
         container["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
     return container
 
 
 def _environment(job: PodJob) -> list[dict[str, Any]]:
-    """The variables of --env, and what the script must know about its pod."""
+    """The variables of --env, and those that describe the pod to the script."""
     plain = {"MEETING_PORT": str(MEETING_PORT), "ROLLOUT_PORT": str(ROLLOUT_PORT)} | job.env
     fields = {
         "JOB": "metadata.labels['jobset.sigs.k8s.io/jobset-uid']",

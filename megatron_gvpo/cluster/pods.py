@@ -24,7 +24,7 @@ _RESERVED = ("NODE", "JOB", "START", "ADDRESS", "HOW", "MEGATRON_GVPO_LOGS", "ME
 
 @dataclass(frozen=True)
 class PodJob(Job):
-    """A job of Kubernetes or SkyPilot. Its nodes run in images, and share files on volumes alone."""
+    """A job of Kubernetes or SkyPilot. The nodes run in images, and share only files on volumes."""
 
     name: str = ""
     volumes: dict[str, str] = field(default_factory=dict)  # directory: the volume that is mounted there

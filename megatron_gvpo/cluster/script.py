@@ -15,7 +15,6 @@ from megatron_gvpo.cluster.job import Job
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.named_file import write_named_file
 from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.reward_servers import started_gpus
 
 RANK = ("-m", "megatron_gvpo.cli.rank")  # torchrun runs this module with a command or a program
 
@@ -54,7 +53,7 @@ def render_script(
         colocated=servers.colocated,
         servers=servers.count,
         over=servers.nodes,
-        started=sum(started_gpus(config).values()),
+        started=sum(config.started_gpus().values()),
         how=job.how or "''",
         allowed=shlex.join(word for key in job.allow_change for word in ("--allow-change", key)),
         python="python" if job.container else shlex.quote(sys.executable),

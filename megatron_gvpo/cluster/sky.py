@@ -1,7 +1,8 @@
 """`megatron-gvpo sky`: the task of a config for SkyPilot, for `sky jobs launch`.
 
-SkyPilot's nodes are alike: the first ones train, and the servers run on those after them. It gives every node
-its number and all addresses, and starts a managed job again when a node is lost or preempted.
+All nodes of a SkyPilot task are alike: the first nodes train, and the servers run on the others.
+SkyPilot gives every node its number and all addresses, and starts a managed job again when a node is lost or
+preempted.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from megatron_gvpo.cluster.pods import (
 from megatron_gvpo.cluster.script import LineDumper, command_line, write_job
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.reward_servers import started_gpus
 
 WRITTEN = "# A task for SkyPilot, written by: megatron-gvpo"  # every file begins with this
 _NAME = re.compile(r"[a-zA-Z0-9]([-_.a-zA-Z0-9]*[a-zA-Z0-9])?")  # SkyPilot's rule for names
@@ -64,11 +64,11 @@ def render(config: Config, arguments: Sequence[str], job: PodJob, gpu: str | Non
     """Returns the task as YAML. `arguments`: config files and overrides, as `train` takes them."""
     resources: dict[str, Any] = {
         "image_id": f"docker:{job.container}",
-        # The script says by its exit code whether another start is of use.
+        # The script's exit code tells SkyPilot whether another start is useful.
         "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [AGAIN]},
     }
     if gpu:
-        resources["accelerators"] = f"{gpu}:{job.ranks_per_node + sum(started_gpus(config).values())}"
+        resources["accelerators"] = f"{gpu}:{job.ranks_per_node + sum(config.started_gpus().values())}"
     secrets = [*job.secrets, *([KEY] if config.rollout.uses_servers and KEY not in job.secrets else [])]
     task: dict[str, Any] = {
         "name": job.name,
@@ -86,7 +86,7 @@ def render(config: Config, arguments: Sequence[str], job: PodJob, gpu: str | Non
 
 
 def _hook(config: Config, job: PodJob) -> dict[str, Any]:
-    """The hook that SkyPilot runs before it takes the nodes away: it has the run save, and waits for that."""
+    """The hook that SkyPilot runs before it takes the nodes away: it makes the run save and waits for it."""
     folder = shlex.quote(f"{config.output_dir}/sky")
     lock = shlex.quote(f"{config.output_dir}/run.lock")
     run = f"mkdir -p {folder} && touch {folder}/stop\nwhile [ -e {lock} ]; do sleep 2; done\n"
@@ -94,7 +94,7 @@ def _hook(config: Config, job: PodJob) -> dict[str, Any]:
 
 
 def _run(config: Config, arguments: Sequence[str], job: PodJob) -> str:
-    """The script of all nodes: each takes the part that its number gives it."""
+    """The script of all nodes: a node's number decides which part it runs."""
 
     def part(role: Role) -> str:
         return node_script(
@@ -132,7 +132,7 @@ until is_number {folder}/"$JOB.$START.is"; do START=$((START + 1)); done
 
 
 def _directory(job: PodJob) -> str:
-    """The line that changes to the working directory, where the nodes have it."""
+    """The line that changes to the working directory, if the nodes have it."""
     here = Path.cwd()
     return f"cd {shlex.quote(str(here))}\n" if any(here.is_relative_to(d) for d in job.volumes) else ""
 

@@ -120,11 +120,11 @@ def _advice(words: str) -> str:
     """Returns advice to the user about an error or a pending reason of Slurm; empty if there is none."""
     sinfo = _ask("sinfo", "--noheader", "--format=%R (%D nodes of %c CPUs, %G; limit %l)")
     partitions = ", ".join(sinfo.replace("(null)", "no GPUs").splitlines())
-    there = f"This cluster has: {partitions or 'no partitions'}."
+    listing = f"This cluster has: {partitions or 'no partitions'}."
     advice = {
-        "invalid partition": f"Name one with --sbatch=--partition=NAME. {there}",
-        "time ?limit": f"Give a shorter --sbatch=--time=LIMIT. {there}",
-        "node|partition": f"Ask for less, or for another partition with --sbatch=--partition=NAME. {there}",
+        "invalid partition": f"Name one with --sbatch=--partition=NAME. {listing}",
+        "time ?limit": f"Give a shorter --sbatch=--time=LIMIT. {listing}",
+        "node|partition": f"Ask for less, or for another partition with --sbatch=--partition=NAME. {listing}",
         "account": "Name yours with --sbatch=--account=NAME; `sacctmgr show associations` lists them.",
         "unable to contact": "Slurm's controller is down, or unknown to this machine: see `scontrol ping`.",
     }

@@ -15,7 +15,7 @@ from megatron_gvpo.settings.sections import SamplingConfig
 
 Message = dict[str, Any]
 
-# Parameters that change what the policy would say, and the values that change nothing.
+# Parameters that change the policy's distribution, and the values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "seed": (None,),
     "logit_bias": (None, {}),
@@ -26,7 +26,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, "auto", "none"),
     "parallel_tool_calls": (None, True),
     "reasoning_effort": (None,),
-    # Those of vLLM and SGLang.
+    # Parameters that only vLLM and SGLang have.
     "chat_template_kwargs": (None, {}),
     "ignore_eos": (None, False),
     "min_tokens": (None, 0),
@@ -48,7 +48,7 @@ _CALL_BEGINS = {"hermes": "<tool_call>", "xml": "<function="}
 
 
 class RequestRefused(Exception):  # noqa: N818 - an answer to a program
-    """A request that is answered with an error: HTTP's `status` and OpenAI's `code`."""
+    """A request that is answered with an error: `status` is HTTP's, and `code` OpenAI's."""
 
     def __init__(self, message: str, code: str, status: int = 400) -> None:
         super().__init__(message)
@@ -91,7 +91,7 @@ class ChatRequest(BaseModel):
 
 
 def overrides(options: Mapping[str, Any], sampling: SamplingConfig) -> bool:
-    """True if a request asks for another distribution than the run's, which it does not get."""
+    """True if a request has options for another distribution than the run's; these are ignored."""
     run: dict[str, tuple[Any, ...]] = {
         "temperature": (None, sampling.temperature),
         "top_p": (None, sampling.top_p),
@@ -106,7 +106,7 @@ def overrides(options: Mapping[str, Any], sampling: SamplingConfig) -> bool:
 
 
 def check_former(values: Mapping[str, Any]) -> None:
-    """Raises RequestRefused for functions and their calls in the form before tools: they would be lost."""
+    """Raises RequestRefused for functions and calls in OpenAI's form before tools, which would be lost."""
     if names := [name for name in _FORMER if values.get(name)]:
         raise RequestRefused(f"{names[0]} is not read: use tools and tool_calls", names[0])
 
@@ -114,7 +114,7 @@ def check_former(values: Mapping[str, Any]) -> None:
 def read_message(message: Mapping[str, Any]) -> Message:
     """A message with its content as text and its calls' arguments as values. Raises RequestRefused.
 
-    Thoughts beside its content stay, for the chat template.
+    Thinking parts beside its content stay, for the chat template.
     """
     check_former(message)
     role, content = message.get("role"), message.get("content")
@@ -176,7 +176,9 @@ def _compared(message: Message) -> tuple[Any, ...]:
 
 
 def answer_of(text: str, parser: str, tools: bool, number: int) -> tuple[Message, str]:
-    """(the policy's message, "tool_calls" or "stop"). A call that cannot be read stays in the text.
+    """Return the policy's message, and the finish reason "tool_calls" or "stop".
+
+    A call that cannot be parsed stays in the text.
 
     `number` makes the ids of the calls, in nine digits as Mistral's templates want them.
     """

@@ -63,7 +63,7 @@ class Conversations:
 
 
 def conversations_of(config: ConversationConfig, task: Task) -> Conversations | ProgramRunner:
-    """Returns what runs the configured conversations: with an environment, with tools, or by programs."""
+    """Return the object that runs the configured conversations: with an environment, tools or programs."""
     if config.program is not None:
         return ProgramRunner(config, config.program, task)
     return Conversations(config, task)
@@ -81,8 +81,9 @@ class _PendingRequest(NamedTuple):
 class BatchedPolicy:
     """A Responder for an engine that answers many requests in one call of `generate`.
 
-    It answers in rounds. A round begins when each of the `live` conversations waits for the policy. So what
-    is sampled together does not depend on how long environments take. All run in one event loop.
+    The policy answers in rounds. A round begins when each of the `live` conversations waits for the policy.
+    So which turns are sampled together does not depend on the times of the environments. All run in one event
+    loop.
     """
 
     def __init__(self, generate: Generate, live: int) -> None:
@@ -100,11 +101,11 @@ class BatchedPolicy:
         try:
             return await pending.response
         finally:
-            if pending in self._pending:  # it was cancelled: nobody wants the answer any more
+            if pending in self._pending:  # it was cancelled, so no caller waits for the answer
                 self._pending.remove(pending)
 
     def end(self, conversation: int) -> None:
-        """Note that the conversation needs no more turns."""
+        """Record that the conversation needs no more turns."""
         self._live -= 1
         self._answer_if_complete()
 

@@ -19,7 +19,7 @@ from megatron_gvpo.turns import Turn
 from megatron_gvpo.workers.environments import too_long
 
 Respond = Callable[[Request], Awaitable[Rollout]]  # the policy's next turn, as the response to a context
-# In an answer that is too long, up to this many messages are replaced by a note each; beyond that, one note
+# In an answer that is too long, notes replace up to this many messages; if that is not enough, one note
 # replaces the answer.
 _NOTES = 8
 
@@ -79,7 +79,7 @@ async def converse(
 ) -> Rollout:
     """Run a conversation about `prompt`; turn i of the policy is sampled with a seed made from `seed` and i.
 
-    The policy has the last turn. `finish_reason` is "stop" if the policy or the environment ended the
+    The last turn is the policy's. `finish_reason` is "stop" if the policy or the environment ended the
     conversation, "length" if no tokens, turns or seconds were left, and "lost" if the environment failed.
     """
     try:
@@ -112,7 +112,7 @@ class _Conversation:
         self._counts = {"environment_reward": 0.0, "observation_tokens": 0.0}
 
     async def run(self) -> Rollout:
-        """Raises EnvironmentLost."""
+        """Run the conversation, and return its rollout. Raises EnvironmentLost."""
         rollout = self._rollout
         while True:
             response = await self._sample_turn()
@@ -205,7 +205,7 @@ def _observed(
 ) -> list[dict[str, Any]]:
     """The environment's messages, after a turn that ended with the token `last`.
 
-    Where they are too long, notes replace the longest of them. Raises EnvironmentLost.
+    If the messages are too long, notes replace the longest of them. Raises EnvironmentLost.
     """
 
     def length(shown: list[dict[str, Any]]) -> int:
@@ -244,11 +244,11 @@ def _next_context(
         raise EnvironmentLost(str(error)) from None
 
 
-# The contexts of turns share most of their tokens. `TurnEnds` finds which, and keeps each token once.
+# The contexts of turns share most of their tokens. `TurnEnds` finds these, and stores each token once.
 
 
 class SharedPrefix(NamedTuple):
-    """The tokens that a context shares with what the turn `after` ended with (-1: with the prompt)."""
+    """The tokens that a context shares with the end of the turn `after` (-1: with the prompt)."""
 
     after: int
     keep: int | None  # tokens to keep; None: all up to that end
@@ -268,7 +268,7 @@ class _End(NamedTuple):
 
 
 class TurnEnds:
-    """The tokens with which the prompt and every turn ended. A token that several of them share is kept once.
+    """The tokens with which the prompt and every turn ended. Tokens that several turns share are stored once.
 
     So a conversation takes as much memory as it has tokens, however many turns repeat them.
     """
@@ -289,11 +289,11 @@ class TurnEnds:
         return SharedPrefix(i - 1, None if is_complete else shared[i], shared[i])
 
     def add(self, shared: SharedPrefix, new_context: Sequence[int], response: Sequence[int]) -> None:
-        """Add a turn: what its context has after the shared prefix, and its own tokens."""
+        """Add a turn: the tokens of its context after the shared prefix, and its own tokens."""
         self._ends.append(_End(shared.after + 1, shared.length, (*new_context, *response)))
 
     def end(self, turn: int) -> tuple[int, ...]:
-        """The turn's context and own tokens."""
+        """Return the turn's context and its own tokens."""
         after, shared, added = self._ends[turn + 1]
         parts = [added]
         while shared:
@@ -315,7 +315,7 @@ def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
 
 
 class Responder(Protocol):
-    """The policy as it answers in the numbered conversations of a batch."""
+    """The policy's answers in the numbered conversations of a batch."""
 
     async def respond(self, conversation: int, request: Request) -> Rollout:
         """The policy's next turn in the conversation: one response to the request. Raises RolloutError."""

@@ -24,8 +24,8 @@ Templates = Callable[[str], Template]  # the template that shows these tools, gi
 class Dialogue:
     """The calls of one rollout's program. It is used in one event loop.
 
-    The seed of a call is made from its context, so that agents that ask at the same time get
-    the same answers in any order. `longest_token`: characters, at most, that a token stands for.
+    The seed of a call is made from its context, so that concurrent calls get the same answers in any order.
+    `longest_token`: the largest number of characters that a token can stand for.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Dialogue:
         limits: ConversationLimits,
         longest_token: int,
     ) -> None:
-        # It has the engine's error, once there is one.
+        # The future gets the engine's error, if there is one.
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.first_call = asyncio.Event()
         self.counts: Counter[str] = Counter()
@@ -55,15 +55,18 @@ class Dialogue:
         self._freed = asyncio.Condition()
         self._last_activity = running_seconds()
         self._spent = 0.0  # seconds between answers
-        self._refused = 0  # calls since the last answer, because nothing was left
+        self._refused = 0  # the number of calls since the last answer that a limit refused
 
     def idle_seconds(self) -> float:
-        """Seconds since the policy last answered; 0 while it is asked. A refused call does not count."""
+        """Seconds since the policy's last answer; 0 while a call is running.
+
+        A refused call does not count.
+        """
         return 0.0 if self._running else running_seconds() - self._last_activity
 
     @property
     def insists(self) -> bool:
-        """True if the program goes on asking although nothing is left."""
+        """True if the program keeps calling the policy although a limit was reached."""
         return self._refused > 1
 
     def note_activity(self) -> None:
@@ -71,9 +74,9 @@ class Dialogue:
         self._last_activity = running_seconds()
 
     def context(self, messages: Sequence[Message], tools: str) -> tuple[int, ...]:
-        """The tokens with which the policy is asked.
+        """Return the tokens of the context that the policy answers.
 
-        A chat that goes on from an answer keeps the tokens that were sampled. Anything else is rendered by
+        A chat that continues from an answer keeps the tokens that were sampled. Anything else is rendered by
         the chat template. Raises RequestRefused, also for texts that cannot fit: tokens of 30 MB would take
         minutes and gigabytes, and no other rollout would be served meanwhile.
         """
@@ -94,7 +97,7 @@ class Dialogue:
         return context
 
     def _continued_call(self, messages: Sequence[Message], tools: str) -> AnsweredCall | None:
-        """The call that the messages go on from: the one with the longest chat, and of these the latest."""
+        """The call from which the messages continue: the latest of those with the longest chat."""
         longest_first = sorted(self._calls.calls, key=lambda call: (-len(call.messages), -call.number))
         for call in longest_first:
             if call.messages and call.tools == tools and begins_with(messages, call.messages):
@@ -102,7 +105,10 @@ class Dialogue:
         return None
 
     async def ask(self, context: tuple[int, ...], most: int | None) -> Rollout:
-        """The policy's answer of at most `most` tokens. The caller records it. Raises RequestRefused."""
+        """The policy's answer of at most `most` tokens.
+
+        The caller records the answer. Raises RequestRefused.
+        """
         self.first_call.set()
         idle = self.idle_seconds()
         if self.failed.done():
@@ -132,7 +138,7 @@ class Dialogue:
                 self._freed.notify_all()
 
     async def _reserve(self, context: tuple[int, ...], most: int, seconds: float) -> int:
-        """Reserve tokens for a call. Waits for running calls to release theirs instead of taking fewer.
+        """Reserve tokens for a call. It waits until running calls release tokens instead of reserving fewer.
 
         Raises RequestRefused if a limit is reached; the program has taken `seconds` so far.
         """
@@ -184,7 +190,7 @@ class Dialogue:
         raise RequestRefused(problem, code)
 
     async def close(self) -> None:
-        """End the calls that nobody waits for any more."""
+        """End the calls that no caller waits for any more."""
         running = list(self._running)
         for task in running:
             task.cancel()
@@ -218,18 +224,18 @@ class AnsweredCall:
     """A call that was answered. `messages` ends with the answer; it is empty for a call in tokens."""
 
     number: int  # counts the answers, from 0
-    context: tuple[int, int]  # its length, and a hash of its tokens
+    context: tuple[int, int]  # the context's length, and a hash of its tokens
     response: Rollout
     agent: str = ""
     messages: tuple[dict[str, Any], ...] = ()
-    tools: str = ""  # as JSON
+    tools: str = ""  # the call's tools as JSON
 
 
 class AnsweredCalls:
     """The answered calls of one program. Contexts and messages are stored once, where calls share them.
 
-    A call's context is the tokens that the engine was asked with. Nothing but its tokens tells whether it
-    continues a chat, has a history that was changed, or starts over (`TurnEnds`).
+    A call's context is the tokens of its request to the engine. Only these tokens tell whether it continues a
+    chat, has a changed history, or starts over (`TurnEnds`).
     """
 
     def __init__(self, prompt: tuple[int, ...]) -> None:
@@ -268,10 +274,10 @@ class AnsweredCalls:
         return len(new_context) + len(response.token_ids)
 
     def without_retries(self) -> list[AnsweredCall]:
-        """The calls without those that were only tried again.
+        """Return the calls without failed attempts that were repeated.
 
-        An agent that asks twice with the same context tries again. Those of its calls count whose answers a
-        later call shows in its context; if there are none, the last one.
+        An agent that calls twice with the same context tries again. Of these calls those count whose answers
+        are in the context of a later call; if there are none, the last one counts.
         """
         attempts = defaultdict[tuple[tuple[int, int], str], list[AnsweredCall]](list)
         for call in self.calls:
@@ -293,7 +299,7 @@ class AnsweredCalls:
         return [attempts[i] for i in sorted(shown)]
 
     def rollout(self, calls: Sequence[AnsweredCall]) -> Rollout:
-        """These calls as the turns of one rollout."""
+        """Return these calls as the turns of one rollout."""
         rollout = Rollout([], [], "", calls[-1].response.finish_reason)
         ends = TurnEnds(self._prompt)
         for call in calls:

@@ -42,7 +42,7 @@ class EnvironmentProcess(AsyncWorkerProcess):
     async def step(self, conversation: int, begin: Begin | None, text: str, seconds: float) -> Answer:
         """The environment's answer to the policy's turn. Raises CallFailed.
 
-        A process that does not answer in time is ended, and then every step in it has failed.
+        A process that does not answer in time is ended, and then every step in this process has failed.
         """
         with self.call() as (number, result):
             try:
@@ -51,7 +51,7 @@ class EnvironmentProcess(AsyncWorkerProcess):
                     value = await result
                     return Answer(value.messages, value.reward, value.counts)
             except TimeoutError:
-                is_late = self.calls == 1  # else another step may have held up the process
+                is_late = self.calls == 1  # false if another step may have delayed the process
                 await self.end("another step held up its process")
                 reason = took_longer(seconds)
                 raise CallFailed(reason, "late" if is_late else "ended", is_gone=True) from None
@@ -64,7 +64,7 @@ class _EnvironmentWorker:
         self.process = process
         self.steps = 0  # steps that wait or run
         self._running = 0
-        self._alone = 0  # steps that run alone, or wait to do so
+        self._alone = 0  # steps that run alone in the process, or wait to do so
         self._changed, self._replacing = asyncio.Condition(), asyncio.Lock()
 
     @asynccontextmanager
@@ -90,7 +90,7 @@ class _EnvironmentWorker:
         return not self._alone and self._running < (AT_ONCE if self.process.overlaps else 1)
 
     async def replace(self, gone: EnvironmentProcess, start: Callable[[], EnvironmentProcess]) -> None:
-        """Start another process in place of the one that is gone. Raises RolloutError."""
+        """Start another process in place of the one that has ended. Raises RolloutError."""
         async with self._replacing:
             if self.process is not gone:
                 return
@@ -144,7 +144,7 @@ class Environments:
         return EnvironmentProcess("environments", self._function, self._files, self._printout)
 
     def begin(self, prompt: Prompt, seed: int) -> Episode:
-        """A conversation about `prompt`. No worker hears of it before its first step.
+        """A conversation about `prompt`. Workers learn of the conversation with its first step.
 
         Raises RolloutError if its record does not have the earlier turns.
         """
@@ -171,7 +171,7 @@ class Environments:
     async def step(
         self, worker: _EnvironmentWorker, conversation: int, begin: Begin | None, text: str
     ) -> Answer:
-        """The worker's answer; one that is gone is replaced. Raises CallFailed, RolloutError."""
+        """The worker's answer; a worker that has ended is replaced. Raises CallFailed, RolloutError."""
         turns = 1 if begin is None else 1 + len(begin.turns)
         process = worker.process
         try:
@@ -182,20 +182,20 @@ class Environments:
             raise
 
     def end_step(self) -> None:
-        """Begin the next step: its limit on lines that environments print counts from 0."""
+        """Begin the next step, in which printed lines are counted from 0."""
         self._printout.end_step()
 
 
 class Episode:
     """One conversation with an environment.
 
-    A worker that is gone is replaced, and the turns so far repeated there.
+    If its worker has ended, another one repeats the turns so far.
     """
 
     def __init__(
         self, environments: Environments, number: int, prompt: Prompt, seed: int, turns: list[str]
     ) -> None:
-        """`turns` are the policy's turns that the prompt contains. A new worker hears them first."""
+        """`turns` are the policy's turns that the prompt contains. A new worker gets these turns first."""
         self._environments = environments
         self._number = number
         self._prompt = prompt
@@ -203,14 +203,13 @@ class Episode:
         self._turns = turns
         self.seconds = 0.0  # time of its answers, without failures, repetitions, and waiting for a process
         self._worker: _EnvironmentWorker | None = None
-        self._workers = set[_EnvironmentWorker]()  # processes that were asked; any of them may run tools
+        self._workers = set[_EnvironmentWorker]()  # processes that got steps; any of them may run tools
         self._process: EnvironmentProcess | None = None  # the process that holds this conversation's state
 
     async def step(self, text: str) -> Answer:
         """The environment's answer to the policy's turn. Raises EnvironmentLost with the reason.
 
-        Where a process ends with several steps in it, nobody knows whose fault it was. So a second attempt
-        runs alone.
+        If a process ends with several steps in it, the cause is unknown. So a second attempt runs alone.
         """
         for attempt in range(1, ATTEMPTS + 1):
             begin_s = running_seconds()
@@ -246,7 +245,7 @@ class Episode:
         return self._worker
 
     def _tool_failure(self, error: CallFailed, attempt: int) -> Answer | None:
-        """A tool's answer in place of the failure, if the policy caused it: it chose what the tool does."""
+        """Return a tool's answer in place of the failure if the policy, which chose the call, caused it."""
         if not self._environments.has_tools:
             return None
         if error.cause == "late" or (error.is_gone and attempt == ATTEMPTS):
@@ -263,6 +262,6 @@ class Episode:
             raise EnvironmentLost(f"its data record cannot be sent to a worker: {error}") from None
 
     def end(self) -> None:
-        """Let the workers forget the conversation."""
+        """Tell the workers to drop the conversation."""
         for worker in self._workers:
             worker.process.cancel([self._number])

@@ -1,4 +1,4 @@
-"""The rollouts of a batch by agent programs. Each has a process, a dialogue, and a key at the proxy."""
+"""Runs agent programs for the rollouts of a batch. Each has a process, a dialogue, and a key at the proxy."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ if TYPE_CHECKING:
     from megatron_gvpo.data.task import Task
 
 _TEMPLATES = 200  # limit for cached templates, one for each set of tools
-_BEGIN = 0.25  # seconds after which the next program may start, if one has not asked the policy by then
+_APART = 16  # the most processes that start programs whose starter has ended
+_BEGIN = 0.25  # seconds after which the next program may start, if a program has not called the policy
 
 
 class ProgramRunner:
     """Runs the configured program (see `conversations.Conversations`). A context manager."""
 
     def __init__(self, config: ConversationConfig, spec: str, task: Task) -> None:
-        self._config, self._task = config, task
+        self._config, self._spec, self._task = config, spec, task
         self._templates = {"": Template(task.tokenizer, task.end_token_ids, task.chat)}
         self._longest_token = max(map(len, task.tokenizer.get_vocab()))
         self._starters = [Starter(config, spec) for _ in range(config.workers)]
+        self._apart: list[Starter] = []  # starters of programs whose first starter has ended
         self._opened = ExitStack()
 
     def __enter__(self) -> Self:
@@ -76,32 +78,38 @@ class ProgramRunner:
 
         async with Proxy(sampling, decode, self._config.parser, vocabulary, longest) as proxy:
             rollouts = await run_groups(prompts, requests, run)
-        for starter in self._starters:
+        for starter in (*self._starters, *self._apart):
             starter.end_step()
         return rollouts
 
     async def _rollout(
         self, proxy: Proxy, new_dialogue: Callable[[], Dialogue], prompt: Prompt, seed: int
     ) -> Rollout:
-        """The rollout of one program, which is started again if it fails."""
+        """The rollout of one program, which is started again if it fails.
+
+        If the process that started it has ended, any of the programs beside it may have ended that process.
+        The second attempt runs apart from the others, so that a program that ends its process does not use up
+        their attempts.
+        """
         try:
             packed = prompt_bytes(prompt)
         except WireError as error:
             return Rollout([], [], f"its data record cannot be sent to a program: {error}", LOST)
-        reason = ""
+        reason, is_suspect = "", False
         for _ in range(ATTEMPTS):
             dialogue = new_dialogue()
             endpoint = proxy.open(dialogue, seed)
-            starter = min(self._starters, key=lambda starter: starter.load)
+            starter = self._starter_apart() if is_suspect else min(self._starters, key=lambda s: s.load)
             reward, counts = 0.0, dict[str, float]()
             try:
                 result = await starter.run(packed, endpoint, dialogue)
                 reward, counts = result.reward, result.counts
                 reason = "it returned without an answer of the policy"
             except CallFailed as error:
-                reason = f"the process that starts programs: {error}" if error.is_gone else str(error)
+                is_suspect = error.is_gone
+                reason = f"the process that starts programs: {error}" if is_suspect else str(error)
                 has_hit_limit = dialogue.limited and error.cause == "raised"
-                if not has_hit_limit:  # else the program ended because no turns, tokens or time were left
+                if not has_hit_limit:  # otherwise a limit of turns, tokens or time ended the program
                     continue
             finally:
                 await proxy.close(endpoint)
@@ -109,10 +117,20 @@ class ProgramRunner:
                 return rollout
         return Rollout([], [], reason, LOST)
 
+    def _starter_apart(self) -> Starter:
+        """A starter for a program whose starter has ended: one that runs no other program, or the fewest.
+
+        All of these programs run at once, because the policy may answer in rounds, which wait for every
+        conversation.
+        """
+        if len(self._apart) < _APART and all(starter.load for starter in self._apart):
+            self._apart.append(self._opened.enter_context(Starter(self._config, self._spec)))
+        return min(self._apart, key=lambda starter: starter.load)
+
     def _template(self, tools: str) -> Template:
         """The template that shows these tools, given as JSON. Raises DataError."""
         if tools not in self._templates:
-            if len(self._templates) > _TEMPLATES:  # a program may make tools for every task
+            if len(self._templates) > _TEMPLATES:  # a program may define new tools for every task
                 del self._templates[[*self._templates][1]]
             task = self._task
             self._templates[tools] = Template(
@@ -124,13 +142,14 @@ class ProgramRunner:
 class Starter:
     """One worker process, which starts programs, each in a process of its own. A context manager.
 
-    It is used in one event loop. A worker that is gone is replaced when the next program starts.
+    It is used in one event loop. A worker that has ended is replaced when the next program starts.
     """
 
     def __init__(self, config: ConversationConfig, spec: str) -> None:
         self._function = Function(f"rollout.conversation.program={spec}", spec, dict(config.options))
         self._files = contents([spec, config.options])
-        self._idle_s = config.step_timeout  # then a program that neither asks nor returns is ended
+        # Seconds after which a program that neither calls the policy nor returns is ended.
+        self._idle_s = config.step_timeout
         self._printout = Printout(["program"])
         self._starting = asyncio.Lock()
         self.load = 0  # programs that run, or wait for their start
@@ -148,7 +167,7 @@ class Starter:
         self._printout.end_step()
 
     def end_step(self) -> None:
-        """Begin the next step: its limit on lines that programs print counts from 0."""
+        """Begin the next step, in which printed lines are counted from 0."""
         self._printout.end_step()
 
     async def run(self, prompt: bytes, endpoint: Endpoint, dialogue: Dialogue) -> CallResult:
@@ -170,15 +189,16 @@ class Starter:
         return AsyncWorkerProcess("programs", self._function, self._files, self._printout)
 
     async def _live_process(self) -> AsyncWorkerProcess:
-        """The process, or another in place of one that is gone. Raises RolloutError."""
+        """The worker process, which is started again if it has ended. Raises RolloutError."""
         if self._process.is_gone:
             await self._process.end(None)
             self._process = self._start_process()
+        if not self._process.is_ready:
             await self._process.ready()
         return self._process
 
     async def _send(self, process: AsyncWorkerProcess, run: RunProgram) -> None:
-        """Raises CallFailed if the process is gone, or does not read."""
+        """Raises CallFailed if the process has ended, or does not read."""
         try:
             async with asyncio.timeout(self._idle_s):
                 await process.send_when_free(run)
@@ -188,7 +208,7 @@ class Starter:
             raise CallFailed(reason, is_gone=True) from None
 
     async def _result(self, dialogue: Dialogue, result: asyncio.Future[CallResult]) -> CallResult:
-        """The program's result. Raises CallFailed if it hangs, and the engine's errors."""
+        """The program's result. Raises CallFailed if the program hangs, and the engine's errors."""
         while not result.done():
             seconds = self._idle_s - dialogue.idle_seconds()
             if seconds <= 0 and dialogue.insists:

@@ -1,6 +1,6 @@
-"""The endpoint for programs that ask the policy: OpenAI's interface, and vLLM's for requests in tokens.
+"""The endpoint through which programs call the policy: OpenAI's interface, and vLLM's for requests in tokens.
 
-It listens on this machine's loopback address alone. Every rollout has a key, which ends with the rollout.
+It listens only on this machine's loopback address. Every rollout has a key, which ends with the rollout.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Proxy:
     """Serves the dialogues that are open. An async context manager.
 
     `decode` makes the text of an answer's tokens; token ids are below `vocabulary`. `longest` is the largest
-    number of tokens of a context and its answer, for callers that ask for it.
+    number of tokens of a context and its answer, for callers that request it.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Proxy:
         self._answers = 0
 
     async def __aenter__(self) -> Self:
-        spare_connections()  # every program has one open
+        spare_connections()  # raises the limit, because every program has an open connection
         app = web.Application(client_max_size=LONGEST, middlewares=[self._check_key])
         app.router.add_get(MODELS, self._models)
         app.router.add_post(CHAT, self._chat)
@@ -112,7 +112,7 @@ class Proxy:
             return await handler(request)
         except RequestRefused as error:
             return web.json_response(error.body(), status=error.status)
-        except UserFunctionError as error:  # the user's parser
+        except UserFunctionError as error:  # raised by the user's parser
             return web.json_response(RequestRefused(str(error), "parser", 500).body(), status=500)
         except web.HTTPException as error:
             here = f"; this endpoint has {', '.join(PATHS)}" if error.status == 404 else ""

@@ -1,7 +1,7 @@
-"""A clock that stands still while this process is stopped, and event loops that go by it.
+"""A clock that stops while this process is stopped, and event loops that use it.
 
-`scontrol suspend`, Ctrl-Z and a frozen container stop a job with all that it has started. A limit of seconds
-that the clock of the machine counts would then be over for work that had no time.
+`scontrol suspend`, Ctrl-Z and a frozen container stop a job with all of its processes. A time limit by the
+machine's clock would then expire for work that could not run.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import os
 import threading
 import time
 
-# A thread looks at the clock of the machine every _TICK seconds. If nobody looked for more than _STOPPED
-# seconds, the process was stopped, or another thread let no other run: nothing could be waited for either.
+# A thread looks at the clock of the machine every _TICK seconds. If it has not looked for more than
+# _STOPPED seconds, the process was stopped, or another thread let no other run: nothing could be waited for.
 _TICK, _STOPPED = 0.5, 2.0
 
 
@@ -41,7 +41,7 @@ class _Clock:
             self.read()
 
     def begin_again(self) -> None:
-        """A fork has only the thread that forked, which may not be the one that held the lock."""
+        """Make a new lock in a forked process, where the thread that held the old one may not exist."""
         self._lock, self._ticker = threading.Lock(), None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
@@ -12,6 +12,9 @@ import msgpack
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron_gvpo.core.errors import RolloutError
+from megatron_gvpo.core.user_functions import UserFunctionError, described
 
 
 def is_first_rank() -> bool:
@@ -78,14 +81,14 @@ _votes = count()
 def all_have_failed(seconds: float) -> bool:
     """Returns True if every rank calls this within `seconds`, on all ranks alike.
 
-    No collective, which would wait for the ranks that have not failed: they are waiting elsewhere.
+    This is not a collective, because ranks that have not failed are waiting elsewhere.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return True
     store, key = dist.distributed_c10d._get_default_store(), f"megatron_gvpo/failed/{next(_votes)}"
     if store.add(f"{key}/ranks", 1) == dist.get_world_size():
         return bool(store.compare_set(key, "", "all") == b"all")
-    with suppress(RuntimeError):  # the wait timed out, or the rank with the store has gone
+    with suppress(RuntimeError):  # the wait timed out, or the rank that hosts the store has ended
         store.wait([key], timedelta(seconds=seconds))
     with suppress(RuntimeError):
         return bool(store.compare_set(key, "", "not all") == b"all")
@@ -106,8 +109,27 @@ def broadcast_msgpack(obj: Any) -> Any:
     return _unpack(data)
 
 
+def call_on_rank0(where: str, call: Callable[[], Any]) -> Any:
+    """Return the result of rank 0's `call()`, in msgpack's types, on every rank. A collective.
+
+    Every rank raises an error of the user's function as RolloutError, which begins with `where`. So no rank
+    waits for another, and the run writes a checkpoint.
+    """
+    outcome, cause = None, None
+    if is_first_rank():
+        try:
+            outcome = {"value": call()}
+        except Exception as error:
+            text = str(error) if isinstance(error, UserFunctionError) else described(error)
+            outcome, cause = {"error": text}, error
+    outcome = broadcast_msgpack(outcome)
+    if "error" in outcome:
+        raise RolloutError(f"{where}: {outcome['error']}") from cause
+    return outcome["value"]
+
+
 def _pack(obj: Any) -> Tensor:
-    # Texts of data and environments may have halves of surrogate pairs.
+    # Texts of data and environments may contain halves of surrogate pairs.
     data = msgpack.packb(obj, default=_long, unicode_errors="surrogatepass")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 

@@ -1,4 +1,4 @@
-"""The commit that this package was made of: its git checkout's, or the one that the build wrote down.
+"""The commit that this package was made of, read from its git checkout or from the file that the build wrote.
 
 setup.py runs this file, too, so it imports nothing but the standard library.
 """
@@ -9,8 +9,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-FILE = "commit.txt"  # stands in the package's directory in wheels and images
-_SECONDS = 10.0  # how long git may take
+FILE = "commit.txt"  # a file in the package's directory in wheels and images
+_SECONDS = 10.0  # the most seconds that git may take
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ _REMEDY = (
 def check_rank_variables(processes: int = 0, environment: Mapping[str, str] = os.environ) -> None:
     """Raises ConfigError for variables that no launcher sets alone, such as RANK without WORLD_SIZE.
 
-    `processes`: the number that --nproc asks for; 0 without it.
+    `processes`: the number of --nproc; 0 without it.
     """
     values = {name: environment[name] for name in (*_NUMBERS, "MASTER_ADDR") if name in environment}
     for name in _NUMBERS:
@@ -88,7 +88,7 @@ _LIBC = ctypes.CDLL(None)  # loaded before a fork, after which little is safe
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends; call it first in a new child.
+    """Make the kernel kill this process when the thread that started it ends; call this first in a new child.
 
     `parent`: the id of the process that started it. If that has ended already, this process ends at once.
     """

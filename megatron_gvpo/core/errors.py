@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """The configuration cannot run. The message names the key, its value and what would be right."""
+    """The configuration cannot run. The message names the key, its value and a right one."""
 
 
 class RolloutError(RuntimeError):
-    """No responses came; the message says from which server or engine, and why."""
+    """A server or an engine gave no responses; the message names it and the reason."""
 
 
 class DataError(ValueError):
@@ -20,4 +20,4 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A file of a checkpoint is missing or is not what was saved; an older checkpoint may be intact."""
+    """A file of a checkpoint is missing or has changed since the save; an older checkpoint may be intact."""

@@ -40,7 +40,7 @@ def check_gpu_packages() -> None:
 def check_delta_nets(key: str, otherwise: str = f", {HIDE}") -> None:
     """Raises ConfigError, which names `key`, if this environment has no kernels for gated delta nets.
 
-    `otherwise`: what else would help, at the end of the message.
+    `otherwise`: another remedy, at the end of the message.
     """
     if util.find_spec("fla") is None:
         [install] = [one.install for one in COMPONENTS if one.name == "flash-linear-attention"]
@@ -53,7 +53,7 @@ def check_delta_nets(key: str, otherwise: str = f", {HIDE}") -> None:
 def check_no_gpu_is_missed() -> None:
     """Raises ConfigError if torch, which it imports, finds no GPU and the driver lists some.
 
-    A node whose fabric manager does not run is such a machine.
+    A GPU is missed, for example, on a node whose fabric manager is not running.
     """
     import torch
 
@@ -69,7 +69,7 @@ def check_no_gpu_is_missed() -> None:
 def check_no_null_cuda() -> None:
     """Raises ConfigError in a process that has a rehearsal's null CUDA without being a rehearsal.
 
-    Nothing would be computed there, and a GPU of this machine would stay unused.
+    With the null CUDA such a process would compute nothing, and would not use the machine's GPU.
     """
     if os.environ.get(REHEARSAL) != "1" and hasattr(ctypes.CDLL(None), "nullcuda_counter"):
         raise ConfigError(

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,10 @@ LFS_REMEDY = "it is a pointer of Git LFS: fetch the file itself with `git lfs pu
 
 def read_json_object(file: Path) -> dict[str, Any]:
     """Read a file with one JSON object. Raises ConfigError, which names the file, for any other content."""
+    try:
+        check_regular(file)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     try:
         text = file.read_text(encoding="utf-8")
         values = json.loads(text, object_pairs_hook=unique_keys)
@@ -39,6 +45,17 @@ def read_json_object(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: expected an object of names and values, found {type(values).__name__}")
     return values
+
+
+def check_regular(path: Path | str) -> None:
+    """Raises ValueError for a pipe, a device or a socket, because opening it may take for ever.
+
+    It accepts a directory and a missing file, which cannot be opened.
+    """
+    with suppress(OSError):
+        mode = os.stat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise ValueError(f"{path}: a pipe, a device or a socket is in the place of this file")
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -60,6 +77,7 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     An incomplete last line (the writer was killed while writing it) is left out. Raises ValueError, with
     file and line number, for any other line that is not an object with a "step".
     """
+    check_regular(path)
     records: list[dict[str, Any]] = []
     with open(path, encoding="utf-8", errors="replace") as file:
         lines = list(file)
@@ -78,7 +96,7 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 
 def checked_record(record: Any) -> dict[str, Any] | None:
-    """A line's content, with None for a number that is not finite or too large; None for no record."""
+    """A line's record, with None for numbers that are not finite or too large; None if it is not a record."""
     if not isinstance(record, dict) or type(step := record.get("step")) is not int or abs(step) >= 2**63:
         return None
     return {
@@ -96,7 +114,7 @@ def last_of_each_step(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str,
 class JsonlWriter:
     """Appends to metrics.jsonl, line by line. It has no buffer, so a failed write is not repeated at exit.
 
-    Of the lines of an earlier run, those up to step `keep_until` stay, every step once; -1 keeps none.
+    Lines of an earlier run up to step `keep_until` stay, one for each step; -1 keeps none.
     """
 
     def __init__(self, path: Path, keep_until: int) -> None:
@@ -108,13 +126,14 @@ class JsonlWriter:
         self._path, self._file = path, path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        os.stat(self._path)  # raises for a file that was removed: what is written to it would be lost
-        # JSON has no NaN and no infinity; every reader understands null.
+        os.stat(self._path)  # raises if the file was removed, because the line would be lost
+        # JSON has neither NaN nor infinity; every reader understands null.
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = (json.dumps({"step": step, **finite}) + "\n").encode()
-        while line:  # a disk that is almost full accepts a part of the line first
+        while line:  # a nearly full disk first accepts a part of the line
             line = line[self._file.write(line) :]
-        os.fsync(self._file.fileno())  # a checkpoint of the step will be there after a loss of power, too
+        # after a loss of power, the step's checkpoint exists, and so must its line
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import secrets
 import signal
@@ -10,20 +11,25 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import FrameType
+from typing import Any
 
 from megatron_gvpo.core.environment import die_with_parent
 from megatron_gvpo.core.signals import handled_by, stopping_signals
 
-# Seconds that the other ranks have to end by themselves: after one failed with an error, which they may be
-# about to report too; and after a signal killed one, which they cannot know.
+# Seconds in which the other ranks must end by themselves: after one failed with an error, which they may also
+# report; and after a signal killed one, of which they have no knowledge.
 PATIENCE, PATIENCE_AFTER_KILL = 10.0, 1.0
 # Linux gives ports from 32768 on to outgoing connections. Such a connection could take a port before the
 # process listens on it, or while the process restarts.
 PORTS = range(20_000, 30_000)
+# Names the descriptor to which a rank writes its number when its command is done, or an error as JSON that
+# the first rank prints if it has it, too.
+REPORTS = "MEGATRON_GVPO_REPORTS"
+_LONGEST = 600  # characters of such an error: a pipe takes so much at once
 # The arguments of Python in each rank, before those of the command. On emulated GPUs it is another module.
 program = ["-m", "megatron_gvpo"]
 
@@ -34,15 +40,16 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     The signals that ask a run to stop are passed on to the ranks, which save and exit with 0. torchrun would
     give them half a minute, and would report that as a failure, like wrong input, with a page of its text.
     Each rank leads a process group of its own, so that Ctrl-C reaches it once, through this process. A second
-    Ctrl-C ends the ranks at once.
-    A rank that a signal killed is named on stderr, because it could not say anything itself. Ranks are killed
-    when this process is.
+    Ctrl-C ends the ranks at once. A rank that a signal killed is named on stderr, because it could not print
+    anything itself. A rank that ended with 0 before its command was done, as by `_exit(0)` in a C library, is
+    also named, and counts as failed. Ranks are killed when this process is.
     """
-    environment = _environment(processes)
-    command = [sys.executable, *program, *arguments]
+    descriptor, descriptor_of_ranks = os.pipe()
+    os.set_blocking(descriptor, False)
+    reports = _Reports(descriptor)
+    environment = _environment(processes) | {REPORTS: str(descriptor_of_ranks)}
     ranks: list[subprocess.Popen[bytes]] = []
     patience = PATIENCE
-
     presses = 0
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -54,10 +61,8 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     with handled_by(forward, stopping_signals()):
         try:
             for rank in range(processes):
-                numbered = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                begin = partial(die_with_parent, os.getpid())
-                ranks.append(subprocess.Popen(command, env=numbered, process_group=0, preexec_fn=begin))
-            failed, code = _wait(ranks)
+                ranks.append(_start(rank, arguments, environment, descriptor_of_ranks))
+            failed, code = _wait(ranks, reports)
             if presses > 1:
                 return 128 + signal.SIGINT
             if code < 0:
@@ -69,19 +74,83 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
             return code if code >= 0 else 128 - code
         finally:
             _end(ranks, patience)
+            reports.read()
+            # The first rank prints its own errors; an error of another rank alone is printed here.
+            if reports.errors and (not ranks or ranks[0].returncode <= 0):
+                print(reports.errors[0], file=sys.stderr, flush=True)
+            os.close(descriptor)
+            os.close(descriptor_of_ranks)
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int]:
+def _start(
+    rank: int, arguments: Sequence[str], environment: Mapping[str, str], descriptor: int
+) -> subprocess.Popen[bytes]:
+    """Start a rank, which ends with this process and may write to `descriptor`, in its own process group."""
+    return subprocess.Popen(
+        [sys.executable, *program, *arguments],
+        env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        process_group=0,
+        preexec_fn=partial(die_with_parent, os.getpid()),
+        pass_fds=[descriptor],
+    )
+
+
+class _Reports:
+    """Messages of the ranks from a pipe: `done`, the numbers of those whose work is done, and `errors`."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._text = descriptor, b""
+
+    def read(self) -> None:
+        with suppress(BlockingIOError):
+            while text := os.read(self._descriptor, 2**16):
+                self._text += text
+
+    @property
+    def done(self) -> set[int]:
+        return {value for value in self._values() if isinstance(value, int)}
+
+    @property
+    def errors(self) -> list[str]:
+        return [value for value in self._values() if isinstance(value, str)]
+
+    def _values(self) -> list[Any]:
+        values = []
+        for line in self._text.splitlines():
+            with suppress(ValueError):  # users' code wrote to this descriptor
+                values.append(json.loads(line))
+        return values
+
+
+def report(value: int | str) -> None:
+    """Report to the process that started this rank, if any, that the rank is done, or its error."""
+    if descriptor := os.environ.get(REPORTS, ""):
+        value = value[:_LONGEST] if isinstance(value, str) else value
+        with suppress(OSError):  # users' code may have closed it; the rank then counts as failed
+            os.write(int(descriptor), f"{json.dumps(value)}\n".encode())
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], reports: _Reports) -> tuple[int, int]:
     """Wait until all ranks are done or one has failed; returns that rank and its exit code, -n for signal n.
 
-    A killed rank goes before others, which may have failed because it was gone.
+    A killed rank is returned first, because others may have failed as a consequence.
     """
     while True:
         codes = [rank.poll() or 0 for rank in ranks]
         if any(codes):
             killed = [(i, code) for i, code in enumerate(codes) if code < 0]
             return killed[0] if killed else next((i, code) for i, code in enumerate(codes) if code)
-        if all(rank.returncode is not None for rank in ranks):
+        reports.read()
+        ended = {i for i, rank in enumerate(ranks) if rank.returncode is not None}
+        if early := ended - reports.done:
+            print(
+                f"rank {min(early)} ended with exit code 0 before its work was done, as by a call of exit() "
+                "in a library: the others are ended",
+                file=sys.stderr,
+                flush=True,
+            )
+            return min(early), 1
+        if len(ended) == len(ranks):
             return 0, 0
         time.sleep(0.1)
 

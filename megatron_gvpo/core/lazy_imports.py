@@ -30,7 +30,7 @@ else:
 
 
 def load_class(path: str) -> Any:
-    """The class at `path`, "module:class". Imports its module, which may load torch."""
+    """The class at `path`, "module:class". The function imports the class's module, which may load torch."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -48,7 +48,7 @@ def heavy_imports() -> Iterator[None]:
     """Run imports of large libraries without garbage collection, a fifth faster.
 
     Torch, Megatron and transformers make about a million objects, nearly all of which live until the process
-    ends. The collector would look through all of them several times while they are being made.
+    ends. The collector would search all of them several times during the import.
     """
     enabled = gc.isenabled()
     gc.disable()

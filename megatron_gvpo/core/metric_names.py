@@ -1,6 +1,6 @@
 """Every metric that a run can log, with its unit and meaning: metrics.txt, from which the reference is made.
 
-`<...>` in a name stands for what is between two slashes, such as a reward component's name. A test compares
+`<...>` in a name stands for any text between two slashes, such as a reward component's name. A test compares
 the table with the names that the code writes and with those of a real run.
 """
 
@@ -51,10 +51,7 @@ def check_key(name: str, taken: Collection[str]) -> None:
 
 
 def check_name(name: str, taken: Collection[str]) -> None:
-    """Raises ValueError for a name that the user's code gives to a metric, and that would hide another one.
-
-    So does one that no table can show.
-    """
+    """Raises ValueError for a user's name of a metric that hides another metric, or fits no table."""
     if not name.isprintable() or not 0 < len(name) <= LONGEST:
         raise ValueError(f"the name {_shown(name)}: expected 1 to {LONGEST} characters that can be printed")
     if name in taken:
@@ -65,9 +62,11 @@ def check_name(name: str, taken: Collection[str]) -> None:
 
 
 def own_names(pattern: str, section: str | None = None) -> frozenset[str]:
-    """The words in place of the `<...>` at the end of `pattern` in the package's own metrics, or a section's.
+    """The words that the package itself uses for the `<...>` at the end of `pattern`.
 
-    `mean` is one of those of `reward/<component>`, because there is a metric `reward/mean`.
+    `section`: the section of the table that is searched; default: all.
+
+    For `reward/<component>`, `mean` is such a word, because there is a metric `reward/mean`.
     """
     beginning = pattern.partition("<")[0]
     sections = SECTIONS.values() if section is None else [SECTIONS[section]]
@@ -80,7 +79,7 @@ def _shown(name: str) -> str:
 
 
 def entry(name: str) -> Metric | None:
-    """The entry that describes a metric: the one of exactly this name, else the first whose pattern fits."""
+    """The entry of a metric: the entry with exactly this name, else the first whose pattern fits the name."""
     entries = [metric for metrics in SECTIONS.values() for metric in metrics]
     exact = [metric for metric in entries if metric.name == name]
     fitting = [metric for metric in entries if re.fullmatch(_pattern(metric.name), name)]

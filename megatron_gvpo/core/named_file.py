@@ -19,7 +19,7 @@ def check_named_file(file: Path, name: str, kind: str, begins: str | None) -> No
     """Raises ConfigError unless `file` is new, or a file that begins with the text `begins`.
 
     `name` and `kind` are for the message: the option with the file, and the file's content, as in
-    `--out FILE: this exists and is not a page`. `begins`: None accepts a new file only.
+    `--out FILE: this exists and is not a page`. `begins` None: the file must not exist yet.
     """
     try:
         target = Path(os.path.realpath(file))

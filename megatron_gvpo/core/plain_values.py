@@ -13,17 +13,18 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-LARGEST = 3.4028234663852886e38  # a reward: rewards are trained on in single precision
+LARGEST = 3.4028234663852886e38  # the largest reward, because training reads rewards in single precision
 
 
 class NoNumberError(Exception):
-    """The user's code returned something that is not a number to train on; the message names it."""
+    """The user's code returned a value that is not a number to train on; the message names it."""
 
 
 def finite_number(value: Any, largest: float = math.inf) -> float | None:
     """A number of JSON, YAML or Parquet as a float; None for any other value.
 
-    Numbers are `int` and `float`, without booleans, NaN, infinities, and what exceeds `largest` or a double.
+    Numbers are `int` and `float`, without booleans, NaN, infinities, and numbers that exceed `largest` or a
+    double.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -59,15 +60,15 @@ def real_number(value: Any) -> float:
     return number
 
 
-DEPTH = 50  # levels of lists and mappings
-COUNT = 100_000  # values, each counted as often as aliases repeat it
+DEPTH = 50  # the most levels of lists and mappings
+COUNT = 100_000  # the most values, each counted as often as aliases repeat it
 
 
 def check_plain(values: Any, finite: bool = True) -> None:
     """Raises ValueError, which begins with the key, for a value that no configuration can have.
 
-    These are values that JSON has no form for, text that no file name or UTF-8 file can hold, and lists and
-    mappings that are too deep or too many to be meant: YAML's aliases can repeat or contain themselves.
+    These are values that JSON cannot express, text that no file name or UTF-8 file can contain, and lists and
+    mappings that are too deep or too many to be intended: YAML's aliases can repeat or contain themselves.
     `finite`: refuse infinite numbers and NaN, too.
     """
     todo: list[Iterator[tuple[str, Any]]] = [iter([("", values)])]

@@ -1,8 +1,8 @@
-"""Hides secrets in texts: everything that is written or shown passes `hide`, or `hide_secrets`.
+"""Hides secrets in texts: all text that is written or shown passes `hide`, or `hide_secrets`.
 
-`secrets.py` finds the secrets of a configuration and adds them here. They are the process's, not a
-configuration's, because texts that must not show them come from everywhere: what a reward raises or prints, a
-judge's explanation, a tool's answer, an error of a library.
+`secrets.py` finds the secrets of a configuration and adds them here. The list of secrets belongs to the
+process, not to a configuration, because texts that must not show them come from everywhere: a reward's error
+or output, a judge's explanation, a tool's answer, a library's error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote, quote_plus, unquote, unquote_plus
 
 REDACTED = "<redacted>"
-SHORTEST = 6  # shorter secrets are not hidden: they would match parts of words
+SHORTEST = 6  # shorter secrets are not hidden, because they would match parts of words
 CUT = 12  # a secret of this length or more is also recognised by its first third at the end of a cut text
 
 _USER_IN_URL = re.compile(r'://([^/?#\s"]+)@')
@@ -30,7 +30,7 @@ _spelled: list[tuple[str, str]] = []  # every spelling of each secret, with its 
 def add_secret(secret: str, instead: str = REDACTED) -> None:
     """Let `hide` and `hide_secrets` replace this secret by `instead`.
 
-    A secret of fewer than SHORTEST characters is ignored: texts that do not have it would be changed, too.
+    A secret of fewer than SHORTEST characters is ignored, because texts without the secret would change, too.
     """
     global _spelled
     if len(secret) < SHORTEST or secret in _known:
@@ -46,9 +46,9 @@ def hide(text: str) -> str:
 
 
 def hide_secrets(text: str) -> str:
-    """The text without known secrets, in any of their spellings. All else stays as it is.
+    """The text without known secrets, in any of their spellings. Everything else stays unchanged.
 
-    For texts that are data, such as responses, in which a URL with a user may be a part of the task.
+    It is for texts that are data, such as responses, in which a URL with a user may be a part of the task.
     """
     for spelling, instead in _spelled:
         if spelling in text:
@@ -108,7 +108,8 @@ def _spellings(secret: str) -> set[str]:
 def _in_base64(secret: bytes) -> Iterator[str]:
     """The characters that the secret alone decides in the base64 of a longer text, such as `user:password`.
 
-    They depend on the number of bytes before it, by three. A short secret has too few to be recognised.
+    These characters depend on the number of bytes before the secret, modulo three. A short secret decides too
+    few characters to be recognised.
     """
     for before in range(3):
         code = base64.b64encode(bytes(before) + secret).decode().rstrip("=")
@@ -118,9 +119,9 @@ def _in_base64(secret: bytes) -> Iterator[str]:
 
 
 def _hide_beginning(text: str, secret: str, instead: str) -> str:
-    """Hide a secret of which the text has the beginning alone, because it was cut off there.
+    """Hide the beginning of a secret at the end of a text that was cut off.
 
-    A message of an error is cut before it is known which of its words are secret.
+    Error messages are cut before their secrets are known.
     """
     beginning = secret[: max(SHORTEST, len(secret) // 3)]
     at = text.find(beginning)

@@ -23,7 +23,7 @@ _SECRET_NAME = re.compile(
 )
 _API_KEY = re.compile(r"(?:api|access|private|secret)[_-]?key$", re.I)
 _WORD = re.compile(r"[A-Za-z_]{1,24}")
-# A key as services give them out, which is neither a word nor a path.
+# A pattern of services' keys, which are neither words nor paths.
 _KEY = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[^\s/.~][^\s]{11,}")
 
 # The sources of the values that this process has read: "{env: NAME}", or REDACTED for a literal secret.
@@ -34,8 +34,8 @@ def resolve(values: Any) -> Any:
     """`values`, nested, with the variable's value in place of each `{env: NAME}`.
 
     Raises ValueError, which names key and variable, for a variable that is not set. Values that are nested
-    deeper than any configuration stay as they are. The values' secrets are hidden from here on, and those in
-    the environment beside them.
+    deeper than any configuration stay as they are. From then on output hides these secrets, and other secrets
+    in the environment.
     """
     _remember_environment()
     return _resolved(values, "", {}, 0)
@@ -64,9 +64,9 @@ def _resolved(values: Any, at: str, done: dict[int, Any], depth: int) -> Any:
 def read_variable(name: str, key: str) -> str:
     """The secret in the environment variable that configuration key `key` names.
 
-    From here on it is hidden, unless it is a word of letters and neither name says that it is a secret: a
-    variable may also have the name of a field or a directory. Raises ValueError, which names key and
-    variable, for a variable that is not set, or that has a line break.
+    From then on output hides it, unless it consists of letters only and neither name says that it is a
+    secret, because a variable may also contain the name of a field or a directory. Raises ValueError, which
+    names key and variable, for a variable that is not set, or that has a line break.
     """
     value = os.environ.get(name, "")
     if not value:
@@ -82,9 +82,10 @@ def read_variable(name: str, key: str) -> str:
 
 
 def _remember_environment() -> None:
-    """Hide the keys that the environment has beside the configuration, such as HF_TOKEN and WANDB_API_KEY.
+    """Hide further keys in the environment, such as HF_TOKEN and WANDB_API_KEY.
 
-    Rewards and tools can read them. The name says that it is a secret, and the value looks like one.
+    Rewards and tools can read these variables. Such a variable has the name of a secret, and its value looks
+    like one.
     """
     for name, value in os.environ.items():
         if _is_unmistakable(name) and _KEY.fullmatch(value) and value.isprintable():
@@ -97,7 +98,7 @@ def from_variable(value: str) -> bool:
 
 
 def without_secret(value: str) -> str:
-    """The value, or `{env: NAME}` where it was read from a variable, however short it is."""
+    """The value, or `{env: NAME}` if it was read from a variable, however short it is."""
     return _sources[value] if from_variable(value) else value
 
 
@@ -116,13 +117,13 @@ def is_secret_name(name: str) -> bool:
 
 
 def remember(secret: str) -> None:
-    """Hide this secret, which no variable holds, from here on."""
+    """Hide this secret, which is not in a variable, from now on."""
     _sources.setdefault(secret, REDACTED)
     add_secret(secret)
 
 
 def literal_secrets(values: Any) -> list[str]:
-    """The dotted keys of secrets that stand in `values` themselves, which are hidden from here on.
+    """The dotted keys of secrets that are written in `values`, which are hidden from now on.
 
     They are recognised by the name of an option (`options: {api_key: ...}`), and in URLs
     (`https://user:password@host`).
@@ -144,8 +145,8 @@ def literal_secrets(values: Any) -> list[str]:
 def as_written(config: BaseModel) -> dict[str, Any]:
     """The configuration as nested JSON values that may be written, shown and sent anywhere.
 
-    Values that came from `{env: NAME}` are that mapping again, so that the result loads where the variables
-    are set. Literal secrets are "<redacted>".
+    Values that came from `{env: NAME}` become that mapping again, so that the result loads where the
+    variables are set. Literal secrets are "<redacted>".
     """
     written: dict[str, Any] = _written(config.model_dump(mode="json"), "")
     return written

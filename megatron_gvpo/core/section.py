@@ -16,7 +16,8 @@ LARGEST_COUNT = 2**31 - 1
 LARGEST_NUMBER = 1e12
 MIB = 2**20  # bytes
 
-Seconds = Annotated[float, Field(gt=0, le=1e6)]  # a wait; the system's poll takes at most 2^31 ms
+# the length of a wait; the system's poll takes at most 2^31 ms
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Processes = Annotated[int, Field(gt=0, le=1024)]  # processes to start on one machine
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # numpy's, torch's and the engines' generators take it
 
@@ -50,7 +51,7 @@ def _bound_numbers(schema: Any, model: type[BaseModel]) -> None:
         for part in schema:
             _bound_numbers(part, model)
     if not isinstance(schema, dict) or (schema.get("type") == "model" and schema["cls"] is not model):
-        return  # an inner section has checked itself
+        return  # an inner section has already checked its own values
     largest = {"int": LARGEST_COUNT, "float": LARGEST_NUMBER}.get(str(schema.get("type")))
     if largest is not None:
         schema["strict"] = True
@@ -72,8 +73,9 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    # Every key is one of two kinds: those that change what a run computes, which a resumed run
-    # keeps, and those that do not. An inner section that is in neither list says it of its own keys.
+    # Every key has one of two kinds: fixed keys change the numbers that a run computes, and a resumed run
+    # keeps them; free keys do not. An inner section that is in neither list declares the kinds of its own
+    # keys.
     fixed_keys: ClassVar[tuple[str, ...]] = ()
     free_keys: ClassVar[tuple[str, ...]] = ()
 

@@ -1,7 +1,7 @@
-"""Handles the signals that ask a run to stop: it saves, says so, and exits.
+"""Handles the signals that ask a run to stop; the run then saves, prints a line and exits.
 
 SIGTERM and SIGUSR1 come from Slurm and Kubernetes before they kill, SIGINT from Ctrl-C, SIGHUP from a
-terminal that has gone, such as a lost ssh.
+terminal that was closed, such as by the loss of ssh.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: the run can be resumed
-    """The run was asked to stop, and has stopped at a point from which it can be resumed."""
+    """A signal has stopped the run, at a point from which it can be resumed."""
 
 
 class Interrupt:
@@ -31,7 +31,7 @@ class Interrupt:
     """
 
     def __init__(self) -> None:
-        self._told = False
+        self._is_signalled = False
         self._handlers = ExitStack()
 
     def __enter__(self) -> Self:
@@ -39,7 +39,7 @@ class Interrupt:
             self._handlers.enter_context(handled_by(self._note, stopping_signals()))
         else:
             log.warning(
-                "training in a thread other than the main one, which alone hears of signals: SIGTERM, "
+                "training in a thread other than the main one, which alone gets signals: SIGTERM, "
                 "SIGUSR1, SIGHUP and Ctrl-C end the process without a checkpoint"
             )
         return self
@@ -52,32 +52,33 @@ class Interrupt:
         self.check_and_agree(False)
 
     def check_and_agree(self, wish: bool) -> bool:
-        """True if any rank has the wish; the same check and the same single collective.
+        """Check as `check` does, and return True if `wish` is true on any rank; both in one collective.
 
         Raises Interrupted as `check` does.
         """
         import torch
         import torch.distributed as dist
 
-        told = torch.tensor([float(self._told), float(wish)])
+        votes = torch.tensor([float(self._is_signalled), float(wish)])
         if dist.is_initialized():
-            dist.all_reduce(told, dist.ReduceOp.MAX)
-        if told[0].item():
+            dist.all_reduce(votes, dist.ReduceOp.MAX)
+        if votes[0].item():
             raise Interrupted
-        return bool(told[1].item())
+        return bool(votes[1].item())
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._told = True
+        self._is_signalled = True
         if number == signal.SIGINT:
             # The kernel's own handling: a second Ctrl-C ends the process even in the middle of a long call.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if os.environ.get("RANK", "0") == "0":
-                with suppress(OSError):  # not `print`: the signal may have interrupted a print
+                # `print` is not used, because the signal may have interrupted a print
+                with suppress(OSError):
                     os.write(2, NOTICE)
 
 
 def stopping_signals() -> list[signal.Signals]:
-    """The signals that ask a run to stop.
+    """Return the signals that ask a run to stop.
 
     SIGINT and SIGHUP are left out where they are ignored: by `nohup`, and by a shell for its background jobs.
     """
@@ -90,7 +91,7 @@ def stopping_signals() -> list[signal.Signals]:
 def handled_by(
     handler: Callable[[int, FrameType | None], None], numbers: Iterable[signal.Signals]
 ) -> Iterator[None]:
-    """Within the block, `handler` gets these signals; their earlier handlers come back at its end."""
+    """Within the block, `handler` handles these signals; at its end the earlier handlers are restored."""
     previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -100,7 +101,7 @@ def handled_by(
 
 
 def leaving_on_signals() -> AbstractContextManager[None]:
-    """SIGTERM and SIGHUP leave this block as SystemExit(128 + n): the `with` blocks inside it clean up.
+    """Context that SIGTERM and SIGHUP end by SystemExit(128 + n), so that `with` blocks inside it clean up.
 
     An ignored signal, such as nohup's, stays ignored. In a thread other than the main one nothing changes.
     """

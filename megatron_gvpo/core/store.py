@@ -42,10 +42,10 @@ def host_store(address: str, port: int, world_size: int, timeout: timedelta) -> 
 def meet(backend: str, timeout: timedelta) -> None:
     """Join the process group of torchrun's environment.
 
-    Raises ConfigError for an impossible address, and if not all ranks come there in time.
+    Raises ConfigError for an impossible address, and if some rank does not join in time.
     """
-    # torchrun's own store is there already. Otherwise rank 0 hosts one, which torch would let listen on all
-    # addresses of the machine.
+    # torchrun's own store exists already. Otherwise rank 0 hosts one, which torch would bind to all addresses
+    # of the machine.
     hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and os.environ.get("RANK") == "0"
     rank, address, port, world = (
         os.environ.get(name, "") for name in ("RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
@@ -57,7 +57,7 @@ def meet(backend: str, timeout: timedelta) -> None:
             tcp = host_store(address, int(port), int(world), timeout)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"{address_shown}: rank 0 cannot listen there: {error}") from None
-        # The prefix under which torch's own rendezvous has the other ranks meet.
+        # The prefix that torch's own rendezvous uses for the other ranks.
         options = {"store": dist.PrefixStore("default_pg", tcp), "rank": 0, "world_size": int(world)}
     try:
         dist.init_process_group(backend, timeout=timeout, **options)

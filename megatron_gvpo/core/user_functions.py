@@ -32,15 +32,16 @@ MESSAGE = 500  # characters of an error's text; the rest is cut off
 _PACKAGE = __package__.partition(".")[0]
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _exit = os._exit
-_called = threading.local()  # its `process`: the one in which this thread runs users' code
+_EXITS = ("exit", "_exit", "_Exit", "quick_exit", "abort")  # functions of C
+_called = threading.local()  # its `process` is the process in which this thread runs users' code
 _contents: dict[str, bytes] = {}  # the content of files as the run began with it, by path
 
 
 def named_files(values: Any, at: str = "") -> Iterator[tuple[str, str]]:
     """The Python files that nested values name, by their dotted keys.
 
-    "path/file.py:function" names one, "module:function" where the current directory has the module, and
-    "path/file.py" where there is such a file, as in the command of a server.
+    "path/file.py:function" names one, "module:function" names one if the current directory has the module,
+    and "path/file.py" if the file exists, as in the command of a server.
     """
     if isinstance(values, str):
         source = values.rpartition(":")[0]
@@ -71,7 +72,7 @@ def contents(values: Any) -> dict[str, bytes]:
 
 
 def hold(files: Mapping[str, bytes]) -> None:
-    """Let `load_function` and imports use this content, with which the run began, whatever is on the disk.
+    """Make `load_function` and imports use this content, with which the run began, whatever is on the disk.
 
     Otherwise a worker that starts later could run another version of a file than the workers before it.
     """
@@ -81,13 +82,13 @@ def hold(files: Mapping[str, bytes]) -> None:
 
 
 def _is_named(value: Any) -> bool:
-    """True for what a configuration may name: a function or a class."""
+    """True for an object that a configuration may name: a function or a class."""
     return inspect.isfunction(value) or inspect.isclass(value)
 
 
 @cache
 def load_function(spec: str) -> Callable[..., Any]:
-    """The function that `spec` names. Raises ValueError that says what is missing."""
+    """The function that `spec` names. Raises ValueError, which names the missing part."""
     source, name = spec_parts(spec)
     if source in MOVED:
         now = f"{MOVED[source]}:{name}"
@@ -102,14 +103,19 @@ def load_function(spec: str) -> Callable[..., Any]:
         raise ValueError(f"importing {source} failed: {type(error).__name__}: {message_of(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        there = [key for key, f in inspect.getmembers(module, _is_named) if f.__module__ == module.__name__]
-        raise ValueError(f"{source} has no function {name!r}; it has: {', '.join(there) or 'none'}")
+        functions = [
+            key for key, f in inspect.getmembers(module, _is_named) if f.__module__ == module.__name__
+        ]
+        raise ValueError(f"{source} has no function {name!r}; it has: {', '.join(functions) or 'none'}")
     checked: Callable[..., Any] = function
     return checked
 
 
 def spec_parts(spec: str) -> tuple[str, str]:
-    """Module or file, and function. Raises ValueError for a spec without both, and for a missing file."""
+    """Return the module or file, and the function.
+
+    Raises ValueError for a spec without both, and for a missing file.
+    """
     source, _, name = spec.rpartition(":")
     name = name.strip()
     if not source or not name:
@@ -160,7 +166,7 @@ def refused(where: str, spec: str, problem: str) -> UserFunctionError:
 
 
 def message_of(error: BaseException) -> str:
-    """The text of an error that users' code raised: its type may be the user's, and have no text."""
+    """The text of an error that users' code raised. Its type may be the user's, and lack a text."""
     try:
         return str(error)
     except Exception:
@@ -170,7 +176,7 @@ def message_of(error: BaseException) -> str:
 def described(error: BaseException) -> str:
     """The error that a function raised and its line, for readers who see only the message: one line.
 
-    The line is the last one outside installed packages, which is the user's where there is one.
+    The line is the last one outside installed packages, which is the user's if there is one.
     """
     message = " ".join(message_of(error).split())
     text = f"{type(error).__name__}: {message[:MESSAGE]}{' ...' if len(message) > MESSAGE else ''}"
@@ -184,7 +190,7 @@ def described(error: BaseException) -> str:
 
 @contextmanager
 def kept_directory() -> Iterator[None]:
-    """Go back to the current directory after user's code, which may change it (`os.chdir`)."""
+    """Restore the current directory after users' code, which may change it (`os.chdir`)."""
     before = os.getcwd()
     try:
         yield
@@ -194,16 +200,33 @@ def kept_directory() -> Iterator[None]:
 
 @contextmanager
 def refusing_exit() -> Iterator[None]:
-    """Raise SystemExit where users' code calls os._exit in this thread, and not in a process that it forked.
+    """Raise SystemExit if users' code ends this process in this thread; forked processes may end.
 
-    The command would end there, without a word, and with exit code 0 as if its work were done.
+    Otherwise os._exit, C's exit through ctypes, or os.execv would end the command without a message, and with
+    exit code 0 as if its work were done.
     """
     before, _called.process = getattr(_called, "process", None), os.getpid()
     os._exit = _exit_of_user
+    _watch_exits()
     try:
         yield
     finally:
         _called.process = before
+
+
+@cache  # Python never forgets a hook
+def _watch_exits() -> None:
+    """Refuse other ends of the process than os._exit, which Python announces to its audit hooks."""
+
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in ("os.exec", "ctypes.dlsym") or getattr(_called, "process", None) != os.getpid():
+            return
+        if event == "os.exec":
+            raise SystemExit(f"os.exec of {arguments[0]}")
+        if arguments[1] in _EXITS:
+            raise SystemExit(f"{arguments[1]} of C")
+
+    sys.addaudithook(refuse)
 
 
 def _exit_of_user(status: int) -> NoReturn:
@@ -213,7 +236,7 @@ def _exit_of_user(status: int) -> NoReturn:
 
 
 def forget_functions() -> None:
-    """Let users' files be read again: a notebook's next run may have other ones."""
+    """Let users' files be read again, because a notebook's next run may have changed them."""
     load_function.cache_clear()
     _load_file.cache_clear()
 
@@ -221,9 +244,11 @@ def forget_functions() -> None:
 @cache  # once for all functions of a file, as Python imports a module: they share its state
 def _load_file(source: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"user_{Path(source).stem}", source)
-    assert spec is not None and spec.loader is not None  # always true for a name that ends with .py
+    # Importlib returns a loader for every name that ends with .py.
+    assert spec is not None and spec.loader is not None
     if (directory := str(Path(source).absolute().parent)) not in sys.path:
-        sys.path.append(directory)  # the last: the file may import modules beside it
+        # The directory comes last on the path; the file may import modules beside it.
+        sys.path.append(directory)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses, among others, look up their module
     if source in _contents:

@@ -1,4 +1,4 @@
-"""Files that a user's file imports from beside it: compared on resume, and kept as the run began.
+"""Files that a user's file imports from its directory: a run uses and compares those of its start.
 
 A function's value depends on them as on its own file. Installed packages are not among them.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 _PACKAGE = __package__.partition(".")[0]
-# Begins the paths of modules that are not the user's: Python's, other packages' and this package's.
+# The beginnings of paths of modules that are not the user's: Python's, other packages' and this package's.
 INSTALLED = (
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
     str(Path(__file__).parents[1]) + os.sep,
@@ -29,7 +29,7 @@ INSTALLED = (
 def imported_files(source: Path) -> list[Path]:
     """The files that a file imports from its directory or the current one, and those that they import.
 
-    By their statements alone, wherever they stand: nothing is run.
+    Only import statements are read, wherever they stand in the file; no code runs.
     """
     seen: dict[Path, None] = {}
     waiting = [source.absolute()]
@@ -88,7 +88,7 @@ class KeptFiles(MetaPathFinder):
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None:
             origin = spec.origin or ""
-        else:  # the file may have gone
+        else:  # the file may have been removed
             stem = name.rpartition(".")[2]
             modules = [
                 Path(directory).absolute() / stem for directory in (sys.path if path is None else path)

@@ -11,9 +11,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal
 
-from megatron_gvpo import __version__
 from megatron_gvpo.core.commit import Commit, package_commit
 
+VERSION = "0.1.0"  # the version of this package
 PYTHON_REFERENCE = "3.12"
 PYTHON_TESTED = ">=3.12,<3.13"
 
@@ -28,7 +28,7 @@ REFERENCE = dict(
 
 
 def own_commit() -> Commit | None:
-    """The commit of this package, or None if nothing names it. It may ask git."""
+    """The commit of this package, or None if nothing names it. It may run git to find the commit."""
     return package_commit(Path(__file__).parents[1])
 
 
@@ -36,8 +36,8 @@ def own_version() -> str:
     """`1.2.3 (commit 0123456789ab)`; with `, changed` where tracked files of the checkout differ from it."""
     commit = own_commit()
     if commit is None:
-        return f"{__version__} (commit unknown)"
-    return f"{__version__} (commit {commit.commit[:12]}{', changed' if commit.dirty else ''})"
+        return f"{VERSION} (commit unknown)"
+    return f"{VERSION} (commit {commit.commit[:12]}{', changed' if commit.dirty else ''})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ COMPONENTS = (
         purpose="Hugging Face weights in and out of Megatron",
         need="needed",
         instead="",
-        # Its declared dependencies cannot be resolved beside transformers 5.19.
+        # The package's declared dependencies conflict with transformers 5.19.
         install=f"pip install --no-deps megatron-bridge=={REFERENCE['megatron-bridge']}",
         tested=f"=={REFERENCE['megatron-bridge']}",
     ),
@@ -104,8 +104,8 @@ COMPONENTS = (
         purpose="attention, norms and FP8 on GPUs",
         need="on GPUs",
         instead="on a CPU, our own attention and norm",
-        # By itself it would look for a wheel of its own, and compile NCCL's expert parallelism.
-        # A CUDA toolkit has not all the headers that it needs; NVIDIA's wheels have them.
+        # By default its build looks for a ready wheel, and compiles NCCL's expert parallelism. A CUDA toolkit
+        # lacks some of the headers that the build needs, and NVIDIA's wheels have them.
         install=f"pip install 'cuda-toolkit[crt,cccl]~={REFERENCE['cuda-toolkit']}' && NVTE_WITH_NCCL_EP=0 "
         "NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 pip install --no-build-isolation "
         f"'transformer-engine[core-cu13,pytorch]=={REFERENCE['transformer-engine']}'",
@@ -152,7 +152,8 @@ COMPONENTS = (
         purpose="rollout server; may live in an environment of its own",
         need="optional",
         instead="the embedded engine",
-        # Without the second, its cuda-python is CUDA 12's, whose files flashinfer cannot be imported with.
+        # Without the second argument, cuda-python would be that of CUDA 12, with which flashinfer cannot be
+        # imported.
         install=f"in an environment of its own: pip install vllm=={REFERENCE['vllm']} 'cuda-python>=13'",
     ),
     Component(

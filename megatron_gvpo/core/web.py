@@ -1,4 +1,4 @@
-"""One JSON request over HTTP, limited in time and size. Its key goes to no address but the given one."""
+"""One JSON request over HTTP, limited in time and size. The key is sent to the given address only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads YAML as people write it: 1e-5 is a number, `off`, 010 and 1:30 are words, no key comes twice."""
+"""Reads YAML as people write it: 1e-5 is a number; `off`, 010, 0x1, 1:30 are words; no key comes twice."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.plain_values import check_plain
 
 LARGEST_FILE = 2**20  # bytes of a configuration
-_MOST_KEYS = 100_000  # that mappings have, those that `<<` merges into them counted each time
-# Files that users give in place of a configuration, by suffix.
+_MOST_KEYS = 100_000  # keys of all mappings; those that `<<` merges count each time
+# Kinds of files that users give by mistake in place of a configuration, by suffix.
 _OTHER_FILES = {
     ".py": "Python",
     ".ipynb": "a notebook",
@@ -29,14 +29,14 @@ _OTHER_FILES = {
 class Loader(yaml.SafeLoader):
     """PyYAML's SafeLoader with other rules for words.
 
-    SafeLoader reads YAML 1.1, where 1e-5 is a string, `off` is a boolean, 2026-01-31 is a date, 010 is 8 and
-    1:30 is 90.
+    SafeLoader reads YAML 1.1, where 1e-5 is a string, `off` is a boolean, 2026-01-31 is a date, 010 is 8,
+    0x1 is 1 and 1:30 is 90.
     """
 
     _keys = 0
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Refuse mappings that merge each other until no memory has room for them."""
+        """Refuse mappings that merge each other until they exceed the memory."""
         super().flatten_mapping(node)
         self._keys += len(node.value)
         if self._keys > _MOST_KEYS:
@@ -63,7 +63,7 @@ Loader.yaml_implicit_resolvers = {
     for first, of_first in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
-_INT = re.compile(r"^[-+]?(?:0|[1-9][\d_]*|0x[\da-fA-F_]+)$")
+_INT = re.compile(r"^[-+]?(?:0|[1-9][\d_]*)$")
 _FLOAT = re.compile(
     r"^(?:[-+]?(?:\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))(?:[eE][-+]?\d+)?"
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
@@ -149,5 +149,5 @@ def _parse(text: bytes | str) -> Any:
     except RecursionError:
         raise _NotYamlError(": not valid YAML: nested too deeply") from None
     except (ValueError, LookupError, AttributeError, TypeError) as error:
-        # A word like a number, such as 0x_, or a tag that does not fit its value, such as `!!int ""`.
+        # The text has a word like a number (0x_), or a tag that does not fit its value (`!!int ""`).
         raise _NotYamlError(f": not valid YAML: {error}") from None

@@ -1,9 +1,9 @@
 """The context of the policy's next turn: the environment's messages, as the chat template writes them.
 
-By default that is the part which the template adds to made-up messages: nothing that was sampled is rendered
-or tokenised again. With `again`, the whole conversation is rendered for every turn, as an application does
-that keeps messages; then a template may leave out what an earlier turn thought. Either way the tokens that
-the engine got are the tokens that are trained.
+By default that is the part which the template adds to made-up messages: sampled tokens are not rendered or
+tokenised again. With `again`, the whole conversation is rendered for every turn, as in an application that
+keeps messages; then a template may leave out the thinking of earlier turns. In both cases training uses
+exactly the tokens that the engine used.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _HISTORIES: tuple[list[dict[str, str]], ...] = (
 class Template:
     """Writes the tokens between two turns of the policy.
 
-    `end_token_ids`: those that end a turn of the policy. `chat`: prompts are rendered by the tokenizer's chat
-    template; otherwise texts follow each other as they are. `again`: the conversation is rendered again for
-    every turn. Raises DataError if the template does not write a conversation message after message, as far
-    as that is needed.
+    `end_token_ids`: the tokens that end a turn of the policy. `chat`: prompts are rendered by the tokenizer's
+    chat template; otherwise texts follow each other as they are. `again`: the conversation is rendered again
+    for every turn. Raises DataError if the template does not write a conversation message after message, as
+    far as that is needed.
     """
 
     def __init__(
@@ -84,9 +84,10 @@ class Template:
         before: Sequence[Mapping[str, Any]],
         answer: Sequence[Mapping[str, Any]],
     ) -> tuple[int, ...]:
-        """The tokens with which the policy is asked for its next turn. Raises DataError.
+        """Return the tokens of the context of the policy's next turn. Raises DataError.
 
-        `ended`: those of the last turn and its context; `before`: the messages after the prompt up to it.
+        `ended`: the tokens of the last turn and its context; `before`: the messages after the prompt up to
+        that turn.
         """
         if not self.again:
             return (*ended, *self.tokens_between(ended[-1], answer))
@@ -99,7 +100,7 @@ class Template:
         return (*prompt[:begin], *self._tokens(text))
 
     def _written_again(self, messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], str]:
-        """(the tokens with which a prompt opens the policy's turn, the text of what follows a prompt).
+        """(the tokens with which a prompt opens the policy's turn, the text after a prompt).
 
         Raises DataError.
         """
@@ -114,7 +115,7 @@ class Template:
     def tokens_between(self, last: int, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """The tokens from a turn's `last` token to the next turn's first. Raises DataError.
 
-        A special token that a message spells is text there (see `_plain`).
+        A special token in a message's text is written as text (see `_plain`).
         """
         messages = self._plain(messages)
         if not self._chat:
@@ -133,7 +134,7 @@ class Template:
         return self._end_before[role]
 
     def written(self, message: Mapping[str, Any]) -> str:
-        """A message as the policy writes it: its text, and its thoughts and `tool_calls` by the template.
+        """A message as the policy writes it: its text, and its thinking and `tool_calls` by the template.
 
         Raises DataError if the template does not write them after the opening of the policy's turn.
         """
@@ -142,7 +143,7 @@ class Template:
             return str(message["content"])
         try:
             (_, opening), text = self._renderings(0, [with_values(message)], generate=False)
-        except DataError:  # a template that takes the arguments as text
+        except DataError:  # this template takes the arguments as text
             (_, opening), text = self._renderings(0, [message], generate=False)
         reply = text[len(opening) :]
         if reasoning.strip() not in reply:
@@ -181,7 +182,7 @@ class Template:
     def _tokens(self, text: str) -> tuple[int, ...]:
         try:
             return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        except Exception as error:  # tokenizers raises no narrower one, such as for half a surrogate pair
+        except Exception as error:  # the library raises bare Exceptions, such as for half a surrogate pair
             raise DataError(f"the tokenizer cannot write {text[:60]!r}: {error}") from None
 
     def _suffix(self, history: int, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -218,9 +219,9 @@ class Template:
         return rendered(self._tokenizer, messages, tools=self._tools, add_generation_prompt=generate)
 
     def _check(self, role: str) -> None:
-        """Check how the template answers the policy in this role, once.
+        """Check once how the template writes a message in this role after the policy's turn.
 
-        Raises DataError if it leaves the answer out, or where the suffix depends on what was said before
+        Raises DataError if the template leaves the answer out, or if the suffix depends on earlier messages
         or lacks the end token.
         """
         if role in self._checked:
@@ -245,7 +246,11 @@ class Template:
                 f"the chat template leaves out a message of role {role} after a turn of the policy, which is "
                 "a text: use another template" + (", or data.chat_template=false" if role != "tool" else "")
             )
-        close = suffix.partition(_HEARD)[0]
+        self._end_before[role] = self._end_token(suffix.partition(_HEARD)[0])
+        self._checked.add(role)
+
+    def _end_token(self, close: str) -> int:
+        """The token that ends a turn where the template writes `close` after it. Raises DataError."""
         if not close:
             raise DataError(
                 "the chat template writes nothing between a turn of the policy and the next message, so that "
@@ -265,8 +270,7 @@ class Template:
                 f"{' or '.join(map(repr, ends))}: name the former's token, {end}, in eos_token_id of "
                 "generation_config.json or in rollout.stop_token_ids"
             )
-        self._end_before[role] = end
-        self._checked.add(role)
+        return end
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:

@@ -30,7 +30,7 @@ ANSWER_LINE = (
 def gsm8k(record: Record) -> dict[str, Any]:
     """openai/gsm8k: `question`, and `answer`, a solution that ends with `#### 1,234`.
 
-    The prompt asks for the same form, as verl's example does: the reward is `math` with `marker: "####"`.
+    The prompt requests the same form, as verl's example does: the reward is `math` with `marker: "####"`.
     """
     _, hashes, answer = str(record["answer"]).rpartition("####")
     if not hashes:
@@ -43,7 +43,7 @@ def boxed_problem(record: Record) -> dict[str, Any] | None:
     r"""MATH, DeepScaleR, AIME, OpenMathReasoning: `problem`, and an answer under one of three names.
 
     The answer is `answer` or `expected_answer`, or the last `\boxed{}` of `solution`. A record without any is
-    left out, such as OpenMathReasoning's proofs. The prompt asks for the same form, as DeepScaleR's and
+    left out, such as OpenMathReasoning's proofs. The prompt requests the same form, as DeepScaleR's and
     verl's examples do.
     """
     answer = _answer(record)
@@ -51,7 +51,7 @@ def boxed_problem(record: Record) -> dict[str, Any] | None:
 
 
 def answer_line_problem(record: Record) -> dict[str, Any] | None:
-    """The same data sets with DAPO's wording, which asks for a last line `Answer: ...`."""
+    """As `boxed_problem`, with DAPO's wording, which requests a last line `Answer: ...`."""
     answer = _answer(record)
     prompt = ANSWER_LINE.replace("{problem}", str(record["problem"]))
     return None if answer is None else {**record, "prompt": prompt, "answer": answer}
@@ -123,7 +123,7 @@ def _answer(record: Record) -> str | None:
 def beginnings(
     record: Mapping[str, Any], rollout: Rollout, prompt_key: str = "prompt", earlier_key: str = "earlier"
 ) -> list[dict[str, Any]]:
-    """A record for every turn of the policy: the chat before it, and what the policy said in earlier turns.
+    """A record for every turn of the policy: the chat before it, and the policy's earlier turns.
 
     The fields of `record` stay; `prompt_key` is the prompt there, a text or chat messages, and becomes chat
     messages. `earlier_key` is for `rollout.conversation.earlier_key`. Partial trajectories as contextual
@@ -149,7 +149,7 @@ def boxed(text: str) -> str | None:
 
 
 def _last_box(text: str) -> tuple[str | None, str]:
-    """(content, what follows) of the last box."""
+    """Return the content of the last box, and the text after it."""
     _, opening, rest = text.rpartition(r"\boxed{")
     depth = 1 if opening else 0
     for brace in _BRACE.finditer(rest):

@@ -43,7 +43,7 @@ class DemonstrationReader:
         self._ends = end_token_ids
         self._chat = chat
         self._tools = tools
-        self._template: Template | None = None  # made for the first chat: it checks the chat template
+        self._template: Template | None = None  # made for the first chat, because it checks the chat template
 
     def __call__(self, solution: Any) -> SolutionTokens:
         if isinstance(solution, str):
@@ -99,7 +99,7 @@ class DemonstrationReader:
     def _tokens(self, text: str) -> tuple[int, ...]:
         try:
             return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        except Exception as error:  # tokenizers raises no narrower one
+        except Exception as error:  # the library raises bare Exceptions
             raise DataError(f"has text that the tokenizer cannot write: {error}") from None
 
 

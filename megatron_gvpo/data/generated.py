@@ -1,7 +1,7 @@
 """Problems that the package reasoning-gym generates: `reasoning_gym:NAME?option=value` in place of a file.
 
-The options, divided by `&`, are the generator's own, `size` and `seed` among them. Where there is no seed,
-the split gives one, so that `split: test` has other problems than `split: train`.
+The options, divided by `&`, are the generator's own, `size` and `seed` among them. Without a seed, the split
+decides the seed, so that `split: test` has other problems than `split: train`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def generated_problems(path: str, split: str) -> Iterator[dict[str, Any]]:
             entry = problems[index]
             source = {"name": name, "options": json.dumps(options), "index": index}
             yield {"prompt": entry["question"], "answer": str(entry["answer"]), KEY: source}
-    except AssertionError as error:  # a generator's own check, whose text names the option
+    except AssertionError as error:  # the generator checks its options, and its message names the wrong one
         raise ValueError(
             " ".join(str(error).split()) or "a generator's check of its options failed"
         ) from None
-    except Exception as error:  # options that the checks do not expect
+    except Exception as error:  # the generator's checks missed this option
         raise ValueError(f"{type(error).__name__}: {' '.join(str(error).split())}") from None
 
 
@@ -55,7 +55,7 @@ def problems_of(name: str, options: str) -> Any:
 
 def _package() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports, when that is compiled
+        warnings.simplefilter("ignore", SyntaxWarning)  # a package that it imports warns when it is compiled
         import reasoning_gym
 
     return reasoning_gym
@@ -77,7 +77,10 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def entry_of(record: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """(the generator's data set, the record's entry in it). Raises ValueError for a record of other data."""
+    """Return the generator's data set and the record's entry in it.
+
+    Raises ValueError for a record of other data.
+    """
     source = record.get(KEY)
     if not isinstance(source, Mapping):
         raise ValueError(f"the record has no field {KEY!r}: data.train.path is not {PREFIX}NAME")

@@ -8,11 +8,11 @@ from functools import cache
 from pathlib import Path
 
 _DATA = "data:"
-MOST_BYTES = 2**30  # of one file
+MOST_BYTES = 2**30  # limit for one file
 
 
 class ImageError(ValueError):
-    """An image that cannot be read; the message names it and says why."""
+    """An image that cannot be read; the message names it and the reason."""
 
 
 def read(source: str) -> bytes:
@@ -58,7 +58,7 @@ def shown(source: str) -> str:
 
 @cache
 def formats() -> list[str]:
-    """Pillow's formats but EPS, for which it runs a program, Ghostscript."""
+    """Pillow's formats except EPS, for which Pillow runs the program Ghostscript."""
     from PIL import Image
 
     Image.init()

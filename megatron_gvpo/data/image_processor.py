@@ -39,7 +39,7 @@ class ImageProcessor:
     """
 
     def __init__(self, path: str) -> None:
-        """Raises ImageError if the directory has none, or one that transformers cannot read."""
+        """Raises ImageError if the directory has no image processor that transformers can read."""
         from transformers import AutoImageProcessor
 
         if not (Path(path) / CONFIG).is_file():
@@ -76,7 +76,7 @@ class ImageProcessor:
     def pixels(self, image: Image) -> Tensor:
         """Returns the image's patches, fp32 [patches, channels * time * height * width of a patch].
 
-        Raises ImageError if the file is gone, or no longer the one that the run began with.
+        Raises ImageError if the file is missing, or has changed since the run began.
         """
         remembered = self._cache.get(image.digest)
         if remembered is not None:
@@ -94,10 +94,10 @@ class ImageProcessor:
         return pixels
 
     def png(self, image: Image) -> bytes:
-        """Returns the image as a PNG file of the size that the processor gives it, which it then leaves.
+        """Returns the image as a PNG file of the size that the processor gives it and keeps in a second pass.
 
-        Where the least and the most pixels are so close that the processor would change that size again, the
-        image keeps its own. Raises ImageError as `pixels` does.
+        If the limits of pixels are so close that a second pass would change that size again, the image keeps
+        its original size. Raises ImageError as `pixels` does.
         """
         picture, patch = self._picture(image), self._processor.patch_size
         _, high, wide = image.grid
@@ -157,7 +157,7 @@ def _decoded(source: str, content: bytes) -> Picture.Image:
 
 
 def _check_kind(picture: Picture.Image) -> None:
-    """Raises ValueError for a picture that its conversion to RGB would change without a word."""
+    """Raises ValueError for a picture that the conversion to RGB would silently change."""
     # A camera's JPEG file may have further pictures (MPO); the first one is the photo.
     if getattr(picture, "is_animated", False) and picture.format != "MPO":
         raise ValueError(

@@ -1,7 +1,7 @@
 """The commonest forms of records, recognised by their fields: chats, preference pairs, completions.
 
-A data set whose keys (`prompt_key`, `demonstration_key`, `responses_key`, `convert`) name nothing is read so.
-Everything else needs a key, or a function of the user (`convert`).
+Records are recognised if the keys `prompt_key`, `demonstration_key`, `responses_key` and `convert` name
+nothing. Everything else needs a key, or a function of the user (`convert`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ FORMS = (
     '{"prompt": ..., "chosen": ..., "rejected": ...} for DPO'
 )
 _CONVERT = "data.train.convert names a function that makes another form of it"
-# ShareGPT's names of roles. `function_call` is missing: here a call is a part of the assistant's message.
+# ShareGPT's names of roles. `function_call` is missing, because a call is a part of the assistant's message
+# here.
 _ROLES = {
     "system": "system",
     "human": "user",
@@ -40,10 +41,10 @@ _ROLES = {
 
 
 def as_dataset(dataset: DatasetConfig, sampler: str) -> DatasetConfig:
-    """The data set with keys for the fields that a recognised record gets, where it names none.
+    """The data set; keys that it leaves out name the fields that recognised records get.
 
     `sampler`: `algorithm.sampler`, which says what is trained: `dataset` needs a solution, `file` scored
-    responses. An answer that no key names is not needed there.
+    responses. An answer that no key names is not needed for these.
     """
     if (field := _needed(dataset, sampler)) is None:
         return dataset
@@ -55,7 +56,7 @@ def as_dataset(dataset: DatasetConfig, sampler: str) -> DatasetConfig:
 def recogniser(dataset: DatasetConfig, sampler: str) -> Callable[[Record], Record]:
     """A function that adds the fields which `as_dataset` names, or the prompt alone, to a record.
 
-    It raises DataError, which names the record, for one that it does not know, or that has no such part.
+    It raises DataError, which names the record, if the record's form is unknown or lacks such a field.
     """
     needed = _needed(dataset, sampler)
 
@@ -89,7 +90,33 @@ def _needed(dataset: DatasetConfig, sampler: str) -> str | None:
     return RESPONSES if sampler == "file" and dataset.responses_key is None else None
 
 
+def _check_single(fields: Fields, prompt_key: str, needed: str) -> None:
+    """Raises ValueError for a record of two forms, of which one would be ignored without a message."""
+    forms = [names for names in _names_of_forms(prompt_key, needed) if all(_has(fields, n) for n in names)]
+    if len(forms) > 1:
+        first, second, *_ = (" and ".join(name for name in names if name != prompt_key) for names in forms)
+        key = "demonstration_key" if needed == SOLUTION else "responses_key"
+        raise ValueError(
+            f"the record has {first}, and {second}, and only one of them can be trained: "
+            f"data.train.{key} names a field"
+        )
+
+
+def _names_of_forms(prompt_key: str, needed: str) -> list[tuple[str, ...]]:
+    """The fields by which each form with the needed field is recognised."""
+    if needed == RESPONSES:
+        return [(prompt_key, RESPONSES), ("chosen", "rejected")]
+    texts = [(prompt_key, "completion"), ("instruction", "output"), (prompt_key, SOLUTION)]
+    return [("messages",), ("conversations",), *texts]
+
+
+def _has(fields: Fields, name: str) -> bool:
+    """False for the null that a Parquet file has in the columns of other records."""
+    return fields.get(name) is not None
+
+
 def _with_solution(fields: Fields, prompt_key: str) -> Fields:
+    _check_single(fields, prompt_key, SOLUTION)
     if (chat := _chat(fields)) is not None:
         prompt, solution = _divided(chat)
     elif "completion" in fields and prompt_key in fields:
@@ -107,6 +134,7 @@ def _with_solution(fields: Fields, prompt_key: str) -> Fields:
 
 
 def _with_responses(fields: Fields, prompt_key: str) -> Fields:
+    _check_single(fields, prompt_key, RESPONSES)
     if RESPONSES in fields and prompt_key in fields:
         return fields
     if not {"chosen", "rejected"} <= fields.keys():
@@ -119,7 +147,7 @@ def _with_responses(fields: Fields, prompt_key: str) -> Fields:
 
 
 def _with_prompt(fields: Fields, prompt_key: str) -> Fields:
-    """A chat without a prompt's field is the prompt, if it ends where the policy answers."""
+    """A chat in a record without a prompt's field becomes the prompt if the policy answers next."""
     if prompt_key in fields or (chat := _chat(fields)) is None:
         return fields
     if chat and chat[-1]["role"] == "assistant":
@@ -153,17 +181,20 @@ def _message(value: Any, field: str, number: int) -> Message:
         if (role := _ROLES.get(value["from"].lower())) is None:
             known = ", ".join(_ROLES)
             raise ValueError(f"{field}, message {number} is from {value['from'][:40]!r}; known are {known}")
-        return {"role": role, "content": value.get("value")}
-    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+        message = {"role": role, "content": value.get("value")}
+    elif not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
         raise ValueError(f"{field}, message {number}: neither role and content nor from and value")
-    message = dict(value)
-    if message.get("content") is None and message.get("tool_calls"):
-        message["content"] = ""
+    else:
+        message = dict(value)
+        if message.get("content") is None and message.get("tool_calls"):
+            message["content"] = ""
+    if message.get("content") is None and not thoughts(message):
+        raise ValueError(f"{field}, message {number} has no content")
     return message
 
 
 def _divided(chat: Sequence[Message]) -> tuple[Any, Any]:
-    """(the messages before the assistant's first, the others). A single answer is a text."""
+    """Return the messages before the assistant's first message, and the others. A single answer is a text."""
     first = next((i for i, message in enumerate(chat) if message["role"] == "assistant"), None)
     if first is None:
         raise ValueError("the chat has no message of the assistant: nothing would be learned from it")

@@ -1,4 +1,4 @@
-"""Says what is wrong with a value that should be a prompt: a text, or a list of chat messages.
+"""Checks a value that should be a prompt (a text, or a list of chat messages) and describes its error.
 
 Many chat templates write a message's role without looking at it, so the roles are checked here.
 """
@@ -24,7 +24,7 @@ _EXAMPLE = '{"role": "user", "content": "..."}'
 
 
 def not_a_prompt(value: Any, takes_images: bool) -> str | None:
-    """Why `value` is neither a text nor a list of chat messages; None if it is one of them.
+    """The reason why `value` is neither a text nor a list of chat messages; None if it is one of them.
 
     `takes_images`: the model does, so that the content of a message may be a list of parts.
     """
@@ -42,7 +42,7 @@ def not_a_prompt(value: Any, takes_images: bool) -> str | None:
 
 
 def not_a_message(message: Any, takes_images: bool) -> str | None:
-    """Why `message` is not a chat message, as the end of a sentence about it; None if it is one."""
+    """The reason why `message` is not a chat message, as the end of a sentence; None if it is one."""
     if not isinstance(message, dict):
         return f"is {shown_value(message)}, and a message is like {_EXAMPLE}"
     if not isinstance(message.get("role"), str):
@@ -62,13 +62,13 @@ def not_a_message(message: Any, takes_images: bool) -> str | None:
 
 
 def shown_value(value: Any) -> str:
-    """Type and beginning of a value, for an error."""
+    """The type and the beginning of a value, for an error."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 ROLES = ("system", "user", "assistant", "tool")  # the roles of transformers' chats
-# Other formats (ShareGPT, Gemini, Cohere) call the roles so.
+# The names of the roles in other formats (ShareGPT, Gemini, Cohere).
 _MEANT = {
     "human": "user",
     "gpt": "assistant",
@@ -81,7 +81,7 @@ _MEANT = {
 def check_roles(
     messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """Raise DataError, which names the message, for an unknown role, or a tool that nobody called.
+    """Raise DataError, which names the message, for an unknown role, or a tool that was not called.
 
     `tokenizer`: its chat template writes the messages, and may know further roles; None: no template does.
     """
@@ -133,7 +133,8 @@ def compared_texts(template: str) -> tuple[str, ...]:
     """The texts with which a template compares a message's role, such as "developer" and "ipython".
 
     A comparison counts if one side is a field or a variable called role; so do the keys of a table in which
-    the template looks a role up. Empty for a template that cannot be read: it fails where it is used.
+    the template looks a role up. The result is empty for a template that cannot be read, which fails where it
+    is used.
     """
     try:
         tree = environment().parse(template)

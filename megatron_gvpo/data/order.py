@@ -29,7 +29,7 @@ class PromptOrder:
         self._epoch, self._position, self._order = 0, 0, self._epoch_order(0)
 
     def take(self, k: int, in_progress: Collection[int] = ()) -> list[int]:
-        """The next `k` prompts' indices; they may straddle epochs, whatever is still in progress."""
+        """The next `k` prompts' indices; they may belong to several epochs, whatever is still in progress."""
         taken: list[int] = []
         while len(taken) < k:
             if self._position == self._count:
@@ -119,7 +119,7 @@ class WeightedOrder:
     def take(self, k: int, in_progress: Collection[int] = ()) -> list[int]:
         """Indices of `k` prompts, none of them `in_progress`.
 
-        A prompt repeats, or is in progress already, only where there are not enough others.
+        Prompts that repeat or are in progress are returned only if there are not enough others.
         """
         taken: list[int] = []
         while len(taken) < k:
@@ -135,7 +135,7 @@ class WeightedOrder:
         with np.errstate(divide="ignore"):
             times = generator.exponential(size=len(weight)) / weight
         order = np.lexsort((generator.random(len(weight)), times))
-        return sorted(map(int, order), key=in_progress.__contains__)[:k]  # keeps the order otherwise
+        return sorted(map(int, order), key=in_progress.__contains__)[:k]  # the sort is stable
 
     def seed_for_next(self) -> int:
         return int(np.random.SeedSequence((self._seed, 1, self._draws)).generate_state(1)[0])
@@ -154,7 +154,7 @@ class WeightedOrder:
 
 
 def _check_rates(prompts: Sequence[Prompt], field: str) -> None:
-    """Raises DataError for a stated success rate outside 0 to 1: percentages would turn the order round."""
+    """Raises DataError for a stated success rate outside 0 to 1: percentages would reverse the order."""
     for prompt in prompts:
         if (rate := prompt.record.get(field)) is None:
             continue

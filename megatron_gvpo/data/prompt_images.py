@@ -69,7 +69,7 @@ class PromptImages:
         return any(mark in text for mark in self._marks)
 
     def in_text(self, text: str, count: int) -> str:
-        """A plain prompt with the tokens of an image at its marks `<image>`, or before it all."""
+        """A plain prompt with the tokens of its images at the marks `<image>`, or at its beginning."""
         return self._written.join(_pieces(text, count))
 
     def expanded(self, ids: Sequence[int], images: Sequence[Image], where: str) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -25,6 +25,7 @@ from megatron_gvpo.data.messages import check_roles, not_a_message, not_a_prompt
 from megatron_gvpo.data.prompt_images import MARK, PromptImages, as_parts, images_in, short_names
 from megatron_gvpo.data.sources import Record, converted, field_of, read_records
 from megatron_gvpo.data.tool_calls import with_values
+from megatron_gvpo.data.unknown_characters import UnknownCharacters
 from megatron_gvpo.groups import Chat, Image, Prompt, Scored
 from megatron_gvpo.huggingface.end_tokens import ended
 from megatron_gvpo.huggingface.tokenizer import check_writes_content, opened, rendered
@@ -60,15 +61,14 @@ def load_prompts(
 ) -> Prompts:
     """All prompts of a data set, in the order of its records.
 
-    `sampler`: `algorithm.sampler`; records of a known form get what it trains on without a key for it.
+    `sampler`: `algorithm.sampler`; in records of a known form, its fields are found without a key.
 
     With `data.chat_template` and a tokenizer that has one, a plain string becomes a user message, and
     `data.system_prompt` comes first unless the record has a system message of its own. A prompt has at most
-    `longest` tokens; `data.prompt_too_long` says what becomes of another. Demonstrations end with the first
-    of `end_token_ids` unless they end with one, and together with their prompt they must fit into the model's
-    `positions` tokens.
-    `tools`: JSON schemas for the chat template. `images`: of a model that takes images. A prompt's tokens
-    include those that stand for its images. Raises DataError.
+    `longest` tokens; `data.prompt_too_long` says what happens to longer ones. Demonstrations end with the
+    first of `end_token_ids` unless they end with one, and together with their prompt they must fit into the
+    model's `positions` tokens. `tools`: JSON schemas for the chat template. `images`: of a model that takes
+    images. A prompt's tokens include those that stand for its images. Raises DataError.
     """
     recognise = recogniser(dataset, sampler)
     dataset = as_dataset(dataset, sampler)
@@ -83,7 +83,9 @@ def load_prompts(
             prompts.append(prompt)
     _check_records(dataset, records, pictured)
     if not prompts:
-        raise DataError(f"{dataset.path}: every prompt is longer than {longest} tokens")
+        raise DataError(
+            f"{dataset.path}: every prompt is longer than data.max_prompt_tokens={longest} tokens"
+        )
     prompts.dropped = records - len(prompts)
     if is_first_process():
         if prompts.dropped:
@@ -100,7 +102,7 @@ def load_prompts(
 def _template_warnings(
     render: _Renderer, tokenizer: PreTrainedTokenizerBase, prompt: Prompt
 ) -> Iterator[str]:
-    """Yields what the chat template leaves out or writes that the model cannot read, by one prompt."""
+    """Yield warnings about parts of one prompt that the chat template leaves out or the model cannot read."""
     if render.leaves_tools_out():
         yield (
             "rollout.conversation: the chat template writes nothing of the tools, so that the policy is not "
@@ -180,7 +182,10 @@ class _PromptReader:
         return Prompt(record.id, tuple(ids), text, answer, demonstration, fields, responses, pictures, chat)
 
     def _has_room(self, record: Record, text: str, ids: Sequence[int]) -> bool:
-        """False for a prompt to drop. Raises DataError for one that is empty, or too long and not dropped."""
+        """Return False for a prompt that is to be dropped.
+
+        Raises DataError for one that is empty, or too long and not dropped.
+        """
         if not ids:
             problem = f"the tokenizer knows none of {shown_value(text)}" if text else "it has no tokens"
             raise DataError(f"{record.where}: the prompt is empty: {problem}")
@@ -292,7 +297,7 @@ def _tokens(
             return opened(tokenizer, texts)
         ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return ids
-    except Exception as error:  # tokenizers raises no narrower one
+    except Exception as error:  # the library raises bare Exceptions
         if len(texts) > 1:  # find the text that fails
             pairs = zip(texts, sources, strict=True)
             return [_tokens(tokenizer, [text], [source], special)[0] for text, source in pairs]
@@ -341,7 +346,7 @@ class PromptWriter:
     def text(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]] = ()) -> str:
         """The text of the prompt in the data, and of `messages` after it, up to the policy's next turn.
 
-        Raises DataError for what the chat template refuses.
+        Raises DataError for messages that the chat template refuses.
         """
         record = Record(prompt.id, f"prompt {prompt.id}", prompt.record)
         content = field_of(record, self._key)
@@ -359,7 +364,8 @@ class PromptWriter:
     def extended(self, prompt: Prompt, text: str, *, before: bool = False) -> Prompt | None:
         """The prompt with `text` after the last user message (or the plain prompt), or `before` it.
 
-        None if it then has more than `longest` tokens, or if `text` itself has the mark of an image.
+        Returns None if the prompt then has more than `longest` tokens, or if `text` itself has the mark of an
+        image.
         """
         if self._render.images is not None and self._render.images.is_in(text):
             return None
@@ -411,7 +417,7 @@ class _Renderer:
             raise DataError(f"data.system_prompt needs a chat template, but {self._no_chat}")
 
     def leaves_tools_out(self) -> bool:
-        """True if there are tools, and the chat template writes a chat with them as it does without."""
+        """True if there are tools but the chat template ignores them."""
         if not self.chat or self._tools is None:
             return False
         chat = [{"role": "user", "content": "?"}]
@@ -438,13 +444,24 @@ class _Renderer:
 
     def _rendered(self, record: Record, prompt: Any, pictures: int) -> str:
         if not self.chat:
-            if isinstance(prompt, list) and prompt and all(map(self._is_message, prompt)):
-                raise DataError(f"{record.where}: the prompt is a list of chat messages, but {self._no_chat}")
-            if not isinstance(prompt, str):
-                raise DataError(f"{record.where}: the prompt is not a string but {shown_value(prompt)}")
-            if not prompt.strip() and prompt and not pictures:
-                raise DataError(f"{record.where}: the prompt is empty: it has only white space")
-            return prompt if self.images is None else self.images.in_text(prompt, pictures)
+            return self._plain(record, prompt, pictures)
+        messages = self._messages(record, prompt, pictures)
+        if self._system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self._system}, *messages]
+        return self._by_template(record, messages)
+
+    def _plain(self, record: Record, prompt: Any, pictures: int) -> str:
+        """The text of a prompt that is not rendered by a chat template."""
+        if isinstance(prompt, list) and prompt and all(map(self._is_message, prompt)):
+            raise DataError(f"{record.where}: the prompt is a list of chat messages, but {self._no_chat}")
+        if not isinstance(prompt, str):
+            raise DataError(f"{record.where}: the prompt is not a string but {shown_value(prompt)}")
+        if not prompt.strip() and prompt and not pictures:
+            raise DataError(f"{record.where}: the prompt is empty: it has only white space")
+        return prompt if self.images is None else self.images.in_text(prompt, pictures)
+
+    def _messages(self, record: Record, prompt: Any, pictures: int) -> list[Any]:
+        """The chat messages of a prompt: its own, or one message of the user."""
         if isinstance(prompt, str):
             content = prompt if self.images is None else as_parts(prompt, pictures)
             messages: Any = [{"role": "user", "content": content}]
@@ -467,8 +484,10 @@ class _Renderer:
             check_roles(messages, self._tokenizer)
         except DataError as error:
             raise DataError(f"{record.where}: {error}") from None
-        if self._system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self._system}, *messages]
+        return messages
+
+    def _by_template(self, record: Record, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text that the chat template writes."""
         try:
             try:
                 return self._written([*map(with_values, messages)])
@@ -476,6 +495,7 @@ class _Renderer:
                 return self._written(messages)
         except Exception as error:  # a template is a program, and may fail in any way
             problem = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+            problem = " ".join(problem.split())
             raise DataError(f"{record.where}: the chat template refuses the prompt: {problem}") from None
 
     def _written(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -526,63 +546,3 @@ def _answer(record: Record, key: str) -> str:
             f"{record.where}: field {key!r} is neither a string nor a number but {shown_value(value)}"
         )
     return str(value)
-
-
-SHOWN = 5  # characters that a warning names
-
-
-class UnknownCharacters:
-    """Finds the characters of texts that a tokenizer has no token for.
-
-    The tokenizer leaves them out, or writes its unknown token for them.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._first: dict[str, tuple[str, str]] = {}  # by character: the first record and text
-
-    def see(self, where: str, texts: Iterable[str]) -> None:
-        """Collect the characters of texts; `where`: the record that has them."""
-        for text in texts:
-            for character in set(text) - self._first.keys():
-                self._first[character] = (where, text)
-
-    def warning(self) -> str | None:
-        """A warning that names the first record and the characters.
-
-        None if all are known, or the tokenizer cannot tell.
-        """
-        if not self._tokenizer.is_fast:  # a slow tokenizer does not report where tokens are in the text
-            return None
-        seen = [c for c in self._first if not c.isspace()]
-        try:
-            alone = self._tokenizer(seen, add_special_tokens=False)["input_ids"] if seen else []
-        except Exception:  # tokenizers raises no narrower one, and drops no character it cannot write
-            return None
-        unknown = self._unknown
-        suspects = [c for c, ids in zip(seen, alone, strict=True) if set(ids) <= {unknown}]
-        missing = [c for c in suspects if not self._has_token(c)]
-        if not missing:
-            return None
-        named = ", ".join(f"{c!r} (U+{ord(c):04X})" for c in missing[:SHOWN])
-        more = f" and for {len(missing) - SHOWN} other characters" if len(missing) > SHOWN else ""
-        how = "leaves them out" if unknown is None else f"writes {self._tokenizer.decode([unknown])} for them"
-        return f"{self._first[missing[0]][0]}: the tokenizer has no token for {named}{more}, and {how}"
-
-    @property
-    def _unknown(self) -> int | None:
-        """The id of the token for unknown characters, which may be named in tokenizer.json alone."""
-        backend = self._tokenizer.backend_tokenizer
-        named = self._tokenizer.unk_token or getattr(backend.model, "unk_token", None)
-        token: int | None = backend.token_to_id(named) if named else None
-        return token
-
-    def _has_token(self, character: str) -> bool:
-        """True if the character is a part of a known token in its first text, such as of a known word."""
-        text = self._first[character][1]
-        index = text.index(character)
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return any(
-            first <= index < end and token != self._unknown
-            for token, (first, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-        )

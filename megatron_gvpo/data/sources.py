@@ -1,6 +1,6 @@
 """Records from JSONL and Parquet files, directories of them, hub data sets, and generators of problems.
 
-A file that is not data as this package reads it is refused: the error names its format, and the remedy.
+A file in another format is refused; the error names its format and a remedy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LONGEST_LINE = 2**24  # bytes of a record
 
 
 class Record(NamedTuple):
-    """One record. `id` is short and unique in its data set; `where` says where it is, for error messages."""
+    """One record. `id` is short and unique in its data set; `where` is its location, for error messages."""
 
     id: str
     where: str
@@ -36,8 +36,8 @@ def read_records(
 ) -> Iterator[Record]:
     """The records of a file, of a directory's files in the order of their names, or of a hub data set.
 
-    `split` is for hub data sets and generators, `subset` for hub data sets. A file has neither: it would be
-    read completely. `limit`: read only the first records, this many. Raises DataError, also if a package
+    `split` is for hub data sets and generators, `subset` for hub data sets. Other sources have neither a
+    split nor a subset. `limit`: read only the first records, this many. Raises DataError, also if a package
     is missing.
     """
     generated, of_hub = path.startswith(PREFIX), not (path.startswith(PREFIX) or is_local(path))
@@ -57,7 +57,8 @@ def read_records(
 def converted(record: Record, function: str) -> Record | None:
     """The record as the user's function returns it; None if it leaves the record out. Raises DataError."""
     try:
-        with kept_directory(), refusing_exit():  # relative paths are read after it
+        # A function may change the directory, and relative paths are read later.
+        with kept_directory(), refusing_exit():
             fields = load_function(function)(dict(record.fields))
     except KeyboardInterrupt:
         raise
@@ -72,7 +73,7 @@ def converted(record: Record, function: str) -> Record | None:
 
 
 def _as_python(value: Any) -> Any:
-    """A number of numpy, as pandas gives it, as Python's; any other value as it is."""
+    """The value; a number of numpy, as pandas has it, becomes one of Python."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
@@ -102,7 +103,7 @@ def _read_records(path: str, split: str, subset: str | None, limit: int | None) 
     elif local.is_dir():
         files = sorted(
             file
-            for file in local.iterdir()  # names that begin with a dot are an editor's or a system's own
+            for file in local.iterdir()  # files of editors and systems have names that begin with a dot
             if file.suffix in _READERS and not file.is_dir() and not file.name.startswith(".")
         )
         if not files:
@@ -112,7 +113,7 @@ def _read_records(path: str, split: str, subset: str | None, limit: int | None) 
                 raise DataError(f"{file}: not a file")
             yield from _READERS[file.suffix](file)
     elif not local.is_file():
-        is_there = os.path.lexists(local)  # such as a FIFO, or a link that leads nowhere
+        is_there = os.path.lexists(local)  # true also for a FIFO, or a broken link
         problem = "not a file or directory" if is_there else remote_path(path) or "no such file or directory"
         raise DataError(f"{path}: {problem}")
     elif local.suffix not in _READERS:
@@ -158,7 +159,8 @@ def _read_jsonl(file: Path) -> Iterator[Record]:
                 raise DataError(f"{where}: not valid JSON: nested too deeply") from None
             except ValueError as error:  # a key twice, NaN, or a number of too many digits
                 problem = str(error)
-                if problem.startswith("Exceeds the limit"):  # Python's advice is for those who write Python
+                # The rest of Python's message is advice for programmers.
+                if problem.startswith("Exceeds the limit"):
                     problem = "a number of more than 4,300 digits: write it as a text, in quotes"
                 raise DataError(f"{where}: {problem}") from None
             if not isinstance(fields, dict):
@@ -182,7 +184,7 @@ def _has_half_a_pair(fields: dict[str, Any]) -> bool:
 
 
 def _read_parquet(file: Path) -> Iterator[Record]:
-    import pyarrow.parquet  # takes a while, and most data are JSONL
+    import pyarrow.parquet  # imported here, because it takes long and most data are JSONL
 
     if (what := remedy(file, ".parquet")) is not None:
         raise DataError(f"{file}: not a Parquet file: {what}")
@@ -192,7 +194,7 @@ def _read_parquet(file: Path) -> Iterator[Record]:
             names = table.schema_arrow.names
             if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
                 raise DataError(f"{file}: column {twice[0]!r} is there twice: rename or remove one of them")
-            for batch in table.iter_batches(batch_size=256):  # the first row alone may be wanted
+            for batch in table.iter_batches(batch_size=256):  # a caller may need only the first row
                 for fields in batch.to_pylist():
                     row += 1
                     yield Record(f"{file.name}:{row}", f"{file}, row {row}", _as_json(fields))
@@ -203,7 +205,7 @@ def _read_parquet(file: Path) -> Iterator[Record]:
         OSError,
         ValueError,
         OverflowError,
-    ) as error:  # damaged files raise these
+    ) as error:  # damaged files raise these errors
         message = " ".join(str(error).split())[:300]
         raise DataError(f"{file}: not a readable Parquet file after row {row}: {message}") from None
 
@@ -237,11 +239,12 @@ def _read_hub(name: str, split: str, subset: str | None, limit: int | None) -> I
             f"{name!r} is not a local file, and reading it as a hub data set needs the package `datasets`: "
             "pip install datasets"
         ) from None
-    retries = logging.getLogger("huggingface_hub.utils._http")  # two lines for each try without a network
+    # logs two lines for each try without a network
+    retries = logging.getLogger("huggingface_hub.utils._http")
     level = retries.level
     retries.setLevel(logging.ERROR)
     try:
-        # A stream reads no more files than it needs.
+        # With streaming, the library downloads only the needed files.
         rows = undecoded(load_dataset(name, subset, split=split, streaming=limit is not None))
         for row, fields in enumerate(rows, start=1):
             yield Record(f"{name}/{split}:{row}", f"{name} ({split}), row {row}", _as_json(fields))
@@ -272,7 +275,7 @@ _READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
 
 _GUNZIP = "decompress it first, as with {} (a .parquet file is compressed already)"
-# The first bytes of files in other formats, and what to do.
+# The first bytes of files in other formats, and remedies.
 _BEGINNINGS = {
     b"\x1f\x8b": f"it is compressed with gzip: {_GUNZIP.format('gunzip')}",
     b"\x28\xb5\x2f\xfd": f"it is compressed with zstd: {_GUNZIP.format('unzstd')}",
@@ -301,7 +304,7 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def remedy(file: Path, suffix: str) -> str | None:
-    """The format of a file in place of `suffix`, and what to do; None if it begins like no other format.
+    """Return the real format of a file that is named like `suffix`, and a remedy; None if it is unknown.
 
     Raises OSError for a file that cannot be read.
     """
@@ -319,7 +322,7 @@ def remedy(file: Path, suffix: str) -> str | None:
 
 
 def remote_path(path: str) -> str | None:
-    """Why a path that is not on this machine names no file, for addresses and patterns; None for others."""
+    """Return why a path that is not on this machine cannot be a file: an address, a pattern; else None."""
     if is_address(path):
         return "addresses are not read: download it, and name the file"
     if _PATTERN.search(path):

@@ -38,7 +38,7 @@ class Task:
     end_token_ids: tuple[int, ...]  # every token that ends a response; the first one is appended to solutions
     prompts: list[Prompt]
     eval_prompts: list[Prompt]  # empty if the configuration names none
-    longest_prompt: int = 0  # in tokens
+    longest_prompt: int = 0  # tokens of the longest prompt
     chat: bool = False  # the prompts are rendered by the chat template
     tools: tuple[dict[str, Any], ...] = ()  # the schemas of the tools that the policy may call
     images: PromptImages | None = None  # None for a model that takes no images
@@ -46,21 +46,17 @@ class Task:
 
 
 def load_task(config: Config, card: ModelCard, tools: tuple[dict[str, Any], ...] = ()) -> Task:
-    """Read the data; no model is loaded, so bad data costs seconds. Raises ConfigError, DataError.
+    """Read the data without loading a model, so that errors appear within seconds.
+
+    Raises ConfigError, DataError.
 
     `card`: that of `model.path`. `tools`: the schemas of the tools that the policy may call, which chat
     templates write into prompts.
     """
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     set_template_variables(tokenizer, config.data.chat_template_kwargs)
-    end = end_token_id(tokenizer)
     vocabulary = card.get("vocab_size", math.inf)
-    if end >= vocabulary:
-        raise DataError(
-            f"model.path={config.model.path}: the tokenizer's end token {tokenizer.eos_token!r} has id "
-            f"{end}, and the model knows only {vocabulary} tokens; name its own as eos_token in "
-            "tokenizer_config.json"
-        )
+    _check_end_token(tokenizer, vocabulary, config.model.path)
     chat = config.data.chat_template and bool(tokenizer.chat_template)
     tools = tuple(plain(tools, special_tokens(tokenizer)))
     for key, sampling in (("rollout", config.rollout), ("eval.sampling", config.eval.sampling)):
@@ -79,7 +75,7 @@ def load_task(config: Config, card: ModelCard, tools: tuple[dict[str, Any], ...]
     eval_prompts = Prompts()
     if held_out is not None:
         eval_prompts = load_prompts(held_out, data, tokenizer, **common)
-    if talks is not None:  # raises DataError for a template that cannot go on
+    if talks is not None:  # raises DataError for a template that cannot continue a conversation
         Template(tokenizer, ends, chat, tools, talks.history == "template")
     dropped = prompts.dropped + eval_prompts.dropped
     task = Task(tokenizer, ends, prompts, eval_prompts, longest, chat, tools, images, dropped)
@@ -92,6 +88,17 @@ def load_task(config: Config, card: ModelCard, tools: tuple[dict[str, Any], ...]
     _check_answers(config.rewards, judged)
     _check_differences(config.algorithm, data.train, prompts)
     return task
+
+
+def _check_end_token(tokenizer: PreTrainedTokenizerBase, vocabulary: float, path: str) -> None:
+    """Raises DataError for an end token that the model does not know, or a tokenizer without one."""
+    end = end_token_id(tokenizer)
+    if end >= vocabulary:
+        raise DataError(
+            f"model.path={path}: the tokenizer's end token {tokenizer.eos_token!r} has id "
+            f"{end}, and the model knows only {vocabulary} tokens; name its own as eos_token in "
+            "tokenizer_config.json"
+        )
 
 
 def _check_parser(name: str) -> None:
@@ -197,12 +204,29 @@ def _check_differences(algorithm: AlgorithmConfig, dataset: DatasetConfig, promp
             f"{contradictory[0]}: the same response has two rewards, as in every record: nothing would be "
             "learned"
         )
+    if compares:
+        _warn_of_empty(prompts)
     if contradictory and is_first_process():
         log.warning(
             "%s: the same response has two rewards (%d of %d records): leave such records out "
             "(data.train.convert)",
             contradictory[0],
             len(contradictory),
+            len(prompts),
+        )
+
+
+def _warn_of_empty(prompts: list[Prompt]) -> None:
+    """Warn if an empty text is the best response to a prompt: the policy would learn to answer nothing."""
+    compared = [p for p in prompts if len({response.reward for response in p.responses}) > 1]
+    best = {p.id: max(p.responses, key=lambda response: response.reward).text for p in compared}
+    empty = [name for name, text in best.items() if not text.strip()]
+    if empty and is_first_process():
+        log.warning(
+            "%s: the best response is empty (%d of %d records): the policy learns to say nothing there; if "
+            "that is not meant, leave such records out (data.train.convert)",
+            empty[0],
+            len(empty),
             len(prompts),
         )
 

@@ -32,7 +32,7 @@ REASONS = {
     "text": "have a text that the teacher's tokenizer does not give back",
     "long": "have more tokens than the teacher's context",
 }
-_CONTEXT = 8  # tokens before a response that tell how its first token is written
+_CONTEXT = 8  # tokens before a response, on which the text of its first token depends
 # The start of a thinking part, or an empty one, with which a template may open the model's turn.
 _OPENER = re.compile(r"(?:<think>\s*(?:</think>\s*)?)?\Z")
 
@@ -40,8 +40,8 @@ _OPENER = re.compile(r"(?:<think>\s*(?:</think>\s*)?)?\Z")
 class TeacherTokens(NamedTuple):
     """A prompt and a response in the teacher's tokens; the teacher's log-probs of `response` count.
 
-    `joint` of the latter are not the response's alone: they hold the prompt's last characters, too, because
-    the teacher's tokenizer joins these with the response's first.
+    The first `joint` tokens of `response` also hold the prompt's last characters, because the teacher's
+    tokenizer joins these with the response's first characters.
     """
 
     prompt: tuple[int, ...]
@@ -51,7 +51,7 @@ class TeacherTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Writing:
-    """How one model writes: its prompts, its tokens, and the tokens that end its responses."""
+    """The template, the tokenizer and the end tokens of one model."""
 
     writer: PromptWriter
     tokenizer: PreTrainedTokenizerBase
@@ -82,12 +82,12 @@ class Writing:
 
 @dataclass
 class _Draft:
-    """A response, or a turn of a conversation, on its way into the teacher's tokens."""
+    """A response, or a turn of a conversation, while it is converted to the teacher's tokens."""
 
     prompt: Prompt
     messages: Sequence[Mapping[str, Any]]  # the conversation between the prompt and this turn
     own: list[int]  # the policy's tokens without its end token
-    ended: bool  # it ended by itself
+    ended: bool  # true if the response was not cut off
     text: str = ""
     reason: str | None = None  # one of REASONS, once it is known that the teacher cannot score it
 
@@ -135,7 +135,7 @@ class TeacherText:
         return [_together(list(islice(remaining, len(own)))) for own in turns]
 
     def _turns(self, prompt: Prompt, rollout: Rollout) -> list[_Draft]:
-        """The response, or the turns of a conversation."""
+        """Return a draft of the response, or one of each turn of a conversation."""
         spans = segments(prompt.token_ids, rollout.token_ids, rollout.turns)
         pairs = [
             (sequence.ids[:begin], sequence.ids[begin : begin + count])
@@ -148,7 +148,7 @@ class TeacherText:
         return drafts
 
     def _know_messages(self, drafts: Sequence[_Draft], rollout: Rollout) -> bool:
-        """Give turns the messages before them. False where messages and turns are not the same."""
+        """Give turns the messages before them. Return False if messages and turns differ."""
         numbers = [i for i, message in enumerate(rollout.messages) if message["role"] == "assistant"]
         has_one_agent = all(not turn.agent for turn in rollout.turns)
         if not has_one_agent or not len(numbers) == len(drafts) == len(rollout.turns):
@@ -177,10 +177,10 @@ class TeacherText:
         return draft
 
     def _check_round_trip(self, drafts: Sequence[_Draft]) -> None:
-        """Give drafts a reason whose tokens are not those of their text.
+        """Mark drafts whose tokens differ from the tokens of their text.
 
-        Every spelling of a text would have the teacher's probability of the text, so that together they would
-        have more than 1: only one spelling of each may be trained.
+        Every tokenisation of a text would get the teacher's probability of the text, so that the sum would
+        exceed 1: only one tokenisation of each text may be trained.
         """
         other = self._spelled_otherwise(drafts)
         for draft in other:  # a tokenizer may write a space after a special token where the text has none
@@ -208,7 +208,7 @@ class TeacherText:
     def _alone(self, text: str) -> list[int] | None:
         try:
             return self._policy.writer.encode(text)
-        except Exception:  # tokenizers raises no narrower one
+        except Exception:  # the library raises bare Exceptions
             return None
 
     def _openings(self, drafts: Sequence[_Draft]) -> list[tuple[str, list[int]] | None]:
@@ -228,7 +228,7 @@ class TeacherText:
         """The teacher's text before a turn; None if the data has another prompt, or its template refuses.
 
         Where a template opens the turn with the start of a thinking part, the response's text begins inside
-        it. So the teacher's turn begins as the policy's does, whatever its own template opens.
+        it. So the teacher's turn begins as the policy's does, whatever the teacher's template opens.
         """
         try:
             own, text = self._policy.writer.text(prompt), self._teacher.writer.text(prompt, messages)
@@ -265,7 +265,7 @@ class TeacherText:
         return TeacherTokens(tuple(ids[:common]), tuple(scored), joint)
 
     def _gives_back(self, text: str, prompt: str, ids: list[int], common: int, is_joined: bool) -> bool:
-        """True if the teacher's tokens after the first `common` are those of this text alone."""
+        """True if the teacher's tokens after the first `common` stand for `text`, and for nothing else."""
         decoded = self._teacher.text(ids[:common], ids[common:])
         if decoded is None or is_joined:
             return decoded is not None and decoded.endswith(text)
@@ -282,7 +282,7 @@ def _together(pieces: Sequence[TeacherTokens | str]) -> tuple[TeacherTokens, ...
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
+    """The number of tokens in the common beginning of two sequences."""
     pairs = zip(one, other, strict=False)
     shorter = min(len(one), len(other))
     return next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)

@@ -4,9 +4,9 @@ r"""Formats in which a policy writes tool calls in a turn, by name.
     json    the whole turn, or one ```json block in it: {"name": ..., "arguments": {...}}, or a list of these
     xml     <function=add><parameter=a>1</parameter></function>, values as JSON or else as text
 
-or by a user's function, which takes the text and returns the calls as (name, arguments), [] for none.
-Parsers read the decoded text of a turn; tokens are never made from it. The three formats are read behind
-the turn's thoughts, as inference servers do: a call that was only thought of is not made.
+or in the format of a user's function, which takes the text and returns a list of calls: (name, arguments).
+Parsers read the decoded text of a turn; tokens are never made from it. Calls are read only after the turn's
+thinking part, as in inference servers: a call inside it is not made.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of messages
 
 
 class ToolCall(NamedTuple):
-    """A call of a tool; `problem` says why it cannot be understood, `id` is what the policy calls it."""
+    """A call of a tool; `problem`: why it cannot be understood; `id`: its id in the policy's text."""
 
     name: str
     arguments: dict[str, Any]
@@ -43,7 +43,7 @@ class ToolCall(NamedTuple):
 
 
 def thoughts(message: Mapping[str, Any]) -> str:
-    """The thoughts that a message has beside its content, as data and inference servers give them, or ""."""
+    """The thinking that a message of data or of an inference server has beside its content, or ""."""
     texts = (message.get(name) for name in _THOUGHTS)
     return next((text for text in texts if isinstance(text, str) and text.strip()), "")
 
@@ -51,8 +51,9 @@ def thoughts(message: Mapping[str, Any]) -> str:
 def with_values(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message whose calls have their arguments as values, where they are an object as JSON text.
 
-    OpenAI's interface and most data sets have text. A chat template writes it as a quoted text within the
-    call's JSON, which no parser takes for arguments; inference servers make values of it, too.
+    In OpenAI's interface and most data sets the arguments are such text. A chat template writes this text in
+    quotes within the call's JSON, which no parser reads as arguments. Inference servers convert it to values,
+    too.
     """
     calls = message.get("tool_calls")
     if not isinstance(calls, list | tuple):
@@ -71,7 +72,7 @@ def _with_values(call: Any) -> Any:
 
 
 def behind_thoughts(text: str) -> str:
-    """The text after the turn's thoughts, which end with </think>; all of it where there are none."""
+    """The text after the turn's thinking, which ends with </think>; the whole text without any."""
     thoughts, end, answer = text.partition("</think>")
     return answer if end else thoughts
 
@@ -118,7 +119,7 @@ PARSERS: dict[str, Parser] = {"hermes": hermes, "json": json_calls, "xml": xml}
 
 
 def parser_of(spec: str) -> Parser:
-    """The parser of this name, or the user's function. Raises ValueError that says what is missing."""
+    """The parser of this name, or the user's function. Raises ValueError, which names the missing part."""
     if spec in PARSERS:
         return PARSERS[spec]
     load_function(spec)
@@ -126,7 +127,9 @@ def parser_of(spec: str) -> Parser:
 
 
 def _own(spec: str, text: str) -> list[ToolCall]:
-    """The calls that the user's parser finds. Its errors are reported as errors in the policy's text.
+    """The calls that the user's parser finds.
+
+    Errors that the parser raises count as errors in the policy's text.
 
     Raises UserFunctionError for anything but a list of calls.
     """
@@ -173,7 +176,8 @@ def _call_of(value: Any) -> ToolCall:
 def _between(begin: re.Pattern[str], end: str, text: str) -> Iterator[tuple[re.Match[str], str]]:
     """Yield each match of `begin` with the text from there to the next `end`.
 
-    A policy may write thousands of beginnings; one expression for both would look from each to the end.
+    The function searches both expressions separately, because a policy may write thousands of beginnings, and
+    one joint expression would search from each of them to the end.
     """
     index = 0
     while (opening := begin.search(text, index)) and (close := text.find(end, opening.end())) >= 0:

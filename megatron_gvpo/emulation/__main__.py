@@ -1,7 +1,8 @@
 """`python -m megatron_gvpo.emulation PROGRAM [ARGUMENT ...]`: runs a Python program on emulated GPUs.
 
 PROGRAM is a file, or `-m` and a module. Example: `python -m megatron_gvpo.emulation -m megatron_gvpo train
-CONFIG.yaml`, also with --nproc: each rank has an emulated GPU. Other processes that are started have none.
+CONFIG.yaml`. With --nproc, each rank has an emulated GPU of its own. Other processes that the program starts,
+such as rollout servers, have no emulated GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _GPUS = 8
 
 
 def main(arguments: list[str]) -> int:
-    """Start again with the null CUDA, or run the program where that is loaded; returns the exit code."""
+    """Run the program and return its exit code. A process without the null CUDA first restarts with it."""
     program = arguments[1:] if arguments[:1] == ["-m"] else arguments
     if not program:
         print("usage: python -m megatron_gvpo.emulation PROGRAM.py|-m MODULE [ARGUMENT ...]", file=sys.stderr)
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> int:
             return 2
         command = [sys.executable, "-m", "megatron_gvpo.emulation", *arguments]
         os.execve(sys.executable, command, os.environ | variables)
-    os.environ.pop("LD_PRELOAD", None)  # this process has it; what it starts does not need it
+    os.environ.pop("LD_PRELOAD", None)  # the library is loaded in this process; its children do not need it
     launch.program[:] = ["-m", "megatron_gvpo.emulation", *launch.program]
     emulated_gpu.install()
     sys.argv = program

@@ -1,7 +1,7 @@
-"""Collectives of `cuda` tensors: gloo, on every group in place of NCCL, over the tensors' own memory.
+"""Runs the collectives of `cuda` tensors with gloo in place of NCCL, over the tensors' own memory.
 
-A collective begins when it is called and ends when somebody waits for it, as with NCCL; how ranks meet,
-in which order, and with which sizes is real. gloo's sums round differently from NCCL's.
+A collective begins when it is called and ends when the caller waits for it, as with NCCL. The ranks exchange
+real messages, in the same order and of the same sizes as NCCL's. gloo's sums round differently from NCCL's.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_gvpo.rehearsal.nullcuda.aliases import alias
 
-# Work that may not be done yet, with the tensors whose memory it reads or writes.
+# Collectives that may still run, each with the tensors whose memory it reads or writes.
 _pending: list[tuple[Any, list[torch.Tensor]]] = []
 _backends: dict[int, str] = {}  # requested backend, by id of the group
 _NCCL = "nccl"
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one operation of torch.distributed on the CPU tensors over the arguments' memory."""
+    """Run one operation of torch.distributed on CPU tensors that share the memory of the arguments."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     if any(not t.is_cuda for t in tensors):
-        raise RuntimeError(f"{func}: tensors on {', '.join(sorted({str(t.device) for t in tensors}))}")
+        devices = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
+        raise RuntimeError(f"{func}: NCCL takes tensors of a GPU only, and these are on {devices}")
     if any(not t.is_contiguous() for t in tensors):
         raise RuntimeError(f"{func}: NCCL takes contiguous tensors only")
     moves, is_mixed = "reduce" not in func._schema.name, len({t.dtype for t in tensors}) > 1
@@ -48,19 +49,20 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _as_bytes(tensor: torch.Tensor, is_mixed: bool) -> torch.Tensor:
-    """The alias of a tensor whose values are only moved, as bytes where gloo would not keep its dtype.
+    """Return the CPU alias of a tensor that is only moved, as bytes where gloo would change its dtype.
 
-    gloo does not know the dtypes of FP8, and joins the tensors of a coalesced collective in one dtype.
+    gloo does not know the FP8 dtypes, and it copies the tensors of a coalesced collective into one tensor of
+    one dtype.
     """
     memory = alias(tensor)
     return memory.view(torch.uint8) if is_mixed or memory.dtype.itemsize == 1 else memory
 
 
 class Transfer:
-    """A message between two ranks, which may be waited for more than once, as NCCL's may.
+    """A message between two ranks. Callers may wait for it more than once, as for a message of NCCL.
 
-    A second wait for gloo's own work would wait for another message, and so for ever: Transformer Engine's
-    ring waits twice in its backward.
+    Transformer Engine's ring attention waits twice in its backward. A second wait for gloo's own work object
+    would wait for another message, which never comes.
     """
 
     def __init__(self, work: dist.Work) -> None:
@@ -78,9 +80,10 @@ class Transfer:
 
 
 class ProcessGroup:
-    """Stands for torch's ProcessGroupNCCL where code makes a group by itself, as a push of weights does.
+    """Replaces torch's ProcessGroupNCCL for code that makes a process group itself, as a weight push does.
 
-    As with NCCL, operations between `_start_coalescing` and `_end_coalescing` are one, and there are no tags.
+    As with NCCL, the operations between `_start_coalescing` and `_end_coalescing` form one operation, and
+    messages have no tags.
     """
 
     class Options:
@@ -91,7 +94,7 @@ class ProcessGroup:
     supports_coalescing = True
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
-        # In torch's stubs a backend is not a process group.
+        # The type is Any because torch's type stubs do not list these methods for a backend.
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, options._timeout)
         self._begun: list[Any] | None = None  # the operations since _start_coalescing
 
@@ -128,7 +131,7 @@ class ProcessGroup:
 
 
 class Together:
-    """Several operations as one. A thread waits for them: gloo tells nobody else when a message is done."""
+    """Several operations that count as one. A thread waits for them, since gloo does not report their end."""
 
     def __init__(self, works: list[Any]) -> None:
         self._works, self._outcome = works, Future[None]()
@@ -151,7 +154,7 @@ class Together:
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The CPU tensor of bytes over a tensor's memory. Raises RuntimeError for one that NCCL would refuse."""
+    """Return a tensor's memory as bytes on the CPU. Raises RuntimeError for a tensor that NCCL refuses."""
     if not (tensor.is_cuda and tensor.is_contiguous()):
         raise RuntimeError(f"NCCL takes contiguous tensors of a GPU only: one is on {tensor.device}")
     return _as_bytes(tensor, is_mixed=True)
@@ -167,11 +170,25 @@ def _waited_for_often(function: Any) -> Any:
 
 
 def install() -> None:
-    """Use gloo wherever NCCL is asked for, and still name NCCL. Before megatron-core is imported."""
-    init, new_group, get_backend = dist.init_process_group, dist.new_group, dist.get_backend
-    coalesced = dist.distributed_c10d._coalescing_manager
-    new_helper = dist.distributed_c10d._new_process_group_helper
+    """Make torch.distributed use gloo wherever a program requests NCCL; `get_backend` still answers "nccl".
 
+    Call it before megatron-core is imported.
+    """
+    for name, function in [
+        ("_new_process_group_helper", _helper_by_gloo(dist.distributed_c10d._new_process_group_helper)),
+        ("init_process_group", _init_by_gloo(dist.init_process_group)),
+        ("_coalescing_manager", _coalesced_by_gloo(dist.distributed_c10d._coalescing_manager)),
+        ("new_group", _new_group_by_gloo(dist.new_group)),
+        ("get_backend", _requested_backend(dist.get_backend)),
+        ("isend", _waited_for_often(dist.isend)),
+        ("irecv", _waited_for_often(dist.irecv)),
+        ("ProcessGroupNCCL", ProcessGroup),
+    ]:
+        for module in (dist, dist.distributed_c10d):
+            setattr(module, name, function)
+
+
+def _init_by_gloo(init: Any) -> Any:
     @functools.wraps(init)
     def init_gloo(backend: str | None = None, *args: Any, **options: Any) -> None:
         options.pop("pg_options", None)
@@ -179,6 +196,10 @@ def install() -> None:
         init("gloo", *args, **options)
         _backends[id(dist.group.WORLD)] = _NCCL if backend is None or _NCCL in backend else backend
 
+    return init_gloo
+
+
+def _new_group_by_gloo(new_group: Any) -> Any:
     @functools.wraps(new_group)
     def new_gloo(
         ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **options: Any
@@ -188,15 +209,27 @@ def install() -> None:
         _backends[id(group)] = backend or _backends[id(dist.group.WORLD)]
         return group
 
+    return new_gloo
+
+
+def _requested_backend(get_backend: Any) -> Any:
     @functools.wraps(get_backend)
-    def named(group: Any = None) -> str:
+    def requested(group: Any = None) -> str:
         group = dist.group.WORLD if group is None else group
         return _backends[id(group)] if id(group) in _backends else str(get_backend(group))
 
+    return requested
+
+
+def _coalesced_by_gloo(coalesced: Any) -> Any:
     @functools.wraps(coalesced)
-    def coalesced_by_gloo(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
+    def without_device(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
         return coalesced(group, None, async_ops)  # gloo joins the tensors itself, and takes no device
 
+    return without_device
+
+
+def _helper_by_gloo(new_helper: Any) -> Any:
     @functools.wraps(new_helper)
     def helper_by_gloo(
         size: int, rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **options: Any
@@ -204,21 +237,10 @@ def install() -> None:
         if backend != _NCCL:
             return new_helper(size, rank, ranks, backend, store, *args, **options)
         options |= {"backend_options": None}
-        # The keys of the group's store have NCCL's device in their names, as the group's other ranks expect.
+        # "cuda" becomes a part of the keys in the group's store, and the other ranks look for these keys.
         group, own_store = new_helper(size, rank, ranks, "cuda:gloo", store, *args, **options)
         gloo = group._get_backend(torch.device("cuda"))
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         return group, own_store
 
-    for name, function in [
-        ("_new_process_group_helper", helper_by_gloo),
-        ("init_process_group", init_gloo),
-        ("_coalescing_manager", coalesced_by_gloo),
-        ("new_group", new_gloo),
-        ("get_backend", named),
-        ("isend", _waited_for_often(dist.isend)),
-        ("irecv", _waited_for_often(dist.irecv)),
-        ("ProcessGroupNCCL", ProcessGroup),
-    ]:
-        for module in (dist, dist.distributed_c10d):
-            setattr(module, name, function)
+    return helper_by_gloo

@@ -1,4 +1,4 @@
-"""Operations that the CPU's kernels lack or compute differently, in operations that they have."""
+"""Operations for which the CPU has no kernel, or another kernel than CUDA, composed of other operations."""
 
 from __future__ import annotations
 

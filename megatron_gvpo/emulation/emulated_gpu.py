@@ -1,6 +1,6 @@
-"""Makes a process one that computes on emulated GPUs: `environment` before it starts, `install` in it.
+"""Prepares a process for emulated GPUs: it starts with the variables of `environment` and calls `install`.
 
-Nothing here loads torch before `install`: the command starts itself again with the environment.
+This module loads torch only in `install`, because the command first starts itself again with these variables.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ _EVERY_SIZE = 2**62
 
 
 def environment(device: Device, count: int, usable: int) -> dict[str, str]:
-    """Variables of a process with `count` emulated devices, each with `usable` bytes for tensors.
+    """Return the environment variables of a process with `count` emulated GPUs of `usable` bytes each.
 
-    They are those of a rehearsed rank, with copies of every size.
+    They are the variables of a rehearsed rank, except that the null CUDA really copies bytes, however many.
 
-    Raises ConfigError if something is missing on this machine.
+    Raises ConfigError if this machine lacks something that they need.
     """
     return environment_of_ranks(device, count, usable) | {
         "NULLCUDA_COPY": str(_EVERY_SIZE),
@@ -29,9 +29,9 @@ def environment(device: Device, count: int, usable: int) -> dict[str, str]:
 
 
 def install() -> None:
-    """Compute operations, Transformer Engine's kernels and collectives of `cuda` tensors on the host.
+    """Compute the operations, Transformer Engine's kernels and the collectives of `cuda` tensors on the host.
 
-    To be called before megatron-core is imported. Raises ConfigError in a process without the null CUDA.
+    Call it before megatron-core is imported. Raises ConfigError in a process without the null CUDA.
     """
     if not counters.is_loaded():
         raise ConfigError(
@@ -46,6 +46,6 @@ def install() -> None:
     mode.install()
     install_transformer_engine()
     triton_kernels.install()
-    # A fork shares no device: its memory is its own. PyTorch does not ask further where CUDA is initialised.
+    # PyTorch forbids CUDA in a forked process. Here a fork is harmless, because its memory is its own.
     torch.cuda.init()
     torch.cuda._is_in_bad_fork = lambda: False

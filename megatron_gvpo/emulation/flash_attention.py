@@ -1,9 +1,10 @@
-"""PyTorch's FlashAttention operators for packs, which only GPUs have, computed plainly on CPU tensors.
+"""PyTorch's FlashAttention operators for packed sequences, which only GPUs have, computed on CPU tensors.
 
-They refuse what the kernels refuse, and also what the kernels take and then compute wrong: statistics that
-are not contiguous, ends that do not fit the tensors, a wrong longest length, empty spans. These rules are
-those of `mha_varlen_fwd` and `mha_varlen_bwd` in FlashAttention's C++ interface (2.8.3), which PyTorch has a
-copy of; what breaks one raises ValueError. The dtypes are free here, so that tests can compare in fp64.
+The functions raise ValueError for arguments that the kernels refuse, and also for arguments that the kernels
+accept and then compute wrong results from: statistics that are not contiguous, sequence ends that do not fit
+the tensors, a wrong longest length, an empty sequence. The rules come from `mha_varlen_fwd` and
+`mha_varlen_bwd` in FlashAttention's C++ interface (2.8.3), of which PyTorch contains a copy. Every floating
+dtype is accepted, so that tests can compare in fp64.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def _plain(dropout: float, debug: bool, others: dict[str, Any]) -> None:
 def spans(
     query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor, max_q: int, max_k: int
 ) -> list[tuple[slice, slice]]:
-    """The (queries, keys) of every sequence."""
+    """The slices (queries, keys) of every sequence in the packed tensors."""
     _require(
         query.dtype == key.dtype == value.dtype and key.shape == value.shape,
         "queries, keys and values of one dtype, and keys and values of one shape",
@@ -127,7 +128,7 @@ def spans(
 
 
 def scores_of(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> Tensor:
-    """[n, queries, keys]; a causal mask ends in the lower right corner."""
+    """The scores [n, queries, keys]. A causal mask is aligned with the last query and the last key."""
     scores = torch.einsum("qnd,knd->nqk", wide(q, q), wide(k, q))
     scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
     if causal:
@@ -137,6 +138,6 @@ def scores_of(q: Tensor, k: Tensor, causal: bool, scale: float | None) -> Tensor
 
 
 def wide(x_tnd: Tensor, query: Tensor) -> Tensor:
-    """A tensor with as many heads as the query, in the precision of the scores."""
+    """Repeat a tensor's heads until it has as many as the query, in the dtype of the scores."""
     precise = torch.promote_types(query.dtype, torch.float32)
     return x_tnd.repeat_interleave(query.shape[1] // x_tnd.shape[1], dim=1).to(precise)

@@ -1,15 +1,16 @@
 """Computes every ATen operation on `cuda` tensors with the CPU's kernel, over the same memory.
 
 An operation first runs as on a GPU: PyTorch's CUDA code checks devices, dtypes and shapes and allocates
-results from its own allocator, while the null CUDA leaves the kernels out. Then the CPU's kernel computes
-into that memory. An operation whose CUDA code reads what a kernel wrote (the count of `nonzero`), or that
-asks cuDNN or cuSOLVER, is computed first, and its results are put on the device.
+results from its own allocator, while the null CUDA skips the kernels. Then the CPU's kernel computes the
+values into that memory. For an operation whose CUDA code reads the results of a kernel (the count of
+`nonzero`), or that calls cuDNN or cuSOLVER, the CPU computes first, and the results are then copied to the
+device.
 
-Random numbers depend on the seed and offset of the CUDA generator, which CUDA's own code advances: they
-are repeated wherever a GPU would repeat its own. They are not a GPU's numbers.
+Random numbers depend on the seed and offset of the CUDA generator, which CUDA's own code advances. So they
+repeat wherever a GPU would repeat its numbers, but they differ from the GPU's.
 
-Memory that `empty` and its like return is filled with NaN, or with numbers far out of range: a result that
-depends on it is seen.
+Memory from `empty` and similar functions is filled with NaN, or with an integer's largest value, so that a
+result which wrongly depends on it is noticed.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ aten = torch.ops.aten
 
 
 class EmulationError(RuntimeError):
-    """An operation that the emulated GPU cannot compute; the text names it."""
+    """Raised for an operation that the emulated GPU cannot compute; the message names the operation."""
 
 
-# Nothing to compute: memory, descriptions of it, and copies of bytes that CUDA makes itself.
+# Operations without a kernel: they allocate memory or describe it, or CUDA itself copies the bytes.
 _MEMORY = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted"}
 _AS_ON_CUDA = {
     *("set_", "resize_", "resize_as_", "record_stream", "is_pinned", "_pin_memory", "lift", "lift_fresh"),
@@ -59,7 +60,7 @@ _AS_ON_CUDA = {
     ),
     *("_nested_tensor_from_mask_left_aligned", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset"),
 }
-# CUDA's code reads on the host what its kernels write, or calls cuDNN, cuSOLVER or cuFFT.
+# Operations whose CUDA code reads results of its kernels on the host, or calls cuDNN, cuSOLVER or cuFFT.
 _FROM_HOST = re.compile(
     r"nonzero|masked_select|_?unique\w*|repeat_interleave|bincount|histc|embedding_dense_backward|_embedding_bag\w*"
     r"|multinomial|equal|mode|median|nanmedian|_?linalg_\w+|_cholesky\w*|cholesky\w*|triangular_solve|_fft_\w+"
@@ -70,7 +71,7 @@ _FROM_HOST = re.compile(
 
 
 class Values(TorchDispatchMode):
-    """Computes on `cuda` tensors, in the thread that enters it and in its backward passes."""
+    """While it is entered, a thread's operations on `cuda` tensors have values, in backward passes too."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -78,7 +79,7 @@ class Values(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = [*tensors_of(args), *tensors_of(kwargs)]
         if any(type(t) is not torch.Tensor and _is_wrapper(t) for t in tensors):
-            return NotImplemented  # a tensor that wraps others: its own code calls again with those
+            return NotImplemented  # a tensor that wraps others; its own code then calls with the inner ones
         device = kwargs.get("device")
         is_made_there = device is not None and torch.device(device).type == "cuda"
         if not is_made_there and not any(t.is_cuda for t in tensors):
@@ -101,14 +102,14 @@ Way = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 @functools.cache
 def _way(func: Any) -> Way:
-    """How an operation is computed: a function of it, its arguments and keywords."""
+    """Return the function that computes an operation from the operation, its arguments and its keywords."""
     if func.namespace == "c10d":
         return collectives.run
     if func._schema.name in OPDEFS:
         return _by_its_python
     if func.namespace not in ("aten", "prims"):
         raise EmulationError(f"the emulated GPU cannot compute {func}")
-    if _is_composed(func):  # inside a custom operation it is not decomposed yet
+    if _is_composed(func):  # PyTorch has not decomposed it yet inside a custom operation
         return _decomposed
     name = func._schema.name.split("::")[1]
     if func.is_view or name in _AS_ON_CUDA or torch.Tag.inplace_view in func.tags:
@@ -127,7 +128,7 @@ def _way(func: Any) -> Way:
 
 
 def _by_its_python(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A custom operation, which consists of others."""
+    """Run the Python code of a custom operation, whose own operations are then computed one by one."""
     with Values():
         return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
 
@@ -148,7 +149,7 @@ def _unwritten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _on_both(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """CUDA's checks and allocations, then the CPU's numbers."""
+    """Let CUDA's code check the arguments and allocate the results, then fill these with the CPU's values."""
     with Launches():
         made = func(*args, **kwargs)
     return _fill(func, made, compute(func, args, kwargs))
@@ -168,7 +169,7 @@ def _is_composed(func: Any) -> bool:
 
 
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """A copy, between devices or dtypes: CUDA's checks and allocations, then the bytes."""
+    """Copy between devices or dtypes: CUDA's code checks and allocates, then the CPU copies the bytes."""
     with Launches():
         made: torch.Tensor = func(*args, **kwargs)
     source = args[1] if func._schema.name == "aten::copy_" else args[0]
@@ -178,7 +179,10 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Ten
 
 
 def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The operation's results on the CPU; arguments that it changes are changed in their own memory."""
+    """Compute an operation on the CPU and return its results.
+
+    The operation may change its arguments in place.
+    """
     host_args, host_kwargs = aliases(args), aliases(kwargs)
     host_kwargs.pop("pin_memory", None)
     if host_kwargs.get("generator") is not None:
@@ -194,7 +198,7 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _fill(func: Any, made: Any, computed: Any) -> Any:
-    """Write what was computed into the memory that CUDA's code allocated for it; returns that."""
+    """Write the computed values into the tensors that CUDA's code allocated, and return these tensors."""
     if type(made) is torch.Tensor and type(computed) is torch.Tensor:
         return _filled(func, made, computed)
     outs, tree = tree_flatten(made)
@@ -221,11 +225,11 @@ def _from_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return computed_first(compute, func, args, kwargs)
 
 
-_UNWRITTEN = 0x7F  # NaN of both kinds of float8, and the largest int8
+_UNWRITTEN = 0x7F  # this byte is NaN in both float8 formats, and the largest int8
 
 
 def _fill_unwritten(made: Any) -> None:
-    """NaN, or an integer's largest value; bytes and booleans stay as they are."""
+    """Fill new memory with NaN, or an integer's largest value; uint8 and booleans stay as they are."""
     if isinstance(made, torch.Tensor) and made.is_cuda and made.numel() and made.dtype != torch.bool:
         memory = alias(made)
         if memory.dtype.is_floating_point and memory.dtype.itemsize > 1:
@@ -238,7 +242,7 @@ def _fill_unwritten(made: Any) -> None:
 
 @contextlib.contextmanager
 def _random_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """Context in which the CPU's generator is seeded by the CUDA generator's state before the operation."""
+    """Context for one operation: the CPU's generator gets a seed from the CUDA generator's state."""
     generator = next(
         (g for g in tree_leaves((args, kwargs)) if isinstance(g, torch.Generator)),
         torch.cuda.default_generators[torch.cuda.current_device()],
@@ -250,12 +254,15 @@ def _random_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[N
         yield
     finally:
         torch.default_generator.set_state(state)
-    if generator.get_offset() == offset:  # computed without CUDA's own code
+    if generator.get_offset() == offset:  # CUDA's own code did not run, so it did not advance the generator
         generator.set_offset(offset + 4)
 
 
 class Launches:
-    """Inside, this thread may launch kernels: whoever enters computes their results. Elsewhere they raise."""
+    """Context in which this thread may launch kernels, because the caller computes their results afterwards.
+
+    Outside of this context the null CUDA refuses every launch.
+    """
 
     def __enter__(self) -> None:
         self._before = _permit()(1)
@@ -275,7 +282,7 @@ def _first_line(error: Exception) -> str:
 
 
 def install() -> Values:
-    """Compute in this thread, and in every thread that Python starts from now on."""
+    """Enter `Values` in this thread, and in every thread that Python starts from now on."""
     mode = Values()
     mode.__enter__()
     start = threading.Thread.start
@@ -291,14 +298,14 @@ def install() -> Values:
 
 
 def _use_plain_attention() -> None:
-    """PyTorch's own attention as separate operations: its fused kernels exist for CUDA alone."""
+    """Make PyTorch's attention run as separate operations, because the CPU lacks CUDA's fused kernels."""
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _show_values() -> None:
-    """Print tensors as those of a CPU: torch prints them outside of every mode."""
+    """Make `print` show the values of `cuda` tensors, which torch prints while no mode is entered."""
     from torch import _tensor_str
 
     show = _tensor_str._str

@@ -15,12 +15,12 @@ from megatron_gvpo.sampling.engine import RolloutEngine
 from megatron_gvpo.servers.request import derived_seed
 from megatron_gvpo.settings.sections import EvalConfig
 
-AT_ONCE = 64  # prompts of a ticket: progress is told after each
+AT_ONCE = 64  # prompts of a ticket; progress is reported after each ticket
 MOST_STOPS = 32  # stop strings that an engine takes
 
 
 class Answers:
-    """Rank 0 asks (`sample`), the others take part (`serve`) until it closes.
+    """Rank 0 requests answers (`sample`), the others take part (`serve`) until it closes.
 
     The engine's methods are collectives, and lm-eval runs on rank 0 alone.
     """
@@ -32,7 +32,7 @@ class Answers:
 
     @property
     def n(self) -> int:
-        """Answers to a prompt."""
+        """The number of answers to a prompt."""
         return self._settings.n
 
     def sample(
@@ -40,7 +40,7 @@ class Answers:
     ) -> list[list[tuple[str, str]]]:
         """`n` answers to each prompt (token ids), each with its finish reason: "stop" or "length".
 
-        An answer ends before the first of the strings `until` behind its thoughts. Raises RolloutError, on
+        An answer ends before the first of the strings `until` after its thinking. Raises RolloutError, on
         all ranks.
         """
         order = {"name": name, "prompts": [list(ids) for ids in prompts], "until": list(until)}
@@ -48,12 +48,15 @@ class Answers:
         return [[(_before(r.text, until), r.finish_reason) for r in group.rollouts] for group in groups]
 
     def serve(self) -> None:
-        """Take part in what rank 0 samples, until it closes. Raises what `sample` raises."""
+        """Take part in rank 0's sampling until it closes. Raises the errors of `sample`."""
         while (order := broadcast_msgpack(None)) is not None:
             self._sample(order)
 
     def close(self) -> None:
-        """End the other ranks' `serve`. Where sampling has failed, it failed there, too."""
+        """End the other ranks' `serve`.
+
+        If sampling has failed, `serve` has already ended there with the same error.
+        """
         if self._is_usable:
             broadcast_msgpack(None)
 
@@ -82,6 +85,6 @@ class Answers:
 
 
 def _before(text: str, until: Sequence[str]) -> str:
-    """The text before the first of the strings that follows its thoughts, as lm-eval's own models cut it."""
+    """The text before the first of the strings after its thinking, as lm-eval's own models cut it."""
     begin = len(text) - len(behind_thoughts(text))
     return text[: min((at for string in until if (at := text.find(string, begin)) >= 0), default=len(text))]

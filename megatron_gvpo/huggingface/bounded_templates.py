@@ -1,8 +1,8 @@
-"""Renders chat templates, whose texts may not grow without bound, and which may not go on without end.
+"""Renders chat templates with limits on the size of texts and on time.
 
-A chat template is a program that comes with a model, and `{{ 'x' * 1000000000 }}` in it would take all
-memory, and loops inside of each other all time. transformers runs it in Jinja's sandbox, which keeps it from
-Python's objects and bounds each `range`, but neither the sizes of texts nor the time.
+A chat template is a program that comes with a model. `{{ 'x' * 1000000000 }}` in it would take all memory,
+and nested loops might never end. transformers runs it in Jinja's sandbox, which denies access to Python's
+objects and bounds each `range`, but neither the sizes of texts nor the time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from transformers.utils import chat_template_utils
 
 LONGEST = 2**26  # characters of a text, or items of a list: four times the longest record of a data set
 _BITS = 2**16  # the longest integer
-SECONDS = 20.0  # of a processor's time for a chat, where real templates take milliseconds
+SECONDS = 20.0  # processor time for a chat, where real templates take milliseconds
+# processor time for a template whose last chat took too long, because several callers try it before all fail
+AGAIN = 0.5
 _INDENT = 1000  # characters of an indentation, or of a width that comes from the chat
 _compile: Callable[[str], Template] = chat_template_utils._compile_jinja_template
 
@@ -49,6 +51,9 @@ def environment() -> ImmutableSandboxedEnvironment:
     )
     bounded.globals.update(original.globals)
     bounded.filters.update(original.filters)
+    # This filter is removed: it chooses again for every text, and trained prompts would differ from sampled
+    # ones.
+    del bounded.filters["random"]
     for name in ("center", "format", "indent", "join", "replace", "tojson"):
         bounded.filters[name] = _checked(name, bounded.filters[name])
     bounded.filters[_Bounds.CONCATENATED] = lambda values: _joined("", map(str, values))
@@ -56,19 +61,26 @@ def environment() -> ImmutableSandboxedEnvironment:
     return bounded
 
 
-_begun = threading.local()  # `at`: the thread's processor time when it began to render a chat
+# Each thread has `at`, its processor time when it began to render a chat, and the `seconds` that it may take.
+_begun = threading.local()
 
 
 class _TimedTemplate(Template):
-    """A template that notes when it begins; one that it calls is a part of it."""
+    """A template that records the time when it begins; templates that it calls count as a part of it."""
+
+    is_slow = False  # true if its last chat took longer than SECONDS
 
     def render(self, *arguments: Any, **named: Any) -> str:
-        _begun.at = time.thread_time()
-        return super().render(*arguments, **named)
+        _begun.at, _begun.seconds = time.thread_time(), AGAIN if self.is_slow else SECONDS
+        try:
+            text: str = super().render(*arguments, **named)
+        finally:
+            self.is_slow = time.thread_time() - _begun.at > _begun.seconds
+        return text
 
 
 def _check_time() -> None:
-    if time.thread_time() - getattr(_begun, "at", 0.0) > SECONDS:
+    if time.thread_time() - getattr(_begun, "at", 0.0) > getattr(_begun, "seconds", SECONDS):
         raise SecurityError(f"it goes on without end: {SECONDS:g} seconds is the most for a chat")
 
 
@@ -110,7 +122,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
     def call(self, context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
         _check_time()
         name = getattr(function, "__name__", "")
-        # The sandbox wraps str.format and no other method of a text.
+        # Jinja's sandbox wraps str.format and no other method of a text.
         text = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         if isinstance(text, str):
             if name == "join" and len(arguments) == 1:
@@ -156,7 +168,7 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check(name: str, value: Any, arguments: Iterable[Any]) -> None:
-    """Raise SecurityError if a filter or a text's method would make too long a text of `value`."""
+    """Raise SecurityError if a filter or a method would make a text of `value` that is too long."""
     sizes = list(arguments)
     widest = max((number for number in sizes if isinstance(number, int)), default=1)
     texts = [str(text) for text in sizes if isinstance(text, str)]
@@ -177,7 +189,10 @@ def _check(name: str, value: Any, arguments: Iterable[Any]) -> None:
 
 
 def _joined(separator: str, parts: Iterable[str]) -> str:
-    """The parts as one text. Raises SecurityError as soon as it is too long: the parts may never end."""
+    """The parts as one text.
+
+    Raises SecurityError as soon as it is too long, because the parts may never end.
+    """
     taken, size = list[str](), 0
     for part in parts:
         _bound(size := size + len(separator) + len(part))

@@ -1,4 +1,4 @@
-"""The card of a model: its config.json, and what follows from it."""
+"""The card of a model: its config.json, and facts that follow from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")  # several n
 
 
 def _remedy(directory: Path) -> str:
-    """Continues the error for what is not a model's directory: what it is, and what would be right."""
+    """Return the end of the error for a path that is not a model's directory: its content, and a remedy."""
     try:
         if directory.is_file():
             return f"; it is a file: name its directory, {directory.parent}"
@@ -49,8 +49,8 @@ class ModelCard(dict[str, Any]):
     """The keys and values of a model's config.json.
 
     The card of a model with images has the keys of its language model at the top, as text models have them.
-    Nothing but the form of the file is checked when it is read, since servers run models that the trainer
-    does not know; `check_values` checks the values, and `architectures.check_family` the model.
+    Reading checks only the form of the file, because servers run models that the trainer does not know;
+    `check_values` checks the values, and `architectures.check_family` the model.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -141,16 +141,15 @@ class ModelCard(dict[str, Any]):
 class ModelCards:
     """The cards of the models that a configuration names. Each is read once, when it is first needed.
 
-    A process makes one of these at its edge, a command or the trainer, and hands it on: nothing else reads
-    these models' config.json. Every card raises ConfigError, which names the model's key, where it cannot be
-    read.
+    A command or the trainer makes one of these and passes it on: no other code reads these models'
+    config.json. Every card raises ConfigError, which names the model's key, if it cannot be read.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         served_path = config.rollout.servers.model_path
-        self.served_path = served_path or config.model.path  # the directory that rollout servers start with
-        self.served_key = "rollout.servers.model_path" if served_path else "model.path"  # names it
+        self.served_path = served_path or config.model.path  # the directory with which rollout servers start
+        self.served_key = "rollout.servers.model_path" if served_path else "model.path"  # the directory's key
         self._components: dict[int, ModelCard] = {}
 
     @cached_property
@@ -194,7 +193,7 @@ class ModelCards:
         return self._components[i]
 
 
-# The largest sizes are far beyond any model.
+# The largest allowed sizes are far beyond any model.
 _Layers = Annotated[int, Field(ge=1, le=10_000)]
 _LayersOrNone = Annotated[int, Field(ge=0, le=10_000)]
 _Width = Annotated[int, Field(ge=1, le=1 << 20)]
@@ -235,7 +234,7 @@ class _CardValues(BaseModel):
     max_position_embeddings: _Tokens | None = None
     sliding_window: _Tokens | None = None
     max_window_layers: _LayersOrNone | None = None
-    # a mixture of experts
+    # keys of a mixture of experts
     moe_intermediate_size: _FeedForward | None = None
     shared_expert_intermediate_size: _FeedForward | None = None
     num_experts: _Experts | None = None
@@ -248,13 +247,13 @@ class _CardValues(BaseModel):
     topk_group: _Experts | None = None
     first_k_dense_replace: _LayersOrNone | None = None
     num_nextn_predict_layers: _LayersOrNone | None = None
-    # latent attention
+    # keys of latent attention
     q_lora_rank: _Width | None = None
     kv_lora_rank: _Width | None = None
     qk_rope_head_dim: _HeadWidth | None = None
     qk_nope_head_dim: _HeadWidth | None = None
     v_head_dim: _HeadWidth | None = None
-    # gated delta nets
+    # keys of gated delta nets
     linear_num_key_heads: _Heads | None = None
     linear_num_value_heads: _Heads | None = None
     linear_key_head_dim: _HeadWidth | None = None
@@ -305,7 +304,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
-# The values of config.json with which weights belong together, although their shapes may not show it.
+# The values of config.json on which the meaning of weights depends, although their shapes may not show it.
 Facts = dict[str, str | int | float | bool]  # by dotted key
 
 _NOT_OF_THE_WEIGHTS = frozenset(
@@ -318,7 +317,7 @@ _NOT_OF_THE_WEIGHTS = frozenset(
 
 
 def facts_of(config: Mapping[str, Any]) -> Facts:
-    """The texts, numbers and booleans of a config.json, which change what a model computes from its weights.
+    """The texts, numbers and booleans of a config.json, which change a model's outputs for given weights.
 
     Lists and null are left out: versions of transformers write them differently.
     """

@@ -1,11 +1,11 @@
-"""Weights in a Hugging Face directory with checksums: checked as Megatron-Bridge reads them, and written.
+"""Checks the weights of a Hugging Face directory as Megatron-Bridge reads them, and writes checksums.
 
 A weight that is not finite, or is not the one that was saved, is an error that names tensor and file. The
 files that this program writes have checksums in their headers (`SafetensorsWriter`); others have none.
 
 A download that reserves the size of a file and breaks off leaves zeros. An embedding of zeros is an error. A
-layer whose matrices are all zero is a warning, because some add such layers so that stages of a pipeline
-have equal sizes. A single matrix of zeros is sound: new blocks and heads begin with one.
+layer whose matrices are all zero is a warning, because some models add such layers to make pipeline stages
+equal. A single matrix of zeros is accepted, because new blocks and heads begin with one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.checksums import checksum
 
 HEADER = "xxh3_64"  # key of the checksums, {tensor: checksum} as JSON, in the header of a safetensors file
-_LAYER = re.compile(r"(?:.*\.)?layers\.\d+(?=\.)")  # the beginning of a name of a layer's tensor
+_LAYER = re.compile(r"(?:.*\.)?layers\.\d+(?=\.)")  # the part of a tensor's name that names its layer
 
 log = logging.getLogger(__name__)
 

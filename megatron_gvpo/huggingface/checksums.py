@@ -1,8 +1,8 @@
 """Checksums of a checkpoint's entries, in `checksums.json` beside them.
 
 Every tensor that a rank writes gets a checksum of its bytes while they are in memory, and the rank that reads
-it compares the checksum with what it has read. So no file is read a second time, and the work is divided over
-the ranks as the reading is. xxh3 detects accidents, not somebody who wants to deceive.
+it compares the checksum with the bytes that it has read. So no file is read a second time, and the work is
+divided over the ranks as the reading is. xxh3 detects accidental damage, not manipulation.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def of_elements(known: Checksums | None, file: Path, offset: int) -> bool:
 
 
 def read(directory: Path) -> Checksums | None:
-    """Read the checksums of a directory; None if an earlier version wrote it, without any.
+    """Read the checksums of a directory; None if an earlier version wrote the directory without checksums.
 
     Raises DamagedCheckpointError, OSError.
     """
@@ -70,7 +70,7 @@ def write(directory: Path, checksums: Checksums) -> None:
 def compare(
     file: Path, offset: int, data: Tensor | bytes | memoryview, known: Checksums | None, what: str
 ) -> None:
-    """Compare what was read from `offset` of a file with its checksum. Raises DamagedCheckpointError."""
+    """Compare the bytes at `offset` of a file with their checksum. Raises DamagedCheckpointError."""
     if known is not None and _expected(known, file, offset) != checksum(data):
         raise DamagedCheckpointError(f"{file} is damaged: {what} is not what was saved (another checksum)")
 

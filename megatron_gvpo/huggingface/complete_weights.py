@@ -29,16 +29,16 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.json_files import LFS_POINTER, LFS_REMEDY, read_json_object
 from megatron_gvpo.huggingface.image_families import name_in_file, takes_images
 
-_SHOWN = 3  # names in an error
+_SHOWN = 3  # the most names in an error
 _INDEX = "model.safetensors.index.json"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _ROWS = 4096  # rows of the vocabulary to compare at a time
 
-# Tensors (patterns of whole names) that no model needs, and why.
+# Tensors (patterns of whole names) that no model needs, with the reasons.
 _NEEDLESS = {
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq": "config.json gives RoPE's frequencies",
 }
-# Tensors (patterns of parts of names) that are refused, and what would be right.
+# Tensors (patterns of parts of names) that are refused, with remedies.
 _REFUSED = {
     r"_scale(_inv|_2)?$|\.(q?scales|q(weight|zeros)|g_idx|weight_packed|absmax|SCB)$|\.quant_(map|state)": (
         "the model is quantised, and training needs its weights in bfloat16 or float32"
@@ -46,7 +46,7 @@ _REFUSED = {
     r"\.lora_|\.base_layer\.": "merge the adapter into the weights",
 }
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.gguf")
-_BEGINNINGS = {  # of files that were downloaded in place of weights
+_BEGINNINGS = {  # the first bytes of files that were downloaded in place of weights
     LFS_POINTER.encode(): LFS_REMEDY,
     b"<": "it is a web page, such as the error of a download: fetch the file again",
     b"{": "it is JSON, such as the error of a download: fetch the file again",
@@ -56,14 +56,14 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a safetensors file; `dtype` as the file names it: BF16, F32, F8_E4M3."""
+    """A tensor of a safetensors file; `dtype` as the file names it, such as BF16, F32 or F8_E4M3."""
 
     file: str
     shape: tuple[int, ...]
     dtype: str
 
 
-def check_weights(directory: Path, key: str, hf_config: Any, tied: bool) -> FurtherHeads:
+def check_weights(directory: Path, key: str, hf_config: Any, tied: bool) -> MtpHeads:
     """Compare the safetensors of a directory with the model of `hf_config`. A collective.
 
     Every rank reads headers. If there is an output layer beside tied embeddings, rank 0 also reads its
@@ -79,7 +79,7 @@ def check_weights(directory: Path, key: str, hf_config: Any, tied: bool) -> Furt
         if tied and _HEAD in stored and _rank() == 0:
             _check_head(directory, stored)
     heads = head_pattern(hf_config.to_dict())
-    return FurtherHeads(directory, {name: stored[name].file for name in stored if heads.fullmatch(name)})
+    return MtpHeads(directory, {name: stored[name].file for name in stored if heads.fullmatch(name)})
 
 
 def has_heads(directory: Path, model: dict[str, Any]) -> bool:
@@ -131,25 +131,7 @@ def _headers(directory: Path) -> tuple[dict[str, Stored], set[str]]:
 
     Raises ConfigError, OSError, SafetensorError.
     """
-    index, listed = directory / _INDEX, None
-    if index.is_file():
-        listed = read_json_object(index).get("weight_map")
-        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
-            raise ConfigError(f"{_INDEX}: its weight_map must give a file's name for every tensor's")
-        files = [directory / name for name in sorted(set(listed.values()))]
-    else:
-        files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        if partial := sorted(file.name for file in directory.glob("*.incomplete")):
-            raise ConfigError(f"no weights there (*.safetensors); the download of {partial[0]} has not ended")
-        others = sorted(file.name for kind in _OTHER_WEIGHTS for file in directory.glob(kind))
-        raise ConfigError(
-            "no weights there (*.safetensors)"
-            + (f"; {others[0]} is {_unread(others[0])}, which is not read" if others else "")
-        )
-    if absent := [file.name for file in files if not file.is_file()]:
-        problem = "not a file" if listed is None else f"missing there, and {_INDEX} names it"
-        raise ConfigError(f"{absent[0]} is {problem}")
+    files, listed = _weight_files(directory)
     stored: dict[str, Stored] = {}
     copies: list[tuple[str, Path]] = []  # tensors in a file to which the index does not give them
     for file in files:
@@ -171,6 +153,30 @@ def _headers(directory: Path) -> tuple[dict[str, Stored], set[str]]:
                 f"{name} is in {stored[name].file} and, with other values, in {file.name}: remove one"
             )
     return stored, set(stored) if listed is None else stored.keys() & listed.keys()
+
+
+def _weight_files(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """The safetensors files, and the index's file name for each tensor, if any. Raises ConfigError."""
+    index, listed = directory / _INDEX, None
+    if index.is_file():
+        listed = read_json_object(index).get("weight_map")
+        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+            raise ConfigError(f"{_INDEX}: its weight_map must give a file's name for every tensor's")
+        files = [directory / name for name in sorted(set(listed.values()))]
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        if partial := sorted(file.name for file in directory.glob("*.incomplete")):
+            raise ConfigError(f"no weights there (*.safetensors); the download of {partial[0]} has not ended")
+        others = sorted(file.name for kind in _OTHER_WEIGHTS for file in directory.glob(kind))
+        raise ConfigError(
+            "no weights there (*.safetensors)"
+            + (f"; {others[0]} is {_unread(others[0])}, which is not read" if others else "")
+        )
+    if absent := [file.name for file in files if not file.is_file()]:
+        problem = "not a file" if listed is None else f"missing there, and {_INDEX} names it"
+        raise ConfigError(f"{absent[0]} is {problem}")
+    return files, listed
 
 
 def _unread(name: str) -> str:
@@ -233,7 +239,7 @@ def _compare(
 def needless(model: Mapping[str, Any]) -> Callable[[str], bool]:
     """Return a test for names of tensors that the trainer does not hold; `model`: the config.json.
 
-    They are heads for further tokens, and tensors that follow from config.json.
+    Such tensors are heads for further tokens, and values that follow from config.json.
     """
     patterns = re.compile("|".join(_NEEDLESS)), head_pattern(model)
     return lambda name: any(pattern.fullmatch(name) for pattern in patterns)
@@ -301,8 +307,8 @@ def head_pattern(model: Mapping[str, Any]) -> re.Pattern[str]:
 
 
 @dataclass(frozen=True)
-class FurtherHeads:
-    """The heads' tensors in a checkpoint directory."""
+class MtpHeads:
+    """The tensors of multi-token prediction (MTP) in a checkpoint directory."""
 
     directory: Path
     files: Mapping[str, str]  # the file of each tensor, by its name

@@ -1,4 +1,4 @@
-"""Tokens and stop strings that end a response: the same for every engine, and for texts given as responses.
+"""Tokens and stop strings that end a response: the same for every engine, and for texts from the data.
 
 Engines differ in the files they read. vLLM 0.32 stops at the tokenizer's end token and those of
 generation_config.json, or of config.json where that file is missing; SGLang 0.5.23 at all of them and at
@@ -6,9 +6,10 @@ generation_config.json, or of config.json where that file is missing; SGLang 0.5
 
 A response also ends with the token that completes a stop string in its text. The text is that of the response
 alone, special tokens included. The tokens stay as they were sampled: the stop string is a part of the
-response, and so is what its last token writes after it. Engines read texts in ways of their own: vLLM token
-by token, SGLang a few last tokens at a time, which misses a string that the policy writes in more tokens than
-the tokenizer would. So they only save tokens, and the response ends where `StopStrings.end` says.
+response, and so is the text of its last token after it. Engines search for stop strings differently: vLLM
+after every token, SGLang in the last few tokens, so that it misses a string that the policy writes in more
+tokens than the tokenizer would. So the engines' stops only save tokens, and `StopStrings.end` decides where
+the response ends.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def end_token_ids(
     stop_token_ids: Sequence[int] = (),
     chat: bool = False,
 ) -> tuple[int, ...]:
-    """All tokens at which responses of the model in `path` end; the first ends a text that is given as one.
+    """All tokens at which responses of the model in `path` end; the first ends a text from the data.
 
     With a `chat` template, the first is the token that the template writes after a message of the policy, if
     sampling stops there; otherwise it is the tokenizer's own. `stop_token_ids`: further tokens, which the
@@ -72,7 +73,7 @@ def ids_in_files(directory: Path, card: ModelCard) -> list[int]:
 
 
 def ended(ids: Sequence[int], end_token_ids: Sequence[int]) -> tuple[int, ...]:
-    """The tokens of a text that is given as a response, with the first end token unless they have one."""
+    """The tokens of a response from the data, with the first end token unless they have one."""
     return tuple(ids) if ids and ids[-1] in end_token_ids else (*ids, end_token_ids[0])
 
 
@@ -109,7 +110,7 @@ def _written(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int | No
 def other_end(teacher: str, card: ModelCard, end_token_ids: Sequence[int]) -> str | None:
     """A warning if no token that ends the teacher's responses ends the policy's; otherwise None.
 
-    The policy would learn to write that token, and what follows it. A base model and a chat model often
+    The policy would learn to write that token, and the text after it. A base model and a chat model often
     differ in this. `teacher`, `card`: the teacher's directory and its card; `end_token_ids`: the policy's.
     """
     tokens = ids_in_files(Path(teacher), card)
@@ -147,13 +148,13 @@ class StopStrings:
     def recent(stop: Sequence[str]) -> int:
         """The number of last tokens among which a string that was just completed begins.
 
-        A token writes a byte at least, but for tokens without any text: `end` finds a string with many such
-        tokens in it, and `has` of so few tokens may not.
+        A token has at least one byte, except tokens without text. `end` finds a string with many such tokens
+        in it, which `has` of so few last tokens may miss.
         """
         return max(len(string.encode()) for string in stop) + _WITHOUT_TEXT
 
     def unwritable(self, stop: Sequence[str]) -> list[str]:
-        """Those of the strings that the tokenizer cannot write: no response would end at them."""
+        """The strings that the tokenizer cannot write, and at which no response would end."""
         return [string for string in stop if not self.has(self._tokens(string), [string])]
 
     def _tokens(self, text: str) -> list[int]:

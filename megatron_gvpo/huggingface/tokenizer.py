@@ -77,7 +77,7 @@ _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "st
 
 
 def set_template_variables(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> None:
-    """Give the chat template variables that it reads, in every chat that this tokenizer writes.
+    """Set variables that the chat template reads, for every chat that this tokenizer writes.
 
     They are set at the top of the template, so that prompts, conversations and solutions agree. Raises
     DataError for one that the template does not read.
@@ -109,10 +109,10 @@ def reads_variable(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
 def rendered(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any
 ) -> str:
-    """The chat as the chat template writes it. Raises whatever the template does: it is a program.
+    """The chat as the chat template writes it. Raises all errors of the template, which is a program.
 
     A template that writes the date (Llama 3.2, gpt-oss) gets that of this process's start, or of `set_date`:
-    otherwise chats that go on after midnight would no longer begin like their prompts.
+    otherwise chats that continue after midnight would no longer begin like their prompts.
     """
     if "strftime_now" in str(tokenizer.chat_template):
         options["strftime_now"] = _date.strftime
@@ -121,9 +121,9 @@ def rendered(
 
 
 def check_writes_content(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises DataError for a chat template that leaves out what the user says: all prompts would be alike.
+    """Raises DataError for a chat template that leaves out the user's text: all prompts would be alike.
 
-    A template that refuses the chats of the check is left to the prompts' own.
+    If a template refuses the chats of this check, the prompts themselves will show the error.
     """
     try:
         one, other = (rendered(tokenizer, [{"role": "user", "content": text}]) for text in "ab")
@@ -139,7 +139,8 @@ def check_writes_content(tokenizer: PreTrainedTokenizerBase) -> None:
 def opened(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """The token ids of prompts, with the special tokens that the tokenizer puts before a text.
 
-    Those that it puts behind, such as an end token, are left out: they would end the prompt.
+    Special tokens that the tokenizer puts after a text, such as an end token, are left out, because they
+    would end the prompt.
     """
     encoded = tokenizer(list(texts), return_special_tokens_mask=True)
     pairs = zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)

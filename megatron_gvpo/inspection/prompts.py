@@ -1,4 +1,4 @@
-"""Looks at the prompts as the model sees them: template, special tokens, lengths."""
+"""Inspects the prompts as the model gets them: template, special tokens, lengths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_gvpo.huggingface.tokenizer import rendered
 from megatron_gvpo.inspection.verdict import RunVerdict, failure, ok, warning
 from megatron_gvpo.settings.config import Config
 
-SHOWN = 3  # prompts
+SHOWN = 3  # the number of prompts
 _CROWDED = 0.9  # share of the limit from which a prompt's length is mentioned
 _EXAMPLE = [{"role": "user", "content": "What is 1 + 1?"}]
 
@@ -22,7 +22,7 @@ def shown_prompts(task: Task) -> list[str]:
 
 
 def shown_solutions(task: Task) -> list[str]:
-    """Texts that are trained: the first prompts' solutions, or scored responses, in the data."""
+    """The first texts in the data that are trained: prompts' solutions, or scored responses."""
     texts = list[str]()
     for prompt in task.prompts[:SHOWN]:
         if prompt.demonstration is not None:
@@ -61,7 +61,7 @@ def _lengths(config: Config, task: Task) -> RunVerdict:
 
 
 def _template(task: Task) -> list[RunVerdict]:
-    """A verdict on the template: without an opened turn, the model would write the user's text."""
+    """Judge the template: if it does not open the model's turn, the model would continue the user's text."""
     if not task.chat:
         return [ok("template", "prompts are texts that the model continues: no chat template is used")]
     plain = rendered(task.tokenizer, _EXAMPLE)
@@ -87,7 +87,7 @@ def _template(task: Task) -> list[RunVerdict]:
 
 
 def _marks_in_pieces(task: Task, text: str) -> list[str]:
-    """Marks such as <|im_start|> in a rendered chat that the tokenizer takes apart."""
+    """Marks such as <|im_start|> in a rendered chat that the tokenizer splits into several tokens."""
     known = {str(token) for token in task.tokenizer.get_added_vocab()}
     known |= set(task.tokenizer.all_special_tokens)
     marks = dict.fromkeys(re.findall(r"<\|[^|<>\s]+\|>|<(?:start|end)_of_turn>", text))
@@ -114,12 +114,12 @@ def _end(task: Task) -> list[RunVerdict]:
 
 
 def _enough(config: Config, task: Task) -> list[RunVerdict]:
-    wanted, there = config.train.prompts_per_step, len(task.prompts)
-    if wanted > there:
+    wanted, count = config.train.prompts_per_step, len(task.prompts)
+    if wanted > count:
         return [
             warning(
                 "data",
-                f"train.prompts_per_step={wanted}, and there are {there} prompts: a step repeats prompts",
+                f"train.prompts_per_step={wanted}, and there are {count} prompts: a step repeats prompts",
                 "lower train.prompts_per_step, or give more data",
             )
         ]
@@ -132,7 +132,7 @@ def _enough(config: Config, task: Task) -> list[RunVerdict]:
                 "leave them out of data.train: held-out figures would be too good",
             )
         ]
-    return [ok("data", f"{there} prompts to train on, {len(task.eval_prompts)} held out")]
+    return [ok("data", f"{count} prompts to train on, {len(task.eval_prompts)} held out")]
 
 
 def _key(prompt: Prompt) -> tuple[int, ...]:

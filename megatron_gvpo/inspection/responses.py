@@ -1,4 +1,4 @@
-"""Samples a few responses of the start model, and looks whether they end, score and differ."""
+"""Samples a few responses of the start model, and checks that they end, get rewards and differ."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron_gvpo.runs.one_machine import laptop_config
 from megatron_gvpo.settings.config import Config
 
 PROMPTS, RESPONSES = 8, 4
-LONGEST = 256  # tokens of a response
-LARGEST_MODEL = 2 * 2**30  # bytes of weights on disk that this machine samples from
+LONGEST = 256  # the most tokens of a response
+LARGEST_MODEL = 2 * 2**30  # the most bytes of weights on disk of a model that is sampled here
 
 
 def weight_bytes(path: str) -> int:
@@ -94,7 +94,7 @@ def _ends(config: Config, reasons: Sequence[str]) -> RunVerdict:
 
 
 def _signal(config: Config, groups: Sequence[Group]) -> RunVerdict:
-    """The share of groups whose rewards differ: the others teach most methods nothing."""
+    """The share of groups whose rewards differ; most methods learn nothing from the others."""
     rewards = [reward for group in groups for reward in group.rewards]
     differ = sum(len(set(group.rewards)) > 1 for group in groups)
     summary = (

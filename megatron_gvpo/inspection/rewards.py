@@ -1,4 +1,4 @@
-"""Gives the reward the record's own answer, a wrong one, an empty and a cut-off one, and compares."""
+"""Compares the rewards of a record's own answer, a wrong one, an empty one and a cut-off one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from statistics import fmean
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.inspection.verdict import RunVerdict, failure, not_tried, ok, warning
+from megatron_gvpo.observe.rollout_metrics import is_correct
 from megatron_gvpo.rewards.pool import RewardPool
 from megatron_gvpo.settings.config import Config
 
 RECORDS = 8
-SLOW = 1.0  # seconds for one response
-# Ways in which tasks want an answer written; the best of them counts.
+SLOW = 1.0  # seconds for one response above which a reward counts as slow
+# Forms in which tasks expect an answer; the best of them counts.
 _FORMS: tuple[Callable[[str], str], ...] = (
     lambda answer: answer,
     lambda answer: f"The answer is {answer}.",
@@ -24,6 +25,7 @@ _FORMS: tuple[Callable[[str], str], ...] = (
     lambda answer: f"<think>I think.</think><answer>{answer}</answer>",
 )
 
+_KINDS = ("own", "wrong", "empty", "cut off")
 _TRIED = "the answer alone, in a sentence, boxed, after ####, in <answer> marks"
 
 
@@ -41,8 +43,9 @@ def inspect_rewards(config: Config, task: Task) -> list[RunVerdict]:
         return [not_tried("reward", "the records have no answers (data.train.answer_key) that differ")]
     prompts = prompts[:RECORDS]
     with RewardPool(config.rewards) as pool:
-        seconds, scores = _scores(pool, prompts, task)
-    return [_own_is_best(scores, task), _time(seconds)]
+        seconds, groups = _scored(pool, prompts, task)
+    scores = _scores(groups)
+    return [_own_is_best(scores, task), *_own_is_right(groups, config), _time(seconds)]
 
 
 def _solution(prompt: Prompt, task: Task) -> str | None:
@@ -59,11 +62,9 @@ def _other(prompt: Prompt, task: Task) -> str:
     return next(s for p in task.prompts if (s := _solution(p, task)) not in (None, own))
 
 
-def _scores(
-    pool: RewardPool, prompts: Sequence[Prompt], task: Task
-) -> tuple[float, list[tuple[Prompt, dict[str, float], dict[str, str]]]]:
-    """Seconds for a response; per record its scores by kind of response, and the errors of rewards."""
-    groups, kinds = [], ("own", "wrong", "empty", "cut off")
+def _scored(pool: RewardPool, prompts: Sequence[Prompt], task: Task) -> tuple[float, list[Group]]:
+    """Seconds for a response; for each prompt a scored group of every kind of response in every form."""
+    groups = []
     for prompt in prompts:
         own, other = _solution(prompt, task) or "", _other(prompt, task)
         texts = [form(own) for form in _FORMS] + [form(other) for form in _FORMS] + [""]
@@ -71,19 +72,40 @@ def _scores(
         groups.append(Group(prompt, [_response(text, task, i) for i, text in enumerate(texts)]))
     begin = time.perf_counter()
     pool.score(groups)
-    seconds = (time.perf_counter() - begin) / sum(len(group.rollouts) for group in groups)
+    return (time.perf_counter() - begin) / sum(len(group.rollouts) for group in groups), groups
+
+
+def _scores(groups: Sequence[Group]) -> list[tuple[Prompt, dict[str, float], dict[str, str]]]:
+    """Return each record's scores by kind of response, and the errors of rewards."""
     count, scores = len(_FORMS), []
     for group in groups:
         rewards = group.rewards
         bounds = (slice(0, count), slice(count, 2 * count), slice(2 * count, 2 * count + 1))
         values = [max(rewards[part]) for part in (*bounds, slice(2 * count + 1, None))]
         errors = {name: text for rollout in group.rollouts for name, text in rollout.reward_errors.items()}
-        scores.append((group.prompt, dict(zip(kinds, values, strict=True)), errors))
-    return seconds, scores
+        scores.append((group.prompt, dict(zip(_KINDS, values, strict=True)), errors))
+    return scores
+
+
+def _own_is_right(groups: Sequence[Group], config: Config) -> list[RunVerdict]:
+    """A warning if evaluations would count no record's own answer as right; else nothing."""
+    first, right_at = config.rewards.components[0].name, config.eval.right_at
+    own = [rollout for group in groups for rollout in group.rollouts[: len(_FORMS)]]
+    highest = max(rollout.rewards.get(first, 0.0) for rollout in own)
+    if config.data.eval is None or is_correct(highest, right_at) or highest <= 0:
+        return []
+    return [
+        warning(
+            "right",
+            f"{first} gives the records' own answers at most {highest:.3g}, and evaluations count a response "
+            f"as right from eval.right_at={right_at:g} on: pass@k may stay 0",
+            "set eval.right_at to the score of a response that is good enough",
+        )
+    ]
 
 
 def _response(text: str, task: Task, index: int) -> Rollout:
-    """A response of this text. The last ones are the cut-off ones, which have no end token."""
+    """A response of this text. The last responses are cut off and have no end token."""
     token_ids = task.tokenizer(text, add_special_tokens=False)["input_ids"]
     if index > 2 * len(_FORMS):
         return Rollout(list(token_ids), [], text, "length")
@@ -132,7 +154,7 @@ def _own_is_best(scores: Sequence[tuple[Prompt, dict[str, float], dict[str, str]
 
 
 def _short(answer: str) -> str:
-    """The answer as far as a line has room for it."""
+    """Shorten an answer to fit into a line."""
     return answer if len(answer) <= 60 else f"{answer[:60]}..."
 
 

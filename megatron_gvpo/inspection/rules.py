@@ -1,4 +1,4 @@
-"""Compares settings with what is usual: the learning rate, the engine, memory."""
+"""Compares settings with usual values: the learning rate, the engine, memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PATIENCE = 60.0  # seconds for an interpreter on a slow disk
 
 
 def inspect_learning_rate(config: Config, card: ModelCard) -> RunVerdict:
-    """`optimizer.lr` against what models of the size of this one are trained with."""
+    """Compare `optimizer.lr` with the usual learning rates for models of this size."""
     lr = config.optimizer.lr
     try:
         weights = architecture.from_config(card, f"model.path={config.model.path}").parameters
@@ -43,7 +43,7 @@ def inspect_learning_rate(config: Config, card: ModelCard) -> RunVerdict:
 
 
 def inspect_engine(config: Config) -> RunVerdict:
-    """The rollout engine and its version, asked of the interpreter that would start it."""
+    """The rollout engine and its version, by the interpreter that would start it."""
     engine, servers = config.rollout.engine, config.rollout.servers
     if not config.rollout.uses_servers:
         return ok("engine", "responses are sampled in the trainer's processes: no server is needed")

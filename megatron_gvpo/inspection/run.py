@@ -1,4 +1,4 @@
-"""Looks at a run before it starts, from what costs least to what costs most, and collects verdicts."""
+"""Inspects a run before it starts, with the cheapest checks first, and collects verdicts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ SHOWN_RESPONSES = 2
 @dataclass
 class Inspection:
     verdicts: list[RunVerdict] = field(default_factory=list)
-    prompts: list[str] = field(default_factory=list)  # rendered as the model sees them
-    solutions: list[str] = field(default_factory=list)  # what is trained of the data's own texts
+    prompts: list[str] = field(default_factory=list)  # prompts as the model sees them
+    solutions: list[str] = field(default_factory=list)  # texts in the data on which a run trains, as SFT does
     responses: list[str] = field(default_factory=list)
 
     @property
@@ -49,7 +49,9 @@ class Inspection:
 
 
 def inspect(config: Config, world: int, gpu_gib: float, tell: Callable[[RunVerdict], None]) -> Inspection:
-    """All verdicts. `tell` gets each as it comes. Raises nothing for a run that could not work.
+    """All verdicts. `tell` is called with each verdict as soon as it exists.
+
+    Raises nothing for a run that could not work.
 
     `world`: ranks of the run; `gpu_gib`: memory of one of its GPUs.
     """
@@ -62,7 +64,7 @@ def inspect(config: Config, world: int, gpu_gib: float, tell: Callable[[RunVerdi
 
     layout = _layout(config, world)
     add(layout, inspect_engine(config))
-    if layout.level == "failure":  # without its model nothing else can be said
+    if layout.level == "failure":  # all further checks need the model
         return inspection
     cards = ModelCards(config)
     add(inspect_learning_rate(config, cards.policy), inspect_memory(config, world, gpu_gib))
@@ -87,7 +89,7 @@ def inspect(config: Config, world: int, gpu_gib: float, tell: Callable[[RunVerdi
 
 
 def _layout(config: Config, world: int) -> RunVerdict:
-    """Ask what `train` refuses before it loads anything; for GPUs that are not here, what `slurm` refuses."""
+    """Run the first checks of `train`, or those of `slurm` if this machine lacks the GPUs."""
     try:
         preflight(config, "train" if list_gpus() else "slurm", world)
     except ConfigError as error:

@@ -19,7 +19,7 @@ from megatron_gvpo.runs.one_machine import laptop_values
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.verify.shrink import save_tiny, shrink
 
-PATIENCE = 300.0  # seconds
+PATIENCE = 300.0  # the longest wait for the step, in seconds
 _TOKENS = 8  # tokens in a response
 _MOST = 4  # responses to a prompt
 _VOCABULARY = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -66,7 +66,7 @@ class TinyStep:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
     def verdict(self) -> RunVerdict:
-        """Wait for the step. It is a failure only where the step itself ends with an error."""
+        """Wait for the step. The verdict is a failure only if the step itself ends with an error."""
         if self._process is None:
             return not_tried("tiny step", str(self._reason))
         try:
@@ -92,7 +92,7 @@ class TinyStep:
 
 
 def _sizes(config: Config, folder: Path) -> dict[str, dict[str, Any]]:
-    """The sections that make a step take seconds; the method stays as it is."""
+    """The settings with which a step takes seconds; they do not change the method."""
     prompts = config.train.mini_batches * (2 if config.train.mini_batches < 8 else 1)
     changes: dict[str, dict[str, Any]] = {
         "model": {"path": str(folder / "model")},

@@ -1,4 +1,4 @@
-"""A verdict: one thing that was looked at before a run, and what to do about it."""
+"""A verdict: one result of an inspection before a run, and a remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ Level = Literal["ok", "warning", "failure", "not tried"]
 
 @dataclass(frozen=True)
 class RunVerdict:
-    """`failure`: the run could not work. `warning`: it could, and probably not as intended."""
+    """A finding about a run.
+
+    Level `failure`: the run cannot work. `warning`: it works, but not as intended.
+    """
 
     topic: str
     level: Level

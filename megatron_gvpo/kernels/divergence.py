@@ -35,9 +35,9 @@ _BLOCKS = 16  # blocks into which a tile is cut
 class Divergence:
     """A divergence of the student's distributions from the teacher's.
 
-    `top_k`: of the teacher's k likeliest tokens (and those that tie with the last of them); all other tokens
-    count as one token, with the sum of their probabilities. That is at most the divergence of all tokens, 0
-    where the distributions are equal, and never negative. None: of all tokens.
+    `top_k`: only the teacher's k likeliest tokens (and those that tie with the last of them) count by
+    themselves; all others count as one token, with the sum of their probabilities. The result is at most the
+    divergence of all tokens, 0 if the distributions are equal, and never negative. None: of all tokens.
     """
 
     kind: Kind
@@ -99,9 +99,9 @@ def normalise_(z_rv: Tensor, stats_sr: Tensor) -> None:
 def merge_rest_(head: Head, logp_rv: Tensor, teacher_rv: Tensor, top_k: int) -> None:
     """Change the teacher's log-probs of tokens that are not among its `top_k` likeliest.
 
-    They become the student's, moved such that they have the teacher's sum of probabilities, P_t: with
-    log t_j = log p_j + log P_t - log P_s, all terms of these tokens in a divergence add up to that of one
-    token with the probabilities P_s and P_t, and so does its gradient.
+    They become the student's log-probs, shifted such that they have the teacher's sum of probabilities, P_t:
+    with log t_j = log p_j + log P_t - log P_s, all terms of these tokens in a divergence add up to that of
+    one token with the probabilities P_s and P_t, and so does its gradient.
     """
     least_r = _kth_largest(head, teacher_rv, top_k)
     step = _step(logp_rv)

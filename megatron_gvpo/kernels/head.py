@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -14,40 +13,12 @@ from torch import Tensor
 
 from megatron_gvpo.kernels.mathematics import accumulator, addmm_, merge_statistics, operand_dtype
 from megatron_gvpo.kernels.supports import Supports
+from megatron_gvpo.kernels.tiles import Tiles, TorchTiles
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 
 CHUNK_ROWS = 4096
-_CPU_LOGITS, _CUDA_LOGITS = 288 << 20, 512 << 20  # bytes of one tile; a GPU needs more rows a product
-
-
-class Tiles(ABC):
-    """A backend's operations on a tile of logits z_rv [rows, columns], in the accumulator's dtype.
-
-    The rows of z_rv are contiguous, and its content is lost. `labels_r` are column numbers of the tile; a
-    number outside the tile means that another tile has the label. mathematics.py defines the statistics.
-    """
-
-    @abstractmethod
-    def statistics_(self, z_rv: Tensor, labels_r: Tensor, entropy: bool) -> Tensor:
-        """Return the statistics of the tile's columns."""
-
-    @abstractmethod
-    def stash_(self, z_rv: Tensor, labels_r: Tensor, out_rv: Tensor, entropy: bool) -> Tensor:
-        """out_rv <- e^(z - row maximum); returns the statistics. out_rv may be z_rv itself."""
-
-    @abstractmethod
-    def gradient_(
-        self,
-        z_rv: Tensor,
-        max_r: Tensor,
-        offset_r: Tensor,
-        slope_r: Tensor | None,
-        labels_r: Tensor,
-        g_r: Tensor,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """e^(z - max) (offset + slope (z - max)) + 1[label] g in `dtype`."""
+_CPU_LOGITS, _CUDA_LOGITS = 288 << 20, 512 << 20  # bytes of one tile; a GPU needs more rows in a product
 
 
 class Buffer:
@@ -71,10 +42,11 @@ class Head:
     entropy: bool
     tp_group: dist.ProcessGroup | None
     logits_bytes: int  # most bytes of one tile
-    stash_rows: int  # the first rows: their exponentials are kept for the backward
-    stash_dtype: torch.dtype  # of exponentials, until both products are computed
+    stash_rows: int  # the number of first rows whose exponentials are kept for the backward
+    stash_dtype: torch.dtype  # dtype of the kept exponentials, until both products are computed
     tiles: Tiles
-    supports: Supports | None = None  # of all rows, in this shard's columns; None: the whole vocabulary
+    # The supports of all rows, as columns of this shard; None: the whole vocabulary.
+    supports: Supports | None = None
 
     @classmethod
     def of_shard(
@@ -122,7 +94,7 @@ class Head:
     def slices(self, total: int, across: int, itemsize: int) -> list[slice]:
         """Cut `total` into slices such that a tile, one slice by `across` numbers, fits logits_bytes."""
         step = max(1, self.logits_bytes // (itemsize * max(across, 1)))
-        if step > 16:  # products are faster with aligned rows; a GPU's compute 128 rows at a time
+        if step > 16:  # products are faster with aligned rows; a GPU computes 128 rows at a time
             step -= step % (128 if step >= 512 else 16)
         return _cut(total, step)
 
@@ -201,8 +173,6 @@ def _tiles_of(backend: Backend, weight_vh: Tensor) -> Tiles:
         return _triton_tiles()
     if weight_vh.is_cuda and possible and find_spec("triton") is not None:
         return _triton_tiles()
-    from megatron_gvpo.kernels.torch_tiles import TorchTiles
-
     return TorchTiles()
 
 

@@ -1,13 +1,13 @@
 """The gradients of a head, as autograd functions: of the hidden states, and of the output layer's weight.
 
-Where the token weights are known before the forward (`WeightsFirst`), both come in one pass, 6 r h v flops. A
-chunk of rows at a time: its exponentials (stash.py), then dX and dW of the chunk. Nothing but the gradients
-is kept. Each chunk's dW product reads and writes all of dW, so that a chunk has many rows.
+Where the token weights are known before the forward (`WeightsFirst`), one pass computes both, with 6 r h v
+flops. It computes the exponentials of a chunk of rows (stash.py), then dX and dW of the chunk. Only the
+gradients are kept. Each chunk's dW product reads and writes all of dW, so that a chunk has many rows.
 
-Where they are known only after it (`WeightsLast`), the forward keeps the exponentials of the first rows:
-6 r h v flops in all. Of the other rows it keeps statistics, and the backward computes their logits again
-(8 r h v), by slices of columns: each row of W and of dW is then read and written once for all tokens, and of
-dX a pass is made for every slice.
+Where they are known only after it (`WeightsLast`), the forward keeps the exponentials of the first rows: 6 r
+h v flops in all. Of the other rows it keeps statistics, and the backward computes their logits again (8 r h
+v), by slices of columns: each row of W and of dW is then read and written once for all tokens, and dX once
+for every slice.
 
 The weight's gradient is added to Megatron's fp32 gradient buffer, if the weight has one. Megatron's data
 parallelism gives every parameter `main_grad`, a view of the buffer that it reduces, and a hook that adds
@@ -56,14 +56,15 @@ def added(weight_vh: Tensor) -> Tensor:
 
 
 class WeightGradient:
-    """Sums dW of one backward, a slice of W's rows (the logits' columns) at a time, each slice once."""
+    """Sums dW in one backward, a slice of W's rows (the logits' columns) at a time, and each slice once."""
 
     def __init__(self, weight_vh: Tensor) -> None:
         self._weight_vh = weight_vh
         self._main_vh = main_grad(weight_vh)
         self._own_vh = torch.zeros_like(weight_vh) if self._main_vh is None else None
         self._scratch_ch: Tensor | None = None
-        self.in_place = self._main_vh is not None  # sums need no memory of their own
+        # True if the sums are added to main_grad and need no further memory.
+        self.in_place = self._main_vh is not None
 
     def begin(self, columns: slice) -> Tensor:
         """Return [c, h] in the accumulator's dtype: the caller adds the products of these rows to it."""
@@ -85,7 +86,7 @@ class WeightGradient:
         return added(self._weight_vh) if self._own_vh is None else self._own_vh
 
 
-_TOLERANCE = 1e-4  # relative: the schedule multiplies and divides the loss in fp32
+_TOLERANCE = 1e-4  # relative, because the schedule multiplies and divides the loss in fp32
 
 
 class KnownGradients:
@@ -130,8 +131,7 @@ class KnownGradients:
     def take(self, g: Tensor, name: str) -> tuple[Tensor | None, Tensor | None]:
         """Return (dX, dW) of the function `name`, whose upstream gradient is g, and give them up.
 
-        Raises RuntimeError if they are spent, or if g is not the upstream gradient that was announced (on a
-        GPU asynchronously).
+        Raises RuntimeError if they were taken before, or (on a GPU asynchronously) if g is not `upstream`.
         """
         if not self.are_wanted:
             raise RuntimeError(f"the surrogate of {name} backpropagates once: its gradients are spent")
@@ -240,7 +240,8 @@ class WeightsLast(torch.autograd.Function):
                 dw.end(columns, dw_vh)
         if dx_rh is not None and rest_rh is not None:
             dx_rh[rest] = rest_rh  # rounds to dX's dtype; a copy onto itself if dX is fp32
-        del stashed_rows, recomputed, rest_rh  # and their memory, before the result takes as much as W
+        # Free their memory first, because the result takes as much as W.
+        del stashed_rows, recomputed, rest_rh
         return dx_rh, None if dw is None else dw.result(), None, None
 
 
@@ -262,7 +263,7 @@ def _scan(head: Head, x_rh: Tensor, weight_vh: Tensor, labels_r: Tensor, rows: s
 
 
 class _RecomputedRows:
-    """Gradients of the rows whose logits are computed again."""
+    """Computes the gradients of the rows whose logits are computed again."""
 
     def __init__(
         self,
@@ -284,7 +285,7 @@ class _RecomputedRows:
             self.offset_r = self.offset_r + self.slope_r * (entropy_of(stats_sr) - sum_r.log())
 
     def add_products(self, columns: slice, w_vh: Tensor, dx_rh: Tensor | None, dw_vh: Tensor | None) -> None:
-        if self.buffer is None:  # the first slice is the longest
+        if self.buffer is None:  # the first slice is the longest, so its buffer serves all
             self.buffer = Buffer(self.x_rh, len(self.x_rh) * length(columns))
         tile_rv = self.buffer.tile(len(self.x_rh), length(columns))
         z_rv = self.head.logits(tile_rv, self.x_rh, w_vh, self.rows, columns.start)

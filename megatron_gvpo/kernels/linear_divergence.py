@@ -1,9 +1,10 @@
 """The divergence of a student from a teacher over the whole vocabulary, without storing the logits.
 
-The logits of both exist one tile of tokens at a time, in fp32. The weight of every token in the loss is known
-before the forward, so the forward computes both gradients, as `WeightsFirst` does, from chunks of dL/dz in
-the dtype of the products' operands: 6 r h v flops, and 2 r h v of the teacher's h. It keeps nothing but the
-gradients, and takes one tile more than that mode.
+The logits of student and teacher exist one tile of tokens at a time, in fp32. The weight of every token in
+the loss is known before the forward, so the forward computes both gradients, as `WeightsFirst` does, from
+chunks of dL/dz in the dtype of the products' operands. It takes 6 r h v flops for the student, and 2 r h v
+with the teacher's h. It keeps nothing but the gradients, and needs memory for one tile more than
+`WeightsFirst`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class LinearDivergence(NamedTuple):
     """The result of `linear_divergence`; tensors are fp32, or fp64 if the inputs are fp64."""
 
     divergence_r: Tensor  # in nats, detached
-    logp_r: Tensor  # the student's log-probs of the labels, among all tokens that it has, detached
+    logp_r: Tensor  # the student's log-probs of the labels, over its whole vocabulary, detached
     surrogate: Tensor  # scalar sum(weight_r * divergence_r), differentiable
 
 
@@ -55,12 +56,13 @@ def linear_divergence(
 ) -> LinearDivergence:
     """Compute `divergence` of softmax(hidden_rh @ weight_vh^T / temperature) from the teacher's, per token.
 
-    Tokens that only one of the two has are left out of both distributions: no text has them.
+    Tokens that only one of the two models has are left out of both distributions, because no text contains
+    them.
 
-    Only `surrogate` carries gradients: add it to the scalar that you call backward on. It backpropagates
-    once. As with `linear_logprob`, the gradient of `hidden_rh` is this rank's part, and the gradient of
-    `weight_vh` is added to its `main_grad` if Megatron's data parallelism gave it one. The teacher's inputs
-    get none.
+    Only `surrogate` carries gradients: add it to the scalar that you call backward on. `surrogate` can be
+    backpropagated once. As with `linear_logprob`, the gradient of `hidden_rh` is this rank's part, and the
+    gradient of `weight_vh` is added to its `main_grad` if Megatron's data parallelism gave it one. The
+    teacher's inputs get none.
 
     Args:
         hidden_rh: [r, h] fp32, bf16 or fp64, equal on all ranks of `tp_group`. r = 0 is allowed.
@@ -72,7 +74,7 @@ def linear_divergence(
         temperature: divides the logits of both.
         tp_group: the tensor-parallel group; it exchanges 32 bytes a token, with top_k 4 k + 8 more.
         vocab_size: rows of the student's whole vocabulary from here on are padding.
-        logits_bytes: the most bytes of one tile of logits; there are two. Default as `linear_logprob`.
+        logits_bytes: the most bytes of one of the two tiles of logits; default as `linear_logprob`.
         stash_dtype: of dL/dz between its computation and the products, as for `linear_logprob`.
         upstream: as for `linear_logprob`.
 

@@ -5,8 +5,8 @@ gradients of logp and entropy H)
 
     dL/dz_j = g (1[j = label] - p_j) - e p_j (log p_j + H),   dX = dZ W / T,   dW = dZ^T X / T.
 
-The logits exist one tile at a time, in fp32. There are three modes to compute the gradient. They differ in
-when the weights g are known:
+The logits exist one tile at a time, in fp32. There are three modes to compute the gradient. The modes differ
+in the time at which the weights g are known:
 
     weights_first  The forward gets g and computes the gradients: 6 r h v flops (`WeightsFirst`).
     stash          The backward gets g. The forward keeps e^(z - max), in bf16 if the operands are bf16:
@@ -40,7 +40,7 @@ class LinearLogprob(NamedTuple):
     """The result of `linear_logprob`; tensors are fp32, or fp64 if the inputs are fp64."""
 
     logp_r: Tensor  # detached if the caller gave weights
-    entropy_r: Tensor | None = None  # None unless asked for; detached if the caller gave weights
+    entropy_r: Tensor | None = None  # None unless requested; detached if the caller gave weights
     surrogate: Tensor | None = None  # scalar sum(weight_r * logp_r); None unless the caller gave weights
     mode: Mode = "forward"  # how the gradient is computed; "forward": no gradient
     stash_bytes: int = 0  # bytes that this rank keeps until the backward
@@ -111,10 +111,7 @@ def linear_logprob(
     differentiable = torch.is_grad_enabled() and (hidden_rh.requires_grad or weight_vh.requires_grad)
     weight_r = None if weight_r is None else weight_r.detach()
     if backend == "reference":
-        if tp_group is not None and tp_group.size() > 1:
-            raise ValueError(
-                f"backend='reference' has no tensor parallelism, and tp_group has {tp_group.size()} ranks"
-            )
+        _check_whole(tp_group)
         return _by_reference(
             hidden_rh,
             weight_vh,
@@ -148,10 +145,19 @@ def linear_logprob(
         return LinearLogprob(logp_r, entropy_r, surrogate, "weights_first")
     logp_r, entropy_r = WeightsLast.apply(hidden_rh, weight_vh, labels_r, head)
     surrogate = None if weight_r is None else (weight_r * logp_r).sum()
-    mode: Mode = "stash" if head.stash_rows else "recompute" if differentiable else "forward"
+    mode: Mode = "recompute" if differentiable else "forward"
+    if head.stash_rows:
+        mode = "stash"
     share = head.stash_rows / max(len(hidden_rh), 1)
     kept_bytes = head.stash_rows * head.columns * head.stash_dtype.itemsize
     return LinearLogprob(logp_r, entropy_r, surrogate, mode, kept_bytes, share)
+
+
+def _check_whole(tp_group: dist.ProcessGroup | None) -> None:
+    if tp_group is not None and tp_group.size() > 1:
+        raise ValueError(
+            f"backend='reference' has no tensor parallelism, and tp_group has {tp_group.size()} ranks"
+        )
 
 
 def _by_reference(

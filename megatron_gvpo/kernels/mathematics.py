@@ -42,7 +42,7 @@ def empty_statistics(labels_r: Tensor, dtype: torch.dtype, entropy: bool) -> Ten
     """Return the statistics of an empty piece. Its largest logit is finite, which prevents inf - inf."""
     stats_sr = torch.empty(3 + entropy, len(labels_r), dtype=dtype, device=labels_r.device)
     for row_r, value in zip(stats_sr, (torch.finfo(dtype).min, 0.0, -torch.inf, 0.0), strict=False):
-        row_r.fill_(value)  # the device fills by itself; a copy from the host would synchronise
+        row_r.fill_(value)  # fill_ runs on the device; a copy from the host would synchronise
     return stats_sr
 
 

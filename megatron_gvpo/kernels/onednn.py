@@ -36,7 +36,8 @@ def matmul(a: Tensor, b: Tensor, **named: Any) -> Tensor:
     if named or b.dim() != 2 or not _suits(a, b.t()):
         return torch.matmul(a, b, **named)
     if a.dim() == 2 and b.shape[1] < a.shape[0] and not a.is_contiguous():
-        # As in a weight's gradient. oneDNN copies its first operand if it is transposed: give it the smaller.
+        # A weight's gradient has such operands. oneDNN copies a transposed first operand: give it the smaller
+        # one.
         return _product(b.t(), a, None).t()
     return _product(a, b.t(), None)
 

@@ -1,4 +1,4 @@
-"""The exponentials of softmax rows in memory, and both gradients from them.
+"""Keeps the exponentials of softmax rows in memory, and computes both gradients from them.
 
 With D = softmax - onehot and g_i = dL/dlogp_i, dX_i = -g_i D_i W / T_i and dW = -D^T diag(g / T) X. D does
 not contain the weights g: they scale rows after the first product and before the second. So it is enough to

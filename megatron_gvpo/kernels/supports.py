@@ -1,4 +1,4 @@
-"""The supports of sampled tokens: what top-p, top-k and min-p left to be drawn from."""
+"""The supports of sampled tokens: the tokens that top-p, top-k and min-p allowed at each position."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class Supports:
         column_k = self.ids_k[members] - first_column
         flat_k = (self.row_k[members] - rows.start) * width + column_k
         is_inside_k = (column_k >= 0) & (column_k < width)
-        # Members outside the tile write to one more place: to leave them out, the host would have to wait.
+        # Members outside the tile write to an extra element; leaving them out would make the host wait for
+        # the GPU.
         flat = torch.empty(height * width + 1, dtype=torch.bool, device=tile_rv.device)
         is_hidden_rv = flat[:-1].view(height, width)
         is_hidden_rv.copy_(self.truncated_r[rows, None].expand(height, width))

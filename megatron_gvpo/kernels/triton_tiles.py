@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_gvpo.kernels.head import Tiles
 from megatron_gvpo.kernels.mathematics import empty_statistics
+from megatron_gvpo.kernels.tiles import Tiles
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Log-probs over supports: over the tokens that top-p, top-k and min-p left to be sampled.
+"""Log-probs over supports, the tokens that top-p, top-k and min-p allowed to be sampled.
 
 A truncated token was drawn from the softmax over its support S alone. With z = X W^T / T
 
@@ -29,7 +29,10 @@ from megatron_gvpo.kernels.mathematics import accumulator, entropy_of, logp_of
 from megatron_gvpo.kernels.supports import HIDDEN, Supports
 from megatron_gvpo.types import on_device
 
-NARROW_SHARE, LEAST_NARROW = 1 / 256, 32  # of the vocabulary; members
+NARROW_SHARE, LEAST_NARROW = (
+    1 / 256,
+    32,
+)  # default of `narrow`: a share of the vocabulary, but at least this number of tokens
 
 
 def truncated_logprob(
@@ -112,7 +115,7 @@ def truncated_logprob(
 
 @dataclass(frozen=True)
 class _Rows:
-    """The arguments of `truncated_logprob` that belong to tokens."""
+    """The arguments of `truncated_logprob` that have an entry for each token."""
 
     hidden_rh: Tensor
     labels_r: Tensor
@@ -235,12 +238,15 @@ def _statistics(z_k: Tensor, is_label_k: Tensor, supports: Supports, entropy: bo
 
 
 def _sums(values_k: Tensor, counts: Tensor) -> Tensor:
-    """The sums of neighbours, `counts` of them each; always in the same order."""
+    """Return the sums of `counts` neighbours each, always added in the same order."""
     return torch.segment_reduce(values_k, "sum", lengths=counts.to(values_k.device), unsafe=True)
 
 
 def _chunks(supports: Supports, hidden_rh: Tensor, chunk_bytes: int) -> Iterator[tuple[slice, slice]]:
-    """Tokens and their members, such that two fp32 vectors for each member fit; at least one token."""
+    """Yield slices of tokens and of their members, such that two fp32 vectors for each member fit.
+
+    A slice has at least one token, even if its members do not fit.
+    """
     offsets, r = supports.offsets, len(supports.count_r)
     most = max(1, chunk_bytes // (2 * hidden_rh.shape[1] * accumulator(hidden_rh.dtype).itemsize))
     begin = 0

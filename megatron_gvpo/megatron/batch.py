@@ -21,14 +21,14 @@ from megatron_gvpo.types import TrainBatch, on_device
 
 @dataclass
 class PackedBatch:
-    """One pack, or a context-parallel rank's cut of one: token-aligned columns [t] (design law 1).
+    """A pack, or a context-parallel rank's part of it, with token-aligned columns [t] (design law 1).
 
     The hidden state at `response_r` predicts the token `label_r`, which is number `index_r` in the rows' flat
     response columns. `index_r` ascends, so log-probs are in the order of `rows`, whatever the order of the
-    sequences in the pack: a loss cannot see the latter.
+    sequences in the pack, which a loss cannot see.
     """
 
-    rows: TrainBatch  # all rows of the pack, in every cut
+    rows: TrainBatch  # all rows of the pack, also in a context-parallel rank's part
     order: list[int]  # the rows, in the order of their sequences in the pack
     token_t: Tensor  # int64
     position_t: Tensor  # int64, from 0 in every sequence
@@ -186,6 +186,11 @@ class _Sequence:
     begin: int = -1  # index of its first token in the pack
 
 
+# A sequence of a pack, the index in it of the first token that predicts, the index in the rows' token columns
+# of the first predicted token, and the number of predicted tokens.
+_Prediction = tuple[_Sequence, int, int, int]
+
+
 def _pack_shared(rows: TrainBatch, padding: Padding) -> PackedBatch:
     """Pack rows that share prompts: each shared prompt once, and the responses behind all of these prompts.
 
@@ -193,11 +198,9 @@ def _pack_shared(rows: TrainBatch, padding: Padding) -> PackedBatch:
     """
     prompts: list[_Sequence] = []
     responses: list[_Sequence] = []
-    others: list[_Sequence] = []  # rows that share nothing: prompt and response in one sequence
+    others: list[_Sequence] = []  # rows without a shared prompt: prompt and response in one sequence
     followers: list[int] = []
-    # (sequence, index in it of the first token that predicts, index in the rows' token columns of the first
-    # predicted token, number of predicted tokens)
-    predicts: list[tuple[_Sequence, int, int, int]] = []
+    predicts: list[_Prediction] = []
     order = _by_prompt(rows)
     for prompt, run in groupby(order, key=lambda i: rows.prompt_ids[i]):
         members = list(run)
@@ -217,9 +220,6 @@ def _pack_shared(rows: TrainBatch, padding: Padding) -> PackedBatch:
                 predicts.append((responses[-1], 0, rows.offsets[i] + 1, len(tokens)))
     sequences = _joined([*prompts, *responses, *others], padding.pack)
     lengths = [len(sequence.ids) for sequence in sequences]
-    response_r = torch.zeros(rows.offsets[-1], dtype=torch.int64)
-    for sequence, first, offset, count in predicts:
-        response_r[offset : offset + count] = torch.arange(count) + sequence.begin + first
     return PackedBatch(
         rows=rows,
         order=order,
@@ -227,13 +227,21 @@ def _pack_shared(rows: TrainBatch, padding: Padding) -> PackedBatch:
         position_t=torch.cat(
             [torch.arange(n) + s.first_position for s, n in zip(sequences, lengths, strict=True)]
         ),
-        response_r=response_r,
+        response_r=_predicting_tokens(predicts, rows.offsets[-1]),
         index_r=torch.arange(rows.offsets[-1]),
         label_r=_labels(rows),
         lengths=lengths,
         followers=followers,
         supports=_supports(rows),
     )
+
+
+def _predicting_tokens(predicts: Sequence[_Prediction], count: int) -> torch.Tensor:
+    """Return the index in the pack of the token that predicts each of `count` tokens, int64 [r]."""
+    response_r = torch.zeros(count, dtype=torch.int64)
+    for sequence, first, offset, length in predicts:
+        response_r[offset : offset + length] = torch.arange(length) + sequence.begin + first
+    return response_r
 
 
 def _joined(sequences: list[_Sequence], multiple: int) -> list[_Sequence]:

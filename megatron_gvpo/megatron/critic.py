@@ -25,7 +25,10 @@ from megatron_gvpo.types import BatchTotals, TrainBatch
 
 
 class ValueHead(torch.nn.Module):
-    """V = hidden . weight + bias, in fp32. Every tensor-parallel rank has all of it; it starts at 0."""
+    """V = hidden . weight + bias, in fp32.
+
+    Every tensor-parallel rank has the whole head, which is 0 at the start.
+    """
 
     def __init__(self, width: int, like: Tensor, sequence_parallel: bool) -> None:
         """`like` gives dtype and device."""
@@ -81,9 +84,8 @@ class Critic:
         optimizer: OptimizerConfig,
     ) -> None:
         """`policy` and `optimizer`: the policy's settings; the critic's differ from them as `options` say."""
-        own = policy.model_copy(
-            update={"path": options.path or policy.path, "adapter": None}  # its own weights train
-        )
+        # The critic's own weights train, so it has no adapter.
+        own = policy.model_copy(update={"path": options.path or policy.path, "adapter": None})
         self.model: Model = build(
             own,
             parallel,

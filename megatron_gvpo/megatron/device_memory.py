@@ -18,9 +18,9 @@ Part = Literal["weights", "training"]
 class DeviceMemory:
     """Frees and restores two parts of this rank's models: "weights" and "training" (optimizer, gradients).
 
-    Weights and optimizer states are kept on the host. Gradients are not: they are zero between updates.
-    Optimizer states that are on the host anyway stay there. While "weights" is released, the model cannot
-    score or be exported. While "training" is released, it cannot be updated or saved.
+    Weights and optimizer states are kept on the host. Gradients are not kept, because they are zero between
+    updates. Optimizer states that are on the host anyway stay there. While "weights" is released, the model
+    cannot score or be exported. While "training" is released, it cannot be updated or saved.
     """
 
     def __init__(self, *models: tuple[Model, Optimizer | None], is_constant: bool = False) -> None:

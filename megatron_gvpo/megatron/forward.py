@@ -4,9 +4,10 @@ The fused head runs in GPTModel's `output_processor` hook. It gets the hidden st
 the vocabulary, so full logits never exist.
 
 The loss does not depend on the machine (design law 2). Every micro-batch's part is normalised by the
-optimizer step's totals. It is multiplied by the factor by which Megatron's schedule (cp / micro-batches) and
-data-parallel average (1 / (cp x ranks)) will divide it. Under context parallelism every rank of a group
-computes the whole loss from all log-probs, and sends back the gradient of its own tokens only.
+optimizer step's totals. The part is multiplied by the factor by which Megatron's schedule (cp /
+micro-batches) and data-parallel average (1 / (cp x ranks)) will divide it. Under context parallelism every
+rank of a group computes the whole loss from all log-probs, and sends back the gradient of its own tokens
+only.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from megatron_gvpo.kernels.linear_logprob import LinearLogprob, linear_logprob
 from megatron_gvpo.kernels.truncated_logprob import truncated_logprob
 from megatron_gvpo.megatron.attention.core import OwnPackedSeqParams, frequencies
 from megatron_gvpo.megatron.attention.merged import Sequences
+from megatron_gvpo.megatron.attention.rotary import angles
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.memory_profile import MemoryProfile
 from megatron_gvpo.megatron.model.model import Model, drop_leftovers
@@ -92,7 +94,7 @@ def run(
             data_iterator=iterators,
             model=model.chunks,
             num_microbatches=len(micro_batches),
-            seq_length=1,  # unused: packs carry their own lengths (variable_seq_lengths)
+            seq_length=1,  # it is not used, because packs have their own lengths (variable_seq_lengths)
             micro_batch_size=1,
             forward_only=forward_only,
             **messages,
@@ -107,7 +109,7 @@ def _schedule_inputs(
     """Return the packs for each chunk, and the arguments that describe the messages between stages."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return [packs], {}
-    of_pass = list(packs)  # all at first: their lengths are the shapes of the messages
+    of_pass = list(packs)  # all packs are made first, because their lengths are the shapes of the messages
     lengths = [len(batch.token_t) for batch in of_pass]
     messages = planned_messages(model.config, lengths, len(model.chunks))
     return [iter(of_pass) for _ in model.chunks], messages
@@ -116,14 +118,14 @@ def _schedule_inputs(
 def loss_factor() -> float:
     """Return the factor by which `run` and Megatron's schedule multiply a micro-batch's part of the loss.
 
-    It is cp x ranks, by which the data-parallel average divides.
+    The factor is cp x ranks, because the data-parallel average divides by it.
     """
     ranks = parallel_state.get_data_parallel_world_size() * parallel_state.get_context_parallel_world_size()
     return float(ranks)
 
 
 def _call_chunk(model: Model, chunk: Any, batch: PackedBatch, head: Head) -> Any:
-    """A micro-batch through the layers of one chunk; the last stage's output is the head's."""
+    """Run a micro-batch through the layers of one chunk; the last stage returns the head's output."""
     packed = _packed_params(model, batch)
     head_arguments = {"output_processor": _call_head, "output_processor_context": (head, batch)}
     if model.vision is not None:
@@ -153,7 +155,7 @@ class LogprobHead:
     entropy: bool = False
     stash_bytes: int = 0
     memory_profile: MemoryProfile | None = None  # measures the head's memory
-    divergence: HeadDivergence | None = None  # added to the loss
+    divergence: HeadDivergence | None = None  # a term of the loss
 
     def __call__(
         self, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, batch: PackedBatch
@@ -242,9 +244,9 @@ def _run_pre_hooks(module: Any) -> None:
 
 
 def gather_context_parallel(local_r: Tensor, batch: PackedBatch) -> Tensor:
-    """Gather context-parallel ranks' values of their tokens: those of all tokens of the pack, in row order.
+    """Gather the context-parallel ranks' values, and return those of all tokens of the pack, in row order.
 
-    The other ranks' values enter as constants, because their own ranks differentiate them.
+    The other ranks' values are constants for autograd, because those ranks differentiate them.
     """
     if parallel_state.get_context_parallel_world_size() == 1:
         return local_r
@@ -264,8 +266,11 @@ def _packed_params(model: Model, batch: PackedBatch) -> PackedSeqParams:
         "max_seqlen_q": longest,
         "max_seqlen_kv": longest,
     }
-    if model.config.context_parallel_size > 1:  # the lengths include padding
+    if model.config.context_parallel_size > 1:  # these lengths include the padding
         common |= {"cu_seqlens_q_padded": ends, "cu_seqlens_kv_padded": ends}
+    if model.latent_rotary is not None:
+        rotation = frequencies(model.latent_rotary, batch.positions, batch.position_t)
+        return OwnPackedSeqParams(**common, sequences=sequences, latent_rotation=rotation)
     if not model.own_attention:
         return PackedSeqParams(**common)
     if not model.rotary:
@@ -273,8 +278,6 @@ def _packed_params(model: Model, batch: PackedBatch) -> PackedSeqParams:
     freqs_t, scale = frequencies(model.rotary[0], batch.positions, batch.position_t)
     angles_t = None
     if model.local:
-        from megatron_gvpo.megatron.cpu.rotary import angles
-
         angles_t = angles(freqs_t, model.config.rotary_interleaved, scale)
     return OwnPackedSeqParams(
         **common, sequences=sequences, freqs_t=freqs_t, rotary_scale=scale, angles_t=angles_t

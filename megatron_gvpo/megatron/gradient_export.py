@@ -34,7 +34,7 @@ def export_gradients(model: Model, export: Export | None = None) -> dict[str, Te
         parameter.zero_()
     constants = _copied(export or model.export)
     for parameter in parameters:
-        if parameter.requires_grad:  # the gradient of others is 0, and has no buffer
+        if parameter.requires_grad:  # other parameters have no buffer, and their gradient is 0
             parameter.copy_(parameter.main_grad)
     gradients = {name: tensor - constants[name] for name, tensor in _copied(export or model.export).items()}
     for parameter, weight in zip(parameters, weights, strict=True):

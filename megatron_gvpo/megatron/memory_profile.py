@@ -107,7 +107,7 @@ class MemoryProfile:
             "gradients": storages(gradients),
             "optimizer": storages(states),
         }
-        # In fp32 the optimizer's master weights are the model's own weights.
+        # In fp32 the optimizer's master weights are the same tensors as the model's weights.
         parts["optimizer"] = {a: s for a, s in parts["optimizer"].items() if a not in parts["weights"]}
         self._bytes = {name: sum(s.nbytes() for s in part.values()) for name, part in parts.items()}
         self._host_bytes = sum(optimizer.host_bytes for _, optimizer in trained)

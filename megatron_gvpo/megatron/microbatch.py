@@ -54,7 +54,7 @@ def plan(
     """
     tokens = list(rows.tokens)
     items, split = _items(rows, tokens, max_tokens, keep_groups, share_prompts)
-    if share_prompts:  # count an item's tokens as PackedBatch.pack will pack them
+    if share_prompts:  # count the tokens of an item in the pack that PackedBatch.pack will make
         for item in items:
             for before, i in pairwise(item):
                 if rows.prompt_ids[before] == rows.prompt_ids[i]:
@@ -97,7 +97,7 @@ def _items(
 def _fill(
     items: list[list[int]], tokens: list[int], cost: list[float], bins: int, dp_size: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Put items, sorted by falling cost, into bins under the token budget; None if an item does not fit.
+    """Put items, sorted by decreasing cost, into bins within the token budget; None if an item does not fit.
 
     Each item goes to the rank with the least cost so far, and there into the bin with the least cost
     (longest-processing-time scheduling). Bin b belongs to rank b % dp_size.
@@ -153,7 +153,7 @@ class RowSegments:
     def apply(self, rows: TrainBatch) -> TrainBatch:
         """Return the parts of `rows` as rows, with all columns; a part has its row's values.
 
-        Sums over a row's tokens are not those over a part's: a loss is computed on undivided rows.
+        A sum over a part's tokens is not the sum over its row's: losses are computed on undivided rows.
         """
         repeated = rows.select(self.row_n)  # each divided row once for every part
         token_columns = {
@@ -234,7 +234,7 @@ def my_share(model: Model, rows: TrainBatch, max_tokens: int, keep_groups: bool)
     segments = RowSegments.divide(rows, max_tokens)
     divided = rows if segments is None else segments.apply(rows)
     shared = model.shares_prompts_of(rows)
-    keep_groups = keep_groups or shared  # apart, they would share nothing
+    keep_groups = keep_groups or shared  # in different micro-batches, responses cannot share their prompt
     all_ranks = plan(divided, dp_size, max_tokens, mcore.hidden_size, keep_groups, multiple, shared)
     micro_batches = all_ranks.micro_batches[parallel_state.get_data_parallel_rank()]
     return Share(micro_batches, all_ranks.split_groups, segments)
@@ -246,7 +246,7 @@ def gather(rows: TrainBatch, micro_batches: list[list[int]], results: list[Tenso
     if owns_results():
         spans = [torch.arange(*rows.offsets[i : i + 2]) for index in micro_batches for i in index]
         values = [result for index, result in zip(micro_batches, results, strict=True) if index]
-        if spans:  # one copy to the host, which waits for the GPU in each
+        if spans:  # one copy to the host in all, because each copy waits for the GPU
             value_r[torch.cat(spans)] = torch.cat(values).float().cpu()
     # All ranks but the owner of a row add zeros, so the sum is exact.
     dist.all_reduce(value_r)
@@ -266,7 +266,7 @@ def detached(metrics: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]
 
 
 def floats(per_micro_batch: Sequence[Mapping[str, Tensor | float]]) -> list[dict[str, float]]:
-    """Convert the metrics of all micro-batches in one copy: the host waits for the GPU in each."""
+    """Convert the metrics of all micro-batches in one copy: each copy makes the host wait for the GPU."""
     tensors = [
         value for metrics in per_micro_batch for value in metrics.values() if isinstance(value, Tensor)
     ]

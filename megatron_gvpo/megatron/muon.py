@@ -1,16 +1,16 @@
 """Muon for the matrices of the layers, and AdamW for all other weights: `optimizer.muon`.
 
 Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) replaces the momentum of a matrix by a
-matrix near its polar factor, which Newton-Schulz iterations compute. They need the matrix as a whole:
+matrix near its polar factor, which Newton-Schulz iterations compute. Muon needs each matrix as a whole:
 
 - Data parallelism: megatron-core's layer-wise layout puts every matrix into the shard of one rank. So
   Megatron's distributed optimizer works as with AdamW: reductions, masters, the gradient's norm, gathers of
   weights, and checkpoints that any layout can load.
 - Tensor parallelism: the ranks gather the momentum's parts, and each computes the whole matrix.
 
-A fused weight is several matrices: queries, their gates, keys and values; a gate and an up projection. Each
-is computed by itself, as if it were stored by itself. The order of a matrix's rows does not matter, so the
-ranks' parts may follow each other in any order.
+A fused weight is several matrices: queries, their gates, keys and values; a gate and an up projection. Muon
+updates each of them separately, as if it were stored separately. The order of a matrix's rows does not
+matter, so the ranks' parts may follow each other in any order.
 """
 
 from __future__ import annotations
@@ -78,16 +78,9 @@ def wrap(chunks: Sequence[Any], settings: DistributedDataParallelConfig) -> list
     Megatron-Bridge's own wrapping takes no layout. A collective; raises ConfigError on all ranks if none has
     a matrix to update.
     """
-    for chunk in chunks:
-        mark_matrices(chunk)
-    has_matrix = any(is_matrix(parameter) for chunk in chunks for parameter in chunk.parameters())
-    if not any(all_gather_msgpack(has_matrix)):
-        raise ConfigError(
-            "optimizer.muon has no effect: model.freeze leaves no matrix of the layers to train; leave one "
-            "of the two out"
-        )
+    _mark_all(chunks)
     wrapped = []
-    stream = torch.cuda.Stream()  # one of its own for the gradients' nodes, as in Megatron-Bridge
+    stream = torch.cuda.Stream()  # a separate stream for the gradients' nodes, as in Megatron-Bridge
     stream.wait_stream(torch.cuda.current_stream())
     ranks = parallel_state.get_data_parallel_group(with_context_parallel=True).size()
     expert_ranks = parallel_state.get_expert_data_parallel_group().size()
@@ -95,7 +88,7 @@ def wrap(chunks: Sequence[Any], settings: DistributedDataParallelConfig) -> list
         trained: list[Any] = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
         for parameter in trained:
             parameter.is_managed_by_layer_wise_optimizer = is_matrix(parameter)
-        # As Megatron has it: only the first stage's first chunk has several buckets, to overlap their sums.
+        # As in Megatron, only the first stage's first chunk has several buckets, to overlap their sums.
         is_first = number == 0 and parallel_state.get_pipeline_model_parallel_rank() == 0
         bucket = settings.bucket_size or max(40_000_000, 1_000_000 * ranks)
         layout = LayerWiseDistributedOptimizer.compute_full_param_layout(
@@ -121,13 +114,25 @@ def wrap(chunks: Sequence[Any], settings: DistributedDataParallelConfig) -> list
     return wrapped
 
 
+def _mark_all(chunks: Sequence[Any]) -> None:
+    """Mark the matrices of all chunks. A collective; raises ConfigError on all ranks if none has a matrix."""
+    for chunk in chunks:
+        mark_matrices(chunk)
+    has_matrix = any(is_matrix(parameter) for chunk in chunks for parameter in chunk.parameters())
+    if not any(all_gather_msgpack(has_matrix)):
+        raise ConfigError(
+            "optimizer.muon has no effect: model.freeze leaves no matrix of the layers to train; leave one "
+            "of the two out"
+        )
+
+
 class Muon(TensorParallelMuon):
     """megatron-core's Muon on the flat masters of a distributed optimizer, which are whole matrices."""
 
     def __init__(
         self, groups: list[dict[str, Any]], weights: dict[Tensor, Tensor], options: MuonConfig, bf16: bool
     ) -> None:
-        """`groups`: of masters; `weights`: the model's weight of every master; `bf16`: of the iterations."""
+        """`groups`: of masters; `weights`: the model's weight of every master; `bf16`: iterate in bf16."""
         scale = {"adamw": "spectral"}.get(options.scale, options.scale)
         super().__init__(
             groups,
@@ -151,7 +156,8 @@ class Muon(TensorParallelMuon):
         """Master and momentum, both flat, -> the update, flat, before the learning rate."""
         weight: Any = self._weights[p]
         rows, columns = weight.fused_rows, weight.shape[1]
-        parts = grad.view(-1, sum(rows), columns).split(rows, dim=1)  # [repetitions, rows, columns] each
+        # each part is [repetitions, rows, columns]
+        parts = grad.view(-1, sum(rows), columns).split(rows, dim=1)
         group = dim = None
         if getattr(weight, "tensor_model_parallel", False):
             dim = weight.partition_dim
@@ -166,12 +172,13 @@ class Muon(TensorParallelMuon):
 
 
 class MuonWithAdam:
-    """The optimizer inside of a Megatron's distributed one: Muon for its matrices, AdamW for the rest."""
+    """The optimizer inside Megatron's distributed optimizer: Muon for its matrices, AdamW for the rest."""
 
     def __init__(self, distributed: Any, options: MuonConfig, bf16: bool) -> None:
         """Takes the groups of Muon from the AdamW inside of `distributed`."""
         adam = distributed.optimizer
-        self.param_groups: list[dict[str, Any]] = adam.param_groups  # Megatron counts on their order
+        # Megatron relies on the order of these groups.
+        self.param_groups: list[dict[str, Any]] = adam.param_groups
         weights = {
             self.param_groups[group]["params"][order]: weight
             for weight, (group, order) in distributed.model_param_group_index_map.items()

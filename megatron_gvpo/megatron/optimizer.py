@@ -88,6 +88,7 @@ class Optimizer:
         self._chunks = model.chunks
         self.megatron: Any = _megatron_optimizer(model, options, precision)
         self._check_offload(options, precision.dtype == "bfloat16")
+        self._fuse_on_cpu()
         self._allocate_states()
         self.scheduler = _schedule(self.megatron, options, updates)
 
@@ -98,7 +99,7 @@ class Optimizer:
                 yield from ((part, part is not optimizer.gpu_optimizer) for part in optimizer.sub_optimizers)
             elif isinstance(optimizer, muon.MuonWithAdam):
                 yield from ((part, False) for part in optimizer.parts)
-            elif optimizer is not None:  # a rank that trains no weight has none
+            elif optimizer is not None:  # a rank that trains no weight has no optimizer
                 yield optimizer, False
 
     def _hybrids(self) -> list[Any]:
@@ -106,7 +107,7 @@ class Optimizer:
         return [optimizer for optimizer in inner if isinstance(optimizer, HybridDeviceOptimizer)]
 
     def _check_offload(self, options: OptimizerConfig, bf16: bool) -> None:
-        """Refuse fp32 weights on the device beside bf16 ones: HybridDeviceOptimizer (0.19.2) skips them."""
+        """Refuse fp32 weights on the device beside bf16 ones: HybridDeviceOptimizer 0.19.2 skips them."""
         for hybrid in self._hybrids() if bf16 else ():
             stay = [p for group in hybrid.gpu_param_groups for p in group["params"]]
             if any(p not in hybrid.fp32_param_to_orig_param for p in stay):
@@ -114,6 +115,12 @@ class Optimizer:
                     f"optimizer.offload_fraction={options.offload_fraction}: this model has float32 weights "
                     "beside bfloat16 ones, and Megatron updates such a mix on the host only: use 1.0 or 0"
                 )
+
+    def _fuse_on_cpu(self) -> None:
+        """Make PyTorch's AdamW on a CPU update a tensor in one pass: a quarter of the usual time."""
+        for inner, _ in self._inner():
+            for group in inner.param_groups if _counts_by_parameter(inner) else ():
+                group["fused"] = all(parameter.device.type == "cpu" for parameter in group["params"])
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the master weights and moments on the device; in fp32 the masters are the model's weights."""
@@ -192,8 +199,8 @@ class Optimizer:
     def quantize_weights(self) -> None:
         """Set weights that are kept in FP8 from the masters, as an update does; others stay. A collective.
 
-        A checkpoint has such weights in parts, of which each would be quantized with a scale of its own: gate
-        and up, for example, which share one in the model.
+        A checkpoint stores such weights in parts, which would be quantized with separate scales: gate and up,
+        for example, share one scale in the model.
         """
         if not any(is_float8tensor(weight) for chunk in self._chunks for weight in chunk.parameters()):
             return
@@ -253,7 +260,8 @@ def _megatron_optimizer(model: Model, options: OptimizerConfig, precision: Model
     with megatron_device(), _host_and_device() if offload else contextlib.nullcontext():
         if options.muon is None:
             return get_megatron_optimizer(settings, model.chunks, use_gloo_process_groups=False)
-    with megatron_device(), torch.no_grad():  # in fp32 the masters are views, which are leaves only so
+    # In fp32 the masters are views of weights, which are leaves only without gradients.
+    with megatron_device(), torch.no_grad():
         matrices = ParamKey(predicate=ParamPredicate(name="matrix", fn=muon.is_matrix))
         overrides = get_standard_config_overrides(settings) | {matrices: dict(muon.OVERRIDE)}
         optimizer = get_megatron_optimizer(settings, model.chunks, overrides, use_gloo_process_groups=False)
@@ -277,9 +285,9 @@ def _states_of(inner: torch.optim.Optimizer) -> Iterator[Tensor]:
 def _check_host_memory(model: Model, fraction: float) -> None:
     """Raise ConfigError on all ranks if the optimizer does not fit the node's free memory. A collective.
 
-    Otherwise the kernel would kill the process without a message. No rank takes memory before all have read
-    what is free. An element that is updated on the host needs a master, two moments and a gradient, 16 bytes.
-    Before that, Megatron copies all of the rank's weights, in their own dtype and in fp32.
+    Otherwise the kernel would kill the process without a message. All ranks read the free memory before any
+    of them takes some. An element that is updated on the host needs a master, two moments and a gradient, 16
+    bytes. Before that, Megatron copies all of the rank's weights, in their own dtype and in fp32.
     """
     buffers = list(model.buffers())
     updated = sum(b.grad_data.numel() / b.data_parallel_group.size() for b in buffers)

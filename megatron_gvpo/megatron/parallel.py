@@ -8,7 +8,6 @@ import logging
 import math
 import os
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +19,9 @@ from megatron_gvpo.settings.parallel import ParallelConfig
 
 # Set these before the import: Megatron logs the modules that it cannot import, and later every parameter.
 logging.getLogger("megatron").setLevel(logging.WARNING)
-# Silence its warnings of deprecations.
+# Silence Megatron's warnings of deprecations.
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
-# Silence its warnings of missing kernels, which come from every rank.
+# Silence Megatron's warnings of missing kernels, which come from every rank.
 logging.getLogger("megatron.bridge").setLevel(logging.ERROR)
 
 if not torch.cuda.is_available():
@@ -60,9 +59,9 @@ def initialize(parallel: ParallelConfig, seed: int, deterministic: bool = False)
     """Join the process group (torchrun's environment, or a group of one) and create Megatron's groups.
 
     The groups of an earlier model of this process, which cannot be used any more, are destroyed first.
-    `deterministic`: every repetition under the same layout gives the same numbers, bit for bit.
-    Raises ConfigError if torch cannot use this machine's GPUs or has a null CUDA, where the other ranks do
-    not come, and for a network interface that is not there.
+    `deterministic`: every repetition under the same layout gives the same numbers, bit for bit. Raises
+    ConfigError if torch cannot use this machine's GPUs or has a null CUDA, if the other ranks do not join,
+    and for a network interface that does not exist.
     """
     if deterministic:
         os.environ.update(_DETERMINISTIC)
@@ -97,21 +96,6 @@ def initialize(parallel: ParallelConfig, seed: int, deterministic: bool = False)
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
-def group_names() -> dict[str, str]:
-    """Return {torch's name of a process group: its use}; the group "norm" sums the gradient's norm."""
-    world = dist.group.WORLD
-    groups: dict[str, Any] = {
-        "world": world,
-        "embedding": parallel_state.get_embedding_group(check_initialized=False),
-        "norm": parallel_state.get_intra_distributed_optimizer_instance_group(check_initialized=False),
-        "cp": parallel_state.get_context_parallel_group(),
-        "pp": parallel_state.get_pipeline_model_parallel_group(),
-        "dp": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        "tp": parallel_state.get_tensor_model_parallel_group(),
-    }
-    return {group.group_name: name for name, group in groups.items() if isinstance(group, dist.ProcessGroup)}
-
-
 def rank_in_each_group() -> dict[str, int]:
     """Return this rank's index in its tensor, pipeline, context, expert and data-parallel group."""
     return {
@@ -126,8 +110,9 @@ def rank_in_each_group() -> dict[str, int]:
 def release() -> None:
     """Destroy Megatron's groups, if there are any, and keep the process group. A collective.
 
-    megatron-core forgets most of its groups without destroying them: each would keep its threads. So would
-    those of an earlier model that is no longer used, and whose parts refer to each other.
+    megatron-core forgets most of its groups without destroying them: each would keep its threads. The groups
+    of an earlier model that is no longer used would keep their threads, too, because its parts refer to each
+    other.
     """
     gc.collect()
     torch.cuda.empty_cache()

@@ -22,9 +22,10 @@ _NOTHING: Shape = [0, 0, 0]
 
 
 class PlannedMessages(P2PCommunicator):
-    """The messages of one pass; `shapes`: of the hidden states [t, 1, h] that go between two stages.
+    """The messages of one pass; `shapes` are those of the hidden states [t, 1, h] between two stages.
 
-    By direction, "previous" and "next", in the order of the messages, which is the same both ways.
+    Shapes are by direction, "previous" and "next", in the messages' order, which is the same in both
+    directions.
     """
 
     def __init__(self, group: Any, config: Any, shapes: Mapping[str, Sequence[Shape]]) -> None:
@@ -42,7 +43,7 @@ class PlannedMessages(P2PCommunicator):
         recv_prev: bool,
         recv_next: bool,
     ) -> tuple[Shape, Shape]:
-        """Return the shapes of what comes from the previous and from the next stage; sends nothing.
+        """Return the shapes of messages from the previous and from the next stage; send nothing.
 
         Raises AssertionError for a message that has another shape than planned: the other stage would wait.
         """

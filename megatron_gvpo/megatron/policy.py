@@ -28,6 +28,14 @@ from megatron_gvpo.megatron import forward
 from megatron_gvpo.megatron.critic import Critic
 from megatron_gvpo.megatron.device_memory import DeviceMemory
 from megatron_gvpo.megatron.forward import LogprobHead
+from megatron_gvpo.megatron.loss_pass import (
+    KnownWeights,
+    LossInForward,
+    LossPass,
+    MicroBatchResult,
+    UpdateResult,
+    with_references,
+)
 from megatron_gvpo.megatron.memory_profile import MemoryProfile
 from megatron_gvpo.megatron.microbatch import my_share
 from megatron_gvpo.megatron.model.model import Model
@@ -37,14 +45,6 @@ from megatron_gvpo.megatron.scorer import Scorer, temperature_of
 from megatron_gvpo.megatron.teacher import Teacher, teacher_states
 from megatron_gvpo.megatron.teacher_head import HeadDivergence
 from megatron_gvpo.megatron.tensor_sums import TensorSum, TensorSums
-from megatron_gvpo.megatron.update import (
-    KnownWeights,
-    LossInForward,
-    LossPass,
-    MicroBatchResult,
-    UpdateResult,
-    with_references,
-)
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.parallel import ParallelConfig
 from megatron_gvpo.settings.reward_servers import TeacherConfig
@@ -57,7 +57,7 @@ class Policy(Scorer):
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """The policy of a run: each section that it reads, out of the configuration."""
+        """Make the policy of a run from the sections of its configuration."""
         return cls(
             config.model,
             config.parallel,
@@ -78,7 +78,7 @@ class Policy(Scorer):
         rollout: RolloutConfig,
         teacher: TeacherConfig | None = None,
     ) -> None:
-        """`teacher`: held beside the policy, unless it computes on servers of its own."""
+        """`teacher`: the trainer holds it beside the policy, unless it computes on servers of its own."""
         super().__init__(
             model,
             layout,
@@ -123,7 +123,8 @@ class Policy(Scorer):
     def score_reference(self, rows: TrainBatch) -> Tensor:
         """Return `score` under the weights of the method's fixed or moving reference."""
         with self._reference_in_place():
-            return self.score(rows.with_columns(routing=None))  # the reference's own routers choose experts
+            # Without `routing`, the reference's own routers choose the experts.
+            return self.score(rows.with_columns(routing=None))
 
     def score_teacher(self, rows: TrainBatch) -> Tensor:
         """Return `score` by the teacher that the trainer holds."""
@@ -150,10 +151,10 @@ class Policy(Scorer):
 
         `at_step_start`: there was no update since the step began. So the policy at the step's start is the
         present policy, and the rows' columns of its log-probs may be missing. `keep_logp`: return the
-        log-probs of the update's own forward. `keep_weights`: return these and the loss's gradient by them.
-        `keep_gradients`: return the sums over each tensor's gradient. Rows that have `weight_r` are trained
-        with it: a step that is replayed takes the weights that it had. Raises UserFunctionError on all ranks,
-        with the weights as they were, where the user's loss fails on any.
+        log-probs of the update's own forward. `keep_weights`: also return the loss's gradient by these
+        log-probs. `keep_gradients`: return the sums over each tensor's gradient. Rows that have `weight_r`
+        are trained with it, so that a replayed step uses its recorded weights. Raises UserFunctionError on
+        all ranks, with the weights as they were, where the user's loss fails on any.
         """
         loss, totals, rows = self._loss, BatchTotals.of(rows), rows.with_group_tokens()
         share = my_share(self.model, rows, self._budget, loss.couples_groups)
@@ -263,7 +264,8 @@ class Policy(Scorer):
             return rows
         other_policies = rows.old_logp_r is not None or rows.ref_logp_r is not None
         if loss.linear or (at_step_start and loss.known_at_step_start and not other_policies):
-            # Only differences between policies' log-probs enter, and all are 0: zeros serve as log-probs.
+            # The loss reads only differences of policies' log-probs, which are all 0, so zeros stand for the
+            # log-probs.
             logp_r = torch.zeros(int(rows.length_n.sum()))
         elif split:
             logp_r = self.score(rows)

@@ -1,4 +1,4 @@
-"""A second set of the weights that train: a fixed reference policy, or a moving average.
+"""A second set of the trained weights: a fixed reference policy, or a moving average.
 
 The weights are host copies of this rank's shards. They are swapped into the model for a scoring pass. So a
 reference costs host memory and a copy, never a second model on the device. A moving average is kept in fp32:
@@ -84,7 +84,7 @@ class ReferenceWeights:
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Inside the block the model has these weights; after it, its own again."""
+        """Context in which the model has these weights; at its end the model gets its own again."""
         if not self._own and self._decay is not None:
             self._own = [host_like(p, p.dtype) for p in self._parameters]
         # Fixed weights have the model's dtype, so its own weights can stay in their place meanwhile.

@@ -43,39 +43,14 @@ def temperature_of(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> float:
     return rollout.temperature if algorithm.samples_from_policy else 1.0
 
 
-class Scorer:
-    """A Megatron model for scoring; unless `trained`, it has no gradient buffers and takes less memory."""
+class ScoredModel:
+    """A Megatron model that computes log-probs and exports its weights. Every method is a collective."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        layout: ParallelConfig,
-        train: TrainConfig,
-        *,
-        temperature: float = 1.0,
-        replays_routing: bool = False,
-        trained: bool = False,
-        muon: bool = False,
-    ) -> None:
-        """`temperature`: divides the logits in `score`.
-
-        `replays_routing`: tokens go to the experts that the engine chose (`rollout.router_replay`).
-        `muon`: matrices are trained as a whole (`optimizer.muon`).
-        """
-        parallel.initialize(layout, train.seed, train.deterministic)
-        self.model = build(
-            model,
-            layout,
-            train.deterministic,
-            trained,
-            replays=replays_routing,
-            share_prompts=train.share_prompts if trained else False,
-            seed=train.seed,
-            muon=muon,
-        )
-        self.memory = DeviceMemory((self.model, None))
-        self._budget = train.max_tokens_per_micro_batch * layout.cp
-        self._temperature = temperature
+    def __init__(self, model: Model, max_tokens: int, temperature: float = 1.0) -> None:
+        """`max_tokens`: the most tokens of a micro-batch. `temperature`: divides the logits in `score`."""
+        self.model = model
+        self.memory = DeviceMemory((model, None))
+        self._budget, self._temperature = max_tokens, temperature
 
     def score(self, rows: TrainBatch, temperature: float | None = None) -> Tensor:
         """Return the response tokens' log-probs, without gradient, fp32 [r] on the CPU of every rank.
@@ -101,3 +76,36 @@ class Scorer:
     def own_weights(self) -> OwnWeights:
         """Return this rank's own weights, ready to be read. A collective: every rank calls it."""
         return self.model.own_weights()
+
+
+class Scorer(ScoredModel):
+    """A Megatron model for scoring; unless `trained`, it has no gradient buffers and takes less memory."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: ParallelConfig,
+        train: TrainConfig,
+        *,
+        temperature: float = 1.0,
+        replays_routing: bool = False,
+        trained: bool = False,
+        muon: bool = False,
+    ) -> None:
+        """`temperature`: divides the logits in `score`.
+
+        `replays_routing`: tokens go to the experts that the engine chose (`rollout.router_replay`).
+        `muon`: matrices are trained as a whole (`optimizer.muon`).
+        """
+        parallel.initialize(layout, train.seed, train.deterministic)
+        built = build(
+            model,
+            layout,
+            train.deterministic,
+            trained,
+            replays=replays_routing,
+            share_prompts=train.share_prompts if trained else False,
+            seed=train.seed,
+            muon=muon,
+        )
+        super().__init__(built, train.max_tokens_per_micro_batch * layout.cp, temperature)

@@ -40,9 +40,9 @@ class Teacher:
         train: TrainConfig,
         temperature: float,
     ) -> None:
-        """`policy`: the policy's settings, from which the teacher takes what `options` do not say."""
+        """`policy`: the policy's settings, from which the teacher takes those that `options` lack."""
         source = {"path": options.path, "trust_remote_code": options.trust_remote_code}
-        # Not in FP8, which would round its log-probs, and for which its sizes are not checked.
+        # The teacher is not in FP8, which would round its log-probs, and for which its sizes are not checked.
         own = policy.model_copy(update={**source, "adapter": None, "fp8": None})
         self._model = build(
             own,
@@ -58,12 +58,12 @@ class Teacher:
         self._put_aside()
 
     def score(self, rows: TrainBatch) -> Tensor:
-        """Return its log-probs of the response tokens, fp32 [r] on the CPU of every rank."""
+        """Return the teacher's log-probs of the response tokens, fp32 [r] on the CPU of every rank."""
         with self._on_device():
             return score(self._model, rows.with_columns(routing=None), self._budget, self._temperature)
 
     def states(self, packs: Sequence[TrainBatch]) -> TeacherStates:
-        """Return its hidden states of the policy's micro-batches, and its output weight."""
+        """Return the teacher's hidden states of the policy's micro-batches, and its output weight."""
         with self._on_device():
             return teacher_states(self._model, packs)
 
@@ -85,8 +85,8 @@ class TeacherStates:
     """A model's last hidden states at the response tokens of micro-batches, for the policy's head.
 
     They are computed for all micro-batches of an update before the policy's own pass, and kept on the host: a
-    token takes h numbers of the model's dtype, and its logits would take v. Only the last pipeline stage has
-    them; on the others, `hidden` is empty and `output` None.
+    token takes h numbers of the model's dtype, where its logits would take v numbers. Only the last pipeline
+    stage has them; on the others, `hidden` is empty and `output` None.
     """
 
     hidden: list[Tensor]  # [r, h] for every micro-batch: the tokens of this context-parallel rank

@@ -1,4 +1,4 @@
-"""The divergence from a teacher as the head of the policy computes it for one micro-batch."""
+"""The divergence from a teacher, which the policy's head computes for one micro-batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OutputWeight:
 
 @dataclass(frozen=True)
 class HeadDivergence:
-    """A divergence that the head computes beside log-probs, or alone: these then have no gradient."""
+    """A divergence that the head computes besides log-probs, or alone: then log-probs have no gradient."""
 
     divergence: Divergence
     weight: float  # the weight of every token's divergence in the loss

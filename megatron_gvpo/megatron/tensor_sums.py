@@ -3,7 +3,7 @@
 A rank sums over the shard that its distributed optimizer updates, so that every element is read once on one
 rank, and nothing is gathered. Sums do not depend on the order in which a layout stores the elements, so a
 record of a run on many GPUs can be compared with the same step on one CPU. The first sum is linear in the
-gradient: what a response or a rank adds to it can be told from all others.
+gradient, so the contribution of a response or a rank to it can be identified.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from torch import Tensor
 from megatron_gvpo.core.collectives import all_gather_msgpack
 from megatron_gvpo.megatron.model.model import Model
 
-_CHUNK = 2**24  # elements that are converted to fp64 at once
+# Elements that are converted to fp64 at once. On a CPU they stay in a core's cache, which takes a tenth of
+# the time of 2**24 elements, which go through memory; on a GPU a larger chunk needs fewer kernels.
+_CHUNK = {"cpu": 2**16, "cuda": 2**24}
 _LAYER = re.compile(r"(.*\.layers\.)(\d+)((?:\..*)?)$")
 _EXPERT = re.compile(r"(.*\.local_experts\.|.*\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)(.*)$")
 
@@ -66,10 +68,10 @@ class TensorSums:
             if what == "weights":
                 values = part.parameter.detach().view(-1)[part.begin : part.end]
             row = sums[self._numbers[part.name]]
-            for chunk in values.split(_CHUNK):
+            for chunk in values.split(_CHUNK[self._device.type]):
                 exact = chunk.double()
                 row[0] += exact.sum()
-                row[1] += exact.square().sum()
+                row[1] += torch.dot(exact, exact)
             row[2] += len(values)
         dist.all_reduce(sums)
         return {
@@ -79,7 +81,7 @@ class TensorSums:
 
 
 def _parts(model: Model) -> Iterator[_OwnShard]:
-    """This rank's shards, without copies of what another rank has: tied embeddings, replicated norms."""
+    """This rank's shards, without copies of other ranks' tensors: tied embeddings, replicated norms."""
     experts = parallel_state.get_expert_tensor_parallel_group()
     names: dict[Tensor, str] = {}
     for chunk in model.chunks:

@@ -25,15 +25,21 @@ from megatron_gvpo.core.collectives import all_ranks_agree
 from megatron_gvpo.data.image_files import ImageError
 from megatron_gvpo.data.image_processor import ImageProcessor
 from megatron_gvpo.huggingface.image_families import TOKENS
+from megatron_gvpo.megatron.attention.core import PackRotary
 from megatron_gvpo.megatron.batch import PackedBatch
-from megatron_gvpo.types import TrainBatch
+from megatron_gvpo.types import TrainBatch, on_device
 
-_QWEN2_5 = "Qwen25VLModel"  # Bridge's class
+_QWEN2_5 = "Qwen25VLModel"  # Megatron-Bridge's class
 
 
 def has_vision(hf_config: Any) -> bool:
     """Return True for the Hugging Face configuration of a model with a vision tower."""
     return hasattr(hf_config, "vision_config")
+
+
+def rotates_packs(hf_config: Any) -> bool:
+    """Return True for a model whose language model `VisionInputs` gives a `PackRotary` (Qwen2.5-VL)."""
+    return bool(hf_config.model_type == "qwen2_5_vl")
 
 
 def vision_settings(hf_config: Any) -> dict[str, Any]:
@@ -62,7 +68,7 @@ class VisionInputs:
         """Change `chunk`, Megatron-Bridge's model before wrapping. `trained`: its vision tower trains."""
         self._first: bool = chunk.pre_process
         self._processor = processor
-        self._placeholders = torch.tensor([getattr(hf_config, key) for key in TOKENS])
+        self._placeholders = {getattr(hf_config, key) for key in TOKENS}
         self._token_t: Tensor | None = None  # tokens of the micro-batch in the forward pass
         self._head: dict[str, Any] = {}
         language, tower = chunk.language_model, _tower(chunk)
@@ -79,14 +85,20 @@ class VisionInputs:
         if self._first:
             language.embedding.register_forward_pre_hook(self._with_all_tokens, with_kwargs=True)
         self._drops_head = type(chunk).__name__ == _QWEN2_5
+        self._rotary: PackRotary | None = None
         if self._drops_head:
+            on_cpu = not torch.cuda.is_available()
+            interleaved = chunk.config.rotary_interleaved
+            self._rotary = PackRotary(language.rotary_pos_emb, interleaved, on_cpu)
+            language.rotary_pos_emb = self._rotary
             plain = language.forward
             language.forward = lambda *args, **kwargs: plain(*args, **kwargs, **self._head)
 
     def check(self, micro_batches: Sequence[TrainBatch]) -> None:
-        """Raise ImageError on all ranks if an image of any rank's micro-batches is gone or has changed.
+        """Raise ImageError on all ranks if an image of any rank's micro-batches is missing or has changed.
 
-        A collective, before the pass: a rank that found it there would leave the others in the schedule.
+        A collective before the pass, because an error of one rank in the pass would leave the others in the
+        schedule.
         """
         with all_ranks_agree(ImageError):
             for rows in micro_batches if self._first else ():
@@ -99,15 +111,17 @@ class VisionInputs:
         images = [] if of_row is None else [image for i in batch.order for image in of_row[i]]
         pixels = grid = None
         if images:
-            grid = torch.tensor([image.grid for image in images], device=batch.token_t.device)
+            grid = on_device(torch.tensor([image.grid for image in images]), batch.token_t.device)
             if self._first:
                 pixels = torch.cat([self._processor.pixels(image) for image in images])
-                pixels = pixels.to(batch.token_t.device)
+                pixels = on_device(pixels, batch.token_t.device)
         self._token_t, self._head = batch.token_t, head
+        if self._rotary is not None:
+            self._rotary.pack = packed
         try:
             return chunk(
                 input_ids=self._without_sampled_placeholders(batch)[None],
-                position_ids=None,  # None: the model makes its own, in three axes
+                position_ids=None,  # the model makes its own positions, in three axes
                 attention_mask=None,
                 packed_seq_params=packed,
                 pixel_values=pixels,
@@ -116,21 +130,27 @@ class VisionInputs:
             )
         finally:
             self._token_t, self._head = None, {}
+            if self._rotary is not None:
+                self._rotary.pack = None
 
     def _without_sampled_placeholders(self, batch: PackedBatch) -> Tensor:
         """Return the pack's tokens, with 0 where a response has a token that stands for an image in prompts.
 
-        A policy may sample such a token. It is an ordinary one there, as in the engine that sampled it: the
-        embedding gets it back in `_with_all_tokens`.
+        A policy may sample such a token. In a response such a token is an ordinary one, as in the engine that
+        sampled it; `_with_all_tokens` restores it for the embedding.
         """
         assert batch.rows.turns is None, "conversations have no images"
-        token_t, placeholders = batch.token_t.clone(), self._placeholders.to(batch.token_t.device)
+        sampled: list[int] = []
         begin = 0
         for i, length in zip(batch.order, batch.lengths, strict=False):  # padding at the end has no row
-            response = token_t[begin + len(batch.rows.prompt_ids[i]) : begin + length]
-            response[torch.isin(response, placeholders)] = 0
+            first = begin + len(batch.rows.prompt_ids[i])
+            tokens = batch.rows.response_ids[i][: begin + length - first]
+            sampled += [first + k for k, token in enumerate(tokens) if token in self._placeholders]
             begin += length
-        return token_t
+        if not sampled:
+            return batch.token_t
+        index_r = on_device(torch.tensor(sampled), batch.token_t.device)
+        return batch.token_t.index_fill(0, index_r, 0)
 
     def _with_all_tokens(self, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         assert self._token_t is not None and not args

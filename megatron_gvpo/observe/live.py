@@ -47,7 +47,7 @@ CELLS = (
 
 
 class LiveDisplay:
-    """Draws a Status in place, twice a second; text that the program prints goes above it."""
+    """Draws a Status in place, twice a second; output of the program appears above it."""
 
     def __init__(self, status: Status, stream: TextIO, title: str) -> None:
         self._status = status
@@ -65,7 +65,7 @@ class LiveDisplay:
         out, err = sys.stdout, sys.stderr
         self._live.start()
         self._handlers = _reroute_logging({out: sys.stdout, err: sys.stderr})
-        atexit.register(self.close)  # restore the terminal if the run dies
+        atexit.register(self.close)  # restore the terminal if the run ends by an error
 
     def update(self, status: Status) -> None:
         self._status = status

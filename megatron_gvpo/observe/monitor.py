@@ -17,7 +17,7 @@ _HIGHEST = ("memory_gib", "temperature_c", "ecc_errors")  # the maximum of the s
 class DeviceMonitor:
     """Context manager that samples this machine's GPUs. Without GPUs it does nothing.
 
-    A warning names a GPU that breaks, once; sampling of the others goes on.
+    One warning names a GPU that fails; the others are still sampled.
     """
 
     def __init__(self, interval: float = INTERVAL) -> None:

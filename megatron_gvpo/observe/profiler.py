@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def profile_window(logging: LoggingConfig, output_dir: Path, rank: int) -> ProfileWindow:
-    """Return the window over the steps logging.profile_steps; None never profiles and costs nothing.
+    """Return the window over the steps logging.profile_steps; with None it never profiles and costs nothing.
 
-    With `logging.profiler: nsys`, the window is what `nsys profile --capture-range=cudaProfilerApi` records.
+    With `logging.profiler: nsys`, `nsys profile --capture-range=cudaProfilerApi` records the window.
     With torch's profiler, it writes two files to `output_dir`: `profile/rank<r>_steps<first>-<last>.json.gz`,
     a Chrome trace, and the same name with `.txt`, a table of the operators by their own time.
     """

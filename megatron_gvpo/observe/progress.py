@@ -14,10 +14,10 @@ from megatron_gvpo.observe.samples import one_line
 from megatron_gvpo.observe.status import Status, clock, show
 
 SECONDS_BETWEEN_LINES = 10.0
-LONGEST_SILENCE = 30.0  # seconds after which a line says what a long step does
+LONGEST_SILENCE = 30.0  # seconds after which a line names the phase of a long step
 WIDTH = 100  # characters of a sample's line
 
-Phase = Callable[[], tuple[str, float] | None]  # the phase of the step that runs, and its seconds so far
+Phase = Callable[[], tuple[str, float] | None]  # returns the current phase of the step and its seconds so far
 
 
 def _unknown() -> None:
@@ -37,11 +37,10 @@ class Display(Protocol):
 class Progress:
     """Shows the metrics of every step; use it on rank 0 only.
 
-    `mode`: "live" draws a display in place; "lines" prints a line every ten seconds and for every
-    evaluation; "all" prints every step with all its metrics; "off" shows nothing; "auto" is live on a
-    terminal and lines elsewhere. `phase` tells what a long step does: where no line came for 30 seconds, one
-    says it. Text that the program prints goes above the live display. Close it, or use it as a context
-    manager.
+    `mode`: "live" draws a display in place; "lines" prints a line every ten seconds and for every evaluation;
+    "all" prints every step with all its metrics; "off" shows nothing; "auto" is live on a terminal and lines
+    elsewhere. `phase` returns the phase of a long step: after 30 seconds without a line, a line names it.
+    Output of the program appears above the live display. Close the Progress, or use it as a context manager.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class Progress:
 class LineDisplay:
     """Prints a line every ten seconds, and for every evaluation, the first and the last step.
 
-    A thread prints what a step does if it prints nothing for LONGEST_SILENCE seconds.
+    A thread prints the phase of a step if nothing was printed for LONGEST_SILENCE seconds.
     """
 
     def __init__(self, stream: TextIO, total_steps: int, phase: Phase, every_step: bool) -> None:

@@ -110,7 +110,7 @@ def _conversation_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 def trained_tokens(groups: Sequence[Group]) -> int:
     """Return the number of prompt and response tokens that go through the model in training.
 
-    In a conversation, the tokens that came from outside go through it, too.
+    In a conversation, the environment's tokens also go through the model.
     """
     return sum(
         len(group.prompt.token_ids) + len(rollout.token_ids) + sum(len(turn.given) for turn in rollout.turns)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from megatron_gvpo.observe.rollouts.table import Responses
 
 EVERY = 10  # steps between two tables; an evaluation has one, too
-MOST = 4  # responses of a step
-DEMONSTRATION = "demonstration"  # kind of a solution in the data, whose reward says nothing
+MOST = 4  # the most responses of a step
+DEMONSTRATION = "demonstration"  # the kind of a solution in the data, whose reward has no meaning
 
 
 def few_samples(responses: Responses) -> list[Sample]:

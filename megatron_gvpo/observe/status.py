@@ -1,4 +1,4 @@
-"""The state of a run that the displays show, and its numbers as people read them."""
+"""The state of a run that the displays show, with its numbers in a readable form."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Status:
         self.total_steps = total_steps
         self.step = 0
         self.metrics: dict[str, float] = {}  # metrics of the last step
-        self.latest: dict[str, float] = {}  # each metric of the last step that had it
+        self.latest: dict[str, float] = {}  # the latest value of each metric
         self.reward_history: list[float] = []
         self.phase_seconds: dict[str, float] = {}
         self._step_seconds = 0.0
         self._start = time.monotonic()
-        self._first: tuple[int, float] | None = None  # first step seen, and when
+        self._first: tuple[int, float] | None = None  # the first step that was reported, and its time
         self._last = self._start
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:

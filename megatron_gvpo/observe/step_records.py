@@ -1,8 +1,8 @@
 """The trainer's numbers of a step, from its rows to the weights after it, in one file a step.
 
-`megatron-gvpo replay` computes them again and names the first that differs. The files have the responses as
-token ids, so that a step can be trained again; texts and messages are in the rollout files alone. A file is a
-safetensors file: tensors by name, and the rest as JSON in its header.
+`megatron-gvpo replay` computes these numbers again and names the first that differs. The files have the
+responses as token ids, so that a step can be trained again; texts and messages are in the rollout files
+alone. A file is a safetensors file: tensors by name, and the rest as JSON in its header.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ Sums = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """An optimizer update: its rows with the policies' log-probs, and what came of it."""
+    """An optimizer update: its rows with the policies' log-probs, and its results."""
 
-    # The trained rows: their numbers in the step, [n], and columns of theirs, [r].
+    # The trained rows: their numbers in the step, [n], and some of their columns, [r].
     place_n: Tensor
     old_logp_r: Tensor | None
     ref_logp_r: Tensor | None
-    logp_r: Tensor | None  # before the update
+    logp_r: Tensor | None  # the log-probs before the update
     weight_r: Tensor | None  # dL/dlogp
     metrics: dict[str, float]  # includes "loss"
     grad_norm: float
     lr: float
     is_skipped: bool
-    gradients: Sums  # before clipping
-    weights: Sums  # after the update
+    gradients: Sums  # the sums over gradients before clipping
+    weights: Sums  # the sums over weights after the update
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class StepRecord:
 
     step: int
     data_parallel: int  # data-parallel ranks
-    has_images: bool  # of prompts: the record has their digests, and not their content
-    weights: Sums  # before the first update
+    has_images: bool  # prompts have images, of which the record has the digests and not the content
+    weights: Sums  # the sums over weights before the first update
     mini_batches: list[TrainBatch]
     updates: list[UpdateRecord] = field(default_factory=list)
 
@@ -95,18 +95,24 @@ def recorded_steps(output_dir: Path | str) -> list[int]:
 
 
 def chosen_step(run: Path, step: int | None) -> int:
-    """`step`, or the last step of which the run has a record. Raises DataError for a run without any."""
-    if step is not None:
-        return step
+    """Return `step`, or the last recorded one. Raises DataError if the run has no record of it."""
     if not (steps := recorded_steps(run)):
         raise DataError(f"RUN={run}: no step is recorded (logging.steps.max_gb)")
-    return steps[-1]
+    if step is not None and step not in steps:
+        raise _missing(run, step)
+    return steps[-1] if step is None else step
+
+
+def _missing(run: Path | str, step: int) -> DataError:
+    steps = recorded_steps(run)
+    listed = f"steps {steps[0]} to {steps[-1]}" if steps else "none (logging.steps.max_gb)"
+    return DataError(f"{path_of(run, step)}: the run has no record of step {step}; it has: {listed}")
 
 
 class StepRecords:
     """Writes the records of a run's last steps; for rank 0.
 
-    Of an earlier run's records those up to `resume_step` stay; None keeps none.
+    An earlier run's records up to `resume_step` stay; with None, none of them.
     """
 
     def __init__(self, output_dir: Path, settings: StepRecordsConfig, resume_step: int | None) -> None:
@@ -167,12 +173,12 @@ def save(record: StepRecord, path: Path) -> None:
     own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     try:
         save_file(own, path, {_HEADER: json.dumps(header)})
-    except SafetensorError as error:  # its form of a full disk
+    except SafetensorError as error:  # safetensors raises this for a full disk
         raise OSError(str(error)) from None
 
 
 def read(output_dir: Path | str, step: int) -> StepRecord:
-    """The record of a step. Raises DataError, which names the file, where it is missing or damaged."""
+    """The record of a step. Raises DataError, which names the file, if it is missing or damaged."""
     path = path_of(output_dir, step)
     try:
         with safe_open(path, "pt") as file:
@@ -182,15 +188,16 @@ def read(output_dir: Path | str, step: int) -> StepRecord:
         batches = [_batch_of(values, f"batch{i}", tensors) for i, values in enumerate(header["mini_batches"])]
         weights = _sums_of("weights", header, tensors)
         ranks, has_images = int(header["data_parallel"]), bool(header["has_images"])
-        return StepRecord(int(header["step"]), ranks, has_images, weights, batches, updates)
+        record = StepRecord(int(header["step"]), ranks, has_images, weights, batches, updates)
     except FileNotFoundError:
-        steps = recorded_steps(output_dir)
-        listed = f"steps {steps[0]} to {steps[-1]}" if steps else "none (logging.steps.max_gb)"
-        raise DataError(f"{path}: the run has no record of step {step}; it has: {listed}") from None
+        raise _missing(output_dir, step) from None
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"{path}: not the record of a step that can be read: {type(error).__name__}: {error}"
         ) from None
+    if record.step != step:
+        raise DataError(f"{path}: this is the record of step {record.step}, copied or renamed")
+    return record
 
 
 def _sums(sums: Sums, name: str, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:

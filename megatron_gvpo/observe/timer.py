@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class PhaseTimer:
-    """Wall-clock seconds by phase: `totals` over the whole run, `take` since the last take.
+    """Counts wall-clock seconds by phase: `totals` over the whole run, `take` since the last take.
 
     A phase may be entered many times a step. Phases must not be nested. With `synchronize`, a phase waits
     for the GPU before its clock starts and stops, so that a kernel counts in the phase that launched it.
@@ -26,7 +26,7 @@ class PhaseTimer:
     def __init__(self, *, synchronize: bool = False, markers: Sequence[Marker] = ()) -> None:
         self.totals: dict[str, float] = {}
         self._since_take: defaultdict[str, float] = defaultdict(float)
-        self._current: tuple[str, float] | None = None  # the phase that runs, and since when
+        self._current: tuple[str, float] | None = None  # the current phase, and the time when it began
         self._synchronize = synchronize
         self._markers = markers
 
@@ -73,11 +73,11 @@ class Marker(Protocol):
         """A context manager around a phase."""
 
     def close(self) -> None:
-        """Send what is left; nothing follows."""
+        """Send the remaining spans; no call follows."""
 
 
 def phase_markers(logging: LoggingConfig, output_dir: str, rank: int) -> list[Marker]:
-    """The markers that the section `logging` asks for. Raises ImportError if a package is missing."""
+    """The markers that the section `logging` configures. Raises ImportError if a package is missing."""
     markers: list[Marker] = []
     if logging.profiler == "nsys":
         markers.append(NvtxRanges())
@@ -102,7 +102,7 @@ class OpenTelemetrySpans:
     """Each phase is a span, on every rank, sent over HTTP to OTEL_EXPORTER_OTLP_ENDPOINT.
 
     OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME, ...) apply. Spans are sent
-    in the background; a collector that is down costs the spans and no time of the run.
+    in the background; if a collector is down, spans are lost, but the run loses no time.
     """
 
     def __init__(self, output_dir: str, rank: int) -> None:

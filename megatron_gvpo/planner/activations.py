@@ -1,9 +1,9 @@
-"""Counts the bytes of activations on a GPU: what layers keep for the backward pass, and what a pass needs.
+"""Counts a GPU's bytes of activations: those that layers keep for the backward pass, and those of a pass.
 
-Every term is a tensor that Transformer Engine 2.20 or megatron-core 0.19 saves or still has, on the fullest
-moment of a pass. Rehearsals show them by the line of code that allocates each; a test compares the sums.
-Names in the formulas: n, the tokens of a context-parallel rank; u, the tokens of its part of the stream of
-hidden states: n / tp with sequence parallelism, else n; b, bytes of an element, 2 in bf16.
+Every term is a tensor that Transformer Engine 2.20 or megatron-core 0.19 saves, or still has at the fullest
+moment of a pass. Rehearsals show which line of code allocates each; a test compares the sums. Names in the
+formulas: n, the tokens of a context-parallel rank; u, the tokens of its part of the stream of hidden states:
+n / tp with sequence parallelism, else n; b, bytes of an element, 2 in bf16.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_gvpo.planner.architecture import Architecture
+    from megatron_gvpo.planner.architecture import Architecture, DeltaNet
     from megatron_gvpo.planner.workload import Layout
 
 STASH_BYTES = 1024 * 2**20  # default of train.head_stash_mb
 TILE_BYTES = 512 * 2**20  # a tile of logits in fp32 (kernels/linear_logprob.py)
 CHUNK_ROWS = 4096  # rows whose exponentials the head computes at once, in bf16 (kernels/head.py)
 CUBLAS_BYTES = 32 * 2**20  # a workspace, from Hopper on
+DELTA_CHUNK = 64  # tokens that a gated delta net computes at once
 _B = 2  # bytes of an element in bf16
 _F = 4  # bytes of an element in fp32
 
@@ -33,7 +34,7 @@ def tower_bytes(model: Architecture, layout: Layout, image_tokens: float) -> flo
     if tower is None or not model.trains_vision:
         return 0.0
     patches = image_tokens * tower.merge
-    if layout.recompute:  # what enters each block
+    if layout.recompute:  # only the input of each block is kept
         return _B * patches * tower.depth * tower.hidden
     if tower.split:
         of_a_patch = 8 * tower.hidden + (10 * tower.hidden + 4 * tower.ffn) / layout.tp
@@ -55,6 +56,7 @@ class Activations:
     """The activations of a micro-batch of `tokens` tokens, `responses` of which have a label.
 
     `weights_first`: whether the tokens' weights are known before the forward; None: either may be.
+    `share_prompts`: the layers have the core attention for shared prompts; `tokens` has each prompt once.
     """
 
     def __init__(
@@ -64,7 +66,9 @@ class Activations:
         tokens: float,
         responses: float | None = None,
         weights_first: bool | None = None,
+        share_prompts: bool = False,
     ) -> None:
+        self._share_prompts = share_prompts
         self._weights_first = weights_first
         self._model, self._layout, self.tokens = model, layout, tokens
         self._n = tokens / layout.cp
@@ -79,14 +83,30 @@ class Activations:
         return _B * self._u * self._model.hidden
 
     def layer(self, mixture: bool) -> Layer:
-        """One of the model's layers: with an MLP, or with a mixture of experts."""
+        """One of the model's layers: with an MLP, or with a mixture of experts.
+
+        For layers with different kinds of attention, `saved` is the mean and the rest is the maximum.
+        """
         if mixture not in self._layers:
-            self._layers[mixture] = self._layer(mixture)
+            kinds = self._kinds(mixture)
+            self._layers[mixture] = Layer(
+                sum(share * kind.saved for share, kind in kinds),
+                max(kind.forward for _, kind in kinds),
+                max(kind.backward for _, kind in kinds),
+            )
         return self._layers[mixture]
 
-    def _layer(self, mixture: bool) -> Layer:
+    def _kinds(self, mixture: bool) -> list[tuple[float, Layer]]:
+        """The layers with each kind of attention, and their share of all layers."""
+        if (net := self._model.delta_net) is None:
+            return [(1.0, self._layer(mixture, self._attention()))]
+        share = net.layers / self._model.layers
+        plain = self._layer(mixture, self._attention())
+        return [(share, self._layer(mixture, self._delta_net(net))), (1 - share, plain)]
+
+    def _layer(self, mixture: bool, attention: Layer) -> Layer:
         """A layer with attention and an MLP, or a mixture of experts; recomputed modules keep nothing."""
-        attention, inside = self._attention(), self._mixture() if mixture else self._mlp()
+        inside = self._mixture() if mixture else self._mlp()
         norms = 2 * (self.stream + _F * self._u)
         sums = 2 * self.stream  # behind attention, and behind the MLP or experts
         again = 0.0
@@ -94,12 +114,32 @@ class Activations:
             again = inside.saved
             norms -= 0.0 if mixture else self.stream  # a dense MLP's norm belongs to its first product
         saved = attention.saved + inside.saved - again + norms + sums
-        # While attention goes back, the MLP's tensors are gone.
+        # In the backward pass of attention, the MLP's tensors are freed already.
         backward = max(again + inside.backward, attention.backward - (inside.saved - again))
         return Layer(saved, again + inside.forward, backward)
 
+    def _delta_net(self, net: DeltaNet) -> Layer:
+        """A gated delta net by flash-linear-attention (0.6.0), whose keys are repeated for its values' heads.
+
+        It keeps the joint product and the parts that are cut out of it. The backward pass computes the states
+        before chunks of tokens again, in bf16.
+        """
+        n, heads = self._n / self._layout.tp, net.value_heads
+        keys, values = net.key_heads * net.key_dim, heads * net.value_dim
+        wide, repeated = _B * n * values, _B * n * heads * net.key_dim
+        joint = _B * n * (2 * keys + 2 * values + 2 * heads)
+        # Values and gate, the rule's result, its norm, and the gated result; queries and keys after their
+        # norms.
+        saved = joint + 5 * wide + 2 * repeated + _B * n * 2 * keys
+        saved += _B * n * heads * DELTA_CHUNK  # products of every token with the tokens of its chunk
+        saved += _F * n * (2 * heads + 2 * net.key_heads) + _B * n * 2 * heads  # decays, norms, strengths
+        states = _B * n * heads * net.key_dim * net.value_dim / DELTA_CHUNK
+        # The backward pass holds the states, their gradients and 5 tensors of each width, and has freed 3
+        # saved ones.
+        return Layer(saved, 0.0, 2 * wide + 5 * repeated + 2 * states + self.stream)
+
     def _attention(self) -> Layer:
-        """Queries, keys, values, what attention returns, and its softmax's statistics."""
+        """Queries, keys, values, attention's result, and its softmax's statistics."""
         m, n, tp = self._model, self._n, self._layout.tp
         if m.latent is not None:
             return self._latent_attention()
@@ -108,10 +148,15 @@ class Activations:
         saved = 2 * wide + 2 * narrow + statistics
         if m.qk_norm or m.wide_qk_norm:  # the norms' inputs, and a number for each head of each token
             saved += wide + narrow + _F * n * (m.heads + m.kv_heads) / tp
+        if m.gate:  # the gate, and attention's result after it
+            saved += 2 * wide
+        if self._share_prompts:
+            saved += wide + narrow  # values are a view of the joint product, which is then saved as a whole
         if "core_attn" in self._again:
-            # Values are a view of the joint product, which is then saved as a whole; only statistics go.
+            # Values are a view of the joint product, which is then saved as a whole; only statistics are
+            # freed.
             saved += wide + narrow - statistics
-        # Gradients of what attention returned, of queries, keys and values, and fp32 sums for queries.
+        # Gradients of attention's result, of queries, keys and values, and fp32 sums for queries.
         return Layer(saved, 0.0, 4 * wide + 2 * narrow)
 
     def _latent_attention(self) -> Layer:
@@ -122,7 +167,7 @@ class Activations:
         per_head = _B * n * m.heads / tp
         wide = per_head * (a.nope_dim + a.rope_dim)
         padded = a.v_dim != a.nope_dim + a.rope_dim
-        up = 3 * wide + (wide + per_head * a.v_dim if padded else wide)  # q, k, v; what attention returns
+        up = 3 * wide + (wide + per_head * a.v_dim if padded else wide)  # q, k, v; attention's result
         statistics = _F * n * m.heads / tp
         # The down-projection of queries and its norm; the compressed keys and values and their norm.
         down = _B * self._u * (2 * a.q_rank + 2 * a.kv_rank)
@@ -136,11 +181,12 @@ class Activations:
     def _mlp(self) -> Layer:
         """The first product's output, gate and up, and the activation's."""
         part = _B * self._n * self._model.ffn / self._layout.tp
-        # Going back: the gradients of both, when the activation's own output is gone, and of the stream.
+        # In the backward pass: the gradients of gate and up, after the activation's output is freed, and of
+        # the stream.
         return Layer(3 * part, 0.0, 2 * part + self.stream)
 
     def _mixture(self) -> Layer:
-        """Every token goes to `experts_per_token` experts: as many rows, on average, come to this rank."""
+        """A rank gets `experts_per_token` rows a token on average: each token goes to as many experts."""
         m, layout = self._model, self._layout
         rows = self._u * m.experts_per_token * layout.etp
         width = m.expert_ffn / layout.etp
@@ -156,12 +202,12 @@ class Activations:
             if "shared_experts" not in self._again:
                 saved += _B * self._n * 3 * m.shared_ffn / layout.tp
                 if layout.sequence_parallel and layout.tp > 1:
-                    saved += _B * self._n * m.hidden  # gathered
+                    saved += _B * self._n * m.hidden  # the gathered input of the shared experts
             forward += _B * self._n * m.hidden
         return Layer(saved, forward, forward)
 
     def head(self) -> float:
-        """The fused head's own memory, whichever way it takes (docs/explanation/head.md)."""
+        """The fused head's own memory; the larger one if its mode is unknown (docs/explanation/head.md)."""
         first = self._head_with_weights_first() if self._weights_first is not False else 0.0
         return first if self._weights_first else max(first, self._head_with_weights_last())
 
@@ -181,7 +227,7 @@ class Activations:
     def _head_with_weights_last(self) -> float:
         """The stash, and beside it a tile of logits in the forward.
 
-        Or, in the backward, the gradients of the states, and what the recomputed rows need.
+        Or, in the backward, the gradients of the states, and the memory for the recomputed rows.
         """
         m, tp = self._model, self._layout.tp
         logits = _F * self._r * m.vocab / tp
@@ -189,7 +235,8 @@ class Activations:
         stashed = self._r * stash / (logits / 2)
         rest = self._r - stashed
         tile = min(TILE_BYTES, _F * rest * m.vocab / tp)
-        recomputed = _F * rest * m.hidden + _B * stashed * m.hidden + 1.5 * tile  # with dL/dz in bf16
+        # The recomputed rows, with dL/dz in bf16.
+        recomputed = _F * rest * m.hidden + _B * stashed * m.hidden + 1.5 * tile
         backward = _B * self._r * m.hidden + max(recomputed, self._table)
         return stash + max(backward, min(TILE_BYTES, _F * stashed * m.vocab / tp))
 
@@ -201,9 +248,9 @@ class Activations:
     def workspaces(self, dense: int, mixtures: int, is_last: bool) -> float:
         """Memory that stays between two updates on a stage with these layers.
 
-        Transformer Engine gives autograd a tensor of each shape of weight that it has, which nobody fills,
-        because products add to Megatron's gradients (its get_dummy_wgrad). cuBLAS has a workspace for
-        Transformer Engine, four for grouped products, and one for PyTorch, whose products are the head's.
+        Transformer Engine gives autograd an empty tensor for each shape of weight (get_dummy_wgrad), because
+        products add to Megatron's gradients. cuBLAS has a workspace for Transformer Engine, four for grouped
+        products, and one for PyTorch, whose products are the head's.
         """
         shapes = self._weights(dense > 0, mixtures > 0)
         cublas = 1 + 4 * (mixtures > 0) + (is_last or mixtures > 0)
@@ -220,6 +267,9 @@ class Activations:
         else:
             queries, keys = (1 + m.gate) * m.heads * m.head_dim / tp, m.kv_heads * m.head_dim / tp
             shapes |= {(queries + 2 * keys, m.hidden), (m.hidden, m.heads * m.head_dim / tp)}
+        if (net := m.delta_net) is not None:
+            keys, values = net.key_heads * net.key_dim / tp, net.value_heads * net.value_dim / tp
+            shapes |= {(2 * keys + 2 * values + 2 * net.value_heads / tp, m.hidden), (m.hidden, values)}
         widths = [m.ffn / tp] if dense else []
         widths += [m.expert_ffn / etp] if mixture else []
         widths += [m.shared_ffn / tp] if mixture and m.shared_ffn else []
@@ -236,13 +286,17 @@ class Activations:
         counts = {False: dense, True: mixtures}
         kinds = {mixture: self.layer(mixture) for mixture, count in counts.items() if count}
         passing = max(max(kind.forward, kind.backward) for kind in kinds.values())
-        if self._layout.recompute:  # every layer keeps what enters it; one is computed again
+        if self._layout.recompute:  # every layer keeps its input; one layer at a time is computed again
             saved = self.stream * (dense + mixtures)
-            passing = max(kind.saved + max(kind.forward, kind.backward) for kind in kinds.values())
+            passing = max(
+                kind.saved + max(kind.forward, kind.backward)
+                for mixture in kinds
+                for _, kind in self._kinds(mixture)
+            )
         else:
             saved = sum(kind.saved * counts[mixture] for mixture, kind in kinds.items())
             saved += self.stream  # the first layer's input
-            saved -= 0 if is_last else self.stream  # a stage does not keep what it sends
+            saved -= 0 if is_last else self.stream  # a stage does not keep its output, which it sends
         if is_last:  # the final norm's output, and its input; the states that predict the labels
             saved += self.stream * (2 if self._layout.recompute else 1)
             saved += _B * self._r * self._model.hidden

@@ -71,7 +71,7 @@ class VisionTower:
     """The vision tower of Qwen2.5-VL or Qwen3-VL. By default (`model.train_vision`) it is not trained."""
 
     parameters: int
-    split: bool  # tensor parallelism splits it
+    split: bool  # tensor parallelism splits the tower
     block_parameters: int  # parameters in all layers that multiply each patch
     merger_parameters: int  # parameters that multiply each merged token
     width: int  # summed over the layers whose attention spans a whole image
@@ -131,9 +131,9 @@ class Architecture:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
-    wide_qk_norm: bool = False  # over all heads together
+    wide_qk_norm: bool = False  # the norm of queries and keys is over all heads together
     gate: bool = False  # queries come with a gate of the same size
-    sinks: bool = False  # a learned score a head
+    sinks: bool = False  # each head has a learned score
     norms: int = 2  # norms over the hidden size in each layer
     moe_layers: int = 0
     experts: int = 0
@@ -226,7 +226,7 @@ class Architecture:
     def attention_adapters(self) -> float:
         """Parameters of the adapters of one layer's attention: rank x (columns + rows) of each linear.
 
-        The mean of unlike layers: a gated delta net has none.
+        The result is the mean of unlike layers; a gated delta net has no adapters.
         """
         if (m := self.latent) is not None:
             q, up = m.nope_dim + m.rope_dim, m.nope_dim + m.v_dim
@@ -328,18 +328,13 @@ def from_config(values: Mapping[str, Any], where: str) -> Architecture:
     layers, hidden, heads = sizes["num_hidden_layers"], sizes["hidden_size"], sizes["num_attention_heads"]
     mixtures = config.experts
     expert_ffn = sizes.get("moe_intermediate_size", 0) if mixtures else 0
-    if mixtures and not expert_ffn:  # config.json may name it so where every layer is a mixture
+    # Some config.json use this key for the experts' width if every layer is a mixture.
+    if mixtures and not expert_ffn:
         expert_ffn = sizes["intermediate_size"]
     latent = None
     if config.is_mla:
         ranks = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         latent = Latent(*(sizes[key] for key in ranks))
-    of_family = _OF_FAMILY.get(architecture, {})
-    if architecture == "Glm4MoeForCausalLM":
-        of_family = {
-            "qkv_bias": bool(config.get("attention_bias")),
-            "qk_norm": bool(config.get("use_qk_norm")),
-        }
     shared = sizes.get("n_shared_experts", 0) or sizes.get("num_shared_experts", 0)
     return Architecture(
         layers=layers,
@@ -361,8 +356,18 @@ def from_config(values: Mapping[str, Any], where: str) -> Architecture:
         positions=sizes.get("max_position_embeddings", 0) or None,
         window=config.window is not None,
         vision=_vision(config, architecture, where),
-        **of_family,
+        **_fields_of_family(architecture, config),
     )
+
+
+def _fields_of_family(architecture: str, config: ModelCard) -> dict[str, Any]:
+    """The fields of an Architecture that a family always has, or for which it has keys of its own."""
+    if architecture == "Glm4MoeForCausalLM":
+        return {
+            "qkv_bias": bool(config.get("attention_bias")),
+            "qk_norm": bool(config.get("use_qk_norm")),
+        }
+    return _OF_FAMILY.get(architecture, {})
 
 
 def _vision(config: dict[str, Any], architecture: str, where: str) -> VisionTower | None:
@@ -434,10 +439,10 @@ class _Sizes:
         return value
 
 
-# A GPU's memory beside tensors. All is assumed: no GPU has measured it.
+# A GPU's memory beside tensors. These are assumptions that were not measured.
 CONTEXT_BYTES = 2**29  # the CUDA context: kernels' code, stacks, the driver's own; it differs by driver
 NCCL_BYTES = 2**30  # communicators' buffers, more with more groups
-RUNTIME_BYTES = 4e9  # both, and 2.4e9 for what PyTorch reserves and does not allocate: fragmentation
+RUNTIME_BYTES = 4e9  # both, and 2.4e9 for memory that PyTorch reserves and does not allocate (fragmentation)
 
 
 def engine_room(model: Architecture, tp: int, gpu_gib: float, fp8: bool = False) -> float:

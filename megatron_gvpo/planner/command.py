@@ -14,12 +14,13 @@ import yaml
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.named_file import check_named_file, write_named_file
-from megatron_gvpo.planner import architecture, partial_rollouts, push_time, teacher, workload
+from megatron_gvpo.planner import architecture, partial_rollouts, push_time, workload
 from megatron_gvpo.planner.partial_rollouts import PartialRollouts
 from megatron_gvpo.planner.search import Candidate, Plan, search
 from megatron_gvpo.planner.sharing import Sharing, sharing
 from megatron_gvpo.planner.step_time import rollout_seconds, served_seconds
 from megatron_gvpo.planner.workload import NODE, Layout, method
+from megatron_gvpo.settings.parallel import MLPS_AND_EXPERTS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,12 +32,12 @@ LARGEST = 10**7  # limit for any count on the command line
 
 @dataclass(frozen=True)
 class Planned:
-    """The result of the search, with the model and the work that the options describe."""
+    """The result of the search, and the model and the work that the options describe."""
 
     plan: Plan
     model: architecture.Architecture
     work: workload.Workload
-    saved: Sharing | None  # what sharing prompts would save; None if the model cannot
+    saved: Sharing | None  # the savings of shared prompts; None if the model cannot share them
     trained: int  # GPUs without those of reward models', judges' and a teacher's servers
 
 
@@ -140,7 +141,7 @@ def _workload(options: argparse.Namespace, gpu: architecture.Gpu) -> workload.Wo
         options.share_prompts,
         workload.parse_speculation(options.speculate) if options.speculate else None,
         options.image_tokens,
-        teacher.teacher(options, asks, gpu, options.prompt_tokens + lengths.maximum),
+        workload.planned_teacher(options, asks, gpu, options.prompt_tokens + lengths.maximum),
         options.ep_exchange,
     )
 
@@ -165,7 +166,7 @@ def _server_gpus(options: argparse.Namespace) -> int:
 
 
 def _check_images(options: argparse.Namespace, model: architecture.Architecture) -> None:
-    """Raises ConfigError for images of a model that takes none, and for what is refused with images."""
+    """Raises ConfigError for images of a model that takes none, and for settings that images exclude."""
     count = options.image_tokens
     if not 0 <= count <= options.prompt_tokens:
         raise ConfigError(
@@ -187,15 +188,18 @@ def _check_images(options: argparse.Namespace, model: architecture.Architecture)
 
 
 def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: argparse.Namespace) -> str:
-    """Returns the layout as the YAML text of a config file. `layers`: layers of the model."""
+    """Returns the layout as the YAML text of a config file. `layers`: layers of the model.
+
+    Files are merged key by key, so the text has every key of the layout, those with their defaults, too.
+    """
     layout = chosen.layout
     train = {"prompts_per_step": work.prompts, "mini_batches": work.mini_batches}
     train |= {"batch_epochs": work.batch_epochs} if work.batch_epochs > 1 else {}
-    train |= {"share_prompts": True} if work.share_prompts else {}
+    train["share_prompts"] = work.share_prompts
     train["max_tokens_per_micro_batch"] = chosen.micro_tokens
     is_deepep = work.ep_exchange == "deepep" and layout.ep > 1
     values: dict[str, Any] = {
-        "parallel": parallel(layout, layers) | ({"ep_exchange": "deepep"} if is_deepep else {}),
+        "parallel": parallel(layout, layers) | {"ep_exchange": "deepep" if is_deepep else "a2a"},
         "rollout": _rollout(layout, work, options.engine or "sglang") | _carried(layout, options),
         "train": train,
     }
@@ -206,8 +210,7 @@ def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: ar
             "rank": options.adapter_rank,
             "alpha": options.adapter_rank,
         }
-    if layout.offload:
-        values["optimizer"] = {"offload_fraction": layout.offload}
+    values["optimizer"] = {"offload_fraction": layout.offload}
     if (taught := work.teacher) is not None:
         server = None if taught.is_on_trainer else {"tp": taught.tp, "count": taught.gpus // taught.tp}
         # On several machines the trainer fills the one on which the run would start servers.
@@ -221,11 +224,10 @@ def overlay(chosen: Candidate, layers: int, work: workload.Workload, options: ar
 
 
 def _rollout(layout: Layout, work: workload.Workload, engine: str) -> dict[str, Any]:
-    """The `rollout` section: all of it, to replace what the files before this one say."""
+    """Return the keys of the section `rollout` that place the servers, and a step's sizes."""
     own = layout.rollout_gpus or layout.gpus
-    servers = {"tp": layout.rollout_tp, "count": max(1, min(NODE, own) // layout.rollout_tp)}
-    if layout.rollout_tp > NODE:
-        servers["nodes"] = layout.rollout_tp // NODE
+    servers: dict[str, Any] = {"tp": layout.rollout_tp, "count": max(1, min(NODE, own) // layout.rollout_tp)}
+    servers |= {"nodes": max(1, layout.rollout_tp // NODE), "urls": []}
     section: dict[str, Any] = {"engine": engine, "n": work.k, "max_tokens": work.lengths.maximum}
     section["servers"] = servers | {"colocated": not layout.rollout_gpus}
     section["weights"] = {"transport": layout.transport}
@@ -236,31 +238,33 @@ def _rollout(layout: Layout, work: workload.Workload, engine: str) -> dict[str, 
 
 
 def _carried(layout: Layout, options: argparse.Namespace) -> dict[str, int]:
-    """The keys of partial rollouts, where the configuration has them: only colocated servers need them."""
-    if not options.over_sampling_prompts:
-        return {}
-    if layout.rollout_gpus:
+    """The keys of partial rollouts, which only colocated servers need."""
+    if layout.rollout_gpus or not options.over_sampling_prompts:
         return {"over_sampling_prompts": 0}
     return {"over_sampling_prompts": options.over_sampling_prompts, "async_steps": options.async_steps}
 
 
 def _launch(layout: Layout, gpus: int) -> str:
-    """The command that starts the run on its GPUs, of which there are `gpus`."""
+    """The command that starts the run; `gpus`: all of its GPUs, those of servers included."""
     if layout.gpus < gpus <= NODE:  # the run starts its servers behind its ranks
         return f"train CONFIG.yaml THIS.yaml --nproc {layout.gpus}"
     nodes = f"--nodes {math.ceil(layout.gpus / NODE)}"
+    if layout.gpus < NODE:
+        nodes += f" --ranks-per-node {layout.gpus}"
     if layout.rollout_gpus:
         nodes += f" --rollout-nodes {math.ceil(layout.rollout_gpus / NODE)}"
     return f"slurm CONFIG.yaml THIS.yaml {nodes}"
 
 
 def parallel(layout: Layout, layers: int) -> dict[str, Any]:
-    """Returns the `parallel` section of a config file. `layers`: layers of the model."""
-    keys: dict[str, Any] = {"tp": layout.tp, "pp": layout.pp, "sequence_parallel": layout.tp > 1}
-    keys |= {key: size for key in ("vpp", "cp", "ep") if (size := getattr(layout, key)) > 1}
-    if len(set(stages := layout.stage_layers(layers))) > 1:
-        keys["stage_layers"] = list(stages)
-    return keys | {"recompute": "full" if layout.recompute else "none"}
+    """Returns the keys of the section `parallel` that divide a model. `layers`: layers of the model."""
+    keys: dict[str, Any] = {"tp": layout.tp, "sequence_parallel": layout.tp > 1}
+    keys |= {key: getattr(layout, key) for key in ("pp", "vpp", "cp", "ep", "etp")}
+    stages = layout.stage_layers(layers)
+    keys["stage_layers"] = list(stages) if len(set(stages)) > 1 else None
+    keys["recompute"] = "full" if layout.recompute else "none"
+    keys |= {"recompute_layers": None, "recompute_modules": list(MLPS_AND_EXPERTS)}
+    return keys | {"offload_layers": 0, "offload_modules": []}
 
 
 def to_dict(
@@ -403,7 +407,7 @@ def _partial_rollouts(
 
 
 def _of_partial_rollouts(best: Candidate, choice: PartialRollouts) -> str:
-    """Returns the line that says what partial rollouts save."""
+    """Returns a line with the time that partial rollouts save."""
     rollout, step = best.seconds.rollout, best.seconds.step
     return (
         f"with rollout.over_sampling_prompts={choice.prompts} and rollout.async_steps={choice.oldest}: "
@@ -414,9 +418,9 @@ def _of_partial_rollouts(best: Candidate, choice: PartialRollouts) -> str:
 
 
 def _of_teacher(
-    taught: teacher.PlannedTeacher, best: Candidate, options: argparse.Namespace, work: workload.Workload
+    taught: workload.PlannedTeacher, best: Candidate, options: argparse.Namespace, work: workload.Workload
 ) -> str:
-    """Returns the line that says where the teacher is, and what it takes there."""
+    """Returns a line with the teacher's location, and the memory and time that it takes."""
     name = f"teacher {options.teacher}, {taught.model.parameters:,} parameters: "
     if taught.is_on_trainer:
         return (

@@ -2,8 +2,8 @@
 
 Parameters and optimizer state follow Megatron's distributed optimizer (its guide "dist_optimizer"). Each bf16
 weight takes 2 bytes, its gradient 4, and its fp32 copy and Adam's two moments take 12 / dp. Weights under
-adapters take 2 bytes, and the adapters the rest. Optimizer state
-on the host takes 16 / dp there, because an update also copies the gradients. activations.py counts the rest.
+adapters take 2 bytes, and the adapters take the other bytes. Optimizer state on the host takes 16 / dp there,
+because an update also copies the gradients. activations.py counts the activations.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from megatron_gvpo.planner.architecture import GIB, RUNTIME_BYTES, Architecture
 from megatron_gvpo.planner.workload import Layout
 
 if TYPE_CHECKING:
-    from megatron_gvpo.planner.teacher import PlannedTeacher
+    from megatron_gvpo.planner.workload import PlannedTeacher
 
 
-HEAD_BYTES = 800e6  # working memory of the fused head's tiles in a pass without a gradient
+HEAD_BYTES = 800e6  # memory of the fused head's tiles in a pass without a gradient
 
 
 @dataclass(frozen=True)
 class Shard:
     """Number of parameters on one rank of a pipeline stage."""
 
-    dense: float  # their gradients are reduced over dp x cp ranks
-    experts: float = 0.0  # their gradients are reduced over the ranks that hold the same experts
+    dense: float  # parameters whose gradients are reduced over dp x cp ranks
+    experts: float = 0.0  # parameters whose gradients are reduced over the ranks with the same experts
 
     @property
     def total(self) -> float:
@@ -44,7 +44,7 @@ class Memory:
     critic: float  # parameters, gradients and optimizer state of the critic
     activations: float
     head: float
-    workspaces: float  # Transformer Engine's and cuBLAS's
+    workspaces: float  # workspaces of Transformer Engine and cuBLAS
     teacher: float  # a teacher on the trainer: weights and a layer's activations, or its head
     runtime: float
 
@@ -138,7 +138,7 @@ def state(
 def matrices(model: Architecture, layout: Layout, stage: int, critic: bool = False) -> float:
     """Counts the parameters that Muon updates on a rank: the trained ones without embeddings and heads.
 
-    Norms and biases are not told apart: they are less than a thousandth.
+    Norms and biases are counted, too, because they are less than a thousandth.
     """
     trained = trained_shard(model, layout, stage, critic)
     copies = layout.dp * layout.cp
@@ -217,17 +217,19 @@ def memory(
     stage: int | None = None,
     weights_first: bool | None = None,
     image_tokens: float = 0.0,
+    share_prompts: bool = False,
 ) -> Memory:
     """Predicts the memory of a GPU of a pipeline stage, with `tokens` tokens per micro-batch.
 
     `responses`: how many of them have a label; default: all. `stage`: default: the fullest one.
     `weights_first`: whether the tokens' weights are known before the forward; default: the fuller case.
-    `image_tokens`: tokens of a micro-batch that stand for images.
+    `image_tokens`: tokens of a micro-batch that stand for images. `share_prompts`: `tokens` has the prompt of
+    a group once.
 
     A critic is trained after the policy, so its activations take no more than the policy's and are not added.
     The pass of a teacher that the trainer holds comes before the policy's: the fuller of both moments counts.
     """
-    activations = Activations(model, layout, tokens, responses, weights_first)
+    activations = Activations(model, layout, tokens, responses, weights_first, share_prompts)
     stages = stages_of_a_kind(layout, model.layers) if stage is None else [stage]
     return max(
         (

@@ -1,4 +1,4 @@
-"""Answers for the layout of a configuration: does it fit, what to change first, and how long a step takes."""
+"""Predicts for a configuration's layout whether it fits, which change helps first, and the time of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_gvpo.planner.prediction import has_sleeping_server, layout_of, lea
 from megatron_gvpo.planner.workload import NODE, Lengths, Workload, method_of
 from megatron_gvpo.settings.config import Config
 
-FEWEST_TOKENS = 1024  # of a micro-batch, in what is proposed
+FEWEST_TOKENS = 1024  # smallest micro-batch that is proposed, in tokens
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,22 @@ class LayoutChange:
 
 @dataclass(frozen=True)
 class LayoutAnswer:
-    """Memory of the trainer's fullest GPU, of a rollout server, and what would help. All is predicted."""
+    """The memory of the trainer's fullest GPU and of a rollout server, and the changes that would help.
+
+    All numbers are predicted.
+    """
 
     gpus: int
     gpu: str
-    parts_gib: dict[str, float]  # without activations where the planner does not know them
+    parts_gib: dict[str, float]  # without activations if the planner does not know them
     needed_gib: float
     is_lower_bound: bool  # the GiB are a minimum: stored activations take more
     usable_gib: float
-    server: str | None  # why no rollout server fits; None where one does, or there is none
-    changes: tuple[LayoutChange, ...]  # the cheapest that is enough first; empty where it fits
-    seconds: dict[str, float] | None  # of a step, by phase; None where `step_seconds` cannot tell
-    response_tokens: float  # on average, for which these seconds are
+    server: str | None  # the reason why no rollout server fits; None if one fits, or the run has none
+    # Changes that make the layout fit, the cheapest first; empty if it fits.
+    changes: tuple[LayoutChange, ...]
+    seconds: dict[str, float] | None  # a step's seconds by phase; None if `step_seconds` cannot predict them
+    response_tokens: float  # the mean length of a response, for which `seconds` are computed
 
     @property
     def fits(self) -> bool:
@@ -132,7 +136,7 @@ def _server_problem(config: Config, cards: ModelCards, model: Architecture, gpu:
     servers = config.rollout.servers
     if not config.rollout.uses_servers or servers.urls:
         return None
-    fp8 = servers.model_path is not None  # a checkpoint that is not on this machine is taken for one in FP8
+    fp8 = servers.model_path is not None  # a checkpoint that is not on this machine is assumed to be in FP8
     if fp8 and Path(cards.served_path).is_dir():
         fp8 = "quantization_config" in cards.served
     if engine_room(model, servers.tp, gpu.memory_gib, fp8) > 0:
@@ -147,7 +151,7 @@ def _server_problem(config: Config, cards: ModelCards, model: Architecture, gpu:
 
 
 def _changes(config: Config, world: int, usable: float, model: Architecture) -> Iterator[LayoutChange]:
-    """Changes that would lower the memory, the cheapest first; of the micro-batch the largest that fits."""
+    """Changes that would lower the memory, the cheapest first, such as the largest micro-batch that fits."""
 
     def change(settings: str, changed: Config, gpus: int = world) -> LayoutChange | None:
         parallel = changed.parallel
@@ -186,7 +190,7 @@ def _changes(config: Config, world: int, usable: float, model: Architecture) -> 
 def _fewer_tokens(
     config: Config, change: Callable[[str, Config], LayoutChange | None], others: str = ""
 ) -> LayoutChange | None:
-    """The largest micro-batch that fits, or the smallest that is proposed; `others`: what is changed, too."""
+    """The largest micro-batch that fits, or the smallest that is proposed; `others`: other changes."""
     tokens = config.train.max_tokens_per_micro_batch
     best: LayoutChange | None = None
     while tokens >= 2 * FEWEST_TOKENS and (best is None or not best.fits):
@@ -199,5 +203,8 @@ def _fewer_tokens(
 
 
 def _with(config: Config, section: str, **values: Any) -> Config:
-    """The configuration with other values in one section, not validated: it is only counted."""
+    """The configuration with other values in one section.
+
+    The copy is not validated, because no run uses it.
+    """
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

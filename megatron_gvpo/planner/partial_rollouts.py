@@ -1,4 +1,4 @@
-"""Predicts what partial rollouts of colocated servers save (`rollout.over_sampling_prompts`).
+"""Predicts the savings of partial rollouts of colocated servers (`rollout.over_sampling_prompts`).
 
 A simulation of consecutive steps: each begins with some prompts more than it trains, ends when enough groups
 are complete, and leaves the rest to the next step, whose engines read prompt and tokens so far again.
@@ -17,7 +17,8 @@ from megatron_gvpo.planner.architecture import Architecture, Gpu
 from megatron_gvpo.planner.step_time import decoded, fits, prefill_seconds
 from megatron_gvpo.planner.workload import Workload
 
-# Steps of a simulation, and how many of the last count: short and long ones alternate, in twos or threes.
+# Steps of a simulation, and the number of last steps that count: short and long steps alternate in twos or
+# threes.
 _STEPS, _MEASURED = 10, 6
 
 
@@ -27,16 +28,16 @@ class PartialRollouts:
 
     prompts: int  # rollout.over_sampling_prompts
     oldest: int  # rollout.async_steps
-    seconds: float  # until enough groups are complete
-    carried: float  # share of the trained responses that several weights sampled
+    seconds: float  # the time until enough groups are complete
+    carried: float  # share of the trained responses that several weight versions sampled
 
 
 @dataclass(eq=False)
 class _Group:
-    begun: int  # the step that asked for it
-    lengths: list[float]  # of whole responses, in tokens
+    begun: int  # the step in which the group was requested
+    lengths: list[float]  # lengths of the complete responses, in tokens
     sampled: list[float] = field(default_factory=list)  # tokens so far
-    carried: set[int] = field(default_factory=set)  # responses that went on in a later step
+    carried: set[int] = field(default_factory=set)  # responses that were continued in a later step
 
 
 @cache
@@ -51,8 +52,8 @@ def simulated(
 ) -> PartialRollouts:
     """Predicts steps with `extra` further prompts, none trained more than `oldest` steps late.
 
-    The responses to a prompt have independent lengths: groups of similar ones would leave more to gain.
-    Infinite seconds if an engine of `tp` GPUs does not fit the longest response.
+    The responses to a prompt have independent lengths: with similar lengths, partial rollouts would save
+    more. Seconds are infinite if an engine of `tp` GPUs does not fit the longest response.
     """
     if not fits(model, gpu, tp, work):
         return PartialRollouts(extra, oldest, math.inf, 0.0)
@@ -83,9 +84,10 @@ def _run(
     groups: Sequence[_Group],
     due: int,
 ) -> tuple[float, list[_Group]]:
-    """Samples until as many groups as a step trains, and all asked for by step `due`, are complete.
+    """Samples until as many groups as a step trains are complete, and all that were requested by step `due`.
 
-    Returns the seconds, and the groups that are trained. The others get their tokens so far.
+    Returns the seconds, and the groups that are trained. Unfinished responses get the tokens that were
+    sampled so far.
     """
     ends: dict[int, float] = {}  # seconds at which each group is complete
     runs = []

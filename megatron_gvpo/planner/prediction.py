@@ -1,6 +1,6 @@
 """The planner's prediction for a configuration: its sizes, its memory, and whether that fits into a GPU.
 
-A start warns by it, and a rehearsal is compared with it.
+Commands use it to warn before a run, and rehearsals are compared with it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from megatron_gvpo.planner.workload import Layout
 from megatron_gvpo.settings.config import Config
 
 USABLE = 0.94  # fraction of a GPU's memory that a layout may fill
-SERVER_GIB = 4.0  # a colocated server that sleeps: its context and its CUDA graphs
+SERVER_GIB = 4.0  # the context and the CUDA graphs of a colocated server that sleeps
 _ALONE = 0.98  # usable share of a GPU beside a sleeping server; the driver takes the rest
 COMMON_GIB = 79.6  # memory of an "80 GB" H100 or H800, assumed for the GPUs of a Slurm job
 TEXT = 32  # tokens of a prompt beside its image
 PROMPT = 512  # tokens of a prompt, unless data.max_prompt_tokens is less
 
-# The planner's parts under the names of a rehearsal's.
+# The planner's parts of memory, and the names of a rehearsal for them.
 _PARTS = {
     "parameters": "weights",
     "gradients": "gradients",
@@ -38,8 +38,8 @@ def predict(
 ) -> dict[str, float] | None:
     """GiB by part as `plan` would have them; None for a model that the planner lacks, and in float32.
 
-    `stage`: a pipeline stage; default: the fullest. With options that it does not count it gives neither
-    activations nor the total.
+    `stage`: a pipeline stage; default: the fullest. With options that it does not count, the result lacks
+    activations and the total.
     """
     predicted = _parts(config, layout_of(config, world), micro_batches, stage)
     if predicted is None or _knows_activations(config):
@@ -50,7 +50,7 @@ def predict(
 def least(config: Config, world: int) -> float | None:
     """The total in GiB, or a lower bound if `predict` cannot tell; None for other models.
 
-    No option keeps less on the GPU than computing all activations again.
+    The bound assumes that all activations are recomputed, which keeps the least on the GPU.
     """
     layout = layout_of(config, world)
     if not _knows_activations(config):
@@ -83,7 +83,7 @@ def layout_of(config: Config, world: int) -> Layout:
 def _parts(
     config: Config, layout: Layout, micro_batches: int | None, stage: int | None
 ) -> dict[str, float] | None:
-    if config.model.dtype != "bfloat16":  # whose elements all sizes are of
+    if config.model.dtype != "bfloat16":  # all sizes are those of bfloat16
         return None
     try:
         model = architecture.load(str(Path(config.model.path) / "config.json"))
@@ -93,11 +93,11 @@ def _parts(
         model = replace(model, adapter_rank=config.model.adapter.rank)
     model = replace(model, trains_vision=config.model.train_vision)
     size = size_of(config, layout.dp, micro_batches)
-    images = size.rows_of_a_pack * largest_image(size.prompt) if model.vision is not None else 0
+    images = size.prompts_of_a_pack * largest_image(size.prompt) if model.vision is not None else 0
     work = size.tokens_of_a_pack, size.micro_batches, config.algorithm.critic is not None
     responses = size.rows_of_a_pack * size.response
     has_bonus = config.algorithm.loss.wants_entropy or config.algorithm.loss.divergence is not None
-    weights_first = size.divides_groups and not has_bonus  # a bonus has gradients of its own
+    weights_first = size.divides_groups and not has_bonus  # a bonus has separate gradients
     predicted = memory(
         model,
         layout,
@@ -106,6 +106,7 @@ def _parts(
         stage=stage,
         weights_first=weights_first,
         image_tokens=images,
+        share_prompts=config.train.requires_shared_prompts,
     )
     return {_PARTS[name]: gib for name, gib in predicted.in_gib().items() if gib}
 
@@ -120,7 +121,8 @@ class Size:
     """An update's rows: `micro_batches` packs on every data-parallel rank, of `rows_of_a_pack` rows each."""
 
     rows_of_a_pack: int
-    prompt: int  # in tokens
+    prompts_of_a_pack: int  # prompts that are computed: one a row, or one a group that shares it
+    prompt: int  # tokens of a prompt
     response: int
     micro_batches: int
     micro_batches_of_run: int  # an update of the run has this many; its peak is the same
@@ -128,14 +130,15 @@ class Size:
 
     @property
     def tokens_of_a_pack(self) -> int:
-        return self.rows_of_a_pack * (self.prompt + self.response)
+        return self.prompts_of_a_pack * self.prompt + self.rows_of_a_pack * self.response
 
 
 def size_of(config: Config, data_parallel: int, micro_batches: int | None = None) -> Size:
     """Sizes of the rows of an update on `data_parallel` ranks; `micro_batches`: default enough for the peak.
 
     Packs are filled to train.max_tokens_per_micro_batch with rows of one length, at most the longest. Where
-    whole groups fit into a pack and stay together, a pack has whole groups.
+    whole groups fit into a pack and stay together, a pack has whole groups; with train.share_prompts each has
+    its prompt once.
     """
     train, rollout, parallel = config.train, config.rollout, config.parallel
     budget = train.max_tokens_per_micro_batch * parallel.cp
@@ -143,17 +146,24 @@ def size_of(config: Config, data_parallel: int, micro_batches: int | None = None
     longest = prompt + rollout.max_tokens
     rows = math.ceil(train.prompts_per_step * rollout.n / train.mini_batches / data_parallel)
     together = config.algorithm.loss.couples_groups or train.requires_shared_prompts
-    unit = rollout.n if together and rollout.n * longest <= budget else 1
-    fitting = max(1, math.ceil(budget / (unit * longest))) * unit if longest <= budget else 1
+    shared = prompt + rollout.n * rollout.max_tokens  # tokens of a group that shares its prompt
+    shares = train.requires_shared_prompts and shared <= budget
+    unit = rollout.n if together and (shares or rollout.n * longest <= budget) else 1
+    largest = shared if shares else unit * longest
+    fitting = max(1, math.ceil(budget / largest)) * unit if longest <= budget else 1
     of_a_pack = min(fitting, rows)
-    length = min(longest, budget // of_a_pack) if longest <= budget else longest
-    response = min(rollout.max_tokens, max(length - prompt, length // 2))
+    of_a_prompt = min(rollout.n, of_a_pack) if shares else 1  # responses that follow a prompt
+    prompts = math.ceil(of_a_pack / of_a_prompt)
+    limit = prompt + of_a_prompt * rollout.max_tokens
+    length = min(limit, budget // prompts) if longest <= budget else longest
+    response = min(rollout.max_tokens, max(length - prompt, length // 2) // of_a_prompt)
     in_run = math.ceil(rows / of_a_pack)
     in_run += -in_run % parallel.pp if parallel.vpp > 1 else 0
     enough = parallel.pp * (2 if parallel.vpp > 1 else 1) + (parallel.vpp == 1)
     count = micro_batches or min(in_run, max(2, enough))
     is_divided = (together and unit == 1) or longest > budget
-    return Size(of_a_pack, length - response, response, count, in_run, is_divided)
+    own_prompt = min(prompt, length - of_a_prompt * response)
+    return Size(of_a_pack, prompts, own_prompt, response, count, in_run, is_divided)
 
 
 def largest_image(prompt: int) -> int:
@@ -170,8 +180,8 @@ def usable_gib(gpu_gib: float, colocated: bool) -> float:
 def reservable_gib(gpu_gib: float, colocated: bool) -> float:
     """GiB of these that PyTorch may reserve: all but the parts of CUDA's context and of NCCL.
 
-    A plan compares all of its parts with `usable_gib`, a rehearsal what PyTorch reserves with this. The two
-    differ by fragmentation alone, which a plan assumes and a rehearsal measures.
+    A plan compares the sum of its parts with `usable_gib`, and a rehearsal compares PyTorch's reservation
+    with this. The two differ by fragmentation alone, which a plan assumes and a rehearsal measures.
     """
     return usable_gib(gpu_gib, colocated) - (CONTEXT_BYTES + NCCL_BYTES) / architecture.GIB
 
@@ -191,7 +201,7 @@ def has_sleeping_server(config: Config) -> bool:
 def excess(config: Config, world: int, gpu_gib: float) -> str | None:
     """One line for a configuration that needs more than a GPU of `gpu_gib` GiB has; None if it fits.
 
-    `world`: the trainer's ranks. It is a prediction: callers warn, and do not refuse. None as well for models
+    `world`: the trainer's ranks. Callers only warn, because it is a prediction. None as well for models
     that the planner does not know, and for layouts that other checks refuse.
     """
     parallel = config.parallel

@@ -1,4 +1,4 @@
-"""Predicts the seconds of a weight push, by transport, and what limits it."""
+"""Predicts the seconds of a weight push, by transport, and its bottleneck."""
 
 from __future__ import annotations
 
@@ -57,13 +57,14 @@ def broadcast(model: Architecture, gpu: Gpu, layout: Layout) -> PushTime:
 def sharded(model: Architecture, gpu: Gpu, layout: Layout) -> PushTime:
     """Every trainer rank sends its share once, and the servers pass it on along a chain.
 
-    The trainer rank with the largest share or a server rank with its part sets the pace. The chain takes a
-    round for each link on the way to the last rank to fill.
+    The trainer rank with the largest share or a server rank with its part sets the pace. Before the last rank
+    receives anything, the chain needs one round for each link to that rank.
     """
     copies = layout.dp * layout.cp
     expert_copies = layout.gpus // (layout.pp * layout.ep)
     stages = [shard(model, layout, stage) for stage in range(layout.pp)]
-    # Ranks of a stage hold the same dense weights tp by tp, so each sends as much of them.
+    # In a stage, tp ranks together hold the same dense weights as every other tp ranks, so all send equal
+    # shares.
     share = max(stage.dense / copies + stage.experts / expert_copies for stage in stages) * ELEMENT
     one_server = Layout(layout.rollout_tp, tp=layout.rollout_tp, ep=layout.rollout_tp)
     part = shard(model, one_server, 0).total * ELEMENT
@@ -75,15 +76,16 @@ def sharded(model: Architecture, gpu: Gpu, layout: Layout) -> PushTime:
 
 @cache
 def colocated(model: Architecture, gpu: Gpu, layout: Layout) -> PushTime:
-    """Every trainer rank hands the server rank on its GPU what that needs.
+    """Every trainer rank gives the server rank on its GPU the weights that this rank needs.
 
-    What the ranks of a machine hold among them crosses NVLink at most; the rest comes over the network, once
-    for every server rank. `server` is what a server rank gets in all, `busiest_trainer` what the ranks of the
-    fullest stage send over the network. One round fills before the first is loaded.
+    Weights that some rank of the machine holds move over NVLink at most; the rest comes over the network,
+    once for every server rank. `server` is the bytes that a server rank gets in all, `busiest_trainer` the
+    bytes that the ranks of the fullest stage send over the network. One round fills before the first is
+    loaded.
     """
     of_stage = layout.gpus // layout.pp
     here = min(1.0, max(1, NODE // of_stage) / layout.pp)  # the share of the stages that a machine has
-    # Ranks beside each other hold different experts, as many as expert parallelism has ranks.
+    # Neighbouring ranks, as many as expert parallelism has, hold different experts.
     experts_here = here * min(1.0, min(NODE, of_stage) / (layout.ep * layout.etp))
 
     def far(dense: float, experts: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from megatron_gvpo.core.errors import ConfigError
@@ -13,8 +14,7 @@ from megatron_gvpo.planner.architecture import Architecture, Gpu
 from megatron_gvpo.planner.memory_model import Memory, host_state, memory, shard
 from megatron_gvpo.planner.prediction import USABLE
 from megatron_gvpo.planner.step_time import Seconds, model_flops, rollout_seconds, seconds
-from megatron_gvpo.planner.teacher import PlannedTeacher
-from megatron_gvpo.planner.workload import NODE, Layout, Workload
+from megatron_gvpo.planner.workload import NODE, Layout, PlannedTeacher, Workload
 from megatron_gvpo.settings.parallel import DEEPEP_RANKS
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -82,9 +82,9 @@ def search(
     reasons: Counter[str] = Counter()
     smallest: float | None = None
     with_host = False  # a layout that does not fit would fit with all optimizer states in host memory
-    for where in _placements(model, gpu, gpus, work, ahead, colocated):
-        divided = replace(where, offload=offload)
-        for layout in _layouts(model, divided, fp8, reasons, work.share_prompts, work.teacher):
+    for placement in _placements(model, gpu, gpus, work, ahead, colocated):
+        offloaded = replace(placement, offload=offload)
+        for layout in _layouts(model, offloaded, fp8, reasons, work.share_prompts, work.teacher):
             if work.ep_exchange == "deepep" and layout.ep not in (1, *DEEPEP_RANKS):
                 continue
             if work.responses / work.mini_batches < layout.dp:
@@ -98,7 +98,7 @@ def search(
                     with_host = _fit(model, gpu, replace(layout, offload=1.0), work)[0] is not None
             else:
                 candidates.append(candidate)
-    impossible = [f"{count} layouts: {reason}" for reason, count in reasons.most_common()]
+    impossible = [f"{count} layout{'s' * (count > 1)}: {reason}" for reason, count in reasons.most_common()]
     if smallest is not None:
         impossible.append(f"the smallest layout that does not fit needs {smallest:.0f} GiB a GPU")
     if not candidates:
@@ -129,7 +129,7 @@ def _fastest_first(candidates: list[Candidate]) -> list[Candidate]:
     """
     ordered = sorted(candidates, key=_order)
     limit = 1.01 * ordered[0].seconds.step
-    simplest = min((c for c in ordered if c.seconds.step <= limit), key=_divisions)
+    simplest = min((each for each in ordered if each.seconds.step <= limit), key=_divisions)
     ordered.insert(0, ordered.pop(ordered.index(simplest)))
     return ordered
 
@@ -140,10 +140,12 @@ def _placements(
     """Yields each placement of the rollout servers: on the trainer's GPUs, or on nodes of their own."""
     yield from _with_engines(model, gpu, Layout(gpus), work)
     nodes = 0 if colocated else gpus // NODE
-    for own in sorted({round(nodes * share) for share in (0.25, 0.375, 0.5, 0.625, 0.75)} - {0, nodes}):
+    shares = (0.25, 0.375, 0.5, 0.625, 0.75)
+    for rollout_nodes in sorted({round(nodes * share) for share in shares} - {0, nodes}):
         for depth in range(ahead + 1):
-            split = Layout((nodes - own) * NODE, rollout_gpus=own * NODE, async_steps=depth)
-            yield from _with_engines(model, gpu, split, work)
+            trainer_gpus, rollout_gpus = (nodes - rollout_nodes) * NODE, rollout_nodes * NODE
+            placement = Layout(trainer_gpus, rollout_gpus=rollout_gpus, async_steps=depth)
+            yield from _with_engines(model, gpu, placement, work)
 
 
 def _with_engines(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> Iterator[Layout]:
@@ -151,11 +153,11 @@ def _with_engines(model: Architecture, gpu: Gpu, layout: Layout, work: Workload)
 
     A server has GPUs of one node, or whole nodes of its own (`rollout.servers.nodes`).
     """
-    own = layout.rollout_gpus or layout.gpus
+    gpus = layout.rollout_gpus or layout.gpus
     timed = [
-        (rollout_seconds(model, gpu, own // tp, tp, work), tp)
+        (rollout_seconds(model, gpu, gpus // tp, tp, work), tp)
         for tp in _engine_sizes(model)
-        if own % tp == 0 and (tp <= NODE or layout.rollout_gpus)
+        if gpus % tp == 0 and (tp <= NODE or layout.rollout_gpus)
     ]
     if timed and min(timed)[0] < float("inf"):
         yield replace(layout, rollout_tp=min(timed)[1])
@@ -167,28 +169,46 @@ def _engine_sizes(model: Architecture) -> list[int]:
 
 
 def _no_server(model: Architecture, gpu: Gpu, work: Workload) -> str:
-    """Says that no rollout server fits on the GPUs, and which GPUs would do."""
+    """Return the error that no rollout server fits on the GPUs, and the GPUs that would suffice."""
     fits = [tp for tp in _engine_sizes(model) if rollout_seconds(model, gpu, 1, tp, work) < float("inf")]
     weights = f"the {2 * model.parameters / 2**30:.0f} GiB of bf16 weights and the longest response's cache"
     if not fits:
         return f"no rollout server of at most {max(SIZES)} of these GPUs can hold {weights}"
-    where = f", on {fits[0] // NODE} nodes that do not train" if fits[0] > NODE else ""
-    return f"a rollout server needs {fits[0]} GPUs{where}, to hold {weights}"
+    nodes = f", on {fits[0] // NODE} nodes that do not train" if fits[0] > NODE else ""
+    return f"a rollout server needs {fits[0]} GPUs{nodes}, to hold {weights}"
 
 
 def _layouts(
     model: Architecture,
-    where: Layout,
+    placement: Layout,
     fp8: bool,
     reasons: Counter[str],
     share_prompts: bool = False,
     teacher: PlannedTeacher | None = None,
 ) -> Iterator[Layout]:
     """Yields every division of the trainer's GPUs that Megatron supports for this model, and its teacher."""
-    trainer_teacher = teacher if teacher is not None and teacher.is_on_trainer else None
-    # Sequences that context parallelism cannot cut.
-    only_cp_1 = model.window or share_prompts or model.vision is not None
-    gpus = where.gpus
+    gpus, trainer_teacher = placement.gpus, teacher if teacher and teacher.is_on_trainer else None
+    # Runs refuse cp > 1 for images and for shared prompts. They allow it for sliding windows if
+    # parallel.cp_exchange is a2a (`checks.layout`); the planner, whose plans have the default p2p, does not.
+    has_cp = not (model.window or share_prompts or model.vision is not None)
+    cp_sizes, ep_sizes = SIZES[: 4 if has_cp else 1], SIZES if model.experts else (1,)
+    for tp, pp in _tensor_and_pipeline_sizes(model, gpus, reasons):
+        for cp, ep, vpp in product(cp_sizes, ep_sizes, (1, 2, 4)):
+            if gpus % (tp * pp * cp) or gpus % (pp * ep) or model.experts % ep:
+                continue
+            if vpp > 1 and (pp == 1 or model.layers % (pp * vpp) or model.vision is not None):
+                continue
+            if trainer_teacher and (reason := trainer_teacher.misfit(model, tp, pp, vpp, cp, ep)):
+                reasons[reason] += 1
+                continue
+            for recompute in (False, True):
+                yield replace(placement, tp=tp, pp=pp, cp=cp, ep=ep, vpp=vpp, recompute=recompute, fp8=fp8)
+
+
+def _tensor_and_pipeline_sizes(
+    model: Architecture, gpus: int, reasons: Counter[str]
+) -> Iterator[tuple[int, int]]:
+    """Yields the pairs of tp and pp that divide the GPUs and the model; counts the reasons for the others."""
     for tp in (size for size in SIZES if size <= min(NODE, gpus)):
         if not model.divisible(tp):
             reasons[f"tp={tp} does not divide the attention heads or the MLP"] += 1
@@ -205,22 +225,7 @@ def _layouts(
             if model.vision is not None and model.vision.deep > model.layers // pp:
                 reasons[f"pp={pp} leaves the first stage fewer layers than the vision tower feeds"] += 1
                 continue
-            for cp in (size for size in SIZES[: 1 if only_cp_1 else 4] if gpus % (tp * pp * size) == 0):
-                for ep in SIZES if model.experts else (1,):
-                    if model.experts % ep or gpus % (pp * ep):
-                        continue
-                    for vpp in (1, 2, 4):
-                        if vpp > 1 and (pp == 1 or model.layers % (pp * vpp) or model.vision is not None):
-                            continue
-                        if trainer_teacher is not None and (
-                            why := trainer_teacher.misfit(model, tp, pp, vpp, cp, ep)
-                        ):
-                            reasons[why] += 1
-                            continue
-                        for recompute in (False, True):
-                            yield replace(
-                                where, tp=tp, pp=pp, cp=cp, ep=ep, vpp=vpp, recompute=recompute, fp8=fp8
-                            )
+            yield tp, pp
 
 
 def _fit(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> tuple[Candidate | None, float]:
@@ -228,27 +233,41 @@ def _fit(model: Architecture, gpu: Gpu, layout: Layout, work: Workload) -> tuple
     best: Candidate | None = None
     least = float("inf")
     share = work.tokens / work.mini_batches / layout.dp
-    for of_rank in MICRO_TOKENS:
-        tokens = of_rank * layout.cp  # context-parallel ranks share a micro-batch
+    for rank_tokens in MICRO_TOKENS:
+        tokens = rank_tokens * layout.cp  # context-parallel ranks share a micro-batch
         # A prompt is shared by the responses in a micro-batch: it has room for a whole group.
         least_tokens = max(work.longest, work.group_tokens) if work.share_prompts else work.longest
-        if tokens < least_tokens and of_rank != max(MICRO_TOKENS):
+        if tokens < least_tokens and rank_tokens != max(MICRO_TOKENS):
             break
         batches = max(1, int(share // tokens))
         in_pack = min(tokens, share)
         responses = in_pack * work.responses * work.lengths.mean / work.tokens
-        used = memory(model, layout, in_pack, batches, work.critic, work.teacher, responses)
+        used = memory(
+            model,
+            layout,
+            in_pack,
+            batches,
+            work.critic,
+            work.teacher,
+            responses,
+            share_prompts=work.share_prompts,
+        )
         least = min(least, used.total / 2**30)
         if used.total / 2**30 > USABLE * gpu.memory_gib:
             continue
         if best is None:
             layout = replace(layout, transport=push_time.fastest(model, gpu, layout))
-        took = seconds(model, gpu, layout, work, in_pack)
-        if best is None or took.step < best.seconds.step:
-            peak = took.training * layout.gpus * gpu.bf16_tflops * 1e12
-            mfu = model_flops(model, work) / peak
-            on_host = _host_gib(model, layout, work.critic), _teacher_host_gib(work.teacher, layout)
-            best = Candidate(layout, of_rank, used, took, mfu, *on_host)
+        predicted = seconds(model, gpu, layout, work, in_pack)
+        if best is None or predicted.step < best.seconds.step:
+            best = Candidate(
+                layout,
+                rank_tokens,
+                used,
+                predicted,
+                mfu=model_flops(model, work) / (predicted.training * layout.gpus * gpu.bf16_tflops * 1e12),
+                host_gib=_host_gib(model, layout, work.critic),
+                teacher_host_gib=_teacher_host_gib(work.teacher, layout),
+            )
     return best, least
 
 
@@ -258,7 +277,9 @@ def _host_gib(model: Architecture, layout: Layout, critic: bool) -> float:
         return 0.0
     return _fuller_node(
         layout,
-        lambda at: host_state(model, layout, at) + critic * host_state(model, layout, at, critic=True),
+        lambda stage: (
+            host_state(model, layout, stage) + critic * host_state(model, layout, stage, critic=True)
+        ),
     )
 
 
@@ -284,15 +305,16 @@ def _order(candidate: Candidate) -> tuple[float, float, float]:
 
     If the rollouts limit the step, the layout that trains fastest beside them comes first.
     """
-    took = candidate.seconds
-    trains = took.scoring + took.teacher + took.training + took.optimizer
-    return round(took.step, 2), trains, candidate.memory.total
+    phases = candidate.seconds
+    training = phases.scoring + phases.teacher + phases.training + phases.optimizer
+    return round(phases.step, 2), training, candidate.memory.total
 
 
 def _divisions(candidate: Candidate) -> int:
     """Counts the ways in which the model or its work is divided, beside data parallelism."""
-    at = candidate.layout
-    return sum(size > 1 for size in (at.tp, at.pp, at.vpp, at.cp, at.ep, at.async_steps)) + at.recompute
+    layout = candidate.layout
+    sizes = (layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep, layout.async_steps)
+    return sum(size > 1 for size in sizes) + layout.recompute
 
 
 def _losers(candidates: list[Candidate]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Computes what training saves if a group's responses share their prompt (train.share_prompts)."""
+"""Computes the savings of training if a group's responses share their prompt (train.share_prompts)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ class Cost:
     tokens: float
     pairs: float  # number of pairs of tokens that attend to each other
     flops: float  # forward and backward pass, without recomputation
-    activation_gib: float  # activations of all layers for the backward pass on one GPU, without recomputation
+    # Activations of all layers for the backward pass on one GPU, without recomputation, and without the
+    # additional tensors of the core attention for shared prompts (activations.py).
+    activation_gib: float
 
 
 @dataclass(frozen=True)

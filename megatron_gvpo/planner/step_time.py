@@ -26,7 +26,7 @@ from megatron_gvpo.planner.traffic import layer_backward, layer_forward, on_the_
 from megatron_gvpo.planner.workload import NODE, Layout, Speculation, Workload
 
 if TYPE_CHECKING:
-    from megatron_gvpo.planner.teacher import PlannedTeacher
+    from megatron_gvpo.planner.workload import PlannedTeacher
 
 DECODE_OVERHEAD = 3e-3  # seconds per decoding step for scheduling and sampling
 # Seconds per proposed token, for its sampling and the draft's bookkeeping: chosen so that Qwen3.5-9B's
@@ -42,7 +42,8 @@ LAYER_OVERHEAD = 8e-6
 NODE_LATENCY = 0.14e-3
 # Prefill over training, as fractions of the peak: prefill has no backward pass and large batches.
 PREFILL_FRACTION = 1.1
-# Mixture-of-experts over dense layers, likewise: their GEMMs are small and unequal, and tokens are permuted.
+# The same ratio of mixture-of-experts to dense layers: their GEMMs are small and unequal, and tokens are
+# permuted.
 MIXTURE_FRACTION = 0.6
 # DeepEP's kernels over the links' rates: the lowest of its published figures, 153 GB/s of an H800's 200 and,
 # on two machines, 43 GB/s of 50 (README of release 1.2.1). This package has not measured them.
@@ -126,7 +127,7 @@ def _trainer_teacher(
     took = teacher.passes * forward * _bubble(teacher.model, layout, micro_batches)
     moves = teacher.passes * work.mini_batches
     if teacher.divergence:
-        # A pass for hidden states has no head, and the update's head the same product.
+        # A pass for hidden states has no head, and the update's head computes the same product.
         took += work.batch_epochs * forward * _bubble(teacher.model, layout, micro_batches)
         moves += work.updates
         if teacher.beside:
@@ -139,7 +140,7 @@ def _trainer_teacher(
 def served_seconds(teacher: PlannedTeacher, gpu: Gpu, work: Workload) -> float:
     """Returns the seconds until a teacher's servers have scored a step's responses, each with its prompt.
 
-    Nothing decodes: every token passes the layers and the head once.
+    The servers decode nothing: every token passes the layers and the head once.
     """
     model, plain = teacher.model, replace(work, share_prompts=False, teacher=None)
     flops = model.layer_flops(plain.tokens, plain.pairs / plain.tokens) + model.head_flops(plain.tokens)
@@ -179,8 +180,7 @@ def image_flops(model: Architecture, work: Workload, prompts: float) -> float:
 def _passes(
     model: Architecture, gpu: Gpu, layout: Layout, work: Workload, critic: bool = False
 ) -> tuple[float, float, float]:
-    """Returns the seconds of the forward and of the backward pass over a step's tokens, and of what the
-    backward computes again.
+    """Returns the seconds of the forward, the backward, and the recomputation over a step's tokens.
 
     They include the communication that they cannot hide. `traffic` gives the bytes of tensor parallelism;
     tests compare them with counts in real runs.
@@ -251,8 +251,9 @@ def _routed_seconds(model: Architecture, gpu: Gpu, layout: Layout, state: int, e
 
 
 def exchanged_copies(model: Architecture, ep: int, exchange: str) -> tuple[float, float]:
-    """Returns how often a token is sent over NVLink and over the network, if all sets of experts are equally
-    likely.
+    """Returns the mean numbers of copies of a token over NVLink and over the network.
+
+    All sets of experts are equally likely.
 
     All-to-all sends a token once for each expert of another rank. DeepEP sends it once over the network for
     each other node that has some of its experts, and once over NVLink for each rank that has some, but not
@@ -264,7 +265,7 @@ def exchanged_copies(model: Architecture, ep: int, exchange: str) -> tuple[float
         return chosen * (here - 1) / ep, chosen * (ep - here) / ep
 
     def reached(ranks: int) -> float:
-        """The probability that some of the experts of so many ranks are chosen."""
+        """The probability that a token chooses at least one expert on this many ranks."""
         others = model.experts - model.experts * ranks // ep
         return 1 - math.comb(others, chosen) / math.comb(model.experts, chosen)
 
@@ -274,7 +275,7 @@ def exchanged_copies(model: Architecture, ep: int, exchange: str) -> tuple[float
 def _backward_work(model: Architecture, critic: bool) -> int:
     """Returns the operations of the backward pass divided by those of the forward pass.
 
-    Weights under adapters need no gradients of their own, only those of what enters them.
+    Weights under adapters need no gradients of their own, only the gradients of their inputs.
     """
     return 1 if model.adapter_rank and not critic else 2
 
@@ -287,7 +288,7 @@ def _optimizer(model: Architecture, gpu: Gpu, layout: Layout, critic: bool = Fal
     memory traffic, and 6 bytes over the link at the same time for its gradient and weight.
     """
     trained = trained_shard(model, layout, 0, critic)
-    # As many ranks hold the same weights, of which each updates a part.
+    # By number of ranks: elements that so many ranks hold alike, and of which each rank updates a part.
     copies = {layout.dp * layout.cp: trained.dense}
     experts_on = layout.gpus // (layout.pp * layout.ep * layout.etp)
     copies[experts_on] = copies.get(experts_on, 0.0) + trained.experts
@@ -341,12 +342,15 @@ def prefill_seconds(model: Architecture, gpu: Gpu, tp: int, tokens: float, lengt
 
 @dataclass
 class Decoding:
-    """When the responses of an engine begin and end. The clock counts the tokens of a running response."""
+    """When the responses of an engine begin and end.
 
-    begins: list[float]  # the clock when each response began, in the order in which they were given
-    ends: list[float]  # the seconds after which it ended
+    The clock counts the tokens that a running response has got.
+    """
+
+    begins: list[float]  # the clock at the beginning of each response, in the order of the argument
+    ends: list[float]  # the seconds after which each response ended
     clocks: list[float]  # the clock at the ends of responses, ascending
-    seconds: list[float]  # the seconds at these
+    seconds: list[float]  # the seconds at these ends
 
     def clock_at(self, seconds: float) -> float:
         return float(np.interp(seconds, [0.0, *self.seconds], [0.0, *self.clocks]))

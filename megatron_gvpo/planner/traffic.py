@@ -1,7 +1,7 @@
 """Computes from sizes alone the exact bytes that one optimizer update sends between ranks, by operation.
 
-A message is a whole tensor and counts on every rank that takes part. `observe.traffic` counts the messages of
-real runs, and a test demands that both agree byte for byte.
+A message is a whole tensor and counts on every rank that takes part. A test counts the
+messages of real runs (`benchmarks/lib/scaling/traffic_counter.py`) and compares both byte for byte.
 
 A micro-batch has t tokens, the hidden size is h and an element has e bytes, so H = e t h is one hidden state.
 With tp > 1 tensor-parallel ranks, every layer of a dense model exchanges over `tp`:
@@ -64,9 +64,10 @@ def update_bytes(
 
     An update is the forward and backward passes over `packs`, then the exchange of gradients and weights.
     `element`: bytes of a weight and of an activation. Raises ValueError for experts, latent attention,
-    context parallelism, interleaving and stages of unequal size, which are not modelled.
+    gated delta nets, context parallelism, interleaving and stages of unequal size, which are not modelled.
     """
-    if model.moe_layers or model.latent or layout.cp > 1 or layout.vpp > 1 or model.layers % layout.pp:
+    has_other_layers = model.moe_layers or model.latent or model.delta_net
+    if has_other_layers or layout.cp > 1 or layout.vpp > 1 or model.layers % layout.pp:
         raise ValueError(
             "traffic is known for dense models without context parallelism, interleaving or unequal stages"
         )

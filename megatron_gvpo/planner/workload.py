@@ -1,23 +1,22 @@
-"""Inputs of a plan: the GPU, the prompts and responses of a step, and the layout of the GPUs."""
+"""Inputs of a plan: the GPU, a step's prompts and responses, the teacher, and the layout of the GPUs."""
 
 from __future__ import annotations
 
 import json
 import math
+from argparse import Namespace
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_gvpo.algorithms.base import STEP_START, TEACHER
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.recipe import read_recipe
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.planner.architecture import Gpu
-
-if TYPE_CHECKING:
-    from megatron_gvpo.planner.teacher import PlannedTeacher
+from megatron_gvpo.planner import architecture
+from megatron_gvpo.planner.architecture import GIB, Architecture, Gpu, engine_room
 
 NODE = 8  # GPUs that NVLink connects
 
@@ -46,10 +45,11 @@ class Lengths:
 
     def __post_init__(self) -> None:
         if not 0 < self.mean < self.maximum or not self.mean < self.p95 <= self.maximum:
-            raise ConfigError(
-                f"--response-length {self.mean:g},p95={self.p95:g},max={self.maximum}: expected "
-                "0 < mean < p95 <= max"
-            )
+            raise ConfigError(f"--response-length {self}: expected 0 < mean < p95 <= max")
+
+    def __str__(self) -> str:
+        """Return the value in the form of --response-length."""
+        return f"{self.mean:g},p95={self.p95:g},max={self.maximum}"
 
     @cached_property
     def _log(self) -> NormalDist:
@@ -71,18 +71,24 @@ class Lengths:
         return [self.quantile((i + 0.5) / count) for i in range(count)]
 
 
-def parse_lengths(text: str) -> Lengths:
-    """Parses `850`, `850,p95=3000` or `850,p95=3000,max=8192`. Raises ConfigError for other text."""
+def parse_lengths(text: str, longest: int | None = None) -> Lengths:
+    """Parses `850`, `850,p95=3000` or `850,p95=3000,max=8192`. Raises ConfigError for other text.
+
+    `longest`: the run's rollout.max_tokens, the longest response, which bounds values that the text lacks.
+    """
+    limit = math.inf if longest is None else longest
     first, *others = text.split(",")
     try:
         named = dict(other.split("=") for other in others)
         mean = float(first)
-        p95 = float(named.pop("p95", 2.5 * mean))
-        maximum = int(named.pop("max", math.ceil(2 * p95)))
+        p95 = float(named.pop("p95", min(2.5 * mean, limit)))
+        maximum = int(named.pop("max", min(math.ceil(2 * p95), limit)))
     except (ValueError, OverflowError):
         named = {"": ""}
     if named:
         raise ConfigError(f"--response-length {text}: expected MEAN[,p95=TOKENS][,max=TOKENS]")
+    if max(mean, p95, maximum) > limit:
+        raise ConfigError(f"--response-length {text}: responses end at rollout.max_tokens={longest}")
     return Lengths(mean, p95, maximum)
 
 
@@ -92,9 +98,8 @@ class Speculation:
 
     tokens: int  # tokens proposed at a time
     acceptance: float  # share of the proposed tokens that the policy accepts
-    from_text: bool = (
-        False  # the text proposes, at no cost; else a layer with the model's sizes, and its head
-    )
+    # True: the text gives proposals, at no cost. False: a layer with the model's sizes, and its head, do.
+    from_text: bool = False
 
     @property
     def length(self) -> float:
@@ -120,6 +125,37 @@ def parse_speculation(text: str) -> Speculation:
 
 
 @dataclass(frozen=True)
+class PlannedTeacher:
+    """A teacher that the trainer holds, or one on servers with GPUs of their own."""
+
+    model: Architecture
+    passes: int  # passes over a step's responses, for their log-probs
+    divergence: bool = False  # every update compares whole distributions in the head
+    beside: bool = False  # the loss has other terms than that divergence
+    gpus: int = 0  # GPUs of its servers; 0: the trainer holds it, in host memory between its passes
+    tp: int = 1  # GPUs of one server
+
+    @property
+    def is_on_trainer(self) -> bool:
+        return not self.gpus
+
+    def misfit(self, policy: Architecture, tp: int, pp: int, vpp: int, cp: int, ep: int) -> str | None:
+        """Returns the reason why a layout that the policy fits cannot hold the teacher; None if it can."""
+        model = self.model
+        if not model.divisible(tp):
+            return f"tp={tp} does not divide the teacher's attention heads or MLP"
+        # A policy that the stages do not divide evenly needs stage_layers, whose sum must be the policy's
+        # layers.
+        if model.layers % (pp * vpp) if policy.layers % pp == 0 else model.layers != policy.layers:
+            return f"pp={pp}, vpp={vpp} do not divide the teacher's {model.layers} layers as the policy's"
+        if ep > 1 and (not model.experts or model.experts % ep):
+            return f"ep={ep} does not divide the teacher's experts"
+        if cp > 1 and model.window:
+            return f"cp={cp} cuts sequences, and the teacher has a sliding window"
+        return None
+
+
+@dataclass(frozen=True)
 class Workload:
     """One training step."""
 
@@ -133,9 +169,9 @@ class Workload:
     batch_epochs: int = 1  # passes of updates over the mini-batches
     share_prompts: bool = False  # a group's prompt is computed once (train.share_prompts)
     speculation: Speculation | None = None
-    image_tokens: int = 0  # how many of `prompt_tokens` stand for images
+    image_tokens: int = 0  # the number of `prompt_tokens` that stand for images
     teacher: PlannedTeacher | None = None
-    ep_exchange: str = "a2a"  # or deepep (parallel.ep_exchange)
+    ep_exchange: str = "a2a"  # `a2a` or `deepep` (parallel.ep_exchange)
 
     @property
     def updates(self) -> int:
@@ -185,15 +221,15 @@ class Layout:
     etp: int = 1  # tensor-parallel ranks of the experts
     sequence_parallel: bool = True  # with tp > 1
     recompute: bool = False  # recompute all activations
-    recompute_modules: tuple[str, ...] = ()  # or these parts of every layer
-    stages: tuple[int, ...] | None = None  # layers of the pp x vpp stages; None: as equal as can be
+    recompute_modules: tuple[str, ...] = ()  # recompute these parts of every layer
+    stages: tuple[int, ...] | None = None  # layers of the pp x vpp stages; None: as equal as possible
     fp8: bool = False
     offload: float = 0.0  # fraction of the optimizer's states in host memory
-    muon: bool = False  # matrices have one moment
+    muon: bool = False  # train by Muon, with which matrices have one moment
     rollout_gpus: int = 0  # the servers' own GPUs; 0: colocated with the trainer
     rollout_tp: int = 1
     async_steps: int = 0
-    transport: str = "broadcast"  # of weights to the servers
+    transport: str = "broadcast"  # how weights reach the servers (rollout.weights.transport)
 
     @property
     def dp(self) -> int:
@@ -242,7 +278,7 @@ class Method:
 
 
 def method(recipe: str, mini_batches: int) -> Method:
-    """Returns the work of a recipe, counted as the Trainer's estimator columns and frozen references are.
+    """Returns the work of a recipe, by the same columns and frozen references as in the Trainer.
 
     `mini_batches`: mini-batches per step. Raises ConfigError if the recipe does not exist, or if the policy
     does not sample its responses.
@@ -278,4 +314,56 @@ def method_of(algorithm: AlgorithmConfig, mini_batches: int) -> Method:
         of_teacher,
         divergence is not None and divergence.needs_teacher,
         algorithm.loss.has_terms,
+    )
+
+
+def planned_teacher(options: Namespace, asks: Method, gpu: Gpu, longest: int) -> PlannedTeacher | None:
+    """Reads the options `--teacher` and `--teacher-gpus`. `longest`: tokens of the longest sequence.
+
+    Raises ConfigError for a teacher without a use or a method without its teacher, for servers that do not
+    give the values that the method reads, and for a teacher that is too large for its servers or has too few
+    positions.
+    """
+    named, gpus, recipe = options.teacher, options.teacher_gpus, f"--recipe {options.recipe}"
+    wanted = asks.teacher_passes > 0 or asks.teacher_divergence
+    if named is None:
+        if gpus:
+            raise ConfigError(f"--teacher-gpus {gpus}: name the model of the servers, --teacher")
+        if wanted:
+            raise ConfigError(f"{recipe}: name the model that it compares with, --teacher")
+        return None
+    if not wanted:
+        raise ConfigError(f"--teacher {named}: {recipe} compares with no teacher; try --recipe opd")
+    if gpus and asks.teacher_divergence:
+        raise ConfigError(
+            f"--teacher-gpus {gpus}: {recipe} needs the teacher's hidden states, and servers give log-probs; "
+            "leave it out"
+        )
+    model = architecture.load(named, "--teacher")
+    if model.positions and longest > model.positions:
+        raise ConfigError(
+            f"--teacher {named}: --prompt-tokens plus the longest response are {longest} tokens, more than "
+            f"its max_position_embeddings={model.positions}"
+        )
+    if options.share_prompts and not gpus and (model.latent or model.window):
+        what = "latent attention" if model.latent else "a sliding window"
+        raise ConfigError(f"--share-prompts: a teacher with {what} cannot share prompts; leave it out")
+    tp = _server_size(model, gpu, gpus, longest) if gpus else 1
+    kind = (asks.teacher_passes, asks.teacher_divergence, asks.loss_terms)
+    return PlannedTeacher(model, *kind, gpus=gpus, tp=tp)
+
+
+def _server_size(model: Architecture, gpu: Gpu, gpus: int, longest: int) -> int:
+    """Returns the fewest GPUs of a server that hold the weights and the longest sequence's cache.
+
+    `gpus`: of all servers. Raises ConfigError if no server on one machine does.
+    """
+    for tp in (1, 2, 4, 8):
+        cache = 2.0 * model.cache_per_token(tp) * longest
+        if not (gpus % tp or model.heads % tp) and engine_room(model, tp, gpu.memory_gib) >= cache:
+            return tp
+    raise ConfigError(
+        f"--teacher-gpus {gpus}: no server on a part of them holds the teacher's "
+        f"{2 * model.parameters / GIB:.0f} GiB of weights and the cache of {longest} tokens; a server "
+        "has 1, 2, 4 or 8 GPUs"
     )

@@ -1,4 +1,4 @@
-"""`megatron-gvpo rehearse`: checks the input, has ranks rehearsed in processes, and judges the results."""
+"""`megatron-gvpo rehearse`: checks the input, lets processes rehearse ranks, and judges the results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_gvpo.planner.prediction import (
     smallest_gpu_gib,
     usable_gib,
 )
-from megatron_gvpo.rehearsal import made_model, report, transformer_engine
+from megatron_gvpo.rehearsal import made_model, report, saved_rows, transformer_engine
 from megatron_gvpo.rehearsal.nullcuda import build
 from megatron_gvpo.rehearsal.nullcuda.build import NullCudaError
 from megatron_gvpo.rehearsal.nullcuda.devices import DEVICES, GIB, Device
@@ -35,7 +35,7 @@ from megatron_gvpo.settings.parallel import ParallelConfig
 
 LARGEST_WORLD = 65536
 LARGEST_GIB = 4096
-LEAST_GIB = 1.0  # for PyTorch: less holds no model with its workspaces
+LEAST_GIB = 1.0  # GiB that PyTorch must have: less is not enough for a model with its workspaces
 NODE = 8  # GPUs of a node
 
 
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _build() -> int:
-    """Build what a rehearsal needs, and keep it in the cache. Raises ConfigError."""
+    """Build the libraries that a rehearsal needs, and keep them in the cache. Raises ConfigError."""
     try:
         engine = transformer_engine.build(lambda line: print(line, flush=True))
         print(build.build(engine.package))
@@ -98,7 +98,7 @@ def rehearsed(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _checked(options: argparse.Namespace, device: Device, folder: Path) -> tuple[Config, RankJob]:
-    """The configuration, with models that exist, and what its ranks have in common. Raises ConfigError."""
+    """The configuration, with models that exist, and the common values of its ranks. Raises ConfigError."""
     files = [word for word in options.config if "=" not in word]
     overrides = [word for word in options.config if "=" in word]
     if not files:
@@ -109,6 +109,13 @@ def _checked(options: argparse.Namespace, device: Device, folder: Path) -> tuple
         raise ConfigError(f"--micro-batches {options.micro_batches}: must be at least 1")
     if options.memory is not None and not 0 < options.memory < LARGEST_GIB:
         raise ConfigError(f"--memory {options.memory}: must be above 0 and below {LARGEST_GIB} GiB")
+    if options.rollouts is not None:
+        if options.micro_batches is not None:
+            raise ConfigError(
+                f"--rollouts {options.rollouts} and --micro-batches {options.micro_batches}: give one of "
+                "them; an update has all micro-batches of saved rollouts"
+            )
+        saved_rows.load(options.rollouts)
     config, added, made = _with_models(files, overrides, folder)
     card = check_layout(config, options.world).policy
     attention = Attention.of(config.model, config.parallel, config.train.deterministic, card)
@@ -116,7 +123,8 @@ def _checked(options: argparse.Namespace, device: Device, folder: Path) -> tuple
     check_attention(attention, (major, minor), has_flash_attention())
     if card.has_delta_nets:
         check_delta_nets(f"model.path={config.model.path}", otherwise="")
-    return config, RankJob(files, [*overrides, *added], 0, options.world, options.micro_batches, made)
+    job = RankJob(files, [*overrides, *added], 0, options.world, options.micro_batches, made)
+    return config, replace(job, rollouts=options.rollouts)
 
 
 def _device(name: str) -> Device:
@@ -126,7 +134,7 @@ def _device(name: str) -> Device:
 
 
 def _with_models(files: list[str], overrides: list[str], folder: Path) -> tuple[Config, list[str], list[str]]:
-    """The configuration with directories for all models, the overrides for that, and those that are made."""
+    """The configuration with directories for all models, the overrides for that, and the made directories."""
     named = load_config(files, overrides)
     paths = {"model.path": named.model.path}
     if (critic := named.algorithm.critic) is not None and critic.path is not None:
@@ -140,7 +148,7 @@ def _with_models(files: list[str], overrides: list[str], folder: Path) -> tuple[
 
 
 def _reserves(total: float, colocated: bool) -> dict[str, float]:
-    """GiB of a GPU of `total` GiB that PyTorch cannot have, as `plan` counts them; none is measured here."""
+    """GiB of a GPU of `total` GiB that PyTorch cannot have, counted as in `plan` without a measurement."""
     reserves = {"CUDA's context": CONTEXT_BYTES / GIB, "NCCL": NCCL_BYTES / GIB}
     if colocated:
         reserves["a sleeping server"] = SERVER_GIB
@@ -155,7 +163,7 @@ def _highest(rank: dict[str, Any]) -> float:
 
 
 def _judged(config: Config, ranks: list[dict[str, Any]], name: str, usable: int) -> dict[str, Any]:
-    """The fullest rank, whether all fit, in words what to change, and what bounds the updates."""
+    """The fullest rank, whether all ranks fit, a text on possible changes, and the bounds of the updates."""
     fullest = max(ranks, key=_highest)
     last = fullest["phases"][-1]
     fits = last["out_of_memory"] is None

@@ -27,12 +27,12 @@ from megatron_gvpo.rehearsal.nullcuda.aliases import (
     tensors_of,
 )
 
-# Their CUDA code reads a size from the device, which no kernel has written there.
+# The CUDA code of these operations reads a size from the device, which no kernel has written there.
 _SIZED_BY_VALUES = ("nonzero", "masked_select", "_unique", "unique", "repeat_interleave", "equal", "isin")
 
 
 def with_integers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, inside which integers on the device have their values."""
+    """Wrap the function, so that integer tensors on the device have real values inside it."""
 
     @functools.wraps(function)
     def computed(*args: Any, **options: Any) -> Any:
@@ -82,8 +82,11 @@ class Integers(TorchDispatchMode):
             return func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
         if name.startswith(_SIZED_BY_VALUES) or (name.startswith(("index", "_index")) and has_mask(args)):
+            if not _knows_size(name, args, kwargs):
+                # CUDA's own code also waits here; this wait is counted.
+                torch.cuda.current_stream().synchronize()
             return computed_first(_compute, func, args, kwargs)
-        made = func(*args, **kwargs)  # allocates, and counts a launch
+        made = func(*args, **kwargs)  # allocates the result, and counts a launch
         outs = [out for out in tree_leaves(made) if isinstance(out, torch.Tensor)]
         if outs and not any(map(_has_fractions, outs)) and "empty" not in name:
             _write(outs, _compute(func, args, kwargs))
@@ -94,7 +97,7 @@ class Masks(TorchFunctionMode):
     """Replaces the masks of fractions by as many indices as they have, before autograd records them.
 
     So the backward pass, which no mode sees, finds sizes that do not depend on the device. The indices
-    themselves are whatever is in memory.
+    themselves are arbitrary values.
     """
 
     def __torch_function__(
@@ -109,7 +112,7 @@ class Masks(TorchFunctionMode):
 
 
 class _MaskedScatter(torch.autograd.Function):
-    """`masked_scatter`, whose backward pass allocates what CUDA's does: an index for each dimension."""
+    """`masked_scatter`, whose backward pass allocates as CUDA's does: an index for each dimension."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -135,6 +138,13 @@ def _by_indices(key: Any) -> Any:
     return key
 
 
+def _knows_size(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if CUDA's code (PyTorch 2.13) does not read the values on which the result's size depends."""
+    if name == "equal":  # compares a tensor of integers with itself
+        return args[0] is args[1]
+    return name == "repeat_interleave" and kwargs.get("output_size") is not None
+
+
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(
         *aliases(args), **{key: value for key, value in aliases(kwargs).items() if key != "pin_memory"}
@@ -142,7 +152,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _write(outs: list[torch.Tensor], computed: Any) -> None:
-    """Write what was computed into the memory that CUDA's code allocated for it."""
+    """Write the computed values into the memory that CUDA's code allocated for the result."""
     results = [result for result in tree_leaves(computed) if isinstance(result, torch.Tensor)]
     for out, result in zip(outs, results, strict=True):
         overwrite(out, result)

@@ -79,7 +79,7 @@ def fill(directory: Path) -> None:
     from megatron_gvpo.huggingface.complete_weights import _expected
 
     config = transformers.AutoConfig.from_pretrained(directory)
-    # Files of vision-language models may say it beside the language model's section.
+    # Files of vision-language models may have this key beside the language model's section.
     text = config.get_text_config()
     is_tied = bool(getattr(text, "tie_word_embeddings", getattr(config, "tie_word_embeddings", False)))
     shards: list[dict[str, Any]] = [{}]

@@ -1,4 +1,4 @@
-"""`megatron-gvpo plan --rehearse`: rehearses a plan's best layouts, and shows what each really takes."""
+"""`megatron-gvpo plan --rehearse`: rehearses a plan's best layouts, and shows the memory that each needs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron_gvpo.rehearsal import command
 from megatron_gvpo.rehearsal.process import rehearsal_folder
 
 BEST = 3  # layouts that are rehearsed
-_SAME_CHIP = {"a800": "a100"}  # the planner's GPUs that a rehearsal has under another name
+_SAME_CHIP = {"a800": "a100"}  # the planner's GPUs with other names in a rehearsal
 
 
 def show(planned: Planned, options: argparse.Namespace) -> int:
     """Rehearse the best layouts and print a line for each; returns 0 if the first of them fits, else 1.
 
-    Raises ConfigError for what a run would refuse, RankFailedError for a rank that ends otherwise.
+    Raises ConfigError for settings that a run would refuse, RankFailedError for a rank that ends otherwise.
     """
     fits = []
     print(f"\nrehearsed, the first {min(BEST, len(planned.plan.best))}: no value was computed")
@@ -56,6 +56,7 @@ def _rehearsed(planned: Planned, options: argparse.Namespace) -> Iterator[tuple[
                 gpu=_SAME_CHIP.get(gpu, gpu),
                 memory=None,
                 micro_batches=None,
+                rollouts=None,
             )
             yield candidate, command.rehearsed(arguments, folder)
 

@@ -27,12 +27,12 @@ from megatron_gvpo.rehearsal.progress import follow, to_stderr
 from megatron_gvpo.rehearsal.rank import PROGRESS, RankJob
 
 PREFIX = "rehearsal-"
-_LOCK = "lock"  # a file in the folder, locked while its rehearsal runs, however that ends
+_LOCK = "lock"  # the file in the folder that is locked while the rehearsal's process lives
 
 
 @contextmanager
 def rehearsal_folder() -> Iterator[Path]:
-    """A folder for the block, which is removed after it, as are those of this user's dead rehearsals."""
+    """A folder that exists within the block. Folders of this user's dead rehearsals are removed, too."""
     for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{_LOCK}"):
         with suppress(OSError):  # another rehearsal may remove it at the same time
             _remove_if_dead(lock)
@@ -40,12 +40,13 @@ def rehearsal_folder() -> Iterator[Path]:
         folder = Path(name)
         with open(folder / "unlocked", "w") as lock_file:
             fcntl.flock(lock_file, fcntl.LOCK_EX)
-            os.rename(folder / "unlocked", folder / _LOCK)  # no other rehearsal sees it without its lock
+            # The file gets its name after it was locked, so that no other rehearsal finds it unlocked.
+            os.rename(folder / "unlocked", folder / _LOCK)
             yield folder
 
 
 def _remove_if_dead(lock: Path) -> None:
-    """Raises OSError for a folder that a rehearsal has."""
+    """Remove the folder of a rehearsal that has ended. Raises OSError for the folder of a running one."""
     if lock.is_symlink() or os.lstat(lock.parent).st_uid != os.geteuid():
         return
     with open(lock) as file:
@@ -109,8 +110,8 @@ def run_jobs(
 ) -> Iterator[dict[str, Any]]:
     """Run the jobs in one process, and yield their results in order. All its files are in `folder`.
 
-    `report` gets a line for each phase that ends. Raises ConfigError for what a rank refuses, StuckRankError
-    for a phase that does not end, RankFailedError for other ends.
+    `report` gets a line for each phase that ends. Raises ConfigError if a rank refuses the configuration,
+    StuckRankError if a phase does not end, RankFailedError if a rank ends otherwise.
     """
     file = folder / "jobs.json"
     file.write_text(json.dumps([asdict(job) for job in jobs]))
@@ -124,7 +125,7 @@ def run_jobs(
     try:
         code = follow(process, folder / PROGRESS, report)
     finally:
-        process.kill()  # its ranks die with it
+        process.kill()  # its ranks end with it
         process.wait()
     for number, job in enumerate(jobs):
         result_file, log = folder / f"result-{number}", folder / f"log-{number}"

@@ -12,7 +12,7 @@ from subprocess import Popen
 from megatron_gvpo.core.clock import running_seconds
 
 # Seconds that one phase may take. The longest is the plan of a push, half a minute for a billion of a rank's
-# weights: 20 minutes for the 40 billion that fill 80 GB. Other work on the machine makes it three times that.
+# weights: 20 minutes for the 40 billion that fill 80 GB. On a busy machine it takes three times as long.
 LIMIT = 3600.0
 _LOOK = 0.2  # seconds between two looks at the file
 
@@ -41,7 +41,7 @@ class ProgressFile:
 
 
 def to_stderr(line: str) -> None:
-    """Standard output is the command's result."""
+    """Write to standard error, because standard output has the command's result."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -52,7 +52,7 @@ def follow(process: Popen[str], file: Path, report: Callable[[str], None]) -> in
     """
     current, shown, since = "the start of its process", 0, running_seconds()
     while True:
-        code = process.poll()  # before the file is read: then no line is missed
+        code = process.poll()  # called before the file is read, so that no line is missed
         lines = file.read_text().split("\n")[:-1] if file.is_file() else []
         for line in lines[shown:]:
             rank, name, seconds = line.split("\t")

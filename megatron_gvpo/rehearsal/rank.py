@@ -1,9 +1,9 @@
 """Ranks of rehearsals, in a process with the null CUDA: `python -m ...rank JOBS.json PID`.
 
-PID is the process of the command `rehearse`, which starts it; it ends with that, however that ends.
-Libraries are imported once, and every rank is a child process of its own. It runs what a training step of
-that rank runs, on the project's own classes: build, scoring, two updates, a checkpoint's layout, export,
-and the hand-over of memory to colocated servers.
+PID is the process of the command `rehearse`, which starts this process; this process ends with it. Libraries
+are imported once, and every rank is a child process of its own. It runs the phases of a training step of that
+rank, on the project's own classes: build, scoring, two updates, a checkpoint's layout, export, and the
+release of memory to colocated servers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_gvpo.rehearsal.world import FakeWorld
     from megatron_gvpo.settings.config import Config
 
-PROGRESS = "progress"  # the file in the folder of jobs to which ranks write theirs
+PROGRESS = "progress"  # the file in the folder of jobs to which ranks write their progress
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class RankJob:
     micro_batches: int | None = None
     # Directories that lack weights; `fill` adds them.
     made: list[str] = dataclasses.field(default_factory=list)
-    until: str | None = None  # the last phase; None: all
+    until: str | None = None  # the last phase to rehearse; None: all phases
+    rollouts: str | None = None  # a run's saved rollouts; None: rows are made up
 
 
 def main(jobs_file: str, parent: int) -> int:
@@ -53,7 +54,8 @@ def main(jobs_file: str, parent: int) -> int:
     user can mend, or `failed`, the exit code of a process that ended otherwise.
     """
     die_with_parent(parent)
-    os.environ.pop("LD_PRELOAD", None)  # this process has it; the compilers that Triton starts do not need it
+    # The null CUDA is loaded in this process; the compilers that Triton starts do not need it.
+    os.environ.pop("LD_PRELOAD", None)
     jobs = [RankJob(**job) for job in json.loads(Path(jobs_file).read_text())]
     begin = time.perf_counter()
     folder = Path(jobs_file).parent
@@ -75,12 +77,12 @@ def main(jobs_file: str, parent: int) -> int:
 
 
 def _import(job: RankJob) -> FakeWorld:
-    """Import what all ranks need, and begin with CUDA, which a child is not allowed to after its fork."""
+    """Import all ranks' libraries, and initialise CUDA, which a child must not do after its fork."""
     from megatron_gvpo.rehearsal.world import FakeWorld
     from megatron_gvpo.settings.config import load_config
     from megatron_gvpo.training.environment import prepare
 
-    world = FakeWorld()  # before megatron-core is imported
+    world = FakeWorld()  # must come before the import of megatron-core
     config = load_config(job.files, job.overrides)
     prepare(config.parallel, config.rollout)
     import torch
@@ -88,7 +90,7 @@ def _import(job: RankJob) -> FakeWorld:
     import megatron_gvpo.megatron.policy  # noqa: F401 - the longest import
     from megatron_gvpo.huggingface.architectures import add_model_types
 
-    add_model_types()  # a made model's config.json is read before Megatron-Bridge is asked
+    add_model_types()  # transformers reads a made model's config.json before Megatron-Bridge does
     torch.cuda.init()
     return world
 
@@ -137,7 +139,7 @@ def rehearse(job: RankJob, world: FakeWorld, progress: ProgressFile) -> dict[str
                 made_model.fill(Path(directory))
         stand_ins.install(made_weights=bool(job.made))
     recorder = PhaseRecorder(world)
-    run = RankRun(config, job.micro_batches)
+    run = RankRun(config, job)
     for name, phase in run.phases():
         with progress.phase(job.rank, name), recorder.phase(name) as results:
             results |= phase() or {}
@@ -154,6 +156,7 @@ def rehearse(job: RankJob, world: FakeWorld, progress: ProgressFile) -> dict[str
         "rank": job.rank,
         "role": run.role,
         "pack": {} if run.size is None else asdict(run.size) | {"tokens": run.size.tokens_of_a_pack},
+        "rollouts": run.rollouts,
         "parts": run.parts,
         "host_gib": host_gib(),
         "phases": [asdict(phase) for phase in recorder.phases],
@@ -166,11 +169,12 @@ Results = dict[str, Any] | None
 class RankRun:
     """The phases of a rank, in the order of a run; each returns values to show."""
 
-    def __init__(self, config: Config, micro_batches: int | None) -> None:
-        self._config, self._micro_batches = config, micro_batches
+    def __init__(self, config: Config, job: RankJob) -> None:
+        self._config, self._job = config, job
         self.parts: dict[str, float] = {}  # GiB of weights, gradients, optimizer, activations, head
         self.role: dict[str, int] = {}
-        self.size: Size | None = None
+        self.size: Size | None = None  # the size of made-up rows
+        self.rollouts: dict[str, int | str] = {}  # the description of saved rollouts
         algorithm = config.algorithm.sized(config.rollout.max_tokens)
         self._estimator = None if algorithm.estimator is None else algorithm.estimator.build()
 
@@ -194,14 +198,20 @@ class RankRun:
         from megatron_gvpo.megatron.parallel import rank_in_each_group
         from megatron_gvpo.megatron.policy import Policy
         from megatron_gvpo.planner.prediction import size_of
+        from megatron_gvpo.rehearsal import saved_rows
         from megatron_gvpo.rehearsal.made_rows import make_rows
 
-        config = self._config
+        config, job = self._config, self._job
         self.policy = Policy.of(config)
         data_parallel = self.policy.data_parallel_ranks
         self.role = rank_in_each_group()
-        self.size = size_of(config, data_parallel, self._micro_batches)
-        self._rows = make_rows(config, self.size, data_parallel)
+        if job.rollouts is None:
+            self.size = size_of(config, data_parallel, job.micro_batches)
+            self._rows = make_rows(config, self.size, data_parallel)
+        else:
+            saved = saved_rows.load(job.rollouts)
+            self._rows = saved.rows(config)
+            self.rollouts = {"file": str(saved.file)} | saved_rows.sizes(self.policy, config, self._rows)
         model = self.policy.model
         return {"parameters": sum(weight.numel() for weight in model.weights())}
 
@@ -253,7 +263,7 @@ class RankRun:
         return {"skipped": done.update.skipped}
 
     def _measure_state(self) -> None:
-        """Exact sizes after an update, when all of the optimizer's states exist."""
+        """Measure the exact sizes after an update, when all of the optimizer's states exist."""
         from megatron_gvpo.megatron.device_memory import storages
         from megatron_gvpo.rehearsal.recorder import GIB
 
@@ -272,7 +282,7 @@ class RankRun:
             self.parts[name] = sum(storage.nbytes() for storage in own.values()) / GIB
 
     def checkpoint(self) -> Results:
-        """The layout of a checkpoint: what this rank would write. Nothing is written."""
+        """Compute the layout of a checkpoint: the entries that this rank would write. Nothing is written."""
         from megatron_gvpo.megatron.checkpoint.state import own_tensors
 
         tensors = own_tensors(self.policy)
@@ -294,7 +304,7 @@ class RankRun:
         return {"tensors": len(own.tensors), "parts": len(own.parts), "elements": elements}
 
     def hand_over(self) -> Results:
-        """Hand the device to colocated servers, and measure how much of it the trainer leaves occupied."""
+        """Release the device to colocated servers, and measure how much of it the trainer still occupies."""
         import torch
 
         from megatron_gvpo.rehearsal.recorder import GIB

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_gvpo.rehearsal.compile_clock import CompileClock
 from megatron_gvpo.rehearsal.nullcuda import counters
 from megatron_gvpo.rehearsal.world import FakeWorld
 
@@ -22,7 +23,8 @@ class Phase:
     """Memory in GiB: allocated at the end; the most allocated and the most reserved since the phase began."""
 
     name: str
-    seconds: float
+    seconds: float  # of this machine, without `compile_seconds`
+    compile_seconds: float  # of torch.compile and Triton
     allocated: float
     peak: float
     reserved: float
@@ -38,6 +40,8 @@ class PhaseRecorder:
     def __init__(self, world: FakeWorld) -> None:
         self.phases: list[Phase] = []
         self._world = world
+        self._clock = CompileClock()
+        self._clock.install()
         self._highest = self._reserved = 0  # bytes
         self._reset = torch.cuda.reset_peak_memory_stats
         # The memory profile resets the peak within an update.
@@ -58,13 +62,14 @@ class PhaseRecorder:
         self._highest = self._reserved = 0
         self._reset()
         self._world.traffic.clear()
-        before, begin = counters.read(), time.perf_counter()
+        before, begin, compiled = counters.read(), time.perf_counter(), self._clock.seconds
         results: dict[str, Any] = {}
         problem = None
         try:
             yield results
         except torch.OutOfMemoryError as error:
             problem = str(error).partition(" If reserved but")[0]
+        seconds, compiling = time.perf_counter() - begin, self._clock.seconds - compiled
         self._keep_peak()
         counts = {key: value - before[key] for key, value in counters.read().items()}
         collectives: dict[str, dict[str, dict[str, int]]] = {}
@@ -73,7 +78,8 @@ class PhaseRecorder:
         self.phases.append(
             Phase(
                 name=name,
-                seconds=round(time.perf_counter() - begin, 2),
+                seconds=round(seconds - compiling, 2),
+                compile_seconds=round(compiling, 2),
                 allocated=torch.cuda.memory_allocated() / GIB,
                 peak=self._highest / GIB,
                 reserved=self._reserved / GIB,

@@ -1,4 +1,4 @@
-"""Prints a rehearsal: memory by phase and by part, what was asked of the device, and what to change."""
+"""Prints a rehearsal: memory by phase and by part, calls to the device, and changes that would help."""
 
 from __future__ import annotations
 
@@ -36,22 +36,31 @@ def show(result: dict[str, Any]) -> None:
 
 def _rank(console: Any, rank: dict[str, Any]) -> None:
     role = " ".join(f"{name}{index}" for name, index in rank["role"].items())
-    seconds = rank["import_seconds"] + sum(phase["seconds"] for phase in rank["phases"])
+    compiling = sum(phase["compile_seconds"] for phase in rank["phases"])
+    seconds = rank["import_seconds"] + compiling + sum(phase["seconds"] for phase in rank["phases"])
     console.print(
         f"\nrank {rank['rank']} ({role}): {seconds:.0f} s, {rank['host_gib']:.1f} GiB of host memory"
     )
     if pack := rank["pack"]:
         console.print(
             f"an update: {pack['micro_batches']} of {pack['micro_batches_of_run']} micro-batches of a rank, "
-            f"each {pack['rows_of_a_pack']} x ({pack['prompt']} + {pack['response']}) = "
-            f"{pack['tokens']:,} tokens"
+            f"each {pack['prompts_of_a_pack']} x {pack['prompt']} + {pack['rows_of_a_pack']} x "
+            f"{pack['response']} = {pack['tokens']:,} tokens"
+        )
+    if saved := rank["rollouts"]:
+        console.print(
+            f"an update: {saved['responses']:,} responses of {saved['groups']:,} groups of {saved['file']}; "
+            f"{saved['micro_batches']} micro-batches of a rank, the fullest of {saved['fullest']:,} tokens"
         )
     console.print(_phases(rank["phases"]))
+    if compiling >= LEAST_SECONDS:
+        console.print(f"host s is without {compiling:.0f} s of torch.compile and Triton, once for a run")
     if rank["parts"]:
         _parts(console, rank, rank["predicted"] or {})
     _collectives(console, rank)
 
 
+LEAST_SECONDS = 0.5  # time of compilers from which on it is worth a line
 _COLUMNS = "peak GiB", "reserved", "host s", "launches", "waits", "copies in/out/within", "TFLOP", "sent GiB"
 
 
@@ -120,7 +129,10 @@ IDLE = 0.05  # share of the matrix products' time from which on waits are worth 
 
 
 def remedy(config: Config, parts: dict[str, float], phase: str) -> str:
-    """Changes that would make the rank fit, the cheapest first. `parts`: GiB, up to `phase`."""
+    """Return changes that would make the rank fit, the cheapest first.
+
+    `parts`: GiB of each part, in the phases up to `phase`.
+    """
     parallel, changes = config.parallel, list[str]()
     tokens = config.train.max_tokens_per_micro_batch
     if phase == "build":
@@ -148,7 +160,7 @@ def remedy(config: Config, parts: dict[str, float], phase: str) -> str:
 
 
 def bounds(phase: dict[str, Any], gpu: Gpu) -> list[str]:
-    """A line where launches take longer than the matrix products, and one where waits idle the device."""
+    """Return a line if launches take longer than matrix products, and one if waits leave the device idle."""
     counts, lines = phase["counts"], list[str]()
     launches = counts.get("kernel_launches", 0) + counts.get("copies_on_device", 0)
     fp8, waits = counts.get("matrix_flops_fp8", 0), counts.get("host_waits", 0)

@@ -1,4 +1,4 @@
-"""Values that a rehearsal makes up: kernels or other ranks would compute them, and sizes depend on them.
+"""Values that a rehearsal makes up: sizes depend on them, and kernels or other ranks would compute them.
 
 Every expert gets equally many tokens; weights that no file has are zeros; Triton's autotuner takes its first
 configuration. Image grids, tokens and lengths have their values where a vision tower reads them.
@@ -23,7 +23,6 @@ def install(made_weights: bool) -> None:
     """Replace the functions; `made_weights`: the model's files were made up, and hold no values."""
     take_first_configuration()
     _balance_experts()
-    _know_lengths()
     _leave_adapters()
     _know_images()
     _know_delta_nets()
@@ -41,12 +40,12 @@ def allow_forks() -> None:
 
 
 def balanced(total: int, experts: int) -> list[int]:
-    """`total` tokens, divided among experts as evenly as can be: the first ones get one more."""
+    """`total` tokens, divided among experts as evenly as possible: the first experts get one more."""
     return [total // experts + (i < total % experts) for i in range(experts)]
 
 
 def take_first_configuration() -> None:
-    """Have Triton's autotuner take its first configuration, instead of compiling and timing all."""
+    """Make Triton's autotuner take its first configuration, instead of compiling and timing all."""
     from triton.runtime.autotuner import Autotuner
 
     run = Autotuner.run
@@ -75,7 +74,7 @@ def _balance_experts() -> None:
             self.input_splits.copy_(_on_device(sent, device))
             self.output_splits.copy_(_on_device([sum(own)] * self.ep_size, device))
             self.output_splits_tp.copy_(_on_device([self.ep_size * sum(own)] * self.tp_size, device))
-        if local > 1:  # made anew, because it may share memory with what `preprocess` returned
+        if local > 1:  # a new tensor, because the old one may share memory with the result of `preprocess`
             self.num_global_tokens_per_local_expert = _on_device([own] * ranks, device)
         return _on_device([n * ranks for n in own], device)
 
@@ -83,34 +82,13 @@ def _balance_experts() -> None:
 
 
 def _on_device(numbers: list[Any], device: torch.device) -> torch.Tensor:
-    """From pinned memory: another copy would count as a wait of the host, which a router does not make."""
+    """Copy from pinned memory: another copy would count as a wait of the host, which a router has not."""
     tensor = torch.tensor(numbers)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _know_lengths() -> None:
-    """megatron-core's rotary embedding of packs reads the sequences' lengths from the device (0.19.2).
-
-    A kernel subtracts their ends. So it gets the ends on the host; its waits are made up for.
-    """
-    from megatron.core.models.common.embeddings import rope_utils
-
-    rotate = rope_utils._apply_rotary_pos_emb_thd
-
-    def with_lengths(
-        t: torch.Tensor, ends: torch.Tensor, freqs: torch.Tensor, *args: Any, **options: Any
-    ) -> Any:
-        host_ends = ends.cpu()
-        by_pack = freqs.size(0) == int(host_ends[-1])
-        for _ in range(len(ends) if by_pack else 1):
-            ends[0].item()
-        return rotate(t, host_ends, freqs, *args, **options)
-
-    rope_utils._apply_rotary_pos_emb_thd = with_lengths
-
-
 def _know_images() -> None:
-    """Vision-language models compute places and positions of images from tokens and grids (Bridge 0.6.2)."""
+    """Give vision-language models the tokens and grids from which they compute positions (Bridge 0.6.2)."""
     from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import text_model, transformer_block
     from megatron.core.models.gpt import GPTModel
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
@@ -123,21 +101,16 @@ def _know_images() -> None:
         compiled.forward = without_integers(compiled.forward)
     layers._deepstack_process = with_integers(layers._deepstack_process)
     attention = modeling_qwen2_5_vl.Qwen2_5_VLVisionAttention
-    attention.forward = with_integers(attention.forward)  # again in the backward pass, which recomputes it
+    attention.forward = with_integers(attention.forward)  # also for the recomputation in the backward pass
     _do_without_cudnn()
 
 
 def _know_delta_nets() -> None:
-    """Gated delta nets check where sequences end, and cut them into chunks (mcore 0.19.2, fla 0.6.0)."""
+    """Give gated delta nets, which cut sequences into chunks, the lengths (fla 0.6.0)."""
     if importlib.util.find_spec("fla") is None:
         return
     from fla.ops.utils import index
-    from megatron.core.ssm.gated_delta_net import common
 
-    layers: list[Any] = [layer for layer in vars(common).values() if isinstance(layer, type)]
-    for layer in layers:
-        if "_resolve_cu_seqlens" in vars(layer):
-            layer._resolve_cu_seqlens = with_integers(layer._resolve_cu_seqlens)
     chunks = {name: with_integers(f) for name, f in vars(index).items() if name.startswith("prepare_")}
     for module in [module for name, module in sys.modules.items() if name.startswith("fla.")]:
         for name in chunks.keys() & vars(module).keys():
@@ -145,9 +118,9 @@ def _know_delta_nets() -> None:
 
 
 def _do_without_cudnn() -> None:
-    """Do a vision tower's work without cuDNN, which is not there: attention by PyTorch's own flash kernel.
+    """Make a vision tower work without cuDNN: its attention runs in PyTorch's own flash kernel.
 
-    Convolve a patch of a kernel's own size by a matrix product, which cuDNN makes of it, too.
+    A convolution of patches as large as the kernel becomes a matrix product, as in cuDNN.
     """
     convolve = torch.nn.Conv3d._conv_forward
 
@@ -162,7 +135,7 @@ def _do_without_cudnn() -> None:
 
 
 def _leave_adapters() -> None:
-    """New adapters keep the values that they have: to fill them, their positions are read from the device."""
+    """Leave new adapters unfilled, because filling them reads their positions from the device."""
     from megatron_gvpo.megatron.adapters import lora
 
     def leave(*_: Any, is_drawn: bool) -> None:
@@ -175,7 +148,7 @@ def _leave_adapters() -> None:
 def positions_of_all_ranks() -> Iterator[None]:
     """Context in which `own_weights` numbers weights on the host, and derives other ranks' numbers.
 
-    A device would not compute the numbers, and the other ranks do not send theirs.
+    In a rehearsal the device computes no numbers, and no other rank runs that could send its numbers.
     """
     from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 
@@ -184,7 +157,7 @@ def positions_of_all_ranks() -> Iterator[None]:
     host = _OnHost()
 
     def gather(self: Any, tensor: torch.Tensor) -> list[torch.Tensor]:
-        if tensor.is_floating_point():  # zeros, which show what a conversion adds
+        if tensor.is_floating_point():  # in converted zeros, constants that the conversion adds are visible
             return [tensor] * self.tp_size
         return [tensor + (rank - self.tp_rank) * host.size for rank in range(self.tp_size)]
 
@@ -194,7 +167,7 @@ def positions_of_all_ranks() -> Iterator[None]:
 
 
 class _OnHost:
-    """torch, whose ranges and zeros are on the host; `size`: of the last tensor that was numbered."""
+    """Stands for torch, with ranges and zeros on the host; `size`: of the last tensor that was numbered."""
 
     size = 0
 
@@ -211,7 +184,7 @@ class _OnHost:
 
 
 def _read_zeros() -> None:
-    """The tensors of a made directory are zeros that nobody reads, of the sizes in the files' headers."""
+    """Make every read of a weight return zeros, with the shape and dtype that the file's header names."""
     from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource
     from safetensors import safe_open
 

@@ -1,4 +1,4 @@
-"""Finds Transformer Engine, or compiles its torch extension into the cache where it is missing.
+"""Finds Transformer Engine, or compiles its torch extension into the cache if it is missing.
 
 The extension is C++ alone, so a compiler and headers are enough. It is compiled without optimisation, because
 a rehearsal spends its time elsewhere: seven minutes on one core. Do not train with it.
@@ -58,8 +58,8 @@ def find() -> TransformerEngine | None:
 def build(report: Callable[[str], None]) -> TransformerEngine:
     """Download Transformer Engine and compile its extension, unless that is done; `report` prints progress.
 
-    A build that was stopped goes on where it was; of two builders the second waits for the first. Raises
-    NullCudaError if something is missing here.
+    A build that was stopped is continued; of two builders the second waits for the first. Raises
+    NullCudaError if this machine lacks something for it.
     """
     cache().mkdir(parents=True, exist_ok=True)
     with (cache() / "transformer-engine.lock").open("w") as lock:

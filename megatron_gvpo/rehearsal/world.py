@@ -1,6 +1,7 @@
 """A world of any size in one process: every group is torch's "fake" one, whose collectives return at once.
 
-Results are this rank's own numbers. The collectives of device tensors are counted by group.
+The results of collectives are this rank's own numbers. The collectives of device tensors are counted by
+group.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class FakeWorld:
             self._replace(name, self._counted(name, getattr(dist, name)))
 
     def join(self, rank: int, size: int) -> None:
-        """Be `rank` of a world of `size` ranks from here on."""
+        """Make this process `rank` of a world of `size` ranks from now on."""
         local = min(size, NODE)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank % local))
         os.environ["LOCAL_WORLD_SIZE"] = str(local)
@@ -55,7 +56,7 @@ class FakeWorld:
             setattr(module, name, function)
 
     def _answer_as_fake(self) -> None:
-        """Make every new group a fake one, which still names the backend that was asked for."""
+        """Make every new group a fake one, which still names the requested backend."""
         new_group, get_backend = dist.new_group, dist.get_backend
 
         @functools.wraps(new_group)
@@ -75,7 +76,7 @@ class FakeWorld:
             return str(get_backend(group))
 
         def keep_own_objects(*_: Any, **__: Any) -> None:
-            """Take other ranks' objects, which nobody sends, to equal this rank's own."""
+            """Use this rank's objects in place of other ranks' objects, which nobody sends."""
 
         self._replace("broadcast_object_list", keep_own_objects)
         self._replace("new_group", fake_group)

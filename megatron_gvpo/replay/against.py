@@ -1,4 +1,4 @@
-"""Finds the first step, and the first number in it, at which two recorded runs part."""
+"""Finds the first step, and the first number in it, at which two recorded runs differ."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_gvpo.types import TrainBatch
 
 
 class Differs(Protocol):
-    """Makes the finding of a difference, at a response and its token."""
+    """A function that makes the finding of a difference, which may name a response and a token."""
 
     def __call__(
         self, component: str, text: str, position: int | None = None, token: int | None = None
@@ -35,7 +35,7 @@ class Differs(Protocol):
 
 
 class Parting(NamedTuple):
-    """The steps that both runs have recorded, and where they part: None if nowhere."""
+    """The steps that both runs recorded, and the first difference, or None if the runs agree."""
 
     steps: list[int]
     finding: Finding | None
@@ -53,7 +53,7 @@ def first_parting(one: Path, other: Path, limits: Tolerances) -> Parting:
 
 
 def _compare(one: StepRecord, other: StepRecord, limits: Tolerances) -> Iterator[Finding]:
-    """The differences of two records of a step, in the order in which a step computes."""
+    """Yield the differences of two records of a step, in the order in which a step computes the numbers."""
 
     def differs(component: str, text: str, position: int | None = None, token: int | None = None) -> Finding:
         at = "" if position is None else f"response {position}"
@@ -150,7 +150,7 @@ def _of_tensor(component: str, step: int, difference: TensorDifference | None) -
 
 
 def _token(update: UpdateRecord, record: StepRecord, index: int) -> tuple[int | None, int | None]:
-    """The position and the token of an index of an update's columns."""
+    """Return the response and the token that an index into an update's columns belongs to."""
     lengths = {
         position: int(length)
         for rows in record.mini_batches

@@ -9,27 +9,27 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause of the gap, with its tokens' numbers in nats."""
+    """A cause of the gap, with statistics of the gaps of its tokens, in nats."""
 
     side: str  # "engine", "trainer", or "both" for the policy's own change
     name: str
     detail: str
     tokens: int
     responses: int
-    share: float  # of the sum of squares of all gaps
-    mean: float  # absolute gap
+    share: float  # the cause's share of the sum of squares of all gaps
+    mean: float  # mean absolute gap
     largest: float
-    bound: float | None = None  # the largest gap that rounding in the precision explains
+    bound: float | None = None  # the largest gap that rounding explains
 
     def is_rounding(self, dtype: str) -> bool:
-        """True for what a run in this dtype has without a fault."""
+        """True if a run in this dtype that has no fault also has this cause."""
         is_exchange = self.name == "routing" and self.bound is not None
         return self.side == "both" or is_exchange or (self.name == "precision" and self.detail == dtype)
 
 
 @dataclass(frozen=True)
 class Token:
-    """A token with a large gap."""
+    """A token with a large gap, and its log-prob by engine, trainer and judge."""
 
     response: int
     token: int
@@ -52,6 +52,7 @@ class Certificate:
     kl: float
     causes: list[Cause] = field(default_factory=list)
     worst: list[Token] = field(default_factory=list)
+    left_out: int = 0  # responses that the trainer scored only after the step's first update
 
     @property
     def is_rounding(self) -> bool:

@@ -23,7 +23,7 @@ COMPONENTS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one component; one that `differs` names where, as far as it can."""
+    """The outcome of comparing one component. If it differs, the finding names where, as far as is known."""
 
     component: str
     step: int
@@ -35,11 +35,11 @@ class Finding:
 
 
 class NotPossibleError(Exception):
-    """A component cannot be computed again here; the message is the reason."""
+    """Raised if a component cannot be computed again on this machine; the message is the reason."""
 
 
 def checked(step: int, checks: Iterable[tuple[str, Callable[[], Finding | None]]]) -> Iterator[Finding]:
-    """The outcomes of components, each with its check, which returns None where it finds no difference."""
+    """Run the check of each component and yield its outcome; a check returns None if nothing differs."""
     for component, check in checks:
         try:
             yield check() or Finding(component, step, "equal")
@@ -48,7 +48,7 @@ def checked(step: int, checks: Iterable[tuple[str, Callable[[], Finding | None]]
 
 
 class TensorDifference(NamedTuple):
-    """The tensor that differs most, and how."""
+    """The tensor that differs most, and a text about the difference."""
 
     tensor: str
     text: str
@@ -58,15 +58,16 @@ class TensorDifference(NamedTuple):
 class Tolerances:
     """The largest differences that rounding explains on another machine or in another layout.
 
-    Those of what is computed from recorded numbers alone do not depend on the model's dtype.
+    The limits with defaults are for numbers that are computed from recorded numbers alone, so they do not
+    depend on the model's dtype.
     """
 
-    logp: float  # nats
-    gradient: float  # of the tensor's norm
-    change: float  # of a tensor's weights in an update, as a part of a usual change
-    advantage: float = 1e-4  # of the largest advantage
-    weight: float = 1e-4  # of the largest weight of a token
-    loss: float = 1e-3  # of the loss's terms
+    logp: float  # in nats
+    gradient: float  # relative to the tensor's norm
+    change: float  # change of a tensor's weights in an update, relative to a usual change
+    advantage: float = 1e-4  # relative to the largest advantage
+    weight: float = 1e-4  # relative to the largest weight of a token
+    loss: float = 1e-3  # relative to the loss's terms
 
     @staticmethod
     def of(dtype: str) -> Tolerances:
@@ -74,7 +75,7 @@ class Tolerances:
 
 
 def first_difference(recorded: Tensor, again: Tensor, limit: float) -> int | None:
-    """The first index at which two columns differ by more than `limit`; NaN equals NaN."""
+    """Return the first index at which two columns differ by more than `limit`, or None; NaN equals NaN."""
     if recorded.shape != again.shape:
         return 0
     differs = ~torch.isclose(recorded.double(), again.double(), rtol=0.0, atol=limit, equal_nan=True)
@@ -82,15 +83,16 @@ def first_difference(recorded: Tensor, again: Tensor, limit: float) -> int | Non
 
 
 def scale_of(*columns: Tensor) -> float:
-    """The largest finite magnitude in the columns; 1 if all are 0."""
+    """Return the largest finite absolute value in the columns, or 1 if all are 0."""
     largest = [float(c[c.isfinite()].abs().max()) for c in columns if c.isfinite().any()]
     return max(largest, default=0.0) or 1.0
 
 
 def compare_gradients(recorded: Sums, again: Sums, limit: float) -> TensorDifference | None:
-    """The difference of the gradients; None if all are within `limit` of their norms.
+    """Return the tensor whose gradients differ most; None if all differ by at most `limit` of their norms.
 
-    A tensor's gradient may cancel to rounding errors, so that its norm is compared with the largest, too.
+    A tensor's gradient may cancel to rounding errors only. So a norm below 1e-4 of the largest tensor's norm
+    counts as 1e-4 of it.
     """
     if recorded.keys() != again.keys():
         name = min(recorded.keys() ^ again.keys())
@@ -110,11 +112,12 @@ def compare_gradients(recorded: Sums, again: Sums, limit: float) -> TensorDiffer
 def compare_weights(
     recorded: tuple[Sums, Sums], again: tuple[Sums, Sums], lr: float, limit: float
 ) -> TensorDifference | None:
-    """The difference of the updates; None if all are within `limit`.
+    """Return the tensor whose update differs most; None if all differ by at most `limit`.
 
-    Each pair holds the sums before and after the update. Adam changes each of n weights w by about +-lr, so
-    that their sum changes by about lr sqrt(n), and the sum of their squares by 2 lr |w|. Differences are
-    parts of these. Rounding flips the sign of few changes, where a gradient is rounding error itself.
+    Each pair has the sums before and after the update. Adam changes each of n weights w by about +-lr, so
+    their sum changes by about lr sqrt(n), and the sum of their squares by 2 lr |w|. The differences are
+    divided by these usual changes. Rounding flips the sign of a few changes, where the gradient is itself a
+    rounding error.
     """
 
     def changes(name: str) -> list[float]:
@@ -135,7 +138,7 @@ def compare_weights(
 
 
 def same_sums(recorded: Sums, again: Sums, limit: float) -> TensorDifference | None:
-    """The difference of the weights; None if sums and norms agree to `limit` of the norm."""
+    """Return the tensor whose weights differ most; None if sums and norms agree to `limit` of the norm."""
     differences = {}
     for name in recorded.keys() & again.keys():
         (total, norm, elements), (other, other_norm, _) = recorded[name], again[name]
@@ -151,32 +154,32 @@ def same_sums(recorded: Sums, again: Sums, limit: float) -> TensorDifference | N
 def _worst(
     differences: Mapping[str, float], limit: float, text: Callable[[str], str]
 ) -> TensorDifference | None:
-    """The largest of the tensors' differences in `text`'s words; None if all are within `limit`."""
+    """Return the tensor with the largest difference, described by `text`; None if all are within `limit`."""
     sizes = [(inf if isnan(difference) else difference, name) for name, difference in differences.items()]
     size, name = max(sizes, default=(0.0, ""))
     return None if size <= limit else TensorDifference(name, text(name))
 
 
 def where(position: int, members: Mapping[int, tuple[int, int]] | Sequence[tuple[int, int]]) -> str:
-    """A response as texts name it; `members` has its group and its number there, by position."""
+    """Return the name of a response for messages; `members` has its group and its number in the group."""
     group, member = members[position]
     return f"response {position} (group {group}, member {member})"
 
 
 def first_other[Value](one: Sequence[Value], other: Sequence[Value]) -> int | None:
-    """The index of the first value that is not equal in both; None if the shorter one begins the longer."""
+    """Return the first index at which two sequences differ; None if one is the beginning of the other."""
     return next((t for t, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
 
 
 def positions_of(rows: TrainBatch) -> list[int]:
-    """The rows' positions among all responses of the step."""
+    """Return the position of each row among all responses of the step."""
     assert rows.place_n is not None, "the trainer numbers the rows of a step"
     positions: list[int] = rows.place_n.tolist()
     return positions
 
 
 def located(rows: TrainBatch, column: str, index: int) -> tuple[int, int | None]:
-    """The position of the response, and its token, of an index of a column."""
+    """Return the response and the token that an index into a column belongs to."""
     if column.endswith("_n"):
         return positions_of(rows)[index], None
     row = int(rows.seq_r[index])

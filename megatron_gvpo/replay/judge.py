@@ -1,15 +1,15 @@
-"""The judge between engine and trainer: transformers in float64 on exported weights, under each suspicion.
+"""The judge between engine and trainer: transformers in float64, with the weights that the run exported.
 
-A suspicion is a way in which an engine can be wrong: it says what the log-probs would then be. The one that
-reproduces the engine's log-probs is the cause.
+A suspicion is a fault that an engine or a trainer may have, with the log-probs that it would then compute.
+The suspicion whose log-probs equal those of the engine or trainer is the cause.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,21 +26,25 @@ from megatron_gvpo.supports import Support
 from megatron_gvpo.verify.reference import Exact, load
 
 PRECISIONS = ("float32", "bfloat16", "float8")
-_TRIES = 128  # exchanged experts that are tried for a response
+_TRIES = 128  # the most exchanges of experts that are tried for a response
+_TOKENS = 256  # the most tokens whose scores of the whole vocabulary are in memory in float64
 _NOT_RECORDED = "and not over the recorded kept tokens"
 
 
 class Suspicion(NamedTuple):
-    """The log-probs, fp64 [tokens], that a response would have if the cause were this one."""
+    """A possible cause, and the log-probs, fp64 [tokens], that a response would have because of it."""
 
     cause: str
     detail: str
     logp: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
-    """A response as the judge computes it: with the kept tokens and experts that the run recorded, if any."""
+    """A response that the judge computes, with the kept tokens and experts that the run recorded, if any.
+
+    A judge remembers the log-probs of each case, so cases are equal only to themselves.
+    """
 
     prompt: list[int]
     ids: list[int]
@@ -50,37 +54,62 @@ class Case:
 
     @property
     def rule(self) -> Rule | None:
-        """The choice of the recorded experts; None: the routers choose."""
+        """Return the rule that chooses the recorded experts; None if the routers choose."""
         return self.routing and through(recorded_experts(self.routing))
 
     def logp(self, logits_tv: Tensor, temperature: float | None = None) -> Tensor:
-        """The log-probs [tokens] of the response's tokens over what they were sampled from."""
+        """Return the log-probs [tokens] of the response, over the tokens that each was sampled from."""
         kept_tv = self.support and recorded_tokens(self.support, logits_tv.shape[1])
         return logp_over(logits_tv, self.ids, temperature or self.temperature, kept_tv)
 
 
 class ExactJudge:
-    """A model with the weights of one step, in float64."""
+    """A model with the weights of one step, in float64; it is loaded when it is needed."""
 
     def __init__(self, directory: Path, version: int) -> None:
         self.version = version
-        self.model = load(directory)
-        self.routers = RouterModules.of(self.model)
+        self._directory = directory
+        self._logp: dict[Case, Tensor] = {}
+        self._logp_after: dict[tuple[int, Case], Tensor] = {}
+
+    @cached_property
+    def model(self) -> Any:
+        return load(self._directory)
+
+    @cached_property
+    def routers(self) -> RouterModules:
+        return RouterModules.of(self.model)
+
+    def logp(self, case: Case) -> Tensor:
+        """Return the log-probs [tokens] of the response, which are computed once."""
+        if case not in self._logp:
+            self._logp[case] = case.logp(self.logits(case))
+        return self._logp[case]
+
+    def logp_after(self, earlier: ExactJudge, case: Case) -> Tensor:
+        """Return `logp` after a prompt that earlier weights have read; it is computed once."""
+        key = (earlier.version, case)
+        if key not in self._logp_after:
+            self._logp_after[key] = case.logp(self._logits_after(earlier, case))
+        return self._logp_after[key]
+
+    def release(self) -> None:
+        """Free the model, and keep its log-probs."""
+        for name in ("model", "routers"):
+            self.__dict__.pop(name, None)
 
     def logits(self, case: Case) -> Tensor:
-        """The logits before each token of the response, [tokens, vocabulary], with the case's experts."""
+        """Return the logits of each token of the response, [tokens, vocabulary], with the case's experts."""
         return self.logits_by(case.rule, case)
 
-    @torch.no_grad()
     def logits_by(self, rule: Rule | None, case: Case) -> Tensor:
-        """The same with the experts that `rule` chooses."""
+        """Return the logits of each token of the response, with the experts that `rule` chooses."""
         with Exact(), self.routers.choosing(rule):
-            output = self.model(input_ids=torch.tensor([[*case.prompt, *case.ids]]), use_cache=False)
-        return output.logits[0, len(case.prompt) - 1 : -1].double()
+            return response_logits(self.model, case)
 
     @torch.no_grad()
-    def logits_after(self, earlier: ExactJudge, case: Case) -> Tensor:
-        """The same where the prompt's keys and values, without its last token's, are of earlier weights."""
+    def _logits_after(self, earlier: ExactJudge, case: Case) -> Tensor:
+        """Return the logits after a prompt that earlier weights have read, except for its last token."""
         cache, prompt = DynamicCache(), case.prompt
         experts = case.routing and recorded_experts(case.routing)
         first, second = (
@@ -94,27 +123,22 @@ class ExactJudge:
             ids = torch.tensor([[prompt[-1], *case.ids[:-1]]])
             with self.routers.choosing(second):
                 output = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
-        return output.logits[0].double()
+        logits: Tensor = output.logits[0]
+        return logits
 
     @torch.no_grad()
-    def rounded(self, precision: str, rule: Rule | None, case: Case) -> Tensor:
-        """The logits of the same weights in another precision; its rounding is a measure of what is usual."""
-        model = self._copies.get(precision)
-        if model is None:
-            model = copy.deepcopy(self.model)
-            if precision == "float8":
-                for name, weight in model.named_parameters():
-                    if weight.dim() == 2 and "embed" not in name:
-                        scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / 448
-                        weight.copy_((weight / scale).to(torch.float8_e4m3fn).double() * scale)
-            model = model.to(torch.float32 if precision == "float32" else torch.bfloat16)
-            self._copies[precision] = model
-        with RouterModules.of(model).choosing(rule):
-            output = model(input_ids=torch.tensor([[*case.prompt, *case.ids]]), use_cache=False)
-        return output.logits[0, len(case.prompt) - 1 : -1].double()
+    def rounded(self, precision: str) -> Any:
+        """Return a model of the same weights in another precision, whose log-probs show its rounding."""
+        model = load(self._directory, torch.float32 if precision == "float32" else torch.bfloat16)
+        if precision == "float8":
+            for name, weight in model.named_parameters():
+                if weight.dim() == 2 and "embed" not in name:
+                    scale = weight.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 448
+                    weight.copy_((weight / scale).to(torch.float8_e4m3fn).float() * scale)
+        return model
 
     def own_choice(self, case: Case) -> Rule | None:
-        """The rule of the experts that this judge sends the case through; None in a dense model."""
+        """Return the rule that repeats the experts which this judge chooses; None in a dense model."""
         if not self.routers.modules or case.routing is not None:
             return case.rule
         chosen: dict[int, Tensor] = {}
@@ -126,30 +150,38 @@ class ExactJudge:
         self.logits_by(note, case)
         return lambda layer, scores, k: chosen[layer]
 
-    @property
-    def _copies(self) -> dict[str, Any]:
-        copies: dict[str, Any] = self.__dict__.setdefault("_by_precision", {})
-        return copies
+
+@torch.no_grad()
+def response_logits(model: Any, case: Case) -> Tensor:
+    """Return the model's logits of each token of the response, [tokens, vocabulary], in its own dtype."""
+    ids = torch.tensor([[*case.prompt, *case.ids]])
+    output = model(input_ids=ids, use_cache=False, logits_to_keep=len(case.ids) + 1)
+    logits: Tensor = output.logits[0, -len(case.ids) - 1 : -1]
+    return logits
 
 
 def logp_over(
     logits_tv: Tensor, response: Sequence[int], temperature: float, kept_tv: Tensor | None
 ) -> Tensor:
-    """The log-probs [tokens] of the response's tokens over `kept_tv`; None: over all tokens."""
-    scores_tv = logits_tv / temperature
-    own = scores_tv.gather(1, torch.tensor(response)[:, None])[:, 0]
-    if kept_tv is not None:
-        scores_tv = scores_tv.masked_fill(~kept_tv, -torch.inf)
-    return own - scores_tv.logsumexp(-1)
+    """Return the log-probs, fp64 [tokens], of the response's tokens over `kept_tv`; None: over all."""
+    parts = []
+    for begin in range(0, len(response), _TOKENS):
+        part = slice(begin, begin + _TOKENS)
+        scores_tv = logits_tv[part].double() / temperature
+        own = scores_tv.gather(1, torch.tensor(response[part])[:, None])[:, 0]
+        if kept_tv is not None:
+            scores_tv = scores_tv.masked_fill(~kept_tv[part], -torch.inf)
+        parts.append(own - scores_tv.logsumexp(-1))
+    return torch.cat(parts)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a run samples, and what generation_config.json recommends, which servers may follow."""
+    """The sampling options of a run, and those of generation_config.json, which a server may use instead."""
 
     temperature: float
     limits: Mapping[str, float]  # top_p, top_k, min_p below their neutral values
-    in_turn: bool  # the limits apply one after the other
+    in_turn: bool  # true if each limit applies to the tokens that the one before left
     recommended: Mapping[str, Any]
 
     @staticmethod
@@ -165,11 +197,11 @@ class Sampling:
 
 
 def engine_suspicions(judges: Sequence[ExactJudge], case: Case, sampling: Sampling) -> Iterator[Suspicion]:
-    """The engine's log-probs under each cause. `judges`: of the sampling weights, then earlier ones."""
+    """Yield the engine's suspicions. `judges`: with the weights that sampled, then with earlier ones."""
     judge, *earlier = judges
     yield from stale_suspicions(earlier, case)
     for other in earlier:
-        cached = case.logp(judge.logits_after(other, case))
+        cached = judge.logp_after(other, case)
         yield Suspicion("stale cache", f"the prompt's keys and values are of step {other.version}", cached)
     logits = judge.logits(case)
     yield from _engine_supports(logits, case, sampling)
@@ -189,7 +221,7 @@ def engine_suspicions(judges: Sequence[ExactJudge], case: Case, sampling: Sampli
 
 
 def template_suspicions(judge: ExactJudge, case: Case, templates: OtherTemplates) -> Iterator[Suspicion]:
-    """The log-probs after prompts that an engine has rendered by another chat template."""
+    """Yield the suspicions that the engine rendered the prompt by another chat template."""
     for detail, tokens in templates.prompts(case.prompt):
         yield Suspicion(
             "template", detail, case.logp(judge.logits(replace(case, prompt=tokens, routing=None)))
@@ -197,7 +229,7 @@ def template_suspicions(judge: ExactJudge, case: Case, templates: OtherTemplates
 
 
 def trainer_suspicions(judges: Sequence[ExactJudge], case: Case) -> Iterator[Suspicion]:
-    """The trainer's log-probs under each cause. `judges`: of the present weights, then earlier ones."""
+    """Yield the trainer's suspicions. `judges`: with the weights of the step, then with earlier ones."""
     judge, *earlier = judges
     yield from stale_suspicions(earlier, case)
     logits = judge.logits(case)
@@ -210,12 +242,11 @@ def trainer_suspicions(judges: Sequence[ExactJudge], case: Case) -> Iterator[Sus
 
 def stale_suspicions(earlier: Sequence[ExactJudge], case: Case) -> Iterator[Suspicion]:
     for other in earlier:
-        stale = case.logp(other.logits(case))
-        yield Suspicion("stale weights", f"those of step {other.version}", stale)
+        yield Suspicion("stale weights", f"those of step {other.version}", other.logp(case))
 
 
 def routing_suspicions(judge: ExactJudge, case: Case) -> Iterator[Suspicion]:
-    """The log-probs through other experts than the case's."""
+    """Yield the suspicions that tokens went through other experts than the case's."""
     if not judge.routers.modules:
         return
     rules: list[tuple[str, Rule | None]] = []
@@ -240,13 +271,14 @@ def routing_suspicions(judge: ExactJudge, case: Case) -> Iterator[Suspicion]:
 
 
 def exchanged_experts(judge: ExactJudge, case: Case, logp: Tensor, limit: float) -> Suspicion | None:
-    """The search for single tokens whose last chosen expert another program has exchanged for the next one.
+    """Search for single tokens whose last chosen expert is exchanged for the next best one in a program.
 
-    `logp`: of that program, which the result reproduces within `limit` nats. A token's experts change
-    nothing before it, so each search begins at the first token that differs; None if it ends without one.
+    `logp`: the program's log-probs, which the result reproduces within `limit` nats. A token's experts change
+    nothing before the token, so each round of the search looks at the first token that still differs. Returns
+    None if the exchanges do not explain the log-probs.
     """
     positions: list[tuple[int, int]] = []
-    own, tries = case.logp(judge.logits(case)), 0
+    own, tries = judge.logp(case), 0
     while (is_off := (logp - own).abs() > limit).any():
         at = int(is_off.nonzero()[0, 0])
         last = len(case.prompt) - 1 + at
@@ -277,7 +309,7 @@ def temperature_suspicions(logits: Tensor, case: Case, others: set[float]) -> It
 
 
 def _engine_supports(logits: Tensor, case: Case, sampling: Sampling) -> Iterator[Suspicion]:
-    """Log-probs over other tokens than the recorded ones."""
+    """Yield the suspicions that log-probs were computed over other tokens than the recorded ones."""
     logp = torch.log_softmax(logits / case.temperature, -1)
     sets: list[tuple[str, Tensor | None]] = []
     if case.support is not None:

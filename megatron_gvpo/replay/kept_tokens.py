@@ -1,12 +1,12 @@
-"""The tokens that truncated sampling keeps, by the judge, and whether those that a run recorded are these.
+"""Computes the tokens that truncated sampling keeps, and compares a run's recorded sets with them.
 
-Rounding can exchange tokens at the edge of a set. So a recorded set is wrong only where a token is missing
-that no rounding loses, or one is there that no rounding keeps.
+Rounding can add or remove tokens that are close to a limit. So a recorded set is wrong only if it lacks a
+token that rounding cannot remove, or has a token that rounding cannot add.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,11 @@ from torch import Tensor
 from megatron_gvpo.supports import Support
 
 _NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
-_MOSTLY = 0.9  # of the wrong tokens: their sets name an origin
+_MOSTLY = 0.9  # an origin is named if it explains this share of the wrong sets
 
 
 def limits_of(sampling: Mapping[str, Any]) -> dict[str, float]:
-    """The limits among these values that leave tokens out."""
+    """Return those of the options top_p, top_k and min_p that exclude tokens."""
     limits = {name: sampling.get(name) for name in _NEUTRAL}
     return {name: value for name, value in limits.items() if value and value != _NEUTRAL[name]}
 
@@ -30,7 +30,7 @@ def listed(limits: Mapping[str, float]) -> str:
 
 
 def recorded_tokens(support: Support, vocabulary: int) -> Tensor:
-    """The members of each token's support, bool [tokens, vocabulary]; all tokens where it has none."""
+    """Return each token's recorded set as bool [tokens, vocabulary]; all true where none is recorded."""
     counts, ids = support.arrays
     kept_tv = torch.from_numpy(counts == 0)[:, None].repeat(1, vocabulary)
     kept_tv[torch.from_numpy(np.repeat(np.arange(len(counts)), counts)), torch.from_numpy(ids)] = True
@@ -38,15 +38,16 @@ def recorded_tokens(support: Support, vocabulary: int) -> Tensor:
 
 
 def kept_tokens(logp_tv: Tensor, limits: Mapping[str, float], in_turn: bool, slack: float = 0.0) -> Tensor:
-    """The tokens that `limits` keep of the probabilities exp(logp_tv), bool [tokens, vocabulary].
+    """Return the tokens that `limits` keep of the probabilities exp(logp_tv), bool [tokens, vocabulary].
 
-    `in_turn`: min-p, top-k and top-p each among what the former left, otherwise top-p of the whole
-    distribution. A positive `slack` (nats) also keeps what rounding of each log-prob by it may keep; a
-    negative one keeps only what rounding cannot lose.
+    If `in_turn`, min-p, top-k and top-p each apply to the tokens that the limit before left; otherwise top-p
+    applies to the complete distribution. `slack` is a rounding error of the log-probs, in nats. A positive
+    slack also keeps tokens that such an error may keep; a negative one keeps only tokens that such an error
+    cannot remove.
     """
     falling, order = logp_tv.sort(-1, descending=True)
     p = falling.exp()
-    ahead = _ahead(falling, slack)  # how many other tokens come before each
+    ahead = _ahead(falling, slack)  # the number of tokens that are more probable than each
     is_kept = falling >= falling[:, :1] + np.log(limits.get("min_p") or 1e-300) - 2 * slack
     is_kept &= ahead < (limits.get("top_k") or falling.shape[1])
     if "top_p" in limits:
@@ -60,7 +61,7 @@ def kept_tokens(logp_tv: Tensor, limits: Mapping[str, float], in_turn: bool, sla
 
 
 def _ahead(falling: Tensor, slack: float) -> Tensor:
-    """How many other tokens come before each, int64 like `falling`, where rounding moves each by `slack`."""
+    """Return how many tokens are more probable than each, if rounding changes each log-prob by `slack`."""
     if slack == 0:
         return torch.arange(falling.shape[1]).expand(falling.shape)
     rising = (-falling).contiguous()
@@ -72,30 +73,32 @@ def _ahead(falling: Tensor, slack: float) -> Tensor:
 def wrong_sets(
     logp_tv: Tensor, recorded_tv: Tensor, limits: Mapping[str, float], in_turn: bool, slack: float
 ) -> Tensor:
-    """The tokens, bool [tokens], whose recorded set rounding by `slack` nats does not make of the limits."""
+    """Return true for tokens whose recorded set contradicts the limits, with `slack` nats of tolerance."""
     needed_tv = kept_tokens(logp_tv, limits, in_turn, -slack)
     possible_tv = kept_tokens(logp_tv, limits, in_turn, slack)
     return ((needed_tv & ~recorded_tv) | (recorded_tv & ~possible_tv)).any(-1)
 
 
 def origin(
-    logp_by_step: Sequence[tuple[int, Tensor]],
-    recorded_tv: Tensor,
+    logp_by_step: Iterator[tuple[int, Tensor]],
+    recorded: Support,
     limits: Mapping[str, float],
     in_turn: bool,
     slack: float,
 ) -> str | None:
-    """Whose the recorded sets are that are wrong by the first step's log-probs; None if none is wrong.
+    """Name the origin of recorded sets that contradict the first log-probs; None if none contradicts them.
 
-    `logp_by_step`: by the weights that sampled, then by earlier ones.
+    `logp_by_step`: steps and log-probs, first for the weights that sampled, then for earlier weights, which
+    are computed only if they are read.
     """
-    (_, logp_tv), *earlier = logp_by_step
+    _, logp_tv = next(logp_by_step)
+    recorded_tv = recorded_tokens(recorded, logp_tv.shape[1])
     is_wrong = wrong_sets(logp_tv, recorded_tv, limits, in_turn, slack)
     if not is_wrong.any():
         return None
     if recorded_tv[is_wrong].all(-1).double().mean() >= _MOSTLY:
         return "the whole vocabulary"
-    for step, other_tv in earlier:
+    for step, other_tv in logp_by_step:
         fits = ~wrong_sets(other_tv, recorded_tv, limits, in_turn, slack)
         if fits[is_wrong].double().mean() >= _MOSTLY:
             return f"those of the weights of step {step}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_gvpo.algorithms.base import STEP_START
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.groups import Routing
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
@@ -27,39 +29,42 @@ from megatron_gvpo.replay.judge import (
     Suspicion,
     engine_suspicions,
     exchanged_experts,
+    response_logits,
     template_suspicions,
     trainer_suspicions,
 )
-from megatron_gvpo.replay.kept_tokens import listed, origin, recorded_tokens
+from megatron_gvpo.replay.kept_tokens import listed, origin
 from megatron_gvpo.replay.model import ModelReplay, Start
+from megatron_gvpo.replay.routing import RouterModules
 from megatron_gvpo.replay.run import earlier_findings, rows_of
 from megatron_gvpo.replay.templates import OtherTemplates
 from megatron_gvpo.runs.one_machine import in_layout
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.supports import Support
 
-_EARLIER = 3  # earlier versions of the weights that are suspected
-_REPRODUCED = 0.25  # a suspicion must leave at most this part of the gap's root mean square
-_USUAL = 4.0  # rounding may be this many times what transformers has in the same precision
-_WORST = 5  # tokens that are shown
-_FEW, _MANY = 8, 64  # responses in which rounding is measured: that of numbers, that of the choice of experts
+_EARLIER = 3  # the number of earlier versions of the weights that are suspected
+_REPRODUCED = 0.25  # a suspicion is a cause if it leaves at most this part of the gap's root mean square
+_USUAL = 4.0  # rounding may be this many times as large as that of transformers in the same precision
+_WORST = 5  # the number of tokens in the certificate's list of the worst
+_FEW, _MANY = 8, 64  # the number of responses that measure rounding: in other precisions, in the run's own
 
 
 @dataclass(frozen=True)
 class _Response:
-    """A response of the step with both sides' log-probs, fp64 [tokens]."""
+    """A response of the step with the log-probs of engine and trainer, fp64 [tokens]."""
 
     position: int
     case: Case
-    version: int  # of the weights that sampled it
+    version: int  # the version of the weights that sampled it
     engine: Tensor
     trainer: Tensor
-    is_of_policy: bool  # sampled in the run, and not added to the group
+    is_of_policy: bool  # true if the engine sampled it in this run, false for other members of the group
+    is_of_step_start: bool  # the trainer's log-probs are by the weights before the step's first update
 
 
 @dataclass(frozen=True)
 class _Gap:
-    """One side's gap from the judge on one response, and its cause."""
+    """The differences between one side (engine or trainer) and the judge on a response, and their cause."""
 
     response: _Response
     side: str
@@ -71,29 +76,34 @@ class _Gap:
 
 def certify(config: Config, step: int) -> Certificate:
     """Find the causes of the mismatch of a step. Raises DataError without rollouts, weights or records."""
-    responses = _responses(config, step)
+    scored = _responses(config, step)
+    responses = [response for response in scored if response.is_of_step_start]
     wanted = {step - 1 - k for k in range(_EARLIER + 1)} | {r.version for r in responses}
     wanted |= {r.version - k for r in responses for k in range(_EARLIER + 1)}
     with tempfile.TemporaryDirectory(prefix="mismatch-") as folder:
         judges = _judges(config, step, wanted, Path(folder))
+        # frees the policy that exported the weights, whose modules and hooks refer to each other
+        gc.collect()
         if step - 1 not in judges:
             raise DataError(f"the weights of step {step - 1} cannot be computed again: see `replay`")
         sampling, templates = Sampling.of(config), OtherTemplates.of(config)
         bounds = _bounds(responses, judges[step - 1], config.model.dtype)
+        _let_earlier_read(judges, responses, step - 1, bounds)
         gaps = [gap for r in responses for gap in _gaps(r, judges, step - 1, sampling, templates, bounds)]
         gaps = list(_named_precision(gaps, bounds))
         gaps += _wrong_sets(responses, gaps, judges, sampling, bounds.limit)
         gaps += _lost_experts(responses, config)
-    return _certificate(config, step, responses, gaps)
+    return replace(_certificate(config, step, responses, gaps), left_out=len(scored) - len(responses))
 
 
 def _responses(config: Config, step: int) -> list[_Response]:
-    """The step's responses that the engine sampled and the trainer scored."""
+    """Return the step's responses that have log-probs of both engine and trainer."""
     try:
         saved = read_rollouts(config.output_dir, "train", [step]).to_pylist()
     except ValueError as error:
         raise DataError(str(error)) from None
     records, temperature = _records(config, step), config.rollout.temperature
+    at_start = _scored_at_start(config, step)
     responses = []
     for position, row in enumerate(saved):
         columns = ("prompt_ids", "response_ids", "rollout_logprobs", "trainer_logprobs", "version_first")
@@ -106,9 +116,9 @@ def _responses(config: Config, step: int) -> list[_Response]:
         ):
             of_record = records.get(position, (None, None))
             case = Case(row["prompt_ids"], row["response_ids"], temperature, *of_record)
-            is_of_policy = row["source"] == "policy"
-            responses.append(_Response(position, case, row["version_first"], engine, trainer, is_of_policy))
-    if not responses:
+            marks = row["source"] == "policy", at_start is None or position in at_start
+            responses.append(_Response(position, case, row["version_first"], engine, trainer, *marks))
+    if not any(response.is_of_step_start for response in responses):
         raise DataError(
             f"{config.output_dir}: no response of step {step} has log-probs of engine and trainer in the "
             "rollout files (logging.rollouts); those of conversations and images are left out"
@@ -117,14 +127,10 @@ def _responses(config: Config, step: int) -> list[_Response]:
 
 
 def _records(config: Config, step: int) -> dict[int, tuple[Support | None, Routing | None]]:
-    """The kept tokens and experts of each response, by its position; empty for a run without either."""
+    """Return the kept tokens and experts of each response, by its position; {} if the run records neither."""
     if not (config.rollout.wants_support or config.rollout.router_replay):
         return {}
-    if config.logging.rollouts.groups is not None:
-        raise DataError(
-            "logging.rollouts.groups kept only some of the step's responses, so that those of the step's "
-            "record, which has their kept tokens and experts, cannot be told apart"
-        )
+    _check_all_are_saved(config, "their kept tokens and experts")
     records: dict[int, tuple[Support | None, Routing | None]] = {}
     for rows in read(config.output_dir, step).mini_batches:
         assert rows.place_n is not None, "the trainer numbers the rows of a step"
@@ -133,8 +139,32 @@ def _records(config: Config, step: int) -> dict[int, tuple[Support | None, Routi
     return records
 
 
+def _scored_at_start(config: Config, step: int) -> set[int] | None:
+    """Return the positions of the responses that the trainer scored before the step's updates; None: all.
+
+    A method that scores nothing before its updates has the log-probs of its later mini-batches from their
+    own updates, after the earlier ones of the step.
+    """
+    algorithm = config.algorithm
+    compares = STEP_START in algorithm.loss.reference_policies.values()
+    if (compares and algorithm.reference_logprobs == "trainer") or config.train.mini_batches == 1:
+        return None
+    _check_all_are_saved(config, "their mini-batches")
+    updates = read(config.output_dir, step).updates
+    return {position for update in updates[:1] for position in update.place_n.tolist()}
+
+
+def _check_all_are_saved(config: Config, what: str) -> None:
+    """Raise DataError where positions in the rollout file are not those in the step's record."""
+    if config.logging.rollouts.groups is not None:
+        raise DataError(
+            "logging.rollouts.groups kept only some of the step's responses, so that those of the step's "
+            f"record, which has {what}, cannot be told apart"
+        )
+
+
 def _judges(config: Config, step: int, wanted: set[int], folder: Path) -> dict[int, ExactJudge]:
-    """A judge of each wanted version that can be computed again, by version."""
+    """Return the judges of the wanted versions of the weights, as far as they can be computed again."""
     local, recorded = in_layout(config), recorded_steps(config.output_dir)
     early = Start.before(config.output_dir, max(1, step - _EARLIER), recorded)
     if early is None or any(s not in recorded for s in range(early.step + 1, step)):
@@ -151,7 +181,7 @@ def _judges(config: Config, step: int, wanted: set[int], folder: Path) -> dict[i
         if version > early.step:
             findings = earlier_findings(model, rows_of(local, version, tolerances), version)
             if any(finding.outcome == "differs" for finding in findings):
-                break  # the weights after it cannot be computed again
+                break  # this step cannot be repeated, so later weights cannot be computed again
         if version in wanted:
             directory = folder / str(version)
             model.policy.model.save_hf(directory)
@@ -167,14 +197,14 @@ def _gaps(
     templates: OtherTemplates,
     bounds: _Rounding,
 ) -> Iterator[_Gap]:
-    """The gaps of engine and trainer from the judge, and the policy's own change between their weights."""
+    """Yield a response's gaps: engine to judge, trainer to judge, and old to new weights."""
     case = response.case
-    now = case.logp(judges[present].logits(case))
+    now = judges[present].logp(case)
     sampler = judges.get(response.version)
     if sampler is None:
         yield _Gap(response, "engine", "unknown weights", f"step {response.version}", response.engine - now)
     else:
-        then = case.logp(sampler.logits(case))
+        then = sampler.logp(case)
         earlier = _before(judges, response.version)
         side = _Side("engine", response.engine, sampler, then)
         of_engine = chain(
@@ -190,8 +220,27 @@ def _gaps(
     yield _explained(response, side, suspicions, bounds)
 
 
+def _let_earlier_read(
+    judges: dict[int, ExactJudge], responses: Sequence[_Response], present: int, bounds: _Rounding
+) -> None:
+    """Let the judges of earlier weights read the responses that are looked into, one model at a time."""
+    for version, other in judges.items():
+        if version == present:
+            continue
+        for response in responses:
+            case, sampler = response.case, judges.get(response.version)
+            if version < present and bounds.is_exceeded(response.trainer - judges[present].logp(case)):
+                other.logp(case)
+            if sampler is None or version >= response.version:
+                continue
+            if bounds.is_exceeded(response.engine - sampler.logp(case)):
+                other.logp(case)
+                sampler.logp_after(other, case)
+        other.release()
+
+
 def _before(judges: dict[int, ExactJudge], version: int) -> list[ExactJudge]:
-    """The judges of earlier weights, the latest first."""
+    """Return the judges of earlier weights, the latest first."""
     return [judges[v] for v in sorted(judges, reverse=True) if v < version]
 
 
@@ -202,27 +251,26 @@ def _wrong_sets(
     sampling: Sampling,
     slack: float,
 ) -> Iterator[_Gap]:
-    """Responses whose recorded kept tokens are not those of the run's limits, although log-probs agree.
+    """Yield responses whose recorded kept tokens contradict the run's limits although the log-probs agree.
 
-    An engine whose log-probs differ has been named already: its kept tokens follow from that cause.
+    If the engine's log-probs differ, their cause is already known and also explains the kept tokens.
     """
     explained = [gap.response for gap in gaps if gap.side == "engine" and gap.cause != "precision"]
     for response in responses if sampling.limits else ():
         case, sampler = response.case, judges.get(response.version)
         if sampler is None or not response.is_of_policy or any(response is other for other in explained):
             continue
-        logits = {j.version: j.logits(case) for j in [sampler, *_before(judges, response.version)]}
-        logp = [(v, torch.log_softmax(x / case.temperature, -1)) for v, x in logits.items()]
+        candidates = [sampler, *_before(judges, response.version)]
+        logp = ((j.version, torch.log_softmax(j.logits(case) / case.temperature, -1)) for j in candidates)
         recorded = case.support or Support.whole_vocabulary(len(case.ids))
-        recorded_tv = recorded_tokens(recorded, logp[0][1].shape[1])
-        whose = origin(logp, recorded_tv, sampling.limits, sampling.in_turn, slack)
+        whose = origin(logp, recorded, sampling.limits, sampling.in_turn, slack)
         if whose is not None:
             detail = f"the recorded kept tokens are not those of {listed(sampling.limits)}, but {whose}"
             yield _Gap(response, "engine", "truncated support", detail, torch.zeros_like(response.engine))
 
 
 def _lost_experts(responses: Sequence[_Response], config: Config) -> Iterator[_Gap]:
-    """Responses without recorded experts in a run that replays them."""
+    """Yield the responses that have no recorded experts although the run replays experts."""
     for response in responses if config.rollout.router_replay else ():
         if response.is_of_policy and response.case.routing is None:
             detail = "rollout.router_replay=true, and no experts are recorded"
@@ -231,7 +279,7 @@ def _lost_experts(responses: Sequence[_Response], config: Config) -> Iterator[_G
 
 @dataclass(frozen=True)
 class _Side:
-    """A side's log-probs, and those of the judge with the weights that it should have."""
+    """The log-probs of engine or trainer, and the judge's with the weights that this side should have."""
 
     name: str
     logp: Tensor
@@ -240,7 +288,7 @@ class _Side:
 
 
 def _explained(response: _Response, side: _Side, suspicions: Iterator[Suspicion], bounds: _Rounding) -> _Gap:
-    """A side's gap, as rounding or with the suspicion that reproduces it best; without either it is open."""
+    """Return a side's gap and its cause: rounding, or the suspicion that fits best; "" if none fits."""
     gap = side.logp - side.right
     largest = float(gap.abs().max())
     if largest <= bounds.limit:
@@ -266,46 +314,66 @@ class _Rounding:
 
     own: str  # the run's precision
     mean_square: dict[str, float]  # by precision
-    largest: dict[str, float]
-    routing: float | None  # the largest gap of the run's precision where rounding also changes experts
+    largest: dict[str, float]  # by precision
+    largest_of_few: float  # the largest error in the run's precision, in a few responses
+    routing: float | None  # the largest gap in the run's precision if rounding may also change experts
 
     @property
     def limit(self) -> float:
-        """The largest gap that rounding in the run's precision explains."""
-        return _USUAL * self.largest[self.own]
+        """The largest gap that counts as rounding in the run's precision without further checks."""
+        return _USUAL * self.largest_of_few
+
+    def is_exceeded(self, gap: Tensor) -> bool:
+        """True for a response's gap that neither rounding of numbers nor of experts' scores explains."""
+        return float(gap.abs().max()) > max(self.limit, self.routing or 0.0)
 
 
 def _bounds(responses: Sequence[_Response], judge: ExactJudge, own: str) -> _Rounding:
-    """The rounding of transformers in each precision, on a few responses.
+    """Measure the rounding errors of transformers in each precision.
 
-    In the run's own precision it is that of tokens that keep their experts; `routing` has it without that.
+    In the run's own precision, all tokens keep the experts of the judge; `routing` is measured without this
+    condition. The largest errors are rare: in bfloat16, most of SmolLM2's tokens are off by less than 0.01
+    nats, and a few by 0.4. So the run's own precision is measured on many responses, the others on a few.
     """
 
-    def errors(precision: str, keeps_experts: bool, most: int) -> Tensor:
-        each = []
-        for case in [response.case for response in responses[:most]]:
-            rule = judge.own_choice(case) if keeps_experts else case.rule
-            rounded = case.logp(judge.rounded(precision, rule, case))
-            each.append(rounded - case.logp(judge.logits(case)))
-        return torch.cat(each)
+    def errors(precision: str, keeps_experts: bool, count: int) -> list[Tensor]:
+        # the model is freed after this call, because it is as large as the run's
+        model, each = judge.rounded(precision), []
+        routers = RouterModules.of(model)
+        for case in [response.case for response in responses[:count]]:
+            exact = judge.logp(case)
+            with routers.choosing(judge.own_choice(case) if keeps_experts else case.rule):
+                each.append(case.logp(response_logits(model, case)) - exact)
+        return each
 
-    error = {precision: errors(precision, precision == own, _FEW) for precision in PRECISIONS}
-    squares = {precision: float(e.square().mean()) for precision, e in error.items()}
-    largest = {precision: float(e.abs().max()) for precision, e in error.items()}
+    of_responses = {name: errors(name, name == own, _MANY if name == own else _FEW) for name in PRECISIONS}
+    error = {name: torch.cat(each) for name, each in of_responses.items()}
+    largest_of_few = float(torch.cat(of_responses[own][:_FEW]).abs().max())
+    squares = {name: float(e.square().mean()) for name, e in error.items()}
+    largest = {name: float(e.abs().max()) for name, e in error.items()}
     routing = None
     if judge.routers.modules:
-        # Few tokens have other experts by rounding, and these differ much: a few responses may have none.
-        routing = _USUAL * float(errors(own, False, _MANY).abs().max())
-    return _Rounding(own, squares, largest, routing)
+        # Rounding changes the experts of few tokens, but their log-probs change much, so many responses are
+        # needed.
+        routing = _USUAL * float(torch.cat(errors(own, False, _MANY)).abs().max())
+    return _Rounding(own, squares, largest, largest_of_few, routing)
 
 
 def _named_precision(gaps: Sequence[_Gap], bounds: _Rounding) -> Iterator[_Gap]:
-    """The gaps, the open ones of each side named by the precision that fits."""
+    """Yield the gaps, some with a precision as their cause.
+
+    The cause of a gap that has none becomes the precision whose rounding explains it, if there is one.
+    """
     for side in ("engine", "trainer", "both"):
         of_side = [gap for gap in gaps if gap.side == side]
-        name = _precision([gap for gap in of_side if not gap.cause], bounds)
+        opened = [gap for gap in of_side if not gap.cause]
+        name = _precision(opened, bounds)
+        if opened and _is_own_rounding(opened + [gap for gap in of_side if gap.cause == "precision"], bounds):
+            name = bounds.own
         for gap in of_side:
-            if gap.cause:
+            if gap.cause == "precision" and name == bounds.own:
+                yield replace(gap, bound=_USUAL * bounds.largest[name])
+            elif gap.cause:
                 yield gap
             elif name is None:
                 yield replace(gap, cause="unexplained", detail="no suspicion reproduces it")
@@ -313,8 +381,15 @@ def _named_precision(gaps: Sequence[_Gap], bounds: _Rounding) -> Iterator[_Gap]:
                 yield replace(gap, cause="precision", detail=name, bound=_USUAL * bounds.largest[name])
 
 
+def _is_own_rounding(gaps: Sequence[_Gap], bounds: _Rounding) -> bool:
+    """True if rounding in the run's precision explains the root mean square and the maximum of these gaps."""
+    every = torch.cat([gap.gap for gap in gaps])
+    is_usual = float(every.square().mean()) <= _USUAL**2 * bounds.mean_square[bounds.own]
+    return is_usual and float(every.abs().max()) <= _USUAL * bounds.largest[bounds.own]
+
+
 def _precision(opened: Sequence[_Gap], bounds: _Rounding) -> str | None:
-    """The highest precision whose rounding explains the gaps."""
+    """Return the highest precision whose rounding explains the gaps, or None."""
     if not opened:
         return None
     square = float(torch.cat([gap.gap for gap in opened]).square().mean())
@@ -354,7 +429,7 @@ def _certificate(
 
 
 def _worst_tokens(config: Config, responses: Sequence[_Response], gaps: Sequence[_Gap]) -> list[Token]:
-    """The tokens with the largest gap between engine and trainer."""
+    """Return the tokens with the largest gaps between engine and trainer."""
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     positions = [(r, t) for r in responses for t in range(len(r.case.ids))]
     positions.sort(key=lambda at: -abs(float(at[0].trainer[at[1]] - at[0].engine[at[1]])))

@@ -1,8 +1,9 @@
-"""Replays what the model computes: log-probs, the loss's weights, gradients, updates, weights.
+"""Replays the numbers that need the model: log-probs, token weights of the loss, gradients, model weights.
 
-The model begins at the newest checkpoint before the step, or at `model.path`, and takes the recorded updates
-in between. Each of these is compared, too: the first difference may be in an earlier step than the one asked
-for. An update takes the run's own weights of tokens, so that a fault of the loss is not one of the gradient.
+The model starts from the newest checkpoint before the step, or from `model.path`, and repeats the recorded
+updates up to the step. Each of them is compared, so the first difference may be in an earlier step than the
+requested one. An update uses the run's recorded weights of tokens, so that a fault of the loss does not
+appear as a fault of the gradient.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from megatron_gvpo.algorithms.base import STEP_START, TEACHER, token_weights
 from megatron_gvpo.megatron.checkpoint.load import load_policy
+from megatron_gvpo.megatron.loss_pass import UpdateResult, with_references
 from megatron_gvpo.megatron.policy import Policy
-from megatron_gvpo.megatron.update import UpdateResult, with_references
 from megatron_gvpo.observe.step_records import StepRecord, Sums, UpdateRecord
 from megatron_gvpo.replay.findings import (
     Finding,
@@ -33,44 +34,45 @@ from megatron_gvpo.replay.findings import (
 )
 from megatron_gvpo.replay.parts import Parts, counted_otherwise
 from megatron_gvpo.runs.existing_run import checkpoint_steps
+from megatron_gvpo.runs.written import step_name
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.types import BatchTotals, TrainBatch
 
 
 @dataclass(frozen=True)
 class Start:
-    """The checkpoint that a replay begins with; None: `model.path`, before step 1."""
+    """The step after which a replay starts, and its checkpoint; None: `model.path`, before step 1."""
 
     step: int
     checkpoint: Path | None
 
     @staticmethod
     def before(output_dir: str, step: int, recorded: Sequence[int]) -> Start | None:
-        """The newest start from which every step up to `step` is recorded; None without one."""
+        """Return the newest start from which every step up to `step` is recorded, or None."""
         missing = [s for s in range(1, step) if s not in recorded]
         first = max(missing, default=0)
         for own in reversed([0, *checkpoint_steps(Path(output_dir))]):
             if first <= own < step:
-                checkpoint = Path(output_dir) / "checkpoints" / f"step_{own:08d}"
+                checkpoint = Path(output_dir) / "checkpoints" / step_name(own)
                 return Start(own, checkpoint if own else None)
         return None
 
 
 class ModelReplay:
-    """A policy that takes a run's recorded updates again. `original`: the run's own configuration."""
+    """A policy that repeats a run's recorded updates. `original`: the run's own configuration."""
 
     def __init__(self, config: Config, original: Config, start: Start, limits: Tolerances) -> None:
         self._config, self._original, self._limits = config, original, limits
         self.policy = Policy.of(config)
         self.start = start
-        # Group and number in it, by position in the present step.
+        # Each response's group and its number in the group, by its position in the current step.
         self.members: dict[int, tuple[int, int]] = {}
         self.state: dict[str, Any] = {}  # the trainer's state in the checkpoint
         if start.checkpoint is not None:
             self.state = load_policy(start.checkpoint, self.policy)
 
     def findings(self, record: StepRecord) -> Iterator[Finding]:
-        """Take a step; yields the findings of its components, up to the first that differs."""
+        """Repeat a step, and yield the findings of its components up to the first that differs."""
         for finding in self._steps(record):
             yield finding
             if finding.outcome == "differs":
@@ -110,8 +112,7 @@ class ModelReplay:
         return 1e-5 if self._config.model.dtype == "float32" else 1e-3
 
     def _end_step(self, updates: int) -> None:
-        train = self._config.train
-        self.policy.skip_updates(train.mini_batches * train.batch_epochs - updates)
+        self.policy.skip_updates(self._config.train.updates_per_step - updates)
         self.policy.end_step()
 
     def _finding(
@@ -132,7 +133,11 @@ class ModelReplay:
     def _column(
         self, component: str, rows: TrainBatch, recorded: Tensor, again: Tensor, limit: float
     ) -> Finding:
-        """Compare a column of tokens; a difference names its first token, and the rank if it is all there."""
+        """Compare a column of tokens.
+
+        A finding names the first token that differs, and the part of the update, if any, that has all rows
+        with such tokens.
+        """
         index = first_difference(recorded, again, limit)
         if index is None:
             return self._finding(component, None)
@@ -156,7 +161,7 @@ class ModelReplay:
         return Parts.of(rows, self._original, self._record.data_parallel, self.policy)
 
     def _references(self) -> Iterator[Finding]:
-        """The log-probs that the loss compares with are those of the policies that the method names."""
+        """Check the log-probs of the reference policies that the loss compares with."""
         references = self._config.algorithm.loss.reference_policies
         by_engine = self._config.algorithm.reference_logprobs == "engine"
         for update in self._record.updates:
@@ -204,7 +209,7 @@ class ModelReplay:
         )
 
     def _loss(self, update: UpdateRecord, result: UpdateResult) -> Finding:
-        """The loss and its metrics; their tolerance is that of the largest."""
+        """Compare the loss and its metrics; the tolerance is relative to the larger value, or to 1."""
         run, again = update.metrics, result.metrics
         for name in ("loss", *sorted(run.keys() & again.keys() - {"loss"})):
             if name not in run or name not in again:
@@ -245,7 +250,7 @@ class ModelReplay:
         self._weights_before = [weight.detach().clone() for weight in self.policy.model.weights()]
 
     def _put_back(self) -> None:
-        """Give the model the weights before the update again: a difference ends the replay."""
+        """Restore the weights before the update, which is possible because a difference ends the replay."""
         with torch.no_grad():
             for weight, before in zip(self.policy.model.weights(), self._weights_before, strict=True):
                 weight.copy_(before)

@@ -1,8 +1,8 @@
-"""Replays what recorded numbers alone give of a step's updates, on a machine that cannot hold the model.
+"""Checks a step's updates by the recorded numbers alone, on a machine that cannot hold the model.
 
-The loss takes recorded log-probs, so that each token's weight and the loss are exact without the model. The
-learning rate is the schedule's, the gradient's norm that of the recorded sums over its tensors, and the
-weights at the step's start are those that the step before has left.
+The loss is computed from recorded log-probs, which gives the weight of each token and the loss exactly. The
+learning rate is compared with the schedule, the gradient's norm with the recorded norms of all tensors, and
+the weights at the start of the step with those at the end of the step before.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from math import sqrt
 from torch import Tensor
 
 from megatron_gvpo.algorithms.base import token_weights
+from megatron_gvpo.megatron.loss_pass import with_references
 from megatron_gvpo.megatron.optimizer import learning_rate
-from megatron_gvpo.megatron.update import with_references
 from megatron_gvpo.observe.step_records import StepRecord, UpdateRecord, read, recorded_steps
 from megatron_gvpo.replay.findings import (
     Finding,
@@ -31,7 +31,7 @@ from megatron_gvpo.types import BatchTotals, TrainBatch
 
 
 class NumbersReplay:
-    """The components of a step's updates. `members`: group and number in it, by position in the step."""
+    """Checks a step's updates. `members`: each response's group and number in it, by position."""
 
     def __init__(
         self, config: Config, record: StepRecord, limits: Tolerances, members: Mapping[int, tuple[int, int]]
@@ -39,7 +39,7 @@ class NumbersReplay:
         self._config, self._record, self._limits, self._members = config, record, limits, members
 
     def findings(self, reason: str) -> Iterator[Finding]:
-        """The findings of all components of the model; `reason` says why the model itself is not there."""
+        """Yield the findings of all components of the model; `reason` says why there is no model."""
 
         def not_possible() -> None:
             raise NotPossibleError(reason)
@@ -91,7 +91,7 @@ class NumbersReplay:
         return Finding("start weights", step, "differs", text, tensor=name)
 
     def _computed(self, update: UpdateRecord) -> tuple[TrainBatch, Tensor, dict[str, float]]:
-        """The update's rows, its tokens' weights and its metrics by the loss. Raises NotPossibleError."""
+        """Return the update's rows and the loss's token weights and metrics. Raises NotPossibleError."""
         if update.logp_r is None or update.weight_r is None:
             raise NotPossibleError("the run recorded no log-probs of this update")
         loss = self._config.algorithm.loss.sized(self._config.rollout.max_tokens)
@@ -115,7 +115,7 @@ class NumbersReplay:
         return self._differs("loss weights", text, number, int(rows.place_n[row]), token)
 
     def _loss(self, number: int, update: UpdateRecord) -> Finding | None:
-        """The loss and its metrics; a derived metric is left out."""
+        """Compare the loss and its metrics, as far as both the run and the loss itself have them."""
         _, _, again = self._computed(update)
         for name in ("loss", *sorted(update.metrics.keys() & again.keys() - {"loss"})):
             run, own = update.metrics[name], again[name]
@@ -125,7 +125,7 @@ class NumbersReplay:
 
     def _learning_rate(self, number: int, update: UpdateRecord) -> Finding | None:
         train = self._config.train
-        count = (self._record.step - 1) * train.mini_batches * train.batch_epochs + number + 1
+        count = (self._record.step - 1) * train.updates_per_step + number + 1
         own = learning_rate(self._config.optimizer, train.updates, count)
         if abs(update.lr - own) <= 1e-5 * max(update.lr, own):
             return None
@@ -134,7 +134,7 @@ class NumbersReplay:
         )
 
     def _gradient_norm(self, number: int, update: UpdateRecord) -> Finding | None:
-        """The norm is that of all tensors' gradients together."""
+        """Check that the recorded norm follows from the recorded norms of the tensors' gradients."""
         own = sqrt(sum(norm * norm for _, norm, _ in update.gradients.values()))
         if abs(update.grad_norm - own) <= 1e-3 * max(update.grad_norm, own) or own != own:
             return None

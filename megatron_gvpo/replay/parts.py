@@ -1,7 +1,8 @@
 """The parts into which a run divided an update: responses, groups, micro-batches, ranks.
 
-A gradient is a sum over them. The sums over each tensor are linear, so that they tell which part was counted
-other than once: its own sums explain the whole difference.
+The gradient is a sum over the parts, and so is the recorded sum of each tensor's elements. So if a run
+counted a part not at all or twice, the sums of this part explain the difference between the run and the
+replay.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from megatron_gvpo.settings.config import Config
 from megatron_gvpo.types import TrainBatch
 
 _MOST_ROWS = 512  # responses whose gradients are computed one by one
-_UNEXPLAINED = 0.05  # the most of a difference that a part may leave unexplained
+_UNEXPLAINED = 0.05  # a part explains a difference if at most this share of it remains
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The rows of each part, by its name, small parts first."""
+    """The rows of each part, by the part's name, small parts first."""
 
     rows: dict[str, frozenset[int]]
 
     @staticmethod
     def of(rows: TrainBatch, original: Config, data_parallel: int, policy: Policy) -> Parts:
-        """The division on `data_parallel` ranks with the run's own token budget, as the trainer makes it."""
+        """Divide the rows as the trainer did, for `data_parallel` ranks and the run's own token budget."""
         assert rows.place_n is not None
         positions = rows.place_n.tolist()
         named = {f"response {position}": frozenset([i]) for i, position in enumerate(positions)}
@@ -53,7 +54,7 @@ class Parts:
         return Parts(named)
 
     def __iter__(self) -> Iterator[tuple[str, frozenset[int]]]:
-        """Each set of rows once, with all its names."""
+        """Yield each set of rows once, with all names of the parts that consist of it."""
         names: dict[frozenset[int], list[str]] = {}
         for name, own in self.rows.items():
             names.setdefault(own, []).append(name)
@@ -62,22 +63,22 @@ class Parts:
                 yield ", which is ".join(synonyms), own
 
     def around(self, rows: Collection[int]) -> str | None:
-        """The smallest part with all these rows; None where only all responses have them."""
+        """Return the smallest part that contains these rows; None if it consists of all responses."""
         wanted = frozenset(rows)
         around = [(len(own), name) for name, own in self if wanted <= own and len(own) > 1]
         _, name = min(around, default=(0, "all responses"))
         return None if "all responses" in name else name
 
     def rank_of(self, rows: Collection[int]) -> str | None:
-        """The data-parallel rank that has all these rows, where there are several ranks."""
+        """Return the data-parallel rank with all these rows; None without it, or if there is one rank."""
         ranks = {name: own for name, own in self.rows.items() if name.startswith("data-parallel rank")}
         return next((name for name, own in ranks.items() if len(ranks) > 1 and own.issuperset(rows)), None)
 
 
 def counted_otherwise(policy: Policy, rows: TrainBatch, recorded: Sums, parts: Parts) -> str | None:
-    """A sentence on the part that the recorded gradient counts other than once; None if no part explains it.
+    """Return a sentence on the part that the recorded gradient does not count exactly once, or None.
 
-    `rows` have `weight_r`. The policy has the weights before the update, and keeps them.
+    `rows` have `weight_r`. The policy has the weights before the update, and they do not change.
     """
     if len(rows) > _MOST_ROWS:
         return None
@@ -99,7 +100,7 @@ def counted_otherwise(policy: Policy, rows: TrainBatch, recorded: Sums, parts: P
             fitting.append((remainder, name, round(1 + factor, 4) + 0.0))
     if not fitting:
         return None
-    # A part may have responses that add nothing to the gradient: it explains as much as one without them.
+    # Parts that differ only by responses without a gradient explain the difference equally well.
     least = min(remainder for remainder, _, _ in fitting)
     equal = [(name, count) for remainder, name, count in fitting if remainder <= 1.01 * least + 1e-4]
     listed = " or ".join(name for name, _ in equal)

@@ -1,7 +1,7 @@
-"""Experts in the judge: those that a run recorded, those of its own routers, and searches for an exchange.
+"""Makes the judge's routers choose other experts: those that a run recorded, more, fewer, or exchanged ones.
 
-In all of transformers' routers, one `torch.topk` over a token's scores of all experts makes the choice. A
-rule takes its place, and the router weighs the chosen experts by its own scores.
+Every router of transformers chooses experts by one `torch.topk` over a token's scores of all experts. A rule
+replaces the result of this `topk`, and the router weights the chosen experts by its own scores.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.overrides import TorchFunctionMode
 from megatron_gvpo.groups import Routing
 from megatron_gvpo.huggingface.card import ModelCard
 
-# A router's choice: (number of its layer, scores [t, experts], experts a token) -> experts [t, k].
+# A function that chooses experts: (number of the layer, scores [t, experts], k) -> experts [t, k].
 Rule = Callable[[int, Tensor, int], Tensor]
 _BIAS = "e_score_correction_bias"
 
 
 @dataclass(frozen=True)
 class RouterModules:
-    """The routers of a transformers model, by the number of their layer; none in a dense model."""
+    """The routers of a transformers model, by the number of their layer; a dense model has none."""
 
     modules: dict[int, Any]
     experts: int
@@ -47,7 +47,7 @@ class RouterModules:
 
     @contextmanager
     def choosing(self, rule: Rule | None) -> Iterator[None]:
-        """Context in which `rule` chooses the experts; None: the routers do."""
+        """Context in which `rule` chooses the experts; None: the routers choose."""
         if rule is None or not self.modules:
             yield
             return
@@ -69,7 +69,7 @@ class RouterModules:
 
     @contextmanager
     def without_bias(self) -> Iterator[None]:
-        """Context in which no bias is added to the scores for the choice."""
+        """Context in which the routers choose without their bias."""
         biases = [getattr(module, _BIAS) for module in self.modules.values() if hasattr(module, _BIAS)]
         before = [bias.clone() for bias in biases]
         for bias in biases:
@@ -82,7 +82,7 @@ class RouterModules:
 
 
 class _Choosing(TorchFunctionMode):
-    """Puts a rule's experts in the place of those of the routers' `topk`."""
+    """Replaces the result of `topk` in a router by the experts that a rule chooses."""
 
     def __init__(self, rule: Rule, experts: int, per_token: int) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class _Choosing(TorchFunctionMode):
             return result
         scores, indices = args[0], result.indices
         if scores.shape[-1] != self._experts or indices.shape[-1] != self._per_token:
-            return result  # a choice of groups
+            return result  # this `topk` chooses groups of experts
         flat = scores.reshape(-1, self._experts)
         chosen = self._rule(self._layer, flat, self._per_token)
         chosen = chosen.reshape(*scores.shape[:-1], -1)
@@ -106,16 +106,16 @@ class _Choosing(TorchFunctionMode):
 
 
 def recorded_experts(routing: Routing) -> Tensor:
-    """The experts that a run recorded, int64 [tokens - 1, layers, experts a token]."""
+    """Return the experts that a run recorded, int64 [tokens - 1, layers, experts a token]."""
     kind = "<u1" if routing.width == 1 else "<i2"
     flat = np.frombuffer(routing.ids, kind).astype(np.int64)
     return torch.from_numpy(flat.reshape(-1, routing.layers, routing.per_token))
 
 
 def through(experts_tlk: Tensor, begin: int = 0) -> Rule:
-    """The rule that sends token t of a sequence, from token `begin`, through these experts.
+    """Return a rule that chooses these experts for the tokens of a sequence from token `begin` on.
 
-    A token behind the last one that has experts goes through those that its router chooses.
+    For tokens after the last one with experts, the router chooses.
     """
 
     def rule(layer: int, scores: Tensor, k: int) -> Tensor:
@@ -127,12 +127,12 @@ def through(experts_tlk: Tensor, begin: int = 0) -> Rule:
 
 
 def by_count(more: int) -> Rule:
-    """The rule of a router that takes `more` experts than the model's."""
+    """Return a rule that chooses `more` experts than the model does (fewer, if it is negative)."""
     return lambda layer, scores, k: scores.topk(k + more).indices
 
 
 def exchanged(positions: Sequence[tuple[int, int]]) -> Rule:
-    """The routers' own choice, at each (token, layer) with the next expert in place of the last chosen."""
+    """Return the router's own rule, but with the next best expert as the last one at each (token, layer)."""
 
     def rule(layer: int, scores: Tensor, k: int) -> Tensor:
         best = scores.topk(min(k + 1, scores.shape[1])).indices

@@ -1,7 +1,7 @@
-"""Replays what comes before the model: rollouts, prompts, rewards, rows, advantages and the mask.
+"""Replays the part of a step before the model: rollouts, prompts, rewards, rows, advantages and the mask.
 
-Each component is computed from the numbers that the run recorded of the component before it, so that a fault
-in one is not found again in those after it.
+Each component is computed from the recorded numbers of the component before it, so that a fault in one does
+not appear in those after it.
 """
 
 from __future__ import annotations
@@ -35,20 +35,22 @@ from megatron_gvpo.replay.findings import (
 )
 from megatron_gvpo.rewards.pool import RewardPool
 from megatron_gvpo.runs.record import first_start
-from megatron_gvpo.sampling.batch_sampler import run_shapers
+from megatron_gvpo.sampling.shaping import run_shapers
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.types import TrainBatch
 from megatron_gvpo.workers.tools import configured_schemas
 
 
 class RowsReplay:
-    """The components of a step that need no model. `estimator_state`: before the step, or None if unknown."""
+    """Checks the components of a step that need no model."""
 
     def __init__(self, config: Config, record: StepRecord, limits: Tolerances) -> None:
         self.config, self._record, self.limits = config, record, limits
-        self.members: dict[int, tuple[int, int]] = {}  # group and number in it, by position
+        # Each response's group and its number in the group, by its position in the step.
+        self.members: dict[int, tuple[int, int]] = {}
 
     def findings(self, estimator_state: dict[str, Any] | None) -> Iterator[Finding]:
+        """Yield the finding of each component. `estimator_state`: before the step, or None if unknown."""
         checks = {
             "rollouts": self._rollouts,
             "template": self._template,
@@ -70,19 +72,19 @@ class RowsReplay:
 
     @cached_property
     def _saved(self) -> list[dict[str, Any]]:
-        """The step's rows in the rollout files. Raises NotPossibleError without them."""
+        """The step's responses in the rollout files. Raises NotPossibleError if there are none."""
         try:
             table = read_rollouts(self.config.output_dir, "train", [self._record.step])
         except ValueError as error:
             raise NotPossibleError(str(error)) from None
         if not table.num_rows:
-            raise NotPossibleError("the rollout file of this step is not there (logging.rollouts)")
+            raise NotPossibleError("this step has no rollout file (logging.rollouts)")
         if self.config.logging.rollouts.groups is not None:
             raise NotPossibleError("logging.rollouts.groups kept only some of the step's responses")
         return list(table.to_pylist())
 
     def name_members(self) -> None:
-        """Learn the group and number of each response, from the rollouts or else from the rows."""
+        """Set `members` from the rollout file, or from the recorded rows if there is no such file."""
         try:
             saved = [(row["group"], row["member"]) for row in self._saved]
             self.members = dict(enumerate(saved))
@@ -95,7 +97,7 @@ class RowsReplay:
                 first += int(rows.group_n.max()) + 1
 
     def _rollouts(self) -> Finding | None:
-        """The rows' tokens and engine log-probs are those of the rollout file, and each response is there."""
+        """Check that the rows have every response of the rollout file, with the same tokens and log-probs."""
         rows_of = {
             position: (rows, i)
             for rows in self._record.mini_batches
@@ -108,7 +110,7 @@ class RowsReplay:
                 )
             rows, i = rows_of[position]
             if saved["response_ids"] is None:
-                raise NotPossibleError("a text has a secret, so the rollout file has no token ids of it")
+                raise NotPossibleError("a response has a secret, so the rollout file lacks its token ids")
             for name in ("prompt_ids", "response_ids"):
                 recorded, others = list(getattr(rows, name)[i]), list(saved[name])
                 if recorded != others:
@@ -124,7 +126,7 @@ class RowsReplay:
         return None
 
     def _commonest_group(self, rows: TrainBatch, number: int) -> int:
-        """The group, in the rollout file, of most of the rows of group `number`."""
+        """Return the rollout file's number of the group that most rows of group `number` belong to."""
         pairs = zip(positions_of(rows), rows.group_n.tolist(), strict=True)
         saved = [self._saved[position]["group"] for position, group in pairs if group == number]
         return max(saved, key=saved.count)
@@ -145,7 +147,7 @@ class RowsReplay:
 
     @cached_property
     def _prompts(self) -> dict[str, Prompt]:
-        """The prompts of the data as they are rendered now. Raises NotPossibleError."""
+        """The data's prompts by id, rendered now. Raises NotPossibleError if the data cannot be read."""
         set_date(first_start(self.config.output_dir))
         try:
             schemas = configured_schemas(self.config.rollout.conversation)
@@ -155,14 +157,14 @@ class RowsReplay:
         return {prompt.id: prompt for prompt in task.prompts}
 
     def with_images(self) -> StepRecord:
-        """The record with the prompts' images out of the data. Raises NotPossibleError."""
+        """Return the record with the prompts' images from the data. Raises NotPossibleError without them."""
         if not self._record.has_images:
             return self._record
         named = {image.digest: image for prompt in self._prompts.values() for image in prompt.images}
         mini_batches = []
         for rows in self._record.mini_batches:
             if rows.images is None:
-                raise NotPossibleError("the record, of an earlier version, leaves the prompts' images out")
+                raise NotPossibleError("an earlier version wrote the record, without the prompts' images")
             missing = [image for images in rows.images for image in images if image.digest not in named]
             if missing:
                 file = missing[0].source or "of a data: URL"
@@ -173,7 +175,7 @@ class RowsReplay:
 
     @cached_property
     def _images(self) -> dict[int, list[str]]:
-        """The digests of the images of each response's prompt, by position, where the record has them."""
+        """The digests of the images in each response's prompt, by position, as far as they are recorded."""
         return {
             position: [image.digest for image in images]
             for rows in self._record.mini_batches
@@ -181,7 +183,7 @@ class RowsReplay:
         }
 
     def _template(self) -> Finding | None:
-        """The prompts' tokens and images are what tokenizer, chat template and data give."""
+        """Check that tokenizer, chat template and data give the recorded tokens and images of the prompts."""
         if self.config.algorithm.members:
             raise NotPossibleError("members of the groups may have changed prompts")
         for position, saved in enumerate(self._saved):
@@ -202,7 +204,7 @@ class RowsReplay:
 
     @cached_property
     def _groups(self) -> list[Group]:
-        """The step's groups with the components of their rewards, as they were before the shapers."""
+        """The step's groups before the shapers, with the components of their rewards."""
         weights = {component.name: component.weight for component in self.config.rewards.components}
         groups: list[Group] = []
         number = None
@@ -231,12 +233,12 @@ class RowsReplay:
         return groups
 
     def _rewards(self) -> Finding | None:
-        """Each component of the reward is what its function gives now."""
+        """Check that each reward function returns the recorded value again."""
         rewards = self.config.rewards
         if not rewards.components or not self.config.algorithm.samples_from_policy:
             raise NotPossibleError("the responses have no rewards by functions")
         if rewards.is_served or self.config.rollout.conversation is not None:
-            raise NotPossibleError("servers or environments gave rewards")
+            raise NotPossibleError("servers or environments computed the rewards")
         again = [
             replace(group, rollouts=[replace(rollout) for rollout in group.rollouts])
             for group in self._groups
@@ -259,21 +261,21 @@ class RowsReplay:
 
     @cached_property
     def _shaped(self) -> list[Group]:
-        """The groups after the shapers. Raises NotPossibleError where a shaper asks outside or drops some."""
+        """The groups after the shapers. Raises NotPossibleError if these cannot be applied again."""
         algorithm = self.config.algorithm.sized(self.config.rollout.max_tokens)
         if any(shaper.outside for shaper in algorithm.shapers):
-            raise NotPossibleError("a shaper asked outside")
+            raise NotPossibleError("a shaper calls another model or a function of the user")
         if algorithm.members or self.config.rollout.conversation is not None:
-            raise NotPossibleError("members or turns have rewards of their own")
+            raise NotPossibleError("members or environments set rewards themselves")
         shaped, _ = run_shapers(algorithm.shapers, self._groups, self._record.step)
         if sum(len(g.rollouts) for g in shaped) != len(self._saved):
             raise NotPossibleError(
-                "the shapers drop responses that the run trained: they saw others beside them"
+                "the shapers drop responses that the run trained: in the run they had further responses"
             )
         return shaped
 
     def _shapers(self) -> Finding | None:
-        """Each reward is the weighted sum of its components after the shapers."""
+        """Check that each reward equals the weighted sum of its components after the shapers."""
         if not self.config.rewards.components or not self.config.algorithm.samples_from_policy:
             raise NotPossibleError("the responses have no rewards by functions")
         rewards = [reward for group in self._shaped for reward in group.rewards]
@@ -284,7 +286,7 @@ class RowsReplay:
         return None
 
     def _rows(self) -> Finding | None:
-        """The rows' rewards and flags are those of the rollouts."""
+        """Check that the rows have the rewards and flags of the rollout file."""
         try:
             trained = [rollout.trained for group in self._shaped for rollout in group.rollouts]
         except NotPossibleError:
@@ -297,16 +299,16 @@ class RowsReplay:
                     text = f"reward {reward:g} in the rows, {saved['reward']:g} in the rollout file"
                     return self._differs("rows", text, position)
                 if truncated != (saved["finish_reason"] == "length"):
-                    text = f"truncated={truncated} in the rows, and it ended by {saved['finish_reason']}"
+                    text = f"truncated={truncated} in the rows, but it ended by {saved['finish_reason']}"
                     return self._differs("rows", text, position)
                 is_trained = rows.trained_n is None or bool(rows.trained_n[i])
                 if trained is not None and is_trained != trained[position]:
-                    text = f"trained={is_trained} in the rows; the shapers say {trained[position]}"
+                    text = f"trained={is_trained} in the rows, but {trained[position]} after the shapers"
                     return self._differs("rows", text, position)
         return None
 
     def _advantages(self, state: dict[str, Any] | None) -> Finding | None:
-        """The advantages are what the estimator gives for the rows."""
+        """Check that the estimator computes the recorded advantages from the rows."""
         if self.config.algorithm.estimator is None:
             raise NotPossibleError("the method has no advantages: its loss takes rewards")
         estimator = self.config.algorithm.sized(self.config.rollout.max_tokens).estimator
@@ -315,7 +317,7 @@ class RowsReplay:
         if isinstance(built, Stateful):
             if state is None:
                 raise NotPossibleError(
-                    "the estimator remembers earlier steps, and no checkpoint before is there"
+                    "the estimator remembers earlier steps, and there is no checkpoint before this step"
                 )
             built.load_state_dict(state)
         for rows in self._record.mini_batches:
@@ -333,7 +335,7 @@ class RowsReplay:
         return None
 
     def _mask(self) -> Finding | None:
-        """The updates trained the rows that are marked as trained, and no others, in every pass."""
+        """Check that every pass of updates trained exactly the rows that are marked as trained."""
         expected = [rows.trained() for rows in self._record.mini_batches]
         expected = [rows for rows in expected if len(rows)] * self.config.train.batch_epochs
         for update, rows in zip(self._record.updates, expected, strict=False):
@@ -350,7 +352,7 @@ class RowsReplay:
 
 
 def state_after(config: Config, record: StepRecord, state: dict[str, Any]) -> dict[str, Any]:
-    """The estimator's state after a recorded step, from that before; {} for one that remembers nothing."""
+    """Return the estimator's state after a recorded step, given the state before; {} if it has no state."""
     algorithm = config.algorithm.sized(config.rollout.max_tokens)
     built = None if algorithm.estimator is None else algorithm.estimator.build()
     if not isinstance(built, Stateful):

@@ -1,4 +1,4 @@
-"""Replays a step of a run on this machine: configuration, records, checkpoint, in the order of the step."""
+"""Replays a step of a run on this machine, from its configuration, records and checkpoint."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ Tell = Callable[[Finding], None]
 def replay(
     config: Config, step: int, with_model: bool, tell: Tell, layout: Sequence[str] = ()
 ) -> Finding | None:
-    """Compute a recorded step again; returns the first finding that differs, or None.
+    """Compute a recorded step again, and return the first finding that differs, or None.
 
-    `layout`: overrides of `parallel` for the ranks that compute it; every rank makes the same findings.
-    `tell` gets every finding as it comes. Steps between the checkpoint and `step` are taken first, and are
-    compared as well. Raises DataError for a step without a record, ConfigError and CheckpointError.
+    `layout`: overrides of `parallel` for the ranks that compute the step; every rank gets the same findings.
+    `tell` is called with each finding as soon as it is made. The steps between the checkpoint and `step` are
+    computed and compared first. Raises DataError for a step without a record, ConfigError and
+    CheckpointError.
     """
     record = read(config.output_dir, step)
     limits = Tolerances.of(config.model.dtype)
@@ -51,7 +52,7 @@ def replay(
 
 
 def _without_model(record: StepRecord, start: Start | None, with_model: bool) -> str:
-    """Why the model's part cannot be replayed, or ""."""
+    """Return the reason why the model's part cannot be replayed, or ""."""
     if not with_model:
         return "--without-model"
     if start is None:
@@ -73,7 +74,7 @@ def rows_of(config: Config, step: int, limits: Tolerances) -> RowsReplay:
 
 
 def earlier_findings(model: ModelReplay, rows: RowsReplay, step: int) -> Iterator[Finding]:
-    """Take a step before the replayed one, which has these rows. Raises DataError without its images."""
+    """Replay a step before the requested one. Raises DataError if the images of its prompts are missing."""
     model.members = rows.members
     try:
         record = rows.with_images()
@@ -83,7 +84,7 @@ def earlier_findings(model: ModelReplay, rows: RowsReplay, step: int) -> Iterato
 
 
 def _without_images(rows: RowsReplay) -> str:
-    """Why the images of the step's prompts cannot be had, or ""."""
+    """Return the reason why the images of the step's prompts are not available, or ""."""
     try:
         rows.with_images()
     except NotPossibleError as reason:
@@ -92,7 +93,7 @@ def _without_images(rows: RowsReplay) -> str:
 
 
 def _model_findings(model: ModelReplay, rows: RowsReplay, step: int) -> Iterator[Finding]:
-    """The findings of the model in `step`, which has these rows, after those of earlier ones that differ."""
+    """Yield the model's findings in `step`, or only the first one that differs in an earlier step."""
     for number in range(model.start.step + 1, step):
         before = rows_of(rows.config, number, rows.limits)
         for finding in earlier_findings(model, before, number):

@@ -1,4 +1,4 @@
-"""Prompts as an engine would get them that renders the run's chats by another template than the run."""
+"""The prompts that an engine would see if it rendered the run's chats by another chat template."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Around:
     """The text that a chat template writes before and after the content of a user's only message."""
 
     before: str
-    after: str  # with the opening of the policy's turn
-    unopened: str  # without it
+    after: str  # the text after the content, with the generation prompt, which opens the policy's turn
+    unopened: str  # the text after the content without the generation prompt
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase, system: str | None) -> Around | None:
-        """None for a template that refuses such a chat, or does not write its content as it is."""
+        """Render a chat; returns None if the template refuses it or does not write its content unchanged."""
         chat = [{"role": "user", "content": _CONTENT}]
         if system is not None:
             chat = [{"role": "system", "content": system}, *chat]
@@ -44,17 +44,17 @@ class Around:
 class OtherTemplates:
     """The ways in which an engine may render the prompts of a run by another template.
 
-    A rollout file has the tokens of a prompt, and not its messages. So only what the template writes around a
-    user's message is taken away or added, with the system prompt of the configuration.
+    A rollout file has the tokens of a prompt, but not its messages. So only the text that the template writes
+    around a user's message, and the configuration's system prompt, are removed or added.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    own: Around | None  # around the run's own prompts; None: they are not rendered by a template
+    own: Around | None  # the text around the run's own prompts; None if no template renders them
     plain: Around | None  # without the configuration's system prompt
 
     @staticmethod
     def of(config: Config) -> OtherTemplates:
-        """Raises DataError for a tokenizer that cannot be read."""
+        """Return the templates of a run. Raises DataError if its tokenizer cannot be read."""
         data, tokenizer = config.data, load_tokenizer(config.model.path, config.model.trust_remote_code)
         if not tokenizer.chat_template:
             return OtherTemplates(tokenizer, None, None)
@@ -63,10 +63,10 @@ class OtherTemplates:
         return OtherTemplates(tokenizer, own, Around.of(tokenizer, None))
 
     def prompts(self, prompt_ids: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
-        """(the difference, the prompt's tokens with it), where the prompt's text shows where it would be."""
+        """Yield each fault and the tokens that the prompt would have with it, where the text allows it."""
         text = str(self.tokenizer.decode(list(prompt_ids)))
         if self._ids(text) != list(prompt_ids):
-            return  # tokens that a text does not write, so that no other text tells the engine's
+            return  # the text does not determine these tokens, so another text would not either
         for detail, other in self._texts(text):
             ids = self._ids(other)
             if ids and other != text:
@@ -89,5 +89,5 @@ class OtherTemplates:
     def _ids(self, text: str) -> list[int]:
         try:
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        except Exception as error:  # tokenizers raises no narrower one
+        except Exception as error:  # the tokenizers library raises plain Exception
             raise DataError(f"the tokenizer cannot write {text[:60]!r}: {error}") from None

@@ -17,7 +17,7 @@ def environment_reward(prompt: Prompt, rollout: Rollout) -> float:
 def count(prompt: Prompt, rollout: Rollout, *, of: str) -> float:
     """The conversation's number of turns (`of` = "turns"), or its count of another name, such as tool_calls.
 
-    0 where nothing was counted under that name. Raises ValueError for a response that is not a conversation.
+    The result is 0 if no count has that name. Raises ValueError for a response that is not a conversation.
     """
     if not rollout.turns:
         raise ValueError(f"{of} of a response that is not a conversation")
@@ -41,7 +41,7 @@ class NamedCounts:
         """
         conversations = [rollout for group in groups for rollout in group.rollouts if rollout.turns]
         if not self._unseen or not any(c.finish_reason == "stop" for c in conversations):
-            return  # cut off before the environment could count
+            return  # the conversation was cut off before the environment counted anything
         counted = {name for conversation in conversations for name in conversation.counts}
         for name, i in self._unseen.items():
             if name not in counted:

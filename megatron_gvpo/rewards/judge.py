@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from megatron_gvpo.core.json_files import unique_keys
 from megatron_gvpo.core.plain_values import finite_number
 from megatron_gvpo.core.template import filled
 from megatron_gvpo.groups import Prompt, Rollout, message_text
@@ -29,7 +30,7 @@ class Judge:
 
     def __init__(self, served: JudgeConfig, key: str) -> None:
         self._served, self._key = served, key
-        self.invalid = 0  # answers that were not verdicts
+        self.invalid = 0  # number of answers that were not verdicts
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -42,7 +43,8 @@ class Judge:
         except ServerRefused as error:
             if not error.is_request:
                 raise
-            raise Misfit(f"{self._key}: {error} (servers.api_key_env names the key's variable)") from None
+            hint = " (servers.api_key_env names the key's variable)" if error.status in (401, 403) else ""
+            raise Misfit(f"{self._key}: {error}{hint}") from None
         try:
             names = [model["id"] for model in answer["data"]]
         except (LookupError, TypeError):
@@ -102,13 +104,13 @@ class Judge:
         return {**body, **served.request}
 
     def read(self, text: str) -> tuple[float, str]:
-        """(score, explanation) of a verdict. Raises InvalidVerdict."""
+        """Return the score and the explanation in a judge's answer. Raises InvalidVerdict."""
         if self._served.regex is not None:
             match = re.fullmatch(self._served.regex, text.strip(), re.DOTALL)
             score, explanation = (None, text) if match is None else (match[1], text.strip())
         else:
             try:
-                fields = json.loads(text)
+                fields = json.loads(text, object_pairs_hook=unique_keys)
             except (ValueError, RecursionError) as error:
                 raise InvalidVerdict(f"not JSON ({error}): {_shown(text)}") from None
             if not isinstance(fields, dict):
@@ -167,7 +169,7 @@ def prompt_messages(prompt: Prompt, keys: Sequence[str]) -> Messages:
 def scored_chat(prompt: Prompt, rollout: Rollout, keys: Sequence[str]) -> Messages:
     """The prompt's chat and the response, or the conversation that followed the prompt.
 
-    The last chat of an agent program is complete: it begins with what the program made of the prompt.
+    The last chat of an agent program already contains the prompt, as the program wrote it.
     """
     messages = rollout.messages or [{"role": "assistant", "content": rollout.text}]
     is_complete = messages[0]["role"] != "assistant"
@@ -175,7 +177,7 @@ def scored_chat(prompt: Prompt, rollout: Rollout, keys: Sequence[str]) -> Messag
 
 
 def as_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """A single message's content; of several, each after its role."""
+    """The content of a single message; of several messages, each content after its role."""
     if len(messages) == 1:
         return message_text(messages[0])
     return "\n\n".join(f"{message['role']}: {message_text(message)}" for message in messages)

@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"[+-]?[0-9][0-9,]{0,100}(?:\.[0-9]{1,100})?")
 # LaTeX and typesetters put these between groups of three digits; math-verify knows the comma alone.
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:\\[,;:! ]|~|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
 _QUANTITY = re.compile(rf"(?:\\?\$ ?)?({_NUMBER.pattern})((?: [A-Za-z]{{2,}}){{1,6}})")
-# Words after a number that make another number of it, or more than one answer.
+# Words after a number that change its value, or make it more than one answer.
 _NO_UNITS = re.compile(
     r"or|and|to|not|no|plus|minus|times|over|squared|cubed|mod|pi|dozen|hundred|thousand|[mbtr]+illion|half|"
     r"halves|quarters?|thirds?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?"
@@ -60,7 +60,7 @@ def verify_math(prompt: Prompt, rollout: Rollout, marker: str | None = None) -> 
 
 
 def _marked(text: str, marker: str) -> str | None:
-    """The answer after the last `marker`, without what sets it off from the text, or its box."""
+    """Return the answer after the last `marker`, without markup and box."""
     *_, last = [None, *re.finditer(re.escape(marker), text, re.IGNORECASE)]
     if last is None:
         return None

@@ -1,7 +1,7 @@
-"""Reward functions in worker processes: one that hangs or crashes costs its rollout, not the run.
+"""Runs reward functions in worker processes: a function that hangs or crashes affects only its rollout.
 
-Workers are plain subprocesses, because `multiprocessing` would run the user's script again in each. They
-answer call by call, so that the pool always knows which call took a worker down.
+Workers are plain subprocesses, because `multiprocessing` would run the user's script again in each. Workers
+answer call by call, so that the pool always knows which call ended a worker.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from megatron_gvpo.workers.output import Printout
 from megatron_gvpo.workers.process import NOTICE, START, WorkerProcess, how_it_ended, wrong_message
 from megatron_gvpo.workers.reaper import PATIENCE
 
-_CHUNK = 32  # calls sent at once: enough to hide the way there and back, few enough to share evenly
+_CHUNK = 32  # calls in one message: enough to hide its latency, few enough to share the work evenly
 _WAIT = 1.0  # seconds of one wait for workers
-_DEATHS = 3  # workers that may die in a row without a call to blame
+_DEATHS = 3  # the number of workers in a row that may end without a call that caused it
 
 
 class _Job(NamedTuple):
@@ -61,7 +61,7 @@ class _Failure(NamedTuple):
 class RewardPool:
     """Worker processes that score rollouts by functions. A context manager: they start and end with it.
 
-    `counts` are the names of what every conversation counts, for `check`.
+    `counts` are the names of the counts that every conversation has, for `check`.
     """
 
     def __init__(self, config: RewardsConfig, counts: Sequence[str] = ()) -> None:
@@ -69,12 +69,12 @@ class RewardPool:
         # The functions, by their indices in rewards.components; the other components are models on servers.
         self._components = {i: c for i, c in enumerate(config.components) if c.served is None}
         self._functions = [_function(i, component) for i, component in self._components.items()]
-        # Read at the start of the run, so that a worker that replaces another loads the same files.
+        # Files are read at the start of the run, so that a worker that replaces another loads the same ones.
         self._files = contents([[function.spec, function.options] for function in self._functions])
         self._named_counts = NamedCounts(self._components, counts)
         self._printout = Printout([component.name for component in self._components.values()])
         self._workers: list[_RewardWorker] = []
-        self._deaths = 0  # workers that have died in a row without a job to blame
+        self._deaths = 0  # workers in a row that have ended without a job that caused it
         self._warned_shares: dict[str, float] = {}  # the share of failures in each component's last warning
 
     def __enter__(self) -> Self:
@@ -109,7 +109,7 @@ class RewardPool:
 
         A component that raises, exceeds the time limit, kills its process or returns anything but a finite
         number is 0 for that rollout, and the error is recorded. Equal responses to a prompt are scored once.
-        Raises ConfigError if a worker that is gone cannot be replaced.
+        Raises ConfigError if a worker that has ended cannot be replaced.
         """
         equal: dict[Any, list[Rollout]] = {}
         jobs: list[_Job | _Failure] = []
@@ -174,10 +174,10 @@ class RewardPool:
         rollout.reward = sum((c.weight * rewards[c.name] for c in components), 0.0)
 
     def _evaluate(self, jobs: Sequence[_Job | _Failure]) -> list[float | _Failure]:
-        """Each job's value, or its failure.
+        """Return the value of each job, or its failure.
 
-        A job whose worker was killed is tried once more: the kernel kills a worker where other processes have
-        taken the memory, and its response should not pay for that.
+        A job whose worker was killed is tried once more, because the kernel may have killed the worker for
+        the memory use of other processes.
         """
         answers: dict[int, float | _Failure] = {i: j for i, j in enumerate(jobs) if isinstance(j, _Failure)}
         retried: set[int] = set()
@@ -188,7 +188,7 @@ class RewardPool:
                     chunk = todo.popleft()
                     try:
                         worker.give(chunk)
-                    except OSError as error:  # the worker died while idle, so no job is to blame
+                    except OSError as error:  # the worker ended while idle, so no job is the cause
                         todo.appendleft(chunk)
                         self._note_death(f"a worker cannot be given its jobs: {error}")
                         self._replace(i)
@@ -215,7 +215,7 @@ class RewardPool:
         wait([d for worker in self._workers for d in worker.process.descriptors()], seconds)
 
     def _note_death(self, reason: str) -> None:
-        """Raises ConfigError if workers die one after the other with no job to blame."""
+        """Raises ConfigError if workers end one after the other without a job as the cause."""
         self._deaths += 1
         if self._deaths > _DEATHS:
             raise ConfigError(f"rewards: {reason}, {self._deaths} times in a row")
@@ -234,7 +234,7 @@ class _RewardWorker:
         notice = min(NOTICE, timeout / 4)
         self.process = WorkerProcess("rewards", "rewards", functions, files, printout, notice)
         self.pending: deque[_Job] = deque()
-        # Why the first job in `pending` gets no answer, and no later one.
+        # The reason for which the first job in `pending`, and every later one, gets no answer.
         self.failure: _Failure | None = None
         self._timeout = timeout
         self._deadline = math.inf  # deadline of the first job in `pending`
@@ -245,7 +245,7 @@ class _RewardWorker:
         return self.process.is_ready and not self.pending
 
     def give(self, jobs: Sequence[_Job]) -> None:
-        """Send the jobs. Raises OSError if the process is gone."""
+        """Send the jobs. Raises OSError if the process has ended."""
         indices: dict[bytes, int] = {}  # an index for each prompt and rollout; jobs may share them
         scores = [
             Score(
@@ -272,7 +272,9 @@ class _RewardWorker:
         return max(0.0, self._deadline - running_seconds()) if self.pending else math.inf
 
     def take(self) -> dict[int, float | _Failure]:
-        """The answers that have come, by the jobs' numbers. Sets `failure` where the next one will not come.
+        """The answers that have arrived, by the jobs' numbers.
+
+        Sets `failure` if the next one will not arrive.
 
         Raises ConfigError if a component's function cannot be loaded, or not in time.
         """
@@ -281,7 +283,7 @@ class _RewardWorker:
             for reply in self.process.replies():
                 if not self.pending or reply.call != self.pending[0].number:
                     if isinstance(reply, Importing):
-                        continue  # the message crossed the call's result
+                        continue  # the result was already under way when the call was cancelled
                     raise WireError("not an answer to the job")
                 match reply:
                     case Importing():

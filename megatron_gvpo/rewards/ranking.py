@@ -17,7 +17,7 @@ def ndcg(prompt: Prompt, rollout: Rollout, key: str = "relevance", k: int = 10) 
     """NDCG@k of the documents in the order of their scores.
 
     The gain is the sum of (2^relevance - 1) / log2(rank + 1), divided by that of the ideal order. Documents
-    without a score come last, ties in the order of their numbers. It is 0 if no document is relevant.
+    without a score come last, ties in the order of their numbers. The result is 0 if no document is relevant.
     """
     relevance, score = _relevance(prompt, key), scores(rollout.text)
     order = sorted(range(1, len(relevance) + 1), key=lambda d: -score.get(d, -math.inf))
@@ -26,7 +26,7 @@ def ndcg(prompt: Prompt, rollout: Rollout, key: str = "relevance", k: int = 10) 
 
 
 def alignment(prompt: Prompt, rollout: Rollout, key: str = "relevance") -> float:
-    """1 minus the mean distance of the scores from relevance / maximum; a missing score is 1 off."""
+    """1 minus the mean distance of the scores from relevance / maximum; a missing score is 1 away."""
     relevance, score = _relevance(prompt, key), scores(rollout.text)
     highest = max(relevance) or 1.0
     distances = [

@@ -50,7 +50,10 @@ class RewardModel:
         return ids
 
     async def check(self, http: Http, timeout: float) -> None:
-        """Compare its files with `path`, and its score of a probe with the first server's. Raises Misfit."""
+        """Compare a server's files with `path`, and its score of a probe with the first server's.
+
+        Raises Misfit.
+        """
         served = self._served
         await http.get("/health", timeout=timeout)
         await check_model(http, served.servers.engine, served.path, f"{self._key}.path", timeout)
@@ -151,4 +154,6 @@ def _read_sglang(answer: Any) -> tuple[list[list[float]], int]:
 
 def _read_vllm(answer: Any) -> tuple[list[list[float]], int]:
     ordered = sorted(answer["data"], key=lambda one: one["index"])
+    if (indices := [one["index"] for one in ordered]) != [*range(len(ordered))]:
+        raise ValueError(f"its scores have the indices {cut(str(indices))}, and each text has one")
     return [one["probs"] for one in ordered], answer["usage"]["prompt_tokens"]

@@ -1,4 +1,4 @@
-"""The reward models and judges of a run, on servers: rank 0 asks, and all ranks get the verdicts."""
+"""Scores responses by reward models and judges on servers: rank 0 sends requests, all ranks get verdicts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _ServedComponent(NamedTuple):
     name: str
     model: RewardModel | Judge
     servers: Servers
-    constants: dict[str, float]  # metrics that do not change
+    constants: dict[str, float]  # metrics that stay the same during the run
 
 
 class ServedRewards(ModelClient):
@@ -175,7 +175,7 @@ class ServedRewards(ModelClient):
 
 
 def _hash(path: str | None) -> dict[str, float]:
-    """The metric that shows when a model has been replaced; empty if its files are not on this machine."""
+    """A hash of a model's files as a metric, which shows a replaced model; empty without its files."""
     hashes = None if path is None else fingerprint(Path(path))
     return {} if hashes is None else {"model_hash": float(int(hashes["sha256"][:8], 16))}
 

@@ -25,7 +25,7 @@ from megatron_gvpo.types import OnWait, TrainBatch
 
 SECTION = "teacher.server"
 PROBE = list(range(8))  # token ids whose log-probs tell one model from another
-# Token ids, and the index of the first one whose log-prob is wanted.
+# A request: token ids, and the index of the first one whose log-prob is requested.
 LogProbRequest = tuple[tuple[int, ...], int]
 
 
@@ -47,7 +47,7 @@ class ServedTeacher(ModelClient):
         self._teacher, self._settings, self._dtype = teacher, teacher.server, dtype
         self._cards, self._output_dir, self._first_gpu = cards, output_dir, first_gpu
         super().__init__("teacher client")
-        # The rest exists on rank 0 alone.
+        # The following attributes exist on rank 0 alone.
         self._servers: Servers | None = None
         self._probe: list[float] | None = None  # log-probs of PROBE by the first server
         # Requests of the present step.
@@ -69,7 +69,7 @@ class ServedTeacher(ModelClient):
     def score(self, rows: TrainBatch, on_wait: OnWait = None) -> Tensor:
         """Return the response tokens' log-probs, fp32 [r] on the CPU of every rank.
 
-        `on_wait` is called now and then while ranks wait. Raises RolloutError if a server refuses a
+        `on_wait` is called from time to time while ranks wait. Raises RolloutError if a server refuses a
         request, or none answers within `teacher.server.start_timeout`.
         """
         begin_s = time.perf_counter()
@@ -79,7 +79,7 @@ class ServedTeacher(ModelClient):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the present step, on rank 0."""
+        """Return the metrics of the current step, on rank 0."""
         if self._servers is None:
             return {}
         return {
@@ -118,7 +118,10 @@ class ServedTeacher(ModelClient):
         return logps
 
     async def _check(self, http: Http) -> None:
-        """Compare its files with `teacher.path`, and its probe with the first server's. Raises Misfit."""
+        """Compare a server's files with `teacher.path`, and its probe with the first server's.
+
+        Raises Misfit.
+        """
         timeout, engine = self._settings.request_timeout, self._settings.engine
         await http.get("/health", timeout=timeout)
         await check_model(http, engine, self._teacher.path, "teacher.path", timeout)

@@ -1,4 +1,4 @@
-"""The output directory while a run uses it: locked, without the files that the run replaces."""
+"""Locks a run's output directory, and removes the files that the run replaces."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ class RunDirectory:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold the lock. Raises ConfigError if another run holds it, or was there since this one looked."""
+        """Hold the lock of the directory.
+
+        Raises ConfigError if another run holds it, or has written to the directory meanwhile.
+        """
         with ExitStack() as opened:
 
             def claim() -> None:
@@ -57,9 +60,10 @@ class RunDirectory:
                 self._newest = newest_step(self._path)
 
     def begin(self, step: int, resumed: bool) -> None:
-        """Make the directory this run's, from `step`: an earlier run's files go, unless they are continued.
+        """Prepare the directory for a run from `step`: remove an earlier run's files, unless it is continued.
 
-        The record of the run is written. A log line says what differs from the run that is continued.
+        The record of the run is written. A log line names the settings that differ from those of the
+        continued run.
         """
 
         def write() -> None:
@@ -70,7 +74,8 @@ class RunDirectory:
                         f"output_dir={self._path}: no checkpoint there was read; nothing was removed"
                     )
                 remove_earlier_run(self._config.output_dir)
-            # `--resume=auto` tells by it a run whose checkpoints were removed from one that never had any.
+            # By this directory `--resume=auto` distinguishes a run whose checkpoints were removed from one
+            # that never had any.
             (self._path / "checkpoints").mkdir(exist_ok=True)
             versions = write_record(self._config, step, int(os.environ.get("WORLD_SIZE", "1")))
             if changed or versions:

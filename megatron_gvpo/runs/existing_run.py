@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.json_files import read_metrics
@@ -16,10 +17,11 @@ from megatron_gvpo.runs.written import (
     EXPORT,
     foreign_files,
     json_object,
-    names,
-    present,
+    names_written_by,
+    present_names,
     recorded_names,
     remove_written,
+    step_name,
 )
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ _SAFE = "nothing was changed; move these files elsewhere, or give another output
 
 
 def earlier_of(resume: bool | Literal["auto"], overwrite: bool) -> Earlier:
-    """The treatment that the arguments of `Trainer`, or the options of `train`, ask for."""
+    """Return how the arguments of `Trainer`, or the options of `train`, want an earlier run treated."""
     if overwrite:
         return "overwrite"
     if resume == "auto":
@@ -46,7 +48,7 @@ def earlier_of(resume: bool | Literal["auto"], overwrite: bool) -> Earlier:
 
 
 def check_earlier_run(config: Config, earlier: Earlier) -> None:
-    """Raises ConfigError if a run may not start, or has nothing to continue. It changes nothing."""
+    """Raises ConfigError if a run may not start, or has nothing to continue. The check changes nothing."""
     directory = Path(config.output_dir)
     try:
         if earlier in ("resume", "auto") and newest_step(directory) is not None:
@@ -58,12 +60,12 @@ def check_earlier_run(config: Config, earlier: Earlier) -> None:
 
 
 def _check_continued(config: Config, directory: Path) -> None:
-    """Raises ConfigError for damaged metrics, and for files in the way of those that the run will write."""
+    """Raises ConfigError for damaged metrics, and for files at the paths that the run will write."""
     _check_name(directory)
-    _check_metrics(directory / "metrics.jsonl")
+    _check_metrics(directory)
     if not (recorded := recorded_names(directory) - {CONFIG}):
-        return  # a run without a record, from an earlier version
-    if foreign := foreign_files(directory, names(config) - recorded):
+        return  # an earlier version wrote this run without a record
+    if foreign := foreign_files(directory, names_written_by(config) - recorded):
         raise ConfigError(
             f"output_dir={directory}: with these settings the run would also write to what it has not "
             f"written so far ({foreign}): {_SAFE}"
@@ -72,10 +74,10 @@ def _check_continued(config: Config, directory: Path) -> None:
 
 def _check_new(config: Config, directory: Path, earlier: Earlier) -> None:
     """Raises ConfigError if a run may not start, or would remove files that no run has written."""
-    _check_outside(directory)
-    there, foreign = present(directory), foreign_files(directory)
-    listed = ", ".join(there)
-    if earlier == "refuse" and there:
+    _check_not_inside_run(directory)
+    names, foreign = present_names(directory), foreign_files(directory)
+    listed = ", ".join(names)
+    if earlier == "refuse" and names:
         if not foreign:
             raise ConfigError(
                 f"output_dir={directory} holds an earlier run: continue it with --resume, replace it with "
@@ -88,7 +90,7 @@ def _check_new(config: Config, directory: Path, earlier: Earlier) -> None:
             )
     if foreign and earlier != "resume":
         raise ConfigError(_would_lose(directory, foreign))
-    if earlier in ("resume", "auto") and _has_lost_checkpoints(config, there):
+    if earlier in ("resume", "auto") and _has_lost_checkpoints(config, names):
         replace = "" if foreign else "replace the run with --overwrite, "
         raise ConfigError(
             f"output_dir={directory} holds an earlier run whose checkpoints are gone: there is none in "
@@ -103,8 +105,8 @@ def _check_new(config: Config, directory: Path, earlier: Earlier) -> None:
         )
 
 
-def _check_outside(directory: Path) -> None:
-    """Raises ConfigError for a directory inside what another run writes, such as its checkpoints."""
+def _check_not_inside_run(directory: Path) -> None:
+    """Raises ConfigError for a directory inside one that another run writes, such as its checkpoints."""
     target = Path(os.path.abspath(directory))
     for other in target.parents:
         if (folder := target.relative_to(other).parts[0]) in recorded_names(other):
@@ -122,7 +124,7 @@ def _would_lose(directory: Path, foreign: str) -> str:
 
 
 def metrics_problems(file: Path, step: int) -> list[str]:
-    """Warnings where the metrics of a run that is resumed have not every step up to `step` once.
+    """Warnings where the metrics of a resumed run lack or repeat a step up to `step`.
 
     Raises OSError, and ValueError for damaged metrics.
     """
@@ -159,13 +161,15 @@ def _check_name(directory: Path) -> None:
 
     A state.json that cannot be read is damage, for which an older checkpoint is loaded.
     """
-    name = f"step_{newest_step(directory):08d}"
+    newest = newest_step(directory)
+    assert newest is not None, "only a run with a checkpoint is continued"
+    name = step_name(newest)
     for checkpoint in (directory / "checkpoints" / name, directory / "checkpoints" / f"{name}.replaced"):
         step = json_object(checkpoint / "state.json").get("step")
-        if type(step) is int and checkpoint.stem != f"step_{step:08d}":
+        if type(step) is int and step >= 0 and checkpoint.stem != step_name(step):
             raise ConfigError(
                 f"{checkpoint} is not the checkpoint of the step in its name: its state.json is of step "
-                f"{step}; rename it to step_{step:08d}, or move it elsewhere if it is a copy"
+                f"{step}; rename it to {step_name(step)}, or move it elsewhere if it is a copy"
             )
 
 
@@ -198,27 +202,27 @@ def lacks_summary(directory: Path, step: int) -> bool:
 
 def _is_unreported(directory: Path, step: int) -> bool:
     """True if the engine failed after the step's updates: its evaluation and its record are missing."""
-    return "unreported" in json_object(directory / "checkpoints" / f"step_{step:08d}" / "state.json")
+    return "unreported" in json_object(directory / "checkpoints" / step_name(step) / "state.json")
 
 
 def check_step(output_dir: str, step: int) -> None:
     """Raises ConfigError, which lists the steps, for a --step of which there is no checkpoint."""
-    there = checkpoint_steps(Path(output_dir))
-    if step not in there:
+    steps = checkpoint_steps(Path(output_dir))
+    if step not in steps:
         raise ConfigError(
             f"--step {step}: {Path(output_dir) / 'checkpoints'} has no complete checkpoint of this step (it "
-            f"has: {', '.join(map(str, there)) or 'none'})"
+            f"has: {', '.join(map(str, steps)) or 'none'})"
         )
 
 
-def finished(config: Config) -> str | None:
-    """A sentence for the user if the run in the output directory is finished, else None."""
+def finished_message(config: Config) -> str | None:
+    """A sentence for the user if the run in the output directory has finished, else None."""
     directory, steps = Path(config.output_dir), config.train.steps
     newest = newest_step(directory)
     if newest is None or newest < steps:
         return None
     if config.checkpoint.export_hf and exported_step(directory / "hf") != newest:
-        return None  # no file, or one of fewer steps: the run ended before that step
+        return None  # the run ended before that step
     if _is_unreported(directory, newest) or lacks_summary(directory, newest):
         return None
     return (
@@ -239,50 +243,69 @@ def remove_earlier_run(output_dir: str) -> None:
     remove_written(directory)
 
 
-def _check_metrics(file: Path) -> None:
+def _check_metrics(directory: Path) -> None:
     """Raises ConfigError for metrics that cannot be continued. A last line that was cut off is normal."""
+    file = directory / "metrics.jsonl"
     try:
-        if file.exists():
-            read_metrics(file)
+        records = read_metrics(file) if file.exists() else []
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{error}: the metrics of the run are damaged; mend the line, or move the file away to go on "
             "without the records so far"
         ) from None
+    of_step = {record["step"]: record for record in records}
+    for step in checkpoint_steps(directory):
+        if step in of_step and (problem := _other_metrics(directory, step, of_step[step])):
+            raise ConfigError(
+                f"{file}: its record of step {step} is not that of the checkpoint of this step ({problem}): "
+                "the file is of another run, or was changed. Put the run's own back, or move it away to go "
+                "on without the records so far"
+            )
 
 
-def _has_lost_checkpoints(config: Config, there: list[str]) -> bool:
+def _other_metrics(directory: Path, step: int, record: Mapping[str, Any]) -> str:
+    """The first metric of a checkpoint that differs from the record of its step, as text; or ""."""
+    reported = json_object(directory / "checkpoints" / step_name(step) / "state.json").get("reported")
+    for name, value in reported.items() if isinstance(reported, dict) else ():
+        is_number = type(value) in (int, float) and math.isfinite(value)
+        if is_number and record.get(name) != value:
+            return f"{name} is {record.get(name)} in one and {value} in the other"
+    return ""
+
+
+def _has_lost_checkpoints(config: Config, names: list[str]) -> bool:
     """True if a run without checkpoints once had some: starting it again would lose its work.
 
     A run makes the directory `checkpoints` before it writes anything else.
     """
-    if not there:
+    if not names:
         return False
-    if "checkpoints" not in there or set(there) & {*_LAST}:
+    if "checkpoints" not in names or set(names) & {*_LAST}:
         return True
     every, metrics = config.checkpoint.every, Path(config.output_dir) / "metrics.jsonl"
     if not every or not metrics.is_file():
         return False
-    with metrics.open(
-        "rb"
-    ) as lines:  # one line for step 0 (an evaluation, or empty), and one for every later step
+    with metrics.open("rb") as lines:
+        # The file has one line for step 0 (an evaluation, or empty), and one for every later step.
         return sum(1 for _ in lines) > every + 1
 
 
 def check_empty(directory: Path, name: str) -> None:
     """Raises ConfigError, which begins with `name`, if `directory` is not empty, or cannot be written."""
-    there = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
-    if not os.path.isdir(there):
-        raise ConfigError(f"{name}: {there} is not a directory")
+    if os.path.islink(directory):
+        raise ConfigError(f"{name}: this is a link, to {os.readlink(directory)}: name the directory itself")
+    existing = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
+    if not os.path.isdir(existing):
+        raise ConfigError(f"{name}: {existing} is not a directory")
     try:
         with suppress(FileNotFoundError):
             os.lstat(directory)  # raises for a name that is too long
-        if there == directory and any(directory.iterdir()):
+        if existing == directory and any(directory.iterdir()):
             raise ConfigError(f"{name}: this directory is not empty")
     except OSError as error:
         raise ConfigError(f"{name}: {error.strerror}") from None
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{name}: nothing can be written in {there}: permission denied, or read-only")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{name}: nothing can be written in {existing}: permission denied, or read-only")
 
 
 def check_outside(directory: Path, name: str, others: Iterable[Path]) -> None:

@@ -33,7 +33,10 @@ def prepare_repository(settings: HubConfig) -> None:
 
 
 def upload_export(options: CheckpointConfig, out: Path, step: int) -> None:
-    """Upload the export in `out`, the best one where the run keeps it, if options say so. Raises HubError."""
+    """If the settings ask for it, upload the export in `out`: the best one if the run keeps it.
+
+    Raises HubError.
+    """
     if options.push_to_hub is not None:
         best = out / "hf_best"
         directory = best if options.keep_best is not None and best.is_dir() else out / "hf"
@@ -69,7 +72,7 @@ def _api(settings: HubConfig) -> Any:
 
 
 def _answer(ask: Callable[[], Any]) -> Any:
-    """The hub's answer. Raises HubError with one line of what went wrong."""
+    """The hub's answer. Raises HubError with the error in one line."""
     from huggingface_hub.errors import HfHubHTTPError
 
     try:

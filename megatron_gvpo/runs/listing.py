@@ -15,7 +15,7 @@ from megatron_gvpo.core.json_files import checked_record
 from megatron_gvpo.core.plain_values import finite_number
 from megatron_gvpo.runs.existing_run import checkpoint_steps
 from megatron_gvpo.runs.lock import is_locked
-from megatron_gvpo.runs.written import CONFIG, OWN, RUN
+from megatron_gvpo.runs.written import CONFIG, OWN, RUN, json_object
 
 State = Literal["running", "finished", "stopped"]
 
@@ -27,9 +27,9 @@ class RunSummary:
     """A run on disk.
 
     `state`: `running` while a process holds its lock, `finished` after its last step, otherwise `stopped`:
-    interrupted or failed. `checkpoint` is the newest complete one. `best` is the highest value of
-    the metric, at `best_step`; None if no step has it. `is_damaged`: a line of metrics.jsonl that was looked
-    at is not a record of a step.
+    interrupted or failed. `checkpoint` is the newest complete one. `best` is the highest value of the metric,
+    at `best_step`; None if no step has it. `is_damaged`: one of the lines of metrics.jsonl that were read is
+    not a record of a step.
     """
 
     directory: Path
@@ -54,7 +54,7 @@ def differing(runs: Sequence[RunSummary]) -> dict[str, list[Any]]:
     """The keys of the runs' configurations that differ, each with its values in the order of the runs.
 
     A run without the key, or without a configuration that can be read, has None. `output_dir` is the run's
-    name. Lists count as one value.
+    name. A list counts as one value.
     """
     settings = [_settings(run.directory / CONFIG) for run in runs]
     keys = dict.fromkeys(key for values in settings for key in values if key != "output_dir")
@@ -65,7 +65,8 @@ def differing(runs: Sequence[RunSummary]) -> dict[str, list[Any]]:
 def _settings(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    from megatron_gvpo.core.yaml_files import read_yaml  # takes a while; a list without runs needs none
+    # imported here, because it takes long and a list without runs does not need it
+    from megatron_gvpo.core.yaml_files import read_yaml
 
     with suppress(ConfigError):
         return dict(_leaves(read_yaml(file), ""))
@@ -113,10 +114,8 @@ def _summary(directory: Path, metric: str) -> RunSummary:
 
 def _finished_at(directory: Path) -> int | None:
     """The last step of a run that came to its end; a run that was continued since may have later ones."""
-    with suppress(OSError, ValueError, AttributeError):
-        steps = json.loads((directory / "summary.json").read_text()).get("steps")
-        return steps if type(steps) is int else None
-    return None
+    steps = json_object(directory / "summary.json").get("steps")
+    return steps if type(steps) is int else None
 
 
 def _metrics(file: Path, metric: str) -> tuple[dict[str, Any], tuple[float, int] | None, bool]:
@@ -124,12 +123,14 @@ def _metrics(file: Path, metric: str) -> tuple[dict[str, Any], tuple[float, int]
     is_damaged = False
     best: tuple[float, int] | None = None
     last, key = b"", json.dumps(metric).encode() + b":"
+    if not file.is_file():  # a pipe would never end
+        return {}, None, os.path.lexists(file)
     with suppress(OSError), file.open("rb") as lines:
         for line in lines:
             if not line.endswith(b"\n"):  # cut off, or being written
                 break
             last = line
-            if key in line:  # only such lines are parsed: a file may have 100,000
+            if key in line:  # only such lines are parsed, because a file may have 100,000
                 record = _record(line)
                 is_damaged |= not record
                 value = finite_number(record.get(metric))

@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.runs.written import json_object
 
 log = logging.getLogger(__name__)
 
 FILE = "run.lock"
-# Seconds to wait for a lock: of a process that lives and may be about to end, as a killed one does for a
-# moment; and of one that is ending, which frees its memory first, or is on another machine.
+# Seconds to wait for a lock. The first is for a lock of a living process, which may be about to end, as a
+# killed process lives on for a moment; the second for a process that is ending, which frees its memory first,
+# or is on another machine.
 PATIENCE_WITH_LIVING, PATIENCE = 1.0, 10.0
 # Seconds to wait for the lock of an earlier start of the same cluster job: an NFS server keeps the lock of a
 # machine that failed until the machine's lease is over, which takes 90 s by default.
@@ -49,7 +51,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 class RunLock:
     """A context manager that holds the lock on `output_dir`, which it makes if it must.
 
-    On leaving it removes its file, and the directories that it made and that are still empty.
+    On exit it removes its file, and directories that it made if they are still empty.
     """
 
     def __init__(self, output_dir: str) -> None:
@@ -86,7 +88,7 @@ class RunLock:
             _open.discard(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = None
-        with suppress(OSError):  # not empty: the run has written something
+        with suppress(OSError):  # the directory is not empty, because the run has written something
             while self._made:
                 self._made.pop(0).rmdir()
 
@@ -94,7 +96,7 @@ class RunLock:
         path = self._directory / FILE
         while self._descriptor is None:
             # A link could lead to another user's file.
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
             try:
                 if _lock(descriptor, path):
                     self._descriptor = descriptor
@@ -109,8 +111,8 @@ class RunLock:
 def _lock(descriptor: int, path: Path) -> bool:
     """Lock the open file; False if it no longer has this path, because its holder has just removed it.
 
-    Raises ConfigError if another run holds the lock. On a file system without locks a run of this machine
-    is told by the process that the file names; it warns of runs of others, and returns True.
+    Raises ConfigError if another run holds the lock. On a file system without locks it recognises a run on
+    this machine by the process that the file names, and warns that runs on other machines are not kept out.
     """
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_WRLCK))
@@ -151,8 +153,8 @@ def _wait_until_free(directory: Path) -> None:
 def is_locked(directory: Path) -> bool:
     """True if a run writes to the output directory."""
     try:
-        descriptor = os.open(directory / FILE, os.O_RDONLY)
-    except OSError:  # no such file; if it cannot be read, a write will say why
+        descriptor = os.open(directory / FILE, os.O_RDONLY | os.O_NONBLOCK)  # a pipe may have this name
+    except OSError:  # there is no such file, or a later write reports why it cannot be read
         return False
     try:
         answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
@@ -184,11 +186,7 @@ def _holder() -> dict[str, Any]:
 
 def _read_holder(directory: Path) -> dict[str, Any]:
     """The holder's description of itself; empty while it has not written it."""
-    with suppress(OSError, ValueError):
-        holder = json.loads((directory / FILE).read_text())
-        if isinstance(holder, dict):
-            return holder
-    return {}
+    return json_object(directory / FILE)
 
 
 def _lives_here(holder: dict[str, Any]) -> bool:

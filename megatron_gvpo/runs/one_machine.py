@@ -1,7 +1,7 @@
 """The configuration of a run as one process of this machine can compute it.
 
-`in_layout` is for a run that is over, `laptop_config` for one before it starts: fp32, and the engine inside
-the trainer's process. Nothing here loads torch: commands refuse a wrong run before that.
+`in_layout` is for a run that has ended. `laptop_config` is for a run that has not started: fp32, and the
+engine inside the trainer's process. Nothing here loads torch: commands refuse a wrong run before that.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _PATHS = ("path", "convert", "function", "packages", "environment", "program", "
 
 
 def load_run(output_dir: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration that a run has recorded, of this directory. Raises ConfigError.
+    """The configuration that the run in this directory has recorded. Raises ConfigError.
 
-    `overrides`: paths that are others on this machine, and nothing else: the run is as it was.
+    `overrides`: paths that differ on this machine, and nothing else, because the run is not changed.
     """
     for override in overrides:
         key = override.partition("=")[0]
@@ -58,7 +58,7 @@ def in_layout(config: Config, layout: Sequence[str] = ()) -> Config:
     return build_config(values)
 
 
-# These keys belong to a cluster or a GPU, and do not change what a step computes.
+# These keys belong to a cluster or a GPU, and do not change the results of a step.
 _ROLLOUT = (
     *("engine", "servers", "weights", "speculation"),
     *("async_steps", "over_sampling_prompts", "router_replay", "batch_size"),
@@ -84,5 +84,8 @@ def laptop_values(config: Config, **changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def laptop_config(config: Config, **changes: dict[str, Any]) -> Config:
-    """The configuration with which this machine tries the run. Raises ConfigError where it has none."""
+    """The configuration with which this machine tries the run.
+
+    Raises ConfigError if this machine cannot try the run.
+    """
     return build_config(laptop_values(config, **changes))

@@ -1,8 +1,9 @@
 """The record of a run in its output directory: `config.yaml` and `run.json`, compared when it is resumed.
 
-config.yaml is the whole configuration, without secrets; `megatron-gvpo train` takes it. run.json has the
-fingerprints of the files that the run reads, every start of the run (when, where, by which command, with
-which versions), and the names in the output directory that the run writes to, which `--overwrite` may remove.
+config.yaml is the whole configuration, without secrets; `megatron-gvpo train` takes it. run.json has the same
+configuration, to compare with an edited config.yaml, the fingerprints of the files that the run reads, every
+start of the run (when, where, by which command, with which versions), and the names in the output directory
+that the run writes to, which `--overwrite` may remove.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import math
 import os
 import platform
+import secrets
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,18 +25,17 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from megatron_gvpo import __version__
 from megatron_gvpo.core.commit import Commit, checked_out
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.core.json_files import read_json_object
+from megatron_gvpo.core.json_files import check_regular, read_json_object
 from megatron_gvpo.core.named_file import begins_with
 from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.secrets import as_written
 from megatron_gvpo.core.user_functions import named_files
 from megatron_gvpo.core.user_imports import imported_files
-from megatron_gvpo.core.versions import COMPONENTS, own_commit
+from megatron_gvpo.core.versions import COMPONENTS, VERSION, own_commit
 from megatron_gvpo.runs.settings_diff import Change, changes, is_allowed, known_keys, listed
-from megatron_gvpo.runs.written import CONFIG, HEADER, RUN, names, recorded_names
+from megatron_gvpo.runs.written import CONFIG, HEADER, RUN, names_written_by, recorded_names
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.reward_servers import key_of
 
@@ -53,25 +54,29 @@ def check_unchanged(config: Config, allowed: Sequence[str]) -> list[Change]:
     if unknown := set(allowed) - set(known_keys(now)):
         raise ConfigError(f"--allow-change {sorted(unknown)[0]}: the configuration has no such key")
     _check_whole(directory)
-    differences = changes(Config, _read_config(directory), now) if (directory / CONFIG).exists() else []
+    differences, edited = [], ""
+    if (directory / CONFIG).exists():
+        settings, is_edited = _read_config(directory)
+        differences = changes(Config, settings, now)
+        edited = f" as {RUN} has them ({CONFIG} differs: it was edited, or one is another run's)" * is_edited
     differences += changed_files(directory, config)
     refused = [change for change in differences if change.fixed and not is_allowed(change.key, allowed)]
     if refused:
         options = " ".join(f"--allow-change {change.key}" for change in refused)
         raise ConfigError(
             f"output_dir={directory}: the run there was trained otherwise: {listed(refused)}. Resume with "
-            f"the settings in {directory / CONFIG}, or say that this is meant: {options}"
+            f"the settings in {directory / CONFIG}{edited}, or say that this is meant: {options}"
         )
     return differences
 
 
 def _check_whole(directory: Path) -> None:
-    """Raises ConfigError if one of the record's two files is gone: nothing would be compared with it."""
+    """Raises ConfigError if one of the record's two files is missing, because nothing would be compared."""
     config, run = directory / CONFIG, directory / RUN
-    there, gone = (run, config) if run.exists() else (config, run)
-    if not gone.exists() and (there == run or begins_with(config, HEADER)):
+    existing, gone = (run, config) if run.exists() else (config, run)
+    if not gone.exists() and (existing == run or begins_with(config, HEADER)):
         raise ConfigError(
-            f"{gone} is missing, with which settings and data are compared: put it back, or move {there} "
+            f"{gone} is missing, with which settings and data are compared: put it back, or move {existing} "
             "away, too, to go on without a comparison"
         )
 
@@ -90,9 +95,12 @@ def write_record(config: Config, step: int, world_size: int) -> list[str]:
     directory, earlier = Path(config.output_dir), _read_run(Path(config.output_dir))
     start = _start(step, world_size)
     starts = [*earlier["starts"], start]
-    writes = sorted(names(config) | recorded_names(directory))
-    record = {"files": fingerprints(config), "starts": starts, "writes": writes}
-    write_complete(directory / CONFIG, HEADER + yaml.safe_dump(as_written(config), sort_keys=False))
+    writes = sorted(names_written_by(config) | recorded_names(directory))
+    identity = earlier.get("id") or secrets.token_hex(8)  # the run's checkpoints have the same id
+    settings = yaml.safe_dump(as_written(config), sort_keys=False)
+    record = {"id": identity, "files": fingerprints(config), "starts": starts, "writes": writes}
+    record["config"] = settings
+    write_complete(directory / CONFIG, HEADER + settings)
     write_complete(directory / RUN, json.dumps(record, indent=2) + "\n")
     before = starts[-2]["versions"] if len(starts) > 1 else start["versions"]
     return [
@@ -103,10 +111,11 @@ def write_record(config: Config, step: int, world_size: int) -> list[str]:
 
 
 def fingerprints(config: Config) -> dict[str, dict[str, Any]]:
-    """Size and hash of what the run reads, by keys: data, models of rewards and teachers, the user's files.
+    """Size and hash of files that the run reads, by keys: data, reward models, teachers, the user's files.
 
     The user's files are those of functions, and those that options of functions and arguments of MCP servers
-    name. A file that a user's file imports has `KEY:PATH`, its path from there. A hub data set has none.
+    name. A file that a user's file imports has `KEY:PATH`, its path from there. A hub data set has no
+    fingerprint.
     """
     named = {"data.train.path": config.data.train.path}
     if config.data.eval is not None:
@@ -129,7 +138,8 @@ def fingerprints(config: Config) -> dict[str, dict[str, Any]]:
 def _argument_files(values: Any, at: str = "", is_argument: bool = False) -> Iterator[tuple[str, str]]:
     """The files that `options` of users' functions and arguments of an MCP server's `command` name, by keys.
 
-    Not the program that a command starts: an update of the system's interpreter is not a change of the run.
+    The program that a command starts is left out: an update of the system's interpreter does not change the
+    run.
     """
     if isinstance(values, str) and is_argument and os.path.isfile(values):
         yield at, values
@@ -142,7 +152,7 @@ def _argument_files(values: Any, at: str = "", is_argument: bool = False) -> Ite
 
 
 def changed_files(directory: Path, config: Config) -> Iterator[Change]:
-    """The files that the run in a directory has read, and that are others now."""
+    """The files that the run in a directory has read, and that have changed since."""
     earlier = _read_run(directory)["files"]
     for key, now in fingerprints(config).items():
         before = earlier.get(key)
@@ -175,7 +185,7 @@ def _fields(commit: Commit | None) -> dict[str, Any] | None:
 
 def _versions() -> Iterator[tuple[str, str]]:
     """The versions of this package, Python and the packages that it builds on, where they are installed."""
-    yield "megatron_gvpo", __version__
+    yield "megatron_gvpo", VERSION
     yield "python", platform.python_version()
     for component in COMPONENTS:
         try:
@@ -184,10 +194,13 @@ def _versions() -> Iterator[tuple[str, str]]:
             continue
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
+def _read_config(directory: Path) -> tuple[dict[str, Any], bool]:
+    """The configuration of the run in a directory, and True if config.yaml was edited since."""
     file = directory / CONFIG
     try:
-        values = yaml.safe_load(file.read_text())
+        check_regular(file)
+        text = file.read_text()
+        values = yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         problem = " ".join(str(error).split())[:300]
         raise ConfigError(
@@ -195,7 +208,11 @@ def _read_config(directory: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: this is not the configuration of the run there")
-    return values
+    recorded = _read_run(directory).get("config")  # missing from records of earlier versions
+    if not isinstance(recorded, str) or text == HEADER + recorded:
+        return values, False
+    written = yaml.safe_load(recorded)
+    return written, written != values
 
 
 def _read_run(directory: Path) -> dict[str, Any]:
@@ -216,7 +233,7 @@ def _read_run(directory: Path) -> dict[str, Any]:
 
 
 def write_complete(file: Path, text: str) -> None:
-    """Replace a file as a whole: a full disk or a kill leaves the old one."""
+    """Replace a file as a whole, so that a full disk or a kill leaves the old one."""
     aside = file.with_name(file.name + ".tmp")
     with aside.open("w") as content:
         content.write(text)
@@ -237,7 +254,10 @@ class Best:
         self._value = math.nan
 
     def offer(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """True if this step, which has a checkpoint, is the best so far. The first of equal ones is kept."""
+        """True if this step, which has a checkpoint, is the best so far.
+
+        If values are equal, the first is the best.
+        """
         if self._settings is None:
             return False
         value = metrics.get(self._settings.metric, math.nan)
@@ -261,7 +281,7 @@ class Best:
             self.step, self._value = state["step"], state["value"]
 
 
-# Files up to this many bytes are hashed completely; of longer ones, 256 pieces of 1 MiB are.
+# Files up to this many bytes are hashed completely; of longer ones, 256 pieces of 1 MiB are hashed.
 _LARGEST_COMPLETE = 256 << 20
 
 
@@ -321,7 +341,7 @@ class EarlyStop:
 
     @property
     def reason(self) -> str | None:
-        """Why the run ends; None if it goes on."""
+        """The reason why the run ends; None if it continues."""
         if self._settings is None or self._best is None or self._evaluations < self._settings.patience:
             return None
         verb, than = ("risen", "above") if self._best.order == "highest" else ("fallen", "below")

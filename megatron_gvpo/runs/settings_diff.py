@@ -1,6 +1,6 @@
 """The settings that differ between two configurations of a run, and which of them change its mathematics.
 
-Every section declares which of its keys change what a run computes (see `Section`). The blocks
+Every section declares which of its keys change the results of a run (see `Section`). The blocks
 of a method are fixed.
 """
 
@@ -36,14 +36,16 @@ class Change:
 def changes(root: type[BaseModel], old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """The keys whose values differ in two configurations, as JSON values of the model `root`, in file order.
 
-    A key that the old one lacks, because a new version of the program has added it, had its default.
+    The old configuration may lack a key that a new version of the program has added; its value is then the
+    default.
     """
     every = list(_changes(root, old, new, "", False))
     method = [change for change in every if change.key.startswith("algorithm.")]
     recipe = next((change for change in method if change.key == "algorithm.recipe"), None)
     if recipe is None:
         return every
-    # Another recipe changes many blocks: its name says it. The same blocks by another name are not a change.
+    # Another recipe changes many blocks, so only its name is listed. The same blocks by another name are not
+    # a change.
     rest = [change for change in every if change not in method]
     return [*rest, Change("algorithm.recipe", recipe.old, recipe.new, fixed=len(method) > 1)]
 
@@ -84,7 +86,7 @@ def _changes(
     fields = {} if section is None else section.model_fields
     for name in [*fields, *(name for name in {**old, **new} if name not in fields)]:
         if name not in new:
-            continue  # this version does not know the key any more
+            continue  # this version no longer has the key
         before = old[name] if name in old else _default(section, name)
         if before == new[name]:
             continue

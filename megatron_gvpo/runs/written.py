@@ -1,8 +1,8 @@
-"""Tells the files that a run wrote in its output directory from all others: only these are ever removed.
+"""Distinguishes the files that a run wrote in its output directory from all others; only these are removed.
 
-`run.json` lists the names in the directory that the run writes to (`names`). What is inside those directories
-is told by the names of the files; an exported model lists its files in its export.json. The output directory
-may be one in which the user keeps other work, such as `.`.
+`run.json` lists the names in the directory that the run writes to (`names_written_by`). Inside these
+directories, the run's files are recognised by their names; an exported model lists its files in export.json.
+The output directory may be one in which the user keeps other work, such as `.`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ OWN: dict[str, str | None] = {
     CONFIG: None,
     RUN: None,
 }
-# `mismatch` writes the file of its name.
+# The command `mismatch` writes the file of this name.
 _ALWAYS = ("checkpoints", "metrics.jsonl", "summary.json", "mismatch.json", "curve.png", CONFIG, RUN)
 _EXPORTS = ("hf", "hf_best", "exports")
 _SHOWN = 3  # files that a message names
@@ -69,7 +69,7 @@ _SHOWN = 3  # files that a message names
 _ABOUT = "report.html"
 
 
-def names(config: Config) -> set[str]:
+def names_written_by(config: Config) -> set[str]:
     """The names in the output directory that a run with this configuration writes to."""
     checkpoint, logging = config.checkpoint, config.logging
     exports = {
@@ -92,10 +92,15 @@ def names(config: Config) -> set[str]:
     return {*_ALWAYS, *(name for name, wanted in {**exports, **partial, **others}.items() if wanted)}
 
 
+def step_name(step: int) -> str:
+    """The name of a step's checkpoint and of its exported model, such as step_00000020."""
+    return f"step_{step:08d}"
+
+
 def drop_oldest(step_of: Mapping[Path, int], max_gb: float) -> list[Path]:
     """Remove the files of the oldest steps while all together are above the limit; returns the removed.
 
-    `step_of`: each file's step. Those of the newest step stay, however large.
+    `step_of`: each file's step. The files of the newest step stay, however large.
     """
     sizes = {path: path.stat().st_size for path in step_of}
     excess, newest = sum(sizes.values()) - max_gb * 1e9, max(step_of.values())
@@ -123,8 +128,8 @@ def recorded_names(directory: Path) -> set[str]:
     return recorded if has_config else recorded - {CONFIG}
 
 
-def present(directory: Path) -> list[str]:
-    """The names in `directory` that a run would write to, whoever has made them."""
+def present_names(directory: Path) -> list[str]:
+    """The existing names in `directory` that a run would write to, whoever made them."""
     return [name for name in OWN if os.path.lexists(directory / name)]
 
 
@@ -149,7 +154,7 @@ def foreign_files(directory: Path, among: Collection[str] = (*OWN,)) -> str:
 def remove_written(directory: Path) -> None:
     """Remove the files of the run in `directory`, and nothing else.
 
-    After a kill in the middle, no checkpoint looks complete, and what is left can be removed again.
+    If the process is killed meanwhile, no checkpoint looks complete, and a second call removes the rest.
     """
     for name in sorted(recorded_names(directory), key=[*OWN].index):
         own = [path for path, is_own in _files(directory, name) if is_own]
@@ -162,7 +167,7 @@ def remove_written(directory: Path) -> None:
 
 
 def keep_foreign(model: Path, new: Path) -> None:
-    """Move what a run did not write in the exported model, such as a README, to the one that replaces it."""
+    """Move files that a run did not write, such as a README, from an exported model to its replacement."""
     files = [path for path in model.rglob("*") if path.is_symlink() or not path.is_dir()]
     own = {path for path in files if _is_file(path) and _is_of_model(model, path)}
     for path in files:
@@ -173,9 +178,9 @@ def keep_foreign(model: Path, new: Path) -> None:
 
 
 def json_object(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; an empty one where the file is missing, damaged or something else."""
+    """The object in a JSON file; an empty one if the file is missing, damaged or not an object."""
     with suppress(OSError, ValueError, RecursionError):
-        if isinstance(value := json.loads(file.read_text()), dict):
+        if file.is_file() and isinstance(value := json.loads(file.read_text()), dict):
             return value
     return {}
 
@@ -227,7 +232,7 @@ def _is_file(path: Path) -> bool:
 def _remove_empty(top: Path) -> None:
     """Remove the directories without files at and below `top`."""
     for folder, _, _ in os.walk(top, topdown=False):
-        with suppress(OSError):  # not empty
+        with suppress(OSError):  # the directory is not empty
             os.rmdir(folder)
 
 

@@ -19,7 +19,7 @@ class Order(Protocol):
     """Chooses the next prompts; `seed_for_next` is the seed of their samples."""
 
     def take(self, k: int, in_progress: Collection[int] = ()) -> list[int]:
-        """The next `k` prompts' indices. `in_progress`: those that the same batch may have already."""
+        """The indices of the next `k` prompts. `in_progress`: prompts that the batch may have already."""
 
     def seed_for_next(self) -> int: ...
 
@@ -29,7 +29,10 @@ class Order(Protocol):
 
 
 class BatchSampler[Pending](Protocol):
-    """Samples the groups of a batch. All ranks give the same arguments and get the same groups."""
+    """Samples the groups of a batch: in a run, `ComposedSampler`.
+
+    All ranks give the same arguments and get the same groups.
+    """
 
     def request(self, prompts: Sequence[Prompt], seed: int) -> Pending:
         """Ask for a group of each prompt; returns at once."""
@@ -39,13 +42,13 @@ class BatchSampler[Pending](Protocol):
 
 
 class PartSampler[Pending](BatchSampler[Pending], Protocol):
-    """A sampler that can wait for some of its batches. All ranks get the same."""
+    """A sampler that can wait for some of its batches. All ranks get the same result."""
 
-    def first(self, batches: Sequence[Pending], count: int, due: int) -> list[int]:
-        """Wait until `count` batches are complete, the first `due` among them; the earliest ones' indices."""
+    def wait_for_complete(self, batches: Sequence[Pending], count: int, due: int) -> list[int]:
+        """Wait until `count` batches, the first `due` among them, are complete; returns their indices."""
 
     def joined(self, batches: Sequence[Pending]) -> Pending:
-        """One batch of the prompts of all."""
+        """Return one pending batch with the prompts of all `batches`."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +60,14 @@ class _BatchRequest:
 
 
 class BatchQueue[Pending]:
-    """Batches of the groups of `size` prompts, in the order of the data, asked for before they are needed."""
+    """Batches of the groups of `size` prompts, in the order of the data, requested before they are needed."""
 
     def __init__(
         self, order: Order, prompts: Sequence[Prompt], sampler: BatchSampler[Pending], size: int
     ) -> None:
         self._order, self._prompts, self._sampler, self._size = order, prompts, sampler, size
         self._pending: deque[tuple[_BatchRequest, Pending]] = deque()
-        self._again: deque[_BatchRequest] = deque()  # those that a resumed run asks for again
+        self._again: deque[_BatchRequest] = deque()  # requests that a resumed run repeats
 
     def request(self, count: int) -> None:
         """Keep `count` batches in progress or ready."""
@@ -78,14 +81,14 @@ class BatchQueue[Pending]:
         return _BatchRequest(self._order.take(self._size), seed)
 
     def next_batch(self, step: int) -> list[Group]:
-        """The groups of the oldest batch that was asked for, for training step `step`."""
+        """Return the groups of the oldest requested batch, for training step `step`."""
         _, pending = self._pending.popleft()
         return self._sampler.complete(pending, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The order's state, and the batches that are not complete: a resumed run asks for them again.
+        """The order's state, and the batches that are not complete, which a resumed run requests again.
 
-        Their prompts are named, because an order by weight would choose others by now.
+        The state names their prompts, because an order by weight may choose other prompts later.
         """
         batches = [*(request for request, _ in self._pending), *self._again]
         return self._order.state_dict() | {"batches": [[b.seed, b.indices] for b in batches]}
@@ -103,18 +106,18 @@ class BatchQueue[Pending]:
 
 @dataclass
 class _PendingPrompt[Pending]:
-    index: int  # in the data
+    index: int  # the prompt's index in the data
     seed: int
     pending: Pending
-    step: int | None = None  # the training step in which it was asked for
+    step: int | None = None  # the training step in which it was requested
 
 
 class OverSampledQueue[Pending]:
     """Partial rollouts: up to `extra` prompts more than the `size` of a batch are in progress at once.
 
-    A batch has the first `size` prompts whose groups are complete. The others go on in later steps, under
-    newer weights, and are trained at most `oldest` steps after the step in which they were asked for:
-    a batch waits for those that are as old. `extra` is at most `size`, so they fit.
+    A batch has the first `size` prompts whose groups are complete. The others continue in later steps, under
+    newer weights, and are trained at most `oldest` steps after the step in which they were requested: a batch
+    waits for groups that are as old. `extra` is at most `size`, so they fit.
     """
 
     def __init__(
@@ -128,8 +131,9 @@ class OverSampledQueue[Pending]:
     ) -> None:
         self._order, self._prompts, self._sampler = order, prompts, sampler
         self._size, self._extra, self._oldest = size, extra, oldest
-        self._pending: list[_PendingPrompt[Pending]] = []  # in the order in which they were asked for
-        self._again: list[tuple[int, int]] = []  # (index, seed) of those that a resumed run asks for again
+        self._pending: list[_PendingPrompt[Pending]] = []  # in the order of their requests
+        # (index, seed) of the prompts that a resumed run requests again.
+        self._again: list[tuple[int, int]] = []
 
     def request(self, count: int) -> None:
         """Keep one batch in progress, and the extra prompts where the run takes further batches."""
@@ -151,18 +155,19 @@ class OverSampledQueue[Pending]:
         for prompt in self._pending:
             prompt.step = step if prompt.step is None else prompt.step
         due = sum(prompt.step is not None and step - prompt.step >= self._oldest for prompt in self._pending)
-        chosen = self._sampler.first([prompt.pending for prompt in self._pending], self._size, due)
-        batch = self._sampler.joined([self._pending[i].pending for i in chosen])
+        pending = [prompt.pending for prompt in self._pending]
+        chosen = self._sampler.wait_for_complete(pending, self._size, due)
+        batch = self._sampler.joined([pending[i] for i in chosen])
         self._pending = [prompt for i, prompt in enumerate(self._pending) if i not in set(chosen)]
         return self._sampler.complete(batch, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The order's state, and the prompts in progress: a resumed run asks for them again."""
+        """The order's state, and the prompts in progress, which a resumed run requests again."""
         pending = [(prompt.index, prompt.seed) for prompt in self._pending]
         return self._order.state_dict() | {"in_progress": [list(pair) for pair in [*pending, *self._again]]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._order.load_state_dict(state)
         self._again = [(index, seed) for index, seed in state.get("in_progress", ())]
-        for seed, indices in state.get("batches", ()):  # of a run without over-sampling
+        for seed, indices in state.get("batches", ()):  # the state of a run without over-sampling
             self._again += [(index, derived_seed(seed, i)) for i, index in enumerate(indices)]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from megatron_gvpo.algorithms.members.base import JoinGroups
-from megatron_gvpo.algorithms.shapers.base import rewarded
-from megatron_gvpo.core.collectives import broadcast_msgpack, is_first_rank
-from megatron_gvpo.core.errors import RolloutError
-from megatron_gvpo.core.user_functions import UserFunctionError, described, load_function
+from megatron_gvpo.core.collectives import call_on_rank0
+from megatron_gvpo.core.user_functions import load_function
 from megatron_gvpo.data.order import SuccessTracker
 from megatron_gvpo.data.prompts import PromptWriter
 from megatron_gvpo.groups import Group, Prompt, Rollout
@@ -23,13 +20,10 @@ from megatron_gvpo.sampling.samplers import EngineSampler, PendingGroups, Sample
 from megatron_gvpo.servers.request import derived_seed
 from megatron_gvpo.types import TrainBatch
 
-if TYPE_CHECKING:
-    from megatron_gvpo.algorithms.shapers.base import Shaper
-
 
 @dataclass(frozen=True)
 class PendingBatch:
-    """A batch that was asked for; `greedy`: the most likely responses, where they give the prior."""
+    """A batch that was requested; `greedy`: the most likely responses, if they give the prior."""
 
     sampled: PendingGroups[Any]
     greedy: PendingGroups[Any] | None
@@ -37,17 +31,17 @@ class PendingBatch:
 
     @property
     def tickets(self) -> list[Any]:
-        """All that the engine gave for it."""
+        """All tickets of the engine for this batch."""
         parts = [self.sampled] if self.greedy is None else [self.sampled, self.greedy]
         return [ticket for part in parts for _, ticket in part.tickets]
 
 
 class ComposedSampler:
-    """Gives a sampler's groups their priors, tells the tracker of them, and lets the members join them.
+    """Gives a sampler's groups their priors, reports them to the tracker, and lets the members join them.
 
-    A prior comes from `greedy`, which samples each prompt's most likely response, from `expected(prompt)`, or
-    from the tracker. Members may ask `answers(n)`, a sampler of n responses; `score(groups)`,
-    which fills in rewards; and `policy(rows)`, log-probs.
+    A prompt's prior is the reward of the response that `greedy` samples, or `expected(prompt)`, or the
+    tracker's estimate. Members may use three functions: `answers(n)` returns a sampler of n responses to each
+    prompt, `score(groups)` fills in the rewards, and `policy(rows)` returns log-probs.
     """
 
     def __init__(
@@ -80,8 +74,8 @@ class ComposedSampler:
         greedy = None if self._greedy is None else self._greedy.begin(prompts, seed)
         return PendingBatch(self._base.begin(prompts, seed), greedy, seed)
 
-    def first(self, batches: Sequence[PendingBatch], count: int, due: int) -> list[int]:
-        """Wait until `count` batches are complete, the first `due` among them; their indices.
+    def wait_for_complete(self, batches: Sequence[PendingBatch], count: int, due: int) -> list[int]:
+        """Wait until `count` batches, the first `due` among them, are complete; returns their indices.
 
         A collective.
         """
@@ -89,7 +83,7 @@ class ComposedSampler:
         return self._base.wait_for([batch.tickets for batch in batches], count, due)
 
     def joined(self, batches: Sequence[PendingBatch]) -> PendingBatch:
-        """One batch of the prompts of all."""
+        """Return one pending batch with the prompts of all `batches`."""
         greedy = [batch.greedy for batch in batches if batch.greedy is not None]
         return PendingBatch(
             PendingGroups.joined([batch.sampled for batch in batches]),
@@ -98,25 +92,25 @@ class ComposedSampler:
         )
 
     def complete(self, batch: PendingBatch, step: int) -> list[Group]:
-        """The batch's groups as training step `step` takes them. A collective."""
+        """Wait for the batch's groups; return them with priors and members, for `step`. A collective."""
         groups = self._with_priors(self._base.finish(batch.sampled), batch)
         if self._tracker is not None:
             self._tracker.learn(groups)
         for number, member in enumerate(self._members):
             context = BatchContext(
-                step,
-                derived_seed(batch.seed, number, 1),
-                self._answers,
-                self._writer,
-                self._ends,
-                self._score,
-                self._policy,
+                step=step,
+                seed=derived_seed(batch.seed, number, 1),
+                sampler=self._answers,
+                writer=self._writer,
+                end_token_ids=self._ends,
+                scorer=self._score,
+                policy=self._policy,
             )
             groups = member(groups, context)
         return [self._with_texts(group) for group in groups]
 
     def _with_texts(self, group: Group) -> Group:
-        """The group, with the text of demonstrations, which shapers compare: the data gives their tokens."""
+        """The group with the text of demonstrations, which shapers compare; the data have only tokens."""
         rollouts = [
             replace(rollout, text=self._writer.decode(rollout.token_ids))
             if rollout.source == "demonstration" and not rollout.text
@@ -154,7 +148,7 @@ class BatchContext:
         self.requests += 1
         sampler = self.sampler(n)
         pending = sampler.begin(prompts, derived_seed(self.seed, self.requests))
-        groups = deque(sampler.finish(pending))  # a whole group of conversations may be lost
+        groups = deque(sampler.finish(pending))  # all conversations of a group may be lost
         return [
             groups.popleft() if groups and groups[0].prompt == prompt else Group(prompt, [])
             for prompt in prompts
@@ -210,58 +204,3 @@ def _checked(texts: Any, groups: int, n: int) -> list[list[str | None]]:
         counts = [len(answer) for answer in listed]
         raise ValueError(f"expected {n} texts for each of {groups} groups, it returned {counts}")
     return [[None if text is None else str(text) for text in answer] for answer in listed]
-
-
-# Runs the shapers of a method on a batch.
-
-
-def shaped(shaper: Shaper, groups: list[Group], step: int) -> list[Group]:
-    """`shaper(groups, step)` on every rank. One that asks outside runs on rank 0 alone. A collective."""
-    if not shaper.outside:
-        return shaper(groups, step)
-
-    def ask() -> list[list[float]]:
-        rewards = [group.rewards for group in shaper(groups, step)]
-        if wrong := [reward for own in rewards for reward in own if not math.isfinite(reward)]:
-            raise ValueError(f"{len(wrong)} rewards are not finite, such as {wrong[0]}")
-        return rewards
-
-    rewards = call_on_rank0(f"step {step}: algorithm.shapers: {shaper.name}", ask)
-    return [rewarded(group, own) for group, own in zip(groups, rewards, strict=True)]
-
-
-def run_shapers(
-    shapers: Sequence[Shaper], groups: list[Group], step: int
-) -> tuple[list[Group], dict[str, int]]:
-    """Run `algorithm.shapers`, one after the other, on every rank alike. A collective.
-
-    Returns the groups that are left, and how many each shaper dropped, by its key and name.
-    """
-    remaining, dropped = groups, dict[str, int]()
-    for i, shaper in enumerate(shapers):
-        before, remaining = len(remaining), shaped(shaper, remaining, step)
-        if before > len(remaining):
-            dropped[f"algorithm.shapers.{i} ({shaper.name})"] = before - len(remaining)
-    return remaining, dropped
-
-
-# Calls a user's function on rank 0 and gives every rank its result.
-
-
-def call_on_rank0(where: str, call: Callable[[], Any]) -> Any:
-    """`call()` of rank 0, on every rank, in msgpack's types. A collective.
-
-    Whatever the user's function raises, every rank raises as RolloutError, which begins with `where`: no rank
-    waits for another, and the run writes a checkpoint.
-    """
-    outcome, cause = None, None
-    if is_first_rank():
-        try:
-            outcome = {"value": call()}
-        except Exception as error:
-            text = str(error) if isinstance(error, UserFunctionError) else described(error)
-            outcome, cause = {"error": text}, error
-    outcome = broadcast_msgpack(outcome)
-    if "error" in outcome:
-        raise RolloutError(f"{where}: {outcome['error']}") from cause
-    return outcome["value"]

@@ -1,4 +1,4 @@
-"""The embedded engine's draws: from the whole vocabulary, or from what min-p, top-k and top-p leave of it."""
+"""The embedded engine's draws, from the whole vocabulary or the tokens that min-p, top-k and top-p leave."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def outside_support(p: Tensor, sampling: SamplingConfig) -> Tensor:
     if sampling.top_k is not None:
         rising[:, : -sampling.top_k] = 0.0
     sums = running_sum(rising)
-    is_left_out = sums <= (1 - sampling.top_p) * sums[:, -1:]  # those of probability 0, too
+    is_left_out = sums <= (1 - sampling.top_p) * sums[:, -1:]  # this also excludes tokens of probability 0
     is_left_out[:, -1] = False
     return is_left_out.scatter(-1, index, is_left_out)
 
@@ -71,7 +71,7 @@ def draw(p: Tensor, uniform: Tensor) -> Tensor:
     """
     cdf = running_sum(p)
     token = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True).squeeze(1)
-    return token.clamp(max=p.shape[1] - 1)  # out of range only where p is not a number
+    return token.clamp(max=p.shape[1] - 1)  # a token is out of range only if p is NaN
 
 
 def running_sum(p: Tensor) -> Tensor:
@@ -99,7 +99,8 @@ class SupportRecord:
 
     def __init__(self, n: int) -> None:
         self._n = n
-        self._steps: list[tuple[Tensor, Tensor, Tensor]] = []  # sequences; members of each; all members
+        # (sequences, number of members of each, all members)
+        self._steps: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, sequences: Tensor, is_member: Tensor) -> None:
         """Add one token of each of `sequences`, int64 [rows]; `is_member`: bool [rows, vocabulary]."""

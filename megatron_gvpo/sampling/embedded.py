@@ -44,7 +44,7 @@ class QueuedPrompts:
 class EmbeddedEngine:
     """Samples in the trainer's processes, when groups are collected (see `RolloutEngine`)."""
 
-    shares_gpus = False  # the engine fits beside the trainer
+    shares_gpus = False  # false: the engine and the trainer fit into memory together
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class EmbeddedEngine:
         raise AssertionError("rollout.over_sampling_prompts is refused: all is sampled when it is collected")
 
     def collect(self, tickets: Sequence[QueuedPrompts], on_wait: OnWait = None) -> list[Group]:
-        """Sample now. `on_wait` is never called: this process is busy, and waits for nobody."""
+        """Sample now. `on_wait` is never called, because this process computes and does not wait."""
         return [group for ticket in tickets for group in self._sampled(ticket)]
 
     def _sampled(self, ticket: QueuedPrompts) -> list[Group]:
@@ -103,7 +103,10 @@ class EmbeddedEngine:
     def _generate(
         self, sampling: SamplingConfig, _: Sequence[Prompt], requests: Sequence[Request]
     ) -> list[list[Rollout]]:
-        """Sample this rank's share. Raises RolloutError, on all ranks, if a rank cannot read an image."""
+        """Sample this rank's share of the responses.
+
+        Raises RolloutError, on all ranks, if a rank cannot read an image.
+        """
         rows = list[list[Rollout]]()
         with all_ranks_agree(RolloutError, ImageError):
             rows = self._model.generate(requests, sampling)
@@ -116,9 +119,9 @@ class EmbeddedEngine:
         prompts: Sequence[Prompt],
         requests: Sequence[Request],
     ) -> list[list[Rollout]]:
-        """Hold this rank's conversations in rounds, in one event loop for all steps of the run.
+        """Run this rank's conversations in rounds, in one event loop for all steps of the run.
 
-        Raises RolloutError, on all ranks, if a rank cannot replace a worker that is gone.
+        Raises RolloutError, on all ranks, if a rank cannot replace a worker that has ended.
         """
         live = sum(request.n for request in requests)
         policy = BatchedPolicy(lambda requests: self._model.generate(requests, sampling), live)

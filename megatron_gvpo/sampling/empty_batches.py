@@ -1,4 +1,4 @@
-"""Notices batches from which nothing can be learned, and ends a run with too many of them in a row."""
+"""Counts batches from which the policy cannot learn, and ends a run with too many of them in a row."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ class EmptyBatches:
     ) -> None:
         """`max_tokens`: `rollout.max_tokens`."""
         self._loss, self._limit = algorithm.loss, max_empty_batches
-        self._taught = algorithm.needs_teacher  # a signal even if all rewards are equal
+        self._taught = algorithm.needs_teacher  # a teacher gives a signal even if all rewards are equal
         self._weights = {c.name: c.weight for c in rewards.components}
         self._max_tokens = max_tokens
         self._in_a_row = Counter[str]()  # empty batches in a row, by kind
         self._warned: set[str] = set()
-        self._has_ended = False  # a response of an earlier batch ended by itself
+        self._has_ended = False  # true after a response that was not cut off
 
     def state_dict(self) -> dict[str, Any]:
         return {"in_a_row": dict(self._in_a_row)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting, however often the run is interrupted.
+        """Continue the count of the interrupted run.
 
-        A run that these batches have ended, and whose cause is mended, has one batch to show it.
+        If such batches have ended a run and the user has removed the cause, the resumed run gets one more
+        batch.
         """
         counts: dict[str, int] = state.get("in_a_row", {})
         self._in_a_row.update({kind: min(count, self._limit - 1) for kind, count in counts.items()})
@@ -128,7 +129,7 @@ class EmptyBatches:
         return is_new
 
     def _why_cut(self) -> str:
-        """Return the likely causes: a policy whose responses ended before has come to write without end."""
+        """Return the likely cause, which depends on whether earlier responses ended by themselves."""
         if self._has_ended:
             return (
                 "responses of earlier steps ended before it, so the policy may have diverged: lower "

@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 
 
 class RolloutEngine[Ticket](Protocol):
-    """Samples from the policy's weights. A context manager: it samples only inside `with`.
+    """Samples from the policy's weights: `ServedEngine` by servers, `EmbeddedEngine` in this process.
 
-    Every rank calls every method with the same arguments, and gets the same groups.
+    A context manager: it samples only inside `with`. Every rank calls every method with the same arguments,
+    and gets the same groups.
     """
 
     @property
     def version(self) -> int:
-        """The version of the weights that the engine samples from; -1 where it has none."""
+        """The version of the weights from which the engine samples; -1 without weights."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -51,10 +52,11 @@ class RolloutEngine[Ticket](Protocol):
     def wait_for(
         self, tickets: Sequence[Sequence[Ticket]], count: int, due: int, on_wait: OnWait = None
     ) -> list[int]:
-        """Wait until `count` entries of `tickets` are complete, the first `due` among them; no engine sleeps.
+        """Wait until `count` entries of `tickets`, the first `due` among them, are complete.
 
-        Returns the indices of `count` complete ones, the earliest. Only for engines whose responses go on
-        under later weights. A collective. Raises RolloutError.
+        Returns the indices of the first `count` complete entries. The engine does not sleep afterwards. Only
+        engines that continue responses under later weights have this method. A collective. Raises
+        RolloutError.
         """
 
     def collect(self, tickets: Sequence[Ticket], on_wait: OnWait = None) -> list[Group]:
@@ -62,7 +64,7 @@ class RolloutEngine[Ticket](Protocol):
 
         A rollout has the engine's log-probs at the sampling temperature, before top-p, its text, and the
         version of the weights that sampled it. While it waits, the engine calls `on_wait` on every rank at
-        once from time to time; what that raises ends the wait.
+        once from time to time; an error of `on_wait` ends the wait.
         """
 
     def __enter__(self) -> Self: ...
@@ -102,8 +104,7 @@ class NoEngine:
 
 
 if TYPE_CHECKING:
-    # Built from sections of the configuration and what the run has read:
-    # (model, rollout, output_dir, cards, task, policy).
+    # The constructor of an engine: its arguments are (model, rollout, output_dir, cards, task, policy).
     EngineClass = Callable[[ModelConfig, RolloutConfig, str, ModelCards, Task, Scorer], RolloutEngine[Any]]
 
 

@@ -43,10 +43,10 @@ class DecodingBatch:
     cache: KeyValueCache
     width: int  # columns of the prompts
     mask: Tensor  # [rows, columns of prompts and responses], 1 from the prompt's first token on
-    shift: Tensor  # [rows], position of a sampled token less its column
+    shift: Tensor  # [rows], the position of a sampled token minus its column
 
     def select(self, rows: Tensor) -> DecodingBatch:
-        """The batch of these rows, which the cache has selected already."""
+        """The batch of these rows, which the cache must have selected already."""
         return replace(self, mask=self.mask[rows], shift=self.shift[rows])
 
 
@@ -94,8 +94,8 @@ class LocalModel:
         """Copy every tensor of the model from `stream`, by Hugging Face name, and set `version`.
 
         Every name must come exactly once; of tied tensors one is enough. Raises ValueError for an unknown,
-        repeated, missing or misshapen tensor. After it, as after any error of the stream itself, `generate`
-        refuses until a `load` succeeds.
+        repeated, missing or misshapen tensor. After this error, as after any error of the stream itself,
+        `generate` refuses until a `load` succeeds.
         """
         self._refusal = f"its weights are incomplete: the push of version {version} failed; push again"
         architecture = (self.model.config.architectures or [""])[0]
@@ -288,7 +288,7 @@ class LocalModel:
         return output.logits[:, -1]
 
 
-# Attention of one new token without copying the cache, as transformers 5.23 has it and 5.19 has not.
+# Attention of one new token without copying the cache, as in transformers 5.23, but not in 5.19.
 #
 # With grouped-query attention, 5.19 repeats keys and values to the number of query heads at every step;
 # on a CPU that copy costs more than the attention. A single query token needs no copy: its heads are
@@ -322,7 +322,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     """Compute scaled_dot_product_attention; in fp32 on a CPU by two products over all rows and heads at once.
 
     PyTorch's CPU kernel multiplies for each row and head on its own, and takes twice the time. The products
-    read the room behind the columns, too: of keys with gaps between the heads they would make a copy.
+    also read the memory that is free for further columns: without it the heads would have gaps between them,
+    and the products would copy all keys first.
     """
     columns = key.shape[2]
     plain = mask is None or mask.dtype == torch.bool
@@ -342,7 +343,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
 
 
 def _with_room(view: Tensor) -> Tensor:
-    """`stored` [rows, heads, columns, dim] extended to all columns of its memory, used or not."""
+    """`view` [rows, heads, columns, dim] extended to all columns of its memory, also unused ones."""
     rows, heads, columns, dim = view.shape
     room = view.stride(1) // dim
     contiguous = (heads * room * dim, room * dim, dim, 1)
@@ -474,9 +475,9 @@ class PromptVision:
         return {"pixel_values": pixels.to(device), "image_grid_thw": grid}
 
     def positions(self, ids: Tensor, mask: Tensor, vision: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Positions of padded prompts [rows, columns] in three axes, [3, rows, columns], and what follows.
+        """Positions of padded prompts [rows, columns] in three axes, [3, rows, columns], and shifts.
 
-        The second value, [rows], is the next token's position less its place: an image has more tokens than
+        The second value, [rows], is the next token's position minus its index: an image has more tokens than
         positions.
         """
         kinds = ((ids == self._placeholder) & mask.bool()).int()

@@ -20,7 +20,6 @@ from megatron_gvpo.rewards.served import ServedRewards
 from megatron_gvpo.sampling.engine import NoEngine, RolloutEngine, engine_class
 from megatron_gvpo.sampling.samplers import REWARDS, EngineSampler, Outages
 from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.reward_servers import first_gpus
 from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.types import OnWait
 
@@ -53,7 +52,7 @@ class Rollouts:
         self._outages, self._of_members = self._outages_now(), self._outages_now(is_limited=False)
         self._served = None
         if config.rewards.is_served:
-            gpus = first_gpus(config)
+            gpus = config.first_gpus()
             self._served = ServedRewards(config.rewards, config.data, cards, config.output_dir, gpus)
         self._unscored = self._unscored_now()
         self._unscored_of_members = self._unscored_now(is_limited=False)
@@ -69,9 +68,9 @@ class Rollouts:
         shares: Callable[..., list[int]] | None = None,
         counted: bool = False,
     ) -> EngineSampler[Any]:
-        """A sampler of `n` scored responses to a prompt; `sampling` is `rollout` unless given.
+        """A sampler of `n` scored responses to a prompt; `sampling` is `rollout` by default.
 
-        `counted`: what it loses to outages is in `metrics`.
+        `counted`: `metrics` include the sampler's losses to outages.
         """
         outages = self._outages if counted else self._outages_now()
         unscored = self._unscored if counted else self._unscored_now()

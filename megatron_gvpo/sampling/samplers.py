@@ -1,6 +1,7 @@
 """Samplers turn prompts into scored groups of responses: from the rollout engine, or from the data set.
 
-Failed responses are taken out of their groups: the outage of an environment or reward is not a reward of 0.
+Failed responses are removed from their groups, because an outage of an environment or reward is not a reward
+of 0.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ log = logging.getLogger(__name__)
 class LostTo(NamedTuple):
     """A kind of outage, in messages and metrics."""
 
-    what: str  # the thing that is lost
+    what: str  # the name of the lost part, for messages
     cause: str
-    key: str  # configuration key of the largest share
+    key: str  # configuration key of the largest share that may be lost
     metrics: str  # prefix of the metrics' names
 
 
@@ -47,21 +48,22 @@ REWARDS = LostTo("responses", "reward models or judges that gave no score", "rew
 
 
 class Outages:
-    """Counts what batches lost to a kind of outage.
+    """Counts the losses of batches to a kind of outage.
 
     A group that keeps fewer than two members of several is dropped. Raises RolloutError, with the commonest
-    cause, for a batch that lost all of its responses, or a larger share than `most`. None never raises: it is
-    for the few responses that a method's members ask for, of which one is a large share.
+    cause, for a batch that lost all of its responses, or a larger share than `most`. With `most` None it
+    never raises; `most` is None for the few responses that a method's members request, of which one is a
+    large share.
     """
 
     def __init__(self, most: float | None, kind: LostTo = ENVIRONMENTS) -> None:
         self._most, self._kind = most, kind
         self.metrics: dict[str, float] = {}  # metrics of the last sampled batch
-        self._told = 0.0  # the largest share that was reported
+        self._reported_share = 0.0  # the largest share that was reported
 
     def taken_out(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups without the responses that were lost. Every rank has the same."""
-        if not groups:  # an earlier kind of outage took them all
+        """The groups without the responses that were lost. Every rank has the same groups."""
+        if not groups:  # an earlier kind of outage has removed all groups
             return []
         wanted = sum(len(group.rollouts) for group in groups)
         causes = Counter(r.text for group in groups for r in group.rollouts if r.finish_reason == LOST)
@@ -83,8 +85,8 @@ class Outages:
         )
         if self._most is not None and (lost > self._most or not remaining):
             raise RolloutError(hide(f"{message} ({self._kind.key}={self._most:g})"))
-        if lost >= 2 * self._told:
-            self._told = lost
+        if lost >= 2 * self._reported_share:
+            self._reported_share = lost
             if is_first_rank():
                 log.warning(hide(message))
         return remaining
@@ -92,9 +94,9 @@ class Outages:
 
 @dataclass(frozen=True)
 class PendingGroups[Ticket]:
-    """Groups that a sampler was asked for, one of each prompt.
+    """Groups that were requested from a sampler, one for each prompt.
 
-    `tickets`: what the engine gave for the prompts with these indices; empty for groups of the data set.
+    `tickets`: the engine's tickets for the prompts with these indices; empty for groups of the data set.
     """
 
     prompts: Sequence[Prompt]
@@ -111,22 +113,25 @@ class PendingGroups[Ticket]:
 
 
 class Sampler[Ticket](Protocol):
-    """Every rank calls it with the same arguments, and gets the same groups."""
+    """Turns prompts into scored groups: `EngineSampler`, `DatasetSampler` and `FileSampler`, below.
+
+    Every rank calls it with the same arguments, and gets the same groups.
+    """
 
     def begin(self, prompts: Sequence[Prompt], seed: int) -> PendingGroups[Ticket]:
         """Ask for a group of each prompt; returns at once."""
 
     def finish(self, pending: PendingGroups[Ticket]) -> list[Group]:
-        """The scored groups, in prompt order, once they are there."""
+        """Wait for the scored groups, and return them in prompt order."""
 
 
 class EngineSampler[Ticket]:
     """Samples `n` responses to each prompt with the engine, and scores them with the rewards.
 
     `shares(prompts)` gives the number of responses to each prompt of a batch, where the numbers differ.
-    `outages` takes out conversations that were lost, and so perhaps a prompt's group; `unscored` those that
+    `outages` removes lost conversations, and thus perhaps a prompt's group; `unscored` removes responses that
     a reward model or a judge could not score. `heartbeat` is called on every rank at once from time to time
-    during a wait; what it raises ends the wait.
+    during a wait; its error ends the wait.
     """
 
     def __init__(
@@ -159,7 +164,7 @@ class EngineSampler[Ticket]:
         return PendingGroups(prompts, tickets)
 
     def finish(self, pending: PendingGroups[Ticket]) -> list[Group]:
-        """The scored groups, without responses that outages took."""
+        """Return the scored groups, without responses that were lost to outages."""
         groups = self._generate(pending)
         if self._outages is not None:
             groups = self._outages.taken_out(groups)
@@ -168,7 +173,7 @@ class EngineSampler[Ticket]:
         return groups if self._unscored is None else self._unscored.taken_out(groups)
 
     def wait_for(self, tickets: Sequence[Sequence[Ticket]], count: int, due: int) -> list[int]:
-        """As the engine's: the indices of `count` entries that are complete, the first `due` among them."""
+        """As `RolloutEngine.wait_for`: indices of `count` complete entries, the first `due` among them."""
         with self._timer.phase("rollout"):
             return self._engine.wait_for(tickets, count, due, self._heartbeat)
 
@@ -182,7 +187,7 @@ class EngineSampler[Ticket]:
     def score(self, groups: list[Group]) -> None:
         """Fill in the rewards, of functions and of models on servers.
 
-        Raises RolloutError, on all ranks, if a rank cannot replace a reward worker that is gone, if a
+        Raises RolloutError, on all ranks, if a rank cannot replace a reward worker that has ended, if a
         reward model's server does not fit, or if a reward reads a count that no conversation reports.
         """
         if self._served is None:
@@ -191,7 +196,10 @@ class EngineSampler[Ticket]:
             self._served.score(groups, lambda: self._score(groups), self._heartbeat)
 
     def _score(self, groups: list[Group]) -> None:
-        """The rewards of functions: each rank scores every world-size-th group, then they exchange them."""
+        """Fill in the rewards of functions, on every rank.
+
+        Each rank scores every world-size-th group, then they exchange the rewards.
+        """
         rank, world = dist.get_rank(), dist.get_world_size()
         with all_ranks_agree(RolloutError, ConfigError):
             self._rewards.check(groups)

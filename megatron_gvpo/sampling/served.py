@@ -1,4 +1,4 @@
-"""The served engine: rank 0 asks SGLang or vLLM servers, and all ranks get the answers."""
+"""The served engine: rank 0 sends requests to SGLang or vLLM servers, and all ranks get the answers."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from megatron_gvpo.weights.publisher import WeightSync
 from megatron_gvpo.weights.transport import PushSettings
 
 if TYPE_CHECKING:
-    from megatron_gvpo.megatron.scorer import Scorer
+    from megatron_gvpo.megatron.scorer import ScoredModel
 
 
 @dataclass(frozen=True)
 class PendingResponses:
-    """Responses that were asked for. Rank 0 alone has the `future`."""
+    """Responses that were requested. Rank 0 alone has the `future`."""
 
     prompts: Sequence[Prompt]
     future: concurrent.futures.Future[list[list[Rollout]]] | None
 
 
 def _wait(futures: Sequence[concurrent.futures.Future[Any]], until: str) -> bool:
-    """Wait a moment, and return True if all are done. Raises what one of them has raised."""
+    """Wait a moment, and return True if all are done. Raises the error of one of them."""
     done, others = concurrent.futures.wait(futures, timeout=0.2, return_when=until)
     for future in done:
         future.result()
@@ -56,10 +56,11 @@ def _wait(futures: Sequence[concurrent.futures.Future[Any]], until: str) -> bool
 
 
 class ServedEngine:
-    """The rollout servers of a run (see `RolloutEngine`). They are healthy inside the context manager.
+    """The rollout servers of a run (see `RolloutEngine`). The servers are healthy inside the context manager.
 
     Colocated servers are awake from a push to the end of `collect`, and asleep otherwise. While they are
-    awake, the "training" part of the trainer's memory is theirs, and after the push the "weights" part too.
+    awake, they use the memory of the trainer's part "training", and after the push that of the part
+    "weights".
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ServedEngine:
         output_dir: str,
         cards: ModelCards,
         task: Task,
-        policy: Scorer,
+        policy: ScoredModel,
     ) -> None:
         self._cards, self._task = cards, task
         settings = PushSettings.of(model, rollout, output_dir, cards, parallel.device())
@@ -80,7 +81,7 @@ class ServedEngine:
         self._memory = policy.memory if rollout.servers.colocated else None
         talks = rollout.conversation
         self._conversations = None if talks is None else conversations_of(talks, task)
-        self._opened = ExitStack()  # conversations, on rank 0
+        self._opened = ExitStack()  # closes the conversations, on rank 0
         self.servers: ServerSession | None = None  # set on rank 0 while the servers run
         self.asleep = False
         self._version = -1
@@ -122,7 +123,8 @@ class ServedEngine:
         """Push the weights to all healthy servers, and prove the first pushes by a probe's log-probs."""
         if self._version < 0:
             self._weights.connect(self.servers)
-        expected = self._weights.expected_probe()  # asked now, because the push may take the weights' memory
+        # The probe is computed now, because the push may release the memory of the weights.
+        expected = self._weights.expected_probe()
         self._push(version)
         self._version = version
         if expected is not None:
@@ -131,7 +133,12 @@ class ServedEngine:
     def submit(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int
     ) -> PendingResponses:
-        requests = requests_for(prompts, n, seed)
+        return self.submit_requests(prompts, requests_for(prompts, n, seed), sampling)
+
+    def submit_requests(
+        self, prompts: Sequence[Prompt], requests: Sequence[Request], sampling: SamplingConfig
+    ) -> PendingResponses:
+        """As `submit`, for requests of which each has its own number of responses, limit and seed."""
         model = self._cards.policy
         room = model.get("max_position_embeddings")
         for prompt, request in zip(prompts, requests, strict=True):
@@ -169,7 +176,7 @@ class ServedEngine:
         """Wait for the complete groups. A server that comes back meanwhile gets the weights.
 
         Afterwards colocated servers sleep, and the trainer has its memory. Responses of other tickets stop
-        then, and go on under the next weights.
+        then, and continue under the next weights.
         """
         futures = [ticket.future for ticket in tickets if ticket.future is not None]
 
@@ -185,13 +192,13 @@ class ServedEngine:
             rows = unpack(self._led(packed, on_wait))
         finally:
             for future in futures:
-                future.cancel()  # has an effect only where something was raised
+                future.cancel()  # has an effect only after an error
             self._sleep()
         prompts = [prompt for ticket in tickets for prompt in ticket.prompts]
         return [Group(prompt, rollouts) for prompt, rollouts in zip(prompts, rows, strict=True)]
 
     def _led(self, result: Callable[[ServerSession], Any], on_wait: OnWait) -> Any:
-        """Rank 0's result, on every rank, once it is not None. A collective."""
+        """Call `result` on rank 0 until it returns a value; returns that on every rank. A collective."""
         next_command = None
         if self.servers is not None:
             next_command = partial(self._next_command, self.servers, result)
@@ -208,7 +215,7 @@ class ServedEngine:
                     raise failed.error
 
     def _next_command(self, servers: ServerSession, result: Callable[[ServerSession], Any]) -> Command:
-        """Rank 0's next command while responses are awaited."""
+        """Return rank 0's next command while it waits for responses."""
         deadline = time.monotonic() + leader.HEARTBEAT
         while time.monotonic() < deadline:
             try:
@@ -252,24 +259,24 @@ class ServedEngine:
             raise
 
     def _give_weights(self) -> None:
-        """Returns when every rank has given the memory of its weights away, so that servers may take it."""
+        """Return when every rank has released the memory of its weights, so that servers may take it."""
         assert self._memory is not None
         self._memory.release("weights")
         all_gather_msgpack(None)  # a barrier; a broadcast would end on rank 0 before the others have released
 
     def _sleep(self) -> None:
-        """Colocated servers give their memory back, and the trainer takes its own. A collective."""
+        """Colocated servers release their memory, and the trainer takes its own again. A collective."""
         if self._memory is None or self.asleep:
             return
         if self.servers is not None:
             self.servers.loop.run(self.servers.pool.sleep())
-        broadcast_msgpack(None)  # the other ranks take theirs once rank 0's servers sleep
+        broadcast_msgpack(None)  # the other ranks take their memory back once rank 0's servers sleep
         self._memory.restore("weights")
         self._memory.restore("training")
         self.asleep = True
 
     def _start(self) -> Callable[[], Command]:
-        """Rank 0's commands while the servers start."""
+        """Return rank 0's next command while the servers start."""
         try:
             if self._conversations is not None:
                 self._opened.enter_context(self._conversations)
@@ -287,13 +294,14 @@ class ServedEngine:
         if self.servers is not None:
             self.servers.close()
             self.servers = None
-        self._opened.close()  # last: a conversation may wait for its environment
+        self._opened.close()  # closed last, because a conversation may wait for its environment
 
 
 class Speakers:
     """The policy on the servers, in the conversations of a batch (see `conversations.converse.Responder`).
 
-    The turns of a conversation go to one server while it stays ready: its cache holds the turns before.
+    All turns of a conversation go to the same server while it is ready, because its cache has the earlier
+    turns.
     """
 
     def __init__(self, pool: ServerPool, sampling: SamplingConfig) -> None:

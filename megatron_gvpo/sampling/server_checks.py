@@ -17,8 +17,8 @@ from megatron_gvpo.huggingface.image_families import takes_images
 from megatron_gvpo.huggingface.vocabulary import vocabulary
 from megatron_gvpo.servers.answers import Routers
 from megatron_gvpo.servers.http import ServerRefused
-from megatron_gvpo.servers.sent_images import ImageSender
-from megatron_gvpo.servers.server import Server
+from megatron_gvpo.servers.request_images import ImageSender
+from megatron_gvpo.servers.server import Server, ServerInfo
 from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig
 from megatron_gvpo.weights.receivers import receiver_class
 
@@ -42,7 +42,7 @@ async def check_server(
 ) -> None:
     """Compare the server's release, model and tokenizer with the run's. Raises ConfigError if they differ.
 
-    The server must end responses at no other tokens than those of `task`.
+    The server must end responses only at the tokens of `task`.
     """
     where = f"rollout server {server.url}"
     try:
@@ -52,17 +52,7 @@ async def check_server(
             f"{where} does not speak as rollout.engine={rollout.engine} does: {error}. Is it another "
             "engine, or does it want another key (rollout.servers.api_key_env)?"
         ) from None
-    if info.version not in server.tested and not rollout.servers.allow_untested_version:
-        raise ConfigError(
-            f"{where} runs {rollout.engine} {info.version}; tested: {', '.join(server.tested)}. "
-            "The interface changes between releases: use a tested one, or set "
-            "rollout.servers.allow_untested_version=true and watch the mismatch metrics"
-        )
-    if info.http_processes > 1:
-        raise ConfigError(
-            f"{where} has {info.http_processes} HTTP processes (--tokenizer-worker-num), each of which sees "
-            "a part of a weight push and asks for no key: start it with one"
-        )
+    _check_release(where, server, info, rollout)
     prompt = task.longest_prompt
     needed = prompt + rollout.max_tokens
     if 0 < info.context_length < needed:
@@ -82,8 +72,24 @@ async def check_server(
     if takes_images(cards.policy):
         await _check_image(server, model.path, rollout, cards.policy)
     served = Path(info.model_path)
-    if (served / "config.json").is_file():  # else on another machine; the first push compares log-probs
+    # A directory on another machine is not compared here; the first push compares log-probs.
+    if (served / "config.json").is_file():
         _check_files(where, served, model.path, cards, task.end_token_ids)
+
+
+def _check_release(where: str, server: Server, info: ServerInfo, rollout: RolloutConfig) -> None:
+    """Check the server's release and the number of its HTTP processes. Raises ConfigError."""
+    if info.version not in server.tested and not rollout.servers.allow_untested_version:
+        raise ConfigError(
+            f"{where} runs {rollout.engine} {info.version}; tested: {', '.join(server.tested)}. "
+            "The interface changes between releases: use a tested one, or set "
+            "rollout.servers.allow_untested_version=true and watch the mismatch metrics"
+        )
+    if info.http_processes > 1:
+        raise ConfigError(
+            f"{where} has {info.http_processes} HTTP processes (--tokenizer-worker-num), each of which sees "
+            "a part of a weight push and asks for no key: start it with one"
+        )
 
 
 def _check_files(
@@ -152,7 +158,7 @@ async def _check_routing(server: Server, rollout: RolloutConfig, card: ModelCard
 
 
 async def _check_support(server: Server, rollout: RolloutConfig) -> None:
-    """Sample one token, and check that the server returns what it was sampled from."""
+    """Sample one token, and check that the server returns the tokens from which it was sampled."""
     try:
         sample = await server.sample([0], 1, 0, rollout, (), TIMEOUT)
         if sample.support is None:

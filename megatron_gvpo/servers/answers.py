@@ -1,4 +1,4 @@
-"""Checks that an answer is one that the server's engine can give: nothing else becomes part of a response.
+"""Checks that an answer can be from the server's engine, before it becomes part of a response.
 
 The experts that a server routed tokens to are checked, too, and packed for the trainer's router replay.
 """
@@ -32,10 +32,10 @@ class Expected:
     version: int  # weight version that should sample the response
     max_tokens: int
     stops: Sequence[int]  # the tokens that end a response
-    stop_strings: Sequence[str]  # the texts that do
+    stop_strings: Sequence[str]  # the texts that end a response
     vocabulary: float  # the model's token ids are below it
     placeholder: int | None  # the token of an image, where the prompt has images
-    supports: bool = False  # with what every token was sampled from
+    supports: bool = False  # true if answers must include the tokens that each token was sampled from
 
 
 def trusted(
@@ -56,10 +56,10 @@ def trusted(
     if (problem := sample.ended_elsewhere(expected.stops)) is not None:
         raise RolloutError(f"rollout server {url} {problem}")
     if sample.finish_reason == "abort" and expected.placeholder is not None:
-        # A server would take a sampled placeholder for an image when it is asked to go on.
+        # A server would take a sampled placeholder for an image when a later request has it in the prompt.
         sample = sample.before(expected.placeholder)
-    # A push takes a server out before it stops its responses. One that stops them by itself, and gives
-    # nothing, may do so for ever.
+    # A push takes a server out of use before it stops its responses. A server that stops them by itself,
+    # without tokens, may do so for ever.
     if sample.finish_reason == "abort" and not sample.token_ids and is_serving:
         return SampleFailure(
             f'{url} answered with finish reason "abort" and no token, and nothing had stopped it'

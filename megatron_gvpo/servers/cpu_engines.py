@@ -1,6 +1,6 @@
 """Refuses models that an engine's build for CPUs cannot serve.
 
-Such a server does not start, or starts and dies of the first prompt. With GPUs other kernels run.
+Such a server does not start, or starts and dies of the first prompt. On GPUs the engines run other kernels.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def check_on_cpu(model: ModelCard, engine: str, dtype: str, key: str, where: str
         return
     if architecture in DELTA_NETS and dtype != "bfloat16":
         raise ConfigError(
-            f"{refusal}is {architecture}, whose gated delta nets vLLM's kernels for CPUs compute in bfloat16 "
-            f"only: use model.dtype=bfloat16 in place of {dtype}"
+            f"{refusal}is {architecture}, whose gated delta nets vLLM's CPU kernels serve in bfloat16 only: "
+            f"use model.dtype=bfloat16 in place of {dtype}"
         )
     if model.is_mla:
         sizes = (model["kv_lora_rank"], model.get("qk_rope_head_dim"))

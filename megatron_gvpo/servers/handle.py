@@ -1,4 +1,4 @@
-"""One server as the pool sees it: the state that it is in, and the changes of state that there are.
+"""The state of one server in the pool, and the possible changes of state.
 
 ```
         healthy again         a push begins           it has all weights
@@ -60,7 +60,7 @@ ALL_PARTS: tuple[MemoryPart, ...] = ("weights", "cache")
 
 @dataclass(frozen=True)
 class Asleep:
-    """A trainer on the same GPUs has these parts of the server's memory."""
+    """The trainer on the same GPUs uses the memory of these parts of the server."""
 
     parts: tuple[MemoryPart, ...]
     version: str  # the server's own weight version when it fell asleep; after a restart it has another
@@ -68,19 +68,25 @@ class Asleep:
 
 @dataclass
 class ServerHandle:
-    """One server and what the pool knows of it. `to` alone changes the first four values after `server`."""
+    """One server, with the pool's record of its state and requests.
+
+    Only `to` changes the first four fields after `server`.
+    """
 
     server: Server
     state: State = Lost("it has not answered")
     since: float = field(default_factory=running_seconds)  # when a state of this kind began
-    version: int = -1  # version of the weights that it got last; -1 since it was lost
-    losses: int = 0  # a process group with the server lasts until its next loss
+    version: int = -1  # version of the weights that the server got last; -1 after it was lost
+    losses: int = 0  # how often it was lost; each loss ends the process group with the server
     asleep: Asleep | None = None
     outstanding: int = 0  # tokens that requests in flight may still give
     calls: set[asyncio.Task[Completion]] = field(default_factory=set)  # requests in flight
 
     def to(self, state: State) -> None:
-        """Change the state. Losing a server cancels its requests and ends its group with the trainer."""
+        """Change the server's state.
+
+        Losing a server cancels its requests and ends its group with the trainer.
+        """
         if type(state) not in TRANSITIONS[type(self.state)]:
             raise AssertionError(f"{self.server.url}: no server goes from {self.state} to {state}")
         if type(state) is not type(self.state):

@@ -14,17 +14,17 @@ from typing import Any
 import aiohttp
 
 LONGEST = 2**30  # bytes of an answer, decompressed; the experts of a long response are some MiB
-SHOWN = 600  # characters of a server's answer that an error quotes
+SHOWN = 600  # the most characters of a server's answer that an error quotes
 CONNECT = 10.0  # seconds that a connection may take
 OPENING = 64  # connections that are opened at once; a server's queue of new ones may be as short as 128
 PUSHES = "X-Megatron-GVPO-Trainer"  # the header of clients that push weights
-FILES = 2**16  # open files to ask for; each connection is one
+FILES = 2**16  # the limit of open files to request; each connection is an open file
 
 
 def spare_connections() -> int:
     """The number of connections to allow at once: three quarters of the files that this process may open.
 
-    Raises the process's limit first, as the engines do: it is usually 1,024, and a step has more responses.
+    It first raises the process's limit of open files, which is usually 1,024: a step has more responses.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < FILES:
@@ -54,7 +54,7 @@ class _Connector(aiohttp.TCPConnector):
         self._opening = asyncio.Semaphore(OPENING)
 
     async def connect(self, req: Any, traces: Any, timeout: Any) -> Any:
-        async with self._opening:  # the limits of `timeout` begin behind it
+        async with self._opening:  # the time in this queue does not count towards `timeout`
             return await super().connect(req, traces, timeout)
 
 
@@ -72,19 +72,19 @@ class ServerRefused(Exception):  # noqa: N818 - the server's answer, which the c
 
 
 class ServerGone(Exception):  # noqa: N818 - a state of the server
-    """No answer: the connection was refused or broke, or the time limit passed."""
+    """A server did not answer: the connection was refused or broke, or the time limit passed."""
 
     def __init__(self, message: str, *, refused: bool = False) -> None:
         super().__init__(message)
-        self.refused = refused  # True: nothing listens at the address
+        self.refused = refused  # true if no process listens at the address
 
 
 class Http:
     """JSON calls to the server at `url`, over a session that calls to other servers share.
 
-    `listens` is False while the server that this run has started is not the one that listens at `url`: then
-    nothing is sent there. `silence`: the seconds without a request after which the server is to give up a
-    weight push of this client (megatron_gvpo_watch); None for a client that pushes none.
+    `listens` is False while another process than the run's own server listens at `url`; then nothing is sent.
+    `silence`: the seconds without a request after which the server is to give up a weight push of this client
+    (megatron_gvpo_watch); None for a client that pushes none.
     """
 
     def __init__(
@@ -138,14 +138,15 @@ class Http:
         # SGLang reports some errors with status 200 and success: false.
         unsuccessful = isinstance(answer, dict) and answer.get("success") is False
         if status >= 300 or unsuccessful:  # no redirect is followed: the key is for this address alone
-            raise ServerRefused(
-                f"{where}: status {status}: {_words(answer)}", 400 if status < 400 else status
-            )
+            words = _words(answer)
+            if 300 <= status < 400:
+                words = "it redirects to another address, which is not followed: name the server's own"
+            raise ServerRefused(f"{where}: status {status}: {words}", 400 if status < 400 else status)
         return answer
 
 
 async def _text(response: aiohttp.ClientResponse) -> str:
-    """The text of an answer. Raises ServerGone for one longer than a rollout server can mean."""
+    """The text of an answer. Raises ServerGone for one that is longer than any of a rollout server."""
     parts, size = [], 0
     async for part in response.content.iter_chunked(2**20):
         parts.append(part)

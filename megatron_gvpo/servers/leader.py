@@ -1,4 +1,4 @@
-"""Rank 0 leads: it alone talks to the servers, and tells every rank what to do next.
+"""Rank 0 leads: only it talks to the servers, and it sends every rank the next command.
 
 While rank 0 waits for servers, it sends `Wait` once per heartbeat. The other ranks therefore wait on the CPU
 for a few seconds at a time, never in a collective that could time out, and a colocated engine has the GPUs to
@@ -35,7 +35,8 @@ HEARTBEAT = 5.0  # seconds that the other ranks wait at most for a command of ra
 class Messages[T]:
     """The messages that one rank may send another: frozen dataclasses, whose fields have msgpack's types.
 
-    On the way a message is the name of its class and its fields. Both ends refuse any other.
+    On the way a message is the name of its class and its fields. The sender and the receiver refuse any other
+    message.
     """
 
     def __init__(self, *kinds: type[T]) -> None:
@@ -56,7 +57,7 @@ class Messages[T]:
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing has happened; ask again."""
+    """Nothing has happened: the ranks wait for the next command."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def follow(begin: Callable[[], Command] | None, on_wait: OnWait = None) -> Any:
 
 
 def result_of(task: concurrent.futures.Future[Any]) -> Command:
-    """Done, once the task has ended; Wait after a heartbeat; or Failed."""
+    """Return Done once the task has ended, Wait after a heartbeat, or Failed."""
     concurrent.futures.wait([task], timeout=HEARTBEAT)
     if not task.done():
         return Wait()
@@ -181,16 +182,16 @@ class ModelClient(ABC):
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name  # of the thread that sends the requests
+        self._name = name  # name of the thread that sends the requests
         self._opened = ExitStack()
-        self._loop: BackgroundLoop | None = None  # on rank 0, from the start of the servers on
+        self._loop: BackgroundLoop | None = None  # exists on rank 0, after the servers have started
         self._ready: concurrent.futures.Future[None]
 
     @abstractmethod
     def start_servers(self, session: ClientSession) -> Coroutine[Any, Any, None]:
-        """Start or find the servers, on rank 0; returns the check of all, which waits until they are up.
+        """Start or find the servers, on rank 0; returns a coroutine that waits for them, and checks them.
 
-        Their ends go on the stack `_opened`. Raises ConfigError, DataError.
+        Everything that must be closed later is added to the stack `_opened`. Raises ConfigError, DataError.
         """
 
     def __enter__(self) -> Self:
@@ -225,7 +226,7 @@ class ModelClient(ABC):
                 task.cancel()  # has an effect only if something was raised
 
     def _open(self) -> Command:
-        """Rank 0: open what is not open yet; wait for the servers."""
+        """On rank 0: open the parts that are not open yet, and wait for the servers."""
         try:
             if self._loop is None:
                 loop = BackgroundLoop(self._name)

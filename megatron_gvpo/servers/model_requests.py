@@ -25,11 +25,11 @@ class Verdict(NamedTuple):
     """The score of a response by one component; None without one, for the reason in `explanation`."""
 
     score: float | None
-    explanation: str = ""  # a judge's words, or why there is no score
+    explanation: str = ""  # the judge's explanation, or the reason why there is no score
 
 
 class Misfit(RuntimeError):  # noqa: N818
-    """A server, a model or a response, named in the message, with which the run cannot go on."""
+    """Raised for a server, a model or a response with which the run cannot continue; the message names it."""
 
 
 class Unanswered(Exception):  # noqa: N818 - an outage, which callers expect
@@ -37,7 +37,7 @@ class Unanswered(Exception):  # noqa: N818 - an outage, which callers expect
 
 
 class Refused(Unanswered):
-    """A server has refused a request, as every other would."""
+    """A server has refused a request, and every other server would refuse it, too."""
 
 
 class ModelServer:
@@ -54,8 +54,8 @@ class ModelServer:
 class Servers:
     """The servers of one model.
 
-    `check(http)` is asked before the first request to a server, and before the next one after a failure. What
-    it raises, ServerGone and ServerRefused apart, reaches the caller of `ask`.
+    `check(http)` is called before the first request to a server, and before the next one after a failure. Its
+    errors, except ServerGone and ServerRefused, reach the caller of `ask`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Servers:
         return self._settings.request_timeout
 
     async def check_all(self) -> None:
-        """Wait until every server is up, and check it. Raises Unanswered, or what `check` raises."""
+        """Wait until every server is up, and check it. Raises Unanswered, and the errors of `check`."""
         checks = (self._repeat(self._check_one, [server]) for server in self._servers)
         await asyncio.gather(*checks)
         self.failures = 0  # failed requests to servers that were still starting

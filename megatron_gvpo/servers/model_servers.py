@@ -31,7 +31,7 @@ from megatron_gvpo.settings.reward_servers import MODEL, RewardServers
 class ServerAddresses:
     """The servers of one model: their addresses and key, and their supervisor if the run started them."""
 
-    section: str  # key of its section, such as rewards.components.0.model.servers
+    section: str  # configuration key of the servers, such as rewards.components.0.model.servers
     urls: list[str]
     api_key: str | None = None
     supervisor: Supervisor | None = None
@@ -105,7 +105,7 @@ def _launch(
     if servers.engine == "sglang":
         if not checkpoint.generates:
             command += ["--is-embedding"]
-            # A package in PLUGINS.
+            # The name of a package in PLUGINS.
             environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "megatron_gvpo_reward_models"
         return sglang.finished_launch(command, environment, servers, api_key, on_gpu, section)
     if not checkpoint.generates:

@@ -1,9 +1,9 @@
 """The pool of a run's servers: it balances requests over them, and survives the loss of any of them.
 
-A server is ready (healthy, with the current weights), pending (healthy, without them), receiving them, or
-lost (megatron_gvpo.servers.handle). Only a ready server gets requests. A server that comes back after a
-failure is pending until the trainer has pushed the weights to it, even if it never restarted: no response is
-sampled from weights that the trainer does not know.
+A server is ready (healthy, with the current weights: its state is `Serving`), pending (healthy, without
+them), receiving them, or lost (megatron_gvpo.servers.handle). Only a ready server gets requests. A server
+that comes back after a failure is pending until the trainer has pushed the weights to it, even if it never
+restarted: no response is sampled from weights that the trainer does not know.
 
 Everything here runs in one asyncio loop.
 """
@@ -34,7 +34,7 @@ from megatron_gvpo.servers.handle import (
 from megatron_gvpo.servers.http import ServerGone, ServerRefused, spare_connections
 from megatron_gvpo.servers.launch.supervise import Supervisor
 from megatron_gvpo.servers.request import Request, derived_seed, images_of
-from megatron_gvpo.servers.sent_images import ImageSender, SentImage
+from megatron_gvpo.servers.request_images import ImageSender, RequestImage
 from megatron_gvpo.servers.server import Completion, MemoryPart, Server
 from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.settings.servers import ServersConfig
@@ -42,7 +42,7 @@ from megatron_gvpo.supports import Support
 
 CONTROL = 30.0  # seconds for a control request, such as to abort
 POLL = 1.0  # seconds between two checks of a server's health
-ATTEMPTS = 5  # a request that fails on this many servers is blamed itself
+ATTEMPTS = 5  # a request that fails on this many servers counts as faulty itself
 
 
 @dataclass
@@ -51,7 +51,7 @@ class PendingRequest:
 
     request: Request
     preferred: ServerHandle | None = None
-    images: tuple[SentImage, ...] = ()
+    images: tuple[RequestImage, ...] = ()
 
 
 class ServerPool:
@@ -75,7 +75,7 @@ class ServerPool:
         self._supervisor, self._routers, self._images = supervisor, routers, images
         self._vocabulary, self._stop_strings = vocabulary, stop_strings
         self.prefix_cache = PrefixCache()
-        self._is_asleep, self._awake_since = False, 0.0  # asleep: a colocated trainer has the memory
+        self._is_asleep, self._awake_since = False, 0.0  # asleep while a colocated trainer has the memory
         self._changed = asyncio.Event()  # set when a server's state changes
         self._connections = asyncio.Semaphore(spare_connections())  # limits open requests
         self._monitors: list[asyncio.Task[None]] = []
@@ -108,7 +108,7 @@ class ServerPool:
     async def generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[list[Rollout]]:
         """`n` rollouts for each request, in request order, all complete.
 
-        The samples of a request go to one server, where they share the prompt's cache. Those of a lost server
+        All samples of a request go to one server, where they share the cached prompt. Those of a lost server
         start again on another. It waits while no server is ready. Raises RolloutError when a server refuses a
         request, or a request has failed on too many servers.
         """
@@ -125,8 +125,8 @@ class ServerPool:
     async def take_out(self, version: int, *, abort: bool) -> list[ServerHandle]:
         """Take the healthy servers that lack the weights of `version` out of service, and return them.
 
-        They get no requests until `admit`. With `abort` their responses stop, to continue elsewhere or later;
-        otherwise they finish first. Servers that have the version go on serving.
+        The servers taken out get no requests until `admit`. With `abort` their responses stop, to continue
+        elsewhere or later; otherwise they finish first. Servers that have the version go on serving.
         """
         targets = [h for h in self.handles if not h.is_lost and not h.has(version)]
         for handle in targets:
@@ -153,7 +153,7 @@ class ServerPool:
             for handle in self.handles:
                 if not handle.is_lost:
                     group.create_task(self._offload(handle))
-        await self._hold()  # this ends a server that did not give its memory, and so frees it
+        await self._hold()  # ends servers that did not give their memory away
 
     async def _hold(self) -> None:
         """End the processes of lost servers, and start none until `wake`."""
@@ -197,7 +197,7 @@ class ServerPool:
 
     async def _drain(self, handle: ServerHandle, abort: bool) -> None:
         while handle.calls and not handle.is_lost:
-            if abort:  # repeated, because a request may still be on its way to the server
+            if abort:  # repeated, because a request on its way may reach the server after the first abort
                 try:
                     await handle.server.abort(CONTROL)
                 except (ServerGone, ServerRefused) as error:
@@ -227,7 +227,7 @@ class ServerPool:
             self._supervisor.restart(handle.server.url)
 
     def hopeless(self) -> str | None:
-        """The reason why no server will come back; None while one may."""
+        """The reason why no server can serve again; None while one may."""
         limit = self._settings.start_timeout
         now, since = running_seconds(), self._awake_since  # no lost server starts while the others sleep
         gone = [h for h in self.handles if h.is_lost and now - max(h.since, since) > limit]
@@ -241,7 +241,7 @@ class ServerPool:
         return None
 
     async def respond(self, pending: PendingRequest, index: int, sampling: SamplingConfig) -> Rollout:
-        """One response, from as many servers and weight versions as it takes."""
+        """Sample one response, from several servers and weight versions if necessary."""
         # Fetch images first: weights may change meanwhile.
         pending.images = await images_of(pending.request, self._images)
         token_ids, logprobs, failures = list[int](), list[float](), list[str]()
@@ -289,11 +289,11 @@ class ServerPool:
     ) -> Completion:
         """The part of an answer after `prefix` up to the end of a stop string, which may begin in the prefix.
 
-        An answer that the server ended at a stop string, and that has none, is like an aborted one.
+        If the server ended an answer at a stop string that the answer lacks, the answer counts as aborted.
         """
         if not sampling.stop:
             return answer
-        assert self._stop_strings is not None, "the pool was made without"
+        assert self._stop_strings is not None, "this pool was made without stop strings"
         end = self._stop_strings.end([*prefix, *answer.token_ids], sampling.stop)
         if end is not None:
             return answer.first(end - len(prefix))
@@ -345,24 +345,29 @@ class ServerPool:
         except ServerGone as error:
             return SampleFailure(str(error))
         except asyncio.CancelledError:
-            if call.cancelled():  # the server was lost, and may be back by now
+            if call.cancelled():  # the server was lost, and may have come back
                 return SampleFailure(handle.state.why if isinstance(handle.state, Lost) else "it was lost")
             call.cancel()  # the caller no longer wants this response
             raise
         finally:
             handle.outstanding -= room
             handle.calls.discard(call)
-        placeholder = images[0].placeholder if images else None
-        expected = Expected(
+        expected = self._expected(version, room, sampling, images)
+        return trusted(handle.server.url, sample, expected, is_serving=handle.has(version))
+
+    def _expected(
+        self, version: int, room: int, sampling: SamplingConfig, images: Sequence[RequestImage]
+    ) -> Expected:
+        """The properties that the answer to a request for at most `room` tokens must have."""
+        return Expected(
             version,
             max_tokens=room,
-            stops=stops,
+            stops=sampling.stops(self._end_token_ids),
             stop_strings=sampling.stop,
             vocabulary=self._vocabulary,
-            placeholder=placeholder,
+            placeholder=images[0].placeholder if images else None,
             supports=sampling.wants_support,
         )
-        return trusted(handle.server.url, sample, expected, is_serving=handle.has(version))
 
     async def _choose(self, pending: PendingRequest) -> ServerHandle:
         """A serving server; the same one for all samples of a request, while it serves."""
@@ -392,7 +397,7 @@ class ServerPool:
                 silent = running_seconds() - last_seen
                 stopped = isinstance(error, ServerGone) and error.refused
                 if stopped:
-                    handle.asleep = None  # the next process there has all of its memory
+                    handle.asleep = None  # the server's next process has all of its memory
                 if handle.is_lost or stopped or (silent > limit and not isinstance(handle.state, Receiving)):
                     self.lose(handle, str(error))
             else:
@@ -432,7 +437,7 @@ class PrefixCache:
     def take(self) -> dict[str, float]:
         """The share of cached prompt tokens since the last call, as a metric; empty without any request.
 
-        Another thread may count meanwhile.
+        Another thread may count at the same time.
         """
         tokens, hits = now = self._counts
         (before, hits_before), self._taken = self._taken, now

@@ -14,7 +14,7 @@ from megatron_gvpo.groups import Image, Prompt, Rollout, rollout_of
 from megatron_gvpo.settings.sections import SamplingConfig
 
 if TYPE_CHECKING:
-    from megatron_gvpo.servers.sent_images import ImageSender, SentImage
+    from megatron_gvpo.servers.request_images import ImageSender, RequestImage
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def requests_for(prompts: Sequence[Prompt], n: int, seed: int) -> list[Request]:
 def derived_seed(*parts: int) -> int:
     """A seed made from others, such as a prompt's from the step's: 63 bits of BLAKE2b("a/b/...").
 
-    Hashing makes neighbouring seeds and positions independent. 63 bits, because engines take signed 64-bit
-    seeds.
+    Hashing makes neighbouring seeds and positions independent. The result has 63 bits, because engines take
+    signed 64-bit seeds.
     """
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
@@ -73,7 +73,7 @@ def check_request(
     return None
 
 
-async def images_of(request: Request, sender: ImageSender | None) -> tuple[SentImage, ...]:
+async def images_of(request: Request, sender: ImageSender | None) -> tuple[RequestImage, ...]:
     """The request's images as a server gets them. Raises RolloutError."""
     if not request.images:
         return ()

@@ -18,15 +18,16 @@ import numpy as np
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.servers.http import Http, ServerGone, ServerRefused
-from megatron_gvpo.servers.sent_images import SentImage, difference
+from megatron_gvpo.servers.request_images import RequestImage, difference
 from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig, SamplingConfig
 from megatron_gvpo.settings.servers import AFTER_PORT, EngineServers, ServersConfig
 from megatron_gvpo.supports import Support
 
 MemoryPart = Literal["weights", "cache"]  # the parts of a server's accelerator memory
 PLUGINS = Path(__file__).parent / "plugins"  # goes on the servers' PYTHONPATH; nothing is installed there
-# In every request. vLLM takes what it lacks from the model's generation_config.json, such as the top_k and
-# the penalty of Qwen2.5, and SGLang from --preferred-sampling-params: they would sample another policy.
+# Options in every request. vLLM takes missing options from the model's generation_config.json, such as the
+# top_k and the penalty of Qwen2.5, and SGLang from --preferred-sampling-params: they would sample another
+# policy.
 PLAIN = {
     "top_k": -1,  # all tokens
     "min_p": 0.0,
@@ -35,15 +36,15 @@ PLAIN = {
     "frequency_penalty": 0.0,
 }
 # The range of log-probs, in nats, that are accepted. Engines compute log-softmax in fp32, whose 24 bits leave
-# an error of 1e-7 for usual logits, and of about 1e-3 for logits in the thousands; a likely token may get so
-# much above 0. A sampler draws no token below -104, the logarithm of the least number of fp32; vLLM writes
-# -9999 for minus infinity.
+# an error of 1e-7 for usual logits, and of about 1e-3 for logits in the thousands; a likely token's log-prob
+# may exceed 0 by as much. A sampler draws no token below -104, the logarithm of the least number of fp32;
+# vLLM writes -9999 for minus infinity.
 HIGHEST_LOGPROB, LOWEST_LOGPROB = 1e-3, -1e4
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One response as the server gave it. "abort" means that a client stopped it: it is incomplete."""
+    """One response from a server. "abort" means that a client stopped it: it is incomplete."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -51,11 +52,11 @@ class Completion:
     version: str | None = None  # the version of the weights that sampled it, if the server reports it
     experts: np.ndarray | None = None  # integers [prompt + response - 1, layers, experts per token]
     cached: int | None = None  # prompt tokens that its prefix cache had, if the server reports it
-    support: Support | None = None  # with truncated sampling: what `logprobs` are normalised over
-    stop_string: str | None = None  # the stop string at which the server ended it, if at one
+    support: Support | None = None  # with truncated sampling: the tokens over which `logprobs` are normalised
+    stop_string: str | None = None  # the stop string at which the server ended the response, if any
 
     def __post_init__(self) -> None:
-        """Raises ValueError, TypeError for values that a response cannot have: another program sent them."""
+        """Raises ValueError or TypeError for values that no engine can have sent."""
         for index, token in enumerate(self.token_ids):
             if type(token) is not int or not 0 <= token < 2**31:
                 raise ValueError(f"{shortened(token)} at index {index} of the response is not a token id")
@@ -72,8 +73,8 @@ class Completion:
     def up_to_stop(self, stops: Sequence[int]) -> Completion:
         """The sample up to its first stop token.
 
-        An engine that stops a response for its client looks at no token of that step, in which the response
-        may have ended: with speculation, several tokens before.
+        An engine that stops a response for its client does not check the tokens of that step for a stop
+        token. With speculation there may be several.
         """
         end = next((i + 1 for i, token in enumerate(self.token_ids) if token in stops), len(self.token_ids))
         return self._first(end)
@@ -140,15 +141,15 @@ class Launch:
 
 
 def meeting_of_ranks(servers: ServersConfig) -> tuple[str, int]:
-    """The meeting point of a server's ranks on several machines: machine 0's address, and a port there."""
+    """The address of machine 0, and the port at which a server's ranks on several machines meet there."""
     return servers.leader or servers.host, servers.port + AFTER_PORT["ranks"]
 
 
 def refuse_http_processes(servers: EngineServers, option: str, key: str) -> None:
     """Raise ConfigError if `servers.args` ask for several HTTP processes by `option`.
 
-    Each process sees a part of the requests of a weight push. SGLang's ask for no API key. `key`: the
-    configuration's, of `servers`.
+    Each process sees a part of the requests of a weight push. SGLang's additional processes do not check the
+    API key. `key`: the configuration's, of `servers`.
     """
     words = " ".join([*servers.args, ""]).replace("_", "-")
     if re.search(rf"(^| ){option}[ =](?!1 )", words):
@@ -193,7 +194,7 @@ class Server(Protocol):
     async def info(self, timeout: float) -> ServerInfo: ...
 
     def use_adapter(self, name: str) -> None:
-        """From here on `sample` and `score` name this adapter, in place of the model itself.
+        """Make `sample` and `score` name this adapter from now on, in place of the model itself.
 
         They raise ServerGone if the server does not have it: the server has restarted.
         """
@@ -206,9 +207,11 @@ class Server(Protocol):
         sampling: SamplingConfig,
         stop_ids: Sequence[int],
         timeout: float,
-        images: Sequence[SentImage] = (),
+        images: Sequence[RequestImage] = (),
     ) -> Completion:
-        """Sample one response of at most `max_tokens` tokens. A stop token ends it and is its last token.
+        """Sample one response of at most `max_tokens` tokens.
+
+        A stop token ends the response and is its last token.
 
         The strings `sampling.stop` end it where the server sees one (see `StopStrings`).
         With `sampling.wants_routing` the sample has its experts, unless it was aborted; with
@@ -222,14 +225,17 @@ class Server(Protocol):
     async def speculates(self, timeout: float) -> bool:
         """True if it decodes speculatively.
 
-        Raises ConfigError if it accepts drafted tokens in a way that changes what the policy samples.
+        Raises ConfigError if it accepts drafted tokens in a way that changes the policy's distribution.
         """
 
     async def drafts(self, timeout: float) -> Drafts:
         """The tokens that it has drafted and accepted so far; zeros where it does not speculate."""
 
     async def abort(self, timeout: float) -> None:
-        """End all requests in flight. They answer with what they have, and finish reason "abort"."""
+        """End all requests in flight.
+
+        The stopped requests are answered with the tokens so far and the finish reason "abort".
+        """
 
     async def pause(self, timeout: float) -> None:
         """Stop generating. Requests in flight end as in `abort`; new requests wait for `resume`."""
@@ -237,7 +243,7 @@ class Server(Protocol):
     async def resume(self, timeout: float) -> None: ...
 
     async def flush_cache(self, timeout: float) -> None:
-        """Drop the prefix cache, which older weights computed. Nothing may be in flight."""
+        """Drop the prefix cache, which older weights computed. No request may be in flight."""
 
     async def weight_version(self, timeout: float) -> str: ...
 
@@ -248,7 +254,7 @@ class Server(Protocol):
         """
 
     async def onload_memory(self, part: MemoryPart, timeout: float) -> None:
-        """Allocate an offloaded part again, empty. Each part is onloaded once."""
+        """Allocate the memory of an offloaded part again, without its content. Each part is onloaded once."""
 
 
 @contextmanager
@@ -264,7 +270,7 @@ def answer_of(server: Server, path: str) -> Iterator[None]:
         ) from None
 
 
-def check_prompt(server: Server, sent: Sequence[int], used: Any, images: Sequence[SentImage]) -> None:
+def check_prompt(server: Server, sent: Sequence[int], used: Any, images: Sequence[RequestImage]) -> None:
     """Raise ServerRefused if a prompt with images that a server used is not the trainer's."""
     if problem := difference(sent, used, images[0].placeholder):
         raise ServerRefused(
@@ -298,7 +304,7 @@ def log_probs(values: Iterable[Any]) -> list[float]:
 
 
 def shortened(value: Any) -> str:
-    """A value of an answer as an error quotes it."""
+    """Shorten a value of an answer for an error message."""
     text = repr(value) if not isinstance(value, int) or abs(value) < 10**40 else "a number of over 40 digits"
     return text if len(text) <= 80 else f"{text[:80]}..."
 
@@ -314,7 +320,7 @@ def finish(reason: Any) -> str:
 class Drafts:
     """Counts of a server since its start."""
 
-    rounds: int = 0  # verifications: each gives the accepted tokens and one of the policy's own
+    rounds: int = 0  # verifications, each of which gives the accepted tokens and one more of the policy
     drafted: int = 0  # tokens proposed
     accepted: int = 0  # tokens of those that the policy accepted
 
@@ -328,7 +334,7 @@ class Drafts:
         return Drafts(rounds, drafted, self.accepted + other.accepted)
 
     def since(self, earlier: Drafts) -> Drafts:
-        """The counts since `earlier`; all of them where the server has restarted, and counts from 0 again."""
+        """The counts since `earlier`; all counts if the server has restarted, and counts from 0 again."""
         if self.rounds < earlier.rounds or self.drafted < earlier.drafted or self.accepted < earlier.accepted:
             return self
         rounds, drafted = self.rounds - earlier.rounds, self.drafted - earlier.drafted
@@ -336,7 +342,7 @@ class Drafts:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Acceptance, and tokens a verification gives; empty if nothing was drafted."""
+        """Metrics of acceptance and of tokens from a verification; empty if nothing was drafted."""
         if not self.drafted or not self.rounds:
             return {}
         return {

@@ -17,15 +17,15 @@ from megatron_gvpo.servers.launch.start import DIALECTS, given_key, report, star
 from megatron_gvpo.servers.launch.supervise import Supervisor
 from megatron_gvpo.servers.leader import BackgroundLoop, Command, result_of
 from megatron_gvpo.servers.pool import ServerPool
-from megatron_gvpo.servers.sent_images import ImageSender
+from megatron_gvpo.servers.request_images import ImageSender
 from megatron_gvpo.servers.server import Server
 from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig
 
-MISSED = 3.0  # health checks without which a server gives up a push whose trainer is silent
+MISSED = 3.0  # a server gives up a push after this many health checks without a request of the trainer
 
 
 class ServerSession:
-    """Starts the servers, or connects to those of `rollout.servers.urls`; `close` ends what it started.
+    """Starts servers, or connects to those of `rollout.servers.urls`; `close` ends servers that it started.
 
     `pool` holds the servers and runs in `loop`. The constructor returns before the servers are healthy:
     `next_command` tells when they are. It raises ConfigError for servers that cannot be started. `check`
@@ -47,7 +47,8 @@ class ServerSession:
         with ExitStack() as opened:  # ends earlier parts if a later one fails to start
             self.supervisor, urls, key = _servers(model, rollout, output_dir, cards)
             if self.supervisor is not None:
-                opened.callback(self.supervisor.close)  # last, so that no request waits for a dead server
+                # registered first, so it is closed last, and no request waits for a dead server
+                opened.callback(self.supervisor.close)
             self.loop = BackgroundLoop("rollout client")
             opened.callback(self.loop.close)
             session = self.loop.run(open_session())
@@ -76,7 +77,7 @@ class ServerSession:
             self._opened = opened.pop_all()
 
     def next_command(self) -> Command:
-        """Done once all servers are healthy and fit the run; Wait after a heartbeat; or Failed."""
+        """Return Done once all servers are healthy and fit the run, Wait after a heartbeat, or Failed."""
         return result_of(self._ready)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from megatron_gvpo.core.versions import REFERENCE
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers
 from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.servers.http import Http
-from megatron_gvpo.servers.sent_images import SentImage, with_one_placeholder
+from megatron_gvpo.servers.request_images import RequestImage, with_one_placeholder
 from megatron_gvpo.servers.server import (
     PLAIN,
     PLUGINS,
@@ -40,7 +40,7 @@ from megatron_gvpo.supports import Support
 
 WEIGHT_LOADER = "megatron_gvpo_sglang.receive"  # a function of the plugin in PLUGINS
 DRAFTS = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")  # the fields of Drafts
-TIES = 64  # members of a support beyond top_k: SGLang may leave more where tokens are equally likely
+TIES = 64  # more members of a support than top_k: SGLang may keep more if tokens are equally likely
 RESERVED = 6  # tokens that SGLang leaves free when it says how long an input may be
 # SGLang's options that give up the policy's distribution for speed; 1 keeps it.
 THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
@@ -76,7 +76,7 @@ def finished_launch(
         if servers.tp > 1:  # otherwise SGLang wants a NUMA node for each rank
             cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * servers.tp)
-            # The ranks need not find the same memory free: other processes of the host take some, too.
+            # The ranks may differ in free memory, because other processes of the host take some, too.
             environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
         command += ["--device", "cpu", "--attention-backend", "torch_native"]
         command += ["--sampling-backend", "pytorch", "--disable-cuda-graph", "--disable-overlap-schedule"]
@@ -101,7 +101,7 @@ class SGLang:
     tested: ClassVar[Sequence[str]] = (REFERENCE["sglang"],)
 
     def __init__(self, http: Http, keeps_weights: bool = False) -> None:
-        self.http = http  # no reserve if the server keeps its weights in sleep: see `launch`
+        self.http = http  # `keeps_weights` is not stored, because only `launch` reads it
         self._adapter: str | None = None
         self._drafts = Drafts()  # summed over responses, because SGLang reports them with each response
 
@@ -155,7 +155,8 @@ class SGLang:
             return ServerInfo(
                 version=info["version"],
                 model_path=info["model_path"],
-                # The smaller of its context length and its cache's size, which cut a response off unnoticed.
+                # The smaller of the server's context length and its cache's size, which cut a response off
+                # without a message.
                 context_length=info["max_req_input_len"] + RESERVED,
                 processes=info["tp_size"] * info["pp_size"],
                 http_processes=info.get("tokenizer_worker_num", 1),
@@ -172,7 +173,7 @@ class SGLang:
         sampling: SamplingConfig,
         stop_ids: Sequence[int],
         timeout: float,
-        images: Sequence[SentImage] = (),
+        images: Sequence[RequestImage] = (),
     ) -> Completion:
         body: dict[str, Any] = {
             "input_ids": with_one_placeholder(token_ids, images),
@@ -202,7 +203,8 @@ class SGLang:
             return _completion(answer, sampling.wants_support)
 
     async def score(self, token_ids: Sequence[int], timeout: float, first: int = 1) -> list[float]:
-        # SGLang 0.5.23 gives the last input token the entry of token 0: one more token is sent, and dropped.
+        # SGLang 0.5.23 gives the last input token the entry of token 0, so one more token is sent, and its
+        # entry dropped.
         body: dict[str, Any] = {
             "input_ids": [*token_ids, token_ids[-1]],
             "sampling_params": {**PLAIN, "temperature": 1.0, "top_p": 1.0, "max_new_tokens": 1},
@@ -261,7 +263,7 @@ class SGLang:
         await self.http.post("/release_memory_occupation", timeout=timeout)
 
     async def onload_memory(self, part: MemoryPart, timeout: float) -> None:
-        # Nothing runs before the cache is back, so the CUDA graphs come with it.
+        # Nothing runs before the cache is back, so the CUDA graphs are restored with it.
         tags = {"weights": ["weights"], "cache": ["kv_cache", "cuda_graph"]}[part]
         await self.http.post("/resume_memory_occupation", {"tags": tags}, timeout=timeout)
 
@@ -278,7 +280,7 @@ def _completion(answer: dict[str, Any], has_support: bool) -> Completion:
     if has_support:  # the log-probs of `entries` are over the whole vocabulary
         logprobs = meta.get("output_token_sampling_logprobs", [])
         members = meta.get("output_token_sampling_mask", [])
-    matched = meta["finish_reason"].get("matched")  # a string, or a token
+    matched = meta["finish_reason"].get("matched")  # a stop string or a token
     experts = meta.get("routed_experts")  # experts of all tokens but the last, in all layers
     return Completion(
         token_ids=answer["output_ids"],
@@ -310,7 +312,7 @@ def _speculation(chosen: SpeculationConfig, cards: ModelCards) -> list[str]:
     algorithms = {"ngram": "NGRAM", "draft": "STANDALONE", "mtp": "NEXTN"}
     algorithm = algorithms.get(chosen.method) or eagle_kind(cards.draft).upper()
     options = ["--speculative-algorithm", algorithm]
-    # With the last token of the text, from which a chain begins.
+    # The count includes the last token of the text, with which a chain begins.
     options += ["--speculative-num-draft-tokens", str(chosen.tokens + 1)]
     if chosen.method == "ngram":
         return [*options, "--speculative-ngram-max-bfs-breadth", "1"]

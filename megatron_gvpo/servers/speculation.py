@@ -14,6 +14,7 @@ from megatron_gvpo.servers.server import Drafts, Server
 from megatron_gvpo.settings.servers import SpeculationConfig
 
 TIMEOUT = 30.0  # seconds for a server's counts
+MOST_LAYERS = 2  # of an EAGLE head
 
 
 class DraftCounter:
@@ -49,11 +50,21 @@ def check_draft(chosen: SpeculationConfig | None, cards: ModelCards) -> None:
         return
     key = "rollout.speculation.model"
     draft_size, policy_size = cards.draft.get("vocab_size"), policy.get("vocab_size")
-    stored_tensors(Path(chosen.model), key)
+    tensors = stored_tensors(Path(chosen.model), key)
     if chosen.method == "draft" and draft_size != policy_size:
         raise ConfigError(
             f"{key}={chosen.model} has vocab_size={draft_size}, and the policy {policy_size}: a draft needs "
             "the policy's tokenizer"
+        )
+    layers = cards.draft.get("num_hidden_layers")
+    if chosen.method != "eagle" or layers is None or layers != policy.get("num_hidden_layers"):
+        return
+    # A policy may have as few layers as a head; only the head has a tensor that joins states and embeddings.
+    of_policy = stored_tensors(Path(cards.served_path), cards.served_key)
+    if layers > MOST_LAYERS or tensors.keys() <= of_policy.keys():
+        raise ConfigError(
+            f"{key}={chosen.model} has num_hidden_layers={layers}, as the policy has: it is a whole model "
+            "and not an EAGLE head, which has a layer or two; method: draft takes a model"
         )
 
 

@@ -20,7 +20,7 @@ from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.huggingface.image_families import takes_images
 from megatron_gvpo.servers.cpu_engines import DELTA_NETS
 from megatron_gvpo.servers.http import Http, ServerRefused
-from megatron_gvpo.servers.sent_images import CacheNames, SentImage, with_one_placeholder
+from megatron_gvpo.servers.request_images import CacheNames, RequestImage, with_one_placeholder
 from megatron_gvpo.servers.server import (
     PLAIN,
     PLUGINS,
@@ -51,6 +51,7 @@ RETRY = 0.05  # seconds between attempts to drop the prefix cache
 GENERATE = "/inference/v1/generate"  # takes images with token ids, and returns supports
 # top-k that leaves all tokens. A server that returns supports refuses -1, which means the same.
 EVERY_TOKEN = 2**31 - 1
+MOST_STOP_STRINGS = 4  # of a request; a server whose VLLM_MAX_STOP_STRINGS is higher takes more
 
 
 def base_command(
@@ -82,19 +83,20 @@ def finished_launch(
         command += ["--middleware", "megatron_gvpo_guard.Guard"]
     if not on_gpu:
         command += ["--enforce-eager"]
-        # A seeded request whose prompt is computed in parts ends the engine: it sets back the offset of
-        # its random state, and those of CPUs have none.
+        # A seeded request whose prompt is computed in parts ends the engine, which then sets back the offset
+        # of its random state: the states of CPUs have no offset.
         command += ["--no-enable-chunked-prefill"]
         if set(model.architectures) & set(DELTA_NETS):
             # Its cache of recurrent states computes prompts in parts.
             command += ["--no-enable-prefix-caching"]
         if model.is_mla:
-            # The compiled kernel of plain rotary embeddings takes all heads of latent attention for one.
+            # The compiled kernel of plain rotary embeddings treats all heads of latent attention as one.
             command += ["--compilation-config", '{"custom_ops": ["-rotary_embedding"]}']
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # otherwise each rank wants a NUMA node
-        environment["NUMBA_NUM_THREADS"] = "1"  # otherwise n-gram drafts wait for threads at every step
-        environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # otherwise the first request starts dozens
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # by default each rank requires a NUMA node
+        environment["NUMBA_NUM_THREADS"] = "1"  # more threads would make n-gram drafts wait at every step
+        # by default the first request starts dozens of threads
+        environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         # A server of one rank computes in its engine's process, as on a GPU: a worker would import all again.
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return Launch([*command, *servers.args], environment, key=api_key or "")
@@ -109,7 +111,7 @@ def _completion(answer: Any, wants_routing: bool = False) -> Completion:
     """The response in an answer. Raises errors of `answer_of` for one that lacks something."""
     choice = answer["choices"][0]
     logprobs = choice["logprobs"] or {"token_logprobs": []}
-    if "content" in logprobs:  # of GENERATE
+    if "content" in logprobs:  # an answer of GENERATE
         logprobs = {"token_logprobs": [entry["logprob"] for entry in logprobs["content"] or []]}
     experts = choice.get("routed_experts") if wants_routing else None
     members = choice.get("sampling_mask")
@@ -202,7 +204,7 @@ class VLLM:
         sampling: SamplingConfig,
         stop_ids: Sequence[int],
         timeout: float,
-        images: Sequence[SentImage] = (),
+        images: Sequence[RequestImage] = (),
     ) -> Completion:
         how: dict[str, Any] = {
             **PLAIN,
@@ -211,8 +213,8 @@ class VLLM:
             **truncation(sampling),
             "seed": seed,
             "stop_token_ids": list(stop_ids),
-            "stop": list(sampling.stop),
-            "logprobs": 0,  # only those of the sampled tokens
+            "stop": list(sampling.stop[:MOST_STOP_STRINGS]),  # the pool ends responses at the others
+            "logprobs": 0,  # returns log-probs of the sampled tokens only
             "skip_special_tokens": False,
         }
         if images:
@@ -228,7 +230,7 @@ class VLLM:
         self,
         token_ids: Sequence[int],
         sampling_params: dict[str, Any],
-        images: Sequence[SentImage],
+        images: Sequence[RequestImage],
         timeout: float,
     ) -> Completion:
         """Sample a response to a prompt with images, which /v1/completions does not take.
@@ -256,7 +258,7 @@ class VLLM:
                 await asyncio.shield(self._brought[names])
                 answer = await ask([None] * len(urls))
             except BaseException as error:
-                self._brought.pop(names, None)  # the next sample brings them again
+                self._brought.pop(names, None)  # the next request sends the images again
                 if not isinstance(error, ServerRefused) or "Cache miss" not in str(error):
                     raise
                 answer = await ask(urls)
@@ -369,12 +371,13 @@ def _stop_string(choice: Any) -> str | None:
 def _features(
     model: ModelConfig, rollout: RolloutConfig, cards: ModelCards, on_gpu: bool
 ) -> tuple[list[str], dict[str, str]]:
-    """Options and environment variables for what the run wants of its servers beside sampling."""
+    """Options and environment variables for features that the run needs besides sampling."""
     options: list[str] = []
     variables: dict[str, str] = {}
     traits = rollout.weights.traits
     if on_gpu and traits.sends_changes and cards.policy.experts:
-        # Others rearrange the experts' weights after loading, and patches name elements as they load.
+        # Other kernels rearrange the experts' weights after loading, and patches name elements in the loaded
+        # order.
         options += ["--moe-backend", "triton"]
     if traits.sends_adapter:
         options += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(served_rank(model))]

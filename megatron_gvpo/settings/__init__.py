@@ -1,6 +1,6 @@
 """The configuration: a typed section for each part, the rules between them, and files with overrides.
 
-Nothing here loads torch, a model or data: `checks/` asks them before a run.
+Nothing here loads torch, a model or data: checks that need these are in `checks/`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`model.adapter`: low-rank adapters (LoRA) that train in place of the model's weights.
 
 A linear layer's weight W becomes W + (alpha / rank) B A, where A has `rank` rows and B has `rank` columns
-(arXiv 2106.09685). Only A and B train.
+(arXiv 2106.09685). Only A and B are trained.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MEGATRON_NAMES = {
 }
 FUSED_NAMES = {"linear_qkv": _GROUPS[0], "linear_fc1": _GROUPS[1]}
 
-# Layers that are refused by name, and why.
+# Layers that are refused by name, with the reasons.
 _REFUSED = {
     "gate": (
         "the router of a mixture of experts: with sequence parallelism its adapter's gradient would be "

@@ -1,7 +1,7 @@
 """The whole configuration: typed sections, YAML files merged in order, dotted overrides on top.
 
 `load_config(["train.yaml", "cpu.yaml"], ["optimizer.lr=1e-5"])` returns a validated `Config` or raises
-`ConfigError`, which names the key, the value and what would be right. Nothing here loads torch.
+`ConfigError`, which names the key, the value and a right one. Nothing here loads torch.
 """
 
 from __future__ import annotations
@@ -11,57 +11,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, ValidationError, model_validator
 
-from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.recipe import merge
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.plain_values import check_plain, cut
 from megatron_gvpo.core.secrets import literal_secrets, resolve
-from megatron_gvpo.core.section import LocalPath, Section
 from megatron_gvpo.core.user_functions import forget_functions
 from megatron_gvpo.core.yaml_files import parse_value, read_yaml
 from megatron_gvpo.settings.explain import explain
-from megatron_gvpo.settings.parallel import ParallelConfig
-from megatron_gvpo.settings.reward_servers import TeacherConfig
-from megatron_gvpo.settings.rewards import RewardsConfig
 from megatron_gvpo.settings.rules import cross_check
-from megatron_gvpo.settings.sections import (
-    CheckpointConfig,
-    DataConfig,
-    EvalConfig,
-    LoggingConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RolloutConfig,
-    SamplingConfig,
-    TrainConfig,
-)
+from megatron_gvpo.settings.run_sections import RunSections
+from megatron_gvpo.settings.sections import SamplingConfig
 
 
-class Config(Section):
-    fixed_keys = ("teacher",)
-    free_keys = ("output_dir",)
-
-    output_dir: LocalPath  # The directory that the run writes: metrics, checkpoints, the exported model.
-    model: ModelConfig
-    data: DataConfig
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
-    rollout: RolloutConfig = RolloutConfig()
-    rewards: RewardsConfig = RewardsConfig()
-    # The teacher: the policy is trained on its log-probs of the policy's own responses.
-    teacher: TeacherConfig | None = None
-    train: TrainConfig
-    optimizer: OptimizerConfig
-    parallel: ParallelConfig = ParallelConfig()
-    eval: EvalConfig = EvalConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    logging: LoggingConfig = LoggingConfig()
-
-    @property
-    def samples_responses(self) -> bool:
-        """True if a run samples responses and scores them: to train on, or of held-out prompts."""
-        return self.algorithm.samples_from_policy or self.data.eval is not None
+class Config(RunSections):
+    """The configuration of a training run; building it checks that its sections go together."""
 
     @model_validator(mode="before")
     @classmethod
@@ -116,7 +81,14 @@ def load_config(files: Sequence[str | Path], overrides: Iterable[str] = ()) -> C
 
     Raises ConfigError.
     """
-    return build_config(merged_values(files, overrides))
+    values = merged_values(files, overrides)
+    if "serve" in values:
+        names = " ".join(map(str, files))
+        raise ConfigError(
+            f"{names}: the section `serve` belongs to a server of the Tinker API, which `megatron-gvpo serve "
+            f"--tinker {names}` starts; a training run and its rollout servers have no such section"
+        )
+    return build_config(values)
 
 
 def build_config(values: Mapping[str, Any]) -> Config:
@@ -124,8 +96,8 @@ def build_config(values: Mapping[str, Any]) -> Config:
     forget_functions()  # a notebook's next run reads the user's file again
     try:
         config = Config.model_validate(values)
-        check_plain(values)  # comes second: the sections say more precisely what is wrong
-        literal_secrets(config.model_dump())  # from here on they are hidden
+        check_plain(values)  # the sections come first, because their errors are more precise
+        literal_secrets(config.model_dump())  # from here on, output hides these secrets
     except ValidationError as error:
         raise ConfigError(explain(error, Config)) from None
     except ValueError as error:
@@ -136,7 +108,7 @@ def build_config(values: Mapping[str, Any]) -> Config:
 def as_config(config: Config | Mapping[str, Any]) -> Config:
     """The configuration of a user of the Python API, who may give a nested dict. Raises ConfigError."""
     if isinstance(config, Config):
-        literal_secrets(config.model_dump())  # from here on they are hidden
+        literal_secrets(config.model_dump())  # from here on, output hides these secrets
         return config
     if isinstance(config, Mapping):
         return build_config(config)

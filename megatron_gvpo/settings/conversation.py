@@ -1,4 +1,4 @@
-"""The section `rollout.conversation`: who the policy talks with, and how long."""
+"""The section `rollout.conversation`: the partner of the policy's conversations, and their limits."""
 
 from __future__ import annotations
 

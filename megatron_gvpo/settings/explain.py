@@ -1,7 +1,7 @@
 """Rewrites pydantic's errors in the user's terms: the key as in the file, and the nearest known name.
 
-Keys of TRL, verl, slime and NeMo-RL are known, too: for each, our key of the same meaning, or why there is
-none.
+Keys of TRL, verl, slime and NeMo-RL are known, too. The answer is this package's key of the same meaning, or
+the reason for which there is none.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from megatron_gvpo.core.plain_values import cut
 from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.secrets import without_secret
 
-MOST, LONGEST = 40, 400  # errors shown, and characters of each
+MOST, LONGEST = 40, 400  # the most errors, and the most characters of each
 _NUMBER = re.compile(r"[-+]?(0|[1-9]\d{0,20})?(\.\d{0,20})?([eE][-+]?\d{1,3})?")
 _ALTERNATIVES = ("str", "int", "constrained-int")  # parts of a union in the locations of pydantic's errors
+MOST_ELSEWHERE, DEEPEST = 3, 3  # keys of one name that are proposed, and the sections above them
 _MOST = 10  # names of other trainers' keys in one answer
 
 
 class _Brief(reprlib.Repr):
-    """Python's notation of values, shortened, without secrets."""
+    """Writes values in Python's notation, shortened and without secrets."""
 
     def repr_str(self, x: str, level: int) -> str:
         return super().repr_str(hide(x), level)
@@ -43,7 +44,7 @@ _BRIEF = _Brief(maxstring=100, maxother=100, maxlong=40, maxlevel=3, maxdict=6, 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
     """One line per error: `key: problem (value)`; for an unknown key, the nearest known one.
 
-    Of many errors the first are shown, and of long values the beginning.
+    The first of many errors are shown, and the beginning of long values.
 
     `root`: the model that was validated.
     """
@@ -57,6 +58,8 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
                 lines.append(f"{key}: no such key; it goes with name={' or '.join(owners)}")
             case "extra_forbidden" if answers := _of_other_trainers(key, value, siblings):
                 lines += [f"{cut(name)}: no such key; {answer}" for name, answer in answers]
+            case "extra_forbidden" if elsewhere := _elsewhere(str(item["loc"][-1]), value, root):
+                lines.append(f"{key}: no such key; did you mean {elsewhere}?")
             case "extra_forbidden":
                 lines.append(f"{key}: no such key; {_nearest(str(item['loc'][-1]), siblings, key)}")
             case "missing":
@@ -72,7 +75,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
             case "invalid_key":
                 lines.append(f"{key}: a key is text; is there a comma in a number, in place of a point?")
             case "tuple_type" | "list_type":
-                lines.append(f"{key}: expected a list, as [a, b], found {_shown(value)}")
+                lines.append(_not_a_list(key, value))
             case "int_type" | "float_type" if isinstance(value, str) and (odd := _not_ascii(value)):
                 lines.append(f"{key}: expected a number, and {odd} (given: {_shown(value)})")
             case "int_type" | "float_type" if isinstance(value, str) and value and _NUMBER.fullmatch(value):
@@ -91,7 +94,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as Python writes it (None as null), or its variable's name; of a long one the beginning."""
+    """A value in Python's notation (None as null), or its variable's name; the beginning of a long value."""
     if value is None:
         return "null"
     if isinstance(value, str):
@@ -103,9 +106,9 @@ def _shown(value: Any) -> str:
 
 
 def _of_other_trainers(key: str, value: Any, siblings: Sequence[str]) -> list[tuple[str, str]]:
-    """The answers for keys of another trainer; none for a section of ours with a slip in its name."""
+    """The answers for keys of another trainer; none for a misspelt section of this package."""
     name = key.rpartition(".")[2]
-    if _not_ascii(name):  # it looks like another key, and may look like one of ours
+    if _not_ascii(name):  # the name looks like another key, perhaps like one of this package
         return []
     if isinstance(value, Mapping) and difflib.get_close_matches(name, siblings, 1, 0.9):
         return []
@@ -119,6 +122,41 @@ def _nearest(name: str, known: Sequence[str], key: str = "") -> str:
     near = difflib.get_close_matches(name, known, 1, 0.6)
     section = key[: -len(name)] if key.endswith(f".{name}") else ""
     return f"did you mean '{section}{near[0]}'?" if near else f"known: {', '.join(sorted(known))}"
+
+
+def _elsewhere(name: str, value: Any, root: type[BaseModel]) -> str:
+    """The keys of this name in other sections, those nearest to the root; empty for none, and for many.
+
+    Only a mapping belongs to a key that is a section.
+    """
+    level: list[tuple[str, type[BaseModel]]] = [("", root)]
+    while level:
+        inner = [
+            (f"{path}{field}.", section)
+            for path, model in level
+            for field, info in model.model_fields.items()
+            for section in _sections_in(info.annotation)
+        ]
+        same = {
+            f"'{path}{name}'"
+            for path, model in inner
+            if (field := model.model_fields.get(name)) is not None
+            and bool(_sections_in(field.annotation)) == isinstance(value, Mapping)
+        }
+        if same:
+            return " or ".join(sorted(same)) if len(same) <= MOST_ELSEWHERE else ""
+        level = [(path, section) for path, section in inner if path.count(".") < DEEPEST]
+    return ""
+
+
+def _not_a_list(key: str, value: Any) -> str:
+    """The error for a value in place of a list. `key.1=x` changes item 1, if the files' list has it."""
+    if isinstance(value, Mapping) and value and all(re.fullmatch(r"[0-9]+", str(part)) for part in value):
+        return (
+            f"{key}.{next(iter(value))}: the list has no such item to change (items are numbered from 0); "
+            f"to add one, give the whole list, as {key}=[a, b]"
+        )
+    return f"{key}: expected a list, as [a, b], found {_shown(value)}"
 
 
 def _not_ascii(text: str) -> str:
@@ -166,7 +204,7 @@ _OFF_WORDS: list[Any] = [False, None, "none", "None", "off", "no", "false", "Fal
 
 
 def _instead(loc: Sequence[int | str], value: Any, root: type[BaseModel]) -> str:
-    """Continues the error for a value in place of a section: what to write instead."""
+    """The end of the error for a value in place of a section: a right form."""
     sections, annotations = [root], []
     for part in loc:
         fields = [section.model_fields[str(part)] for section in sections if part in section.model_fields]
@@ -211,7 +249,7 @@ _OTHERS, _ALL = ".*", ".**"
 def answers(key: str, value: Any) -> Iterator[tuple[str, str]]:
     """Yields for a key, or for every key of the mapping that is its value, the key and its answer.
 
-    Only keys of the table count: other names may be misspelt keys of our own.
+    Only keys of the table count, because other names may be misspelt keys of this package.
     """
     for path in _leaves(key, value):
         if (answer := foreign(path)) is not None:
@@ -221,8 +259,9 @@ def answers(key: str, value: Any) -> Iterator[tuple[str, str]]:
 def foreign(key: str) -> str | None:
     """The name of another trainer's key here, or a note that it is not supported; None for other keys.
 
-    `key`: a dotted path, as in the other trainer's configuration or in a section of ours. The entry with most
-    parts counts; then one for all keys of a section, the last part alone, and one for a section's other keys.
+    `key`: a dotted path, as in the other trainer's configuration or in a section of this package. The entry
+    with most parts counts; then one for all keys of a section, the last part alone, and one for a section's
+    other keys.
     """
     parts = key.lower().lstrip("-").replace("-", "_").split(".")
     endings = [".".join(parts[start:]) for start in range(len(parts))]
@@ -236,7 +275,7 @@ def foreign(key: str) -> str | None:
 
 
 def begins_a_word(word: str, text: str) -> bool:
-    """True if a word of the text begins so: `rope` is not in `properly`."""
+    """True if a word of the text begins with `beginning`: `rope` is not in `properly`."""
     return re.search(rf"(?<![^\W_]){re.escape(word)}", text) is not None
 
 

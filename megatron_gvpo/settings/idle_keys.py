@@ -6,15 +6,13 @@ A block itself checks its options that others of its options switch off.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_gvpo.settings.conversation import PYTHON
-
-if TYPE_CHECKING:
-    from megatron_gvpo.settings.config import Config
+from megatron_gvpo.settings.run_sections import RunSections
 
 
-def check_idle_keys(config: Config) -> None:
+def check_idle_keys(config: RunSections) -> None:
     """Raises ValueError, which names the key, for a key that is set and has no effect."""
     for key, why in _idle(config):
         if _is_set(config, key):
@@ -22,10 +20,11 @@ def check_idle_keys(config: Config) -> None:
     _check_weights(config)
 
 
-def keys_of_sampling(config: Config) -> str | None:
+def keys_of_sampling(config: RunSections) -> str | None:
     """A warning about keys of sampling and rewards in a run that samples nothing; None without any.
 
-    They are not refused: the same file may be for a method that samples, and name this one by an override.
+    They are not refused, because the file may be for a method that samples, and an override may name this
+    one.
     """
     algorithm = config.algorithm
     if algorithm.samples_from_policy:
@@ -42,7 +41,7 @@ def keys_of_sampling(config: Config) -> str | None:
     )
 
 
-def _check_weights(config: Config) -> None:
+def _check_weights(config: RunSections) -> None:
     """Raises ValueError for weights of components beside an estimator that counts all of them alike."""
     estimator = config.algorithm.estimator
     if estimator is None or not estimator.by_components or 0 not in estimator.components_read:
@@ -58,7 +57,7 @@ def _check_weights(config: Config) -> None:
             )
 
 
-def _idle(config: Config) -> Iterator[tuple[str, str]]:
+def _idle(config: RunSections) -> Iterator[tuple[str, str]]:
     """Keys that have no reader in this run, each with the reason."""
     data, algorithm = config.data, config.algorithm
     if "eval" not in data.model_fields_set:  # data.eval=null, an override, switches evaluation off
@@ -78,7 +77,7 @@ def _idle(config: Config) -> Iterator[tuple[str, str]]:
             yield f"{here}.sandbox", f"it is of the tool {PYTHON}"
 
 
-def _is_set(config: Config, key: str) -> bool:
+def _is_set(config: RunSections, key: str) -> bool:
     """True if the key was set to another value than its default."""
     section: Any = config
     *path, name = key.split(".")

@@ -11,7 +11,7 @@ WITHOUT_LIMIT = 1024  # the longest prompt, in tokens, if neither configuration 
 
 
 def longest_prompt(config: Config, model: dict[str, Any]) -> int:
-    """Tokens of the longest prompt: data.max_prompt_tokens, or what the longest response leaves of the model.
+    """Tokens of the longest prompt: data.max_prompt_tokens, or the positions that responses leave.
 
     `model`: the model's config.json.
     """
@@ -31,7 +31,7 @@ def room_for_prompt(config: Config, model: dict[str, Any]) -> int | None:
 
 
 def check_lengths(config: Config, model: dict[str, Any]) -> None:
-    """Raises ConfigError, which says what to lower and how far, if prompt and response exceed the model."""
+    """Raises ConfigError, which names the key to lower, if prompt and response exceed the model's limit."""
     where, room = _room(config, model)
     prompt = config.data.max_prompt_tokens
     if room is None:
@@ -73,6 +73,6 @@ def _room(config: Config, model: dict[str, Any]) -> tuple[str, int | None]:
 
 
 def _default_of(config: Config, name: str) -> str:
-    """The end of a message: says that a length is a default, which the user may not have seen."""
+    """The end of a message about a length that is a default, which the user may not have seen."""
     section = config.rollout if name.startswith("rollout") else config.eval.sampling
     return "" if "max_tokens" in section.model_fields_set else " (it is a default)"

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 OffloadedModule = Literal[
     "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"
 ]
-# Layers have an MLP or a mixture of experts. Fused attention recomputes its own inside anyway: `core_attn`
-# would make Megatron keep more.
+# Layers have an MLP or a mixture of experts. `core_attn` is missing, because fused attention already
+# recomputes its scores; with `core_attn` Megatron would keep more.
 MLPS_AND_EXPERTS: tuple[RecomputedModule, ...] = ("mlp", "moe")
 # Sizes of groups for which DeepEP 1.2.1 has both kernels and a configuration (Buffer.get_dispatch_config).
 DEEPEP_RANKS = (2, 4, 8, 16, 32, 64, 128, 144, 160)
@@ -114,7 +114,7 @@ class ParallelConfig(Section):
 
 @dataclass(frozen=True)
 class Padding:
-    """Multiples, in tokens, to which packs are padded. No other code computes them."""
+    """Multiples, in tokens, to which packs are padded. No other code computes these lengths."""
 
     sequence: int  # each sequence's length is a multiple of this
     pack: int  # the whole pack's length is a multiple of this, which is a multiple of `sequence`

@@ -17,8 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megatron_gvpo.algorithms.base import Block
-from megatron_gvpo.algorithms.catalog import _block_keys, _blocks
-from megatron_gvpo.algorithms.field_comments import field_comments
+from megatron_gvpo.algorithms.catalog import _block_keys, _blocks, field_comments
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.explain import begins_a_word, foreign, foreign_about
 
@@ -125,11 +124,11 @@ def default(field: FieldInfo) -> str:
 
 
 def search(words: str) -> Iterator[str]:
-    """A line for every key that has all words in its name, type or meaning; then for another trainer's key.
+    """Return a line for every key, also of other trainers, that has all words in its name, type or meaning.
 
-    The options of a method's blocks are among them, as `algorithm.PLACE.OPTION [BLOCK]`. Without a word all
-    keys are told. Of `--NAME=VALUE`, as another trainer's command line has it, the name counts. Where no key
-    of ours has the words, those of other trainers that have them in their names follow.
+    The options of a method's blocks are among them, as `algorithm.PLACE.OPTION [BLOCK]`. Without words, there
+    is a line for every key. Of `--NAME=VALUE`, as another trainer's command line has it, the name counts.
+    If no key of this package has the words, other trainers' keys with the words in their names follow.
     """
     words = words.partition("=")[0].strip().lstrip("-")
     wanted = [_spaced(re.sub(r"@\d+", "@k", word)) for word in words.lower().split()]
@@ -148,7 +147,7 @@ def search(words: str) -> Iterator[str]:
 
 
 def _spaced(text: str) -> str:
-    """The text with spaces in place of the signs that join words: `wall-time` and `wall_time` are one."""
+    """The text with spaces in place of hyphens and underscores: `wall-time` equals `wall_time`."""
     return re.sub("[-_]", " ", text)
 
 

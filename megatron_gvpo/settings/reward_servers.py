@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
 from megatron_gvpo.core.section import LocalPath, Seconds, Section
 from megatron_gvpo.settings.servers import EngineServers
-
-if TYPE_CHECKING:
-    from megatron_gvpo.settings.config import Config
 
 SCORE, EXPLANATION = "score", "explanation"  # the fields of a verdict in JSON
 MODEL = "reward"  # the name of the model in requests to servers that the run starts
@@ -73,7 +68,7 @@ class JudgeConfig(Section):
         "max_tokens",
         "request",
     )
-    free_keys = ("path", "dtype", "trust_remote_code")  # a resumed run compares the content of `path`
+    free_keys = ("path", "dtype", "trust_remote_code")  # a resumed run compares only the content of `path`
 
     path: LocalPath | None = None  # The checkpoint's directory, for servers that the trainer starts.
     model: str | None = None  # The model's name in requests to servers in `urls`.
@@ -89,7 +84,8 @@ class JudgeConfig(Section):
     # Instead of a schema: a regular expression for the whole verdict, whose first group is the score.
     regex: str | None = None
     scale: tuple[float, float] = (0.0, 10.0)  # The scores whose rewards are 0 and 1; others are invalid.
-    tries: PositiveInt = 3  # How often to ask for a valid verdict; the judge is told what was wrong.
+    # The most requests for a valid verdict; each repetition tells the judge the error.
+    tries: PositiveInt = 3
     temperature: float = Field(0.0, ge=0, le=2)  # Sampling temperature of verdicts.
     max_tokens: PositiveInt = 512  # The longest verdict, in tokens.
     # Further fields of requests, such as {chat_template_kwargs: {enable_thinking: false}}.
@@ -143,7 +139,7 @@ class JudgeConfig(Section):
             except re.error as error:
                 raise ValueError(f"regex: not a regular expression: {error}") from None
             if not groups:
-                raise ValueError("regex: it has no group, as Score: ([0-9]+) has one for the score")
+                raise ValueError("regex: it has no group for the score; write one, as in Score: ([0-9]+)")
         return self
 
 
@@ -171,37 +167,3 @@ class TeacherConfig(Section):
     trust_remote_code: bool = False  # Run Python files that come with the checkpoint.
     # The teacher computes on servers of SGLang or vLLM; null: in the trainer's own processes.
     server: TeacherServers | None = None
-
-
-# --- the GPUs of all these servers -------------------------------------------------------------------------
-
-
-def model_servers(config: Config) -> Iterator[tuple[str, EngineServers]]:
-    """Yield (key, servers) of the reward models, judges and the teacher, in the order of their GPUs."""
-    for i, component in enumerate(config.rewards.components):
-        if component.served is not None:
-            yield f"{key_of(i, component.served)}.servers", component.served.servers
-    if config.teacher is not None and config.teacher.server is not None:
-        yield "teacher.server", config.teacher.server
-
-
-def first_gpus(config: Config) -> dict[str, int]:
-    """The first GPU of each of these servers' sections, by key.
-
-    The trainer's ranks on this machine (LOCAL_WORLD_SIZE) and the rollout servers that the run starts have
-    the GPUs before these, and colocated servers share the trainer's.
-    """
-    rollout, first = config.rollout, dict[str, int]()
-    taken = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    if rollout.uses_servers and not rollout.servers.urls:
-        rollout_gpus = rollout.servers.count * rollout.servers.tp
-        taken = max(taken, rollout_gpus) if rollout.servers.colocated else taken + rollout_gpus
-    for key, servers in model_servers(config):
-        first[key] = taken
-        taken += 0 if servers.urls else servers.count * servers.tp
-    return first
-
-
-def started_gpus(config: Config) -> dict[str, int]:
-    """The number of GPUs of the servers that the run starts itself, by the key of the servers."""
-    return {key: servers.count * servers.tp for key, servers in model_servers(config) if not servers.urls}

@@ -1,23 +1,19 @@
-"""Checks of settings from different sections that cannot go together; errors say what would be right."""
+"""Checks of settings from different sections that cannot go together; errors name right settings."""
 
 from __future__ import annotations
 
 import re
 from math import lcm
-from typing import TYPE_CHECKING
 
 from megatron_gvpo.core.metric_names import entry
 from megatron_gvpo.settings.idle_keys import check_idle_keys, keys_of_sampling
 from megatron_gvpo.settings.rewards import COUNT
-
-if TYPE_CHECKING:
-    from megatron_gvpo.settings.config import Config
-
+from megatron_gvpo.settings.run_sections import RunSections
 
 MOST_RESPONSES = 10**7  # limit for a step; more would take gigabytes on the host
 
 
-def cross_check(config: Config) -> None:
+def cross_check(config: RunSections) -> None:
     """Raises ValueError, which names the keys and their values, for a combination that cannot work."""
     for check in (
         _batch,
@@ -44,10 +40,10 @@ def cross_check(config: Config) -> None:
         check(config)
 
 
-def advice(config: Config) -> str | None:
+def advice(config: RunSections) -> str | None:
     """Warnings about a configuration that is legal but usually unintended; None without any.
 
-    There is one for each of these:
+    There is a warning for each of these:
     - a step with one update whose reference is the policy at step start: the reference is then the policy
       that trains, and GVPO's d is 0;
     - responses of older weights, in a loss that could correct for that and takes them for the present
@@ -62,9 +58,9 @@ def advice(config: Config) -> str | None:
     return "\n".join(text for text in warnings if text is not None) or None
 
 
-def _one_update(config: Config) -> str | None:
+def _one_update(config: RunSections) -> str | None:
     train, algorithm, loss = config.train, config.algorithm, config.algorithm.loss
-    if train.mini_batches * train.batch_epochs > 1:
+    if train.updates_per_step > 1:
         return None
     is_older = config.rollout.async_steps and algorithm.reference_logprobs == "engine"
     if is_older or not loss.reference_sums_only or not loss.known_at_step_start or loss.linear:
@@ -76,7 +72,7 @@ def _one_update(config: Config) -> str | None:
     )
 
 
-def _older_weights(config: Config) -> str | None:
+def _older_weights(config: RunSections) -> str | None:
     loss = config.algorithm.loss
     has_correction = "importance" in type(loss).model_fields
     if not config.rollout.async_steps or not has_correction or getattr(loss, "importance", None) is not None:
@@ -88,7 +84,7 @@ def _older_weights(config: Config) -> str | None:
     )
 
 
-def _counted(config: Config) -> str | None:
+def _counted(config: RunSections) -> str | None:
     components = config.rewards.components
     if config.data.eval is None or not components or components[0].needs_answer:
         return None
@@ -101,7 +97,7 @@ def _counted(config: Config) -> str | None:
     )
 
 
-def _too_patient(config: Config) -> str | None:
+def _too_patient(config: RunSections) -> str | None:
     stop, best, steps = config.train.stop_early, config.checkpoint.keep_best, config.train.steps
     if stop is None or best is None:
         return None
@@ -115,14 +111,17 @@ def _too_patient(config: Config) -> str | None:
     )
 
 
-def _no_step(config: Config) -> str | None:
-    """AdamW moves a weight by about the rate; a weight of 0.01 has neighbours 1e-9 away in float32."""
+def _no_step(config: RunSections) -> str | None:
+    """Warn of a rate that changes no weight.
+
+    AdamW moves a weight by about the rate, and 0.01 and the next number in float32 differ by 1e-9.
+    """
     if config.optimizer.lr >= 1e-12:
         return None
     return f"optimizer.lr={config.optimizer.lr:g} changes no weight: float32 rounds such a step away"
 
 
-def _batch(config: Config) -> None:
+def _batch(config: RunSections) -> None:
     train, algorithm, n = config.train, config.algorithm, config.rollout.n
     if train.prompts_per_step % train.mini_batches:
         raise ValueError(
@@ -145,17 +144,17 @@ def _batch(config: Config) -> None:
         )
 
 
-def _engine_reference(config: Config) -> None:
+def _engine_reference(config: RunSections) -> None:
     if config.algorithm.reference_logprobs != "engine":
         return
-    if config.train.mini_batches * config.train.batch_epochs == 1 and not config.rollout.async_steps:
+    if config.train.updates_per_step == 1 and not config.rollout.async_steps:
         raise ValueError(
             "train.mini_batches=1: algorithm.reference_logprobs=engine has no effect there, because "
             "the first update of a step is its own reference: use reference_logprobs=trainer"
         )
 
 
-def _engine(config: Config) -> None:
+def _engine(config: RunSections) -> None:
     rollout = config.rollout
     if rollout.weights.traits.sends_adapter and config.model.adapter is None:
         raise ValueError(
@@ -197,8 +196,8 @@ def _engine(config: Config) -> None:
         )
 
 
-def _over_sampling(config: Config) -> None:
-    """Refuse what partial rollouts of colocated servers cannot be combined with."""
+def _over_sampling(config: RunSections) -> None:
+    """Refuse settings that cannot be combined with partial rollouts of colocated servers."""
     rollout, algorithm = config.rollout, config.algorithm
     if not (extra := rollout.over_sampling_prompts):
         return
@@ -222,7 +221,7 @@ def _over_sampling(config: Config) -> None:
         raise ValueError(f"rollout.over_sampling_prompts={extra}: {reason}")
 
 
-def _router_replay(config: Config) -> None:
+def _router_replay(config: RunSections) -> None:
     if not config.rollout.router_replay:
         return
     reason = None
@@ -239,7 +238,7 @@ def _router_replay(config: Config) -> None:
         raise ValueError(f"rollout.router_replay=true is not possible here: {reason}")
 
 
-def _data(config: Config) -> None:
+def _data(config: RunSections) -> None:
     """Check that the data set names the fields that the members and the rewards read.
 
     The samplers `dataset` and `file` know some forms of records without a key (data/known_forms.py).
@@ -260,8 +259,8 @@ def _data(config: Config) -> None:
             )
 
 
-def _rewards(config: Config) -> None:
-    """Check that the methods that learn from rewards have some."""
+def _rewards(config: RunSections) -> None:
+    """Check that there are rewards if the method learns from rewards."""
     algorithm, components = config.algorithm, config.rewards.components
     if config.data.eval is not None and not components:
         raise ValueError(
@@ -284,7 +283,7 @@ def _rewards(config: Config) -> None:
         )
 
 
-def _served_rewards(config: Config) -> None:
+def _served_rewards(config: RunSections) -> None:
     """Refuse blocks that need a score for every response: a server may fail to give one."""
     served = next((c.name for c in config.rewards.components if c.served is not None), None)
     algorithm, reason = config.algorithm, None
@@ -300,7 +299,7 @@ def _served_rewards(config: Config) -> None:
         )
 
 
-def _components(config: Config) -> None:
+def _components(config: RunSections) -> None:
     """Check that the reward has the components that blocks read by name."""
     algorithm, known = config.algorithm, [component.name for component in config.rewards.components]
     without = [member.name for member in algorithm.members if not member.gives_components]
@@ -325,8 +324,8 @@ def _components(config: Config) -> None:
                 )
 
 
-def _teacher(config: Config) -> None:
-    """Check that there is a teacher if a block reads one, and that it provides what the block reads."""
+def _teacher(config: RunSections) -> None:
+    """Check that there is a teacher if a block reads one, and that it provides the values that it needs."""
     teacher, needed, rollout = config.teacher, config.algorithm.needs_teacher, config.rollout
     if teacher is None and needed:
         raise ValueError(
@@ -359,14 +358,14 @@ def _teacher(config: Config) -> None:
         raise ValueError(f"teacher.server is not possible with {reason}")
 
 
-def _evaluation(config: Config) -> None:
+def _evaluation(config: RunSections) -> None:
     if max(config.eval.k, default=1) > config.eval.n:
         raise ValueError(
             f"eval.k={list(config.eval.k)}: pass@k needs eval.n >= k, and eval.n={config.eval.n}"
         )
 
 
-def _schedule(config: Config) -> None:
+def _schedule(config: RunSections) -> None:
     train, optimizer = config.train, config.optimizer
     all_updates = (
         f"{train.updates} updates (train.steps x train.mini_batches x train.batch_epochs): "
@@ -395,7 +394,7 @@ def _schedule(config: Config) -> None:
         )
 
 
-def _checkpoints(config: Config) -> None:
+def _checkpoints(config: RunSections) -> None:
     options, steps = config.checkpoint, config.train.steps
     if options.export_every and not options.every:
         raise ValueError(
@@ -419,7 +418,7 @@ def _checkpoints(config: Config) -> None:
             f"checkpoint.keep_best: {metric} with checkpoint.every=0, which writes only the last checkpoint: "
             "set checkpoint.every"
         )
-    # Users' code may log metrics of its own under train/ and advantage/.
+    # Users' code may log its own metrics under train/ and advantage/.
     if entry(metric) is None and not metric.startswith(("train/", "advantage/")):
         raise ValueError(f"checkpoint.keep_best.metric={metric}: no metric has this name")
     if metric.startswith("eval/") and config.data.eval is None:
@@ -432,7 +431,7 @@ def _checkpoints(config: Config) -> None:
         )
 
 
-def _offload(config: Config) -> None:
+def _offload(config: RunSections) -> None:
     fraction, fp8 = config.optimizer.offload_fraction, config.model.fp8
     if fraction and fp8 is not None and fp8.weights:
         raise ValueError(
@@ -441,7 +440,7 @@ def _offload(config: Config) -> None:
         )
 
 
-def _muon(config: Config) -> None:
+def _muon(config: RunSections) -> None:
     """Refuse where a rank does not have a matrix as one tensor on its GPU."""
     if config.optimizer.muon is None:
         return
@@ -457,7 +456,7 @@ def _muon(config: Config) -> None:
         )
 
 
-def _fp8_weights(config: Config) -> None:
+def _fp8_weights(config: RunSections) -> None:
     """Refuse features that copy weights as plain memory: an FP8 weight consists of several tensors."""
     if config.model.fp8 is None or not config.model.fp8.weights:
         return
@@ -473,8 +472,8 @@ def _fp8_weights(config: Config) -> None:
         raise ValueError(f"model.fp8.weights=true is not possible with {reason}; use weights=false")
 
 
-def _truncated_sampling(config: Config) -> None:
-    """Refuse what would compare log-probs over the supports of tokens with others."""
+def _truncated_sampling(config: RunSections) -> None:
+    """Refuse settings that would compare log-probs over supports with log-probs over the whole vocabulary."""
     rollout, algorithm = config.rollout, config.algorithm
     if not rollout.truncates:
         return
@@ -507,7 +506,7 @@ def _truncated_sampling(config: Config) -> None:
 # --- rollout.speculation -----------------------------------------------------------------------------------
 
 
-def check_speculation(config: Config) -> None:
+def check_speculation(config: RunSections) -> None:
     """Raises ValueError, which names the keys, for a combination that cannot work or is not tested."""
     rollout, chosen = config.rollout, config.rollout.speculation
     for word in rollout.servers.args:
@@ -534,7 +533,7 @@ def check_speculation(config: Config) -> None:
 # --- rollout.conversation ----------------------------------------------------------------------------------
 
 
-def check_conversation(config: Config) -> None:
+def check_conversation(config: RunSections) -> None:
     """Raises ValueError, which names the keys, for a combination that cannot work."""
     _conversation_components(config)
     if config.rollout.conversation is None:
@@ -543,7 +542,7 @@ def check_conversation(config: Config) -> None:
         _possible(config)
 
 
-def _no_reader(config: Config) -> None:
+def _no_reader(config: RunSections) -> None:
     """Refuse blocks that read turns if there are none."""
     algorithm = config.algorithm
     reader = next((block_at for block_at in algorithm.blocks_inside() if block_at.block.needs_turns), None)
@@ -554,7 +553,7 @@ def _no_reader(config: Config) -> None:
         )
 
 
-def _possible(config: Config) -> None:
+def _possible(config: RunSections) -> None:
     """Refuse settings that are for a single response to a prompt."""
     algorithm, reason = config.algorithm, None
     if config.rollout.router_replay:
@@ -569,7 +568,7 @@ def _possible(config: Config) -> None:
         raise ValueError(f"rollout.conversation is not possible with {reason}")
 
 
-def _conversation_components(config: Config) -> None:
+def _conversation_components(config: RunSections) -> None:
     """Refuse reward components that read a value no conversation has: they would always be 0.
 
     The counts of a user's environment are known only when it has answered; they are checked then.

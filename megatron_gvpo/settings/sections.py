@@ -103,7 +103,7 @@ class DatasetConfig(Section):
         "responses_key",
         "limit",
     )
-    free_keys = ("path",)  # a resumed run compares the content of the files
+    free_keys = ("path",)  # a resumed run compares only the content of the files
 
     # A .jsonl or .parquet file, a directory of such files, the name of a hub data set, or
     # `reasoning_gym:NAME?option=value`, a generator of the package reasoning-gym with its options.
@@ -146,8 +146,8 @@ class DataConfig(Section):
     # Variables that the chat template reads, such as {enable_thinking: false} for Qwen3.
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     system_prompt: str | None = None  # System message for prompts that have none; needs a chat template.
-    # The longest prompt, in tokens, chat template included. Default: what the longest response leaves of the
-    # model's max_position_embeddings.
+    # The longest prompt, in tokens, chat template included. Default: the part of the model's
+    # max_position_embeddings that the longest response leaves.
     max_prompt_tokens: PositiveInt | None = None
     # error: a longer prompt ends the run; drop: it is left out.
     prompt_too_long: Literal["error", "drop"] = "error"
@@ -159,7 +159,7 @@ GREEDY = 1e-6  # the top_p that leaves only the most likely token, in every engi
 
 
 def _sampled_text(text: str) -> str:
-    if "\ufffd" in text:  # in place of a character whose last bytes may still come
+    if "\ufffd" in text:  # it stands for a character whose last bytes may still come
         raise ValueError("a stop string cannot have the replacement character U+FFFD")
     return text
 
@@ -216,7 +216,7 @@ class SamplingConfig(Section):
 
     @property
     def wants_support(self) -> bool:
-        """True if the engine must report what every token was sampled from; its log-probs are over that."""
+        """True if the engine must report the support of each token; its log-probs are over the support."""
         return False
 
 
@@ -235,7 +235,7 @@ class RolloutConfig(SamplingConfig):
     # generate so many batches ahead while the trainer trains.
     async_steps: int = Field(0, ge=0, le=100)
     # Partial rollouts on colocated servers: prompts in progress beyond those of a step, which ends when
-    # train.prompts_per_step groups are complete. The rest go on in later steps, within async_steps.
+    # train.prompts_per_step groups are complete. The rest continue in later steps, within async_steps.
     over_sampling_prompts: NonNegativeInt = 0
     router_replay: bool = False  # Train every token through the experts that sampled it.
     conversation: ConversationConfig | None = None  # Several turns with an environment or tools.
@@ -244,7 +244,7 @@ class RolloutConfig(SamplingConfig):
     # Speculative decoding on servers: a draft proposes several tokens, the policy accepts or replaces them.
     speculation: SpeculationConfig | None = None
     # Warn above this KL between the policy that samples and the trained one, in nats a token. Default: 1e-6
-    # in float32, 1e-3 in bfloat16.
+    # in float32, 4e-3 in bfloat16.
     mismatch_threshold: float | None = Field(None, gt=0)
 
     @property
@@ -263,7 +263,7 @@ class RolloutConfig(SamplingConfig):
 
     @property
     def uses_servers(self) -> bool:
-        """True if the engine asks servers for responses, instead of generating in the trainer's processes."""
+        """True if the engine uses servers, instead of generating in the trainer's processes."""
         return ENGINES[self.engine] == SERVED
 
 
@@ -306,7 +306,7 @@ class TrainConfig(Section):
     # update has a finite gradient.
     max_empty_batches: PositiveInt = 20
     # Compute a prompt once for all responses to it in a micro-batch. `auto`: on a CPU, where model and layout
-    # allow it; the run says so, or why not.
+    # allow it; the run reports that it does, or the reason why not.
     share_prompts: bool | Literal["auto"] = "auto"
     # MiB that a rank may keep between a micro-batch's forward and backward for the output layer's gradient; 0
     # keeps nothing and recomputes (docs/explanation/head.md).
@@ -324,9 +324,14 @@ class TrainConfig(Section):
         return self.head_stash_mb * MIB
 
     @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates of a step."""
+        return self.mini_batches * self.batch_epochs
+
+    @property
     def updates(self) -> int:
         """Optimizer updates of the whole run."""
-        return self.steps * self.mini_batches * self.batch_epochs
+        return self.steps * self.updates_per_step
 
 
 Decay = Annotated[float, Field(ge=0, lt=1)]

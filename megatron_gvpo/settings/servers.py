@@ -25,7 +25,7 @@ AFTER_PORT = {"guards": 1, "ranks": 2}
 class EngineServers(Section):
     """Servers of an engine: those that run at `urls`, or `count` that the trainer's first rank starts.
 
-    It stops the servers that it started when the run ends.
+    Servers that the trainer started are stopped when the run ends.
     """
 
     free_keys = EVERY_KEY
@@ -190,7 +190,8 @@ class WeightSyncConfig(Section):
 class SpeculationConfig(Section):
     """Speculative decoding: a draft proposes tokens, and the policy accepts or replaces them.
 
-    Responses are distributed, and have log-probs, as without it. Source: Leviathan et al., arXiv 2211.17192.
+    The distribution of responses and their log-probs are the same as without speculation. Source: Leviathan
+    et al., arXiv 2211.17192.
     """
 
     free_keys = EVERY_KEY
@@ -211,7 +212,7 @@ class SpeculationConfig(Section):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.method in ("draft", "eagle") and self.model is None:
-            raise ValueError(f"method={self.method}: give its checkpoint directory, model")
+            raise ValueError(f"method={self.method}: give its checkpoint directory as model")
         if self.method not in ("draft", "eagle") and self.model is not None:
             raise ValueError(
                 f"model={self.model}: method={self.method} has no model of its own; leave it out"

@@ -13,7 +13,7 @@ from megatron_gvpo.core.lazy_imports import known
 
 @dataclass(frozen=True)
 class Traits:
-    """The traits of a transport. Checks read them, and never compare a transport's name."""
+    """The traits of a transport. Checks use these traits, and never compare a transport's name."""
 
     implementation: str  # "module:class" of its class; the import loads torch
     forms_group: bool = False  # forms a process group with the servers, over NCCL on GPUs
@@ -23,7 +23,7 @@ class Traits:
     sends_own: bool = False  # every rank sends the weights that it has itself, in place of buckets
     sends_adapter: bool = False  # sends the trained adapter, and no other weights
     sends_changes: bool = False  # sends changed elements with their positions in a checkpoint's tensors
-    sends_files: bool = False  # the engines read them with their own loaders
+    sends_files: bool = False  # sends files, which the engines read with their own loaders
 
 
 TRANSPORTS = {

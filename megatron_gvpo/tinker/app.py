@@ -1,4 +1,4 @@
-"""The HTTP side of the Tinker API: checks requests, queues operations for the ranks, hands out results.
+"""The HTTP side of the Tinker API: checks requests, queues operations for the ranks, returns results.
 
 A request that needs the ranks is answered at once with an id, by which the client fetches the result later
 (`retrieve_future`). A request that is repeated because its answer was lost has the same id, and is carried
@@ -43,9 +43,9 @@ from megatron_gvpo.tinker.wire import Refusal
 log = logging.getLogger(__name__)
 
 LARGEST = 2**28  # bytes of a request
-# The limits of one forward_backward are so large that the SDK does not divide groups.
+# The limits of one forward_backward are large, so that the SDK does not divide groups.
 CHUNK_DATA, CHUNK_BYTES = 2**20, 2**27
-POLL_SECONDS = 20.0  # how long retrieve_future waits for a result
+POLL_SECONDS = 20.0  # seconds that retrieve_future waits for a result
 MOST_SNAPSHOTS = 4  # unnamed weights to sample from that a model keeps, the newest
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -57,7 +57,7 @@ class TinkerApp:
         self._config, self._model, self._queue = config, model, queue
         self._sessions = Sessions(config.serve.session_seconds)
         self._root = Path(config.output_dir) / "checkpoints"
-        self._samples = 0  # sampling requests so far: the seeds of those that have none
+        self._samples = 0  # sampling requests so far; the number is the seed of a request without one
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=LARGEST, middlewares=[self._check])
@@ -94,7 +94,7 @@ class TinkerApp:
 
     @web.middleware
     async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the key, and answer every error as JSON with a sentence."""
+        """Check the key, and answer every error with a sentence in JSON."""
         try:
             key = request.headers.get("X-API-Key", "").encode(errors="surrogateescape")
             if not hmac.compare_digest(key, self._config.serve.key.encode(errors="surrogateescape")):
@@ -131,7 +131,7 @@ class TinkerApp:
         return web.json_response({"sample_cancel_enabled": True})
 
     async def _telemetry(self, _: web.Request) -> web.Response:
-        """Take what the SDK reports of itself, and keep nothing of it."""
+        """Accept the SDK's reports about itself, and store nothing."""
         return web.json_response({"status": "accepted"})
 
     async def _capabilities(self, _: web.Request) -> web.Response:
@@ -178,7 +178,7 @@ class TinkerApp:
         log.info("session %s ended: %s", session_id, reason)
 
     async def _watch_sessions(self, _: web.Application) -> Any:
-        """End the sessions of clients that are gone, for as long as the application runs."""
+        """End the sessions of clients that have left, for as long as the application runs."""
 
         async def watch() -> None:
             while True:
@@ -283,7 +283,7 @@ class TinkerApp:
         )
 
     def _drop_snapshots(self, session: Session, model: ClientModel) -> None:
-        """Forget a model's oldest unnamed weights; the client does not say when it needs them no more."""
+        """Forget a model's oldest unnamed weights; clients do not report that they no longer need them."""
         while len(model.snapshots) > MOST_SNAPSHOTS:
             name = model.snapshots.pop(0)
             session.samplers = {i: s for i, s in session.samplers.items() if s.snapshot != name}
@@ -404,7 +404,8 @@ class TinkerApp:
                 if pending.answer.done():  # the session has ended
                     return
                 if isinstance(outcome, Exception):
-                    category = "user" if isinstance(outcome, Refusal) else "server"
+                    is_request = isinstance(outcome, Refusal) and outcome.status < 500
+                    category = "user" if is_request else "server"
                     pending.answer.set_result(WireAnswer({"error": str(outcome), "category": category}))
                 else:
                     pending.answer.set_result(done(outcome))
@@ -444,7 +445,7 @@ class TinkerApp:
         return web.json_response(result.body)
 
     async def _cancel(self, request: web.Request) -> web.Response:
-        """Give a result up; the ranks may still compute it."""
+        """Drop a result; the ranks may still compute it."""
         request_id = requests.read(requests.RetrieveFuture, await request.read()).request_id
         session = self._sessions.get(request_id.partition(":")[0])
         if (pending := session.pending.get(request_id)) is not None and not pending.answer.done():

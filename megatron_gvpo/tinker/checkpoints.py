@@ -1,9 +1,11 @@
-"""Checkpoints of clients' models. `tinker://MODEL/KIND/NAME` is OUTPUT_DIR/checkpoints/MODEL/KIND/NAME.
+"""Saves, lists and loads checkpoints of clients' models.
+
+`tinker://MODEL/KIND/NAME` is OUTPUT_DIR/checkpoints/MODEL/KIND/NAME.
 
 `weights/NAME` holds the trained weights and the optimizer; `sampler_weights/NAME` the trained weights, and
-the same for other programs: `adapter/` as Hugging Face PEFT writes it, or `hf/`, a checkpoint as it writes
-models. Any parallel layout of the same model can load them. `info.json` says what they are; a directory
-without it is not complete.
+the same in a form for other programs: `adapter/`, in the format of Hugging Face PEFT, or `hf/`, a Hugging
+Face checkpoint. Any parallel layout of the same model can load a checkpoint. `info.json` describes the
+checkpoint; a directory without it is not complete.
 """
 
 from __future__ import annotations
@@ -55,13 +57,13 @@ class CheckpointPath(NamedTuple):
 
     @staticmethod
     def of(model_id: str, kind: Kind, name: str) -> CheckpointPath:
-        """Raises Refusal for names that a file must not have."""
+        """The path of a checkpoint. Raises Refusal for names that a file must not have."""
         for part in (model_id, name):
             if not _NAME.fullmatch(part):
                 raise Refusal(
                     f"{part[:200]!r}: a checkpoint's name has up to 128 letters, digits and . _ : - only"
                 )
-        if name.endswith(PARTIAL):  # another save would take the directory for what it left unfinished
+        if name.endswith(PARTIAL):  # a later save would remove such a directory as unfinished
             raise Refusal(f"{name!r}: a checkpoint's name does not end with {PARTIAL}")
         return CheckpointPath(model_id, kind, name)
 
@@ -74,7 +76,7 @@ class CheckpointPath(NamedTuple):
 
 
 def read_info(root: Path, path: CheckpointPath) -> dict[str, Any]:
-    """Return what info.json says. Raises Refusal where there is no such checkpoint, or it has expired."""
+    """Return the content of info.json. Raises Refusal if there is no such checkpoint, or it has expired."""
     info = _facts(_file(root, path))
     if _has_expired(info):
         raise Refusal(f"the checkpoint {path.uri} has expired", 404)
@@ -99,7 +101,10 @@ def _has_expired(info: dict[str, Any]) -> bool:
 
 
 def _facts(file: Path) -> dict[str, Any]:
-    """The content of an info.json. Raises Refusal if it is not what `save` writes."""
+    """Return the content of an info.json.
+
+    Raises Refusal if the content is not in the form that `save` writes.
+    """
     try:
         info = read_json_object(file)
         if not finite_number(info["time"]) or finite_number(info["expires"] or 0.0) is None:
@@ -110,7 +115,7 @@ def _facts(file: Path) -> dict[str, Any]:
 
 
 def list_checkpoints(root: Path, model_id: str) -> list[tuple[CheckpointPath, dict[str, Any]]]:
-    """Return the complete checkpoints of a model that live on, with their info.json, the oldest first."""
+    """Return a model's complete checkpoints that have not expired, with their info.json, oldest first."""
     checkpoints: list[tuple[CheckpointPath, dict[str, Any]]] = []
     kinds: tuple[Kind, ...] = ("weights", "sampler_weights")
     for kind in kinds:
@@ -152,7 +157,7 @@ def export(slot: Slot, directory: Path) -> None:
 
 
 def load(slot: Slot, root: Path, path: CheckpointPath, with_optimizer: bool) -> None:
-    """Load weights, and the optimizer if asked for, into `slot`. A collective. Raises CheckpointError."""
+    """Load weights, and the optimizer if requested, into `slot`. A collective. Raises CheckpointError."""
     directory = path.directory(root)
     what = f"cannot read {directory}"
     model, optimizer = slot.model, slot.optimizer
@@ -161,13 +166,13 @@ def load(slot: Slot, root: Path, path: CheckpointPath, with_optimizer: bool) -> 
         loaded = load_shards(what, lambda: weights_state(model), directory / "weights")
         run_on_all_ranks(what, lambda: load_weights(model, loaded))
         if not with_optimizer:
-            optimizer.megatron.reload_model_params()  # masters that are not the weights themselves
+            optimizer.megatron.reload_model_params()  # sets masters that are not the weights themselves
             return
 
         def wanted() -> dict[str, Any]:
             return {"optimizer": {"tensors": optimizer_shards(optimizer.megatron, weights_state(model))}}
 
-        state = load_shards(what, wanted, directory / "optimizer")  # in place
+        state = load_shards(what, wanted, directory / "optimizer")  # loads in place
         optimizer.steps = state["optimizer"]["step"]
 
 

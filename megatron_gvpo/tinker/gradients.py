@@ -20,8 +20,9 @@ from megatron_gvpo.tinker.losses import GROUP, TARGETS, RequestedLoss
 from megatron_gvpo.tinker.wire import Datum
 from megatron_gvpo.types import TrainBatch
 
-# The API's log-probs of tokens that the client gives (forward, forward_backward, prompt_logprobs) are at 1.
-# Those of samples are at their own temperature, as on Tinker's service (tinker-cookbook, pull request 86).
+# The temperature of the API's log-probs of tokens that the client gives (forward, forward_backward,
+# prompt_logprobs). Those of samples are at their own temperature, as on Tinker's service (tinker-cookbook,
+# pull request 86).
 TEMPERATURE = 1.0
 
 
@@ -64,8 +65,9 @@ def evaluate(model: Model, loss: RequestedLoss, max_tokens: int) -> LossResult:
 def differentiate(model: Model, loss: RequestedLoss, max_tokens: int, stash_bytes: int) -> LossResult:
     """Compute log-probs and the loss, and add its gradient to Megatron's buffers, which are empty before.
 
-    One pass: the weights dL/dlogp are known before it (cross-entropy), or each micro-batch computes its own.
-    If a group that a loss couples does not fit into a micro-batch, a scoring pass comes first.
+    This takes one pass: the weights dL/dlogp are known before it (cross-entropy), or each micro-batch
+    computes its own. If a group that a loss couples does not fit into a micro-batch, a scoring pass comes
+    first.
     """
     rows = rows_of(list(loss.data))
     share = my_share(model, rows, max_tokens, loss.couples_groups)

@@ -25,11 +25,11 @@ from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 LossOptions = Mapping[str, float | str]
 TARGETS = "target_tokens"
 GROUP, REWARD = "group", "reward"  # GVPO's inputs: one number for a sequence
-RATIO_MASK = "sequence_ratio_mask"  # GSPO's input: not 0 where a token counts in its sequence's ratio
+RATIO_MASK = "sequence_ratio_mask"  # GSPO's input: not 0 for tokens that count in their sequence's ratio
 UNPUBLISHED = (
     "the formula of stable_reinforce is not published; give the recipe loss_fn=importance_sampling or cispo"
 )
-LARGEST_GROUP = 2**53  # up to here a float64 holds every integer
+LARGEST_GROUP = 2**53  # a float64 holds every integer up to this one
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Columns:
         return torch.tensor([float(datum.inputs[name][0]) for datum in self.data], dtype=torch.float64)
 
     def trained(self) -> tuple[Tensor, list[list[int]]]:
-        """Where `weights` is not 0: int64 indices into the flat columns, and the targets of each sequence."""
+        """int64 indices of the trained positions (`weights` is not 0), and the targets of each sequence."""
         index_r = self["weights"].nonzero().flatten()
         targets = [datum.inputs[TARGETS][datum.inputs["weights"] != 0].tolist() for datum in self.data]
         return index_r, targets
@@ -59,13 +59,14 @@ Formula = Callable[[Tensor, Columns, LossOptions, BatchTotals], Tensor]
 
 @dataclass(frozen=True)
 class ServerLoss:
-    """A loss that clients ask for by name."""
+    """A loss that clients request by name."""
 
-    inputs: tuple[str, ...]  # what each datum must have beside `target_tokens`
+    inputs: tuple[str, ...]  # inputs that each datum must have beside `target_tokens`
     options: Mapping[str, float | str]  # keys of loss_fn_config, with their defaults
     formula: Formula  # (log-probs [r], inputs, options, totals of the request) -> scalar
     couples_groups: bool = False  # the sequences of a group must be in one call of the formula
-    is_mean: bool = False  # over the trained tokens or groups of the request, of which there must be some
+    # true for a mean over the request's trained tokens or groups, of which there must be some
+    is_mean: bool = False
 
 
 def _cross_entropy(logp_r: Tensor, c: Columns, _: LossOptions, __: BatchTotals) -> Tensor:
@@ -178,7 +179,7 @@ class RequestedLoss:
 
     @staticmethod
     def of(name: str, config: LossOptions, data: Sequence[Datum]) -> RequestedLoss:
-        """Raises Refusal for a loss, an option or inputs that the server does not know."""
+        """A request's loss. Raises Refusal for a name, an option or inputs that the server does not know."""
         if name == "stable_reinforce":
             raise Refusal(f"loss_fn={name!r}: {UNPUBLISHED}")
         if (loss := LOSSES.get(name)) is None:
@@ -215,16 +216,16 @@ class RequestedLoss:
         return BatchTotals.of(_rows(columns.trained()[1], columns))
 
     def known_weights(self) -> Tensor | None:
-        """dL/dlogp, fp32 [r] of all sequences, where it depends on no log-prob; else None."""
+        """dL/dlogp, fp32 [r] of all sequences, if it depends on no log-prob; else None."""
         return -Columns(self.data)["weights"] if self.name == "cross_entropy" else None
 
     def __call__(self, logp_r: Tensor, sequences: Sequence[int] | None = None) -> Tensor:
-        """The share of the loss of the sequences with these numbers (default: all), from their log-probs."""
+        """Return the part of the loss that comes from the sequences at these indices (default: all)."""
         data = self.data if sequences is None else [self.data[i] for i in sequences]
         return LOSSES[self.name].formula(logp_r, Columns(data), self.config, self.totals)
 
     def weights(self, logp_r: Tensor, sequences: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-        """(dL/dlogp at `logp_r`, fp32 [r] on its device, the share of the loss there)."""
+        """dL/dlogp at `logp_r`, fp32 [r] on its device, and the part of the loss as in `__call__`."""
         if not len(logp_r):  # a data-parallel rank may have no sequence
             return logp_r.detach(), logp_r.new_zeros(())
         leaf_r = logp_r.detach().cpu().requires_grad_()
@@ -267,7 +268,7 @@ def _check_inputs(where: str, loss: str, wanted: set[str], datum: Datum) -> None
 
 
 def _check_groups(loss: str, data: Sequence[Datum]) -> None:
-    """Raises Refusal for numbers of groups that are not integers, and where no group has two sequences."""
+    """Raises Refusal for group numbers that are not integers, and if no group has two sequences."""
     numbers = [float(datum.inputs[GROUP][0]) for datum in data]
     for i, number in enumerate(numbers):
         if not number.is_integer() or abs(number) > LARGEST_GROUP:

@@ -1,7 +1,7 @@
 """The operations of the API on the ranks: each is a dict that rank 0 sends to all, and returns a dict.
 
-A dict holds what msgpack can: numbers, strings, bytes, lists. Every rank carries out every operation, in the
-same order. A Refusal is raised on all ranks alike, and leaves every model as it was.
+The values of a dict are those of msgpack: numbers, strings, bytes, lists. Every rank carries out every
+operation, in the same order. A Refusal is raised on all ranks alike, and changes no model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from megatron_gvpo.tinker import checkpoints
 from megatron_gvpo.tinker.checkpoints import CheckpointPath
 from megatron_gvpo.tinker.gradients import differentiate, evaluate
 from megatron_gvpo.tinker.losses import RequestedLoss
-from megatron_gvpo.tinker.sampler import SampleOrder, SnapshotSampler
+from megatron_gvpo.tinker.sampler import EmbeddedSampler, SampleOrder, SnapshotSampler
+from megatron_gvpo.tinker.served_sampler import ServedSampler
 from megatron_gvpo.tinker.state import ModelState, Slot
 from megatron_gvpo.tinker.wire import Refusal, read_forward_backward
 
@@ -40,18 +41,20 @@ class Operations:
     def __init__(self, config: TinkerConfig) -> None:
         parallel.initialize(config.parallel, config.seed, config.deterministic)
         model = build(config.model, config.parallel, config.deterministic, seed=config.seed)
-        # Every step names its own settings; these only have to be possible.
+        # Every step names its settings; the optimizer is built with any possible ones.
         optimizer = Optimizer(model, OptimizerConfig(lr=1e-4), config.model, updates=1)
         self._config = config
         self._root = Path(config.output_dir) / "checkpoints"
         self._slot = Slot(model, optimizer)
-        self._sampler = SnapshotSampler(
+        sampler = ServedSampler if config.run.rollout.uses_servers else EmbeddedSampler
+        self.sampler: SnapshotSampler = sampler(
             config, self._slot, load_tokenizer(config.model.path, config.model.trust_remote_code)
         )
-        self._new = self._slot.read()  # a new model
+        self._new = self._slot.read()  # the state of a new model
         self._snapshots: dict[str, list[Tensor]] = {BASE: self._slot.read_weights()}
         self._read: list[str] = []  # the snapshots that were read from checkpoints, the oldest first
-        self._models: dict[str, ModelState] = {}  # of the model in the slot: as it was when it entered
+        # The states of all models; that of the model in the slot is older than the slot.
+        self._models: dict[str, ModelState] = {}
         self._present: str | None = None  # the model in the slot
         self._budget = config.max_tokens_per_micro_batch * config.parallel.cp
         self._actions: dict[str, Callable[[Operation], Outcome]] = {
@@ -74,7 +77,7 @@ class Operations:
             raise Refusal(str(error)) from None
 
     def _enter(self, model_id: str | None) -> None:
-        """Put a client's model into the slot, and the one that is there aside; None: nobody's."""
+        """Save the model in the slot, and load a client's model there; None: no client's model."""
         if model_id == self._present and model_id is not None:
             return
         if model_id is not None and model_id not in self._models:
@@ -135,7 +138,7 @@ class Operations:
         return {}
 
     def _load(self, operation: Operation) -> Outcome:
-        """Load a checkpoint into a model, which may be new; after a Refusal the model is as it was."""
+        """Load a checkpoint into a model, which may be new; a Refusal leaves the model unchanged."""
         path, model_id = CheckpointPath(*operation["path"]), operation["model"]
         self._enter(None)
         self._slot.write(self._new)
@@ -144,13 +147,13 @@ class Operations:
         return {}
 
     def _snapshot(self, operation: Operation) -> Outcome:
-        """Keep a model's present weights to sample from."""
+        """Keep a copy of a model's present weights, to sample from them."""
         self._enter(operation["model"])
         self._snapshots[operation["snapshot"]] = self._slot.read_weights()
         return {}
 
     def _load_weights(self, snapshot: str, path: list[Any] | None) -> None:
-        """Put weights to sample from into the slot; `path`: those of a checkpoint, which are read if need be.
+        """Put the weights of a snapshot into the slot; `path`: the checkpoint to read them from, if any.
 
         Raises Refusal.
         """
@@ -169,16 +172,16 @@ class Operations:
 
     def _drop(self, snapshot: str) -> None:
         self._snapshots.pop(snapshot, None)
-        self._sampler.forget(snapshot)
+        self.sampler.forget(snapshot)
 
     def _sample(self, operation: Operation) -> Outcome:
         orders = [SampleOrder(**order) for order in operation["orders"]]
         snapshot = operation["snapshot"]
         self._load_weights(snapshot, operation.get("path"))
         sampling = SamplingConfig.model_validate(operation["sampling"])
-        sequences = self._sampler.sample(snapshot, orders, sampling)
+        sequences = self.sampler.sample(snapshot, orders, sampling)
         wanting = [i for i, order in enumerate(orders) if order.prompt_logprobs]
-        scored = self._sampler.prompt_logprobs([orders[i].prompt for i in wanting]) if wanting else []
+        scored = self.sampler.prompt_logprobs([orders[i].prompt for i in wanting]) if wanting else []
         logprobs = dict(zip(wanting, scored, strict=True))
         return {
             "answers": [

@@ -8,13 +8,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-# Sequences that are sampled at once, over all requests that are joined.
+# The most sequences that are sampled at once, over all requests that are joined.
 MOST_SAMPLES = 4096
 
 
 @dataclass(frozen=True)
 class QueuedOperation:
-    """An operation for the ranks, and who gets its outcome."""
+    """An operation for the ranks, and the function that gets its outcome."""
 
     session_id: str
     operation: dict[str, Any]
@@ -25,7 +25,7 @@ class QueuedOperation:
 
 
 class FairQueue:
-    """Thread-safe. The session that was served last is the last in turn."""
+    """A thread-safe queue, in which the session that was served last comes last."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[QueuedOperation]] = OrderedDict()
@@ -57,6 +57,6 @@ class FairQueue:
             return taken
 
     def drop(self, session_id: str) -> list[QueuedOperation]:
-        """Take a session's jobs away: its client is gone."""
+        """Remove the jobs of a session whose client has left."""
         with self._changed:
             return list(self._waiting.pop(session_id, ()))

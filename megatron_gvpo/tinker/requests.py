@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from megatron_gvpo.tinker.wire import Refusal
 
-HIGHEST_RATE = 10  # as optimizer.lr
-LONGEST_LIFE = 10**9  # seconds of a checkpoint
+HIGHEST_RATE = 10  # the highest learning rate, as that of optimizer.lr
+LONGEST_LIFE = 10**9  # the longest time, in seconds, after which a checkpoint expires
 
 
 class ApiRequest(BaseModel):
@@ -66,7 +66,7 @@ class AdamParams(ApiRequest):
     grad_clip_norm: float = 0.0
 
     def step(self) -> dict[str, Any]:
-        """The settings as the ranks get them. Raises Refusal for impossible ones."""
+        """Return the settings in the form that the ranks get. Raises Refusal for impossible settings."""
         values = self.model_dump(exclude={"type"})
         if not all(math.isfinite(value) and value >= 0 for value in values.values()):
             raise Refusal(f"adam_params={values}: want finite numbers of at least 0")
@@ -159,7 +159,7 @@ class SampleBody(ApiRequest):
     topk_sample_logprobs: Literal[0] = 0
     prompt_alt_tokens_k: Literal[0] = 0
     target_prompt_logprobs: None = None
-    record_stability_info: bool | None = None  # True is refused with a sentence
+    record_stability_info: bool | None = None  # True is refused, with an explanation
 
 
 class RetrieveFuture(ApiRequest):

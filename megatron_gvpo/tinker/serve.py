@@ -26,15 +26,16 @@ from megatron_gvpo.tinker.wire import Refusal
 
 log = logging.getLogger(__name__)
 
-IDLE_SECONDS = 2.0  # after which the ranks exchange a word, so that no wait reaches a collective's time limit
+# Seconds between two messages of waiting ranks, so that no wait reaches a collective's time limit.
+IDLE_SECONDS = 2.0
 _STOP = {"kind": "stop"}
 
 
 def serve(config: TinkerConfig) -> None:
-    """Serve until a signal asks to stop; every rank calls this. Raises ConfigError."""
+    """Serve until a signal asks to stop; every rank calls this. Raises ConfigError, RolloutError."""
     operations = Operations(config)
     stop = threading.Event()
-    with _stopping(stop):
+    with _stopping(stop), operations.sampler:
         if dist.get_rank() != 0:
             _follow(operations)
             return
@@ -44,14 +45,14 @@ def serve(config: TinkerConfig) -> None:
 
 
 def _follow(operations: Operations) -> None:
-    """Carry out what rank 0 sends, until it says stop."""
+    """Carry out the operations that rank 0 sends, until it sends a stop."""
     while (operation := broadcast_msgpack(None)) != _STOP:
-        with suppress(Refusal):  # rank 0 answers it
+        with suppress(Refusal):  # rank 0 sends the refusal to the client
             operations.run(operation)
 
 
 def _lead(operations: Operations, queue: FairQueue, stop: threading.Event) -> None:
-    """Send the jobs' operations to all ranks, carry them out, and hand their outcomes back."""
+    """Send the jobs' operations to all ranks, carry them out, and return their outcomes to the jobs."""
     while not stop.is_set():
         jobs = queue.take(IDLE_SECONDS)
         operation = broadcast_msgpack(joined(jobs))
@@ -65,7 +66,7 @@ def _lead(operations: Operations, queue: FairQueue, stop: threading.Event) -> No
 
 
 def joined(jobs: Sequence[QueuedOperation]) -> Operation:
-    """One operation for jobs that go together: a single one, or samples of one kind; or none."""
+    """The operation of a single job, or of sampling jobs that run together; idle without jobs."""
     if not jobs:
         return {"kind": "idle"}
     first = jobs[0].operation
@@ -75,7 +76,7 @@ def joined(jobs: Sequence[QueuedOperation]) -> Operation:
 
 
 def divided(jobs: Sequence[QueuedOperation], outcome: Outcome) -> list[Outcome]:
-    """The outcome of each of the jobs that went together."""
+    """Divide the outcome of an operation into the outcomes of its jobs."""
     if not jobs:
         return []
     return outcome["answers"] if jobs[0].operation["kind"] == "sample" else [outcome]

@@ -1,4 +1,4 @@
-"""The model that the server trains: what clients may know of it, and the checks of what they ask of it."""
+"""The model that the server trains: its description for clients, and the checks of their requests."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ class ServedModel:
     vocabulary: int
     positions: int
     end_token_ids: tuple[int, ...]
-    rank: int | None  # of its adapters; None: all weights train
+    rank: int | None  # the rank of the adapters; None: all weights train
     layers: tuple[str, ...]  # Hugging Face's names of the linear layers that have adapters
+    # true if every sample ends at the model's own end token, as on rollout servers
+    is_always_ended: bool = False
 
     @staticmethod
     def of(config: TinkerConfig) -> ServedModel:
@@ -57,6 +59,7 @@ class ServedModel:
             end_token_ids=end_token_ids(path, card, tokenizer),
             rank=None if adapter is None else adapter.rank,
             layers=layers,
+            is_always_ended=config.run.rollout.uses_servers,
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Sessions of clients, with their models, samplers and pending results. All belong to the HTTP thread."""
+"""Sessions of clients, with their models, samplers and pending results. Only the HTTP thread uses them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 from megatron_gvpo.tinker.checkpoints import CheckpointPath
 from megatron_gvpo.tinker.wire import Refusal
 
-KEPT_SECONDS = 600.0  # a result stays for this long after it was first fetched: the answer may have been lost
+# a result is kept for this time after it was first fetched, because its answer may be lost
+KEPT_SECONDS = 600.0
 
 
 @dataclass
@@ -19,25 +20,25 @@ class ClientModel:
     """A model in training."""
 
     model_id: str
-    rank: int | None  # of its adapters
+    rank: int | None  # the rank of its adapters
     metadata: dict[str, Any] = field(default_factory=dict)
-    saves: int = 0  # of checkpoints that have no name
+    saves: int = 0  # number of checkpoints that have no name
     snapshots: list[str] = field(default_factory=list)  # unnamed weights to sample from, the oldest first
 
 
 @dataclass
 class ClientSampler:
-    """A sampling session: whose requests are sampled from the weights of one snapshot."""
+    """A sampling session: its requests are sampled from the weights of one snapshot."""
 
     sampler_id: str
     session_id: str
     snapshot: str
-    path: CheckpointPath | None = None  # of its weights, where they are a checkpoint's
+    path: CheckpointPath | None = None  # the checkpoint with these weights, if there is one
 
 
 @dataclass
 class WireAnswer:
-    """A result as it goes over the wire."""
+    """A result in the form in which it is sent."""
 
     body: bytes | dict[str, Any]  # protobuf, or JSON
     fetched: float | None = None
@@ -52,7 +53,7 @@ class PendingResult:
     sample_ids: list[str] | None = None
 
     def is_over(self, now: float) -> bool:
-        """True if nobody will ask for the answer any more."""
+        """True if no client will fetch the answer any more."""
         if self.answer.cancelled():
             return True
         fetched = self.answer.result().fetched if self.answer.done() else None
@@ -64,11 +65,11 @@ class Session:
     """One client."""
 
     session_id: str
-    seen: float  # when it last said something, by the monotonic clock
+    seen: float  # the monotonic time of the client's last request
     models: dict[str, ClientModel] = field(default_factory=dict)
     samplers: dict[str, ClientSampler] = field(default_factory=dict)
     pending: dict[str, PendingResult] = field(default_factory=dict)
-    ended: str = ""  # why it has ended
+    ended: str = ""  # the reason why the session has ended
 
 
 class Sessions:
@@ -85,7 +86,7 @@ class Sessions:
         return session
 
     def get(self, session_id: str) -> Session:
-        """The session, which is alive from now on for `seconds` more. Raises Refusal."""
+        """Return the session, and extend its life by `seconds` from now. Raises Refusal."""
         if (reason := self._ended.get(session_id)) is not None:
             raise Refusal(f"the session {session_id} has ended: {reason}", 410)
         if (session := self._sessions.get(session_id)) is None:
@@ -96,14 +97,14 @@ class Sessions:
         return session
 
     def of_model(self, model_id: str) -> tuple[Session, ClientModel]:
-        """Raises Refusal."""
+        """A model, and the session that it belongs to. Raises Refusal where there is none."""
         session = self.get(model_id.partition(":")[0])
         if (model := session.models.get(model_id)) is None:
             raise Refusal(f"the session has no model {model_id[:120]!r}", 404)
         return session, model
 
     def of_sampler(self, sampler_id: str) -> tuple[Session, ClientSampler]:
-        """Raises Refusal."""
+        """A sampler, and the session that it belongs to. Raises Refusal where there is none."""
         session = self.get(sampler_id.partition(":")[0])
         if (sampler := session.samplers.get(sampler_id)) is None:
             raise Refusal(f"the session has no sampler {sampler_id[:120]!r}", 404)
@@ -122,12 +123,12 @@ class Sessions:
         return session
 
     def silent(self) -> list[str]:
-        """The sessions whose clients have said nothing for too long."""
+        """The sessions whose clients have sent nothing for too long."""
         now = time.monotonic()
         return [s.session_id for s in self._sessions.values() if now - s.seen > self._seconds]
 
     def drop_fetched(self) -> None:
-        """Forget results that were fetched long ago, and those that their clients have given up."""
+        """Forget results that were fetched long ago, and results that their clients have dropped."""
         now = time.monotonic()
         for session in self._sessions.values():
             for request_id in [name for name, p in session.pending.items() if p.is_over(now)]:

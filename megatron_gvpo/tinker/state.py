@@ -1,7 +1,7 @@
-"""The values of one client's model on this rank, in host memory while another client's is at work.
+"""The values of one client's model on this rank, in host memory while another client's model is used.
 
-The Megatron model and its optimizer are there once. A client's model is the values of what trains (the
-adapters, or all weights), of the optimizer's master weights and moments, and of the accumulated gradient.
+There is only one Megatron model with one optimizer. A client's model consists of the values of the trained
+weights (adapters, or all), the optimizer's master weights and moments, and the accumulated gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ModelState:
 
 
 class Slot:
-    """The one place where a model can compute: Megatron's model and optimizer on this rank."""
+    """The only model that can compute: Megatron's model and optimizer on this rank."""
 
     def __init__(self, model: Model, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer

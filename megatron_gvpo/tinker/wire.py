@@ -1,7 +1,7 @@
 """The protobuf messages of the Tinker API: tensors to the server, and log-probs and samples from it.
 
-Everything else of the API is JSON. The messages are those of the SDK (tinker 0.38, `tinker_public.proto`), as
-far as the server reads or writes them; a test compares them with the SDK's. Protobuf skips other fields.
+Everything else of the API is JSON. The messages are those of the SDK (tinker 0.38, `tinker_public.proto`)
+that the server reads or writes; a test compares them with the SDK's. Protobuf skips other fields.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Refusal(Exception):  # noqa: N818 - the server is well; it refuses a reque
 
     `status`: the SDK makes 400 BadRequestError, 401 AuthenticationError, 404 NotFoundError and 422
     UnprocessableEntityError of it. An operation that is refused when its turn has come fails with the SDK's
-    RequestFailedError of category User.
+    RequestFailedError of category User, or Server from status 500 on.
     """
 
     def __init__(self, message: str, status: int = 400) -> None:
@@ -31,7 +31,7 @@ class Refusal(Exception):  # noqa: N818 - the server is well; it refuses a reque
 CONTENT_TYPE = "application/x-protobuf"
 
 # message -> field -> (number, type). "*" marks a repeated field, "map:" a map from strings. Enumerations are
-# int32 here, as which they are sent.
+# sent as int32.
 MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "ForwardBackwardRequest": {
         "model_id": (1, "string"),
@@ -102,7 +102,10 @@ class ForwardBackward:
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
-    """Decode a request. Raises Refusal for what is not one, and for inputs that the server does not take."""
+    """Decode a request.
+
+    Raises Refusal for a body that is not a request, and for inputs that the server does not take.
+    """
     message = _CLASSES["ForwardBackwardRequest"]()
     try:
         message.ParseFromString(body)

@@ -2,4 +2,4 @@
 
 from megatron_gvpo.training.environment import quieten_libraries
 
-quieten_libraries()  # before they are imported: many warn then
+quieten_libraries()  # called first, because many libraries warn when they are imported

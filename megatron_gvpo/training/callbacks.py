@@ -1,4 +1,4 @@
-"""Callbacks of a run: the base class for the user's own, and `Recorder`, which writes the run's records."""
+"""`Recorder`, the callback that writes a run's records. `Callback`, the base class, is in trainer.py."""
 
 from __future__ import annotations
 
@@ -24,46 +24,14 @@ from megatron_gvpo.observe.summary import has_curves
 from megatron_gvpo.runs.existing_run import metrics_problems, newest_step
 from megatron_gvpo.runs.record import write_complete
 from megatron_gvpo.runs.written import RUN
+from megatron_gvpo.training.trainer import Callback as Callback
+from megatron_gvpo.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from megatron_gvpo.groups import Group
     from megatron_gvpo.observe.rollouts.table import Responses
-    from megatron_gvpo.training.trainer import Trainer
-
 
 log = logging.getLogger(__name__)
-
-
-class Callback:
-    """Base class of callbacks: override the methods that you need.
-
-    The trainer calls them on every rank; `trainer.is_main` is True on the one rank that should print.
-    `trainer.stop(reason)` ends the run after the present step, with a checkpoint and an export.
-    """
-
-    def on_start(self, trainer: Trainer) -> None:
-        """Called before the first step."""
-
-    def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
-        """Called after every step, and with step 0 after the evaluation that precedes the first step."""
-
-    def on_responses(self, trainer: Trainer, responses: Responses) -> None:
-        """Called with the responses of a step, or of an evaluation, if logging.rollouts saves them.
-
-        `on_step` follows. Change nothing in them.
-        """
-
-    def on_record(self, trainer: Trainer, record: StepRecord, groups: Sequence[Group]) -> None:
-        """Called with the record of a step and its groups, if logging.steps keeps it; `on_step` follows."""
-
-    def on_checkpoint(self, trainer: Trainer, directory: Path) -> None:
-        """Called when the checkpoint in `directory` is complete."""
-
-    def on_end(self, trainer: Trainer) -> None:
-        """Called after the last step, its checkpoint and export; not called after an interruption."""
-
-    def on_exit(self, trainer: Trainer) -> None:
-        """Called last, however the run ends. Close here what `on_start` opened."""
 
 
 class OutputError(RuntimeError):
@@ -76,9 +44,9 @@ class OutputError(RuntimeError):
 class Recorder(Callback):
     """Shows progress and writes the run's records, on rank 0.
 
-    The records are metrics.jsonl, TensorBoard and the responses in rollouts/, and at the end summary.json and
-    curve.png. The first rank of every machine reads its GPUs' state for the metrics device/*. Raises
-    OutputError, on all ranks at once, if the file system refuses a write.
+    The records are metrics.jsonl, TensorBoard's files and the responses in rollouts/, and at the end
+    summary.json and curve.png. The first rank of every machine reads its GPUs' state for the metrics
+    device/*. Raises OutputError, on all ranks at once, if the file system refuses a write.
     """
 
     def __init__(self) -> None:
@@ -136,7 +104,7 @@ class Recorder(Callback):
         self._directory = Path(config.output_dir)
         recorded_step = resume_step
         if resume_step is not None:
-            # A step that its run did not come to report is recorded now, whatever is there of it.
+            # A step that the earlier run did not report is recorded now, as far as its data exist.
             recorded_step = resume_step - trainer.reports_resumed_step
             for problem in metrics_problems(self._directory / "metrics.jsonl", recorded_step):
                 log.warning(problem)
@@ -153,7 +121,7 @@ class Recorder(Callback):
             log.warning(lost_file)
         self._opened.callback(self._rollouts.close)
         self._records = StepRecords(self._directory, config.logging.steps, resume_step)
-        self._opened.callback(self._write_responses)  # includes an unreported step's
+        self._opened.callback(self._write_responses)  # also writes responses of a step that was not reported
         self._progress = Progress(
             config.logging.progress,
             config.train.steps,
@@ -200,9 +168,10 @@ class Recorder(Callback):
             "steps": trainer.step,
             "seconds": {"total": wall, **totals},
         }
-        if has_curves(records):  # there are none of a run whose metrics were moved away, or never finite
+        if has_curves(records):  # there are no curves if the metrics were moved away or never finite
             plot_curve(self._directory / "metrics.jsonl", self._directory / "curve.png")
-        # The last of the records, and complete or absent: a run that lacks it is not finished.
+        # This is the last record, and it is written completely or not at all: a run without it is not
+        # finished.
         write_complete(self._directory / "summary.json", json.dumps(summary, indent=2) + "\n")
         self._progress.note(time_report(totals, wall))
         self._progress.close()

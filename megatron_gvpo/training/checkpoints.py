@@ -12,6 +12,7 @@ from megatron_gvpo.megatron.checkpoint.load import load_newest, load_policy
 from megatron_gvpo.megatron.checkpoint.save import save_policy
 from megatron_gvpo.runs.existing_run import exported_step
 from megatron_gvpo.runs.record import Best, EarlyStop
+from megatron_gvpo.runs.written import step_name
 from megatron_gvpo.training.conversion import write_hugging_face
 from megatron_gvpo.training.run_state import RunState
 
@@ -37,7 +38,8 @@ class Checkpoints:
         self._pending: Path | None = None  # a checkpoint that may not be complete yet
         self.last: Path | None = None  # the last complete checkpoint that this process wrote
         self.last_step = 0  # the step of the last checkpoint, written or resumed from
-        # A step's end, from which a run goes on: a step that fails half-way is trained again from here.
+        # The state at a step's end, from which a run continues: a step that fails half-way is trained again
+        # from here.
         self._resume_point: dict[str, Any] = {}
         self.mark()
 
@@ -73,15 +75,16 @@ class Checkpoints:
         return self.last_step, state.get("unreported")
 
     def save(self, step: int, metrics: Metrics, is_reported: bool) -> None:
-        """Write, or begin to write, a checkpoint; a run resumed from it does what this one does next.
+        """Write, or begin to write, a checkpoint, from which a resumed run continues exactly as this run.
 
-        `metrics` are the step's, by which it may be the best. Without `is_reported` the checkpoint keeps
-        them, so that the resumed run reports the step.
+        `metrics` of the step decide whether its checkpoint is the best. The checkpoint keeps them: as
+        `reported`, by which metrics.jsonl is known to be of the same run, or without `is_reported` as
+        `unreported`, so that the resumed run reports the step.
         """
         self.finish()
         # Ranks may differ in metrics such as times and memory: rank 0 decides.
         is_best = broadcast_msgpack(self._best.offer(step, metrics if step else {}))
-        state = self._resume_point | ({} if is_reported else {"unreported": metrics})
+        state = self._resume_point | {"reported" if is_reported else "unreported": metrics}
         state |= {"best": self._best.state_dict(), "early_stop": self.early_stop.state_dict()}
         with self._components.timer.phase("checkpoint"):
             self._pending = save_policy(
@@ -111,7 +114,7 @@ class Checkpoints:
             self._on_complete(self.last)
 
     def settle(self) -> None:
-        """As `finish`, but callbacks do not hear of it: no collective, for a rank that fails by itself."""
+        """Wait like `finish`, but on a single rank that fails: without collectives and callbacks."""
         if self._pending is not None:
             self._wait()
 
@@ -121,7 +124,7 @@ class Checkpoints:
                 model.finish_background_work()
 
     def complete_exports(self, step: int) -> None:
-        """Write the exports of the resumed checkpoint of `step` that its run did not get to write."""
+        """Write the exports that the run of the resumed checkpoint, of `step`, has not written."""
         exports = self._directories(step, self._best.step == step)
         missing = broadcast_msgpack([i for i, path in enumerate(exports) if exported_step(path) != step])
         self._export_all([exports[i] for i in missing], step)
@@ -137,7 +140,7 @@ class Checkpoints:
     def _directories(self, step: int, is_best: bool) -> list[Path]:
         """The Hugging Face directories that go with the checkpoint of `step`."""
         best = [self._out / "hf_best"] if is_best else []
-        regular = [self._out / "exports" / f"step_{step:08d}"] if self._options.exports(step) else []
+        regular = [self._out / "exports" / step_name(step)] if self._options.exports(step) else []
         return best + regular
 
     def _export_all(self, directories: Sequence[Path], step: int) -> None:

@@ -29,12 +29,13 @@ from megatron_gvpo.observe.timer import phase_markers
 from megatron_gvpo.rewards.teacher import SECTION, ServedTeacher
 from megatron_gvpo.runs.record import first_start
 from megatron_gvpo.sampling.batch_queues import BatchQueue, Order, OverSampledQueue
-from megatron_gvpo.sampling.batch_sampler import ComposedSampler, PendingBatch, run_shapers
+from megatron_gvpo.sampling.batch_sampler import ComposedSampler, PendingBatch
 from megatron_gvpo.sampling.empty_batches import EmptyBatches
 from megatron_gvpo.sampling.rollouts import Rollouts
 from megatron_gvpo.sampling.samplers import DatasetSampler, FileSampler, Sampler, responses_of
+from megatron_gvpo.sampling.shaping import run_shapers
 from megatron_gvpo.settings.config import Config
-from megatron_gvpo.settings.reward_servers import TeacherConfig, first_gpus
+from megatron_gvpo.settings.reward_servers import TeacherConfig
 from megatron_gvpo.settings.sections import DataConfig, TrainConfig
 from megatron_gvpo.training.environment import prepare
 from megatron_gvpo.training.text_teacher import TextTeacher, text_teacher
@@ -56,7 +57,7 @@ class Components:
         `heartbeat` is called on every rank at once from time to time while the ranks wait for responses.
         """
         set_date(first_start(config.output_dir) if resumes else None)
-        # The command line did this already; a user of the Python API did not.
+        # The command line has done this already; the Python API has not.
         prepare(config.parallel, config.rollout)
         self.config = config
         rank = int(os.environ.get("RANK", "0"))  # there is no process group before the policy
@@ -85,10 +86,7 @@ class Components:
         self.estimator = None if algorithm.estimator is None else algorithm.estimator.build()
         self.batch_policy: BatchPolicy = config.algorithm.batch_policy.build(config.train.prompts_per_step)
         self.policy = Policy.of(config)
-        self.teacher = None
-        if (teacher := config.teacher) is not None and teacher.server is not None:
-            gpu = first_gpus(config)[SECTION]
-            self.teacher = ServedTeacher(teacher, config.model.dtype, cards, config.output_dir, gpu)
+        self.teacher = self._served_teacher(cards)
         threshold = config.rollout.mismatch_threshold or THRESHOLDS[config.model.dtype]
         self.mismatch = MismatchWatch(threshold)
         self.profiler: ProfileWindow = profile_window(
@@ -98,6 +96,13 @@ class Components:
         self.engine = self._rollouts.engine
         self.sampler = self._compose(task, algorithm)
         self.batches = self._queue()
+
+    def _served_teacher(self, cards: ModelCards) -> ServedTeacher | None:
+        config, teacher = self.config, self.config.teacher
+        if teacher is None or teacher.server is None:
+            return None
+        gpu = config.first_gpus()[SECTION]
+        return ServedTeacher(teacher, config.model.dtype, cards, config.output_dir, gpu)
 
     def _queue(self) -> BatchQueue[PendingBatch] | OverSampledQueue[PendingBatch]:
         rollout, size = self.config.rollout, self.config.train.prompts_per_step
@@ -187,9 +192,9 @@ def _few_prompts(train: TrainConfig, data: DataConfig, count: int) -> str | None
 def _text_teacher(
     path: str, teacher: TeacherConfig | None, data: DataConfig, task: Task, cards: ModelCards
 ) -> tuple[TextTeacher | None, str | None]:
-    """(the translation for a teacher with another tokenizer, else None; a warning about the teacher).
+    """Return the translation for a teacher with another tokenizer or None, and a warning about the teacher.
 
-    `path` is the policy's.
+    `path` is the directory of the policy.
     """
     if teacher is None:
         return None, None

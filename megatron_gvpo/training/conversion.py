@@ -1,13 +1,15 @@
 """Converts weights between a Hugging Face directory and a Megatron directory, on a GPU or CPU.
 
-A Megatron directory is megatron-core's distributed checkpoint of the model alone. Any layout loads it. The
-checkpoints `checkpoints/step_*` of a run can be read as one, too.
+A Megatron directory is megatron-core's distributed checkpoint of the model alone. Any parallel layout can
+load such a directory. The checkpoints `checkpoints/step_*` of a run can be read as Megatron directories, too.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -44,12 +46,11 @@ def to_megatron(source: Path, target: Path) -> None:
     check_empty(target, f"TARGET={target}")
     check_outside(target, f"TARGET={target}", [source])
     model = _build(source, "SOURCE")
-    run_on_rank_0(f"cannot write {target}", lambda: target.mkdir(parents=True, exist_ok=True))
-    with parallel.megatron_device():
-        save_shards(f"cannot write {target}", lambda: weights_state(model), target, Writer())
-    run_on_rank_0(
-        f"cannot write {target}", lambda: shutil.copy(source / "config.json", target / _SOURCE_CONFIG)
-    )
+    what = f"cannot write {target}"
+    run_on_rank_0(what, lambda: target.mkdir(parents=True, exist_ok=True))
+    with _emptied_on_failure(target), parallel.megatron_device():
+        save_shards(what, lambda: weights_state(model), target, Writer())
+        run_on_rank_0(what, lambda: shutil.copy(source / "config.json", target / _SOURCE_CONFIG))
 
 
 def to_hugging_face(source: Path, target: Path, like: Path) -> None:
@@ -65,14 +66,26 @@ def to_hugging_face(source: Path, target: Path, like: Path) -> None:
     if (record := source / RECORD).is_file():  # a run's checkpoint
         run_on_all_ranks("", lambda: check_model(source, read_json_object(record), model))
     _read(model, source, f"cannot read {source} as weights of {like}")
-    run_on_all_ranks(f"cannot write {target}", lambda: model.save_hf(target))
 
     def copy() -> None:
         for pattern in (*_TOKENIZER, *_PROCESSOR):
             for file in like.glob(pattern):
                 shutil.copy(file, target)
 
-    run_on_rank_0(f"cannot write {target}", copy)
+    with _emptied_on_failure(target):
+        run_on_all_ranks(f"cannot write {target}", lambda: model.save_hf(target))
+        run_on_rank_0(f"cannot write {target}", copy)
+
+
+@contextmanager
+def _emptied_on_failure(target: Path) -> Iterator[None]:
+    """Remove the written files if writing fails, because a part of a model would block the next attempt."""
+    try:
+        yield
+    except CheckpointError:
+        for path in target.iterdir() if target.is_dir() else ():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        raise
 
 
 def _check_like(source: Path, like: Path) -> None:
@@ -82,7 +95,7 @@ def _check_like(source: Path, like: Path) -> None:
     weight at all.
     """
     if not (file := source / _SOURCE_CONFIG).is_file():
-        return  # a run's checkpoint
+        return  # a run's checkpoint has no such file
     own, other = facts_of(read_json_object(file)), facts_of(ModelCard.read(like, "--like").in_file)
     if (difference := first_difference(own, other)) is not None:
         key, converted, here = difference
@@ -98,8 +111,9 @@ def checkpoint_to_hugging_face(
     """Write the weights of a run's checkpoint as a Hugging Face directory; returns its step.
 
     `step`: default the newest. `adapter_only`: write the adapters as Hugging Face PEFT does, without the base
-    (`model.adapter` must be set). A collective. It needs no data, optimizer or engine. Raises ConfigError for
-    what `preflight` refuses, before anything is loaded, and where `target` is not empty; CheckpointError.
+    (`model.adapter` must be set). A collective. The conversion needs no data, optimizer or engine. Raises
+    ConfigError for settings that `preflight` refuses, before anything is loaded, and if `target` is not
+    empty; CheckpointError.
     """
     preflight_on_ranks(config, "export")
     check_empty(target, f"--out {target}")
@@ -142,8 +156,8 @@ def write_hugging_face(model: Model, source: ModelConfig, target: Path, step: in
     """Write weights, configuration, tokenizer, image processor and generation_config.json. A collective.
 
     Adapters are merged into the weights, and written by themselves in the folder `adapter` inside. The file
-    export.json tells the step (`runs.earlier.exported_step`) and the files, which `--overwrite` may remove.
-    Raises CheckpointError and then leaves `target` unchanged.
+    export.json tells the step (`runs.existing_run.exported_step`) and the files, which `--overwrite` may
+    remove. Raises CheckpointError and then leaves `target` unchanged.
     """
     partial = target.with_name(target.name + ".partial")
     what = f"cannot write {target}"

@@ -29,15 +29,15 @@ def prepare(parallel: ParallelConfig, rollout: RolloutConfig) -> None:
     """
     _allow_open_files()
     wanted = _pinned_exactly()
-    if parallel.offload_modules:  # read when Transformer Engine is imported
+    if parallel.offload_modules:  # Transformer Engine reads the variable when it is imported
         wanted["NVTE_CPU_OFFLOAD_V1"] = "1"
     if parallel.tp * parallel.cp > 1:
         # Megatron launches a communication before the matrix product that hides it. GPUs up to Hopper keep
         # that order only with a single queue. Megatron-LM refuses to run without it.
         wanted[MEGATRONS] = "1"
     if rollout.engine == "sglang" and rollout.weights.traits.forms_group:
-        # SGLang sets it in its own processes (0.5.23, engine.py). If ranks of one process group differ in it,
-        # they exchange handles of GPU memory that the other side cannot open.
+        # SGLang sets this variable in its own processes (0.5.23, engine.py). If ranks of one process group
+        # differ in it, they exchange handles of GPU memory that the other side cannot open.
         wanted["NCCL_CUMEM_ENABLE"] = "0"
     if _only_this_machine(rollout):
         wanted |= ON_LOOPBACK
@@ -46,11 +46,11 @@ def prepare(parallel: ParallelConfig, rollout: RolloutConfig) -> None:
 
 
 def _pinned_exactly() -> dict[str, str]:
-    """PyTorch's allocator setting with which pinned host memory above 64 MiB is as large as was asked for.
+    """PyTorch's allocator setting with which pinned host memory above 64 MiB is not larger than requested.
 
-    Otherwise it rounds up to a power of two, and 8.6 GB of weights on the host take 16: of reference weights,
-    a teacher, an optimizer that is offloaded, or a trainer beside colocated servers. The user's own settings
-    stay.
+    Otherwise PyTorch rounds sizes up to a power of two, and 8.6 GB on the host take 16: weights of a
+    reference or a teacher, an offloaded optimizer, or a trainer beside colocated servers. The user's own
+    settings stay.
     """
     name = "PYTORCH_ALLOC_CONF"
     if "PYTORCH_CUDA_ALLOC_CONF" in os.environ or name in os.environ:
@@ -78,7 +78,7 @@ def _allow_open_files() -> None:
 def quieten() -> None:
     """Keep warnings off the terminal; python -W or PYTHONWARNINGS brings them back.
 
-    The libraries warn of packages that this machine lacks, which `doctor` reports better, and of each other.
+    The libraries warn about each other, and about missing packages, which `doctor` reports better.
     """
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
@@ -86,7 +86,7 @@ def quieten() -> None:
 
 
 def quieten_libraries() -> None:
-    """Keep the libraries' warnings off a Python user's terminal, and nobody else's."""
+    """Hide the libraries' warnings in Python users' terminals, but no other warnings."""
     if not sys.warnoptions:
         for library in LIBRARIES:
             warnings.filterwarnings("ignore", module=rf"{library}(\.|$)")

@@ -11,14 +11,15 @@ from megatron_gvpo.checks.preflight import preflight_on_ranks
 from megatron_gvpo.data.task import Task, load_task
 from megatron_gvpo.evals.answers import Answers
 from megatron_gvpo.evals.catalog import ChosenEvaluations
+from megatron_gvpo.evals.definitions import prepare as prepare_evaluations
 from megatron_gvpo.evals.documents import Prepared
-from megatron_gvpo.evals.documents import prepare as prepare_evaluations
 from megatron_gvpo.evals.run import EvaluatedPolicy, Outcomes, run_all
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.huggingface.tokenizer import set_date
 from megatron_gvpo.megatron.scorer import Scorer, temperature_of
 from megatron_gvpo.observe import PhaseTimer
 from megatron_gvpo.runs.record import first_start
+from megatron_gvpo.runs.written import step_name
 from megatron_gvpo.sampling.engine import engine_class
 from megatron_gvpo.sampling.rollouts import Rollouts
 from megatron_gvpo.settings.lengths import room_for_prompt
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 def evaluate(config: Config, resume: bool, step: int | None = None) -> dict[str, float]:
     """Metrics of `model.path`, or of a checkpoint of the run, on the held-out prompts. A collective.
 
-    `resume`: of the checkpoint of `step`, or else the newest. It builds no gradients and no optimizer, which
-    take most of the memory of training. Raises ConfigError for what `preflight` refuses, before anything is
-    loaded; DataError, CheckpointError, RolloutError.
+    `resume`: measure the checkpoint of `step`, or else the newest. No gradients and no optimizer are built,
+    which take most of the memory of training. Raises ConfigError for settings that `preflight` refuses,
+    before anything is loaded; DataError, CheckpointError, RolloutError.
     """
     preflight_on_ranks(config, "eval")
     tools = configured_schemas(config.rollout.conversation)
@@ -62,7 +63,7 @@ def evaluate_named(
     loaded; CheckpointError, RolloutError.
     """
     preflight_on_ranks(config, "named eval")
-    # A problem is a prompt with one response: no environment, no tools.
+    # A problem is a prompt with one response, without an environment or tools.
     cards, task, policy, version = _load(config, (), resume, step)
     rollout = config.rollout.model_copy(update={"conversation": None})
     engine = engine_class(rollout.engine)(config.model, rollout, config.output_dir, cards, task, policy)
@@ -106,8 +107,8 @@ def _load(
 def _weights(
     model: ModelConfig, rollout: RolloutConfig, settings: EvalConfig, step: int | None
 ) -> tuple[str, dict[str, Any]]:
-    """The name of the weights in the names of files, and what the results say about them."""
-    label = "model" if step is None else f"step_{step:08d}"
+    """The name of the weights in file names, and their description in the results."""
+    label = "model" if step is None else step_name(step)
     about = {
         "model": model.path,
         "step": step,

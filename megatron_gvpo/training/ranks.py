@@ -25,7 +25,7 @@ from megatron_gvpo.planner.workload import Layout
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.reward_servers import TeacherConfig
 
-MOST = 8  # of a machine: the more ranks exchange gradients, the more of the memory's speed that takes
+MOST = 8  # ranks on one machine: their exchange of gradients takes the memory's speed from the products
 LIBRARIES = 0.7 * 2**30  # bytes of a process with torch and the other libraries
 ROOM = 0.9  # share of the free memory that ranks may take
 CGROUP = Path("/sys/fs/cgroup")
@@ -41,8 +41,8 @@ class Choice(NamedTuple):
 def choose_ranks(config: Config) -> Choice:
     """The ranks for this machine: one for each core, as far as the layout, the prompts and memory allow.
 
-    One, without a reason, where the machine has a GPU or a single core, where OMP_NUM_THREADS has already
-    divided the cores, and where rollout servers need cores, too.
+    The choice is one rank, without a reason, if the machine has a GPU or a single core, if OMP_NUM_THREADS
+    has already divided the cores, or if rollout servers need cores, too.
     """
     cores = usable_cores()
     if cores == 1 or "OMP_NUM_THREADS" in os.environ or _has_gpu():
@@ -78,7 +78,7 @@ def check_ranks(ranks: int) -> None:
 
 
 def warning(config: Config, ranks: int) -> str:
-    """A warning where a machine without a GPU lacks cores or memory (predicted) for the ranks; else empty."""
+    """A warning if a machine without a GPU lacks cores or (predicted) memory for the ranks; else empty."""
     if ranks == 1 or _has_gpu():
         return ""
     problems = []
@@ -91,7 +91,7 @@ def warning(config: Config, ranks: int) -> str:
 
 
 def rank_memory(config: Config, ranks: int) -> float:
-    """Predict the bytes of one rank on a CPU, by the planner's formulas for fp32; infinite if it has none."""
+    """Predict the bytes of one rank on a CPU, in fp32; infinite for a model that the planner lacks."""
     try:
         model = architecture.load(str(Path(config.model.path)), "model.path")
     except ConfigError:
@@ -130,7 +130,7 @@ def usable_cores() -> int:
 
 
 def free_memory() -> int:
-    """Bytes that new processes may take: what the machine has free, and the limit of its container."""
+    """Bytes that new processes may take: the machine's free memory, up to the limit of its container."""
     free = psutil.virtual_memory().available
     with suppress(OSError, ValueError):
         limit, used = ((CGROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))

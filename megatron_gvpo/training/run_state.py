@@ -50,7 +50,7 @@ class RunState:
         """Restore `state_dict`. Raises DataError for the state of other data.
 
         The state of a block that the method no longer has is left out, with a warning. A block that the
-        checkpoint's method did not have starts without one.
+        checkpoint's method did not have starts without a state.
         """
         self._check_data(state)
         parts, blocks, saved = self._components, self._blocks(), state.get("blocks") or self._blocks()
@@ -110,7 +110,7 @@ def _state_of(block: object) -> dict[str, Any]:
 
 
 def _digest_of_prompts(prompts: Sequence[Prompt]) -> str:
-    """A hash of tokens and answers: the record of a run has none of hub data, generators and tokenizers."""
+    """A hash of tokens and answers. A run's record has no hash of hub data, generators and tokenizers."""
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
         digest.update(np.asarray(prompt.token_ids, np.int32).tobytes())

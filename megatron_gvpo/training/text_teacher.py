@@ -34,10 +34,10 @@ class TextTeacher:
         self._text = text
         self._written: list[tuple[TeacherTokens, ...] | str] = []  # by the response's place in the step
         self._warned: set[str] = set()
-        self.metrics: dict[str, float] = {}  # of the present step
+        self.metrics: dict[str, float] = {}  # metrics of the present step
 
     def begin(self, groups: Sequence[Group], step: int) -> tuple[list[Group], list[str]]:
-        """The groups, where responses that the teacher cannot score are not trained; and warnings.
+        """Return the groups, in which responses that the teacher cannot score are not trained, and warnings.
 
         A warning names each reason when it first occurs; the metrics count it in every step.
         """
@@ -77,7 +77,7 @@ class TextTeacher:
         return (sum_n / rows.length_n)[rows.seq_r].float()
 
     def _pieces(self, rows: TrainBatch) -> tuple[Tensor, list[TeacherTokens]]:
-        """(the row that each piece belongs to, the pieces)."""
+        """The row of each piece, and the pieces."""
         assert rows.place_n is not None, "the trainer numbers the responses of a step"
         owners: list[int] = []
         pieces: list[TeacherTokens] = []

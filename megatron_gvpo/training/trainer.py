@@ -22,16 +22,15 @@ from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.signals import Interrupt
 from megatron_gvpo.groups import Group
 from megatron_gvpo.megatron import parallel
-from megatron_gvpo.megatron.update import UpdateResult
+from megatron_gvpo.megatron.loss_pass import UpdateResult
 from megatron_gvpo.observe.rollout_metrics import rollout_statistics, trained_tokens
 from megatron_gvpo.observe.rollouts.table import Responses, TrainedRows
 from megatron_gvpo.observe.step_records import StepRecord, UpdateRecord
 from megatron_gvpo.runs.directory import RunDirectory
-from megatron_gvpo.runs.existing_run import earlier_of, exported_step, finished, lacks_summary
+from megatron_gvpo.runs.existing_run import earlier_of, exported_step, finished_message, lacks_summary
 from megatron_gvpo.runs.hub import prepare_repository, upload_export
 from megatron_gvpo.settings.config import Config, as_config
 from megatron_gvpo.settings.rules import advice
-from megatron_gvpo.training.callbacks import Callback
 from megatron_gvpo.training.checkpoints import Checkpoints
 from megatron_gvpo.training.components import Components
 from megatron_gvpo.training.session import SingleTrainer, naming_the_step, running
@@ -48,10 +47,10 @@ Metrics = dict[str, float]
 class Trainer:
     """Post-trains a policy. Every rank builds one with the same configuration and calls `fit`.
 
-    `resume`: continue from the newest complete checkpoint in the output directory; with "auto", start anew
-    if there is none. `overwrite`: remove what an earlier run left there. `allow_change`: the keys that
+    `resume`: continue from the newest complete checkpoint in the output directory; with "auto", start a new
+    run if there is none. `overwrite`: remove the files of an earlier run there. `allow_change`: the keys that
     change the mathematics and may differ from those of the run that is resumed. `checked`: the caller has
-    called `preflight`, as the command line does before it loads torch. Raises ConfigError for what
+    called `preflight`, as the command line does before it loads torch. Raises ConfigError for settings that
     `preflight` refuses, before anything is loaded, such as an earlier run in the output directory and neither
     `resume` nor `overwrite`, nothing to resume, or changed settings; DataError for data that cannot be used;
     CheckpointError for a checkpoint that cannot be read.
@@ -88,10 +87,11 @@ class Trainer:
         self.reports_resumed_step = self.resumed and unreported is not None
         # The metrics of `step`, if this process has trained it, or its run could not report it.
         self._metrics: Metrics = unreported or {}
-        self._is_reported = self.resumed and unreported is None  # else on_step is due
-        self._record: StepRecord | None = None  # of the present step
+        # If false, on_step is still to be called for the step.
+        self._is_reported = self.resumed and unreported is None
+        self._record: StepRecord | None = None  # the present step's record
         self.is_mid_update = False  # the weights are no longer those of `step`
-        self._stop_reason: str | None = None  # of this rank
+        self._stop_reason: str | None = None  # why a callback on this rank called `stop`
         self._loading_seconds = time.monotonic() - begin
 
     def fit(self) -> Metrics:
@@ -100,7 +100,7 @@ class Trainer:
         Raises Interrupted after SIGTERM, SIGUSR1, SIGINT or SIGHUP, and RolloutError when no server answers
         any more, a teacher or judge of the user's fails, or train.max_empty_batches batches in a row teach
         nothing, after a checkpoint. Raises UserFunctionError if a loss, estimator, member or prior of the
-        user's fails, perhaps on this rank alone, and ImageError if an image is gone: after a checkpoint if
+        user's fails, perhaps on this rank alone, and ImageError if an image is missing: after a checkpoint if
         all ranks fail before the step has changed the weights. Raises ConfigError when called again;
         HubError, on rank 0, where the finished run's export cannot be pushed.
         """
@@ -128,9 +128,9 @@ class Trainer:
             return self._metrics
 
     def _train_step(self, step: int) -> None:
-        """Algorithm 1: sample, score, freeze what the loss compares with, update, push.
+        """Algorithm 1: sample, score, freeze the references of the loss, update, push.
 
-        With colocated servers the push is the next step's first act, because the engine sleeps meanwhile.
+        With colocated servers the next step begins with the push, because the engine sleeps until then.
         """
         begin = time.perf_counter()
         self._begin_step(step)
@@ -147,7 +147,7 @@ class Trainer:
         self._push(step)
         metrics |= self._step_metrics(groups, time.perf_counter() - begin)
 
-    # A step's verbs, in their order.
+    # The parts of a step, in their order.
 
     def _begin_step(self, step: int) -> None:
         self.components.timer.take()
@@ -226,11 +226,12 @@ class Trainer:
     def _with_references(self, rows: TrainBatch, first: bool) -> TrainBatch:
         """Log-probs of the policies that the loss compares with, before the step's first update.
 
-        After an update the policy at step start is gone: compared with the updated one, GVPO would silently
-        be REINFORCE. The first mini-batch needs no scoring by that policy: it is still the one that trains.
+        After an update the policy at step start no longer exists: compared with the updated policy, GVPO
+        would silently be REINFORCE. The first mini-batch needs no scoring by the policy at step start, which
+        is still the one in training.
         """
         references, policy = self.config.algorithm.loss.reference_policies, self.components.policy
-        # The loss's own columns, not the estimator's.
+        # These are the loss's columns, not the estimator's.
         columns: dict[str, Tensor | None] = {"old_logp_r": None, "ref_logp_r": None}
         present_r = None
         if not (first or self._engine_reference) and STEP_START in references.values():
@@ -263,9 +264,9 @@ class Trainer:
     def _update_all(self, mini_batches: list[TrainBatch], keep_weights: bool) -> list[UpdateResult]:
         """Update with every mini-batch, `train.batch_epochs` times, against the same reference policies.
 
-        In a second pass the first one needs log-probs of the policy at step start, too: its first forward has
-        them. Those with nothing left to train use up their learning rates. `keep_weights`: keep the
-        loss's weights of tokens in the first pass.
+        A second pass compares the first mini-batch, too, with the policy at step start: the forward of its
+        first update gives those log-probs. Updates that are left out because nothing in them is trained still
+        advance the learning rate. `keep_weights`: keep the loss's weights of tokens in the first pass.
         """
         results: list[UpdateResult] = []
         policy, references = self.components.policy, self.config.algorithm.loss.reference_policies
@@ -277,8 +278,7 @@ class Trainer:
                     self.is_mid_update = True
                     if len(results) == 1:
                         mini_batches[i] = rows.with_columns(**dict.fromkeys(at_start, result.logp_r))
-            planned = self.config.train.mini_batches * self.config.train.batch_epochs
-            policy.skip_updates(planned - len(results))
+            policy.skip_updates(self.config.train.updates_per_step - len(results))
             policy.end_step()
         return results
 
@@ -324,7 +324,7 @@ class Trainer:
             self.notify("on_record", self._record, groups)
 
     def _trained_rows(self, rows: TrainBatch, result: UpdateResult) -> TrainedRows:
-        """The trainer's numbers of an update of the first pass; log-probs at step start where it has them."""
+        """The rows of an update in the first pass, with log-probs (at step start, if known) and weights."""
         references = self.config.algorithm.loss.reference_policies.items()
         at_start = [f"{column}_logp_r" for column, policy in references if policy == STEP_START]
         known = [logp_r for name in at_start if (logp_r := getattr(rows, name)) is not None]
@@ -339,7 +339,7 @@ class Trainer:
             values = {f"train/{name}": value for name, value in result.metrics.items()} | result.head
             for name, value in values.items():
                 metrics[name] = metrics.get(name, 0.0) + value / len(results)
-        if results:  # empty if every response was masked
+        if results:  # there are none if every response was masked
             metrics["train/grad_norm"] = sum(r.update.grad_norm for r in results) / len(results)
             metrics["train/lr"] = results[-1].update.lr
             metrics |= results[0].memory
@@ -374,7 +374,10 @@ class Trainer:
     # Before the first step, between steps, and after the last one.
 
     def begin(self) -> None:
-        """Claim the output directory, and finish the exports of an earlier run. The input is checked."""
+        """Claim the output directory, and finish the exports of an earlier run.
+
+        The input was checked before.
+        """
         settings = self.config.checkpoint.push_to_hub
         with all_ranks_agree(ConfigError):
             if settings is not None and self.is_main:
@@ -388,7 +391,7 @@ class Trainer:
             return True
         if self.step < self.config.train.steps:
             return False
-        message = broadcast_msgpack(finished(self.config))
+        message = broadcast_msgpack(finished_message(self.config))
         if message is not None and self.is_main:
             log.warning(message)
         return message is not None
@@ -422,10 +425,13 @@ class Trainer:
         if not self._is_reported:
             self._report()
             if self.resumed:
-                self.save()  # after the evaluation, which may make it the best
+                self.save()  # after the evaluation, by which the checkpoint may be the best
 
     def _report(self) -> None:
-        """Evaluate if due, and tell the callbacks of the step. A resumed run makes up for a missed report."""
+        """Evaluate if due, and report the step to the callbacks.
+
+        A resumed run reports the step that the earlier run did not report.
+        """
         every = self.config.eval.every
         if self.step in (0, self.config.train.steps) or (every and self.step % every == 0):
             self.interrupt.check()
@@ -435,14 +441,14 @@ class Trainer:
         self.notify("on_step", self.step, self._metrics)
 
     def save(self) -> None:
-        """Write, or begin to write, a checkpoint; a run resumed from it does what this one does next."""
+        """Write, or begin to write, a checkpoint; a run that resumes from it continues as this run does."""
         self.checkpoints.save(self.step, self._metrics, self._is_reported)
 
     def evaluate(self) -> Metrics:
         """Metrics of the present policy on the held-out prompts; empty without any."""
         groups, metrics = self.components.evaluate(self.step)
         if any(rollout.reward_errors for group in groups for rollout in group.rollouts):
-            self.interrupt.check()  # as in `_sample`
+            self.interrupt.check()  # the errors may come from a signal that ends the job, as in `_sample`
         if groups and self.config.logging.rollouts.every:
             self.notify("on_responses", Responses("eval", self.step, groups))
         return metrics
@@ -455,7 +461,7 @@ class Trainer:
         self._stop_reason = reason
 
     def _reason_to_stop(self) -> str | None:
-        """Why this rank ends the run before its last step; None if it goes on."""
+        """Why this rank ends the run before its last step; None if it continues."""
         if (reason := self._reason_to_stop_early()) is not None:
             return reason
         hours = self.config.train.max_hours
@@ -464,14 +470,14 @@ class Trainer:
         return self._stop_reason
 
     def _reason_to_stop_early(self) -> str | None:
-        """Why `train.stop_early` ends the run; None if it goes on, and on ranks other than the first."""
+        """Why `train.stop_early` ends the run; None if it continues, and on ranks other than the first."""
         reason, best = self.checkpoints.early_stop.reason, self.checkpoints.best_step
         if reason is None or not self.is_main:
             return None
         return reason + ("" if best is None else f"; the best checkpoint is of step {best}")
 
     def _stop_here(self, reason: str | None, is_saved: bool) -> None:
-        """Save the step, and say why the run ends with it. A collective."""
+        """Save the step, and report why the run ends with it. A collective."""
         if not is_saved:
             self.save()
         why = next(text for text in all_gather_msgpack(reason) if text is not None)
@@ -495,7 +501,7 @@ class Trainer:
     # Messages.
 
     def notify(self, event: str, *args: Any) -> None:
-        """Call the method of this name of every callback."""
+        """Call every callback's method of this name."""
         for callback in self.callbacks:
             getattr(callback, event)(self, *args)
 
@@ -504,6 +510,38 @@ class Trainer:
         for warning in warnings:
             if warning is not None and self.is_main:
                 log.warning(hide(warning))
+
+
+class Callback:
+    """Base class of callbacks: override the methods that you need.
+
+    The trainer calls them on every rank; `trainer.is_main` is True on the one rank that should print.
+    `trainer.stop(reason)` ends the run after the present step, with a checkpoint and an export.
+    """
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Called before the first step."""
+
+    def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+        """Called after every step, and with step 0 after the evaluation that precedes the first step."""
+
+    def on_responses(self, trainer: Trainer, responses: Responses) -> None:
+        """Called with the responses of a step, or of an evaluation, if logging.rollouts saves them.
+
+        `on_step` follows. Change nothing in them.
+        """
+
+    def on_record(self, trainer: Trainer, record: StepRecord, groups: Sequence[Group]) -> None:
+        """Called with the record of a step and its groups, if logging.steps keeps it; `on_step` follows."""
+
+    def on_checkpoint(self, trainer: Trainer, directory: Path) -> None:
+        """Called when the checkpoint in `directory` is complete."""
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Called after the last step, its checkpoint and export; not called after an interruption."""
+
+    def on_exit(self, trainer: Trainer) -> None:
+        """Called last, for whatever reason the run ends. Close here what `on_start` opened."""
 
 
 def new_record(step: int, policy: Policy, mini_batches: Sequence[TrainBatch]) -> StepRecord:
@@ -515,7 +553,7 @@ def new_record(step: int, policy: Policy, mini_batches: Sequence[TrainBatch]) ->
 
 
 def add_update(record: StepRecord, policy: Policy, rows: TrainBatch, result: UpdateResult) -> None:
-    """Add an update on `rows`, which it has just made, to the record of its step. A collective."""
+    """Add the update that the policy has just made on `rows` to the record of its step. A collective."""
     assert rows.place_n is not None, "the trainer numbers the rows of a step"
     record.updates.append(
         UpdateRecord(

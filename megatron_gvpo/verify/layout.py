@@ -32,7 +32,7 @@ class ParallelLayout:
     recompute_layers: int | None = None
     recompute_modules: tuple[str, ...] = MLPS_AND_EXPERTS
     offload: float = 0.0  # share of the optimizer's states in host memory
-    small: bool = False  # for tests: sizes inside libraries are cut down
+    small: bool = False  # true in tests, which reduce sizes inside libraries
 
     @property
     def dp(self) -> int:
@@ -63,8 +63,8 @@ class ParallelLayout:
 def layouts_for(model: dict[str, Any], cores: int) -> list[ParallelLayout]:
     """Return the layouts in which a model's config.json is compared on a machine with `cores` cores.
 
-    Each way of dividing a model alone, on two ranks; with a core for each of MOST_RANKS also two of them
-    together. Layouts that training would refuse are left out.
+    They are each way of dividing a model alone, on two ranks; with a core for each of MOST_RANKS also two
+    ways together. Layouts that training would refuse are left out.
     """
     mixture = ModelCard(model).experts > 0
     layouts = [

@@ -13,8 +13,9 @@ from megatron_gvpo.types import TrainBatch
 
 TEMPERATURE = 1.0  # both sides differentiate the loss of supervised fine-tuning
 MICRO_BATCH = 32  # in tokens: the rows fill several packs of several rows
-# Adam's first step is g / (|g| + eps): with the usual 1e-8 it is the sign of g, so that a rounding error in a
-# gradient of 1e-9 flips the update. This eps is comparable to the gradients, and the update continuous.
+# Adam's first step is g / (|g| + eps). With the usual 1e-8 it is the sign of g, so that a rounding error in a
+# gradient of 1e-9 flips the update. This eps is comparable to the gradients, so that the update is
+# continuous.
 UPDATE: dict[str, Any] = {
     "lr": 1e-2,
     "eps": 1e-3,
@@ -32,7 +33,7 @@ class Computed:
 
     logp_r: Tensor  # log-probs of all response tokens
     gradients: dict[str, Tensor]
-    norm: float  # norm over all gradients, which the optimizer clips by
+    norm: float  # norm over all gradients, by which the optimizer clips
     updated: dict[str, Tensor]  # weights after one update
     exported: dict[str, Tensor]  # weights before the update
 
@@ -47,24 +48,32 @@ class Limits:
 
     @property
     def update(self) -> float:
-        """Part of the learning rate.
+        """The limit of an update's difference, as a part of the learning rate.
 
-        A gradient that is off by d moves Adam's first step by lr d / eps at most. After clipping to a norm of
-        0.5, d is at most 0.5 times the gradient's limit.
+        A gradient with an error of d moves Adam's first step by lr d / eps at most. After clipping to a norm
+        of 0.5, d is at most 0.5 times the gradient's limit.
         """
         return float(self.gradient * UPDATE["clip_grad"] / UPDATE["eps"])
 
     @staticmethod
     def for_rounding(own: Difference) -> Limits:
         """`own`: the difference between transformers in float32 and float64, which rounds alike."""
-
-        def limit(least: float, rounding: float) -> float:
-            return min(max(least, 4 * rounding), 1e-3)  # errors in the computation differ by more
-
         least = Limits()
         return Limits(
             limit(least.logp, own.logp), limit(least.gradient, own.gradient), limit(least.norm, own.norm)
         )
+
+
+def limit(least: float, rounding: float) -> float:
+    """Four times the difference between transformers in float32 and float64 on this machine, if that is more
+    than `least`; at most 1e-3, because errors in the computation differ by more.
+    """
+    return min(max(least, 4 * rounding), 1e-3)
+
+
+def gradient_difference(computed: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest difference of a gradient, relative to its tensor's largest entry, and the tensor's name."""
+    return _worst(computed, wanted, _of_largest)
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,7 @@ class Difference:
     exported: str | None  # first tensor that the export changes; None: every bit is equal
 
     def problem(self, limits: Limits) -> str | None:
-        """The message that says what is wrong, and how far; None if all is within the limits."""
+        """A message with the wrong result and its error; None if all results are within the limits."""
         problems = []
         if not self.logp <= limits.logp:
             problems.append(f"log-probs differ by up to {self.logp:.2g} nats")
@@ -114,8 +123,8 @@ def make_rows(vocabulary: int) -> TrainBatch:
 
 
 def compare(computed: Computed, wanted: Computed) -> Difference:
-    """Return how far `computed` is from the reference `wanted`."""
-    gradient, gradient_name = _worst(computed.gradients, wanted.gradients, _of_largest)
+    """Return the differences of `computed` from the reference `wanted`."""
+    gradient, gradient_name = gradient_difference(computed.gradients, wanted.gradients)
     update, update_name = _worst(computed.updated, wanted.updated, _of_learning_rate)
     return Difference(
         logp=float((computed.logp_r.double() - wanted.logp_r).abs().max()),
@@ -142,7 +151,7 @@ def _worst(computed: Mapping[str, Tensor], wanted: Mapping[str, Tensor], measure
 
 
 def _of_largest(difference: float, wanted: Tensor, floor: float) -> float:
-    """The difference relative to the largest entry: terms may cancel, and an expert's gradient may be 0."""
+    """The difference relative to the largest entry. Terms may cancel, and an expert's gradient may be 0."""
     return max(0.0, difference - floor) / max(float(wanted.abs().max()), floor)
 
 

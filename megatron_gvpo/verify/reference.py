@@ -31,12 +31,17 @@ class Exact(TorchFunctionMode):
         return func(*(torch.float64 if arg is torch.float32 else arg for arg in args), **kwargs)
 
 
-def load(directory: Path) -> Any:
-    """Load the checkpoint in `directory` as a transformers model, fp64, with plain attention and experts."""
+def load(directory: Path, dtype: torch.dtype = torch.float64) -> Any:
+    """Load the checkpoint in `directory` as a transformers model, with plain attention and experts.
+
+    Values that transformers has in float32 in every precision, such as the frequencies of rotary embeddings,
+    are not rounded further, and not computed again in float64.
+    """
+    loaded = torch.float32 if dtype == torch.float64 else dtype
     model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype="float32", experts_implementation="eager", attn_implementation="eager"
+        directory, dtype=loaded, experts_implementation="eager", attn_implementation="eager"
     )
-    return model.double().eval()
+    return (model.double() if dtype == torch.float64 else model).eval()
 
 
 @contextmanager
@@ -85,7 +90,7 @@ def clipped_adamw(
 ) -> dict[str, Tensor]:
     """Return the weights after one step of torch's AdamW, with gradients clipped to `options["clip_grad"]`.
 
-    `norm`: of all gradients. Norms and biases (vectors) do not decay. The other options are AdamW's.
+    `norm`: the norm of all gradients. Norms and biases (vectors) do not decay. The other options are AdamW's.
     """
     updated = {name: weight.detach().clone() for name, weight in weights.items()}
     scale = min(1.0, options["clip_grad"] / norm)

@@ -1,4 +1,4 @@
-"""Runs both sides in processes of their own, and prints a line for every layout and a verdict."""
+"""Runs both sides in separate processes, and prints a line for every layout and a verdict."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ def verify(
 ) -> list[Result]:
     """Compare the architecture of a shrunk config.json in every layout with transformers.
 
-    `report` gets each result as it comes. The process must not have used torch's threads before, because it
-    forks. Raises ConfigError, which begins with `where`, if transformers cannot build the model.
+    `report` is called with each result as soon as it exists. The process must not have used torch's threads
+    before, because it forks. Raises ConfigError, which begins with `where`, if transformers cannot build the
+    model.
     """
     import_bridge()
     results = []
@@ -80,8 +81,8 @@ def verify(
 def _in_processes(ranks: int, work: Callable[..., None], *arguments: Any) -> None:
     """Run `work` in forks of this process, the ranks of a gloo process group.
 
-    Raises ConfigError if a fork does, RuntimeError with the first other error or where one is not done in
-    SECONDS.
+    Raises ConfigError if a fork raises it, RuntimeError with the first other error, or if a fork is not done
+    in SECONDS.
     """
     fork = get_context("fork")
     with tempfile.TemporaryDirectory() as name:
@@ -133,12 +134,12 @@ def _rank(rank: int, ranks: int, folder: Path, work: Callable[..., None], argume
     os._exit(0)
 
 
-# The two sides of a comparison, each in a process of its own, and the difference of what they wrote.
+# The two sides of a comparison, each in a separate process, and the difference of their results.
 
 
 @dataclass(frozen=True)
 class Result:
-    """One layout's difference from transformers; or why there is none."""
+    """One layout's difference from transformers, or the reason for which there is none."""
 
     layout: ParallelLayout
     limits: Limits
@@ -152,16 +153,17 @@ class Result:
 
 
 def reference_side(config: dict[str, Any], directory: Path, where: str) -> None:
-    """Write the tiny checkpoint, and what transformers computes of it."""
+    """Write the tiny checkpoint, and the results of transformers with it."""
     save_tiny(config, directory / "model", where)
     model, rows = reference.load(directory / "model"), make_rows(VOCABULARY)
-    wanted = _by_transformers(model, directory / "model", rows)
+    wanted = by_transformers(model, directory / "model", rows)
     with reference.in_float32(model):
-        rounding = compare(_by_transformers(model, directory / "model", rows), wanted)
+        rounding = compare(by_transformers(model, directory / "model", rows), wanted)
     torch.save((wanted, rounding), directory / "wanted.pt")
 
 
-def _by_transformers(model: Any, directory: Path, rows: TrainBatch) -> Computed:
+def by_transformers(model: Any, directory: Path, rows: TrainBatch) -> Computed:
+    """Return the results of a model of `reference.load` in its dtype; `directory` has its checkpoint."""
     logp_r = torch.cat(reference.log_probs(model, rows, TEMPERATURE))
     parameters = dict(model.named_parameters())
     values = torch.autograd.grad(-logp_r.mean(), list(parameters.values()), allow_unused=True)
@@ -181,9 +183,10 @@ def _by_transformers(model: Any, directory: Path, rows: TrainBatch) -> Computed:
 
 
 def candidate_side(layout: ParallelLayout, directory: Path) -> None:
-    """Write what this package's build computes of the checkpoint under `layout`. A collective."""
+    """Write the results of this package's build of the checkpoint under `layout`. A collective."""
 
-    computed = compute(directory / "model", layout, make_rows(VOCABULARY))
+    policy = Policy.of(config_of(directory / "model", layout))
+    computed = compute(policy, make_rows(VOCABULARY))
     if dist.get_rank() == 0:
         torch.save(computed, directory / f"{layout}.pt")
 
@@ -196,12 +199,11 @@ def read_result(layout: ParallelLayout, directory: Path) -> Result:
     return Result(layout, Limits.for_rounding(rounding), compare(computed, wanted))
 
 
-# The side of this package: a model built by Megatron-Bridge in one layout, and what it computes.
+# The side of this package: a model built by Megatron-Bridge in one layout, and its results.
 
 
-def compute(directory: Path, layout: ParallelLayout, rows: TrainBatch) -> Computed:
-    """Build the checkpoint in `directory` under `layout`, and compute on `rows`. A collective."""
-    policy = Policy.of(config_of(directory, layout))
+def compute(policy: Policy, rows: TrainBatch) -> Computed:
+    """Compute on `rows`, with one update. A collective."""
     exported = _copied(policy.weights())
     gradients: dict[str, Tensor] = {}
     apply = policy.optimizer.apply

@@ -22,7 +22,7 @@ from megatron_gvpo.huggingface.image_families import takes_images
 
 VOCABULARY = 131  # prime: tensor parallelism must pad it
 _MOST_LAYERS = 12
-# Keys of sizes that do not depend on others, and their sizes in the tiny model; absent and null ones stay so.
+# Keys of sizes that do not depend on others, and their sizes in the tiny model; absent and null keys stay so.
 _SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -158,7 +158,7 @@ def save_tiny(config: dict[str, Any], directory: Path, where: str) -> None:
             f"{where}: transformers builds no model of it: {type(error).__name__}: {reason}"
         ) from None
     scatter(model)
-    transformers.utils.logging.disable_progress_bar()  # of the writing, which takes a moment
+    transformers.utils.logging.disable_progress_bar()  # writing takes only a moment
     model.save_pretrained(directory)
     if (named := config.get("model_type")) in SAME_MODEL:  # transformers writes its own model_type
         file = directory / "config.json"
@@ -181,13 +181,13 @@ def scatter(model: torch.nn.Module) -> None:
             tensor.normal_(std=0.5)
 
 
-# Checks that transformers has the model that a config.json names: without it there is nothing to compare.
+# Checks that transformers has the model that a config.json names, because the comparison needs it.
 
 
 def check_known(config: dict[str, Any], named: str, where: str) -> None:
     """Raise ConfigError, which begins with `where`, unless `model_type` is that of the architecture `named`.
 
-    Loads transformers, and no other large library but torch.
+    The function loads transformers and torch, but no other large library.
     """
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES

@@ -1,4 +1,4 @@
-"""Adapters as files that every server can read; the engine serves each under a name with its version.
+"""Sends adapters as files that every server can read; the engine serves each under a name with its version.
 
 The servers keep the weights that they started with, and each push is an adapter of a new name. A request
 names the adapter that it wants, so a server that has restarted refuses it rather than sample from the base.
@@ -54,7 +54,7 @@ class AdapterReceiver(WeightReceiver):
         await self._http.post(self.unload_path, {"lora_name": name}, timeout=timeout)
 
     def use_adapter(self, name: str) -> None:
-        """From here on this run's requests to the server name this adapter."""
+        """Make this run's requests to the server name this adapter from now on."""
         self._server.use_adapter(name)
 
     @abstractmethod
@@ -65,14 +65,14 @@ class AdapterReceiver(WeightReceiver):
     async def refusal(self, rank: int, layers: Sequence[str], timeout: float) -> str | None:
         """The reason why the server, as it was started, takes no adapters of this rank on these layers.
 
-        It says what would be right. None if the server takes them.
+        The reason includes a remedy. Returns None if the server takes such adapters.
         """
 
 
 class Adapter(Transport):
-    """Writes a directory as Hugging Face PEFT does for each push, then removes the one before.
+    """Writes a directory in the format of Hugging Face PEFT for each push, then removes the previous one.
 
-    Everything in `root` belongs to the transport. `description`: what adapter_config.json holds.
+    Everything in `root` belongs to the transport. `description`: the content of adapter_config.json.
     """
 
     host_buckets: ClassVar[bool] = True
@@ -97,7 +97,7 @@ class Adapter(Transport):
 
     @classmethod
     def create(cls, settings: PushSettings, receiver: Callable[[Server], Any]) -> Self:
-        # Late: only the trainer has xxhash.
+        # This import is here because only the trainer's environment has xxhash.
         from megatron_gvpo.megatron.adapters.directory import adapter_config
 
         model, layers = settings.model, adapted_layers(settings.model, settings.cards.policy)
@@ -114,7 +114,9 @@ class Adapter(Transport):
     async def end(self) -> None:
         name = f"{self._run}-v{self._version}"
         directory = self._write(name)
-        await each(self._handles, lambda m: self._exchange(self._receiver(m.server), name, directory))
+        await each(
+            self._handles, lambda handle: self._exchange(self._receiver(handle.server), name, directory)
+        )
         for old in self._root.glob(f"{PREFIX}*"):
             if old != directory:
                 shutil.rmtree(old, ignore_errors=True)
@@ -122,7 +124,7 @@ class Adapter(Transport):
     async def close(self) -> None:
         for own in (*self._root.glob(f"{PREFIX}*"), self._root / "partial"):
             shutil.rmtree(own, ignore_errors=True)
-        with suppress(OSError):  # not empty: it may be a folder of the user's, too
+        with suppress(OSError):  # the folder is not empty, and may belong to the user
             self._root.rmdir()
 
     def _write(self, name: str) -> Path:
@@ -144,7 +146,7 @@ class Adapter(Transport):
         The server is paused and has no requests of this run in flight, so none uses an earlier adapter.
         """
         earlier = [old for old in await receiver.adapters(self._timeout) if old.startswith(PREFIX)]
-        if name in earlier:  # left by a push that did not end
+        if name in earlier:  # a push that did not end has left it
             await receiver.unload_adapter(name, self._timeout)
         await receiver.load_adapter(name, directory, self._timeout)
         receiver.use_adapter(name)

@@ -1,4 +1,4 @@
-"""Weights over one process group with all servers, gloo on CPU, NCCL on GPU; the simplest way: broadcasts."""
+"""Sends weights by broadcasts over one process group with all servers: gloo on CPUs, NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class GroupReceiver(WeightReceiver):
     async def join(self, rendezvous: Rendezvous, rank_offset: int, timeout: float) -> None:
         """Form the process group, in which the server's first rank is `rank_offset`.
 
-        Returns when all ranks of the group are there.
+        Returns when all ranks of the group have joined.
         """
 
     @abstractmethod
@@ -58,8 +58,8 @@ class BroadcastReceiver(GroupReceiver):
 class GroupTransport[Receiver: GroupReceiver](Transport):
     """Keeps the group from push to push while the servers are the same; forms a new one after any failure.
 
-    A group in which anything failed is never used again: a small broadcast that a server refused completes
-    at the sender all the same, and the server would take it for the next one's data.
+    A group in which anything failed is never used again: the sender completes even a small broadcast that a
+    server refused, and the server would then read it as the data of the next one.
     """
 
     max_ctas: ClassVar[int | None] = None  # see Rendezvous
@@ -103,7 +103,9 @@ class GroupTransport[Receiver: GroupReceiver](Transport):
             if self._group is None or self._members != _lives(handles):
                 await self._discard()
                 await self._meet(handles)
-            await each(self._handles, lambda m: self._receiver(m.server).begin_update(self._timeout))
+            await each(
+                self._handles, lambda handle: self._receiver(handle.server).begin_update(self._timeout)
+            )
 
     async def _deliver(
         self, wire: Tensor, post: Callable[[ServerHandle, Rendezvous], Awaitable[None]]
@@ -112,7 +114,7 @@ class GroupTransport[Receiver: GroupReceiver](Transport):
         assert self._group is not None, "begin first"
         group, begin = self._group, time.monotonic()
         async with self._whole_or_discarded():
-            posts = self._start(lambda m: post(m, group.rendezvous))
+            posts = self._start(lambda handle: post(handle, group.rendezvous))
             try:
                 work = group.broadcast(wire)
                 while not work.is_completed():
@@ -136,7 +138,9 @@ class GroupTransport[Receiver: GroupReceiver](Transport):
     async def end(self) -> None:
         async with self._whole_or_discarded():
             version = str(self._version)
-            await each(self._handles, lambda m: self._receiver(m.server).end_update(version, self._timeout))
+            await each(
+                self._handles, lambda handle: self._receiver(handle.server).end_update(version, self._timeout)
+            )
 
     async def close(self) -> None:
         await self._discard()
@@ -149,7 +153,7 @@ class GroupTransport[Receiver: GroupReceiver](Transport):
             self._offsets[handle.server.url] = world
             try:
                 world += (await handle.server.info(self._timeout)).processes
-            except (ServerGone, ServerRefused) as error:  # the server died after its last health check
+            except (ServerGone, ServerRefused) as error:  # the server ended after its last health check
                 raise PushFailed(str(error), [handle]) from None
         self._group = group = self._new_group(world)
 
@@ -176,7 +180,7 @@ class GroupTransport[Receiver: GroupReceiver](Transport):
         )
 
     async def _connect(self, group: WeightGroup, prefixes: Sequence[str]) -> None:
-        """Join the group with all of the trainer's ranks; returns when all others are there, too."""
+        """Join the group with all of the trainer's ranks; returns when all others have joined, too."""
         await asyncio.to_thread(group.connect, prefixes)
 
     def _offset(self, handle: ServerHandle) -> int:
@@ -195,7 +199,7 @@ class GroupTransport[Receiver: GroupReceiver](Transport):
         group, self._group = self._group, None
         if group is None:
             return
-        leaves = self._start(lambda m: self._receiver(m.server).leave(group.rendezvous, LEAVE))
+        leaves = self._start(lambda handle: self._receiver(handle.server).leave(group.rendezvous, LEAVE))
         group.close()
         await asyncio.gather(*leaves, return_exceptions=True)  # a dead server need not leave
 
@@ -205,7 +209,7 @@ class GroupTransport[Receiver: GroupReceiver](Transport):
         async def one(handle: ServerHandle) -> None:
             await call(handle)
 
-        return {asyncio.create_task(one(m)): m for m in self._handles}
+        return {asyncio.create_task(one(handle)): handle for handle in self._handles}
 
     @staticmethod
     def _raise_failed(posts: dict[asyncio.Task[None], ServerHandle]) -> None:

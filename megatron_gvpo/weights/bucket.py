@@ -38,7 +38,7 @@ class Bucket:
 
 
 class DoubleBuffer:
-    """Two buffers for buckets, together of `limit` bytes: one is filled while the other is sent.
+    """Two buffers for buckets, of `limit` bytes together: one is filled while the other is sent.
 
     On a CPU they are kept from push to push, because fresh pages cost several times as much as filling them.
     """
@@ -65,9 +65,9 @@ class DoubleBuffer:
 def sent_as(kind: torch.dtype, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a push of a run in `dtype` sends a tensor that the trainer holds as `kind`.
 
-    Numbers of floating point go as `dtype`, unless `kind` has more digits: routers choose experts by biases
-    in float32, which differ by less than a step of bfloat16. Scales of quantised tensors are float32, too.
-    Integers and quantised tensors (one byte an element) go as they are.
+    Floating-point tensors are sent as `dtype`, except those that are kept in a higher precision: routers
+    choose experts by biases in float32, which differ by less than a step of bfloat16. Scales of quantised
+    tensors are float32, too. Integers and quantised tensors (one byte an element) go as they are.
     """
     exact = kind.itemsize == 1 or not kind.is_floating_point
     return kind if exact else torch.promote_types(kind, dtype)
@@ -76,7 +76,7 @@ def sent_as(kind: torch.dtype, dtype: torch.dtype) -> torch.dtype:
 def loaded_together(stream: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
     """Yield the tensors of a stream; those that a server must load in one call in one list.
 
-    SGLang (0.5.23) has the two projections down of latent attention as one weight, and fills it only where
+    SGLang (0.5.23) keeps the two down-projections of latent attention as one weight, and fills it only if
     both come in the same call: it drops one that comes without the other. So the first waits for the second,
     or for the end of a stream that has none. Both have the same dtype.
     """

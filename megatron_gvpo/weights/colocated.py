@@ -1,9 +1,9 @@
-"""Weights by shards through memory: to servers on the trainer's own GPUs, with which NCCL forms no group.
+"""Sends shards of weights through memory to servers on the trainer's GPUs, with which NCCL forms no group.
 
 The plan is that of a sharded push (megatron_gvpo.weights.sharded), except that servers pass nothing on. Every
 server rank has a porter: the trainer rank on its GPU, or without GPUs one on its machine. The porter puts
-each round of the server rank's cells into a mailbox: its own weights, and what it gets from the nearest ranks
-that hold the rest, over a process group of the trainer's ranks.
+each round of the server rank's cells into a mailbox: its own weights, and the cells that it gets from the
+nearest ranks that hold the rest, over a process group of the trainer's ranks.
 
 A mailbox is memory from which one rank of a server takes its parts of the weights. Both are processes on the
 same machine, and on the same GPU if they have one. A mailbox has room for two rounds of a push.
@@ -56,7 +56,7 @@ class Seat:
 
 
 class Colocated(Sharded):
-    """Rank 0's side."""
+    """Rank 0's side of a push to servers on the trainer's GPUs."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Colocated(Sharded):
         memory: NodeMemory,
         seats: Sequence[Seat],
     ) -> None:
-        """`seats`: those of the trainer's ranks. The others as in Sharded."""
+        """`seats` are the seats of the trainer's ranks. The other arguments are those of Sharded."""
         super().__init__(receiver, address, backend, timeout, relays, dtype, limit)
         self._memory, self._seats = memory, list(seats)
         self._porters: list[int] = []  # of each server rank
@@ -154,7 +154,7 @@ class Colocated(Sharded):
 def porters(trainers: Sequence[Seat], servers: Sequence[Seat]) -> list[int | None]:
     """The porter of each server rank: the trainer rank on its GPU, or without GPUs one on its machine.
 
-    None for a server rank that has neither.
+    A server rank for which there is no such trainer rank has None.
     """
     taken: Counter[int] = Counter()
     chosen: list[int | None] = []
@@ -168,7 +168,7 @@ def porters(trainers: Sequence[Seat], servers: Sequence[Seat]) -> list[int | Non
 
 
 class Porter(Sender):
-    """One trainer rank's sends, and its mailboxes for the server ranks beside it."""
+    """Sends one trainer rank's weights, and fills the mailboxes of the server ranks on its GPU or machine."""
 
     def __init__(
         self,
@@ -178,18 +178,19 @@ class Porter(Sender):
         stopped: Callable[[], bool],
         memory: NodeMemory,
     ) -> None:
-        """`memory`: the directory of the mailboxes' files. The others as in Sender."""
+        """`memory`: the directory of the mailboxes' files. The other arguments are those of Sender."""
         super().__init__(member, dtype, timeout, lambda: stopped() or self._has_failed_server())
         self._memory = memory
         self._porters: list[int] = []  # of each server rank
         self._trainers = 0
-        self._receives: dict[int, list[list[Message]]] = {}  # of the server ranks beside this one, by round
+        # by server rank beside this one: messages of each round
+        self._receives: dict[int, list[list[Message]]] = {}
         self._mailboxes: dict[int, Mailbox] = {}
         self._itemsizes: list[int] = []
         self._pushes = 0
 
     def send(self, own: OwnWeights) -> None:
-        """Send this rank's part of a push, and hand the server ranks beside it theirs.
+        """Send this rank's part of a push, and give the server ranks beside it their parts.
 
         Raises Stopped and PushFailed, and torch's RuntimeError if another rank of the trainer has failed.
         """
@@ -212,7 +213,7 @@ class Porter(Sender):
         store = self._member.store
         for rank, mailbox in self._mailboxes.items():
             store.set(f"mailbox.{rank}.{self._pushes}", json.dumps(mailbox.open()))
-            if self._pushes:  # the server has read it: it took all rounds of that push
+            if self._pushes:  # the server has read the key, because it took all rounds of that push
                 store.delete_key(f"mailbox.{rank}.{self._pushes - 1}")
         counted: Counter[str] = Counter()
         for number, messages in enumerate(self._rounds):
@@ -223,7 +224,7 @@ class Porter(Sender):
         self._wait_for_servers(Mailbox.is_empty, "load the last round")
         self._pushes += 1
         store.set(f"counted.{self._member.rank}", json.dumps(counted))
-        if own.tensors[0].is_cuda:  # the servers need the memory
+        if own.tensors[0].is_cuda:  # release the GPU memory, which the servers need
             self._buffers.clear()
             for mailbox in self._mailboxes.values():
                 mailbox.close()
@@ -247,7 +248,7 @@ class Porter(Sender):
         self._rounds = rounds
 
     def _carry_out(self, own: OwnWeights, number: int, messages: Sequence[Message]) -> None:
-        """Send the messages of a round, and put what comes in it into the mailboxes."""
+        """Send the messages of a round, and put the received cells into the mailboxes."""
         rank = self._member.rank
         outgoing = [
             (self._porter(message), self._fill(own, message, 0))
@@ -287,7 +288,7 @@ class Porter(Sender):
 
 
 class PorterFollower(ShardFollower):
-    """Another trainer rank's side."""
+    """The side of a trainer rank other than 0 in such a push."""
 
     def __init__(self, orders: Orders[Order], dtype: torch.dtype, timeout: float, memory: NodeMemory) -> None:
         super().__init__(orders, dtype, timeout, partial(Porter, memory=memory))

@@ -1,4 +1,4 @@
-"""Weights as changes: positions and values of the elements that differ in any bit from the last push.
+"""Sends only changes: positions and values of the elements that differ in any bit from the last push.
 
 At the learning rates of post-training most bf16 weights do not change in a step, because the update is below
 half a unit in their last place. Rank 0 keeps a copy of the weights that it sent, on the host.
@@ -26,7 +26,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Patch:
-    """The changes of one tensor: positions and values of `count` elements; -1: the values of all."""
+    """The changes of one tensor: positions and values of `count` elements; with -1 the values of all."""
 
     spec: TensorSpec
     count: int
@@ -65,7 +65,9 @@ class Delta(GroupTransport[DeltaReceiver]):
         return super().metrics | ({"sync/changed": self._changed / self._elements} if sparse else {})
 
     async def begin(self, handles: Sequence[ServerHandle], version: int) -> None:
-        self._sparse = self._sent_version >= 0 and all(m.version == self._sent_version for m in handles)
+        self._sparse = self._sent_version >= 0 and all(
+            handle.version == self._sent_version for handle in handles
+        )
         self._sent_version, self._changed, self._elements = -1, 0, 0
         await super().begin(handles, version)
 
@@ -92,9 +94,11 @@ class Delta(GroupTransport[DeltaReceiver]):
         return len(wire)
 
     async def end(self) -> None:
-        # Also where whole tensors were sent: a server answers as usual even if a broadcast failed there.
+        # The check runs also after whole tensors: a server answers as usual even if a broadcast failed there.
         async with self._whole_or_discarded():
-            await each(self._handles, lambda m: self._receiver(m.server).check_patches(self._timeout))
+            await each(
+                self._handles, lambda handle: self._receiver(handle.server).check_patches(self._timeout)
+            )
         await super().end()
         self._sent_version = self._version
 

@@ -1,4 +1,4 @@
-"""Weights by files that every server can read: slow, but without a process group."""
+"""Sends weights by files that every server can read: slow, but without a process group."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ class Disk(Transport):
             self._aside.rename(final)
         version = str(self._version)
         await each(
-            self._handles, lambda m: self._receiver(m.server).load_directory(final, version, self._timeout)
+            self._handles,
+            lambda handle: self._receiver(handle.server).load_directory(final, version, self._timeout),
         )
         for old in self._root.glob("version_*"):
             if old != final:
@@ -73,7 +74,7 @@ class Disk(Transport):
     async def close(self) -> None:
         for own in (*self._root.glob("version_*"), self._aside):
             shutil.rmtree(own, ignore_errors=True)
-        with contextlib.suppress(OSError):  # not empty: it may be a folder of the user's, too
+        with contextlib.suppress(OSError):  # the folder is not empty, and may belong to the user
             self._root.rmdir()
 
     @property
@@ -87,4 +88,5 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise PushFailed(f"{path} cannot be written: {error}", []) from None  # not the fault of a server
+        # the empty list: no server is at fault
+        raise PushFailed(f"{path} cannot be written: {error}", []) from None

@@ -1,7 +1,8 @@
 """The process group of the trainer's rank 0 and the servers' ranks, and where they meet to form it.
 
-It is made from a TCPStore and a backend's process group alone. The default group, torch's table of groups and
-torchrun's store are not involved, so that a server that dies does not take the trainer's groups with it.
+The group is made from only a TCPStore and a backend's process group. The default group, torch's table of
+groups and torchrun's store are not involved, so that a server that dies does not take the trainer's groups
+with it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Rendezvous:
     address: str
     port: int
     world_size: int
-    # Never used twice in a run: a broadcast that a server refused would become the next one's data.
+    # The name is never used twice in a run: a broadcast that a server refused would become the next one's
+    # data.
     name: str
     backend: str  # "gloo" or "nccl"
     max_ctas: int | None = None  # blocks of an operation of NCCL's; None: its own choice
@@ -46,7 +48,7 @@ class Rendezvous:
 
 
 class Background:
-    """A call in a thread of its own, which the caller can leave behind.
+    """A call in a separate thread, for which the caller need not wait.
 
     The thread is a daemon, because NCCL (2.30) never returns from a call that connects the ranks if one of
     them does not come.
@@ -60,7 +62,7 @@ class Background:
         threading.Thread(target=self._run, name="connect", daemon=True).start()
 
     def is_completed(self) -> bool:
-        """True when the call has returned. Raises its error, if any."""
+        """True when the call has returned. If the call has raised an error, this raises it, too."""
         if self._problem is not None:
             raise self._problem
         return self._has_returned
@@ -76,8 +78,9 @@ class Background:
 class Sending(Background):
     """A broadcast in progress.
 
-    In the call that begins a group's first broadcast NCCL connects the ranks, so that call returns only when
-    all ranks have begun theirs. The caller still has to tell the servers meanwhile.
+    NCCL connects the ranks in the call that begins a group's first broadcast, so this call returns only when
+    all ranks have made it. It runs in a thread, and the caller must tell the servers about the broadcast
+    meanwhile.
     """
 
     def is_completed(self) -> bool:
@@ -85,7 +88,10 @@ class Sending(Background):
         return super().is_completed() and bool(self.result.is_completed())
 
     def wait(self) -> None:
-        """Call it after `is_completed`. Raises torch's RuntimeError if a rank has died."""
+        """Finish the broadcast, after `is_completed` has returned true.
+
+        Raises torch's RuntimeError if a rank has died.
+        """
         self.result.wait()
 
 
@@ -94,13 +100,13 @@ class Membership:
     """One rank in a group, which can send to others. The group needs the store as long as it is used."""
 
     store: dist.Store
-    group: Any  # in torch's stubs a backend is not a process group
+    group: Any  # torch's stubs do not take a backend for a process group
     rank: int
     backend: str  # "gloo" or "nccl"
 
 
 def join(rendezvous: Rendezvous, rank: int, timeout: float, patience: float) -> Membership:
-    """Join a group as another rank of the trainer; blocks until all ranks are there.
+    """Join a group as another rank of the trainer; blocks until all ranks have joined.
 
     `timeout` and `patience` as in WeightGroup. Raises torch's RuntimeError after the timeout.
     """
@@ -157,7 +163,7 @@ class WeightGroup:
         members: int = 0,
     ) -> None:
         """`timeout` limits the rendezvous; after `patience` the caller closes the group of a broadcast that
-        is not done. Both are in seconds. The others as in Rendezvous."""
+        is not done. Both are in seconds. The other arguments are those of Rendezvous."""
         self._timeout = datetime.timedelta(seconds=timeout)
         self._patience = patience
         self._tcp = host_store(address, 0, world_size, self._timeout)
@@ -168,7 +174,7 @@ class WeightGroup:
         self._group: Any = None  # in torch's stubs a backend is not a process group
 
     def connect(self, prefixes: Sequence[str]) -> None:
-        """Block until all ranks are there. Raises torch's RuntimeError after the timeout.
+        """Block until all ranks have joined. Raises torch's RuntimeError after the timeout.
 
         `prefixes` are those of the other ranks' keys in the store, outermost first.
         """
@@ -178,7 +184,7 @@ class WeightGroup:
         self._group = _form(store, 0, self.rendezvous, self._timeout, self._patience)
 
     def membership(self) -> Membership:
-        """Rank 0's own membership. Call it after `connect`."""
+        """Rank 0's own membership. The caller must have called `connect`."""
         return Membership(self._tcp, self._group, 0, self.rendezvous.backend)
 
     def broadcast(self, tensor: Tensor) -> Sending:
@@ -214,7 +220,7 @@ def _failures_reach_the_caller() -> Iterator[None]:
 def group_address(rollout: RolloutConfig) -> str:
     """The address where servers meet rank 0: from the configuration, or from torchrun.
 
-    Raises ConfigError if a server on another machine cannot reach it, and for a name that nobody knows.
+    Raises ConfigError if a server on another machine cannot reach it, and for an unknown name.
     """
     servers, weights = rollout.servers, rollout.weights
     address = weights.address or os.environ.get("MASTER_ADDR", "127.0.0.1")

@@ -39,8 +39,8 @@ class NodeMemory:
     """The memory that one rank offers to servers; its buckets are on `device`.
 
     The first rank of a node has a directory called `name` (a `new_name()`, the same on all nodes) in the
-    node's shared memory, which only this user can read, and in it one file as large as the largest bucket. It
-    removes the directories of runs that were killed.
+    node's shared memory, which only this user can read, and in it one file as large as the largest bucket.
+    The constructor removes the directories of runs that were killed.
     """
 
     def __init__(self, name: str, device: torch.device, first: bool = True) -> None:
@@ -56,9 +56,9 @@ class NodeMemory:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def first_rank(self, rank: int) -> int:
-        """The first trainer rank of this node that has called this; the caller is `rank`.
+        """The trainer rank that was the first of its node to call this method; `rank` is the caller.
 
-        Its number is in a file, by which servers know the node.
+        The number is in a file, by which servers recognise the node.
         """
         file, aside = self.directory / "node", self.directory / f"node.{rank}"
         aside.write_text(str(rank))
@@ -70,8 +70,8 @@ class NodeMemory:
     def seen(self) -> dict[str, Any]:
         """The servers whose ranks see this node's files, and this rank's GPU.
 
-        "gpu" is the UUID of the GPU that has the buckets, "" for buckets on the host. "told" has, on a node's
-        first rank, the GPUs that each rank of a server sees, by the server's number.
+        "gpu" is the UUID of the GPU that has the buckets, "" for buckets on the host. On a node's first rank,
+        "told" has, by the number of a server, the GPUs that each of its ranks sees.
         """
         gpus_seen: dict[str, list[list[str]]] = {}
         for file in self.directory.glob("*.told.*") if self._first else ():
@@ -83,8 +83,8 @@ class NodeMemory:
     def offer(self, flat: Tensor, handles: int, file: bool) -> dict[str, Any]:
         """Offer a bucket to servers.
 
-        Returns "handles", as many as asked for, each for one mapping of the GPU's memory, and "file", the
-        path of a copy if one is wanted, else "". Raises PushFailed if there is no memory for the file.
+        Returns "handles", as many as requested, each for one mapping of the GPU's memory, and "file", the
+        path of a copy if one is requested, else "". Raises PushFailed if there is no memory for the file.
         """
         mappings = [shared_storage(flat) for _ in range(handles)]
         return {"handles": mappings, "file": str(self._write(flat)) if file else ""}
@@ -150,9 +150,9 @@ FIELDS = ("allocation", "bytes", "offset", "counter", "counter_offset", "event",
 def shared_storage(flat: Tensor) -> dict[str, Any]:
     """A handle, in JSON values, with which `megatron_gvpo_memory.opened` maps the storage of `flat`.
 
-    It is good for one mapping. The storage must not change until the other process has released it. If that
-    process never maps it, its memory is held until this process ends. Raises ValueError for a tensor on the
-    host.
+    A process can map each handle only once. The storage must not change until the other process has released
+    it. If that process never maps it, its memory stays allocated until this process ends. Raises ValueError
+    for a tensor on the host.
     """
     if not flat.is_cuda:
         raise ValueError(

@@ -1,9 +1,9 @@
 """Relays offer buckets to rollout servers that share no memory with rank 0: on other GPUs, on other nodes.
 
-Rank 0 speaks to all servers. The other ranks take part in the weight stream's collectives anyway. Relays are
-every other rank with a GPU; without GPUs, the first rank of every other node. They cut the same stream into
-the same buckets, and offer each bucket to the servers beside them when rank 0 orders it. Orders and answers
-go through the store where the ranks have met.
+Rank 0 speaks to all servers. The other ranks take part in the weight stream's collectives in any case. Relays
+are every other rank with a GPU; without GPUs, the first rank of every other node. They cut the same stream
+into the same buckets, and offer each bucket to the servers beside them when rank 0 orders it. Orders and
+answers go through the store where the ranks have met.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Discover:
 
 @dataclass(frozen=True)
 class JoinStream:
-    """Take part in the weight stream, as rank 0 does from here on."""
+    """Take part in the weight stream, in which rank 0 takes part from now on."""
 
 
 @dataclass(frozen=True)
 class ShareBucket:
-    """Offer the stream's next bucket: for `handles` mappings of the GPU's memory, and as a file or not."""
+    """Offer the stream's next bucket by `handles` handles of the GPU's memory, and as a file if `file`."""
 
     handles: int
     file: bool
@@ -44,7 +44,7 @@ class ShareBucket:
 
 @dataclass(frozen=True)
 class EndPush:
-    """The push has ended. Nobody answers."""
+    """The push has ended. Relays do not answer this order."""
 
 
 ORDERS = Messages[Discover | JoinStream | ShareBucket | EndPush](Discover, JoinStream, ShareBucket, EndPush)
@@ -68,7 +68,7 @@ class Relays[T]:
         self._send([order] * len(self._ranks))
 
     def ask(self, orders: Sequence[T], doing: str) -> list[Any]:
-        """Give each relay its own order; returns what they answer.
+        """Give each relay its own order; return their answers.
 
         Raises PushFailed for a relay that failed or does not answer.
         """
@@ -86,7 +86,7 @@ class Relays[T]:
             listed = ", ".join(map(str, silent))
             raise PushFailed(f"rank(s) {listed} did not answer in {self._timeout:g} s: {doing}", []) from None
         answers = [ANSWERS.decode(msgpack.unpackb(packed)) for packed in self._store.multi_get(keys)]
-        # All have read it, and all orders before it, which nobody answers.
+        # All ranks have read this order, and the earlier ones, which need no answer.
         for old in range(self._oldest, number + 1):
             self._store.delete_key(f"order.{old}")
         self._oldest = number + 1
@@ -110,7 +110,7 @@ class Orders[T]:
     """The orders that rank 0 sends to `rank`, and the answers."""
 
     def __init__(self, store: dist.Store, rank: int, timeout: float, orders: Messages[T]) -> None:
-        # A connection of its own, because one that waits blocks all other threads that use it.
+        # Orders have a separate connection, because a connection that waits blocks other threads that use it.
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined] # torch's stubs lack it
         self._rank, self._timeout, self._orders = rank, timeout, orders
         self._number = 0
@@ -125,7 +125,7 @@ class Orders[T]:
                 f"rank {self._rank}: in a weight push, rank 0 has said nothing for {limit:g} s ({error})"
             ) from None
         orders = msgpack.unpackb(self._store.get(key), strict_map_key=False)
-        self._store.delete_key(self._answer_key())  # rank 0 has read it
+        self._store.delete_key(self._answer_key())  # rank 0 has read the answer
         self._number += 1
         return self._orders.decode(orders[self._rank])
 
@@ -161,7 +161,7 @@ class Relay(Follower):
                     raise AssertionError(f"rank 0 has ordered {order} without a bucket")
 
     def _share(self, bucket: Bucket) -> bool:
-        """Offer the bucket as the next order says. Returns False if the push is over instead."""
+        """Offer the bucket as the next order says. Returns False if that order ends the push."""
         match self._orders.next():
             case ShareBucket(handles, file):
                 try:

@@ -1,4 +1,6 @@
-"""Plans a sharded push: which rank sends which part of which tensor to whom. Pure data, from both layouts.
+"""Plans a sharded push: which rank sends which part of which tensor to which rank.
+
+The plan depends only on the layouts of the trainer and of the servers.
 
 Every tensor is a table of rows and columns (a vector has one column; further dimensions are columns), and a
 layout says which boxes of it a rank holds. The plan cuts the tensors along the edges of all boxes. Each of
@@ -6,13 +8,13 @@ these cells is sent by one trainer rank that holds it to the first server rank t
 it on from server to server, and inside a server to its other ranks that need it, so that a trainer rank
 sends every cell once, however many servers there are.
 
-Cells are sent in rounds of at most `limit` bytes for a rank. A server rank passes on in a round what came in
-the round before, while the next cells come. All that a rank sends another in one round is one message, and
-all that a rank sends and receives in one round is one operation of its GPU. Ranks go through the rounds in
-one order, so none waits for another in a circle.
+Cells are sent in rounds of at most `limit` bytes for a rank. In each round a server rank passes on the cells
+of the round before, while it receives the next cells. All that a rank sends another in one round is one
+message, and all that a rank sends and receives in one round is one operation of its GPU. All ranks go through
+the rounds in the same order, so they never wait for each other in a circle.
 
-A server rank gets from few trainer ranks, because every pair of ranks that exchange messages takes buffers
-of NCCL's on both GPUs.
+Each server rank receives from few trainer ranks, because NCCL needs buffers on both GPUs for every pair of
+ranks that exchange messages.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from typing import NamedTuple
 
 ROUNDS = 8  # rounds for each link of the longest path, which then fills in 1/8 of the push
 LEAST = 2**20  # smallest worthwhile size of a round, in bytes
-# A trainer rank may send this much more than its share, as a fraction of the mean, if that saves a link;
-# or as much as the largest cell.
+# A trainer rank may exceed its share by this fraction of the mean, or by the largest cell, if that saves a
+# link.
 SLACK = 0.02
 
 
@@ -51,7 +53,7 @@ class Box(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A tensor: its Hugging Face name, its size as a table, and the bytes of an element."""
+    """A tensor seen as a table; `itemsize` is the bytes of an element."""
 
     name: str
     rows: int
@@ -60,7 +62,7 @@ class Table(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A part of the tensor with this number."""
+    """A box of the tensor that has the number `tensor`."""
 
     tensor: int
     box: Box
@@ -77,7 +79,7 @@ class Parcel(NamedTuple):
     owner: int
     first: int
     route: tuple[tuple[int, int], ...]
-    round: int  # in which the owner sends it
+    round: int  # the round in which the owner sends the cell
 
     @property
     def links(self) -> tuple[tuple[int, int], ...]:
@@ -106,14 +108,17 @@ class Part:
     sends: list[list[Message]]
 
     def packed(self) -> bytes:
-        """The part for the store: JSON, compressed. The servers' plugin reads it (megatron_gvpo_shards)."""
+        """Return the part as compressed JSON, for the group's store.
+
+        The servers' plugin megatron_gvpo_shards reads this form.
+        """
         receives = [[[m.source, _listed(m.cells)] for m in messages] for messages in self.receives]
         sends = [[[m.target, _listed(m.cells)] for m in messages] for messages in self.sends]
         return zlib.compress(json.dumps({"receives": receives, "sends": sends}).encode(), 1)
 
 
 def unpack_part(packed: bytes, rank: int) -> Part:
-    """The part of `rank`, from the store."""
+    """Return the part of `rank`, read from the group's store."""
 
     def cells(listed: Sequence[Sequence[int]]) -> list[Cell]:
         return [Cell(tensor, Box(*box)) for tensor, *box in listed]
@@ -178,7 +183,7 @@ def plan_push(
 
     `limit`: bytes that a trainer rank sends, and that a server rank gets from the trainer, in one round at
     most. The ranks that hold the same cells share them evenly. `seats`: the GPU and the machine of every
-    rank, the trainer's first; with them no server rank passes anything on, and each gets every cell from the
+    rank, the trainer's first. With seats, server ranks pass nothing on, and each gets every cell from the
     nearest trainer ranks that hold it. Raises ValueError for a part that a server needs and no trainer rank
     holds.
     """
@@ -241,10 +246,10 @@ def _loads(
 def _owners(loads: Sequence[_Load], ranks: int) -> list[int]:
     """The trainer rank that sends each cell.
 
-    Ranks that hold the same cells send equally much, as far as other cells allow it, and each of them sends
-    to as few receivers as that takes. Cells with the fewest holders choose first.
+    Ranks that hold the same cells send equal amounts, as far as other cells allow it, and each of them sends
+    to as few receivers as possible. Cells with the fewest holders choose first.
     """
-    # The cells of ranks that hold the same, by their first receiver.
+    # The cells of ranks that hold the same cells, by their first receiver.
     shared: dict[tuple[int, ...], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, load in enumerate(loads):
         shared[load.holders][load.receivers[0]].append(index)
@@ -268,7 +273,7 @@ def _owners(loads: Sequence[_Load], ranks: int) -> list[int]:
 
 
 def _level(loads: Sequence[float], more: float) -> float:
-    """The load of the ranks that get a part of `more`, when the least loaded of them get it."""
+    """The load of the least loaded ranks after `more` is distributed so that their loads become equal."""
     before = sorted(loads)
     total = more
     for count, load in enumerate(before):
@@ -288,8 +293,8 @@ def _shares(
 ) -> dict[int, float]:
     """The bytes that each owner sends to one receiver, which gets `size` bytes: few owners send all they can.
 
-    First come those that send to it already; then those that have begun to send, so that the others stay
-    free. An owner may exceed `level` by `slack` where that saves a link.
+    Owners that already send to this receiver come first, then owners that already send to another, so that
+    the others stay free. An owner may exceed `level` by `slack` where that saves a link.
     """
     room = {rank: level - load[rank] for rank in owners}
 
@@ -304,16 +309,16 @@ def _shares(
         if remaining > 0 and (most if rank in linked else room[rank]) > 0:
             shares[rank] = remaining if remaining <= most else max(room[rank], 0.0) or min(most, remaining)
             remaining -= shares[rank]
-    if remaining > 0:  # rounding left a rest
+    if remaining > 0:  # some bytes remain because of rounding
         rank = next(iter(shares), min(owners, key=lambda rank: load[rank]))
         shares[rank] = shares.get(rank, 0.0) + remaining
     return shares
 
 
 def _interleaved(sizes: Sequence[int], shares: Mapping[int, float]) -> Iterator[int]:
-    """The owner of each of a receiver's cells, in their order: all owners progress alike.
+    """The owner of each of a receiver's cells, in order, such that all owners progress equally.
 
-    So a layer comes from all of them at about the same time, and few layers are on their way at once.
+    So all parts of a layer arrive at about the same time, and few layers are incomplete at once.
     """
     if len(shares) == 1:
         yield from list(shares) * len(sizes)
@@ -348,7 +353,7 @@ def _by_box(layouts: Sequence[Layout], first: int) -> dict[int, dict[Box, tuple[
         for number, boxes in layouts[ranks[0] - first].items():
             for box in boxes:
                 by_tensor[number][box].append(ranks)
-    # Once a box: hundreds of data-parallel ranks hold the same.
+    # Each box is computed once, because hundreds of data-parallel ranks hold equal boxes.
     return {
         number: {box: _union(holders) for box, holders in boxes.items()}
         for number, boxes in by_tensor.items()
@@ -409,7 +414,7 @@ def _route(
 
 
 def _most(tables: Sequence[Table], sources: Sequence[Layout], ranks: Sequence[Layout]) -> int:
-    """An estimate of the bytes of the rank that sends or gets most."""
+    """An estimate of the bytes of the rank that sends or receives the most."""
     different = {id(layout): layout for layout in ranks}.values()
     gets = (
         sum(box.elements * tables[number].itemsize for number, boxes in layout.items() for box in boxes)

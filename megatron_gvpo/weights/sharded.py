@@ -1,7 +1,7 @@
-"""Weights by shards: every trainer rank sends what it holds, and every server rank gets what it holds.
+"""Sends shards of weights: each trainer rank sends parts of its shards, each server rank gets its own parts.
 
-No tensor is gathered. All ranks of the trainer and of the servers are in one process group. The first push
-over a group reads the servers' layouts, and rank 0 plans from them and from the trainer's
+No rank gathers whole tensors. All ranks of the trainer and of the servers are in one process group. The first
+push over a group reads the servers' layouts, and rank 0 plans from them and from the trainer's
 (megatron_gvpo.weights.shard_plan). Then each rank carries out its part of the plan, push after push.
 """
 
@@ -60,7 +60,7 @@ STOP = "stop"  # a key of the group's store: the push has failed
 
 @dataclass(frozen=True)
 class SendLayout:
-    """Write what the rank holds to the group's store."""
+    """Write the layout of the rank's weights to the group's store."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Leave:
-    """Leave the group; the rank sends no answer."""
+    """An order to leave the group; the rank sends no answer."""
 
 
 Order = Rendezvous | SendLayout | Send | Leave | EndPush  # a Rendezvous: join the group there
@@ -90,7 +90,7 @@ class ShardedReceiver(GroupReceiver):
 
 
 class Sharded(GroupTransport[ShardedReceiver]):
-    """Rank 0's side: it leads, and sends its own part like the others.
+    """The transport on rank 0, which leads the push and sends its own part like the other ranks.
 
     As with a broadcast, a group is kept from push to push while the servers are the same, and never used
     again after a failure.
@@ -208,7 +208,9 @@ class Sharded(GroupTransport[ShardedReceiver]):
         ]
         store.set("tables", zlib.compress(json.dumps(tables).encode(), 1))  # type: ignore[arg-type]
         posts = self._start(
-            lambda m: self._receiver(m.server).read_layout(self._rendezvous, self._offset(m), self._timeout)
+            lambda handle: self._receiver(handle.server).read_layout(
+                self._rendezvous, self._offset(handle), self._timeout
+            )
         )
         await asyncio.wait(posts)
         self._raise_failed(posts)
@@ -230,17 +232,20 @@ class Sharded(GroupTransport[ShardedReceiver]):
         written = [store.get(f"needs.{rank}") for rank in range(self._trainers, self._rendezvous.world_size)]
         # Ranks with the same layout, such as those of many servers, write the same bytes. Each is read once.
         distinct = {needs: _needs(needs) for needs in set(written)}
-        firsts = [self._offset(m) - self._trainers for m in self._handles]
+        firsts = [self._offset(handle) - self._trainers for handle in self._handles]
         return [
             [distinct[needs] for needs in written[first:last]]
             for first, last in pairwise([*firsts, len(written)])
         ]
 
     async def _all_at_once(self, own: OwnWeights) -> None:
-        """Servers receive while the trainer's ranks send. Any failure stops all of them."""
+        """Servers receive while the trainer's ranks send.
+
+        If one of these ranks or servers fails, all stop.
+        """
         assert self._group is not None and self._sender is not None
         store = self._group.membership().store
-        posts = self._start(lambda m: self._receiver(m.server).receive_shards(self._timeout))
+        posts = self._start(lambda handle: self._receiver(handle.server).receive_shards(self._timeout))
         orders = [Send()] * len(self._relays)
         sends = [
             asyncio.create_task(asyncio.to_thread(self._sender.send, own)),
@@ -253,8 +258,9 @@ class Sharded(GroupTransport[ShardedReceiver]):
             self._raise_reported(store)
             return
         store.set(STOP, "1")
-        # A server that refused to receive leaves, and so ends the waits of all ranks that send to it.
-        leaves = self._start(lambda m: self._receiver(m.server).leave(self._rendezvous, LEAVE))
+        # A server that refused to receive leaves the group, which ends the waits of all ranks that send to
+        # it.
+        leaves = self._start(lambda handle: self._receiver(handle.server).leave(self._rendezvous, LEAVE))
         await asyncio.gather(*leaves, return_exceptions=True)
         await asyncio.wait([*sends, *posts], timeout=self._timeout)
         for task in posts:
@@ -276,12 +282,13 @@ class Sharded(GroupTransport[ShardedReceiver]):
                 [*_, url] = [url for url, first in self._offsets.items() if first <= rank]
                 failed[url] = f"{url}: {store.get(f'failed.{rank}').decode()}"
         if failed:
-            handles = [m for m in self._handles if m.server.url in failed]
+            handles = [handle for handle in self._handles if handle.server.url in failed]
             raise PushFailed("; ".join(failed.values()), handles)
 
     async def _discard(self) -> None:
         if self._group is not None:
-            # In a thread: while another one waits for answers, it has the connection to the store.
+            # This runs in a thread, because another thread may block the connection to the store while it
+            # waits for answers.
             await asyncio.to_thread(self._relays.tell, Leave())
         self._sender, self.plan = None, None
         await super()._discard()
@@ -305,7 +312,7 @@ class Sharded(GroupTransport[ShardedReceiver]):
 
 
 class ShardFollower(Follower):
-    """Another trainer rank's side: it carries out rank 0's orders."""
+    """The part of the other trainer ranks, which carry out rank 0's orders."""
 
     def __init__(
         self,
@@ -398,7 +405,7 @@ def _table(name: str, dtype: str, shape: Sequence[int]) -> Table:
     return Table(name, rows, size.numel() // max(1, rows), getattr(torch, dtype).itemsize)
 
 
-# A trainer rank's side of a sharded push: it reads the parts that it sends from its own weights.
+# A trainer rank's side of a sharded push: the rank reads the parts that it sends from its own weights.
 
 POLL = 0.001  # seconds between two checks of a message
 STOP_POLL = 0.05  # seconds between two checks whether the push has failed elsewhere
@@ -410,7 +417,10 @@ class Stopped(Exception):  # noqa: N818 - an outcome that the transport deals wi
 
 
 class Sender:
-    """One rank's sends over one group, push after push. `stopped` says if the push has failed elsewhere."""
+    """Sends one rank's parts over one group, in every push.
+
+    `stopped` returns true if the push has failed elsewhere.
+    """
 
     def __init__(
         self, member: Membership, dtype: torch.dtype, timeout: float, stopped: Callable[[], bool]

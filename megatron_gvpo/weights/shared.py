@@ -1,4 +1,4 @@
-"""Weights through memory that the trainer shares with servers on its own nodes.
+"""Sends weights through memory that the trainer shares with servers on its own nodes.
 
 This needs no process group, so it works for a trainer and a server on the same GPU, where NCCL does not. Each
 rank of a server maps (CUDA IPC) the bucket of a trainer rank whose GPU it sees. If some rank of a server sees
@@ -35,8 +35,8 @@ from megatron_gvpo.weights.transport import (
     each,
 )
 
-# Where the bytes of a bucket are: a file in shared memory; or the memory of GPUs, with a handle for each rank
-# of the server (megatron_gvpo.weights.node.shared_storage).
+# The location of a bucket's bytes: a file in shared memory; or the memory of GPUs, with a handle for each
+# rank of the server (megatron_gvpo.weights.node.shared_storage).
 SharedLocation = Path | list[dict[str, Any]]
 
 
@@ -55,9 +55,9 @@ class SharedReceiver(WeightReceiver):
 
 
 class Home(NamedTuple):
-    """The owners of the memory that a server maps: 0 is rank 0, and relays follow in order."""
+    """The trainer ranks whose memory a server maps: 0 is rank 0, and the relays follow in their order."""
 
-    file: int  # trainer rank that owns the file on the server's node
+    file: int  # the trainer rank that owns the file on the server's node
     gpus: tuple[int, ...]  # trainer rank whose GPU each server rank maps; empty: they map the file
 
 
@@ -91,26 +91,28 @@ class Shared(Transport):
     @property
     def metrics(self) -> dict[str, float]:
         """`sync/ipc`: the share of servers that mapped a GPU's memory; nothing without GPUs."""
-        homes = [self._homes[m.server.url] for m in self._handles if m.server.url in self._homes]
+        homes = [
+            self._homes[handle.server.url] for handle in self._handles if handle.server.url in self._homes
+        ]
         mapped = [len(home.gpus) > 0 for home in homes]
         return {"sync/ipc": sum(mapped) / len(mapped)} if mapped and self._memory.on_gpu else {}
 
     async def begin(self, handles: Sequence[ServerHandle], version: int) -> None:
         self._handles, self._version = list(handles), version
-        await each(self._handles, lambda m: self._receiver(m.server).begin_update(self._timeout))
-        if unknown := [m for m in self._handles if m.server.url not in self._homes]:
+        await each(self._handles, lambda handle: self._receiver(handle.server).begin_update(self._timeout))
+        if unknown := [handle for handle in self._handles if handle.server.url not in self._homes]:
             await self._find(unknown)
         self._relays.tell(JoinStream())
 
     async def send(self, bucket: Bucket) -> int:
-        homes = [self._homes[m.server.url] for m in self._handles]
+        homes = [self._homes[handle.server.url] for handle in self._handles]
         mappings = Counter(number for home in homes for number in home.gpus)
         files = {home.file for home in homes if not home.gpus}
         own_order, *orders = (
             ShareBucket(mappings[number], number in files) for number in range(1 + len(self._relays))
         )
-        # The relays are told of the bucket even if rank 0 has no memory for it: only then do they take part
-        # in the stream's next collective, where rank 0 may be waiting for them.
+        # The relays get the order even if rank 0 has no memory for the bucket, because only then do they take
+        # part in the stream's next collective, where rank 0 may be waiting for them.
         own_offer, relay_offers = await asyncio.gather(
             asyncio.to_thread(self._memory.offer, bucket.flat, own_order.handles, own_order.file),
             asyncio.to_thread(self._relays.ask, orders, "to offer a bucket"),
@@ -130,15 +132,16 @@ class Shared(Transport):
 
         try:
             await each(self._handles, post)
-        except PushFailed as failure:  # the next attempt uses host memory
-            for url in (m.server.url for m in failure.handles):
+        except PushFailed as failure:  # the next attempt of the push uses host memory
+            for url in (handle.server.url for handle in failure.handles):
                 self._homes[url] = self._homes[url]._replace(gpus=())
             raise
         return bucket.flat.nbytes
 
     async def end(self) -> None:
         await each(
-            self._handles, lambda m: self._receiver(m.server).end_update(str(self._version), self._timeout)
+            self._handles,
+            lambda handle: self._receiver(handle.server).end_update(str(self._version), self._timeout),
         )
         if self._memory.on_gpu:
             torch.cuda.ipc_collect()

@@ -1,4 +1,4 @@
-"""The `Transport` protocol: a way to move buckets of weights to servers that have nothing in flight."""
+"""The `Transport` protocol: a way to move buckets of weights to servers that have no requests in flight."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PushSettings:
-    """The settings of a run that pushes and their transports need."""
+    """The settings of a run that its pushes and transports read."""
 
     rollout: RolloutConfig
     model: ModelConfig
     cards: ModelCards
-    directory: Path  # holds files of this run alone; servers may read it
+    directory: Path  # a directory with files of this run only, which servers may read
     device: torch.device  # device that holds the buckets, unless the transport has them on the host
 
     @classmethod
@@ -57,9 +57,11 @@ class PushFailed(Exception):  # noqa: N818 - an outcome that the publisher handl
 
 
 async def each(handles: Sequence[ServerHandle], call: Callable[[ServerHandle], Awaitable[None]]) -> None:
-    """Call all servers at once and wait for all. Raises PushFailed that names those that failed."""
+    """Call all servers at once and wait for all. Raises PushFailed, which names the servers that failed."""
     results = await asyncio.gather(*(call(handle) for handle in handles), return_exceptions=True)
-    raise_failed([(m, r) for m, r in zip(handles, results, strict=True) if isinstance(r, BaseException)])
+    raise_failed(
+        [(handle, r) for handle, r in zip(handles, results, strict=True) if isinstance(r, BaseException)]
+    )
 
 
 def raise_failed(failed: Sequence[tuple[ServerHandle, BaseException]]) -> None:
@@ -68,7 +70,7 @@ def raise_failed(failed: Sequence[tuple[ServerHandle, BaseException]]) -> None:
         if not isinstance(error, ServerGone | ServerRefused):
             raise error
     if failed:
-        raise PushFailed("; ".join(str(error) for _, error in failed), [m for m, _ in failed])
+        raise PushFailed("; ".join(str(error) for _, error in failed), [handle for handle, _ in failed])
 
 
 class WeightReceiver(ABC):
@@ -88,41 +90,42 @@ class WeightReceiver(ABC):
         self._server, self._http = server, server.http
 
     async def begin_update(self, timeout: float) -> None:
-        """Announce a push. An earlier one that never ended is abandoned."""
+        """Announce a push. An earlier update that never ended is abandoned."""
         try:
             await self._http.post(self.begin_path, self.begin_body, timeout=timeout)
         except ServerRefused as error:
             if self.already_begun not in str(error):
                 raise
-            # A push that failed half-way left its update open. This push overwrites what that one loaded.
+            # A push that failed half-way left its update open. This push overwrites the weights that it
+            # loaded.
             await self._http.post(self.end_path, timeout=timeout)
             await self._http.post(self.begin_path, self.begin_body, timeout=timeout)
 
     @abstractmethod
     async def end_update(self, version: str, timeout: float) -> None:
-        """The weights are complete. The server reports this version from here on."""
+        """Tell the server that the weights are complete. From then on it reports this version."""
 
 
 class Follower(Protocol):
-    """The part that another rank than 0 has in a push, besides the weight stream's collectives."""
+    """The part of every rank except 0 in a push, besides the weight stream's collectives."""
 
     def follow(self, buckets: Iterator[Bucket]) -> None:
         """Take part in one push. `buckets` are rank 0's; the caller iterates the rest of them."""
         raise TypeError(f"{type(self).__name__} follows no buckets")
 
     def follow_own(self, own: OwnWeights) -> None:
-        """Take part in one push in which every rank sends what it holds (`Traits.sends_own`)."""
+        """Take part in one push in which every rank sends its own weights (`Traits.sends_own`)."""
         raise TypeError(f"{type(self).__name__} follows buckets")
 
     def close(self) -> None: ...
 
 
 class Transport(Protocol):
-    """Rank 0's side of a push: `begin`, `send` for each bucket, `end`; always `over`.
+    """Rank 0's part in a push: `begin`, `send` for each bucket, `end`; always `over`. TRANSPORTS lists them.
 
-    The methods raise PushFailed, after which the next `begin` starts anew. Where every rank sends the weights
-    that it holds itself (`Traits.sends_own`), `send_own` takes the place of all `send`s, and a follower's
-    `follow_own` that of `follow`.
+    The methods raise PushFailed, after which the next `begin` starts again. Where every rank sends the
+    weights that it holds itself (`Traits.sends_own`), `send_own` takes the place of all `send`s, and a
+    follower's `follow_own` that of `follow`.
     """
 
     host_buckets: ClassVar[bool] = False  # the transport reads buckets on the host, so they are filled there
@@ -163,7 +166,7 @@ class Transport(Protocol):
     async def send_own(
         self, own: OwnWeights, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str]
     ) -> int:
-        """Have all ranks send what they hold; returns the bytes of the servers' tensors.
+        """Make all ranks send their own weights; return the bytes of the servers' tensors.
 
         `expected`: shapes of the servers' tensors by name; the trainer may lack those in `optional`. Raises
         ValueError for others that it lacks.

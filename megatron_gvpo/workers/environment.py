@@ -1,6 +1,6 @@
 """The interface of environments: the methods of a user's class, and the values that they may return.
 
-`environments.py` runs them.
+`environments.py` runs environments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_gvpo.groups import Prompt, utf8
 
 Messages = list[dict[str, Any]]
 
-# Names that a count of an environment cannot have: those of other metrics that begin with `env/`.
+# Names that a count of an environment cannot have, because other metrics have them after `env/`.
 TAKEN = own_names("env/<count>") | {
     "environment_reward",
     "observation_tokens",
@@ -41,7 +41,10 @@ class Reply(NamedTuple):
 
 
 class WrongValue(ValueError):  # noqa: N818
-    """The user's code returned a wrong value. The message alone is shown, without a line of this package."""
+    """The user's code returned a wrong value.
+
+    Only the message is shown, without a traceback of this package.
+    """
 
 
 class Outage(Exception):  # noqa: N818
@@ -56,9 +59,9 @@ class Environment(Protocol):
 
     Either method may be `async`; conversations whose `step` is async overlap in their process, and others
     take turns. The answers must depend on the prompt, the seed and the policy's turns alone: a conversation
-    whose worker was lost is repeated up to the turn where it was, and a resumed run starts it again. An
-    exception is a failure of the environment, not of the policy: the step is tried once more, and then the
-    conversation leaves its group. What the policy did wrong is a part of the answer to it.
+    whose worker was lost is repeated up to its last turn, and a resumed run starts it again. An exception is
+    a failure of the environment, not of the policy: the step is tried once more, and then the conversation
+    leaves its group. Mistakes of the policy do not raise: the answer to the policy describes them.
 
     An environment with resources, such as a container, may have a third method, `close()`, plain or async. It
     is called when the conversation has ended or failed, but not if the environment's process has ended.
@@ -75,7 +78,7 @@ class Environment(Protocol):
 
 
 def load_environment(spec: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
-    """The class that `spec` names, prepared, with its options bound. Raises ValueError for what is wrong."""
+    """The class that `spec` names, prepared, with its options bound. Raises ValueError."""
     environment: Any = load_function(spec)
     check_environment(environment, options)
     if callable(prepare := getattr(environment, "prepare", None)):
@@ -103,9 +106,9 @@ def check_environment(environment: Any, options: Mapping[str, Any]) -> None:
 
 
 def overlaps(make: Callable[[], Environment]) -> bool:
-    """True if steps of several conversations may run at once in one event loop: none computes or blocks.
+    """True if steps of several conversations may run at once in an event loop: none computes or blocks.
 
-    An environment may tell it by a static method `overlaps`, which gets its options.
+    An environment may have a static method `overlaps(**options)` that returns this.
     """
     assert isinstance(make, partial)
     environment: Any = make.func
@@ -114,7 +117,7 @@ def overlaps(make: Callable[[], Environment]) -> bool:
 
 
 def checked_reply(answer: Any) -> tuple[Messages | None, float, dict[str, float]]:
-    """(messages or None, reward, counts) of what `step` returned. Raises WrongValue for any other value."""
+    """(messages or None, reward, counts) from the result of `step`. Raises WrongValue for any other value."""
     says, reward, counts = answer if isinstance(answer, Reply) else (answer, 0.0, {})
     if not isinstance(counts, Mapping):
         raise WrongValue(f"step returned {type(counts).__name__} as its counts: want a mapping of names")
@@ -128,12 +131,20 @@ def checked_reply(answer: Any) -> tuple[Messages | None, float, dict[str, float]
             f"step returned {type(says).__name__} {str(says)[:60]!r}: want a text, a list of chat messages, "
             "None or a Reply"
         )
+    if any(message["role"] == "assistant" for message in messages):
+        raise WrongValue(
+            "step returned a message of the assistant, for whom the policy speaks: give it another role, "
+            "such as user"
+        )
     chat = [{k: utf8(v) if isinstance(v, str) else v for k, v in m.items()} for m in messages]
     return chat, number, numbers
 
 
 def _free(name: str) -> str:
-    """The name of a count, which is also that of a metric. Raises WrongValue for another's."""
+    """The name of a count, which is also that of a metric.
+
+    Raises WrongValue if another metric has the name.
+    """
     try:
         check_name(name, TAKEN)
     except ValueError as problem:

@@ -1,7 +1,7 @@
 """The handler of environments and tools. All conversations of a process run in one event loop.
 
-So steps that wait (`async`) overlap, and one that computes holds up the others. A step says how its
-conversation began where this process does not know it yet.
+So steps that wait (`async`) overlap, and a step that computes delays the others. If this process does not
+know a conversation yet, the step contains its beginning.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from megatron_gvpo.workers.messages import (
 )
 from megatron_gvpo.workers.worker import Worker, reason_of
 
-_CLOSE = 60.0  # seconds that an environment has to close
-_LONGEST = MAX_REPLY - 4096  # bytes for the messages of a reply
+_CLOSE = 60.0  # seconds in which an environment must close
+_LONGEST = MAX_REPLY - 4096  # the most bytes of a reply's messages
 TOOLS = "megatron_gvpo.workers.tools:Tools"  # the environment of tools
 _Make = Callable[[], Environment]
 
 
 def load(spec: str, options: Mapping[str, Any]) -> _Make:
-    """The class that `spec` names, with its options bound. Raises ValueError that says what is wrong."""
+    """The class that `spec` names, with its options bound. Raises ValueError."""
     return load_environment(spec, options)
 
 
@@ -58,7 +58,7 @@ async def _serve(worker: Worker, make: _Make, servers: Sequence[Mapping[str, Any
 
 
 class _Episodes:
-    """The conversations of this process, and the answers that are being made."""
+    """The conversations of this process, and the answers in progress."""
 
     def __init__(self, worker: Worker, make: _Make) -> None:
         self._worker, self._make = worker, make
@@ -127,7 +127,10 @@ class _Episodes:
 
 
 async def _close(close: Callable[[], Any]) -> None:
-    """Let an environment free its resources. A failure is shown, and costs no conversation anything."""
+    """Let an environment free its resources.
+
+    A failure is shown to the user, and no conversation fails because of it.
+    """
     try:
         async with asyncio.timeout(_CLOSE):
             await _awaited(close())
@@ -140,7 +143,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def _bounded(result: CallResult) -> CallResult:
-    """The result; where its messages are too long for a packet, a notice in place of the longest of them."""
+    """The result; if its messages are too long for a packet, a notice replaces the longest of them."""
     if result.messages is None or (size := len(pack_values(result.messages))) <= _LONGEST:
         return result
     messages, counts = list(result.messages), {**result.counts, "observations_dropped": 1.0}
@@ -155,10 +158,10 @@ def _bounded(result: CallResult) -> CallResult:
 
 
 def took_longer(seconds: float) -> str:
-    """The reason of a step that exceeded its limit."""
+    """The reason for the failure of a step that exceeded its limit."""
     return f"it took longer than {seconds:g} seconds"
 
 
 def too_long(count: int, unit: str) -> str:
-    """The text that replaces an observation that is too long: an observation is never cut."""
+    """The text in place of an observation that is too long, because an observation is never cut."""
     return f"[{count} {unit}: too long to be shown]"

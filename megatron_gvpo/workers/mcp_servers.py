@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from mcp import Client
     from mcp_types import CallToolResult, Tool
 
-START = 60.0  # seconds that a server has to start and to list its tools
+START = 60.0  # seconds in which a server must start and list its tools
 _CONNECT = 5.0  # seconds that a connection may take; a step has more
 _MOST_TOOLS = 1000
-_NAME = re.compile(r"[\w./:-]{1,128}")  # of a tool, as the protocol recommends
+_NAME = re.compile(r"[\w./:-]{1,128}")  # names of tools, as the protocol recommends them
 
 
 class _Strays(logging.Filter):
-    """Shows one line, and no traceback, where a server's program prints something among its messages."""
+    """Log filter: one line, and no traceback, if a server's program prints something among its messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ _STRAYS = _Strays()
 
 
 class ServerFailed(Exception):  # noqa: N818 - it is not a fault of this program
-    """An MCP server cannot be asked, which is not the policy's doing."""
+    """Raised if an MCP server cannot be reached, which is not the policy's fault."""
 
 
 def server(settings: Mapping[str, Any]) -> McpServer:
@@ -84,12 +84,12 @@ class McpServer:
         return f"MCP server {self._settings['url'] or ' '.join(self._settings['command'])}"
 
     async def tools(self) -> list[Tool]:
-        """Its tools. Raises ServerFailed."""
+        """The server's tools. Raises ServerFailed."""
         _, _, tools = await self._open()
         return tools
 
     async def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """(the tool's answer, False for an error). Raises ServerFailed.
+        """Return the tool's answer, and False if it is an error. Raises ServerFailed.
 
         If the connection fails, a new one is opened, and the call is tried once more.
         """
@@ -118,7 +118,7 @@ class McpServer:
         session = self._session
         try:
             return session, *await session.opened()
-        except asyncio.CancelledError:  # the step took too long, and no tool has run in it
+        except asyncio.CancelledError:  # the step took too long, and has called no tool
             raise ServerFailed(
                 f"{self}: no session could be opened in time (rollout.conversation.step_timeout)"
             ) from None
@@ -155,7 +155,10 @@ class _Session:
         return self._task.done()
 
     async def opened(self) -> tuple[Client, list[Tool]]:
-        """The client and the server's tools, once it is open. Raises the reason why it is not."""
+        """Wait until the session is open; return the client and the server's tools.
+
+        Raises the error that prevented the opening.
+        """
         return await asyncio.shield(self._opened)
 
     def end(self) -> None:
@@ -217,7 +220,7 @@ async def _listed(client: Client) -> list[Tool]:
 
 @cache
 def _failures() -> frozenset[int]:
-    """The codes of errors of the connection or the server. A tool's own errors have other codes."""
+    """The codes of errors of the connection or the server. Errors of a tool itself have other codes."""
     import mcp_types as codes
 
     return frozenset(
@@ -288,7 +291,7 @@ def _schema(tool: Tool) -> dict[str, Any]:
 
 
 async def connect(servers: Sequence[Mapping[str, Any]]) -> None:
-    """Open the sessions before the first call. One that fails is left for the first call to open."""
+    """Open the sessions before the first call. If a session cannot be opened now, the first call opens it."""
     for settings in servers:
         with suppress(ServerFailed):
             await server(settings).tools()

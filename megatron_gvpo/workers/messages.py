@@ -1,13 +1,13 @@
 """The messages between the trainer and the processes that run users' code.
 
-The trainer sends orders, and a process sends replies. Each message is a msgspec struct, and whoever reads one
-checks all of its fields against their types, because users' code runs where replies come from. msgpack writes
-the bytes: unlike msgspec's own encoder, it has a form for integers of more than 64 bits and for halves of
+The trainer sends orders, and a process sends replies. Each message is a msgspec struct, and its reader checks
+all of its fields against their types, because users' code runs in the processes that send replies. msgpack
+writes the bytes: unlike msgspec's own encoder, it can write integers of more than 64 bits and halves of
 surrogate pairs, which data records contain. Nothing is pickled.
 
 An order of any size is sent without waiting for the process: a long one lies in a memory file, whose
-descriptor travels over the socket. A reply is one packet of the socket. So what a function writes there by
-mistake is a packet of its own, which is not taken for a reply.
+descriptor travels over the socket. A reply is one packet of the socket. So bytes that a function writes there
+by mistake form a separate packet, which is not a valid reply.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_gvpo.groups import Prompt, Rollout, prompt_of, rollout_of
 MAX_TEXT = 1000  # characters of an error message
 MAX_REPLY = 1 << 16  # bytes of a reply
 _SHORT = 1 << 16  # an order of at most this many bytes is sent in the socket's message itself
-HUNG_UP = 74  # exit code of a process whose socket does not work any more
+HUNG_UP = 74  # exit code of a process whose socket has failed
 
 Number = Annotated[float, msgspec.Meta(ge=-LARGEST, le=LARGEST)]  # NaN is refused, too
 Reason = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
@@ -46,7 +46,7 @@ class _Message(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=
 class Endpoint(NamedTuple):
     """Arguments of the OpenAI client with which a program asks the policy. The key is valid for one rollout.
 
-    The members of a group have the same `seed`, for whatever else the program draws at random.
+    The members of a group have the same `seed`, for other random numbers of the program.
     """
 
     base_url: str
@@ -117,7 +117,7 @@ class RunProgram(_Message):
 
 
 class Cancel(_Message):
-    """These conversations have ended, or these calls of a program are to end. There is no answer."""
+    """These conversations have ended, or these calls of a program are to end. No reply follows."""
 
     numbers: list[int]
 
@@ -175,7 +175,10 @@ WorkerReply = Ready | Unloadable | Importing | CallResult | CallError
 
 
 def encode(message: Order | WorkerReply) -> bytes:
-    """Raises WireError for a value that no message can carry, such as one that is nested too deeply."""
+    """Return the message, encoded as bytes.
+
+    Raises WireError for a value that it cannot carry, such as too deep lists.
+    """
     return pack_values(message)
 
 
@@ -189,7 +192,7 @@ def decode[T](data: bytes, kind: type[T]) -> T:
 
 
 def send_order(channel: socket.socket, order: Order) -> None:
-    """Raises WireError, BlockingIOError if the socket is full, and OSError if the process is gone."""
+    """Raises WireError, BlockingIOError if the socket is full, and OSError if the process has ended."""
     data, flags = encode(order), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
     if len(data) <= _SHORT:
         channel.send(data, flags)
@@ -204,7 +207,10 @@ def send_order(channel: socket.socket, order: Order) -> None:
 
 
 def receive_order(channel: socket.socket) -> Order:
-    """The next order, for which it waits. Raises EOFError if the trainer has hung up, OSError, WireError."""
+    """Wait for the next order and return it.
+
+    Raises EOFError if the trainer has hung up, OSError, WireError.
+    """
     data, files, _, _ = socket.recv_fds(channel, _SHORT, 1)
     if not data:
         raise EOFError
@@ -216,7 +222,7 @@ def receive_order(channel: socket.socket) -> Order:
 
 
 def send_reply(channel: socket.socket, reply: WorkerReply) -> None:
-    """Raises OSError if the trainer is gone, and WireError."""
+    """Raises OSError if the trainer has ended, and WireError."""
     channel.send(encode(reply), socket.MSG_NOSIGNAL)
 
 
@@ -237,7 +243,7 @@ def receive_reply(channel: socket.socket) -> WorkerReply | None:
 
 
 def prompt_bytes(prompt: Prompt) -> bytes:
-    """Raises WireError for a data record that is nested too deeply."""
+    """Return the prompt, encoded as bytes. Raises WireError for a data record that is nested too deeply."""
     return pack_values({f.name: getattr(prompt, f.name) for f in fields(prompt)})
 
 
@@ -261,7 +267,7 @@ _INTEGER, _DECIMAL, _TIME, _DURATION = range(4)
 
 
 def pack_values(value: Any) -> bytes:
-    """The value as bytes. Raises WireError for one that is nested too deeply."""
+    """Return the value, encoded as bytes. Raises WireError for one that is nested too deeply."""
     try:
         packed: bytes = msgpack.packb(value, default=_encode, unicode_errors="surrogatepass")
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -270,7 +276,7 @@ def pack_values(value: Any) -> bytes:
 
 
 def unpack_values(data: bytes) -> Any:
-    """The value of these bytes. Raises WireError for bytes that have none."""
+    """Return the value that these bytes encode. Raises WireError for bytes that have none."""
     try:
         return msgpack.unpackb(data, ext_hook=_decode, strict_map_key=False, unicode_errors="surrogatepass")
     except Exception as error:  # msgpack raises several types, and its hooks raise others
@@ -278,7 +284,7 @@ def unpack_values(data: bytes) -> Any:
 
 
 def _encode(value: Any) -> Any:
-    """A form that msgpack can write, of a message or of a record's value; of unknown types the `repr`."""
+    """Return a message or a record's value in a form that msgpack can write; of unknown types the `repr`."""
     if isinstance(value, _Message):
         return [type(value).__name__, *msgspec.structs.astuple(value)]
     if isinstance(value, msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Shows what users' code prints, each line after the name of its function, up to a number of lines."""
+"""Shows the output of users' code, each line after the name of its function, up to a number of lines."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from megatron_gvpo.core.redaction import hide
 
-LINES = 20  # lines of a function that are shown in a step, on every rank
-WIDTH = 500  # characters of a line that are shown
+LINES = 20  # the most lines of a function that each rank shows in a step
+WIDTH = 500  # the most characters of a line that are shown
 _LONGEST = 4 * WIDTH  # bytes of a line to keep: a character takes up to 4
-_AT_ONCE = 1 << 16  # bytes of a read: a pipe has room for no more
+_AT_ONCE = 1 << 16  # the bytes of one read, which is the size of a pipe's buffer
 _MARK = re.compile(rb"\0(\d{1,6})\0")  # the worker writes it where another function's output begins
 _PART_OF_MARK = re.compile(rb"\0\d{0,6}\Z")
 
@@ -24,7 +24,7 @@ def _show(line: str) -> None:
 
 
 class Printout:
-    """Shows the lines of all workers: up to LINES of each function in a step, and the number of the others.
+    """Shows up to LINES lines of each function in a step, from all workers, and how many lines were left out.
 
     `names` are those of the functions, in the order in which the workers load them.
     """
@@ -63,7 +63,7 @@ class Output:
         self._mark = b""  # bytes that may be the beginning of a mark
 
     def drain(self) -> bool:
-        """Show what has come, up to a bound: a function may print without end. False if nothing has come."""
+        """Show new output, up to a limit, as a function may print without end. False if there is none."""
         if self.descriptor is None:
             return False
         try:
@@ -86,7 +86,7 @@ class Output:
         return True
 
     def end_step(self) -> None:
-        """Show the rest of what the step's functions have printed: at most what the pipe has room for."""
+        """Show the rest of the output of the step's functions, at most as much as a pipe's buffer."""
         for _ in range(4):  # one read may return less than has arrived
             if not self.drain():
                 break
@@ -99,7 +99,7 @@ class Output:
         self._line = rest[:_LONGEST]
 
     def flush(self) -> None:
-        """Show a line although its end has not come."""
+        """Show a line whose end has not arrived."""
         line, self._line = self._line, b""
         self._printout.line(self._function, line)
 

@@ -1,4 +1,4 @@
-"""A process that runs users' code, from the trainer's side: started, asked, listened to and ended."""
+"""The trainer's side of a process that runs users' code: starts it, sends orders, reads replies, ends it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from megatron_gvpo.workers.messages import (
 from megatron_gvpo.workers.output import Output, Printout
 from megatron_gvpo.workers.reaper import PATIENCE
 
-START = 600.0  # seconds that a process has to import its functions
+START = 600.0  # seconds in which a process must import its functions
 NOTICE = 0.5  # seconds between two notices that a function imports a module
-_AGAIN = 0.05  # seconds until an order that found no room is sent again
+_AGAIN = 0.05  # seconds until an order is sent again after the socket was full
 
 
 class WorkerProcess:
@@ -82,11 +82,11 @@ class WorkerProcess:
         self._section, self._functions = section, functions
         self._start_ends = running_seconds() + START
         try:
-            # Python ignores other entries, too.
+            # Python also ignores entries of other types.
             path = [entry for entry in sys.path if isinstance(entry, str)]
             send_order(self.channel, Load(path, dict(files), list(functions), notice))
         except ConnectionError:
-            pass  # the worker is gone; `replies` reports it
+            pass  # the worker has ended; `replies` reports it
         except (OSError, WireError) as error:
             self.stop()
             raise ConfigError(f"{section}: a worker cannot be told its functions: {error}") from None
@@ -102,14 +102,14 @@ class WorkerProcess:
         return [self.channel.fileno(), *([] if output is None else [output])]
 
     def send(self, order: Order) -> None:
-        """Raises BlockingIOError if the process does not read, another OSError if it is gone, WireError."""
+        """Raises BlockingIOError if the process does not read, another OSError if it has ended, WireError."""
         send_order(self.channel, order)
 
     def replies(self) -> Iterator[CallResult | CallError | Importing]:
-        """The replies that have come, after showing what was printed.
+        """Show the process's output, and return the replies that have arrived.
 
         Raises ConfigError if the functions cannot be loaded, or not in time; WireError for a message that is
-        not the worker's; EOFError and OSError if the process is gone.
+        not the worker's; EOFError and OSError if the process has ended.
         """
         self.output.drain()
         while (reply := receive_reply(self.channel)) is not None:
@@ -129,7 +129,10 @@ class WorkerProcess:
             )
 
     def wait_ready(self) -> None:
-        """Wait until the functions are loaded. Raises ConfigError if they cannot be, or not in time."""
+        """Wait until the functions are loaded.
+
+        Raises ConfigError if they cannot be loaded, or not in time.
+        """
         while not self.is_ready:
             wait(self.descriptors(), min(1.0, START))  # not select, which takes no descriptor above 1,023
             try:
@@ -151,11 +154,11 @@ class WorkerProcess:
         return f"a worker ended while it imported {self._names} ({how_it_ended(code)})"
 
     def seconds_to_start(self) -> float:
-        """Seconds until the process is late with its start."""
+        """Return the seconds that the process may still take to start."""
         return max(0.0, self._start_ends - running_seconds())
 
     def stop(self, patience: float = 0.0) -> int:
-        """End the process after `patience` seconds, and all that it started; its exit code (-n: signal n)."""
+        """End the process and its descendants after `patience` seconds; its exit code (-n: signal n)."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(patience)
         if self._leash is not None:
@@ -165,7 +168,7 @@ class WorkerProcess:
             self._leash = None
         try:
             code = self._process.wait(2 * PATIENCE)
-        except subprocess.TimeoutExpired:  # someone has stopped the reaper
+        except subprocess.TimeoutExpired:  # a user has stopped the reaper
             self._process.kill()
             code = self._process.wait()
         self.output.drain()
@@ -218,7 +221,10 @@ class AsyncWorkerProcess(WorkerProcess):
         return len(self._results)
 
     async def ready(self) -> None:
-        """Wait until the function is loaded, in a run that has begun. Raises RolloutError if it cannot be."""
+        """Wait until the function is loaded, in a run that has begun.
+
+        Raises RolloutError if it cannot be loaded.
+        """
         try:
             await asyncio.to_thread(self.wait_ready)
         except ConfigError as problem:
@@ -237,12 +243,12 @@ class AsyncWorkerProcess(WorkerProcess):
         finally:
             del self._results[number]
             if result.done() and not result.cancelled():
-                result.exception()  # mark it retrieved, even if nobody has waited for it
+                result.exception()  # mark the error as retrieved, even if no caller has waited for it
             if not self._results:
                 self._unwatch(loop)
 
     async def send_when_free(self, order: Step | RunProgram) -> None:
-        """Send the order as soon as the process reads. Raises CallFailed if the process is gone."""
+        """Send the order as soon as the process reads. Raises CallFailed if the process has ended."""
         while not self.is_gone:
             try:
                 return self.send(order)
@@ -293,12 +299,12 @@ class AsyncWorkerProcess(WorkerProcess):
             loop.remove_reader(self._watched.pop())
 
     def _take(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Show what was printed, and hand out the replies that have come."""
+        """Show the process's output, and give each reply to its caller."""
         try:
             for reply in self.replies():
                 result = self._results.get(reply.call)
                 if result is None or result.done():
-                    continue  # nobody waits for it any more
+                    continue  # no caller waits for this result any more
                 match reply:
                     case CallResult():
                         result.set_result(reply)
@@ -308,7 +314,7 @@ class AsyncWorkerProcess(WorkerProcess):
             self.end(wrong_message(error))
         except (EOFError, OSError):
             self.end(None)
-        for descriptor in self._watched - set(self.descriptors()):  # its output was closed
+        for descriptor in self._watched - set(self.descriptors()):  # the process has closed its output
             loop.remove_reader(descriptor)
             self._watched.discard(descriptor)
 

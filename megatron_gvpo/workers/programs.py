@@ -42,13 +42,14 @@ from megatron_gvpo.workers.process import how_it_ended
 from megatron_gvpo.workers.worker import PRIVATE, Worker, reason_of
 
 _LONGEST = MAX_REPLY - 4096  # limit for a program's result, which must fit into its pipe
-# Modules that the openai package imports at the first call of a client: here, and not in every program.
+# Modules that the openai package imports at a client's first call. They are imported here once, and not again
+# in every program.
 _LATE = ("openai.resources.chat.completions", "anyio._backends._asyncio", "httpcore")
 Program = Callable[..., Any]
 
 
 def load(spec: str, options: Mapping[str, Any]) -> Program:
-    """The function that `spec` names, with its options bound. Raises ValueError that says what is wrong."""
+    """The function that `spec` names, with its options bound. Raises ValueError."""
     function = load_function(spec)
     check_program(function, options)
     program = partial(function, **options)
@@ -130,7 +131,7 @@ def _start(program: Program, children: dict[int, _Child], run: RunProgram) -> _C
 
 
 def _run(program: Program, run: RunProgram, result: int) -> NoReturn:
-    """The life of a program's process."""
+    """Run a program in this process, which ends with it."""
     process = os.getpid()
     os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"] = run.endpoint.base_url, run.endpoint.api_key
     for name in ("no_proxy", "NO_PROXY"):  # a proxy would not reach this machine
@@ -143,10 +144,10 @@ def _run(program: Program, run: RunProgram, result: int) -> NoReturn:
         if len(reply) > _LONGEST:
             raise ValueError(f"the program returned {len(reply)} bytes of counts")
     except BaseException as error:
-        # An outage is not how a program ends because nothing was left for the policy to say.
+        # An outage differs from a program's end because the policy had no turns or tokens left.
         cause: Cause = "outage" if isinstance(error, Outage) else "raised"
         reply = encode(CallError(run.call, reason_of(error), cause))
-    if os.getpid() == process:  # else the program has forked, and its child returned
+    if os.getpid() == process:  # otherwise the program has forked, and the child process has returned
         os.write(result, reply)
     os._exit(0)
 
@@ -156,7 +157,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def _kill(child: _Child) -> None:
-    """End the program, and what it started in its session."""
+    """End the program, and the other processes of its session."""
     with suppress(OSError):
         signal.pidfd_send_signal(child.ends, signal.SIGKILL)
     with suppress(OSError):
@@ -184,7 +185,7 @@ def _reply(child: _Child) -> CallResult | CallError:
 
 
 def _checked_result(value: Any) -> tuple[float, dict[str, float]]:
-    """(reward, counts) of what a program returned: a number, a Reply or None. Raises WrongValue."""
+    """(reward, counts) from the result of a program: a number, a Reply or None. Raises WrongValue."""
     if isinstance(value, Reply) and value.says is not None:
         raise WrongValue("a program's Reply has a reward and counts; `says` must be None")
     try:

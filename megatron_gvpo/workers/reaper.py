@@ -1,9 +1,9 @@
-"""Ends whatever a worker started: `python -m megatron_gvpo.workers.reaper CHANNEL LEASH HANDLER`.
+"""Ends all processes that a worker started: `python -m megatron_gvpo.workers.reaper CHANNEL LEASH HANDLER`.
 
 The worker is `worker.work(CHANNEL, HANDLER)`, and the reaper is its parent. Orphaned processes of its
-descendants become the reaper's children, as the kernel's "child subreaper" setting has it, however often a
-function forks and whatever session it opens. When the worker ends, or the trainer writes to the leash (a
-pipe) or dies, the reaper kills them all. Then it exits as the worker did.
+descendants become the reaper's children, by the kernel's "child subreaper" setting, however often a function
+forks and whatever session it opens. When the worker ends, or the trainer writes to the leash (a pipe) or
+ends, the reaper kills them all. Then it exits with the worker's exit code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from megatron_gvpo.core.environment import die_with_parent
 
-# Slurm's signals and Ctrl-C reach every process of a run; only the trainer decides what they mean.
+# Slurm's signals and Ctrl-C reach every process of a run; only the trainer acts on them.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PATIENCE = 5.0  # seconds to kill the processes that a worker started
 _PR_SET_CHILD_SUBREAPER = 36
@@ -53,7 +53,7 @@ def main() -> NoReturn:
 
 
 def _be_first_to_die() -> None:
-    """Have the kernel kill the worker before the trainer if memory runs out; a crash writes no core file."""
+    """Make the kernel kill the worker before the trainer if memory runs out, and write no core file."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
@@ -86,7 +86,7 @@ def _end_children() -> None:
                 pass
         except ChildProcessError:
             return  # no children are left
-        import psutil  # late, because it is rarely needed
+        import psutil  # imported here, because it is rarely needed
 
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""The handler of reward functions: it evaluates rollouts one by one, and says which call imports a module."""
+"""The handler of reward functions: it evaluates rollouts one by one, and names calls that import modules."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from megatron_gvpo.workers.messages import (
 from megatron_gvpo.workers.worker import Worker
 
 Reward = Callable[..., Any]
-# Parameters of other trainers' rewards, whose functions get all responses, or a text, and not two objects.
+# Parameters of reward functions of other trainers, which get all responses, or a text, and not two objects.
 _FOREIGN = {"completions": "TRL's", "completion": "TRL's", "solution_str": "verl's", "data_source": "verl's"}
 
 
 def load(spec: str, options: Mapping[str, Any]) -> Reward:
-    """The function that `spec` names, with its options bound. Raises ValueError that says what is wrong."""
+    """The function that `spec` names, with its options bound. Raises ValueError."""
     function = load_function(spec)
     check_reward(function, options)
     return partial(function, **options)
@@ -52,14 +52,14 @@ def check_reward(function: Reward, options: Mapping[str, Any]) -> None:
 
 
 def serve(worker: Worker, functions: Sequence[Reward], load: Load) -> None:
-    """Answer call by call, so that the trainer always knows which one took the process down."""
+    """Answer call by call, so that the trainer always knows which call ended the process."""
     _Scorer(worker, functions, load.notice).serve()
 
 
 class _Scorer:
     def __init__(self, worker: Worker, functions: Sequence[Reward], notice: float) -> None:
         self._worker, self._functions, self._notice = worker, functions, notice
-        self._running: int | None = None  # the call whose function is running
+        self._running: int | None = None  # number of the call whose function is running
 
     def serve(self) -> None:
         threading.Thread(target=self._tell_of_imports, daemon=True).start()
@@ -77,7 +77,7 @@ class _Scorer:
                 self._worker.send(reply)
 
     def _tell_of_imports(self) -> None:
-        """Send notices while a function imports a module: that time is not the call's, but the start's."""
+        """Send notices while a function imports a module, because the call's limit excludes this time."""
         main = threading.main_thread().ident
         assert main is not None
         while True:

@@ -20,8 +20,8 @@ from megatron_gvpo.workers.seccomp import MACHINES, filter_program
 
 DISK = 64 << 20  # bytes of files that a program may write, all in memory
 OUTPUT = 32 << 10  # bytes that a program may write to its standard output and error
-START = 60.0  # seconds that a sandbox has to start
-FILES, THREADS = 4096, 64  # that a program may have: each takes memory of the kernel's
+START = 60.0  # seconds in which a sandbox must start
+FILES, THREADS = 4096, 64  # limits of a program, because each file and thread takes memory of the kernel
 _LOOK = 0.05  # seconds between two looks at their numbers
 _PYTHON = "/python/bin/python3"
 _LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")  # the system's libraries, such as the C library
@@ -50,7 +50,7 @@ SCHEMA: dict[str, Any] = {
 
 
 class SandboxFailed(Exception):  # noqa: N818 - it is not a fault of this program
-    """A sandbox did not start, which is not the program's doing."""
+    """Raised if a sandbox did not start, which is not the program's fault."""
 
 
 class Outcome(NamedTuple):
@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
 
 
 class Sandbox:
-    """Runs Python programs, each in a sandbox of its own that nothing survives.
+    """Runs Python programs, each in a new sandbox, of which nothing remains afterwards.
 
     A program sees the system's shared libraries, Python's standard library and `packages` (a directory with
     Python packages), all of them read-only, and an empty /tmp of DISK bytes and FILES files. It is one
@@ -126,7 +126,7 @@ class Sandbox:
                 try:
                     return self._follow(process, mark, info)
                 finally:
-                    process.kill()  # the processes inside die with it
+                    process.kill()  # the processes inside end with it
         finally:
             for file in opened:
                 os.close(file)
@@ -173,7 +173,7 @@ class Sandbox:
             arguments += ["--ro-bind-try", directory, directory]
         for outside, inside in _interpreter().items():
             arguments += ["--ro-bind", outside, inside]
-        for directory in _third_party():  # nothing to see there
+        for directory in _third_party():  # an empty directory hides the real one
             arguments += ["--size", "4096", "--tmpfs", directory, "--remount-ro", directory]
         arguments += ["--ro-bind", str(Path(__file__).with_name("sandbox_launcher.py")), "/launcher.py"]
         if self._packages is not None:
@@ -186,7 +186,7 @@ class Sandbox:
 
 
 class _Output:
-    """The output of a program. It is read until it is too long."""
+    """The output of a program. The output is read until it exceeds its limit."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._data = descriptor, b""
@@ -237,7 +237,7 @@ def _third_party() -> list[str]:
 
 
 def _first_process(info: int) -> int | None:
-    """The number of the sandbox's first process, which bubblewrap tells; None if it tells nothing."""
+    """The number of the sandbox's first process, from bubblewrap's report; None without one."""
     if not select.select([info], [], [], 0)[0]:
         return None
     number = json.loads(os.read(info, 4096) or b"{}").get("child-pid")
@@ -247,8 +247,8 @@ def _first_process(info: int) -> int | None:
 def _excess(first: int | None) -> str | None:
     """The problem if a sandbox has too many files or threads; None if not, or if it has just ended.
 
-    No limit of the kernel's counts them for a sandbox alone. `first`: the sandbox's first process, whose only
-    child is the program.
+    The kernel has no limit for the files and threads of one sandbox. `first`: the sandbox's first process,
+    whose only child is the program.
     """
     try:
         disk = os.statvfs(f"/proc/{first}/root/tmp")
@@ -257,7 +257,7 @@ def _excess(first: int | None) -> str | None:
         [program] = Path(f"/proc/{first}/task/{first}/children").read_text().split()
         if len(os.listdir(f"/proc/{program}/task")) > THREADS:
             return f"more than {THREADS} threads"
-    except (OSError, ValueError):  # ended
+    except (OSError, ValueError):  # the program has ended
         return None
     return None
 

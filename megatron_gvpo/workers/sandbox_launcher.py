@@ -1,8 +1,8 @@
 """Starts a program inside the sandbox: `python -I -S launcher.py MARK MEMORY SECONDS DISK`.
 
 It sets the limits, writes a byte to descriptor MARK to show that the sandbox has started, closes all
-descriptors but the standard ones, and runs the program that came on its standard input. It imports nothing
-of this package, because that is not inside.
+descriptors but the standard ones, and runs the program that came on its standard input. It imports nothing of
+this package, because the package is not inside the sandbox.
 """
 
 from __future__ import annotations

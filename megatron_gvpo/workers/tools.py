@@ -19,14 +19,14 @@ from megatron_gvpo.workers.mcp_servers import server, server_schemas
 from megatron_gvpo.workers.sandbox import SCHEMA, Sandbox
 
 Tool = Callable[[dict[str, Any]], Awaitable[tuple[str, bool]]]  # arguments -> (its answer, True if it ran)
-_told = set[tuple[str, str]]()  # tools and kinds of errors that were shown to the user
+_shown_errors = set[tuple[str, str]]()  # tools and kinds of errors that were shown to the user
 
 
 class Tools:
     """Answers each call of a turn with a message of role `tool`; a turn without a call ends the conversation.
 
-    The policy is told about the mistakes of its calls: an unknown tool, arguments that do not fit, an
-    exception other than Outage.
+    The answer names mistakes of the policy's calls: an unknown tool, arguments that do not fit, an exception
+    other than Outage.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Tools:
 
     @staticmethod
     def overlaps(functions: Sequence[str], **options: Any) -> bool:
-        """True if no tool holds up other conversations (see `environment`): functions must be `async`.
+        """True if no tool delays other conversations (see `environment`): functions must be `async`.
 
         Python programs run one after the other, because each may use a processor and much memory.
         """
@@ -71,7 +71,7 @@ class Tools:
         return Reply(messages, counts={"tool_calls": len(calls), "tool_errors": failed})
 
     async def _answer(self, call: ToolCall) -> tuple[str, bool]:
-        """(the tool's answer, True if it ran)."""
+        """Return the tool's answer, and True if the tool ran."""
         if call.problem is not None:
             return f"Error: {call.problem}", False
         if (tool := self._tools.get(call.name)) is not None:
@@ -95,7 +95,7 @@ def tool_message(name: str, content: str, call: str | int = 0) -> dict[str, str]
 
 
 async def _call_function(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[str, bool]:
-    """Raises Outage."""
+    """The function's answer and True, or its error as text and False. Raises Outage."""
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
@@ -113,14 +113,14 @@ async def _call_function(function: Callable[..., Any], arguments: dict[str, Any]
 
 
 def _tell_once(tool: str, error: BaseException) -> None:
-    """Show the user once for each kind of error what the policy is told: the tool may have a mistake."""
-    if (kind := (tool, type(error).__name__)) not in _told:
-        _told.add(kind)
+    """Show the user each kind of error once, because the tool itself may be wrong."""
+    if (kind := (tool, type(error).__name__)) not in _shown_errors:
+        _shown_errors.add(kind)
         print(f"{tool}: {described(error)}: the policy is told, and this is shown once", file=sys.stderr)
 
 
 async def _run_program(sandbox: Sandbox, arguments: dict[str, Any]) -> tuple[str, bool]:
-    """Raises SandboxFailed."""
+    """The program's output, and True if it ended without an error. Raises SandboxFailed."""
     if arguments.keys() != {"code"} or not isinstance(arguments["code"], str):
         return f"Error: {PYTHON}: it takes one argument, code, which is a text", False
     outcome = sandbox.run(arguments["code"])
@@ -140,8 +140,8 @@ def tool_schemas(tools: Sequence[str], mcp: Sequence[Mapping[str, Any]] = ()) ->
     """The JSON schemas of tools, in the form that chat templates take.
 
     transformers makes those of functions from signatures and docstrings: each argument needs a type and a
-    line under `Args:`. MCP servers are asked for theirs. Raises ValueError, which names the function or the
-    server.
+    line under `Args:`. The schemas of MCP servers' tools come from the servers. Raises ValueError, which
+    names the function or the server.
     """
     from transformers.utils import get_json_schema
 

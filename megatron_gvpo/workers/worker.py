@@ -1,9 +1,10 @@
-"""A process that runs users' code, from its side: it loads what the trainer names, then serves calls.
+"""The worker's side of a process that runs users' code: loads the trainer's functions, then serves calls.
 
-The handler decides what a call is. It is a module with two functions. `load(spec, options)` returns what the
-configuration names, and raises ValueError if that cannot be used. `serve(worker, functions, load)` sends
-Ready and answers calls until the trainer hangs up. The handlers are `rewards`, `environments` and `programs`,
-beside this file. None of them imports torch, so that a process starts fast and stays small.
+The handler defines the calls. A handler is a module with two functions. `load(spec, options)` returns the
+function or class that the configuration names, and raises ValueError if it cannot be used. `serve(worker,
+functions, load)` sends Ready and answers calls until the trainer hangs up. The handlers are `rewards`,
+`environments` and `programs`, beside this file. None of them imports torch, so that a process starts fast and
+stays small.
 """
 
 from __future__ import annotations
@@ -34,9 +35,8 @@ from megatron_gvpo.workers.messages import (
 )
 from megatron_gvpo.workers.reaper import SIGNALS
 
-PRIVATE = (
-    200  # descriptors from here on are the worker's: a function that counts up from 3 does not meet them
-)
+# The worker's own descriptors begin with this one. A function that counts up from 3 does not reach them.
+PRIVATE = 200
 
 
 def work(channel: int, handler: str) -> None:
@@ -60,11 +60,11 @@ def work(channel: int, handler: str) -> None:
                 functions.append(module.load(function.spec, function.options))
             except ValueError as error:
                 return worker.send(Unloadable(index, str(error)[:MAX_TEXT]))
-            except Exception as error:  # of the user's `prepare`, such as a refused connection
+            except Exception as error:  # an error of the user's `prepare`, such as a refused connection
                 return worker.send(Unloadable(index, described(error)))
         module.serve(worker, functions, load)
     except EOFError:
-        pass  # the trainer is gone
+        pass  # the trainer has ended
     except (OSError, WireError):
         os._exit(HUNG_UP)
 
@@ -79,17 +79,20 @@ class Worker:
         self._announced: int | None = None  # the function that prints now
 
     def receive(self) -> Order:
-        """The next order, for which it waits. Raises EOFError if the trainer is gone, OSError, WireError."""
+        """The next order, for which it waits.
+
+        Raises EOFError if the trainer has ended, OSError, WireError.
+        """
         return receive_order(self.channel)
 
     def send(self, reply: WorkerReply) -> None:
-        """Raises OSError if the trainer is gone. A forked child of the user's code ends here."""
+        """Raises OSError if the trainer has ended. A forked child of the user's code ends here."""
         if os.getpid() != self._process:
             os._exit(0)
         send_reply(self.channel, reply)
 
     def announce(self, function: int) -> None:
-        """Mark in the output that the next lines are this function's, whatever the last one has closed."""
+        """Mark in the output that the next lines come from this function."""
         _open_streams()
         if function != self._announced:
             self._announced = function
@@ -111,7 +114,10 @@ def reason_of(error: BaseException) -> str:
 
 
 def _private(descriptor: int, is_kept: bool = False) -> int:
-    """A duplicate that no process inherits, not even a forked one. Closes the original unless `is_kept`."""
+    """Return a duplicate of the descriptor that no child process inherits, not even a forked one.
+
+    Closes the original unless `is_kept`.
+    """
     own = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, PRIVATE)
     if not is_kept:
         os.close(descriptor)

@@ -16,7 +16,7 @@ from megatron_gvpo.algorithms.shapers.judged import WinRate
 from megatron_gvpo.cli.with_model import run_with_model
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.core.user_functions import UserFunctionError, call_function, described, load_function
-from megatron_gvpo.sampling import batch_sampler
+from megatron_gvpo.sampling.shaping import run_shaper
 from megatron_gvpo.types import BatchTotals, LossInputs
 
 
@@ -97,6 +97,34 @@ def test_os_exit_in_a_file_that_is_imported(tmp_path):
         load_function(function)
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("import ctypes; ctypes.CDLL(None)._exit(0)", r"SystemExit: _exit of C \(mine\.py, line 5\)"),
+        ("import ctypes; ctypes.CDLL(None).exit(0)", r"SystemExit: exit of C \(mine\.py, line 5\)"),
+        ("import ctypes; ctypes.CDLL(None)['quick_exit'](0)", r"SystemExit: quick_exit of C"),
+        (
+            "import os; os.execv('/bin/true', ['true'])",
+            r"SystemExit: os\.exec of /bin/true \(mine\.py, line 5\)",
+        ),
+        ("import os; os.execlp('true', 'true')", r"SystemExit: os\.exec of .*true"),
+    ],
+)
+def test_other_ways_to_end_the_process(tmp_path, body, said):
+    """Each ended the command with exit code 0, and without a word."""
+    with pytest.raises(UserFunctionError, match=said):
+        call_function("key", mine(tmp_path, "", body))
+
+
+def test_a_program_in_place_of_a_fork_is_users_own_business(tmp_path):
+    body = (
+        "import ctypes, os; ctypes.CDLL(None).getpid(); pid = os.fork()\n"
+        "    if not pid: os.execv('/bin/sh', ['sh', '-c', 'exit 7'])\n"
+        "    return os.waitpid(pid, 0)[1]"
+    )
+    assert call_function("key", mine(tmp_path, "", body)) == 7 << 8
+
+
 def test_os_exit_is_the_systems_own_outside_of_users_code_and_in_a_fork(tmp_path):
     body = "import os; pid = os.fork(); pid or os._exit(7); return os.waitpid(pid, 0)[1]"
     assert call_function("key", mine(tmp_path, "", body)) == 7 << 8
@@ -139,7 +167,7 @@ def test_a_shaper(tmp_path, body):
     with pytest.raises(
         RolloutError, match=r"^step 7: algorithm\.shapers: custom: .*expected a list of numbers"
     ):
-        batch_sampler.shaped(shaper, [make_group([1, 0])], 7)
+        run_shaper(shaper, [make_group([1, 0])], 7)
 
 
 def test_a_judge_without_a_finite_verdict(tmp_path):
@@ -147,7 +175,7 @@ def test_a_judge_without_a_finite_verdict(tmp_path):
     with pytest.raises(
         RolloutError, match=r"algorithm\.shapers: win_rate: .*expected a number, it returned nan"
     ):
-        batch_sampler.shaped(judge, [make_group([1, 0])], 7)
+        run_shaper(judge, [make_group([1, 0])], 7)
 
 
 def test_a_command_ends_with_the_line(capsys):

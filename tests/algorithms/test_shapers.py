@@ -17,7 +17,7 @@ from megatron_gvpo.algorithms.shapers.judged import GroupSimilarity, WinRate, un
 from megatron_gvpo.algorithms.shapers.length import FormatLength, LengthCurriculum, Overlong, ShortRight
 from megatron_gvpo.algorithms.shapers.rewards import Affine, Gate, SerialDecay, SoftLog, Staged, Unlikeliness
 from megatron_gvpo.core.errors import RolloutError
-from megatron_gvpo.sampling import batch_sampler
+from megatron_gvpo.sampling.shaping import run_shaper, run_shapers
 from megatron_gvpo.types import TrainBatch
 
 
@@ -175,12 +175,12 @@ def test_a_shaper_of_the_users_that_fails_is_named(tmp_path, body, said):
     (tmp_path / "mine.py").write_text(f"def f(group):\n    {body}\n")
     shaper = CustomShaper(function=f"{tmp_path}/mine.py:f")
     with pytest.raises(RolloutError, match=f"algorithm.shapers: custom: .*{said}"):
-        batch_sampler.shaped(shaper, [make_group([1, 0])], 1)
+        run_shaper(shaper, [make_group([1, 0])], 1)
 
 
 def test_shapers_say_what_they_dropped():
     equal, low, good = make_group([1, 1]), make_group([0, 0.5]), make_group([1, 0])
-    left, dropped = batch_sampler.run_shapers([Drop(), Keep(right=0.9)], [equal, low, good], 1)
+    left, dropped = run_shapers([Drop(), Keep(right=0.9)], [equal, low, good], 1)
     assert left == [make_group([1])]
     assert dropped == {"algorithm.shapers.0 (drop)": 1, "algorithm.shapers.1 (keep)": 1}
 

@@ -127,7 +127,7 @@ ENVIRONMENTS = [
     environment("a good environment", expected="runs"),
     talks("a file that is missing", environment="e.py:Mine", says=("environment=e.py:Mine: there is",)),
     talks("a module that is missing", environment="nothing:Mine", says=("environment=nothing:Mine: imp",)),
-    environment("a class that is missing", spec="Yours", says=("it has: Half, Mine",)),
+    environment("a class that is missing", spec="Yours", says=("no function 'Yours'; it has: Mine, Half",)),
     environment("a class without step", spec="Half", says=("it lacks step",)),
     environment("options that it does not take", options={"size": 3}, says=("with the options",)),
     environment(
@@ -153,12 +153,23 @@ ENVIRONMENTS = [
     environment("it returns a dictionary", "return {'a': 1}", says=("step returned dict",)),
     environment("it returns a number", "return 7", says=("step returned int '7': want a text",)),
     environment(
+        "it answers as the assistant",
+        "return [{'role': 'assistant', 'content': '1'}]",
+        says=("step returned a message of the assistant",),
+    ),
+    environment(
         "it returns a value that is not JSON",
         "return [{'role': 'user', 'content': object()}]",
         says=("step returned list",),
     ),
-    environment("a reward that is not a number", "return Reply('1', 'x')", says=("environment_reward='x'",)),
-    environment("a count that is not a number", "return Reply('1', 1, {'n': None})", says=("n=None, which",)),
+    environment(
+        "a reward that is not a number", "return Reply('1', 'x')", says=("str instead of a number as its",)
+    ),
+    environment(
+        "a count that is not a number",
+        "return Reply('1', 1, {'n': None})",
+        says=("instead of a number as the count n",),
+    ),
 ]
 TOOLS_AND_SERVERS = [
     tools(UNTOLD, "tools.py:add", says=("tools need a chat template",)),

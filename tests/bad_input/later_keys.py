@@ -24,7 +24,16 @@ def keys(
     spoil: Callable[[Path], object] = lambda _: None,
     expected: Expected = "refused",
 ) -> Case:
-    return Case("later keys", name, (*TRAIN, *overrides), spoil, expected, says)
+    """A bad value. The interpreter seems to have both engines, so that the checks after it are reached."""
+
+    def with_engines(task: Path) -> None:
+        spoil(task)
+        (task / "engines").mkdir()
+        for engine in ("vllm", "sglang"):
+            (task / "engines" / f"{engine}.py").touch()
+
+    environment = {"PYTHONPATH": "engines"}
+    return Case("later keys", name, (*TRAIN, *overrides), with_engines, expected, says, environment)
 
 
 def teacher(*changes: Callable[[Path], object]) -> Callable[[Path], object]:

@@ -233,7 +233,9 @@ SURROUNDINGS = [
         SLURM_RESTART_COUNT="x",
     ),
     case("two starts at once", expected="runs", shell=RACE, after=one_of_two),
-    case("a directory that is gone", "run.yaml", arguments=("train", "../run.yaml"), before=in_no_directory),
+    case(
+        "a directory that is gone", "output_dir", arguments=("train", "../run.yaml"), before=in_no_directory
+    ),
     case(
         "recipes from a directory that is gone",
         expected="either",

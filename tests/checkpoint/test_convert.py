@@ -102,6 +102,48 @@ def test_a_target_that_cannot_be_written_is_one_line(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("back", [False, True])
+def test_a_full_disk_leaves_the_target_as_it_was(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, back: bool
+) -> None:
+    """A part of the model was in the way of the next try: "this directory is not empty"."""
+    model, there, target = models / "tied", tmp_path / "megatron", tmp_path / "target"
+    assert main(["convert", str(model), str(there)]) == 0
+    command = ["convert", str(there), str(target), "--like", str(model)] if back else []
+    command = command or ["convert", str(model), str(target)]
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copy", full)  # the last that is written
+        assert main(command) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert not list(target.iterdir())
+    assert main(command) == 0
+
+
+@pytest.mark.parametrize("name", ["", " ", "a\nb", "a\x1b[2Jb"])
+@pytest.mark.parametrize(
+    "command", [["convert", "x"], ["export", "x.yaml", "--out"]], ids=lambda words: words[0]
+)
+def test_what_is_not_a_name_is_refused(command: list[str], name: str, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, name])
+    [line] = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and f"{name!r}: expected the name of a directory" in line
+
+
+def test_a_link_is_named_before_anything_is_computed(models: Path, tmp_path: Path, capsys) -> None:
+    """The last step, a rename, failed on it."""
+    (tmp_path / "there").mkdir()
+    for source in (tmp_path / "there", tmp_path / "nowhere"):
+        link = tmp_path / f"to_{source.name}"
+        link.symlink_to(source)
+        assert main(["convert", str(models / "tied"), str(link)]) == 2
+        assert f"TARGET={link}: this is a link, to {source}" in capsys.readouterr().err
+
+
 def test_sources_with_impossible_names_are_one_line(models: Path, tmp_path: Path, capsys) -> None:
     assert main(["convert", "x" * 5000, str(tmp_path / "a")]) == 2
     assert "File name too long" in capsys.readouterr().err

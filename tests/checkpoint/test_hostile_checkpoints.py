@@ -67,7 +67,10 @@ def test_megatron_checkpoints(
     shutil.copytree(trained, run)
     checkpoint = run / "checkpoints" / "step_00000001"
     said = hostile(checkpoint, marker)
-    (checkpoint / "checksums.json").unlink()  # a forger would correct it
+    (checkpoint / "checksums.json").unlink()  # a forger would correct it, and state.json
+    state = json.loads((checkpoint / "state.json").read_text())
+    unbound = {key: value for key, value in state.items() if key not in ("lists", "checksum")}
+    (checkpoint / "state.json").write_text(json.dumps(unbound))
     given = [str(task / "run.yaml"), "algorithm=gvpo", *SHORT, f"output_dir={run}"]
     evaluated = [text for text in given if not text.startswith("data.eval")]
     for command in (

@@ -332,7 +332,7 @@ sys.exit(cli.main())
     monkeypatch.setattr(launcher, "program", ["-c", program])
     assert launcher.launch(2, []) == 128 + signal.SIGKILL
     lines = capfd.readouterr().err.splitlines()
-    assert lines == [
+    assert sorted(lines) == [  # rank and launcher each write a line, in any order
         "error: rank 0 has lost another rank, which ended: see its message, or the launcher's",
         "rank 1 was killed by SIGKILL: the others are ended",
     ]
@@ -434,6 +434,8 @@ def test_sigterm_while_starting_leaves_nothing(task, tmp_path):
 FAILS = """
 import atexit, time
 
+Table = None
+
 def init(**_):
     atexit.register(time.sleep, 3600)
     raise BaseException("an error of the first rank alone")
@@ -463,7 +465,6 @@ def test_torchrun(task, tmp_path):
     used("torchrun")
 
 
-@pytest.mark.proof
 def test_wrong_data_on_two_ranks_is_said_once(task, tmp_path):
     (tmp_path / "bad.jsonl").write_text("{\n")
     given = [
@@ -475,4 +476,4 @@ def test_wrong_data_on_two_ranks_is_said_once(task, tmp_path):
     launched = start("megatron_gvpo", "train", *given, "--nproc=2", PYTHONWARNINGS="")
     printed, error = launched.communicate(timeout=300)
     assert (launched.returncode, printed) == (2, "")
-    assert re.fullmatch(r"error: .*bad\.jsonl, line 1: not valid JSON: .*\n", error)
+    assert re.fullmatch(r"error: .*bad\.jsonl, line 1: a record over several lines, .*\n", error)

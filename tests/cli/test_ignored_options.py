@@ -33,3 +33,19 @@ def test_an_abbreviation_is_not_an_option(
         main(["train", str(tmp_path / "run.yaml"), option])
     assert ended.value.code == 2
     assert f"unrecognized arguments: {option}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "ending"),
+    [
+        ("train run.yaml --n-proc 2", "--n-proc 2; did you mean --nproc? (megatron-gvpo train --help shows"),
+        ("export run.yaml --out hf --steps=3", "--steps=3; did you mean --step? (megatron-gvpo export --"),
+        ("keys --json lr", "unrecognized arguments: --json (megatron-gvpo keys --help shows all options)"),
+    ],
+)
+def test_an_unknown_option_leads_to_the_help_of_its_command(
+    words: str, ending: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2 and ending in capsys.readouterr().err

@@ -28,7 +28,7 @@ PAPERS = ("gvpo_math_7b", "gpg_math_7b")
 GPUS = {"recipes/dapo_math_17k": 16}
 BASES = {"papers/gvpo_math_1.5b": "papers/gvpo_math_7b", "papers/gpg_zero_7b": "papers/gpg_math_7b"}
 EVALUATE = {"recipes/aime_2024", "recipes/aime_2025"}  # they train nothing
-KEPT = ["parallel.recompute=none", "parallel.recompute_modules=[mlp,moe]"]
+KEPT = ["parallel.recompute=none", "train.max_tokens_per_micro_batch=32768", "train.share_prompts=false"]
 
 
 def shipped() -> list[str]:
@@ -101,7 +101,7 @@ def test_slurm_warns_before_the_job_waits(changes, tmp_path, capsys):
     path = made_model.prepare("Qwen2.5-Math-7B", "model.path", tmp_path)
     (tmp_path / "p.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
     values = [f"model.path={path}", f"data.train.path={tmp_path / 'p.jsonl'}", "eval.every=0"]
-    values += [f"output_dir={tmp_path / 'run'}", "data.eval=null", "rollout.servers.count=8", *changes]
+    values += [f"output_dir={tmp_path / 'run'}", "data.eval=null", *changes]
     file = str(EXAMPLES / "papers/gpg_math_7b.yaml")
     code = main(["slurm", file, *values, "--nodes", "1", "--dry-run"])
     captured = capsys.readouterr()

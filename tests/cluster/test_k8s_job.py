@@ -81,7 +81,7 @@ def test_what_the_jobset_asks_of_the_cluster(task: Path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--name", "My_run"], "--name My_run: Kubernetes takes at most"),
+        (["--name", "My_run"], "not ending with -, such as --name my-run; without --name it is that"),
         (["--name", "a" * 50], "--name aaaaaaaaaa"),
         (["--name", "7b"], "--name 7b: Kubernetes takes at most"),
         (["--container", ""], "--container is missing"),

@@ -12,6 +12,7 @@ import yaml
 from megatron_gvpo.cli import main
 from megatron_gvpo.planner import architecture, workload
 from megatron_gvpo.planner.prediction import least
+from megatron_gvpo.planner.workload import parse_lengths
 from megatron_gvpo.rehearsal import made_model
 from megatron_gvpo.settings.config import load_config
 
@@ -168,6 +169,14 @@ def test_a_time_that_the_planner_cannot_know_is_not_shown(config, capsys, engine
     assert json.loads(capsys.readouterr().out)["seconds"] is None
 
 
+def test_lengths_that_are_left_out_are_those_of_the_run():
+    """The default of 5 times the mean may be above what a response can have."""
+    lengths = parse_lengths("1500", 3072)
+    assert (lengths.p95, lengths.maximum) == (3072, 3072)
+    assert parse_lengths("1500").maximum == 7500
+    assert parse_lengths(str(lengths)) == lengths
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -177,7 +186,17 @@ def test_a_time_that_the_planner_cannot_know_is_not_shown(config, capsys, engine
         (["CONFIG", "--fp8", "--write", "x.yaml"], "--fp8: the configuration says it"),
         (["CONFIG", "--teacher-gpus", "2"], "--teacher-gpus: with a configuration only the search reads it"),
         (["CONFIG", "--nodes", "2", "--gpus", "8"], "--nodes and --gpus: give one of them"),
-        (["CONFIG", "--nodes", "0"], "0 GPUs: must be from 1"),
+        (["CONFIG", "--nodes", "0"], "--nodes 0: must be from 1"),
+        (["CONFIG", "--nodes", "-1"], "--nodes -1: must be from 1"),
+        (["CONFIG", "--gpus", "0"], "--gpus 0: must be from 1"),
+        (["CONFIG", "--response-length", "900,max=4097"], "responses end at rollout.max_tokens=4096"),
+        (["CONFIG", "--response-length", "5000"], "responses end at rollout.max_tokens=4096"),
+        (["CONFIG", "--response-length", "9,p95=1e4"], "responses end at rollout.max_tokens=4096"),
+        (["CONFIG", "--response-length", "nan"], "expected"),
+        (
+            ["CONFIG", "data.max_prompt_tokens=500", "--prompt-tokens", "501"],
+            "--prompt-tokens 501: prompts have at most data.max_prompt_tokens=500",
+        ),
         (["CONFIG", "parallel.tp=3"], "tp=3"),
         (["CONFIG", "model.dtype=float32"], "model.dtype=float32: the planner counts bfloat16 alone"),
         (["CONFIG", "model.path=nothing"], "model.path=nothing: no config.json there"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,8 @@ import yaml
 from helpers.machine.pods import PATIENCE, Pod
 from helpers.paths import HELPERS
 from helpers.programs.environments import environment_of
+from helpers.suite.real_parts import used
+from helpers.tiny_run import records
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.core.launch import free_ports
@@ -60,16 +64,19 @@ def test_what_cannot_run_is_refused_in_one_line(task: Path, capsys, arguments: l
 
 
 class Nodes:
-    """The nodes of a task that run as processes, on which `python` is a script."""
+    """The nodes of a task that run as processes. `does`: the script that is `python` there; None: Python."""
 
-    def __init__(self, task: Path, directory: Path, does: str, *arguments: str) -> None:
+    def __init__(self, task: Path, directory: Path, does: str | None, *arguments: str) -> None:
         self.out = directory / "run"
         mounts = ("--mount", f"data={directory}", "--mount", f"task={task}", "--container", "a/b")
         job = ("--nodes", "2", "--ranks-per-node", "1", "--no-gpus", f"output_dir={self.out}")
         assert main(["sky", str(task / "run.yaml"), *job, *mounts, *arguments]) == 0
         self.task = yaml.safe_load((self.out / "sky" / "task.yaml").read_text())
         self.directory = directory
-        folder = directory / "bin"
+        self.path = Path(sys.executable).parent
+        if does is None:
+            return
+        self.path = folder = directory / "bin"
         folder.mkdir()
         for name in ("python", "python3"):
             (folder / name).write_text(f"#!/bin/bash\n{does}\n")
@@ -80,8 +87,12 @@ class Nodes:
         count = self.task["num_nodes"]
         ports = map(str, free_ports(2, "127.0.0.1"))
         common = {
-            "PATH": f"{self.directory / 'bin'}:/usr/bin:/bin",
+            "PATH": f"{self.path}:/usr/bin:/bin",
             "HOME": os.environ["HOME"],
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "HF_HUB_OFFLINE": "1",
             **self.task.get("envs", {}),
             **dict(zip(("MEETING_PORT", "ROLLOUT_PORT"), ports, strict=True)),
             "SKYPILOT_NUM_NODES": str(count),
@@ -131,6 +142,26 @@ echo "$*" > "$MEGATRON_GVPO_LOGS/said.$NODE"
     for start, how in ((0, "--overwrite"), (1, "--resume=auto")):
         for node in range(2):
             assert how in (nodes.logs(start) / f"said.{node}").read_text().split()
+
+
+@pytest.mark.proof  # test_pods.py has the same script on pods, and test_slurm.py on Slurm's nodes
+def test_a_rank_trains_on_every_node_and_goes_on_after_a_lost_one(task: Path, tmp_path: Path):
+    """The second start resumes from the checkpoint of the first, in which a node was lost."""
+    steps = ("train.steps=12", "checkpoint.every=1", "checkpoint.export_hf=false", "eval.every=0")
+    nodes = Nodes(task, tmp_path, None, *steps)
+    first = nodes.start(1)
+    log = nodes.logs(0) / "rank_00000.log"
+    wait_for(lambda: (log.exists() and "checkpoint: " in log.read_text()) or first[0].process.poll())
+    first[1].kill()
+    assert codes(first)[0] != 0, log.read_text()
+    again = nodes.start(2)
+    assert codes(again) == [0, 0], [node.log.read_text()[-3000:] for node in again]
+    used("torchrun")
+    assert [record["step"] for record in records(nodes.out)] == list(range(13))
+    starts = json.loads((nodes.out / "run.json").read_text())["starts"]
+    assert [start["from_step"] > 0 for start in starts] == [False, True]
+    for start in range(2):
+        assert len(list(nodes.logs(start).glob("rank_*.log"))) == 2
 
 
 def test_the_hook_has_the_run_save_before_the_nodes_go(task: Path, tmp_path: Path):

@@ -28,6 +28,7 @@ from megatron_gvpo.conversations.chat import (
     overrides,
     read_message,
 )
+from megatron_gvpo.conversations.conversations import BatchedPolicy
 from megatron_gvpo.conversations.dialogue import AnsweredCalls
 from megatron_gvpo.conversations.program_runner import ProgramRunner
 from megatron_gvpo.core.collectives import all_gather_msgpack
@@ -372,6 +373,24 @@ def test_a_program_that_fails_once_is_started_again(held: Held, tmp_path: Path, 
     assert other.finish_reason == "stop"
     seeds = [seed for seed, (i, _, _) in zip(held.policy.seeds, held.policy.record, strict=True) if i == 0]
     assert len(seeds) == 2 and seeds[0] == seeds[1], "the same samples"
+
+
+def test_a_program_that_always_kills_its_starter_costs_no_other() -> None:
+    """All share one starter, so that whoever kills it ends the first attempt of the others, too.
+
+    The policy answers in rounds, as the embedded engine does: no conversation may wait for another's end.
+    """
+    with Held(workers=1) as held:
+        answer = [*ids(held.of, "hm"), END]
+        policy = BatchedPolicy(
+            lambda asked: [[Rollout(answer, [-0.5] * len(answer), "", "stop", 7)] for _ in asked], 5
+        )
+        prompts = [prompt("kill_starter"), *[prompt("late") for _ in range(4)]]
+        requests = [Request(p.token_ids, 1, seed=i) for i, p in enumerate(prompts)]
+        running = held._programs.run_all(policy, prompts, requests, SamplingConfig(max_tokens=4000))
+        [[killer], *others] = held._runner.run(asyncio.wait_for(running, 120))
+    assert [rollout.finish_reason for [rollout] in others] == ["stop"] * 4
+    assert killer.finish_reason == LOST and "the process that starts programs" in killer.text
 
 
 def test_other_ways_to_ask(held: Held) -> None:

@@ -61,8 +61,9 @@ def test_freed_memory_is_kept_until_asked_for() -> None:
             blocks = [torch.ones(5_000_000) for _ in range(10)]  # 20 MB each
             return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-        first, again, kept = faults(), faults(), resident()
-        assert first > 40_000 and again < first / 4, (first, again)
+        # Some of the later blocks extend the heap once, as their alignment falls.
+        first, later, kept = faults(), [faults() for _ in range(4)], resident()
+        assert first > 40_000 and sum(later) < first, (first, later)
         torch.cuda.empty_cache()
         assert kept - resident() > 150e6
         """,

@@ -17,7 +17,7 @@ def test_rotation_and_gradient_are_megatrons(interleaved: bool, channels: int, r
     try:
         from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
-        from megatron_gvpo.megatron.cpu.rotary import angles, rotate
+        from megatron_gvpo.megatron.attention.rotary import angles, rotate
 
         half = torch.randn(7, rotated // 2, dtype=torch.float64)
         pairs = (half, half)

@@ -153,6 +153,25 @@ def test_a_template_without_end_is_refused(template: str, monkeypatch: pytest.Mo
         assert 0.5 <= time.thread_time() - begin < 5
 
 
+def test_a_slow_template_has_less_time_for_its_next_chats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five callers gave an endless template 20 seconds each, in which the command said nothing."""
+    monkeypatch.setattr(bounded_templates, "SECONDS", 0.4)
+    monkeypatch.setattr(bounded_templates, "AGAIN", 0.05)
+    text = "{% for a in range(n) %}{% for b in range(n) %}{% for c in range(n) %}{% endfor %}{% endfor %}"
+    template, spent = compiled(text + "{% endfor %}next"), []
+    for _ in range(2):
+        begin = time.thread_time()
+        with pytest.raises(TemplateError, match="without end"):
+            template.render(n=90000)
+        spent.append(time.thread_time() - begin)
+    assert spent[0] > 0.4 and spent[1] < 0.3
+    assert template.render(n=2) == "next"
+    begin = time.thread_time()
+    with pytest.raises(TemplateError, match="without end"):
+        template.render(n=90000)
+    assert time.thread_time() - begin > 0.4, "it has been quick in between"
+
+
 @pytest.mark.parametrize("template", HONEST.values(), ids=HONEST)
 def test_an_honest_template_is_rendered_as_transformers_renders_it(template: str) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"x": "integer"}}}]
@@ -193,3 +212,10 @@ def test_a_file_of_the_tokenizer_that_is_none_is_named(
             (tmp_path / name).symlink_to("/dev/zero")
     with pytest.raises(DataError, match=f"^model.path={tmp_path}: {name} there is not a regular file$"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["{{ [1, 2]|random }}", "{{ messages | map('random') | join }}"])
+def test_a_template_that_writes_something_else_each_time_is_refused(text: str) -> None:
+    """The prompt that was trained would not be the one that was sampled from."""
+    with pytest.raises(TemplateError, match="No filter named 'random'"):
+        compiled(text).render(messages=["ab"])

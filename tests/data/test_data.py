@@ -297,6 +297,12 @@ def test_a_chat_template_that_refuses(tmp_path: Path, chat_tokenizer: Any) -> No
         load(jsonl(tmp_path / "a.jsonl", {"prompt": chat, "answer": "x"}), chat_tokenizer)
 
 
+def test_a_chat_template_that_refuses_in_several_lines(tmp_path: Path, chat_tokenizer: Any) -> None:
+    chat_tokenizer.chat_template = "{{ raise_exception('first\n  second\n') }}"
+    with pytest.raises(DataError, match=r"refuses the prompt: first second$"):
+        load(jsonl(tmp_path / "a.jsonl", ASK), chat_tokenizer)
+
+
 def test_a_chat_template_that_fails(tmp_path: Path, chat_tokenizer: Any) -> None:
     """A template is a program: jinja raises other errors than its own, too."""
     chat_tokenizer.chat_template = "{% for i in range(99999999999) %}x{% endfor %}"
@@ -339,7 +345,7 @@ def test_long_prompts_can_be_dropped(
         assert load(path, tokenizer, max_prompt_tokens=4, prompt_too_long="drop") == kept
     assert [p.id for p in kept] == ["a.jsonl:1", "a.jsonl:2"]
     assert "dropped 2 of 4 prompts" in caplog.text
-    with pytest.raises(DataError, match=r"every prompt is longer than 2 tokens"):
+    with pytest.raises(DataError, match=r"every prompt is longer than data.max_prompt_tokens=2 tokens"):
         load(path, tokenizer, max_prompt_tokens=2, prompt_too_long="drop")
 
 

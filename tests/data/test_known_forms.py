@@ -126,6 +126,16 @@ def test_keys_and_functions_of_the_user_come_first(tmp_path):
         ({"messages": [{"content": "x"}]}, "dataset", "message 0: neither role and content nor from and"),
         ({"conversations": [{"from": "wizard", "value": "x"}]}, "dataset", "message 0 is from 'wizard'"),
         ({"conversations": [{"from": "function_call", "value": "x"}]}, "dataset", "from 'function_call'"),
+        (
+            {"messages": [ASKED, {"role": "assistant", "content": None}]},
+            "dataset",
+            "message 1 has no content",
+        ),
+        (
+            {"conversations": [{"from": "human"}, ANSWER]},
+            "dataset",
+            "conversations, message 0 has no content",
+        ),
         ({"chosen": "a", "rejected": "b"}, "file", "no prompt before them"),
         ({"prompt": "p", "chosen": "a", "rejected": ["b"]}, "file", "neither two texts nor two chats"),
         ({"chosen": [ASKED, ANSWER], "rejected": [SYSTEM, WORSE]}, "file", "differ before the last message"),
@@ -135,6 +145,28 @@ def test_keys_and_functions_of_the_user_come_first(tmp_path):
 def test_what_is_not_recognised_names_the_record_and_convert(tmp_path, record, sampler, error):
     with pytest.raises(DataError, match=rf"data\.jsonl, line 1: .*{error}.*data\.train\.convert"):
         load(tmp_path, record, sampler)
+
+
+@pytest.mark.parametrize(
+    ("record", "sampler", "forms", "key"),
+    [
+        (
+            {"prompt": "p", "chosen": "a", "rejected": "b", "responses": [{"response": "b", "reward": 1}]},
+            "file",
+            "responses, and chosen and rejected",
+            "responses_key",
+        ),
+        ({"prompt": "p", "completion": "a", "solution": "b"}, "dataset", "completion, and solution", ""),
+        ({"messages": [ASKED, ANSWER], "instruction": "p", "output": "b"}, "dataset", "messages, and in", ""),
+        ({"messages": [ASKED, ANSWER], "conversations": [ASKED, WORSE]}, "dataset", "messages, and con", ""),
+    ],
+)
+def test_a_record_of_two_forms_is_refused_and_a_key_chooses(tmp_path, record, sampler, forms, key):
+    with pytest.raises(DataError, match=rf"line 1: the record has {forms}.* names a field"):
+        load(tmp_path, record, sampler)
+    if key:
+        prompt = load(tmp_path, record, sampler, answer_key=None, **{key: "responses"})
+        assert [response.text for response in prompt.responses] == ["b"]
 
 
 def test_a_missing_field_names_convert(tmp_path):

@@ -1,4 +1,4 @@
-"""A record that gives one response two rewards is counted aloud; data of nothing else are refused."""
+"""Records of pairs that teach nothing, or silence, are counted aloud; data of nothing else are refused."""
 
 import json
 from pathlib import Path
@@ -35,3 +35,14 @@ def test_nothing_else_is_an_error(task: Path, tmp_path: Path):
         DataError, match=r"pairs\.jsonl:1: the same response has two rewards, as in every record"
     ):
         load(task, tmp_path, SAME, SAME)
+
+
+@pytest.mark.parametrize("chosen", ["", " ", "\n"])
+def test_an_empty_text_as_the_best_response_is_a_warning(
+    task: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, chosen: str
+):
+    load(task, tmp_path, SOUND, {"prompt": "2+2=", "chosen": chosen, "rejected": "4"})
+    assert "pairs.jsonl:2: the best response is empty (1 of 2 records)" in caplog.text
+    caplog.clear()
+    load(task, tmp_path, SOUND, {"prompt": "2+2=", "chosen": "4", "rejected": chosen})
+    assert "empty" not in caplog.text, "to prefer any answer to none is a task like others"

@@ -15,8 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "docs"))
 import configuration
 
 from megatron_gvpo.algorithms.base import Block
-from megatron_gvpo.algorithms.catalog import _block_keys, _blocks
-from megatron_gvpo.algorithms.field_comments import field_comments
+from megatron_gvpo.algorithms.catalog import _block_keys, _blocks, field_comments
 from megatron_gvpo.algorithms.recipe import recipe_names
 
 SECTIONS = list(configuration.sections())

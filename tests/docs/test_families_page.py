@@ -11,7 +11,7 @@ from pathlib import Path
 
 from helpers.cases import vision_cases
 from helpers.cases.adapter_cases import ADAPTERS
-from helpers.cases.families import FAMILIES, SERVED, SERVED_ELSEWHERE
+from helpers.cases.families import EVERY_FAMILY, FAMILIES, SERVED, SERVED_ELSEWHERE
 from helpers.cases.gradient_cases import RUNS, STEPS
 from helpers.cases.muon_cases import EVERY
 from helpers.references import gradient_reference as reference
@@ -58,6 +58,17 @@ def fp8_families() -> dict[str, str]:
     }
 
 
+def without_a_gpu(title: str) -> list[str]:
+    """The parts of the GPU's own code that have run with a family: its rehearsal, and the emulated GPU."""
+    words = {"rehearsal": "rehearsed", "emulation": "emulated"}
+    of_title = title.removesuffix(" (tied)")
+    return [
+        word
+        for check, word in words.items()
+        if any(family.title == of_title and check not in family.exclusions for family in EVERY_FAMILY)
+    ]
+
+
 def divisions(of: Iterable[ParallelLayout]) -> str:
     return ", ".join(name for name in DIVISIONS if any(getattr(layout, name) > 1 for layout in of))
 
@@ -70,8 +81,8 @@ def features() -> str:
     replayed = {title_of(STEPS[step].model) for _, step in RUNS if STEPS[step].replayed}
     served = [(ENGINES[engine], title) for engine, title, _ in [*SERVED, *SERVED_ELSEWHERE]]
     lines = [
-        "| family | divided by | adapters | Muon | images | replay of routing | FP8 | served by |",
-        "|---|---|---|---|---|---|---|---|",
+        "| family | divided by | adapters | Muon | images | replay of routing | FP8 | served by | GPU code |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for title, compared in sorted(layouts().items()):
         cells = [
@@ -83,6 +94,7 @@ def features() -> str:
             "yes" if title in replayed else "",
             fp8_families().get(title, ""),
             ", ".join(sorted(engine for engine, of in served if of == title)),
+            ", ".join(without_a_gpu(title)),
         ]
         lines.append("| " + " | ".join(cell or "-" for cell in cells) + " |")
     return "\n".join(lines)

@@ -351,6 +351,16 @@ def test_packs_change_their_order_among_ranks() -> None:
     assert torch.equal(back, pack)
 
 
+def test_a_splits_tokens_come_to_their_places_without_padding() -> None:
+    """Two sequences of 2 and 3 tokens, which begin at 1 and at 5."""
+    out, split = torch.zeros(10, 2, 3), torch.randn(10, 2, 3)
+    TABLE["thd_copy_valid_tokens_from_per_split_to_rank_local"](
+        None, out, split, int32(1, 5, 9), int32(0, 2, 5)
+    )
+    is_valid = torch.tensor([0, 1, 1, 0, 0, 1, 1, 1, 0, 0]).bool()
+    assert torch.equal(out[is_valid], split[is_valid]) and out[~is_valid].eq(0).all()
+
+
 def test_packs_become_batches_and_come_back() -> None:
     pack, batch, back = torch.randn(14, 2, 3), torch.empty(3, 8, 2, 3), torch.empty(14, 2, 3)
     TABLE["convert_thd_to_bshd"](batch, pack, int32(*ENDS), 3, 8)

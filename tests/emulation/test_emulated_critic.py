@@ -11,12 +11,9 @@ from pathlib import Path
 import pytest
 import test_critic as on_cpu
 import torch
-from helpers import on_null_cuda
 from helpers.references.bf16_errors import relative_errors
 from helpers.workers.critic_worker import Found
 from helpers.workers.gradient_worker import Layout
-
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
 MODEL = "untied"
 LAYOUTS = [Layout(1), Layout(2, tp=2, sequence_parallel=True), Layout(2, pp=2)]

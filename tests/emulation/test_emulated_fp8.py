@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from helpers import on_null_cuda
 from helpers.cases.gradient_cases import ALL, TEMPERATURE, WHOLE, gvpo
 from helpers.cases.gradient_rows import ROWS, make_rows, moved
 from helpers.distributed import launch
@@ -37,8 +36,6 @@ from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.settings.parallel import Padding
 from megatron_gvpo.settings.sections import FP8Config
 from megatron_gvpo.verify.shrink import scatter
-
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
 SIZES = {
     "hidden_size": 128,

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import on_null_cuda
 from helpers.cases.gradient_cases import (
     MODELS,
     STEPS,
@@ -35,8 +34,6 @@ from helpers.references.bf16_errors import errors, round_weights, transformers_i
 from helpers.suite.selected import selected
 from helpers.workers.gradient_worker import Case, Layout, Outcome, Probe
 from safetensors.torch import load_file
-
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
 _SP = {"tp": 2, "sequence_parallel": True}
 _GVPO, _GPG = "gvpo, groups split", "gpg, age by token, ranks without signal, accumulated"
@@ -59,7 +56,17 @@ _EXPERTS = [
     Layout(2, **_SP, etp=2),
     Layout(4, ep=2, pp=2),
 ]
+# The other layouts of docs/reference/layouts.md that change more than the number of ranks.
+_OTHERS = [
+    *(Layout(2, overlap=True, offload=1.0), Layout(4, tp=2, offload=0.5)),
+    *(Layout(2, pp=2, recompute="full", recompute_layers=1), Layout(2, pp=2, stage_layers=(3, 1))),
+    *(Layout(2, **_SP, recompute="selective"), Layout(2, overlap=True, small=True)),
+    *(Layout(4, pp=4), Layout(4, pp=2, vpp=2, overlap=True)),
+]
+_OTHERS_OF_EXPERTS = [Layout(2, ep=2, recompute="selective"), Layout(4, **_SP, ep=2, etp=2)]
 _PROOF = [(Layout(1), name) for name in _STEPS]
+_PROOF += [(layout, _GVPO) for layout in _OTHERS]
+_PROOF += [(layout, _MIXTURE) for layout in _OTHERS_OF_EXPERTS]
 _PROOF += [(layout, name) for layout in _LAYOUTS for name in (_GVPO, _GPG)]
 _PROOF += [(Layout(2, tp=2), "tied, gvpo, groups split"), (Layout(2, pp=2), "tied, gvpo, groups split")]
 _PROOF += [(layout, _MIXTURE) for layout in _EXPERTS]

@@ -10,15 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import on_null_cuda
 from helpers.cases.gradient_cases import STEPS, expected, sampled_for
 from helpers.distributed import launch
 from helpers.references import gradient_reference as reference
 from helpers.references.bf16_errors import errors, round_weights, transformers_in_bf16
 from helpers.suite.selected import selected
 from helpers.workers.gradient_worker import Case, Layout
-
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
 BUDGETS = {"groups split": 24, "groups whole": 400}  # tokens a micro-batch
 _SP = {"tp": 2, "sequence_parallel": True}

@@ -12,15 +12,12 @@ from typing import Any
 import pytest
 import test_teacher_gradients as on_cpu
 import torch
-from helpers import on_null_cuda
 from helpers.distributed import launch
 from helpers.references import gradient_reference as reference
 from helpers.references.bf16_errors import errors, round_weights
 from helpers.workers.gradient_worker import TEMPERATURE, Case, Layout
 
 from megatron_gvpo.algorithms.config import AlgorithmConfig
-
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
 NAME = "reverse"
 ALGORITHM = AlgorithmConfig.model_validate(on_cpu.ALGORITHMS[NAME])

@@ -14,13 +14,10 @@ from typing import Any
 import pytest
 import test_vision_models as on_cpu
 import torch
-from helpers import on_null_cuda
 from helpers.cases.vision_cases import VisionCase, load
 from helpers.references.bf16_errors import relative_errors
 from helpers.suite.selected import selected
 from helpers.workers.gradient_worker import Layout
-
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
 _FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 _LAYOUTS = (Layout(1), Layout(2, tp=2, sequence_parallel=True), Layout(2, pp=2))  # cp is refused

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
-import pytest
 from helpers import on_null_cuda
 
 from megatron_gvpo.emulation.transformer_engine.install import QUESTIONS
 from megatron_gvpo.emulation.transformer_engine.references import TABLE
 from megatron_gvpo.rehearsal import transformer_engine
-
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
 # Transformer Engine calls these for things that this project lacks: each raises when called, with its name.
 REFUSED = {
@@ -78,6 +76,13 @@ def test_every_function_is_known() -> None:
     absent = (set(TABLE) | REFUSED) - functions
     assert absent == set(), "the extension has no such functions"
     assert {name for name in TABLE if name in QUESTIONS or is_refused(name)} == set()
+
+
+def test_every_reference_has_a_test() -> None:
+    """By its name, or by that of the activation whose backward it is."""
+    texts = "".join(file.read_text() for file in Path(__file__).parent.glob("test_*_kernels.py"))
+    tested = set(re.findall(r'"(\w+)"', texts))
+    assert {name for name in TABLE if not {name, re.sub("^(dbias_)?d", "", name)} & tested} == set()
 
 
 def test_every_name_that_its_python_calls_is_known() -> None:

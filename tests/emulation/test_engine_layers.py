@@ -13,8 +13,6 @@ from helpers import on_null_cuda
 from helpers.paths import IMPORTS
 from helpers.suite.real_parts import used
 
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
-
 
 def errors_on(device: str, folder: Path) -> dict[str, float]:
     """The worker's errors on one such GPU."""

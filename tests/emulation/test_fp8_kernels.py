@@ -315,6 +315,18 @@ def test_parts_of_masters_become_blockwise_weights() -> None:
     assert scale.item() == block_scale(weight) and inverse.item() == 1 / scale.item()
 
 
+def test_several_tensors_are_quantized_each_with_its_scale() -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(3, 4), 100 * torch.randn(2, 4)]
+    outs = [tensorwise(len(tensor), 4, **CURRENT) for tensor in tensors]
+    TABLE["multi_tensor_quantize"]([out for out, _ in outs], tensors, [quantizer for _, quantizer in outs])
+    for (out, _), tensor in zip(outs, tensors, strict=True):
+        values = torch.empty(tensor.shape)
+        TABLE["dequantize"](values, out, None)
+        assert out._scale_inv.item() == pytest.approx(tensor.abs().max().item() / 448)
+        assert ((values - tensor).abs() <= tensor.abs() / 16 + 2.0**-10 * out._scale_inv).all()
+
+
 def test_parts_and_biases() -> None:
     torch.manual_seed(0)
     x = torch.randn(7, 4)

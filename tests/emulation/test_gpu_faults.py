@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import on_null_cuda
 from helpers.cases.gradient_cases import STEPS, TOLERANCE, expected, sampled_for
 from helpers.distributed import launch
 from helpers.references import gradient_reference as reference
@@ -18,10 +17,7 @@ from helpers.references.bf16_errors import errors, round_weights, transformers_i
 from helpers.workers.emulated_faults import GROUPS, Result
 from helpers.workers.gradient_worker import Case
 
-pytestmark = [
-    pytest.mark.proof,
-    pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs"),
-]
+pytestmark = pytest.mark.proof
 NAME = "gvpo, groups split"
 
 

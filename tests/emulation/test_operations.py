@@ -17,8 +17,6 @@ from helpers import on_null_cuda
 from helpers.paths import IMPORTS
 from helpers.suite.real_parts import used
 
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
-
 # Operations of the layers, the head, the optimizer and the trainer, and special kinds: views, in place,
 # lists, masks, sizes that depend on values.
 OURS = {
@@ -150,6 +148,18 @@ seen = []
 thread = threading.Thread(target=lambda: seen.append((x + 1)[0, 0].item()))
 thread.start(); thread.join()
 found["thread"] = seen
+begin, end, side = (*(torch.cuda.Event(enable_timing=True) for _ in range(2)), torch.cuda.Stream())
+begin.record()
+with torch.cuda.stream(side):
+    side.wait_event(begin)
+    elsewhere = x[0] + 2
+    end.record()
+torch.cuda.current_stream().wait_event(end)
+found["streams"] = [elsewhere.tolist(), begin.query(), end.query(), begin.elapsed_time(end) >= 0]
+source = torch.ones(2).pin_memory()
+early = source.to("cuda", non_blocking=True)
+source.zero_()
+found["order"] = [early.tolist(), source.to("cuda", non_blocking=True).tolist()]
 gates = torch.zeros(1, 16, device="cuda")
 found["unknown"] = error(lambda: torch.ops.aten._thnn_fused_lstm_cell(gates, gates, gates[:, :4]))
 found["two devices"] = error(lambda: x + torch.ones(4, 4))
@@ -181,6 +191,11 @@ def test_views_outputs_threads_and_text_show_the_same_memory(found: dict[str, An
     assert found["view"] == [0.0, 5.0, 5.0, 5.0] and found["out"] == [1.0, 6.0, 6.0, 6.0]
     assert found["alias"] and found["thread"] == [2.0]
     assert found["printed"] == "tensor([1., 1., 1., 1.], device='cuda:0')"
+
+
+def test_streams_events_and_copies_obey_the_hosts_order(found: dict[str, Any]) -> None:
+    assert found["streams"] == [[3.0] * 4, True, True, True]
+    assert found["order"] == [[1.0, 1.0], [0.0, 0.0]]
 
 
 def test_lists_of_tensors_are_computed(found: dict[str, Any]) -> None:

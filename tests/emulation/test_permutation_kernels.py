@@ -12,8 +12,6 @@ from helpers import on_null_cuda
 
 from megatron_gvpo.emulation.triton_kernels import to_bf16
 
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
-
 CODE = """
 from unittest import mock
 

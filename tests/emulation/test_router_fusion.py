@@ -6,14 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import on_null_cuda
 from helpers.cases.gradient_cases import ALL, STEPS, TOLERANCE, expected, sampled_for
 from helpers.distributed import launch
 from helpers.references import gradient_reference as reference
 from helpers.workers.gradient_worker import Case
 from helpers.workers.router_worker import Routed
-
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
 # A softmax of the chosen; sigmoids with groups, bias and a factor.
 MODELS = [pytest.param("qwen3_moe", marks=pytest.mark.proof), "deepseek_v3"]
@@ -44,7 +41,9 @@ def assert_same(fused: Routed, plain: Routed) -> None:
     assert all(torch.equal(*maps) for maps in zip(fused.maps, plain.maps, strict=True))
     assert fused.maps[0].any(0).sum() > 2, "the tokens go to several experts"
     torch.testing.assert_close(fused.logp_r, plain.logp_r, rtol=0, atol=1e-5)
-    assert fused.outcome.metrics["loss"] == pytest.approx(plain.outcome.metrics["loss"], rel=TOLERANCE)
+    # The loss is a mean of ratios times advantages, whose mean size is at most 1: it moves by no more than
+    # the log-probs. Its terms cancel, so a bound relative to the loss would depend on the machine's rounding.
+    assert fused.outcome.metrics["loss"] == pytest.approx(plain.outcome.metrics["loss"], abs=1e-5)
     assert fused.outcome.gradients.keys() == plain.outcome.gradients.keys()
     for key, gradient in plain.outcome.gradients.items():
         difference = (fused.outcome.gradients[key] - gradient).abs().max()

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
-from helpers import on_null_cuda
 from helpers.distributed import launch
-
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
 
 def exchange() -> None:

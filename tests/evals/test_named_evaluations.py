@@ -22,13 +22,15 @@ from helpers.inputs.named_data import AIME24, GSM8K, write_data
 from helpers.machine.debian import install
 from helpers.paths import ROOT
 from helpers.servers.dataset_hub import hub_of
+from helpers.servers.real_servers import ENGINES, engine_python
 from helpers.suite.real_parts import used
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatron_gvpo.cli import main
 from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.evals.catalog import EVALUATIONS, ChosenEvaluations, chosen
-from megatron_gvpo.evals.documents import load_documents, prepare
+from megatron_gvpo.evals.definitions import prepare
+from megatron_gvpo.evals.documents import load_documents
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
 
@@ -40,11 +42,11 @@ def folder(tmp_path_factory) -> Path:
     words = tokenizer()
     config = Qwen2Config(
         vocab_size=len(words),
-        hidden_size=32,
+        hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=2,  # of 32 elements, as vLLM's kernels for CPUs want
+        num_key_value_heads=1,
         max_position_embeddings=4096,
         eos_token_id=2,
         tie_word_embeddings=False,
@@ -119,6 +121,34 @@ def test_two_ranks_answer_as_one(folder, tmp_path, capfd):
         texts.append((out / "evals" / "model-math500.jsonl").read_text())
     assert texts[0] == texts[1]
     used("megatron-core and Megatron-Bridge, 2 ranks")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("engine", ENGINES)
+def test_servers_answer_as_the_embedded_engine(folder, tmp_path, engine):
+    """HumanEval's first problems, each answer the likeliest: the programs run in the sandbox."""
+    install(["bwrap"], ["bubblewrap"])
+    own = [f"rollout.engine={engine}", f"rollout.servers.python={engine_python(engine)}"]
+    own += ["rollout.servers.context_length=2048"]
+    answers = []
+    for name, overrides in (("local", []), (engine, own)):
+        out = tmp_path / name
+        words = ["--tasks", "humaneval", "--limit", "3", "--json", f"output_dir={out}", *overrides]
+        command = [sys.executable, "-m", "megatron_gvpo", "eval", str(folder / "run.yaml"), *words]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [*command, "eval.sampling.top_k=1"], env=environment, capture_output=True, text=True, timeout=1500
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        results = json.loads(done.stdout)
+        assert results["failed"] == {} and results["results"]["humaneval"]["problems"] == 3
+        assert json.loads((out / "evals" / "model-humaneval.json").read_text())["engine"] == name
+        lines = (out / "evals" / "model-humaneval.jsonl").read_text().splitlines()
+        answers.append([json.loads(line)["answers"] for line in lines])
+    used("lm-eval")
+    used(f"{engine} server")
+    assert answers[0] == answers[1]
+    assert all(answer for of_problem in answers[0] for answer in of_problem)
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Shared by several tests: inputs, references, servers, workers of ranks, and plugins of pytest."""
+"""Modules that several tests share: inputs, references, servers, workers of ranks, and plugins of pytest."""

@@ -35,9 +35,11 @@ from typing import Any
 from helpers.paths import IMPORTS
 from helpers.suite.real_parts import used
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=120)
-IMPORT_SECONDS = 900.0  # on a machine with much else to do
-IS_EMULATED = __name__ == "__main__" and sys.argv[1:] == ["emulated"]  # of the process that forks ranks
+IMPORT_SECONDS = 900.0  # enough on a busy machine
+# true in the process that forks emulated ranks
+IS_EMULATED = __name__ == "__main__" and sys.argv[1:] == ["emulated"]
+# A rank with an emulated GPU may compute for minutes on a busy machine while the others wait for it.
+COLLECTIVE_TIMEOUT = timedelta(seconds=900 if IS_EMULATED else 120)
 
 
 def launch(
@@ -49,7 +51,7 @@ def launch(
 ) -> None:
     """Run `target` ("module:function") once with every number of ranks in `sizes`.
 
-    `emulated`: on emulated GPUs of this name; True is "h100".
+    `emulated`: the name of the GPU that each rank emulates; True is "h100".
 
     Raises AssertionError with the end of the output if a rank fails, or is not done in `timeout` seconds.
     """
@@ -70,7 +72,7 @@ def launch(
         server.stdin.write(json.dumps(order).encode() + b"\n")
         server.stdin.flush()
         process = _answer(server, IMPORT_SECONDS)
-        if process is None:  # what it answers later would be taken for the answers to the next order
+        if process is None:  # a late answer would be taken for the answer to the next order
             server.kill()
             _fork_server.cache_clear()
         assert process is not None, f"{target}: no process for the ranks after {IMPORT_SECONDS:.0f} s"
@@ -91,7 +93,7 @@ def launch(
 
 @functools.cache
 def _variables(device: str) -> dict[str, str]:
-    """Variables of a process with emulated GPUs, if it is to have them: "" is without."""
+    """Environment variables of a process whose emulated GPUs are of this kind; "" means none."""
     if not device:
         return {}
     from helpers import on_null_cuda
@@ -101,8 +103,9 @@ def _variables(device: str) -> dict[str, str]:
 
 @functools.cache
 def _fork_server(device: str) -> subprocess.Popen[bytes]:
-    """The process that has imported the libraries. It takes an order a line, and answers with two numbers:
-    the fork's process id, and its exit status.
+    """Return the process that has imported the libraries.
+
+    It reads one order from each line, and answers with two numbers: the fork's process id and exit status.
     """
     variables = {**os.environ, **_variables(device)}
     path = os.pathsep.join([IMPORTS, variables.get("PYTHONPATH", "")])
@@ -170,7 +173,8 @@ def _run(order: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["directory"])
-    sys.path[:] = dict.fromkeys([*order["path"], *sys.path])  # this process has Transformer Engine's, too
+    # this process's path has Transformer Engine, too
+    sys.path[:] = dict.fromkeys([*order["path"], *sys.path])
     target, arguments = order["target"], order["arguments"]
     importlib.import_module(target.split(":")[0])
     for run, size in enumerate(order["sizes"]):
@@ -202,7 +206,7 @@ def _fork(order: dict[str, Any]) -> int:
 
 def _serve() -> None:
     gc.disable()
-    os.environ.pop("LD_PRELOAD", None)  # this process has it; what it starts does not need it
+    os.environ.pop("LD_PRELOAD", None)  # its children do not need the preloaded library
     if IS_EMULATED:
         from megatron_gvpo.emulation import emulated_gpu
 
@@ -212,7 +216,7 @@ def _serve() -> None:
         importlib.import_module("megatron.bridge")
     else:
         importlib.import_module("megatron_gvpo.megatron.cpu.bridge").import_bridge()
-    gc.freeze()  # the forks share its memory with it as long as nobody writes there
+    gc.freeze()  # forks share memory with this process only as long as no process writes to it
     gc.enable()
     for line in sys.stdin:
         process = _fork(json.loads(line))

@@ -6,6 +6,7 @@ A mark is an HTML comment on the line before the block:
     <!-- run small -->                  the same, with the sizes of the tests' tiny task
     <!-- run small: train.steps=2 -->   the same, with further overrides; also without `small`
     <!-- file: NAME -->                 written to NAME, for the blocks after it
+    <!-- insert: NAME: BEGINNING -->    in skills: put into NAME, before the first line with this beginning
     <!-- elsewhere: PATH: WHY -->       run by PATH, a file of the repository, because it takes minutes
     <!-- needs: gpu -->                 not run here; also cluster, servers, network
 """
@@ -37,7 +38,7 @@ class Block(NamedTuple):
     line: int
     language: str
     text: str
-    mark: str  # empty: none
+    mark: str  # empty without a mark
 
     @property
     def kind(self) -> str:

@@ -24,7 +24,7 @@ def make_task(name: str, directory: Path, patch: pytest.MonkeyPatch) -> Path:
 
 
 def train(name: str, *own: str, prompts: int = 8) -> Path:
-    """Train the example's both parts on its task, and check the metrics; returns the run's directory."""
+    """Train both parts of the example on its task, and check the metrics; returns the run's directory."""
     few = (
         f"train.prompts_per_step={prompts}",
         "data.train.limit=64",

@@ -1,6 +1,7 @@
 """Runs Python code in a process with the null CUDA, and rehearses ranks of small models there.
 
-What it needs is built once and kept (`make test` begins early, in the background): a test may wait for it.
+The libraries that it needs are built once and kept. `make test` begins the build early, in the background,
+and a test may wait for it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from helpers.paths import ROOT
 from helpers.references.transformer_engine_source import wheel_source
 from helpers.suite.real_parts import used
@@ -26,8 +25,7 @@ from megatron_gvpo.rehearsal.nullcuda.devices import DEVICES
 from megatron_gvpo.rehearsal.process import environment_of_ranks, run_jobs
 from megatron_gvpo.rehearsal.rank import RankJob
 
-HAS_CUDA_BUILD = torch.version.cuda is not None
-QWEN = {  # the shapes of a Qwen2.5 of 4 layers, small enough for a CPU world, too
+QWEN = {  # the shapes of a Qwen2.5 of 4 layers, small enough for ranks on CPUs, too
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
     "hidden_size": 256,
@@ -77,11 +75,13 @@ def environment(gib: float = 8.0, device: str = "h100") -> dict[str, str]:
 def emulated_environment(gib: float = 8.0, device: str = "h100") -> dict[str, str]:
     """Variables of a process with eight such devices that compute."""
     transformer_engine.build(lambda _: None)
-    return emulated_gpu.environment(DEVICES[device], 8, int(gib * 2**30))
+    variables = emulated_gpu.environment(DEVICES[device], 8, int(gib * 2**30))
+    variables["PYTHONPATH"] += f":{wheel_source('fla-core')}"  # the kernels of gated delta nets
+    return variables
 
 
 def run_code(code: str, gib: float = 8.0, timeout: float = 300, emulated: bool = False) -> Any:
-    """Run `code`, which leaves what the test compares in `found`; returns that, through JSON."""
+    """Run `code`, which sets the variable `found`; returns its value, through JSON."""
     program = f"{textwrap.dedent(code)}\nimport json\nprint('\\n' + json.dumps(found))"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
@@ -151,7 +151,7 @@ def phase(result: dict[str, Any], name: str, rank: int = 0) -> dict[str, Any]:
 
 
 def fill(directory: Path) -> None:
-    """Write weights of zeros; an embedding has one other value, because a run refuses one without any."""
+    """Write weights of zeros. An embedding has one other value, because a run refuses embeddings of zeros."""
     made_model.fill(directory)
     for file in directory.glob("*.safetensors"):
         with file.open("r+b") as opened:

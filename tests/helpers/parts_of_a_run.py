@@ -16,7 +16,6 @@ from megatron_gvpo.servers.launch import serve
 from megatron_gvpo.servers.server import Server
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.lengths import longest_prompt
-from megatron_gvpo.settings.reward_servers import first_gpus
 from megatron_gvpo.settings.servers import run_directory
 from megatron_gvpo.training.environment import prepare
 
@@ -32,18 +31,18 @@ def scorer_of(config: Config) -> Scorer:
 
 
 def served_rewards_of(config: Config) -> ServedRewards:
-    cards, gpus = ModelCards(config), first_gpus(config)
+    cards, gpus = ModelCards(config), config.first_gpus()
     return ServedRewards(config.rewards, config.data, cards, config.output_dir, gpus)
 
 
 def served_teacher_of(config: Config) -> ServedTeacher:
     assert config.teacher is not None
-    cards, gpu = ModelCards(config), first_gpus(config)[SECTION]
+    cards, gpu = ModelCards(config), config.first_gpus()[SECTION]
     return ServedTeacher(config.teacher, config.model.dtype, cards, config.output_dir, gpu)
 
 
 def weights_directory(config: Config) -> Path:
-    """The directory of the run's weights, which its servers read."""
+    """The directory in which the run's servers read weights."""
     return run_directory(config.output_dir, config.rollout.weights)
 
 

@@ -1,11 +1,11 @@
-"""Sizes from which on libraries and this package act otherwise, cut down so that a tiny model is above them.
+"""Reduces the sizes above which libraries and this package act otherwise, so that a tiny model exceeds them.
 
     with small_constants():
         ...
 
 A bucket of Megatron closes at 40 million elements, an export's file at 5 GiB: a model of 30,000 elements has
-one bucket and one file, and a test on it says nothing about the second. `CONSTANTS` is the list of such
-places; docs/explanation/audit.md says which other sizes were found, and why they are not here.
+one bucket and one file, and a test on it shows nothing about a second one. `CONSTANTS` lists such sizes;
+docs/explanation/audit.md names those that were left out, and why.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ CONSTANTS = [
         "megatron.core.distributed:DistributedDataParallelConfig.__init__(bucket_size)",
         None,  # DistributedDataParallel then takes max(40_000_000, 1_000_000 * ranks)
         2000,
-        # The output layer of the tiny models, even one of two shards of it, has more: an untied one fills the
-        # first bucket alone, as that of a large model does.
+        # The output layer of the tiny models has more elements, even one of its two shards: an untied layer
+        # fills the first bucket alone, as that of a large model does.
         "elements at which Megatron closes a bucket of gradients and gathered weights",
     ),
     Constant(
@@ -87,17 +87,18 @@ class ServerOption:
 
 
 _PART = "tokens of a prompt that are computed at once; a longer prompt is computed in parts"
-# Requests of a step need more than the cache, which holds one response of the longest length and little more.
+# A step's requests do not fit the cache, which holds little more than one response of the longest length.
 SERVER_OPTIONS = {
     "sglang": [
         ServerOption("--chunked-prefill-size", "2048 to 16384, by GPU", "16", _PART),
         ServerOption("--max-prefill-tokens", "16384", "24", "tokens of new prompts in one batch"),
         ServerOption("--max-total-tokens", "by GPU memory", "240", "tokens in the cache"),
         ServerOption("SGLANG_LOGPROB_CHUNK_SIZE", "2048", "5", "rows of logits of a prompt at once"),
-        # How much of max_tokens a new request is thought to need: below it, requests are taken back.
+        # The share of max_tokens that the server expects a new request to need; when requests need more, it
+        # takes some back.
         ServerOption("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "4096", "4", "tokens set aside for a request"),
     ],
-    # Prompts in parts are off on CPUs, where they would end vLLM (servers/vllm.py).
+    # Chunked prefill is off on CPUs, where it would end vLLM (servers/vllm.py).
     "vllm": [
         ServerOption("--block-size", "by GPU", "32", "tokens of a block of the cache"),
         ServerOption("--num-gpu-blocks-override", "by GPU memory", "10", "blocks of the cache"),
@@ -116,7 +117,10 @@ def small_servers(engine: str) -> tuple[str, dict[str, str]]:
 
 @contextlib.contextmanager
 def small_constants() -> Iterator[None]:
-    """Context with every size of CONSTANTS cut down. Raises AssertionError where one is not the real one."""
+    """Context with small sizes in place of CONSTANTS.
+
+    Raises AssertionError for a size that is not the real one.
+    """
     with contextlib.ExitStack() as stack:
         for constant in CONSTANTS:
             read, write = _accessors(constant.location)
@@ -128,12 +132,12 @@ def small_constants() -> Iterator[None]:
 
 @contextlib.contextmanager
 def late_gathers() -> Iterator[set[int]]:
-    """Context in which overlapped gathers of weights arrive when they are waited for, and never before.
+    """Context in which overlapped gathers of weights arrive only when a reader waits for them.
 
-    Its value has an entry for each group of buckets that was gathered so.
+    Yields a list that gets an entry for each group of buckets that was gathered so.
 
-    On a network they arrive any time. In a tiny model on one machine they are there at once, so that a reader
-    that does not wait would go unnoticed.
+    On a network they arrive at any time. In a tiny model on one machine they arrive at once, so that a reader
+    that does not wait would not be noticed.
     """
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
 

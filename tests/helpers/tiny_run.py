@@ -1,4 +1,4 @@
-"""A small edition of the quickstart's model and problems, and runs on it, for tests of whole runs."""
+"""A small version of the quickstart's model and problems, and runs with it, for tests of whole runs."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ GVPO = ("algorithm=gvpo", "train.mini_batches=2")
 ENGINE_REFERENCE = (*GVPO, "algorithm.reference_logprobs=engine")
 SHORT = ("train.max_tokens_per_micro_batch=4096", "data.eval=null", "checkpoint.export_hf=false")
 
-# A model that knows nothing is never right, so this rewards variety. In the middle of step `signal_in` the
-# trainer, the parent of a worker's guard, gets SIGTERM (with `killed`, what the reward runs, too); in that of
-# step `disk_full_in` its disk fills: no file can grow any more. The first response of step `poison_in` is
-# worth what no gradient can bear. Responses of step s come from weight version s - 1.
+# An untrained model is never right, so this rewards variety. In the middle of step `signal_in` the trainer,
+# the parent of a worker's guard, gets SIGTERM (with `killed`, the processes of the reward get it, too). In
+# the middle of step `disk_full_in` the disk is full: no file can grow any more. The reward of the first
+# response of step `poison_in` is so large that gradients overflow. Responses of step s come from weight
+# version s - 1.
 REWARD = """
 import os, resource, signal, subprocess
 
@@ -94,7 +95,7 @@ def make(directory: Path) -> None:
 
 
 def _recommend_sampling(file: Path) -> None:
-    """Have the model recommend another policy than its own, as released ones do: servers must ignore it."""
+    """Write sampling options into generation_config.json, as released models do: servers must ignore them."""
     recommended = {"do_sample": True, "top_k": 2, "repetition_penalty": 1.5, "temperature": 0.3}
     file.write_text(json.dumps(json.loads(file.read_text()) | recommended))
 
@@ -131,7 +132,7 @@ class StopAfter(Callback):
 
 
 class AskToStop(Callback):
-    """After the first step, asks an environment or a program to stop the trainer in the second."""
+    """Makes an environment or a program stop the trainer in the second step."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark
@@ -142,9 +143,9 @@ class AskToStop(Callback):
 
 
 def fit(config: Config, callbacks: Sequence[Callback] = (), **how: Any) -> Trainer:
-    """Train with the program's own recorder until the end or an interruption; keeps the process group.
+    """Train with the command line's recorder until the end or an interruption; keep the process group.
 
-    A resumed run may have other rewards: the options of this file's reward interrupt runs.
+    A resumed run may have other reward options, because those of this file's reward interrupt runs.
     """
     if how.get("resume"):
         how["allow_change"] = ("rewards", *how.get("allow_change", ()))

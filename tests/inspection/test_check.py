@@ -36,6 +36,7 @@ def short(prompt, rollout): return 1 - len(rollout.text) / 1000 + (prompt.answer
 def cut(prompt, rollout): return float(rollout.finish_reason == "length" or prompt.answer in rollout.text)
 def silent(prompt, rollout): return float(prompt.answer in rollout.text or not rollout.text)
 def deaf(prompt, rollout): return 0.0
+def partial(prompt, rollout): return 0.9 * (prompt.answer in rollout.text)
 def choosy(prompt, rollout): return float(prompt.answer in rollout.text and prompt.answer != "103")
 """
 SIZES: dict[str, Any] = {
@@ -77,7 +78,7 @@ def values(task: Path, reward: str = "right", **sections: dict[str, Any]) -> dic
         "optimizer": {"lr": 1e-4},
     }
     for section, own in sections.items():
-        base[section] = {**base[section], **own}
+        base[section] = {**base.get(section, {}), **own}
     return base
 
 
@@ -175,6 +176,21 @@ def test_rewards_are_judged_by_responses_whose_quality_is_known(
     judged = inspect_rewards(config, load_task(config, ModelCards(config).policy))[0]
     assert judged.level == level
     assert words in judged.sentence + judged.remedy
+
+
+@pytest.mark.parametrize(
+    ("reward", "right_at", "is_warned"),
+    [("right", 1.0, False), ("partial", 1.0, True), ("partial", 0.9, False)],
+)
+def test_a_reward_under_which_nothing_counts_as_right_is_warned_of(
+    task: Path, reward: str, right_at: float, is_warned: bool
+) -> None:
+    held_out = {"eval": {"path": f"{task}/test.jsonl"}}
+    config = configure(task, reward, data=held_out, eval={"right_at": right_at})
+    judged = inspect_rewards(config, load_task(config, ModelCards(config).policy))
+    warned = [verdict for verdict in judged if verdict.topic == "right"]
+    assert len(warned) == is_warned
+    assert not warned or "at most 0.9" in warned[0].sentence
 
 
 @pytest.mark.parametrize(

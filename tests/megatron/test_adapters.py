@@ -7,6 +7,7 @@ tested by all of them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from helpers.cases.gradient_cases import (
     STEPS,
     THOROUGH,
     TOLERANCE,
+    Step,
     sampled_for,
     small,
 )
@@ -142,10 +144,17 @@ def save_inputs(path: Path, jobs: list[Job]) -> None:
         adapter_reference.write_adapter(path / model, path / name, targets, RANK, ALPHA, shared_in(name))
 
 
-def run_jobs(path: Path, jobs: list[Job], emulated: bool = False, dtype: str = "float32") -> None:
+def run_jobs(
+    path: Path,
+    jobs: list[Job],
+    emulated: bool = False,
+    dtype: str = "float32",
+    steps: Mapping[str, Step] = STEP,
+) -> None:
+    """`steps`: of each model."""
     cases = {}
     for model in {j.model for j in jobs}:
-        step = STEP[model]
+        step = steps[model]
         rows, *_ = sampled_for(step, path)
         cases[model] = Case(model, step.algorithm, rows, step.budget, step.at_step_start, model, dtype=dtype)
     torch.save((jobs, cases), path / "work.pt")

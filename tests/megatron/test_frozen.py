@@ -12,7 +12,7 @@ from helpers.tiny_run import GVPO, SHORT, configure, fit
 from safetensors.torch import load_file
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.megatron.model.frozen import matches
+from megatron_gvpo.megatron.frozen import matches
 from megatron_gvpo.settings.config import Config
 
 EXPORTED = tuple(word for word in SHORT if not word.startswith("checkpoint"))
@@ -40,7 +40,8 @@ def test_frozen_weights_keep_their_values_and_the_others_train(task: Path, tmp_p
 
 
 def test_the_gradient_passes_a_frozen_embedding_where_layers_are_computed_again(task: Path, tmp_path: Path):
-    words = ("model.freeze=[embedding]", "train.steps=1")
+    # With Adam's own eps a gradient of almost 0, which is rounding, would move its weight by the whole rate.
+    words = ("model.freeze=[embedding]", "train.steps=1", "optimizer.eps=1.0e-3")
     plain = configure(task, tmp_path / "plain", *GVPO, *EXPORTED, *words)
     fit(plain)
     again = configure(task, tmp_path / "again", *GVPO, *EXPORTED, *words, "parallel.recompute=full")

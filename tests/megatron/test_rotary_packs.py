@@ -51,7 +51,7 @@ def test_one_gather_is_the_loop_over_sequences(yarn: Any) -> None:
     from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 
     from megatron_gvpo.megatron.attention.core import OwnPackedSeqParams, _rotated, frequencies
-    from megatron_gvpo.megatron.cpu.rotary import angles, rotate
+    from megatron_gvpo.megatron.attention.rotary import angles, rotate
     from megatron_gvpo.megatron.parallel import megatron_device
 
     rotary = yarn()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,15 @@ import pytest
 import torch
 import torch.distributed  # registers its operators
 from helpers.distributed import launch
+from helpers.paths import ROOT
 
-from megatron_gvpo.observe import traffic_counter as traffic
 from megatron_gvpo.planner import architecture
 from megatron_gvpo.planner.traffic import Pack, update_bytes
 from megatron_gvpo.planner.workload import Layout
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+from lib.scaling import traffic_counter as traffic
 
 LENGTHS = [(5, 9), (5, 2), (3, 30), (3, 17), (7, 1), (7, 12), (4, 6), (4, 6)]
 TP2SP = {"tp": 2, "sequence_parallel": True}

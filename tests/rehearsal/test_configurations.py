@@ -24,8 +24,6 @@ from megatron_gvpo.rehearsal.nullcuda.devices import DEVICES
 from megatron_gvpo.rehearsal.process import environment_of_ranks, run_jobs
 from megatron_gvpo.rehearsal.rank import RankJob
 
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
-
 LATENT: dict[str, Any] = {
     **QWEN,
     "architectures": ["DeepseekV3ForCausalLM"],

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from helpers import on_null_cuda
 
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
-
 CODE = """
 import json, sys
 from pathlib import Path
@@ -24,14 +22,14 @@ from megatron_gvpo.megatron import forward
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.rehearsal import made_model, stand_ins
 from megatron_gvpo.rehearsal.nullcuda import counters
-from megatron_gvpo.rehearsal.rank import RankRun
+from megatron_gvpo.rehearsal.rank import RankJob, RankRun
 from megatron_gvpo.rehearsal.recorder import PhaseRecorder
 
 made_model.fill(Path(FILE).parent / "model")
 stand_ins.install(made_weights=True)
 config = load_config([FILE])
 recorder = PhaseRecorder(world)
-run = RankRun(config, 2)
+run = RankRun(config, RankJob([FILE], [], rank=0, world=2, micro_batches=2))
 run.build(), run.score(), run.first_update()
 found = {}
 

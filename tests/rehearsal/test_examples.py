@@ -14,12 +14,11 @@ import pytest
 from helpers import on_null_cuda
 from helpers.paths import ROOT
 
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
-
 EXAMPLES = ROOT / "examples"
 # The files, given in this order, the trainer's GPUs of 80 GB, and keys that the documentation changes.
 REHEARSED: dict[str, tuple[list[str], int, list[str]]] = {
     "gvpo_math_7b": (["papers/gvpo_math_7b"], 8, []),
+    "gvpo_math_7b, entropy bonus": (["papers/gvpo_math_7b"], 8, ["algorithm.loss.entropy_coef=0.001"]),
     "gvpo_math_1.5b": (["papers/gvpo_math_7b", "papers/gvpo_math_1.5b"], 8, []),
     "gpg_math_7b": (["papers/gpg_math_7b"], 8, []),
     "gpg_zero_7b": (["papers/gpg_math_7b", "papers/gpg_zero_7b"], 8, []),
@@ -30,7 +29,7 @@ REHEARSED: dict[str, tuple[list[str], int, list[str]]] = {
         4,
         ["rollout.servers.colocated=false", "rollout.weights.transport=broadcast"],
     ),
-    "gsm8k, adapters": (["recipes/gsm8k", "lora"], 8, []),
+    "gsm8k, adapters": (["recipes/gsm8k", "lora"], 8, ["rollout.weights.transport=shared"]),
     "math": (["recipes/math"], 8, []),
     "deepscaler": (["recipes/deepscaler"], 8, []),
     "reasoning_gym": (["recipes/reasoning_gym"], 8, []),

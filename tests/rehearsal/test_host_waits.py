@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import on_null_cuda
 from helpers.on_null_cuda import MIXTURE, QWEN, counts_of, phase, rehearse, write_model
 from test_configurations import MODELS
 
 from megatron_gvpo.planner import workload
 from megatron_gvpo.rehearsal import report
-
-needs_cuda_build = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
 LATENT = QWEN | {  # a DeepSeek-V3 without experts, whose counts a layer waits for
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -57,9 +54,10 @@ def of_a_layer(folder: Path, model: dict[str, Any]) -> float:
 
 # Waits of the host for the device in a micro-batch of a second update, by kind of model (four layers each).
 # The micro-batch goes forward twice, as its group is scored before. A layer of experts waits for their counts
-# once in each forward; latent attention has three such layers. Two of the last one's layers are gated delta
-# nets: they wait, and its other two have the attention of the first.
-WAITS = {"qwen": 0, "mixture": 4 * 2, "latent": 3 * 2, "delta": 2 * 8}
+# once in each forward; latent attention has three such layers. The first gated delta net of a pack waits once
+# in each forward, for the number of the pack's chunks.
+# The two with images have two of them in a micro-batch, whose grids and lengths their towers' code reads.
+WAITS = {"qwen": 0, "mixture": 4 * 2, "latent": 3 * 2, "delta": 2, "vision": 2 * 43, "deep vision": 141}
 
 
 def of_a_micro_batch(names: Sequence[str], folder: Path) -> dict[str, float]:
@@ -81,13 +79,17 @@ def test_a_micro_batch_waits_as_often_as_its_kind_of_model_is_known_to(tmp_path:
 
 
 @pytest.mark.proof
-@needs_cuda_build
 def test_latent_attention_waits_for_nothing(tmp_path: Path) -> None:
     """megatron-core's own rotation waits four times a layer, and then goes through the sequences."""
     assert of_a_layer(tmp_path, LATENT) == of_a_layer(tmp_path / "qwen", QWEN) == 0
 
 
-@needs_cuda_build
+@pytest.mark.proof
+def test_a_language_model_with_images_waits_for_nothing_in_its_layers(tmp_path: Path) -> None:
+    """megatron-core's own rotation of packs in three axes waits for every sequence in every layer."""
+    assert of_a_layer(tmp_path, MODELS["vision"]) == 0
+
+
 def test_virtual_stages_wait_for_the_norm_alone(tmp_path: Path) -> None:
     """The shapes of their messages come from the packs."""
     config = write_model(tmp_path, QWEN | {"num_hidden_layers": 4})
@@ -100,19 +102,21 @@ def test_virtual_stages_wait_for_the_norm_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
-@needs_cuda_build
 def test_a_layer_of_experts_waits_once_for_their_counts(tmp_path: Path) -> None:
-    """A micro-batch of a layer; the pass itself waits once, for its log-probs."""
-    for layers in (2, 4):
+    """A micro-batch of a layer; the pass itself waits once, for its log-probs.
+
+    The first rehearsal is not looked at: where torch.compile has not compiled for this model yet, it waits 34
+    times more, in its first phase.
+    """
+    for layers in (1, 2, 4):
         config = write_model(tmp_path / str(layers), MIXTURE | {"num_hidden_layers": layers})
         result = rehearse(str(config), "--world", "2", "parallel.ep=2")
         [rank] = result["ranks"]
         expected = 1 + layers * rank["pack"]["micro_batches"]
-        assert phase(result, "scoring")["counts"]["host_waits"] == expected
+        assert layers == 1 or phase(result, "scoring")["counts"]["host_waits"] == expected
 
 
 @pytest.mark.proof
-@needs_cuda_build
 def test_a_teacher_beside_the_policy_is_waited_for_twice_an_update(tmp_path: Path) -> None:
     """When its weights are on the GPU and when they have left it; besides, for the metrics and the norm.
 

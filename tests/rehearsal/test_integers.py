@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
 from helpers import on_null_cuda
-
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
 CODE = """
 import torch

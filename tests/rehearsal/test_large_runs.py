@@ -9,10 +9,7 @@ import yaml
 from helpers import on_null_cuda
 from helpers.doc_blocks import blocks
 
-pytestmark = [
-    pytest.mark.proof,
-    pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs"),
-]
+pytestmark = pytest.mark.proof
 DEEPSEEK = [
     "model.path=DeepSeek-V3",
     "train.max_tokens_per_micro_batch=4096",

@@ -5,10 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers import on_null_cuda
 from helpers.on_null_cuda import QWEN, counts_of, run_code
-
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
 # A forward and a backward of megatron-core's GPTModel without its output layer, in its data parallelism, on a
 # pack of 1,024 tokens; the fusions are those that Megatron-LM's training turns on for such a model.

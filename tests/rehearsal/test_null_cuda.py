@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from helpers import on_null_cuda
 
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
-
 CODE = """
 import gc
 import torch

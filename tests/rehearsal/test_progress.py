@@ -32,7 +32,6 @@ PHASES = (
 ENDED = re.compile(r"rank (\d+), ([a-z ]+): [\d.]+ s")
 
 
-@pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 def test_each_phase_that_ends_is_a_line_and_one_that_hangs_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,7 +77,6 @@ def test_a_process_of_which_no_line_comes_is_named(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.proof
-@pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 def test_the_command_shows_its_progress_beside_its_result(tmp_path: Path) -> None:
     on_null_cuda.environment()
     file = on_null_cuda.write_model(tmp_path)

@@ -45,7 +45,6 @@ def test_its_layouts_are_configurations_of_a_rehearsal(
 
 
 @pytest.mark.proof
-@pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 def test_it_prints_what_the_best_really_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     on_null_cuda.environment()
     assert plan_command.run(_options(tmp_path, "--rehearse")) == 0

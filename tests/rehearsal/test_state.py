@@ -11,8 +11,6 @@ from helpers import on_null_cuda
 from helpers.distributed import launch
 from helpers.on_null_cuda import MIXTURE, QWEN, phase
 
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
-
 LAYOUTS = {
     "tp2": (QWEN, ["parallel.tp=2", "parallel.sequence_parallel=true"]),
     "pp2": (QWEN, ["parallel.pp=2"]),

@@ -14,8 +14,6 @@ from helpers import on_null_cuda
 from megatron_gvpo.rehearsal import transformer_engine
 from megatron_gvpo.rehearsal.nullcuda import build, symbols
 
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
-
 
 @pytest.fixture(scope="module")
 def library() -> Path:

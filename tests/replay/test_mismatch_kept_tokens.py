@@ -175,8 +175,8 @@ def test_sets_are_those_of_the_embedded_engine_to_rounding():
         assert not wrong_sets(logp, ~outside, limits, True, 1e-6).any()
         one_less = ~outside & (logp > logp.masked_fill(outside, torch.inf).amin(-1, keepdim=True))
         assert wrong_sets(logp, one_less, limits, True, 1e-6).double().mean() > 0.9
-        everything = torch.ones_like(outside)
-        assert origin([(1, logp)], everything, limits, True, 1e-6) == "the whole vocabulary"
+        everything = Support.whole_vocabulary(len(logp))
+        assert origin(iter([(1, logp)]), everything, limits, True, 1e-6) == "the whole vocabulary"
 
 
 def test_the_order_of_the_limits_is_that_of_the_engine():

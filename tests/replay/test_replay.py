@@ -23,10 +23,10 @@ from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.core.user_functions import forget_functions
 from megatron_gvpo.groups import Group, Prompt, Rollout
+from megatron_gvpo.megatron.loss_pass import LossPass
 from megatron_gvpo.megatron.optimizer import Optimizer
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.megatron.reference_weights import ReferenceWeights
-from megatron_gvpo.megatron.update import LossPass
 from megatron_gvpo.observe import step_records
 from megatron_gvpo.observe.step_records import DIRECTORY, StepRecords, read, recorded_steps
 from megatron_gvpo.replay.against import first_parting
@@ -392,12 +392,7 @@ def doubled_component(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
 
 
 GVPO = ("algorithm=gvpo",)  # its one update compares with no other policy
-KL = (
-    "algorithm=grpo",
-    "algorithm.loss.reference=fixed",
-    "algorithm.loss.kl_coef=0.1",
-    "train.mini_batches=2",
-)
+KL = (*GRPO, "algorithm.loss.reference=fixed", "algorithm.loss.kl_coef=0.1")
 
 FAULTS = {
     "dropped response": Fault(_rows(lambda rows: rows.select([0, 1, 2, 4, 5, 6, 7])), "rollouts", "", 3),
@@ -451,12 +446,12 @@ FAULTS = {
     "wrong norm": Fault(wrong_norm, "gradient norm"),
     "frozen tensor": Fault(frozen_tensor, "weights", tensor="decoder.layers.1.mlp.linear_fc1.weight"),
 }
-# These stay in `make test`: one of each kind of part of the code.
 # Recorded numbers show these without the model.
 WITHOUT_MODEL = (
     *("dropped response", "swapped groups", "lost advantage", "wrong mask", "lost update", "flipped weight"),
     *("wrong normaliser", "wrong option of the loss", "wrong loss", "doubled rate", "wrong norm"),
 )
+# These stay in `make test`: one of each kind of part of the code.
 QUICK = ("swapped groups", "lost advantage", "wrong normaliser", "scaled micro-batch", "frozen tensor")
 
 
@@ -573,8 +568,6 @@ def test_the_command_says_what_it_found(sound: Path, tmp_path: Path, capsys: pyt
     assert "the runs part in step 2, advantages: response 0" in capsys.readouterr().out
     assert cli.main(["replay", str(tmp_path)]) == 2
     assert "want the output_dir of a run" in capsys.readouterr().err
-    assert cli.main(["replay", str(sound), "--step", "9"]) == 2
-    assert "no record of step 9" in capsys.readouterr().err
     for options in (["--without-model"], ["--against", str(tmp_path / "copy")]):
         assert cli.main(["replay", str(sound), *options, "parallel.tp=2"]) == 2
         assert f"parallel.tp=2: {options[0]} computes no model" in capsys.readouterr().err
@@ -585,6 +578,14 @@ def test_the_command_says_what_it_found(sound: Path, tmp_path: Path, capsys: pyt
         assert "the run's model is not there; give its place" in capsys.readouterr().err
         assert cli.main([command, str(sound), "rollout.n=3"]) == 2
         assert "rollout.n: the run has had its own; only paths may be given" in capsys.readouterr().err
+
+
+def test_a_step_without_a_record_is_refused_before_megatron_is_loaded(
+    sound: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("megatron_gvpo.cli.replay.run_with_model", pytest.fail)
+    assert cli.main(["replay", str(sound), "--step", "9"]) == 2
+    assert "no record of step 9; it has: steps 1 to 2" in capsys.readouterr().err
 
 
 def test_a_step_with_a_secret_is_not_recorded(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,69 @@ def test_a_score_that_is_no_number_to_train_on_ends_the_run_by_name(good: Path, 
         pytest.raises(RolloutError, match=r"does not give each text one finite number of at most 3\.4e\+38"),
     ):
         scored(config_of(good, a_model(model, url)), "a")
+
+
+def sglang(*scores: Any, tokens: Any = None) -> Callable[[list[list[int]]], Any]:
+    """An answer of SGLang with these scores, whatever was sent."""
+    return lambda texts: [
+        {"embedding": [score], "meta_info": {"prompt_tokens": len(ids) if tokens is None else tokens}}
+        for score, ids in zip(scores, [*texts, *texts], strict=False)
+    ]
+
+
+def vllm(*indices: Any) -> Callable[[list[list[int]]], Any]:
+    return lambda texts: {
+        "data": [{"index": i, "probs": [0.5]} for i in indices],
+        "usage": {"prompt_tokens": sum(map(len, texts))},
+    }
+
+
+LIES: dict[str, tuple[str, Callable[[list[list[int]]], Any]]] = {
+    "a score too few": ("sglang", sglang(0.5)),
+    "a score too many": ("sglang", sglang(0.5, 0.5, 0.5)),
+    "two labels": ("sglang", lambda texts: [one | {"embedding": [0.5, 0.5]} for one in sglang(1, 1)(texts)]),
+    "a text": ("sglang", sglang("0.5", "0.5")),
+    "true": ("sglang", sglang(True, True)),
+    "NaN": ("sglang", sglang(0.5, float("nan"))),
+    "no object": ("sglang", lambda texts: ["error", "error"]),
+    "tokens as a text": ("sglang", sglang(0.5, 0.5, tokens="7")),
+    "200 with an error": ("sglang", lambda texts: {"error": {"message": "CUDA error", "code": 500}}),
+    "null": ("sglang", lambda texts: None),
+    "a number": ("sglang", lambda texts: 7.5),  # an int is a status
+    "200 with an error of vLLM": ("vllm", lambda texts: {"object": "error", "message": "no", "code": 500}),
+    "the same index twice": ("vllm", vllm(0, 0)),
+    "an index beyond": ("vllm", vllm(0, 2)),
+    "an index that is a text": ("vllm", vllm("0", "1")),
+    "indices of two types": ("vllm", vllm(0, "1")),
+    "no data": ("vllm", vllm()),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_answer_that_no_reward_model_gives_is_never_a_reward(good: Path, model: Path, lie: str):
+    """The server answers well while it is checked, and lies about the first batch of two."""
+    engine, false = LIES[lie]
+    of_all = {"sglang": lambda n: sglang(*[0.5] * n), "vllm": lambda n: vllm(*range(n))}[engine]
+
+    def answer(path: str, body: Any) -> Any:
+        if path != "/classify":
+            return {}
+        texts = body["input_ids" if engine == "sglang" else "input"]
+        return (false if len(texts) > 1 else of_all(len(texts)))(texts)
+
+    groups = groups_of("a", "bb")
+    with standing_in(answer) as url:
+        component = a_model(model, url)
+        component["model"]["servers"]["engine"] = engine
+        with served_rewards_of(config_of(good, component)) as served:
+            try:
+                served.score(groups, lambda: None)
+            except RolloutError as error:
+                assert "/classify does not give" in str(error) or "was cut" in str(error)
+                return
+    for rollout in groups[0].rollouts:
+        assert rollout.finish_reason == LOST and "its answer has no scores" in rollout.text
+        assert not rollout.rewards
 
 
 def test_an_outage_is_no_reward_of_zero(good: Path, model: Path):
@@ -231,6 +295,7 @@ def test_a_verdict_becomes_a_reward_with_its_explanation(good: Path):
         ("[7]", "not a JSON object"),
         ('{"explanation": "good"}', "no score between 0 and 10"),
         ('{"score": 11}', "no score between 0 and 10"),
+        ('{"score": 1, "score": 9}', "not JSON (field 'score' is given twice)"),
         ('{"score": true}', "no score between 0 and 10"),
         ('{"score": NaN}', "no score between 0 and 10"),
         (f'{{"score": {10**400}}}', "no score between 0 and 10"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -28,7 +30,26 @@ FAULTS = (
     Fault("corrupt checkpoint", 9, delay=0.1),
     Fault("lose node", 10, "saving"),
 )
+# Starts the two ranks of a command as forks, as the launcher of a chaos run does.
+LAUNCHER = """
+import subprocess, sys
+from lib.chaos import starter
+from megatron_gvpo.core.launch import launch
+subprocess.Popen = starter._ForkedRank
+sys.exit(launch(2, ["recipes"]))
+"""
 KILLED = ("kill rank", "corrupt checkpoint", "lose node")
+
+
+def test_the_launcher_starts_its_ranks_as_forks() -> None:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-c", LAUNCHER]
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("\ngvpo ") == 2
 
 
 @pytest.mark.proof

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import re
 import shutil
 from contextlib import suppress
@@ -20,7 +21,7 @@ from megatron_gvpo.runs.existing_run import (
     Earlier,
     check_earlier_run,
     earlier_of,
-    finished,
+    finished_message,
     metrics_problems,
     remove_earlier_run,
 )
@@ -124,7 +125,7 @@ RUN = ("run.json", "config.yaml")
 
 
 @pytest.mark.parametrize(
-    ("there", "named"),
+    ("files", "named"),
     [
         (("checkpoints/other.pt", "hf/mine.bin", "exports/mine.txt"), "checkpoints/other.pt"),
         (("hf/config.json", "hf/model.safetensors"), "hf/config.json"),
@@ -145,15 +146,14 @@ RUN = ("run.json", "config.yaml")
         ((*RUN, "metrics.jsonl/mine.txt"), "metrics.jsonl"),
     ],
 )
-@pytest.mark.parametrize("earlier", ["refuse", "auto", "overwrite"])
-def test_what_no_run_has_recorded_is_named_and_stays(good, tmp_path, earlier, there, named):
+def test_what_no_run_has_recorded_is_named_and_stays(good, tmp_path, files, named):
     out = tmp_path / "out"
-    if earlier == "auto" and any(name.endswith("/state.json") for name in there):
-        pytest.skip("a checkpoint is continued")
-    with pytest.raises(ConfigError, match=re.escape(named)) as refused:
-        check(good, out, earlier, *there)
-    assert "--overwrite" not in str(refused.value) and "another output_dir" in str(refused.value)
-    make(out, *there)
+    continues = any(name.endswith("/state.json") for name in files)  # "auto" resumes from a checkpoint
+    for earlier in ("refuse", "overwrite") if continues else ("refuse", "overwrite", "auto"):
+        with pytest.raises(ConfigError, match=re.escape(named)) as refused:
+            check(good, out, earlier, *files)
+        assert "--overwrite" not in str(refused.value) and "another output_dir" in str(refused.value)
+    make(out, *files)
     before = sorted(out.rglob("*"))
     with pytest.raises(ConfigError, match=re.escape(named)):
         remove_earlier_run(str(out))
@@ -282,7 +282,7 @@ def test_a_run_that_was_beyond_its_first_checkpoint_is_not_started_anew(good, tm
 
 def test_a_finished_run_says_so_and_how_to_go_on(good, tmp_path):
     def said(*overrides: str) -> str | None:
-        return finished(load_config([good], [f"output_dir={tmp_path}", *overrides]))
+        return finished_message(load_config([good], [f"output_dir={tmp_path}", *overrides]))
 
     (tmp_path / CHECKPOINT).parent.mkdir(parents=True)
     (tmp_path / CHECKPOINT).touch()
@@ -353,6 +353,29 @@ def test_damaged_metrics_are_named_with_their_line_before_anything_is_loaded(goo
         metrics.write_text(lines[0] + line + lines[0])
         with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2: .*mend the line, or move the file"):
             check(good, out, "auto")
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ('{"step": 20, "reward/mean": 0.25, "time/step": 3.0, "device/x": 1}', None),
+        ('{"step": 19, "reward/mean": 0.5}', None),  # steps without a record are a warning
+        ('{"step": 20, "reward/mean": 0.26, "time/step": 3.0}', "reward/mean is 0.26 in one and 0.25"),
+        ('{"step": 20, "reward/mean": 0.25}', "time/step is None in one and 3.0"),
+        ('{"step": 20}\n{"step": 20, "reward/mean": 0.25, "time/step": 3.0}', None),  # the last counts
+    ],
+)
+def test_metrics_of_another_run_are_refused(good, tmp_path, record, problem):
+    out = tmp_path / "out"
+    make(out, CHECKPOINT)
+    metrics = {"reward/mean": 0.25, "time/step": 3.0, "train/kl": math.nan}
+    (out / CHECKPOINT).write_text(json.dumps({"step": 20, "reported": metrics}))
+    (out / "metrics.jsonl").write_text(record + "\n")
+    if problem is None:
+        check(good, out, "resume")
+    else:
+        with pytest.raises(ConfigError, match=rf"record of step 20 is not .*{problem}.*the run's own back"):
+            check(good, out, "resume")
 
 
 def test_a_checkpoint_with_the_name_of_another_step_is_refused_with_both_names(task, tmp_path, capsys):

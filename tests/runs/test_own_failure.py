@@ -6,13 +6,19 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.distributed import launch
+from helpers.inputs.rows import make_rows
 from helpers.tiny_run import assert_same_run, configure, fit
 
+from megatron_gvpo.algorithms.custom import CustomLoss
 from megatron_gvpo.core.user_functions import UserFunctionError
+from megatron_gvpo.kernels.linear_logprob import linear_logprob
 from megatron_gvpo.megatron.checkpoint.save import Writer
+from megatron_gvpo.megatron.loss_pass import LossInForward
 from megatron_gvpo.runs.existing_run import newest_step
 from megatron_gvpo.sampling.samplers import EngineSampler
+from megatron_gvpo.types import BatchTotals
 
 # With two updates a step, the calls of step 3 on one rank are the fifth and the sixth.
 LOSS = """
@@ -104,6 +110,25 @@ def test_all_ranks_hear_of_a_loss_that_fails_on_one(task, tmp_path, monkeypatch)
         "KeyError: 'x' (wrong.py, line 10) (on rank 1); `train ... --resume` continues from step 2"
     )
     assert newest_step(tmp_path / "run") == 2
+
+
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_a_rank_whose_loss_fails_takes_part_in_the_backward(tmp_path, monkeypatch, has_weights):
+    """Fails on the old code: with known weights, as in a replay, the scalar had no graph to go back on."""
+    fails_on(monkeypatch, 0, 1)
+    (tmp_path / "wrong.py").write_text(LOSS)
+    rows = make_rows([[1.0, 0.0]])
+    tokens = int(rows.length_n.sum())
+    hidden_rh, weight_vh = torch.randn(tokens, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
+    output = linear_logprob(
+        hidden_rh, weight_vh, torch.arange(tokens) % 7, weight_r=torch.ones(tokens) if has_weights else None
+    )
+    loss_pass = LossInForward(CustomLoss(function=f"{tmp_path}/wrong.py:loss"), BatchTotals.of(rows))
+    scalar, result = loss_pass(rows, tuple(output))
+    scalar.backward()
+    assert hidden_rh.grad is not None and result.metrics["loss"] == 0
+    with pytest.raises(UserFunctionError, match="KeyError: 'x'"):
+        loss_pass.raise_problem()
 
 
 def test_a_rank_that_fails_alone_is_not_waited_for_long(tmp_path):

@@ -269,6 +269,22 @@ def test_secrets_stay_out_of_the_record(run, monkeypatch):
     assert load_config(["out/config.yaml"]) == config
 
 
+def test_an_edited_configuration_is_compared_as_the_run_had_it(run):
+    """The run's own config.yaml was compared with itself, so that an edited learning rate went unnoticed."""
+    file = Path("out/config.yaml")
+    before, seed = file.read_text(), load_config([run]).train.seed
+    file.write_text(before.replace(f"seed: {seed}", "seed: 77"))
+    edited = load_config([file])
+    with pytest.raises(ConfigError, match=rf"train\.seed was {seed} and is 77\..*\(config\.yaml differs"):
+        check_unchanged(edited, ())
+    assert "train.seed was" in listed(check_unchanged(edited, ("train.seed",)))
+    assert compare(run) == "", "the settings of the run itself"
+    record = json.loads(Path("out/run.json").read_text())
+    del record["config"]  # as earlier versions wrote it
+    Path("out/run.json").write_text(json.dumps(record))
+    assert listed(check_unchanged(edited, ())) == ""
+
+
 def test_a_key_that_a_new_version_has_added_had_its_default():
     old, new = (
         {"output_dir": "x", "train": {"steps": 3}},

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -37,6 +36,7 @@ def terminal(*command: str) -> Iterator[tuple[psutil.Popen, int]]:
         stdout=theirs,
         stderr=theirs,
         env=os.environ,
+        preexec_fn=hear_hangups,
     )
     os.close(theirs)
     try:
@@ -48,6 +48,11 @@ def terminal(*command: str) -> Iterator[tuple[psutil.Popen, int]]:
                 member.kill()
         with suppress(OSError):
             os.close(ours)
+
+
+def hear_hangups() -> None:
+    """Undo in a new process what nohup did, if it started these tests: that SIGHUP is ignored."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 FOREGROUND = """
@@ -186,8 +191,7 @@ def start(given: Sequence[str], *before: str) -> psutil.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # Tests that nohup has started would hand down that the signal is ignored.
-        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
+        preexec_fn=hear_hangups,
     )
 
 

@@ -73,6 +73,19 @@ def test_a_run_without_metrics_comes_to_its_end(task, finished, tmp_path):
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["pass_at_1_before"] is None
 
 
+def test_a_resumed_run_refuses_the_metrics_of_another(task, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "out")
+    file = tmp_path / "out" / "metrics.jsonl"
+    *earlier, last = file.read_text().splitlines()
+    record = json.loads(last)
+    record["reward/mean"] += 0.01
+    file.write_text("\n".join([*earlier, json.dumps(record)]) + "\n")
+    settings = ("checkpoint.every=1", "checkpoint.keep=3", "logging.tensorboard=true")
+    config = configure(task, tmp_path / "out", *GVPO, *settings, "logging.profile_steps=[2, 2]")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: its record of step 4 is not .*reward/mean"):
+        fit(config, resume=True)
+
+
 def test_tensorboard_has_what_the_metrics_have(finished):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -43,7 +43,7 @@ class SimulatedServer:
         self.asked.append(Response(prompt, seed, self.step, self.generator.lognormal(0, 1.5)))
         return [self.asked[-1]]
 
-    def first(self, batches: Sequence[list[Response]], count: int, due: int) -> list[int]:
+    def wait_for_complete(self, batches: Sequence[list[Response]], count: int, due: int) -> list[int]:
         remaining = [response.remaining for [response] in batches]
         needed = max(sorted(remaining)[count - 1], *remaining[:due], 0.0)
         for [response] in batches:

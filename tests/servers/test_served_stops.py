@@ -42,7 +42,9 @@ def said(kind: str, text: str, reason: str, string: str | None = None) -> dict[s
     return answer
 
 
-def response(kind: str, *answers: dict[str, Any]) -> tuple[Rollout, list[dict[str, Any]]]:
+def response(
+    kind: str, *answers: dict[str, Any], stop: tuple[str, ...] = STOP
+) -> tuple[Rollout, list[dict[str, Any]]]:
     """The pool's response where the server gives these answers in turn, and the requests."""
     later = iter(answers)
     connection = Connection(lambda _: next(later))
@@ -55,7 +57,7 @@ def response(kind: str, *answers: dict[str, Any]) -> tuple[Rollout, list[dict[st
         [handle] = pool.handles
         # A push that stops a response takes the server out; here it may go on at once.
         handle.has = lambda version: False  # type: ignore[method-assign]
-        sampling = SamplingConfig(max_tokens=MOST, stop=STOP)
+        sampling = SamplingConfig(max_tokens=MOST, stop=stop)
         [[rollout]] = await asyncio.wait_for(pool.generate([Request((5, 6), 1, 0)], sampling), 5)
         return rollout
 
@@ -79,6 +81,14 @@ def test_a_server_is_told_the_strings_and_believed_where_the_tokens_agree(kind: 
 def test_a_string_that_the_server_missed_ends_the_response(kind: str, reason: str):
     rollout, bodies = response(kind, said(kind, ("achelloacc" + MOST * "c")[:MOST], reason))
     assert (text(rollout), rollout.finish_reason, len(bodies)) == ("achello", "stop", 1)
+
+
+def test_a_string_that_vllm_has_no_room_for_ends_the_response():
+    """vLLM refuses a request with more than four."""
+    answer = said("vllm", ("achelloacc" + MOST * "c")[:MOST], "length")
+    rollout, [body] = response("vllm", answer, stop=("1", "2", "3", "4", "hello"))
+    assert body["stop"] == ["1", "2", "3", "4"]
+    assert (text(rollout), rollout.finish_reason) == ("achello", "stop")
 
 
 @pytest.mark.parametrize("kind", KINDS)

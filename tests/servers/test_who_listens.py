@@ -176,7 +176,7 @@ def test_a_redirect_takes_no_key_elsewhere():
     with a_stranger() as (other, asked):
         to = b"HTTP/1.0 307 Moved\r\nLocation: http://127.0.0.1:%d/health\r\n\r\n" % other
         with a_stranger(to) as (port, _):
-            with pytest.raises(ServerRefused, match=r"/health: status 307"):
+            with pytest.raises(ServerRefused, match=r"/health: status 307: it redirects to another address"):
                 get(lambda session: Http(session, f"http://127.0.0.1:{port}", KEY))
             assert not is_healthy(f"http://127.0.0.1:{port}", SOON)
         assert asked == []

@@ -203,6 +203,17 @@ def test_evaluation_samples_as_training_does(good):
             "model.adapter=true",
             "model.adapter: expected settings as `key: value`, found True; its keys: alpha, path, rank,",
         ),
+        ("servers={count: 2}", "servers: no such key; did you mean 'rollout.servers'?"),
+        ("n=8", "n: no such key; did you mean 'eval.n' or 'rollout.n'?"),
+        ("steps=8", "steps: no such key; did you mean 'train.steps'?"),
+        ("tp=8", "tp: no such key; did you mean 'parallel.tp'?"),
+        ("nodes=2", "nodes: no such key; did you mean 'rollout.servers.nodes'?"),
+        (
+            "optimizer.max_tokens_per_micro_batch=8",
+            "optimizer.max_tokens_per_micro_batch: no such key; did you mean 'train.max_",
+        ),
+        ("parallel.dp=2", "parallel.dp: no such key; not supported: a number of data-parallel ranks; the"),
+        ("rewards.components.1.name=x", "rewards.components.1: the list has no such item to change"),
         ("rewards.components=math", "rewards.components: expected a list, as [a, b], found 'math'"),
         ("nonsense", "override 'nonsense': expected key.sub=value"),
         ("train..steps=1", "override 'train..steps=1': expected key.sub=value"),
@@ -439,7 +450,7 @@ def test_missing_keys_and_several_errors_at_once(tmp_path):
             "model: {path: {{ model }}}\n",
             "braces in place of a key; a placeholder such as",
         ),  # a template that nobody has filled
-        ("train: {steps: 0x_}\n", "not valid YAML"),
+        ("train: {steps: !!int ''}\n", "not valid YAML"),
     ],
 )
 def test_files_that_are_not_a_configuration(tmp_path, text, said):

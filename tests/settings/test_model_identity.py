@@ -103,7 +103,6 @@ def test_the_check_comes_before_anything_is_loaded(good: Path, task: Path, tmp_p
         check_layout(load_config([good], [f"model.path={model}"]), 1)
 
 
-@pytest.mark.proof  # it imports Megatron-Bridge
 def test_a_class_of_the_checkpoint_with_the_architectures_name_is_not_needed(tmp_path: Path) -> None:
     """Fails on the old code: "Model architecture 'Qwen2ForCausalLM' is not yet supported"."""
     (tmp_path / "config.json").write_text(json.dumps(GOOD | {"auto_map": OWN_CODE}))

@@ -130,13 +130,13 @@ def test_a_thousand_errors_fit_on_a_screen(good):
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("0", 0), ("-7", -7), ("1_000", 1000), ("0x10", 16), ("1e3", 1000.0), ("-.5", -0.5), (".inf", math.inf)],
+    [("0", 0), ("-7", -7), ("1_000", 1000), ("1e3", 1000.0), ("-.5", -0.5), (".inf", math.inf)],
 )
 def test_numbers_as_yaml_has_them(text, value):
     assert parse_value(text) == value and type(parse_value(text)) is type(value)
 
 
-@pytest.mark.parametrize("text", ["010", "1:30", "1.2.3", "0b1", "1e", "--1", "12h"])
+@pytest.mark.parametrize("text", ["010", "1:30", "1.2.3", "0b1", "0x1", "0x_", "1e", "--1", "12h"])
 def test_words_that_look_like_numbers(text):
     assert parse_value(text) == text
 

@@ -92,6 +92,19 @@ def test_a_model_without_heads_has_none_to_speculate_with(good: Path, tmp_path: 
             check(load_config([good], [f"model.path={directory}", IN_VLLM, HEADS]))
 
 
+@pytest.mark.parametrize("layers", [1, 2, 24])
+def test_a_whole_model_is_not_an_eagle_head(layers: int, good: Path, tmp_path: Path) -> None:
+    """A head is accepted beside a policy with as few layers, by the tensor that joins its two inputs."""
+    own = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight")
+    policy = model(tmp_path / "policy", *own, num_hidden_layers=layers)
+    whole = model(tmp_path / "whole", *own[:2], num_hidden_layers=layers)
+    head = model(tmp_path / "head", "fc.weight", "layers.0.mlp.up_proj.weight", num_hidden_layers=1)
+    asked = [f"model.path={policy}", IN_VLLM]
+    check(load_config([good], [*asked, f"rollout.speculation={{method: eagle, model: {head}}}"]))
+    with pytest.raises(ConfigError, match=rf"/whole has num_hidden_layers={layers}, as the policy has"):
+        check(load_config([good], [*asked, f"rollout.speculation={{method: eagle, model: {whole}}}"]))
+
+
 def test_a_draft_of_another_vocabulary_is_refused(good: Path, tmp_path: Path) -> None:
     policy, other = model(tmp_path / "a", vocab_size=8), model(tmp_path / "b", vocab_size=9)
     chosen = f"rollout.speculation={{method: draft, model: {other}}}"

@@ -68,7 +68,6 @@ def test_the_smoke_form_runs_what_there_is_and_names_what_is_missing(tmp_path: P
 
 
 @pytest.mark.proof
-@pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 def test_the_smoke_form_is_right_on_an_emulated_gpu(tmp_path: Path) -> None:
     """With Transformer Engine, FP8 and bf16. Processes that it starts have no emulated GPU, and no IPC."""
     on_null_cuda.emulated_environment()
@@ -104,7 +103,6 @@ def test_the_rehearsed_state_is_that_of_the_shapes() -> None:
             assert memory[part] == pytest.approx(size * count / 2**30, rel=0.005), (name, part)
 
 
-@pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 def test_the_heads_peak_is_the_committed_one(tmp_path: Path) -> None:
     assert _of_rehearsal(tmp_path, "head") == {
         "head": pytest.approx(REHEARSED["head"]["memory_gib"], rel=0.001)
@@ -112,7 +110,6 @@ def test_the_heads_peak_is_the_committed_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
-@pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 def test_all_rehearsed_peaks_are_the_committed_ones(tmp_path: Path) -> None:
     peaks = _of_rehearsal(tmp_path)
     assert peaks == {

@@ -1,5 +1,6 @@
 """Sampling parameters of the API in the engine's terms."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from megatron_gvpo.tinker.wire import Refusal
 MODEL = ServedModel("name", "path", "Qwen2ForCausalLM", 50, 20, (7,), None, ())
 
 
-def asked(record_stability_info: bool = False, **params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def asked(
+    model: ServedModel = MODEL, record_stability_info: bool = False, **params: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
     body = requests.SampleBody.model_validate(
         {
             "sampling_session_id": "s",
@@ -22,7 +25,7 @@ def asked(record_stability_info: bool = False, **params: Any) -> tuple[dict[str,
             "record_stability_info": record_stability_info,
         }
     )
-    return sampling_of(body, MODEL, seed=11)
+    return sampling_of(body, model, seed=11)
 
 
 def test_the_model_ends_a_sample_unless_the_client_wants_no_stop():
@@ -30,6 +33,11 @@ def test_the_model_ends_a_sample_unless_the_client_wants_no_stop():
     assert asked(stop=[9, 8])[1]["stop_token_ids"] == [7, 8, 9]
     assert asked(stop=[])[1]["stop_token_ids"] == [NEVER]
     assert asked(stop="\n\nUser:")[1]["stop"] == ["\n\nUser:"]
+
+
+def test_a_server_that_always_ends_refuses_a_sample_without_an_end():
+    with pytest.raises(Refusal, match=r"stop=\[\]: .* end every sample at the model's own end"):
+        asked(replace(MODEL, is_always_ended=True), stop=[])
 
 
 def test_without_a_limit_a_sample_may_fill_the_context():

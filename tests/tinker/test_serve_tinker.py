@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.inputs import cookbook_task
 from helpers.paths import HELPERS, ROOT
-from helpers.servers.tinker_clients import KEY, recipe, run_client, serving
+from helpers.servers.tinker_clients import KEY, run_client, serving
 
 from megatron_gvpo.tinker.wire import MESSAGES
 
@@ -48,42 +47,6 @@ def test_the_sdk_trains_all_weights_in_each_layout(folder: Path, layout: str, ra
     (folder / "server.yaml").write_text(WHOLE.replace("PATH", "model") + REST)
     with serving(folder, layout, ranks=ranks) as url:
         assert run_client(folder, CLIENT, url, "model", "0").endswith("done\n")
-
-
-@pytest.mark.proof
-def test_recipes_of_the_cookbook_run_unmodified(tmp_path: Path) -> None:
-    cookbook_task.make(tmp_path)
-    (tmp_path / "server.yaml").write_text(ADAPTERS.replace("PATH", cookbook_task.MODEL) + REST)
-    small = {"model_name": cookbook_task.MODEL, "lora_rank": 4}
-    with serving(tmp_path, "max_tokens_per_micro_batch=4096") as url:
-        loop = recipe("sl_loop", url, batch_size=4, max_length=256, log_path=tmp_path / "sl", **small)
-        run_client(tmp_path, *loop)
-        loop = recipe(
-            "rl_loop",
-            url,
-            **{"batch_size": 4, "group_size": 4, "max_tokens": 20, "loss_fn": "importance_sampling"},
-            **small,
-            log_path=tmp_path / "rl",
-        )
-        run_client(tmp_path, *loop)
-        loop = recipe(
-            "distillation.on_policy_distillation",
-            url,
-            **{"teacher_model": cookbook_task.MODEL, "groups_per_batch": 4, "group_size": 2, "max_tokens": 8},
-            **{"max_steps": 2, "eval_every": 0, "save_every": 1, "behavior_if_log_dir_exists": "delete"},
-            **small,
-            log_path=tmp_path / "distillation",
-        )
-        run_client(tmp_path, *loop)
-    for name in ("sl", "rl", "distillation"):
-        saved = (tmp_path / name / "checkpoints.jsonl").read_text().splitlines()
-        assert json.loads(saved[-1])["state_path"].endswith("/weights/final")
-    nll = [
-        json.loads(line)["train_mean_nll"]
-        for line in (tmp_path / "sl/metrics.jsonl").read_text().splitlines()
-    ]
-    assert nll[-1] < nll[0]
-    assert "grad_norm" in (tmp_path / "rl" / "metrics.jsonl").read_text()  # it has trained
 
 
 @pytest.mark.proof  # test_tinker_sessions.py ends a silent session without a server

@@ -10,6 +10,8 @@ from megatron_gvpo.settings.tinker import load_tinker_config
 from megatron_gvpo.tinker.app import TinkerApp
 from megatron_gvpo.tinker.queue import FairQueue
 from megatron_gvpo.tinker.served_model import ServedModel
+from megatron_gvpo.tinker.sessions import Sessions, WireAnswer
+from megatron_gvpo.tinker.wire import Refusal
 
 KEY = "tml-of-a-test"
 MODEL = ServedModel("name", "path", "Qwen2ForCausalLM", 50, 20, (7,), None, ())
@@ -74,3 +76,22 @@ def test_every_request_is_answered_with_a_sentence(app: TinkerApp, monkeypatch: 
 
 async def broken(*_: object) -> web.Response:
     raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(("status", "category"), [(404, "user"), (503, "server"), (None, "server")])
+def test_a_failed_operation_names_whose_fault_it_is(
+    app: TinkerApp, status: int | None, category: str
+) -> None:
+    """It is the category of the RequestFailedError that the SDK raises."""
+    failure = ZeroDivisionError() if status is None else Refusal("it cannot be", status)
+
+    async def settled() -> dict[str, str]:
+        pending = Sessions(60).open()
+        app._later(pending, "x:1", {"kind": "idle"}, lambda _: WireAnswer({}))
+        [job] = app._queue.take(1)
+        job.finish(failure)
+        body = (await pending.pending["x:1"].answer).body
+        assert isinstance(body, dict)
+        return body
+
+    assert asyncio.run(settled())["category"] == category

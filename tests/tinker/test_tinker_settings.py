@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from helpers.paths import ROOT
 
+from megatron_gvpo.cli import main
 from megatron_gvpo.cli.serve import _check as check
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.settings.tinker import TinkerConfig, load_tinker_config
@@ -43,6 +44,11 @@ def test_the_models_name_is_its_path_unless_another_is_given(file: Path):
         ("serve.colour=1", "serve.colour"),
         ("model.adapter={path: x}", "model.adapter.path"),
         ("train.steps=3", "train"),
+        ("rollout.engine=trt", "rollout.engine"),
+        ("rollout.n=8", "rollout.n"),
+        ("rollout={engine: vllm, servers: {colocated: true}}", "give the servers GPUs of their own"),
+        ("rollout={engine: vllm, weights: {transport: adapter}}", "without model.adapter none does"),
+        ("rollout.servers.tp=2", "rollout.servers has no effect with rollout.engine=local"),
     ],
 )
 def test_what_cannot_be_is_refused(file: Path, override: str, words: str):
@@ -59,11 +65,39 @@ def test_a_training_configuration_is_refused_in_one_line_with_an_example():
         assert named in message and (ROOT / named).is_file()
 
 
+@pytest.mark.parametrize("command", ["serve", "check", "train"])
+def test_a_servers_configuration_needs_its_option(command: str, capsys: pytest.CaptureFixture[str]):
+    path = ROOT / "examples" / "tinker" / "server.yaml"
+    assert main([command, str(path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {path}: the section `serve` belongs to a server of the Tinker API")
+    assert f"megatron-gvpo serve --tinker {path}" in line
+
+
 def test_a_model_without_weights_is_refused_before_megatron_loads(file: Path, task: Path, tmp_path: Path):
     (tmp_path / "model").mkdir()
     shutil.copy(task / "model" / "config.json", tmp_path / "model")
     with pytest.raises(ConfigError, match=r"model\.path=.*model: no weights there"):
         check(loaded(file, f"model.path={tmp_path}/model"), 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.servers.python=/none/python"], "rollout.servers.python=/none/python: there is no such"),
+        (["rollout.servers.tp=3"], "rollout.servers.tp=3 does not divide"),
+        (
+            ["rollout.weights.transport=sharded", "model.adapter={rank: 4}"],
+            "transport=sharded with model.adapter",
+        ),
+    ],
+)
+def test_servers_that_cannot_sample_are_refused_before_megatron_loads(
+    file: Path, task: Path, overrides: list[str], words: str
+):
+    config = loaded(file, f"model.path={task}/model", "rollout.engine=sglang", *overrides)
+    with pytest.raises(ConfigError, match=words):
+        check(config, 1)
 
 
 def test_a_key_is_needed_and_comes_from_the_environment(file: Path, monkeypatch: pytest.MonkeyPatch):

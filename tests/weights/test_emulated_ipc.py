@@ -5,10 +5,7 @@ The handle, the receiver and the counters of PyTorch are the real ones; the memo
 
 from __future__ import annotations
 
-import pytest
 from helpers import on_null_cuda
-
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
 CODE = """
 import json, subprocess, sys

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import on_null_cuda
 from helpers.cases.gradient_cases import STEPS, sampled_for
 from helpers.distributed import launch
 from helpers.references import gradient_reference as reference
@@ -24,8 +23,6 @@ from helpers.suite.selected import selected
 from helpers.workers.emulated_push_worker import PUSHES, RANKS, Push
 from helpers.workers.gradient_worker import Case, Layout
 from safetensors.torch import load_file
-
-pytestmark = pytest.mark.skipif(not on_null_cuda.HAS_CUDA_BUILD, reason="a build of torch for CPUs")
 
 _SP = {"tp": 2, "sequence_parallel": True}
 _DENSE, _MIXTURE = "gvpo, groups split", "qwen3_moe, gvpo, groups split"

@@ -10,7 +10,7 @@ from megatron_gvpo.cli import build_parser
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """The parser of every command, and of its subcommands."""
+    """Return the parsers of every command and of its subcommands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():

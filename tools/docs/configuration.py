@@ -33,7 +33,7 @@ def page() -> str:
 
 
 def _paragraphs(doc: str) -> str:
-    """A docstring as Markdown: its indented lines are YAML."""
+    """Return a docstring as Markdown; its indented lines become blocks of YAML."""
     out: list[str] = []
     for block in doc.split("\n\n"):
         if block.startswith("    "):

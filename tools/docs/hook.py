@@ -1,9 +1,9 @@
 """MkDocs hook: adds the reference pages generated from the code, and checks links into the repository.
 
 Pages link to files of the repository, such as `../../slurm/split.sbatch`, so that the links work where the
-pages are read as files. The site has no such files: there the link becomes plain text. With `repo_url` in
-mkdocs.yml it becomes a link to the file in the repository. A block that is marked as a file gets the file's
-name as its title.
+pages are read as files. The site has no such files, so the hook turns such a link into plain text or, with
+`repo_url` in mkdocs.yml, into a link to the file in the repository. A block that is marked as a file gets the
+file's name as its title.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Replaces links out of docs/. Raises PluginError for one that leads to no file of the repository."""
+    """Replace links out of docs/. Raises PluginError for a link that leads to no file of the repository."""
     docs, here = Path(config.docs_dir), Path(config.docs_dir, page.file.src_uri).parent
 
     def replaced(link: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""The metrics reference, from the table that the code has."""
+"""The metrics reference, from the table in the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference of the rollout files, from the columns that the code has."""
+"""The reference of the rollout files, from the table of columns in the code."""
 
 from __future__ import annotations
 

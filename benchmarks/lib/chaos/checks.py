@@ -1,4 +1,4 @@
-"""Checks a run that has been through chaos: nothing lost, twice or stale, and equal numbers."""
+"""Checks a run after its faults: no group is lost, counted twice or from old weights; numbers are equal."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from helpers.tiny_run import records, weights
 
 from lib.chaos.job import ChaosError, Job, ledger_of
 
-PROMPTS, RESPONSES = 4, 4  # of a step, and of a prompt
-STALE = 2e-3  # largest difference of the engine's log-probs and the trainer's; updates are larger by far
+PROMPTS, RESPONSES = 4, 4  # prompts of a step, and responses of a prompt
+STALE = 2e-3  # largest difference of the engine's and the trainer's log-probs; an update changes them more
 
 
 def check(job: Job, ledger: Path, reference: Path | None, order: Sequence[list[str]]) -> int:
@@ -35,9 +35,10 @@ def check(job: Job, ledger: Path, reference: Path | None, order: Sequence[list[s
 
 
 def final_history(entries: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    """The groups of every step, as the last process that asked about the step had them.
+    """The groups of every step, from the last process that asked the judge about the step.
 
-    A process that was started again repeats the steps after its checkpoint; what it repeats replaces them.
+    A process that was started again repeats the steps after its checkpoint, and the repeated steps replace
+    the earlier ones.
     """
     history: dict[int, list[dict[str, Any]]] = {}
     for entry in entries:
@@ -53,7 +54,7 @@ def final_history(entries: Sequence[dict[str, Any]]) -> dict[int, list[dict[str,
 
 
 def _check_step(step: int, groups: list[dict[str, Any]], prompts: list[str], record: dict[str, Any]) -> None:
-    """Every group is there once, whole and current, and the step's record is of these groups."""
+    """Check that every group was counted once, is complete and current, and is in the step's record."""
     trained = [group["prompt"] for group in groups]
     if trained != prompts:
         raise ChaosError(f"step {step} trained on the prompts {trained}, and not {prompts}")

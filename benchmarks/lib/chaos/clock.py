@@ -1,6 +1,6 @@
 """A clock for chaos runs that can be made to jump: libfaketime (Debian's package) moves the calendar's time.
 
-The monotonic clock goes on as it is, as it does where an administrator or NTP sets a machine's clock.
+The monotonic clock does not jump, as when an administrator or NTP sets a machine's clock.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Clock:
         return {
             "LD_PRELOAD": f"{self._library} {FAKETIME}",
             "FAKETIME_TIMESTAMP_FILE": str(self._file),
-            "FAKETIME_CACHE_DURATION": "1",  # seconds until a jump is noticed
+            "FAKETIME_CACHE_DURATION": "1",  # seconds until the processes see a jump
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
         }
 
     def set(self, ahead: float) -> None:
-        """Be `ahead` seconds ahead of the machine's clock."""
+        """Set this clock `ahead` seconds ahead of the machine's."""
         self._ahead = ahead
         aside = self._file.with_suffix(".new")
         aside.write_text(f"{ahead:+.0f}\n")

@@ -1,4 +1,4 @@
-"""Runs a `train` command as Slurm would: again and again, with --resume=auto, until the last step is done."""
+"""Runs a `train` command as Slurm would: repeatedly, with --resume=auto, until the last step is complete."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Start:
     begin: float  # seconds since the job's begin
     seconds: float = 0.0
     code: int | None = None
-    first_step_after: float | None = None  # seconds from its begin to the first step that it recorded
+    first_step_after: float | None = None  # seconds from this start to the first step that it recorded
     last_step: int = 0  # the last step that it recorded
 
 
@@ -60,7 +60,7 @@ class Job:
     struck: list[str] = field(default_factory=list)
 
     def run(self) -> None:
-        """Start the command until the run is done. Raises ChaosError."""
+        """Start the command again and again until the run is complete. Raises ChaosError."""
         self._remaining, self._began = list(self.faults), time.monotonic()
         fruitless = 0
         while not self.done():
@@ -72,7 +72,7 @@ class Job:
         self.scene.rest()
 
     def done(self) -> bool:
-        """True once a start has ended well, and not because it was told to stop."""
+        """True once a start has ended well, and not because of a request to stop."""
         ended_well = bool(self.starts) and self.starts[-1].code == 0
         return ended_well and (self.out / "hf").exists() and self.last_step() == self.steps
 
@@ -112,13 +112,13 @@ class Job:
             start.seconds, start.last_step = time.monotonic() - begin, self.last_step()
 
     def _strike(self, step: int, in_step: float, since_start: float) -> None:
-        """Commit the next fault, if its moment has come. `step` is under way, for `in_step` seconds."""
+        """Commit the next fault, if its moment has come. `step` began `in_step` seconds ago."""
         if not self._remaining or self._ending:
             return
         fault = self._remaining[0]
         if fault.moment == "starting":
             due = len(self.starts) > 1 and step >= fault.step and since_start >= fault.delay
-            due = due or step >= min(fault.step + 3, self.steps)  # nothing has made it start again
+            due = due or step >= min(fault.step + 3, self.steps)  # the command was not started again
         elif fault.moment == "saving":
             recorded = step - 1  # a step is recorded before it is saved
             due = recorded >= fault.step and (self._saving() or recorded > fault.step + 3)
@@ -147,13 +147,13 @@ class Job:
             return 0
 
     def _newest(self) -> tuple[str, int] | None:
-        """Name and checksum of the newest complete checkpoint's state, by which Slurm's job script goes."""
+        """The newest complete checkpoint's name, and its state's checksum, as Slurm's job script has them."""
         files = sorted((self.out / "checkpoints").glob("step_????????/state.json"))
         return (files[-1].parent.name, zlib.crc32(files[-1].read_bytes())) if files else None
 
 
 def ledger_of(file: Path) -> list[dict[str, Any]]:
-    """The judge's entries; a last line that a killed judge left incomplete was never answered."""
+    """The judge's entries. A last incomplete line is left out: the judge was killed before its answer."""
     lines = file.read_text().splitlines() if file.exists() else []
     entries = []
     for line in lines:

@@ -4,7 +4,7 @@
 
 Runs ask it through `judged`, a function of their own in `algorithm.shapers`. It answers after SECONDS, like a
 large model that judges, and adds a line to the file LEDGER for every group that it was asked about, before it
-answers. So the ledger says what the trainer trained on, and no part of the trainer writes it.
+answers. So the ledger records the groups of the training, and no part of the trainer writes it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PATIENCE = 10.0  # seconds that the trainer waits for an answer
 
 
 def judged(group: Group, port: int) -> list[float]:
-    """The judge's rewards of a group. Raises OSError where the judge is gone: a user's client may do so."""
+    """The judge's rewards of a group. As a user's client may do, it raises OSError if the judge has ended."""
     question = {
         "process": os.getpid(),
         "prompt": group.prompt.id,
@@ -51,7 +51,7 @@ def judged(group: Group, port: int) -> list[float]:
 
 
 def rewards_of(responses: list[dict[str, Any]]) -> list[float]:
-    """The component's reward, and a bonus for what the response begins with."""
+    """The component's reward, and a bonus that depends on the response's first characters."""
     return [response["reward"] + 0.25 * (response["tokens"][0] % 2) for response in responses]
 
 

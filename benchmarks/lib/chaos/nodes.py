@@ -1,7 +1,7 @@
 """The rollout servers of chaos runs, on two nodes: `megatron-gvpo serve` runs on each, as on a cluster.
 
 The second node is a mount namespace with shared memory of its own, so that a trainer's rank there has to
-relay weights to its server (`rollout.weights.transport=shared`). A proxy before each server spoils its
+relay weights to its server (`rollout.weights.transport=shared`). A proxy before each server disturbs its
 connections.
 """
 
@@ -31,7 +31,7 @@ START_SECONDS = 600.0
 
 @contextmanager
 def two_nodes(engine: str, task: Path, folder: Path) -> Iterator[tuple[list[Server], int]]:
-    """A server on each node, behind its proxy; and the pid of a process of the second node."""
+    """Start a server on each node, behind a proxy; yield the servers and a process id of the second node."""
     with ExitStack() as opened:
         pid, inside = opened.enter_context(another_node())
         services = [
@@ -49,7 +49,10 @@ def two_nodes(engine: str, task: Path, folder: Path) -> Iterator[tuple[list[Serv
 
 
 def _serve(engine: str, task: Path, folder: Path, prefix: str) -> tuple[subprocess.Popen[bytes], int]:
-    """`megatron-gvpo serve` of one server, and its port. `prefix` enters the server's node."""
+    """Start `megatron-gvpo serve` of one server; return the process and the port.
+
+    `prefix` enters the server's node.
+    """
     folder.mkdir(parents=True)
     [port] = free_ports(1, "127.0.0.1")
     python = folder / "python"
@@ -74,7 +77,7 @@ def _wait(service: subprocess.Popen[bytes], port: int, folder: Path) -> None:
 
 
 def _leader(service: subprocess.Popen[bytes], port: int) -> int | None:
-    """The server's present process, the leader of its group; None while there is none."""
+    """Return the server's current process, the leader of its group; None while no process runs."""
     for child in psutil.Process(service.pid).children():
         with suppress(psutil.NoSuchProcess):
             if str(port) in child.cmdline():

@@ -20,8 +20,8 @@ SERVERS = ("kill server", "stop server", "slow link", "cut link", "close link")
 EMBEDDED = (*PROCESSES, *SERVICES, *SURROUNDINGS)
 SERVED = (*EMBEDDED, *SERVERS, *SERVERS)  # twice: half of the faults of these runs hit servers
 LASTING = {"stop rank", "stop reward worker", "kill judge", "stop judge", "fill disk"}
-ENDS = {"kill rank", "lose node", "corrupt checkpoint", "tell to stop"}  # after these the command ends
-# Kinds that may come while a checkpoint is written, or while the command starts.
+ENDS = {"kill rank", "lose node", "corrupt checkpoint", "tell to stop"}  # these faults end the command
+# Kinds of faults that may strike while a checkpoint is written, or while the command starts.
 WHILE_SAVING = {"kill rank", "lose node", "tell to stop", "fill disk"}
 WHILE_STARTING = {"kill rank", "lose node", "tell to stop"}
 
@@ -30,8 +30,8 @@ WHILE_STARTING = {"kill rank", "lose node", "tell to stop"}
 class Fault:
     """One fault: it strikes `delay` seconds after `moment` of `step` (counted from 1) has begun.
 
-    `seconds`: how long it lasts. `victim`: the rank or server. `size`: what else the kind needs, such as how
-    far a clock jumps.
+    `seconds`: how long it lasts. `victim`: the rank or server. `size`: a further number for some kinds, such
+    as the seconds by which a clock jumps.
     """
 
     kind: str
@@ -71,10 +71,11 @@ class Schedule:
 
 
 def schedule(seed: int, engine: Engine) -> Schedule:
-    """The schedule of a seed: two to four faults in a run of STEPS steps on two ranks."""
+    """Return the schedule of a seed: two to four faults in a run of STEPS steps on two ranks."""
     rng = random.Random(f"{engine} {seed}")
     kinds = EMBEDDED if engine == "embedded" else SERVED
-    # The first kind goes round, so that all kinds come equally often in consecutive seeds.
+    # The first fault's kind follows from the seed, so that all kinds are equally frequent in consecutive
+    # seeds.
     chosen = [kinds[seed % len(kinds)], *(rng.choice(kinds) for _ in range(rng.randint(1, 3)))]
     steps = sorted(rng.sample(range(2, STEPS), len(chosen)))
     rng.shuffle(chosen)

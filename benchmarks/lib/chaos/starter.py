@@ -2,7 +2,8 @@
 
 A start of two ranks costs twenty seconds of processor time for imports alone, and a chaos schedule has
 several starts. `Starter` keeps a process that has imported everything; it forks for every command, and the
-command's ranks are forks, too. All else is the program's own: its command line, its launcher, its `__main__`.
+command's ranks are forks, too. Everything else is the package's own code: its command line, its launcher, its
+`__main__`.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ class Command:
         self.pid, self._starter = pid, starter
 
     def poll(self) -> int | None:
-        """The exit code (128 + n for signal n); None while the command runs."""
+        """Return the exit code (128 + n for signal n); None while the command runs."""
         self._starter.read()
         ended = self._starter.ended.get(self.pid)
         return None if ended is None else int(ended["code"])
 
     @property
     def processor_seconds(self) -> float:
-        """Processor time of the command and all that it waited for, once it has ended."""
+        """Processor time of the command and of the children that it waited for, once it has ended."""
         return float(self._starter.ended[self.pid]["processor"])
 
     def end(self) -> None:
@@ -89,7 +90,7 @@ class Starter:
         return Command(answer["pid"], self)
 
     def read(self) -> None:
-        """Take note of the commands that have ended."""
+        """Read which commands have ended, and their exit codes."""
         while (answer := self._next()) is not None:
             self.ended[answer["ended"]] = answer
 
@@ -109,7 +110,7 @@ class Starter:
 
 
 class _ForkedRank:
-    """Stands for the subprocess.Popen of a rank, in the launcher: a fork that runs the same module."""
+    """Replaces the launcher's subprocess.Popen of a rank by a fork that runs the same module."""
 
     def __init__(
         self,
@@ -117,6 +118,7 @@ class _ForkedRank:
         env: Mapping[str, str],
         process_group: int,
         preexec_fn: Callable[[], object],
+        pass_fds: Sequence[int],  # a fork has all descriptors
     ) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
@@ -166,7 +168,7 @@ _popen = subprocess.Popen
 
 
 def _move_to(pid: int) -> None:
-    """Be the first rank of the node of process `pid`, whose mount namespace has shared memory of its own."""
+    """Become the first rank of the node of process `pid`, whose mount namespace has its own shared memory."""
     os.environ["LOCAL_RANK"] = "0"
     here = os.getcwd()
     os.unshare(os.CLONE_FS)
@@ -175,7 +177,7 @@ def _move_to(pid: int) -> None:
 
 
 def _run_module(arguments: Sequence[str]) -> None:
-    """`python -m megatron_gvpo ARGUMENTS` in this process, to its end."""
+    """Run `python -m megatron_gvpo ARGUMENTS` in this process, to its end."""
     sys.argv = ["megatron_gvpo", *arguments]
     code: Any = 0
     try:
@@ -191,7 +193,7 @@ def _run_module(arguments: Sequence[str]) -> None:
 
 
 def _import() -> None:
-    """Import what a rank imports; no thread may be started, because forks follow."""
+    """Import the modules that a rank imports. No import may start a thread, because forks follow."""
     for module in (
         "megatron_gvpo.cli",
         "megatron_gvpo.checks.preflight",
@@ -204,7 +206,7 @@ def _import() -> None:
 
 
 def _main() -> None:
-    """Fork for each command that the standard input asks for; tell pids and exit codes on the output."""
+    """Fork for each command on the standard input; write pids and exit codes to the standard output."""
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     _import()
@@ -216,7 +218,8 @@ def _main() -> None:
             if ended:
                 running.remove(pid)
                 code = os.waitstatus_to_exitcode(status)
-                processor = used.ru_utime + used.ru_stime  # of the ranks, too: it has waited for them
+                # of the ranks, too: the command has waited for them
+                processor = used.ru_utime + used.ru_stime
                 answer = {"ended": pid, "code": code if code >= 0 else 128 - code, "processor": processor}
                 answers.write(json.dumps(answer).encode() + b"\n")
         if ready:
@@ -233,7 +236,7 @@ def _main() -> None:
 
 
 def _become(arguments: Sequence[str], log: str) -> None:
-    """Be the command: its launcher, whose ranks are forks."""
+    """Become the command's launcher, whose ranks are forks."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for descriptor, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):

@@ -27,7 +27,7 @@ JUDGE = Path(__file__).with_name("judge.py")
 
 
 class NotYet(Exception):  # noqa: N818 - not an error
-    """The victim is not there at the moment; the fault strikes as soon as it is."""
+    """The fault's victim does not exist at the moment; the fault strikes as soon as it does."""
 
 
 class Judge:
@@ -69,11 +69,11 @@ class Scene:
     rng: random.Random
     servers: list[Server] = field(default_factory=list)
     pid: int | None = None
-    ended: Callable[[], bool] = lambda: True  # true once the launcher has
+    ended: Callable[[], bool] = lambda: True  # true once the launcher has ended
     _timers: list[threading.Timer] = field(default_factory=list)
 
     def strike(self, fault: Fault) -> None:
-        """Commit the fault. Raises NotYet where its victim is not there."""
+        """Commit the fault. Raises NotYet if its victim does not exist."""
         try:
             self._strikes[fault.kind](self, fault)
         except psutil.NoSuchProcess:
@@ -95,7 +95,7 @@ class Scene:
         self._timers.append(timer)
 
     def _signal(self, pid: int, fault: Fault, group: bool = False) -> None:
-        """SIGKILL, or SIGSTOP for the fault's seconds."""
+        """Send SIGKILL, or SIGSTOP for the fault's seconds."""
         if timer := signal_for_a_while(pid, fault.seconds, group=group):
             self._timers.append(timer)
 
@@ -111,14 +111,14 @@ class Scene:
         self._signal(self._rank(fault.victim).pid, fault)
 
     def _hit_reward_worker(self, fault: Fault) -> None:
-        """Hit the worker: the child of the guard, which is the trainer's child."""
+        """Send the signal to the worker: the child of the guard, which is the trainer's child."""
         for guard in self._rank(fault.victim).children():
             if "megatron_gvpo.workers.reaper" in guard.cmdline() and (workers := guard.children()):
                 return self._signal(workers[0].pid, fault, group=True)
         raise NotYet
 
     def _lose_node(self, fault: Fault) -> None:
-        self._rank(0)  # the run has begun
+        self._rank(0)  # raises NotYet before the run has begun
         self.lose_everything()
 
     def _tell(self, fault: Fault) -> None:
@@ -150,7 +150,7 @@ class Scene:
         self.clock.jump(fault.size)
 
     def _corrupt_checkpoint(self, fault: Fault) -> None:
-        """Kill all, and flip one bit of the newest checkpoint; the one before it stays good."""
+        """Kill the launcher and the ranks, and flip a bit of the newest checkpoint; older ones stay good."""
         complete = [path.parent for path in (self.out / "checkpoints").glob("step_????????/state.json")]
         if len(complete) < 2:
             raise NotYet

@@ -27,7 +27,7 @@ from lib.chaos.schedules import STEPS, Layout, Schedule
 from lib.chaos.starter import SECOND_NODE, Command, Starter
 from lib.chaos.strikes import JUDGE, Judge, Scene, Server
 
-JUDGING = 0.1  # seconds of the judge for a group: time for faults to strike in a step
+JUDGING = 0.1  # seconds of the judge for a group, so that faults have time to strike in a step
 DISK = 300  # MB of the file system that holds a run's output, and that faults fill
 LAYOUTS: dict[Layout, str] = {"dp2": "parallel.tp=1", "tp2": "parallel.tp=2"}
 
@@ -56,7 +56,7 @@ class Suite:
         self._opened.close()
 
     def try_schedule(self, wanted: Schedule) -> dict[str, Any]:
-        """Run and check a schedule; returns its result."""
+        """Run a schedule and check the run; returns its result."""
         result: dict[str, Any] = {
             "seed": wanted.seed,
             "engine": self._engine,
@@ -84,7 +84,7 @@ class Suite:
         return result | {"seconds": round(time.monotonic() - begin, 1), "load": round(os.getloadavg()[0], 1)}
 
     def _keep(self, folder: Path, ledger: Path, name: str) -> None:
-        """Copy the files of a failed run where they can be looked at."""
+        """Copy the files of a failed run to the system's directory for temporary files."""
         copy = Path(tempfile.gettempdir()) / f"chaos-{name}"
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(folder, copy)
@@ -124,7 +124,7 @@ class Suite:
         return self._nodes
 
     def _starter(self, *, faked: bool) -> Starter:
-        """Starts commands; their clock is the one that jumps if `faked`."""
+        """The process that starts commands. `faked`: the commands have the clock that can jump."""
         if faked not in self._starters:
             self._starters[faked] = Starter(self._clock.environment() if faked else {})
             self._opened.callback(self._starters[faked].close)

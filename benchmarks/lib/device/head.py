@@ -24,7 +24,7 @@ def ways(weight_r: Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def head(smoke: bool) -> dict[str, Any]:
-    """Return the largest errors of a forward and backward, relative to the largest, its peak on a GPU."""
+    """Return the largest errors of a forward and backward, relative to the largest value, and GPU memory."""
     tokens, hidden, vocab = (64, 32, 500) if smoke else (4096, 1536, 32_768)
     where = device()
     result: dict[str, Any] = {"right": True}
@@ -46,14 +46,14 @@ def head(smoke: bool) -> dict[str, Any]:
             }
             result[f"{str(dtype).removeprefix('torch.')} {way}"] = errors
             result["right"] = result["right"] and max(errors.values()) < limit
-    if torch.cuda.is_available():  # nothing before has used the GPU
+    if torch.cuda.is_available():  # the peak is this head's, because nothing has used the GPU before
         result["memory_gib"] = {"peak": torch.cuda.max_memory_allocated() / 2**30}
     return result
 
 
 @contextmanager
 def naive_head() -> Iterator[None]:
-    """Context in which updates use the plainest head: all logits, under autograd."""
+    """Context in which updates use the simplest head, which stores all logits for autograd."""
     from megatron_gvpo.megatron import forward
 
     fused = forward.linear_logprob

@@ -32,7 +32,7 @@ TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def update_flops(shape: dict[str, Any], rows: TrainBatch) -> float:
-    """Return flops: 6 a parameter and token (layers, head), 12 a channel and pair of tokens (attention)."""
+    """Return an update's flops: 6 per parameter and token, and in attention 12 per channel and token pair."""
     hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
     width = hidden // heads * (heads + shape["num_key_value_heads"])
     layer = 2 * hidden * width + 3 * hidden * shape["intermediate_size"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # for its own process, which runs this file
+sys.path.insert(0, str(Path(__file__).parents[2]))  # a variant's process runs this file as a program
 
 from lib.device.model import (
     SHAPES,

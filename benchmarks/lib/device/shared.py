@@ -1,6 +1,6 @@
-"""For device_check.py: times updates with shared prompts and without, beside the planner's prediction.
+"""For device_check.py: the seconds of updates with and without shared prompts, and the planner's prediction.
 
-The check "layers" compares their numbers. Both complete tests/megatron/test_merged_attention.py and
+The check "layers" compares the numbers of both. Both complete tests/megatron/test_merged_attention.py and
 test_shared_prompts.py, which run the same code with the two operators of PyTorch's FlashAttention computed
 plainly.
 """

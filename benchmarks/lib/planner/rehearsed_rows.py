@@ -10,6 +10,49 @@ A3B, A22B = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"
 VL3B, VL4B = "Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen3-VL-4B-Instruct"
 V2, V3 = "deepseek-ai/DeepSeek-V2", "deepseek-ai/DeepSeek-V3"
 
+NEXT, NEXT_DENSE = "transformers/Qwen3-Next", "transformers/Qwen3.5"
+_DELTA_NET = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 32768,
+}
+# The sizes that the configuration classes of transformers (5.19) have by default.
+MODELS = {
+    NEXT: {
+        **_DELTA_NET,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "vocab_size": 151936,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+    },
+    NEXT_DENSE: {
+        **_DELTA_NET,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 248320,
+    },
+}
+
 
 @dataclass(frozen=True)
 class Row:
@@ -24,18 +67,20 @@ class Row:
 
     @property
     def name(self) -> str:
-        words = [word.removeprefix("parallel.").removeprefix("model.") for word in self.keys]
+        words = [word.partition(".")[2] for word in self.keys]
         where = f"rank {self.rank} of {self.world}"
         model = self.model.partition("/")[2]
         return ", ".join([f"{model}, {self.layers} layers", *words, f"{self.tokens} tokens", where])
 
 
 def _row(model: str, layers: int, world: int, words: str = "", rank: int = 0, tokens: int = 8192) -> Row:
-    keys = tuple(f"{'model' if word == _TOWER else 'parallel'}.{word}" for word in words.split())
+    sections = {_TOWER: "model", _SHARED: "train"}
+    keys = tuple(f"{sections.get(word, 'parallel')}.{word}" for word in words.split())
     return Row(model, layers, world, keys, rank, tokens)
 
 
 _TOWER = "train_vision=true"
+_SHARED = "share_prompts=true"
 _SP = "sequence_parallel=true"
 _AGAIN = "recompute=selective recompute_modules"
 ROWS = (
@@ -82,4 +127,15 @@ ROWS = (
     _row(V3, 6, 256, "ep=64 pp=2 recompute=full", 255, 4096),
     _row(V3, 6, 256, "ep=64 pp=2", 128, 4096),
     _row(V3, 4, 64, f"ep=64 {_AGAIN}=[moe,mla_up_proj]", 0, 4096),
+    _row(DENSE, 8, 8, _SHARED),
+    _row(DENSE, 8, 8, f"{_SHARED} pp=2"),
+    _row(DENSE, 8, 8, f"{_SHARED} tp=2 {_SP}", 0, 16384),
+    _row(QWEN3, 8, 8, f"{_SHARED} tp=2 {_SP}"),
+    _row(A3B, 4, 8, f"{_SHARED} ep=8"),
+    _row(NEXT, 4, 8, "ep=8"),
+    _row(NEXT, 4, 8, "ep=8 recompute=full"),
+    _row(NEXT, 8, 16, f"tp=2 ep=8 {_SP}"),
+    _row(NEXT_DENSE, 4, 8),
+    _row(NEXT_DENSE, 8, 8, f"tp=2 {_SP}"),
+    _row(NEXT_DENSE, 8, 8, "recompute=full"),
 )

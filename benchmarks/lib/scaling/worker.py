@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 worker.py POINT.json --steps 3 CONFIG.yaml key=value ...
 
-The first rank writes POINT.json. At the beginning of every phase the ranks wait for one another; that time is
-`waiting`. So no phase contains the delay of the phase before it.
+The first rank writes POINT.json. At the beginning of every phase the ranks wait for one another, and
+`waiting` is the time that they wait. So no phase contains the delay of the phase before it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,13 +27,16 @@ from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.microbatch import my_share
 from megatron_gvpo.observe.timer import PhaseTimer
-from megatron_gvpo.observe.traffic_counter import TrafficCounter
 from megatron_gvpo.planner import architecture, workload
 from megatron_gvpo.planner.traffic import Pack, on_the_wire, update_bytes
 from megatron_gvpo.planner.workload import Layout
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.training import components as parts
 from megatron_gvpo.training.callbacks import Callback
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from lib.scaling.traffic_counter import TrafficCounter, group_names
 
 BOOKKEEPING = (
     "world",
@@ -83,7 +87,7 @@ class Watch(Callback):
             )
             if self._traffic is None:
                 return update(rows, **how)
-            with TrafficCounter(parallel.group_names()) as traffic:
+            with TrafficCounter(group_names()) as traffic:
                 result = update(rows, **how)
             for key, volume in traffic.volumes.items():
                 if key[1] not in BOOKKEEPING:
@@ -107,7 +111,7 @@ class Watch(Callback):
             self.flops.append(self._flops)
         self._flops = self._optimizer = 0.0
         if step == 1 + self._steps:
-            self._traffic = TrafficCounter(parallel.group_names())
+            self._traffic = TrafficCounter(group_names())
             self._traffic.__enter__()
         elif step == 2 + self._steps and self._traffic is not None:
             self._traffic.__exit__(None, None, None)
@@ -119,7 +123,7 @@ class Watch(Callback):
 def _formula(
     trainer: Trainer, model: architecture.Architecture, rows: Any
 ) -> dict[tuple[str, str], int] | None:
-    """Return what this rank should send in an update of these rows; None if the planner has no formula."""
+    """Return the messages that this rank should send in an update of these rows; None without a formula."""
     from megatron.core import parallel_state
 
     policy, sizes = trainer.components.policy, trainer.config.parallel
@@ -150,7 +154,7 @@ def measure(config: Config, steps: int, gpu: str | None) -> dict[str, Any]:
     watch.attach(trainer)
     trainer.fit()
     peak = workload.gpu(gpu).bf16_tflops * 1e12 if gpu else cpu_peak()
-    named: dict[Any, str] = dict(parallel.group_names())
+    named: dict[Any, str] = dict(group_names())
     ranks_of = {name: dist.distributed_c10d._resolve_process_group(g).size() for g, name in named.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
     local = (watch.seconds, watch.messages, watch.updates_equal, peak)

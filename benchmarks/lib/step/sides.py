@@ -1,4 +1,4 @@
-"""The two sides of step_vs_trl.py: each is a process that takes a step when its standard input says so.
+"""The two sides of step_vs_trl.py: each is a process that takes a step for each line of its standard input.
 
     python sides.py SIDE --case CASE --directory DIR --trl-batch N --max-tokens N
 
@@ -47,11 +47,11 @@ def main() -> None:
 
 
 class Turns:
-    """In one side's process: waits for its turn, measures the step, answers."""
+    """The turns of one side's process: it waits for a turn, measures the step, and answers."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # keeps what libraries print out of the answers
+        os.dup2(2, 1)  # libraries' output goes to standard error, so that the answers contain none of it
 
     def wait(self) -> str:
         how = sys.stdin.readline().strip()
@@ -206,7 +206,7 @@ def run_ours(args: argparse.Namespace) -> None:
 
 
 def take_apart(seconds: dict[str, float]) -> None:
-    """From now on, add up the seconds of the parts of our step in `seconds`."""
+    """From now on, add the seconds of the parts of each of our steps to `seconds`."""
     from megatron.core.pipeline_parallel import schedules
 
     from megatron_gvpo.megatron import forward, microbatch, optimizer, policy

@@ -98,7 +98,7 @@ def even_share(text: str) -> float:
 
 
 def reward(prompt: Any, response: Any) -> float:
-    """The same reward, with the arguments of our reward workers."""
+    """`even_share`, with the arguments that our reward workers pass."""
     return even_share(response.text)
 
 

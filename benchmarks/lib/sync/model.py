@@ -17,12 +17,12 @@ import make_task
 from megatron_gvpo.huggingface.adapter_layers import adapter_shapes
 from megatron_gvpo.settings.adapter import possible_targets
 
-WIDTHS = {50: 256, 500: 1024, 1 << 40: 2048}  # most megabytes of a model: its hidden size
+WIDTHS = {50: 256, 500: 1024, 1 << 40: 2048}  # hidden size by the largest megabytes of a model
 
 
 def make_model(directory: Path, megabytes: int, device: torch.device) -> dict[str, Tensor]:
     """Write a checkpoint of about this size; returns its bf16 weights by Hugging Face name, on `device`."""
-    make_task.make_model(directory, seed=0)  # for its tokenizer
+    make_task.make_model(directory, seed=0)  # this model's tokenizer is used
     hidden = next(width for limit, width in WIDTHS.items() if megabytes <= limit)
     config = Qwen2Config.from_pretrained(directory)
     settings = config.to_dict() | {

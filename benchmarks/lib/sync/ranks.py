@@ -5,14 +5,15 @@
 Every rank is a process on this machine, over gloo; two servers of two ranks each take the weights, without an
 engine. The trainer's ranks hold equal parts of every tensor by rows, and the servers' ranks by columns.
 
-  sharded    each trainer rank sends what it holds, each server rank gets what it holds, and passes it on
+  sharded    each trainer rank sends its parts, each server rank gets its own parts, and passes them on
   broadcast  every trainer rank gets all tensors (an all-gather, as the weight stream does), and the first one
              broadcasts them to every server rank
   plain      that broadcast alone, of bytes that the first rank has
 
-Each time is the slowest rank's, from a barrier to the next, the median of `--rounds`. `most_sent` is what the
-busiest trainer rank sends: the plan's bytes, and for a broadcast all of them, as a tree sends them more than
-once. All ranks share this machine's cores and memory: the bytes are what larger machines divide by.
+Each time is the slowest rank's, from a barrier to the next, the median of `--rounds`. `most_sent` is the
+bytes that the busiest trainer rank sends: those of the plan, or for a broadcast all bytes, although its tree
+sends them more than once. All ranks share this machine's cores and memory, so the seconds do not apply to
+larger machines; the bytes do.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ BUCKET = 2**25
 
 
 def measure_ranks(trainers: int, megabytes: int, rounds: int) -> dict[str, Any]:
-    """One row of the report."""
+    """Measure the pushes from this many ranks; returns one row of the report."""
     tensors = max(1, round(megabytes * 1e6 / (2 * ROWS * COLUMNS)))
     world = trainers + SERVERS * SERVER_RANKS
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -1,1 +1,1 @@
-"""Advantages of responses or tokens, a block each."""
+"""Estimators of the advantages of responses or tokens; each is a block."""

@@ -1,4 +1,4 @@
-"""Advantages with another baseline than the group's mean: its median, or a mean shrunk towards a prior."""
+"""Advantages whose baseline is the group's median, or its mean shrunk towards a prior."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class ShrunkEstimator(Advantage):
     """A_i = r_i - [w mean + (1 - w) V], w = D / (D + 1/k), D = max(0, (mean - V)^2 - 1/k); fp32 [n].
 
     V is the expected reward of the prompt (`algorithm.prior`), rewards are -1 or 1, so that 1/k bounds the
-    variance of the mean: where prior and mean agree within that, the prior is the baseline. Use k >= 3: the
-    paper reports divergence at k <= 2.
+    variance of the mean. If prior and mean differ by less than this bound allows, the prior is the baseline.
+    Use k >= 3: the paper reports divergence at k <= 2.
     """
 
     needs_prior: ClassVar[bool] = True

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
-from megatron_gvpo.algorithms.base import Advantage, Metrics, unless
+from megatron_gvpo.algorithms.base import Advantage, Metrics, only_with
 from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.types import TrainBatch
 
@@ -33,10 +33,10 @@ class Estimator(Advantage):
                 as often as it has tokens (token): REINFORCE++ (arXiv 2501.03262), SPO (arXiv 2509.13232)
     negative    the factor of negative advantages, applied last: Weighted GRPO (arXiv 2602.03452)
 
-    Responses that are not trained (`mask_truncated`) count in their group's mean and std alone: batch_std,
-    age and whiten are over what the update trains.
+    Responses that are not trained (`mask_truncated`) count only in their group's mean and std: batch_std, age
+    and whiten are over the responses that the update trains.
 
-    A group is valid when its rewards differ. Any other, a group of one included, has advantages of
+    A group is valid when its rewards differ. Every other group, also a group of one, has advantages of
     exactly 0 under the baselines mean and loo (before `whiten`); where no group is valid, alpha is 1.
     """
 
@@ -59,9 +59,9 @@ class Estimator(Advantage):
         return self
 
     @property
-    def idle_options(self) -> dict[str, str]:
+    def ineffective_options(self) -> dict[str, str]:
         divides = self.scale != "none" or self.whiten != "none", "a scale or whiten"
-        return unless(ddof=divides, eps=divides)
+        return only_with(ddof=divides, eps=divides)
 
     @property
     def needs_group(self) -> bool:
@@ -147,7 +147,7 @@ def group_std(rows: TrainBatch, value_n: Tensor, ddof: int = 1) -> Tensor:
 
 
 def normalised(rows: TrainBatch, value_n: Tensor, ddof: int = 1, eps: float = 1e-6) -> Tensor:
-    """(value - group mean) / (group std + eps), fp64 [n]: GRPO's advantage; 0 where a group's are equal."""
+    """(value - group mean) / (group std + eps), fp64 [n]: GRPO's advantage; 0 in a group of equal values."""
     value_n = value_n.double()
     scaled_n = (value_n - rows.group_mean(value_n)) / (group_std(rows, value_n, ddof) + eps)
     return scaled_n.where(rewards_differ(rows, value_n), 0)

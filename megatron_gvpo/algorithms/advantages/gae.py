@@ -14,7 +14,7 @@ from megatron_gvpo.algorithms.base import (
     Metrics,
     Reference,
     References,
-    unless,
+    only_with,
 )
 from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.types import BatchTotals, TrainBatch
@@ -33,7 +33,7 @@ class GAE(Advantage):
     optimizer step trains.
 
     In a conversation t counts the policy's own tokens: the step after a turn's last token is the next turn's
-    first, whose s_t includes what the environment said, and gamma and lambda do not discount that. A turn's
+    first, whose s_t includes the environment's messages, and gamma and lambda do not discount these. A turn's
     last token has the reward that the environment paid for it (the component `environment`, times its
     weight), the conversation's last token the rest of the reward.
 
@@ -54,8 +54,8 @@ class GAE(Advantage):
     eps: float = Field(1e-8, ge=0)
 
     @property
-    def idle_options(self) -> dict[str, str]:
-        return unless(
+    def ineffective_options(self) -> dict[str, str]:
+        return only_with(
             reference=(self.kl_coef > 0, "kl_coef above 0"), eps=(self.whiten != "none", "whiten=token")
         )
 
@@ -80,7 +80,7 @@ class GAE(Advantage):
         return filled, metrics
 
     def _advantages(self, rows: TrainBatch) -> tuple[Tensor, Tensor, Metrics]:
-        """Advantages as they are defined, values and metrics, fp64 [r]."""
+        """Return the advantages by their definition, the values and the metrics, fp64 [r]."""
         reward_r = torch.zeros(len(rows.seq_r), dtype=torch.float64)
         value_r, metrics = torch.zeros_like(reward_r), {}
         if self.kl_coef:
@@ -135,8 +135,8 @@ class CriticOptions(Block):
 
         max( (V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2 ),
 
-    V_old its value before the step's updates (PPO's public code; InstructGPT, arXiv 2203.02155). clip: null
-    leaves (V - R)^2. It needs as much memory and compute as the policy; rollouts do not need it.
+    where V_old is its value before the step's updates (PPO's public code; InstructGPT, arXiv 2203.02155).
+    clip: null leaves (V - R)^2. It needs as much memory and compute as the policy; rollouts do not need it.
     """
 
     path: str | None = None

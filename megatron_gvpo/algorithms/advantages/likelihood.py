@@ -23,10 +23,10 @@ class ConfidenceEstimator(Advantage):
     """GRPO's advantage of r_i + coef acc_i [p_i >= mean of p over the eligible - slack], fp32 [n].
 
     p_i = min(exp(mean log-prob of the answer's tokens under `reference`), cap) measures how likely a slow
-    copy of the policy finds the answer after the reasoning. The answer is what follows the last of
+    copy of the policy finds the answer after the reasoning. The answer is the tokens after the last of
     `marker_ids` in the response, up to the next of `close_ids` or the end token; without a marker it is the
-    whole response. acc is the reward, or its component `accuracy`. A response is eligible if its acc is above
-    `right` and not below its group's mean; the others have no bonus.
+    complete response. acc is the reward, or its component `accuracy`. A response is eligible if its acc is
+    above `right` and not below its group's mean; the others have no bonus.
     """
 
     name: Literal["confidence"] = "confidence"
@@ -68,7 +68,7 @@ class ConfidenceEstimator(Advantage):
         return (self.coef * accuracy_n).where(eligible_n & (sure_n >= mean_n - self.slack), 0)
 
     def confidence(self, rows: TrainBatch) -> Tensor:
-        """p of every response, fp64 [n]; for an empty answer it is the capped 1."""
+        """p of every response, fp64 [n]; min(1, cap) for an empty answer."""
         assert rows.ref_logp_r is not None, "see Advantage.reference_policies"
         ended = (~rows.truncated_n).tolist()
         answers = [self._in_answer(ids, end) for ids, end in zip(rows.response_ids, ended, strict=True)]
@@ -78,7 +78,10 @@ class ConfidenceEstimator(Advantage):
         return mean_n.exp().clamp(max=self.cap)
 
     def _in_answer(self, ids: Sequence[int], ended: bool) -> list[bool]:
-        """For each token, true if it belongs to the answer. `ended`: the last token is the end token."""
+        """Return a mask that is true for the tokens of the answer.
+
+        `ended`: the last token is the end token.
+        """
         markers = [t for t, token in enumerate(ids) if token in self.marker_ids]
         first = markers[-1] + 1 if markers else 0
         closing = (t for t in range(first, len(ids)) if ids[t] in self.close_ids)
@@ -93,8 +96,8 @@ class NoveltyEstimator(Advantage):
     """A+ = A + min(max(bonus (1 - eta), 0), cap A) where A > 0, A elsewhere; fp32 [n].
 
     A is GRPO's advantage, eta = exp(s - mean s), s the mean log-prob a token by the engine that sampled, its
-    mean over the group's responses that one sampled; others have no bonus. The defaults of bonus and cap are
-    a third party's. On A < 0 the formula, read literally, would punish more.
+    mean over the group's responses that the engine sampled; others have no bonus. The defaults of bonus and
+    cap are a third party's. For A < 0 the literal formula would make advantages more negative.
     """
 
     needs_engine_logprobs: ClassVar[bool] = True

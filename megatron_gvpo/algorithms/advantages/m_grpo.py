@@ -29,9 +29,9 @@ class RoleEstimator(Advantage):
     """The tokens of a rollout's main agent and of its sub-agents have advantages of their own, fp32 [r].
 
     In a conversation the first turn's agent is the main agent, and every other `Turn.agent` a role. A turn
-    goes on with a call of its agent where its context keeps something that the agent said there, and begins
-    another one elsewhere. With `open_ids` and `close_ids`, a single response has all agents: a token of
-    `open_ids` begins a call of the only role, one of `close_ids` ends it (both are the sub-agent's),
+    continues a call of its agent if its context contains something that the agent wrote in that call;
+    otherwise it begins another call. With `open_ids` and `close_ids`, a single response has all agents: a
+    token of `open_ids` begins a call of the only role, one of `close_ids` ends it (both are the sub-agent's),
     everything else is the main agent's.
 
     Main tokens have GRPO's advantage of the reward over the group. The tokens of call j of a role in rollout
@@ -39,10 +39,10 @@ class RoleEstimator(Advantage):
 
         v_ij = blend reward_i + (1 - blend) local_ij.
 
-    local_ij is the component `local` of the reward or, without one, what the environment paid for the turns
-    of the call (`Turn.reward`). Groups are aligned to `segments` calls of a role: a rollout with fewer counts
-    as if they were repeated, so every rollout counts once; calls beyond `segments` have advantage 0.
-    Inspired by the abstract.
+    local_ij is the component `local` of the reward or, without one, the environment's rewards for the turns
+    of the call (`Turn.reward`). Groups are aligned to `segments` calls of a role: the calls of a rollout with
+    fewer are repeated, so that every rollout counts equally; calls beyond `segments` have advantage 0. This
+    follows the paper's abstract only.
     """
 
     per_token: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Advantages normalised otherwise than by the group alone.
+"""Advantages that are not only normalised by the group.
 
 They are normalised by component or stratum, by a Beta density, or with other rewards or constraints.
 """
@@ -25,16 +25,17 @@ if TYPE_CHECKING:
 class ComponentEstimator(Advantage):
     """A_i = sum_j w_j (r_ij - mean_j) / (std_j + eps), j over the reward's components; fp32 [n].
 
-    Mean and std are of the group; then whitened over what the optimizer step trains ((A - mean) / (std +
-    1e-4), in responses as in TRL or in tokens as in verl). `weights`: of the components that count, by name;
-    null: all, with weight 1. They act after the normalisation, unlike those of `rewards.components`.
+    Mean and std are of the group; then whitened over the responses that the optimizer step trains ((A - mean)
+    / (std + 1e-4), in responses as in TRL or in tokens as in verl). `weights`: of the components that count,
+    by name; null: all, with weight 1. These weights apply after the normalisation, unlike those of
+    `rewards.components`.
     """
 
     by_components: ClassVar[bool] = True
 
     name: Literal["components"] = "components"
     weights: dict[str, float] | None = None
-    # over the batch: not at all, by responses, by tokens
+    # Whiten over the batch: not at all, with each response once, or with each token once.
     whiten: Literal["none", "sequence", "token"] = "sequence"
     ddof: int = Field(1, ge=0, le=1)  # std over the group divides by its size minus this
     eps: float = Field(1e-4, ge=0)
@@ -61,8 +62,8 @@ class ReferenceAnswerEstimator(Advantage):
 
     L is the mean log-prob a token, y the demonstration in the group, A normalised over the group with it
     (population std). Collected by response, with k of them: a rollout weighs (1 + align) A_i, the
-    demonstration k (imitate A_y - align mean A). Goes with the loss pg and sequence_mean. The paper's two
-    coefficients were not read: 1 is a choice.
+    demonstration k (imitate A_y - align mean A). Goes with the loss pg and sequence_mean. The paper's values
+    of its two coefficients are unknown here: 1 is a choice.
     """
 
     name: Literal["reference_answer"] = "reference_answer"
@@ -90,8 +91,8 @@ class ReferenceAnswerEstimator(Advantage):
 class VirtualEstimator(Advantage):
     """A_i = (r_i - m) / (s + eps), fp32 [n]: m, s of the rewards and of `count` virtual ones, each `reward`.
 
-    A group in which every response fails has negative advantages. One whose rewards all equal `reward` has
-    none.
+    A group in which every response fails has negative advantages. A group whose rewards all equal `reward`
+    has advantages of 0.
     """
 
     needs_group: ClassVar[bool] = False  # a response can be compared with the virtual ones
@@ -103,7 +104,7 @@ class VirtualEstimator(Advantage):
     eps: float = Field(1e-6, ge=0)
 
     def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
-        virtual = rows.reward_n.new_tensor(self.reward).double()  # rounded as the rewards are
+        virtual = rows.reward_n.new_tensor(self.reward).double()  # rounded to the dtype of the rewards
         reward_n = rows.reward_n.double()
         index_n, size_g = rows.groups
         k_n = size_g[index_n]
@@ -111,7 +112,7 @@ class VirtualEstimator(Advantage):
         mean_n = (k_n * rows.group_mean(reward_n) + self.count * virtual) / all_n
         squares_n = k_n * rows.group_mean((reward_n - mean_n) ** 2) + self.count * (virtual - mean_n) ** 2
         std_n = (squares_n / (all_n - self.ddof)).sqrt()
-        # Where all are equal, nothing but rounding would be divided by the std.
+        # If all are equal, only rounding errors would be divided by the std.
         differ_n = rewards_differ(rows) | (reward_n != virtual)
         return ((reward_n - mean_n) / (std_n + self.eps)).where(differ_n, 0).float(), {}
 
@@ -226,8 +227,8 @@ class LagrangianEstimator(Advantage):
 
         lambda_j <- clip(lambda_j + rate (tau_j - mean of c_j over the step's responses), 0, limit).
 
-    Give these components the weight 0 in `rewards.components`, or they count twice. rate and limit are
-    second-hand knowledge. The multipliers go into checkpoints.
+    Give these components the weight 0 in `rewards.components`, or they count twice. rate and limit were not
+    read in the paper, but in descriptions by others. The multipliers go into checkpoints.
     """
 
     name: Literal["lagrangian"] = "lagrangian"
@@ -246,7 +247,7 @@ class LagrangianEstimator(Advantage):
         return Multipliers(self)
 
     def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
-        """Advantages under the multipliers that a run begins with."""
+        """Advantages with the multipliers at their start; `Multipliers` has those that a run moves."""
         return self.combined(rows, dict.fromkeys(self.constraints, self.start)), {}
 
     def combined(self, rows: TrainBatch, multipliers: Mapping[str, float]) -> Tensor:
@@ -274,7 +275,7 @@ class Multipliers:
         self.values = dict.fromkeys(options.constraints, options.start)
 
     def fill(self, rows: TrainBatch) -> tuple[TrainBatch, Metrics]:
-        """The rows with their advantages; the multipliers are then those of the next step."""
+        """The rows with their advantages; then moves the multipliers for the next step."""
         filled = rows.with_columns(advantage_n=self._options.combined(rows, self.values))
         metrics = {f"lambda_{name}": torch.tensor(value) for name, value in self.values.items()}
         self.values = self._options.moved(rows, self.values)

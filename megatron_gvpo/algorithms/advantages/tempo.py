@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class PrefixTreeEstimator(Advantage):
     """A_it = [ (r_i - mean) + V(s_{t+1}) - V(s_t) ] / (std + eps), fp32 [r].
 
-    V(s) is the mean reward of the group's responses that begin with the prefix s, in a conversation with what
-    the environment said in it. The difference is 0 except where responses part. Division by the std is
-    second-hand knowledge.
+    V(s) is the mean reward of the group's responses that begin with the prefix s; in a conversation the
+    prefix includes the environment's messages. The difference is 0 except where responses begin to differ.
+    The division by the standard deviation is taken from descriptions by others.
     """
 
     per_token: ClassVar[bool] = True

@@ -14,7 +14,7 @@ from megatron_gvpo.groups import Group, group_fields, group_of
 
 
 class BatchPolicy(Protocol):
-    """Takes sampled batches until it has one to train on; its state belongs in the checkpoint."""
+    """Takes sampled batches until it can return a batch to train on; checkpoints contain its state."""
 
     metrics: dict[str, float]  # metrics of the last batch that was returned
 
@@ -23,7 +23,7 @@ class BatchPolicy(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups held between offers, as JSON values."""
+        """The groups that are kept between offers, as JSON values."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -51,11 +51,12 @@ class KeepAll(BatchRule):
 class Accumulate(BatchRule):
     """GPG's thresholding (arXiv 2504.02546, section 2.2): enough groups whose rewards differ.
 
-    With threshold 1 it is DAPO's dynamic sampling (arXiv 2503.14476 eq. 11): refilled until all of them do.
+    With threshold 1 it is DAPO's dynamic sampling (arXiv 2503.14476 eq. 11): the batch is refilled until all
+    groups are valid.
 
     A group is valid when its rewards differ. While fewer than `threshold` (beta_th) times the nominal
     number of groups are valid, the valid ones are kept and another batch is sampled, up to `max_rounds`
-    batches (20 in the paper's code). See `Accumulator` for what the batch then holds.
+    batches (20 in the paper's code). See `Accumulator` for the groups of the batch.
     """
 
     needs_rewards: ClassVar[bool] = True
@@ -63,7 +64,7 @@ class Accumulate(BatchRule):
     name: Literal["accumulate"] = "accumulate"
     threshold: float = Field(0.6, gt=0, le=1)
     max_rounds: PositiveInt = 20
-    by: Component | None = None  # a component of the reward; null: all of it. DAPO refills by accuracy
+    by: Component | None = None  # a component of the reward; null: the total reward. DAPO refills by accuracy
 
     @property
     def components_read(self) -> tuple[Component, ...]:
@@ -74,7 +75,7 @@ class Accumulate(BatchRule):
 
 
 class Everything:
-    """Passes every batch on as it comes."""
+    """Returns every batch unchanged."""
 
     metrics: dict[str, float] = {}  # noqa: RUF012 - never filled
 
@@ -92,9 +93,9 @@ class Accumulator:
     """Every valid group of all rounds, plus groups without signal up to the nominal batch size.
 
     The filling comes from the last round, so that B / (B - M) of the batch is GPG's alpha. Only groups
-    without signal are left out, which `metrics` count as "dropped_groups"; "gave_up" is 1 where
-    `max_rounds` batches held too few valid groups. A batch may have more groups than the nominal number,
-    because no valid group is thrown away.
+    without signal are left out, which `metrics` count as "dropped_groups"; "gave_up" is 1 if `max_rounds`
+    batches had too few valid groups. A batch may have more groups than the nominal number, because no valid
+    group is thrown away.
     """
 
     def __init__(

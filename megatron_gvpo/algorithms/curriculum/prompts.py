@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from megatron_gvpo.algorithms.base import Block, unless
+from megatron_gvpo.algorithms.base import Block, only_with
 from megatron_gvpo.algorithms.curriculum.tracker import PromptHistory
 
 
@@ -26,7 +26,7 @@ class PromptChoice(Block):
         return None
 
     def weight(self, known: PromptHistory | None) -> float:
-        """The weight of a prompt relative to the others, by what is known of it."""
+        """The weight of a prompt relative to the others, by its history."""
         return 1.0
 
 
@@ -59,8 +59,8 @@ class SuccessRate(PromptChoice):
     field: str | None = None
 
     @property
-    def idle_options(self) -> dict[str, str]:
-        return unless(gamma=(self.favour == "unsure", "favour=unsure"))
+    def ineffective_options(self) -> dict[str, str]:
+        return only_with(gamma=(self.favour == "unsure", "favour=unsure"))
 
     @property
     def stated_in(self) -> str | None:
@@ -88,7 +88,7 @@ class SuccessRate(PromptChoice):
 
 
 class Allocation(Block):
-    """A rule by which the responses of a batch are shared out among its prompts."""
+    """A rule that divides the responses of a batch among its prompts."""
 
     name: str
 
@@ -101,7 +101,7 @@ class Allocation(Block):
 
 
 class Equal(Allocation):
-    """rollout.n responses to every prompt."""
+    """Give every prompt rollout.n responses."""
 
     name: Literal["equal"] = "equal"
 
@@ -110,7 +110,7 @@ class Equal(Allocation):
 
 
 class Knapsack(Allocation):
-    """Responses where they are worth most (Knapsack RL, arXiv 2509.25849), rollout.n a prompt on average.
+    """Gives more responses to prompts that gain most (Knapsack RL, arXiv 2509.25849), rollout.n on average.
 
     Maximises the sum of V(N, p) = (1 - p^N - (1 - p)^N) p (1 - p)^2 with low <= N <= high. V is concave in
     N, so giving one response after the other to the prompt that gains most is exact. Responses from which no

@@ -36,10 +36,10 @@ class Counts(NamedTuple):
 class Tracker(Block):
     """Beta counts of every prompt: a <- decay a + successes, b <- decay b + failures, after every visit.
 
-    They begin as weight * expected and weight * (1 - expected); before the responses of a batch are seen, the
-    expected success is a / (a + b). This is SPO's tracker (arXiv 2509.13232), except that SPO's decay follows
-    the policy's KL since the prompt was last seen, and here it is a constant, applied once a visit. A reward
-    r counts as (r - low) / (high - low) of a success, clipped to [0, 1].
+    The counts begin as weight * expected and weight * (1 - expected); before the responses of a batch are
+    seen, the expected success is a / (a + b). This is SPO's tracker (arXiv 2509.13232), except that SPO's
+    decay follows the policy's KL since the prompt was last seen, and here it is a constant, applied once a
+    visit. A reward r counts as (r - low) / (high - low) of a success, clipped to [0, 1].
     """
 
     decay: float = Field(0.9, gt=0, le=1)
@@ -79,7 +79,7 @@ class Tracker(Block):
 class Prior(Block):
     """A source of the reward that is expected of a prompt."""
 
-    # It gives an expected reward.
+    # True if the block gives an expected reward.
     gives_prior: ClassVar[bool] = True
     # The engine samples the most likely response of every prompt, and its reward is the prior.
     greedy: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Corrections of a policy gradient for responses that another policy sampled than the one that trains."""
+"""Corrections of a policy gradient for responses that a policy other than the trained one sampled."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Importance(Block):
         geometric   the geometric mean of r_it over them: exp of the mean of log r_it
 
     A conversation is one response: the product and the mean are over the policy's own tokens of all its
-    turns. What is dropped has weight 0 and still counts in the loss's normaliser (`BatchTotals`).
+    turns. Dropped tokens have weight 0 and still count in the loss's normaliser (`BatchTotals`).
     Both are over the tokens that could be sampled, with rollout.top_p, top_k or min_p.
     """
 

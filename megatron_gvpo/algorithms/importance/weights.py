@@ -70,14 +70,14 @@ class Mask(Importance):
         return Weighed(weight_r, dropped_r & False, dropped_r)
 
     def kept_weight(self, ratio_r: Tensor) -> Tensor:
-        """The weight of tokens that are kept."""
+        """Return the weight of the tokens that are not dropped."""
         return ratio_r
 
 
 class Reject(Mask):
     """w_it = 1 where low <= ratio <= high, else 0; bounds and `veto` as of `mask`.
 
-    Rejection without importance weights, as verl's `rollout_rs` alone; at level geometric its preset
+    Rejection without importance weights, like verl's `rollout_rs`; at level geometric, like its preset
     `geo_rs` (Liu et al., ibid.).
     """
 

@@ -1,1 +1,1 @@
-"""Losses, a block each."""
+"""The losses; each is a block."""

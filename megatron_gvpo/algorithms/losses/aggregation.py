@@ -31,7 +31,7 @@ class Aggregation(Block):
         sequence_sum    1 / (N C)      C = `constant`, by default the longest response that sampling allows
                                        (Dr. GRPO, arXiv 2503.20783); REINFORCE and RLOO take 1
 
-    N and T are of the responses that are trained. With `count_masked`, those count that a shaper such as
+    N and T count only responses that are trained. With `count_masked`, those count that a shaper such as
     mask_truncated keeps from training, too, as in TRL: the more of them, the smaller the update.
     """
 

@@ -1,7 +1,7 @@
-"""Exponentials of log-ratios that stay finite: one token far from a policy is not the whole update.
+"""Bounded exponentials of log-ratios, so that one token far from a policy does not dominate an update.
 
 Within the bounds they are the formulas of the papers. A ratio above e^88 would be infinite in fp32, and
-infinity times an advantage of 0 is not a number; at 20 nats k3 alone has a gradient of 5e8 at one token.
+infinity times an advantage of 0 is NaN. At 20 nats, k3 alone has a gradient of 5e8 at one token.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ def ratio(log_ratio: Tensor) -> Tensor:
 def k3(log_ratio: Tensor) -> Tensor:
     """x - 1 - log x with x = exp(log_ratio), of any shape: Schulman's estimate of a KL, never negative.
 
-    `log_ratio`: of the policy compared with to the one that sampled. Above 10 nats it goes on with the slope
-    that it has there, e^10 - 1, so that the gradient points the same way and is at most that.
+    `log_ratio`: log-prob by the policy to compare with, minus that by the policy that sampled. Above 10 nats
+    it goes on with the slope that it has there, e^10 - 1, so that the gradient points the same way and is at
+    most that.
     """
     bounded = log_ratio.clamp(max=MOST_K3)
     slope = math.expm1(MOST_K3)
     line = slope * (log_ratio - MOST_K3) + slope - MOST_K3
-    # Chosen, not added: gradients of e^10 that cancel would leave their rounding errors in every token's.
+    # torch.where, not a sum: gradients of e^10 that cancel would leave rounding errors in every token.
     return torch.where(log_ratio > MOST_K3, line, bounded.exp() - 1 - bounded)

@@ -1,4 +1,4 @@
-"""DisCO: discriminative constrained optimization (arXiv 2505.12366), and DRPO (arXiv 2510.04474) with it."""
+"""DisCO: discriminative constrained optimization (arXiv 2505.12366), also as DRPO (arXiv 2510.04474)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, References, unless
+from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, References, only_with
 from megatron_gvpo.algorithms.losses import bounded
 from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.types import LossInputs, TrainBatch
@@ -45,8 +45,8 @@ class DisCO(Loss):
     couples_step: ClassVar[bool] = True  # the hinge on the step's KL couples them
 
     @property
-    def idle_options(self) -> dict[str, str]:
-        return unless(
+    def ineffective_options(self) -> dict[str, str]:
+        return only_with(
             max_tokens=(self.length_temperature is not None, "length_temperature"),
             kl_limit=(self.kl_coef > 0, "kl_coef above 0"),
         )
@@ -57,7 +57,7 @@ class DisCO(Loss):
 
     @property
     def known_at_step_start(self) -> bool:
-        # log_likelihood's softmax sees log-probs by themselves.
+        # With log_likelihood, the softmax reads log-probs themselves, not only their differences.
         return self.score == "ratio" or self.tau is None
 
     @property

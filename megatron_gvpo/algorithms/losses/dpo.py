@@ -23,8 +23,8 @@ class DPO(Loss):
     Several responses may be best, or worst: with rewards 0 and 1, all right and all wrong ones. Then
     `best_worst` has every pair of a best and a worst one. Their mean is the expected loss of one of these
     pairs drawn at random, without the noise of the draw; iterative DPO on right and wrong answers has several
-    pairs a prompt as well (arXiv 2404.19733). To take the first of each by the order of the rows would prefer
-    whatever sorts them, such as the length.
+    pairs a prompt as well (arXiv 2404.19733). Taking the first of each by the order of the rows would prefer
+    responses by the sorting, such as by length.
     """
 
     name: Literal["dpo"] = "dpo"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References, unless
+from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References, only_with
 from megatron_gvpo.algorithms.losses import bounded
 from megatron_gvpo.algorithms.losses.aggregation import GroupNorm, group_coefficients
 from megatron_gvpo.core.lazy_imports import torch
@@ -46,9 +46,9 @@ class GVPO(Loss):
         variance  1/2 sum_i [z_i - zbar]^2,  z = beta d - R
         nll       -beta sum_i stopgrad(e_i) l_i
 
-    `norm` divides the group sum (paper code: k-1), then groups are averaged. `terms` names the parts of
-    beta (d - dbar) = beta (l - lbar) - beta (l' - l'bar) that are kept (Table 2): without "var" the first is
-    dropped, and what remains of the loss is linear in l; without "cov" the second, and with it the
+    `norm` divides the group sum (paper code: k-1), then groups are averaged. `terms` names the parts of beta
+    (d - dbar) = beta (l - lbar) - beta (l' - l'bar) that are kept (Table 2): without "var" the first is
+    dropped, and the rest of the loss is linear in l; without "cov" the second is dropped, and with it the
     reference policy.
 
     Takes raw rewards. A group with equal rewards still has a gradient where its d_i differ.
@@ -70,8 +70,8 @@ class GVPO(Loss):
     )
 
     @property
-    def idle_options(self) -> dict[str, str]:
-        return unless(
+    def ineffective_options(self) -> dict[str, str]:
+        return only_with(
             reference=("cov" in self.terms, "cov among its terms"),
             form=("var" in self.terms, "var among its terms"),
         )
@@ -86,7 +86,7 @@ class GVPO(Loss):
 
     @property
     def known_at_step_start(self) -> bool:
-        # With only one of the terms, l or l' enters by itself and not only as l - l'.
+        # With only one of the terms, the loss reads l or l' by itself and not only as l - l'.
         return self.linear or (set(self.terms) == {"var", "cov"} and self.reference == STEP_START)
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:

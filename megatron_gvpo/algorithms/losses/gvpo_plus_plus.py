@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_gvpo.algorithms.base import TEACHER, Loss, Metrics, Reference, References, check_call, unless
+from megatron_gvpo.algorithms.base import TEACHER, Loss, Metrics, Reference, References, check_call, only_with
 from megatron_gvpo.algorithms.losses.aggregation import GroupNorm, group_coefficients
 from megatron_gvpo.algorithms.losses.gvpo import Term, log_ratio
 from megatron_gvpo.core.lazy_imports import torch
@@ -31,25 +31,26 @@ class GVPOPlusPlus(Loss):
     support. The teacher is the only optimum for any f: where all z are equal to c, pi = pi_teacher
     exp(c / f), and only c = 0 makes the probabilities sum to 1.
 
-    f_i = |y_i|^(-alpha), |y_i| the response's tokens, or what `function` gives: `f(rows, **options)` -> [n],
-    positive. f changes the size of the loss, and with it what `optimizer.clip_grad` does; AdamW does not see
-    a common factor. With alpha = 0 it is GVPO with the teacher as its reference, beta = 1 and no rewards.
+    f_i = |y_i|^(-alpha), |y_i| the response's tokens, or the result of `function`: `f(rows, **options)` ->
+    [n], positive. f changes the size of the loss, and with it the effect of `optimizer.clip_grad`; a common
+    factor has no effect on AdamW. With alpha = 0 it is GVPO with the teacher as its reference, beta = 1 and
+    no rewards.
 
     `terms` names the parts of f (l - t) that are kept, as in GVPO's Table 2: without "var" the policy's own
-    part is dropped, and what remains is linear in l; without "cov" the teacher's. Both fail, which is what
-    they are for.
+    part is dropped, and the rest is linear in l; without "cov" the teacher's part is dropped. Both variants
+    fail to train; they exist to show this.
 
     The teacher may have another tokenizer: t_i is then its log-prob of the response's text in its own tokens,
     and |y_i| stays the number of the policy's.
 
-    The paper could not be read here: this is the loss of its abstract and of three digests, derived again.
+    The paper was not available: this loss was derived from its abstract and three summaries.
     """
 
     name: Literal["gvpo_plus_plus"] = "gvpo_plus_plus"
     alpha: float = Field(0.0, ge=-4, le=4)  # The exponent of the length weight; 0 weighs all alike.
     function: str | None = None  # A user's weight in place of the length's: `module:function`.
     options: dict[str, Any] = Field(default_factory=dict)  # keyword arguments of the function
-    reference: Reference = TEACHER  # The policy to become.
+    reference: Reference = TEACHER  # The policy that the trained policy is to become.
     norm: GroupNorm = "k-1"
     terms: tuple[Term, ...] = ("var", "cov")
 
@@ -66,8 +67,8 @@ class GVPOPlusPlus(Loss):
         return self
 
     @property
-    def idle_options(self) -> dict[str, str]:
-        return unless(
+    def ineffective_options(self) -> dict[str, str]:
+        return only_with(
             alpha=(self.function is None, "function=null"),
             options=(self.function is not None, "a function"),
             reference=("cov" in self.terms, "cov among its terms"),

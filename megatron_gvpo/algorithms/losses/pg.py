@@ -1,4 +1,4 @@
-"""Policy gradients whose tokens have weights without a gradient of their own: REINFORCE and CISPO."""
+"""Policy gradients whose token weights have no gradient: REINFORCE and CISPO."""
 
 from __future__ import annotations
 

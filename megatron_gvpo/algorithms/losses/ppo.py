@@ -1,4 +1,4 @@
-"""Clipped importance ratios (PPO without a critic), as GRPO, Dr. GRPO, DAPO and GSPO use them."""
+"""Clipped importance ratios (PPO without a critic), as GRPO, Dr. GRPO, DAPO and GSPO use these ratios."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References, unless
+from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References, only_with
 from megatron_gvpo.algorithms.importance.base import effective_share
 from megatron_gvpo.algorithms.losses import bounded
 from megatron_gvpo.algorithms.losses.aggregation import Aggregation
@@ -35,7 +35,7 @@ class PPO(Loss):
     demonstrations  the ratio of given solutions, which no policy sampled:
                     ratio        pi / pi_old like any other's
                     unclipped    the same, and never clipped
-                    probability  pi, as if given with certainty
+                    probability  pi, as if pi_old were 1
                     shaped       pi / (pi + shape), unclipped (LUFFY, arXiv 2504.14945)
                     likelihood   none: the term is -likelihood_coef log pi (ExPO, arXiv 2507.02834)
     """
@@ -57,8 +57,8 @@ class PPO(Loss):
     signal: ClassVar[Literal["advantage"]] = "advantage"
 
     @property
-    def idle_options(self) -> dict[str, str]:
-        return unless(
+    def ineffective_options(self) -> dict[str, str]:
+        return only_with(
             reference=(self.kl_coef > 0, "kl_coef above 0"),
             shape=(self.demonstrations == "shaped", "demonstrations=shaped"),
             likelihood_coef=(self.demonstrations == "likelihood", "demonstrations=likelihood"),
@@ -165,7 +165,7 @@ class PPO(Loss):
 def _part_mean(rows: TrainBatch, value_r: Tensor, part_r: Tensor) -> Tensor:
     """Mean of a value over each part of each response, numbered by `part_r`, broadcast to [r]."""
     turns = rows.turns or [()] * len(rows)
-    # A bound of the numbers, which the host knows: it waits for no tensor of the device.
+    # An upper bound of the numbers that the host knows, so that it does not wait for a tensor of the device.
     count = 1 + max((max(map(len, pair)) for pair in zip(rows.response_ids, turns, strict=True)), default=0)
     key_r = rows.seq_r * count + part_r
     sum_k = value_r.new_zeros(len(rows) * count).index_add(0, key_r, value_r)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References, unless
+from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References, only_with
 from megatron_gvpo.algorithms.losses import bounded
 from megatron_gvpo.types import LossInputs
 
@@ -18,8 +18,8 @@ class RegGRPO(Loss):
     """L = mean over groups of sum_i (A_i - z_i)^2 + kl_coef * k3, z = (d - dbar) / sqrt(var d + eps^2).
 
     d = l - l_old, k3 (mean over tokens) as in GRPO. The paper divides by the std, which is 0 as long as the
-    policy is the old one; eps makes that point regular, and the gradient there 2 A / eps. Its value is not in
-    the paper and is our choice. A group of one contributes nothing.
+    policy is the old one; eps makes that point regular, and the gradient there 2 A / eps. The value of eps is
+    not in the paper and is a choice. A group of one contributes nothing.
     """
 
     name: Literal["reg_grpo"] = "reg_grpo"
@@ -33,8 +33,8 @@ class RegGRPO(Loss):
     token_advantages: ClassVar[bool] = False
 
     @property
-    def idle_options(self) -> dict[str, str]:
-        return unless(reference=(self.kl_coef > 0, "kl_coef above 0"))
+    def ineffective_options(self) -> dict[str, str]:
+        return only_with(reference=(self.kl_coef > 0, "kl_coef above 0"))
 
     @property
     def reference_policies(self) -> References:

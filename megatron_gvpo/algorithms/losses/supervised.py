@@ -39,7 +39,7 @@ class Distill(Loss):
     """L = coef mean_it D(t(. | y_<t), pi(. | y_<t)), with D and t of `divergence`: GKD, arXiv 2306.13649.
 
     On the policy's own samples this is on-policy distillation. As in GKD, there is no gradient through the
-    sampling. The head computes all of it.
+    sampling. The head computes the complete loss.
     """
 
     name: Literal["distill"] = "distill"

@@ -1,4 +1,7 @@
-"""ARISE: a library of skills that the policy writes, chooses from and is rewarded for using (its code)."""
+"""ARISE: the policy writes a library of skills, chooses from it and is rewarded for using it.
+
+The source is the authors' public code.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from megatron_gvpo.groups import Group, Prompt, Rollout
 
 
 class Skill(NamedTuple):
-    """A piece of advice, by its first line, and how much it has helped."""
+    """A piece of advice. Its name is its first line; its utility measures how much it has helped."""
 
     name: str
     text: str
@@ -23,18 +26,22 @@ class Skill(NamedTuple):
 
 
 class Skills(Member):
-    """Beside every group, `n` responses to its prompt with a skill from a library that grows as it trains.
+    """Add to every group a second group: `n` responses to its prompt with a skill from a growing library.
 
-    The skill is the one whose text has the highest mean log-prob behind the prompt, or, with probability
-    `explore`, any; where no softmax of these over `sharpness` reaches `gate`, the prompt goes without. Right
-    responses with a skill that name it gain `bonus`. Then its utility moves by a tenth towards 1 where only
-    they were right, 0.5 where the plain responses were, too, 0 where neither, -1 where only the plain ones.
-    After that, `new` prompts with a right response are asked to sum it up as a skill (first line: its name);
-    of more than `size` skills the least useful goes. Up to step `after_step` skills are only collected. The
-    library goes into checkpoints.
+    Choice: the policy scores each skill's text by its mean log-prob after the prompt. A softmax turns the
+    scores divided by `sharpness` into probabilities. If none reaches `gate`, the prompt gets no skill.
+    Otherwise it gets the most probable skill, or with probability `explore` a random one.
 
-    In conversations, those with a skill have it in their first message, and meet the same environment. The
-    summary is of all that both sides said, and a skill is what the policy answers in its first turn.
+    Reward: a right response with a skill gains `bonus` if it mentions the skill's name. Then the skill's
+    utility moves by a tenth towards 1 if only the group with the skill has a right response, 0.5 if both
+    groups have one, 0 if neither has, and -1 if only the group without the skill has.
+
+    Growth: for `new` prompts with a right response, the policy is asked to sum up its best response as a
+    skill, whose first line is its name. If there are more than `size` skills, the least useful ones are
+    dropped. Up to step `after_step` skills are only collected. Checkpoints contain the library.
+
+    In conversations the skill is added to the first message, and the environment is the same. The policy sums
+    up the messages of both sides, and its answer in the first turn is the skill.
     """
 
     needs_policy_logprobs: ClassVar[bool] = True
@@ -50,8 +57,8 @@ class Skills(Member):
     size: PositiveInt = 10
     new: PositiveInt = 2
     after_step: NonNegativeInt = 500
-    template: str = "\n\nA skill that may help:\n{skill}"  # added to the prompt
-    # the request for a summary; {best} in it
+    template: str = "\n\nA skill that may help:\n{skill}"  # is added to the prompt
+    # is added to the prompt to request a summary; {best} is replaced by the best response
     summary_template: str = (
         "\n\nA right answer:\n{best}\n\nSum up the skill behind it, its name on the first line."
     )
@@ -68,7 +75,7 @@ class Skills(Member):
 
 
 class Library:
-    """The skills of a run."""
+    """The skills of a run, and the work of each step with them."""
 
     def __init__(self, options: Skills) -> None:
         self._options = options
@@ -109,7 +116,7 @@ class Library:
         return {g: (chosen[g], group) for g, group in answers.items() if group.rollouts}
 
     def _rewarded(self, group: Group, skill: Skill) -> Group:
-        """Right responses that name their skill gain the bonus."""
+        """Return the group with `bonus` added to the right responses that mention the skill's name."""
         options = self._options
         rollouts = [
             replace(r, reward=r.reward + options.bonus * (r.reward > options.right and skill.name in r.text))
@@ -128,7 +135,7 @@ class Library:
         solved = [g for g, group in enumerate(groups) if any_right(group, options.right)]
         for g in solved[: options.new]:
             best = max(groups[g].rollouts, key=lambda rollout: rollout.reward)
-            text = options.summary_template.replace("{best}", _told(best))
+            text = options.summary_template.replace("{best}", _spoken(best))
             prompts[g] = context.extended(groups[g].prompt, text)
         answered = ask_each(context, prompts, 1)
         for answer in (rollout for group in answered.values() for rollout in group.rollouts):
@@ -146,13 +153,13 @@ class Library:
         self.skills = [Skill(*skill) for skill in state.get("skills", ())]
 
 
-def _told(rollout: Rollout) -> str:
-    """The response's text, or what both sides of the conversation said."""
+def _spoken(rollout: Rollout) -> str:
+    """Return the response's text, or in a conversation the messages of both sides."""
     return "\n".join(f"{m['role']}: {m['content']}" for m in rollout.messages) or rollout.text
 
 
 def counterfactual_utility(with_it: bool, without: bool) -> float:
-    """The value of a skill, by whether responses with it and responses without it were right."""
+    """Return the value of a skill from two facts: was a response with it right, and was one without it?"""
     return {(True, False): 1.0, (True, True): 0.5, (False, False): 0.0, (False, True): -1.0}[with_it, without]
 
 

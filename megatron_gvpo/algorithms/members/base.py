@@ -1,4 +1,7 @@
-"""Members: responses from any sampler that join a group, which GVPO permits (arXiv 2504.19599)."""
+"""Members: responses that join a group although they are not ordinary samples of its prompt.
+
+GVPO permits responses from any sampler (arXiv 2504.19599).
+"""
 
 from __future__ import annotations
 
@@ -11,68 +14,68 @@ from megatron_gvpo.groups import Group, Prompt, Rollout
 
 
 class MemberContext(Protocol):
-    """The run, as a member sees it. Every rank calls with the same arguments and gets the same groups."""
+    """The services of a run that a member may use. All ranks call them with equal arguments and results."""
 
     step: int
-    seed: int  # changes with every batch
+    seed: int  # a new one for every batch
 
     @property
     def longest_prompt(self) -> int:
-        """The longest prompt that may be asked, in tokens."""
+        """The largest number of tokens that a prompt may have."""
 
     def ask(self, prompts: Sequence[Prompt], n: int) -> list[Group]:
-        """`n` scored responses of the engine to each prompt; of conversations, those that were not lost."""
+        """Sample and score `n` responses to each prompt. The result lacks conversations that were lost."""
 
     def extended(self, prompt: Prompt, text: str, *, before: bool = False) -> Prompt | None:
-        """The prompt with `text` after the user's message, or `before` it, in the same chat template.
+        """Return the prompt with `text` after the user's message, or before it, in the same chat template.
 
-        None if it is then too long.
+        Returns None if the new prompt is too long.
         """
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, without the tokenizer's special tokens."""
+        """Return the token ids of a text, without the tokenizer's special tokens."""
 
     def encode_response(self, text: str) -> list[int]:
-        """Token ids of a response, end token included."""
+        """Return the token ids of a response, with the end token."""
 
     def texts(
         self, function: str, groups: Sequence[Group], n: int, options: Mapping[str, Any]
     ) -> list[list[str | None]]:
-        """`n` texts for each group from a user's function, which is called on one rank; None: it has none."""
+        """Call a user's function on one rank and return its `n` texts for each group; None: it is missing."""
 
     def score(self, groups: list[Group]) -> None:
-        """Fill in the rewards."""
+        """Compute the rewards of the responses and write them into the groups."""
 
     def mean_logp(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[float]:
-        """The mean log-prob of each response's tokens after its prompt, under the policy at step start."""
+        """Return each response's mean log-prob of a token after its prompt, by the policy at step start."""
 
 
-Sampling = MemberContext  # its former name, for one more release
+Sampling = MemberContext  # the class's former name, which is kept for one more release
 
 
-# A member at work in a run: it takes groups, and returns them with the responses that join them.
+# The function of a member in a run: it takes groups, and returns them with the responses that join them.
 JoinGroups = Callable[[Sequence[Group], MemberContext], list[Group]]
 
 
 class Member(Block):
-    """Responses that join the groups of a batch, from wherever they come.
+    """A block that adds responses from some source to the groups of a batch.
 
-    Every rank calls it with the same groups and must give the same.
+    Every rank calls it with the same groups, and it must return the same groups on every rank.
     """
 
     needs_engine: ClassVar[bool] = True
-    # Its responses have the components of the reward, and not only a reward.
+    # True if the responses that it adds have a value for each component of the reward, not only the sum.
     gives_components: ClassVar[bool] = True
-    # Its groups may be conversations: it asks for whole ones, and changes no response.
+    # True if it works for conversations: it requests complete conversations and changes no response.
     takes_conversations: ClassVar[bool] = False
-    # It adds groups of prompts that it has changed, with rewards of its own.
+    # True if it adds groups whose prompts it has changed, with its own rewards.
     adds_groups: ClassVar[bool] = False
-    takes_images: ClassVar[bool] = True  # the prompts of its groups may have images
+    takes_images: ClassVar[bool] = True  # false if it refuses prompts with images
 
     name: str
 
     def build(self) -> JoinGroups:
-        """The member at work in a run: itself, unless it remembers something between steps."""
+        """Return the function that a run calls: the block itself, unless it keeps state between steps."""
         return self
 
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
@@ -85,7 +88,7 @@ def any_right(group: Group, right: float) -> bool:
 
 
 def ask_each[K](context: MemberContext, prompts: Mapping[K, Prompt | None], n: int) -> dict[K, Group]:
-    """`n` scored responses to each prompt, by its key. A prompt that is None, as one too long, has none."""
+    """Return `n` scored responses to each prompt, by the prompt's key. Prompts that are None are left out."""
     known = {key: prompt for key, prompt in prompts.items() if prompt is not None}
     answers = context.ask(list(known.values()), n) if known else []
     return dict(zip(known, answers, strict=True))
@@ -94,10 +97,10 @@ def ask_each[K](context: MemberContext, prompts: Mapping[K, Prompt | None], n: i
 def taught(
     rollouts: Sequence[Rollout], source: Literal["policy", "demonstration"] = "policy"
 ) -> list[Rollout]:
-    """Responses that are trained in another context than they were sampled in.
+    """Return copies of responses for training in another context than the one that they were sampled in.
 
-    The engine's experts belong to that other context, and are dropped. So are its log-probs and supports, but
-    for responses of the policy: there they say how often it sampled them (`PPO.cross_context`).
+    The engine's experts belong to the context of the sampling, so they are dropped. The engine's log-probs
+    and supports are kept only if the policy sampled the responses: `PPO.cross_context` needs them.
     """
     return [
         replace(

@@ -1,4 +1,4 @@
-"""S-GRPO's early exits: a response whose thinking is cut off, and answered from there (arXiv 2505.07686)."""
+"""S-GRPO's early exits: the thinking of a response is cut off, and the policy answers (arXiv 2505.07686)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from megatron_gvpo.groups import Group, Prompt, Rollout
 
 
 class Exits(Member):
-    """S-GRPO's serial group (arXiv 2505.07686): the first response, left early at `count` random places.
+    """S-GRPO's serial group (arXiv 2505.07686): the first response is cut off at `count` random tokens.
 
-    The places lie in the thinking, which is what comes before `end`, or all of a response without it. At each
-    `inducer` ends the thinking, and the engine gives an answer. An exit is the kept beginning, the inducer
-    and the answer, all of them trained; the reward is the answer's. The exits come first, the earliest before
-    the others, then the whole response. Prompt, beginning and inducer must fit into data.max_prompt_tokens:
-    there is no exit behind that.
+    The cuts lie in the thinking, which is the text before `end`, or all of a response without `end`. After
+    each cut, `inducer` ends the thinking and the engine samples an answer. The new response consists of the
+    beginning, the inducer and the answer. All three parts are trained, and the reward is that of the answer.
+    The new responses come first in the group, from the earliest cut to the latest. Prompt, beginning and
+    inducer together must fit into data.max_prompt_tokens, so no cut is made at a token for which they would
+    not fit.
     """
 
     name: Literal["exits"] = "exits"
@@ -30,7 +31,7 @@ class Exits(Member):
 
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         inducer, end = context.encode(self.inducer), context.encode(self.end)
-        begun: list[tuple[int, list[int]]] = []  # group, tokens kept so far
+        begun: list[tuple[int, list[int]]] = []  # index of the group, tokens of beginning and inducer
         prompts: list[Prompt] = []
         for g, group in enumerate(groups):
             thought, prompt = before(group.rollouts[0].token_ids, end), group.prompt
@@ -45,7 +46,8 @@ class Exits(Member):
         for (g, opening), answer in zip(begun, answers, strict=True):
             continuation = answer.rollouts[0]
             tokens = [*opening, *continuation.token_ids]
-            # It was sampled in more than one context, so nothing that the engine said of its tokens applies.
+            # The response's tokens come from several contexts, so the engine's log-probs, experts and
+            # supports do not apply.
             early = replace(
                 continuation,
                 token_ids=tokens,
@@ -64,6 +66,6 @@ class Exits(Member):
 
 
 def before(token_ids: list[int], end: list[int]) -> list[int]:
-    """The tokens before the first `end`; all of them without one."""
+    """Return the tokens before the first `end`, or all of them without it."""
     positions = (t for t in range(len(token_ids)) if end and token_ids[t : t + len(end)] == end)
     return token_ids[: next(positions, None)]

@@ -1,4 +1,4 @@
-"""XRPO's seeding: solved problems in front of one that nobody could solve (arXiv 2510.06672)."""
+"""XRPO's seeding: solved problems stand in front of one that every response failed (arXiv 2510.06672)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from megatron_gvpo.groups import Group, Prompt
 
 
 class Exemplars(Member):
-    """If every response fails, sample `n` more to the prompt with `count` solved problems in front of it.
+    """If every response fails, sample `n` more responses with `count` solved problems in front of the prompt.
 
-    These are the problems most like it (shared words over all words of the two) of which the run has seen a
-    right response; the newest `keep` of them are held, with one response each, and go into checkpoints. Fewer
-    are shown where the prompt would be longer than data.max_prompt_tokens. The responses are trained as if
-    to the prompt alone. `template` writes one exemplar; `key` is the data record's field with the problem.
+    They are the most similar problems for which the run has seen a right response; the similarity of two
+    texts is the number of words in both over the number of words in either. The run remembers the newest
+    `keep` solved problems with one response each, also in checkpoints. Fewer problems are shown if the prompt
+    would be longer than data.max_prompt_tokens. The responses are trained as responses to the prompt alone.
+    `template` writes one solved problem; `key` is the field of the data record that has the problem.
     """
 
-    takes_images: ClassVar[bool] = False  # it writes problems as text, which has no pictures
+    takes_images: ClassVar[bool] = False  # it writes the solved problems as text, without their images
 
     name: Literal["exemplars"] = "exemplars"
     count: PositiveInt = 2
@@ -55,7 +56,7 @@ class Solved(NamedTuple):
 
 
 class Corpus:
-    """The solved problems of a run, by the ids of their prompts, the newest last."""
+    """The solved problems of a run, by the id of their prompt, the newest last."""
 
     def __init__(self, options: Exemplars) -> None:
         self._options = options
@@ -84,7 +85,7 @@ class Corpus:
             del self._solved[next(iter(self._solved))]
 
     def _seeded(self, prompt: Prompt, context: MemberContext) -> Prompt | None:
-        """The prompt with as many exemplars as fit; None if not one fits."""
+        """Return the prompt with as many solved problems as fit, or None if not even one fits."""
         problem = self._problem(prompt)
         others = [solved for name, solved in self._solved.items() if name != prompt.id]
         like = nlargest(self._options.count, others, key=lambda solved: alike(problem, solved.problem))
@@ -107,6 +108,6 @@ class Corpus:
 
 
 def alike(a: str, b: str) -> float:
-    """The words that two texts share over all words of them, in [0, 1]; 0 for two empty ones."""
+    """Return the number of words in both texts over the number of words in either; 0 for two empty texts."""
     words_a, words_b = set(a.split()), set(b.split())
     return len(words_a & words_b) / max(len(words_a | words_b), 1)

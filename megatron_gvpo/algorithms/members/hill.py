@@ -1,4 +1,4 @@
-"""HiLL: the policy learns hints whose help carries over to the prompt without them (arXiv 2604.00698)."""
+"""HiLL: the policy learns to write hints that also help it to answer without them (arXiv 2604.00698)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, PositiveInt, model_validator
 
-from megatron_gvpo.algorithms.base import check_call, unless
+from megatron_gvpo.algorithms.base import check_call, only_with
 from megatron_gvpo.algorithms.members.base import Member, MemberContext, any_right, ask_each
 from megatron_gvpo.core.template import filled
 from megatron_gvpo.groups import Group, Prompt, Rollout
@@ -20,20 +20,22 @@ from megatron_gvpo.groups import Group, Prompt, Rollout
 class LearnedHint(Member):
     """If every response fails, the policy writes `hints` hints and answers `n` times with each of them.
 
-    The hints are a group of their own, and the hint with the best reward gives the reasoner's group, in the
-    failed one's place. A hint's reward is
+    The hints form a group of their own, and are trained. The responses with the best hint replace the failed
+    group. A hint's reward is
 
         (1 - p^n - (1 - p)^n) exp(min(D, 0) / temperature),
 
-    p the share of right responses with it, D the mean over these of mean log pi(y | prompt) - mean log
-    pi(y | prompt, hint): a response that is likely with the hint only teaches little. It is 0 where none is
-    right, and `penalty` where the hint is empty, too long or gives the answer away. The paper trains two
-    models; here the policy has both roles. `template` asks for a hint, {failed} in it one failed response,
-    {solution} the field `solution` of the data record; `hint_template` gives {hint} to the reasoner: what is
-    between <hint> and </hint>, or all of it.
+    where p is the share of right responses with the hint, and D the mean over these right responses y of
+    mean log pi(y | prompt) - mean log pi(y | prompt, hint). So a hint gains little if its right responses are
+    likely only with it. The reward is 0 if no response is right, and `penalty` if the hint is empty, too long
+    or gives the answer away. The paper trains two models; here the policy has both roles.
 
-    With `function(groups, n, **options)` -> n texts for each failed group, as a `teacher`'s, the hints are
-    another model's: the best is chosen alike, and none is trained. What it is asked is then its own matter.
+    `template` requests a hint: {failed} is replaced by a failed response, {solution} by the field `solution`
+    of the data record. `hint_template` is added to the prompt: {hint} is replaced by the text between <hint>
+    and </hint>, or by the complete text without these marks.
+
+    If `function` is set, `function(groups, n, **options)` returns n hints for each failed group, as for the
+    member `teacher`. The best hint is chosen in the same way, and the hints are not trained.
     """
 
     needs_policy_logprobs: ClassVar[bool] = True
@@ -64,9 +66,9 @@ class LearnedHint(Member):
         return self
 
     @property
-    def idle_options(self) -> dict[str, str]:
+    def ineffective_options(self) -> dict[str, str]:
         asks = self.function is None, "hints of the policy, function=null"
-        return unless(options=(self.function is not None, "function"), template=asks, solution=asks)
+        return only_with(options=(self.function is not None, "function"), template=asks, solution=asks)
 
     @property
     def record_fields(self) -> dict[str, str]:
@@ -93,7 +95,7 @@ class LearnedHint(Member):
     def _written(
         self, groups: Sequence[Group], failed: Sequence[int], context: MemberContext
     ) -> dict[int, Group]:
-        """The hints for groups, as rollouts, by the group's number."""
+        """Return the hints for the failed groups, as rollouts, by the index of the group."""
         if self.function is not None:
             texts = context.texts(self.function, [groups[g] for g in failed], self.hints, self.options)
             hints = [[Rollout([], [], text or "", "stop", -1) for text in written] for written in texts]
@@ -110,7 +112,7 @@ class LearnedHint(Member):
     def _tried(
         self, groups: Sequence[Group], written: dict[int, Group], context: MemberContext
     ) -> dict[tuple[int, int], Trial]:
-        """The trials of valid hints, by group and number of the hint."""
+        """Answer with each valid hint; returns the results by (index of the group, index of the hint)."""
         prompts: dict[tuple[int, int], Prompt | None] = {}
         for g, of_group in written.items():
             for h, rollout in enumerate(of_group.rollouts):
@@ -159,13 +161,13 @@ def transfer_reward(p: float, n: int, reliance: float, temperature: float) -> fl
 
 
 def hint_in(text: str) -> str:
-    """The text between <hint> and </hint>, where reasoning may come before; the whole text without them."""
+    """Return the text between <hint> and </hint>, or the complete text without these marks."""
     marked = re.search(r"<hint>(.*?)</hint>", text, re.IGNORECASE | re.DOTALL)
     return (marked[1] if marked else text).strip()
 
 
 def gives_away(hint: str, answer: str) -> bool:
-    """True if a hint states the answer; one of one or two letters counts only after "=", "is", "equals" etc.
+    """True if a hint states the answer. An answer of one or two characters must follow "=", "is" or similar.
 
     This is the authors' rule: many hints contain "2" without giving the answer 2 away.
     """

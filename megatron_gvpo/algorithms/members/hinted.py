@@ -1,4 +1,4 @@
-"""Responses to a prompt with a hint, from the data or from the group's best draft."""
+"""Adds responses to the prompt with a hint, which comes from the data or is the group's best response."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from megatron_gvpo.algorithms.base import unless
+from megatron_gvpo.algorithms.base import only_with
 from megatron_gvpo.algorithms.members.base import Member, MemberContext, any_right, ask_each, taught
 from megatron_gvpo.groups import Group, Prompt
 
 
 class Hinted(Member):
-    """`n` responses to the prompt with a hint join the group, where it failed or always.
+    """`n` responses to the prompt with a hint join the group, either always or if every response failed.
 
-    `fields` of the data record hold the hints, from the weakest to the strongest; each is tried where the
-    ones before it brought no right response, and the first that brings one (or the last) stays. With
-    `best_draft` the hint is the group's own best response (iGRPO). `template` wraps a hint, `{hint}` in it; a
-    prompt that is longer with it than data.max_prompt_tokens goes without.
+    `fields` of the data record have the hints, from the weakest to the strongest. A stronger hint is tried if
+    the weaker ones led to no right response; the responses to the last hint that was tried join the group.
+    With `best_draft` the hint is the group's own best response (iGRPO). `template` is added to the prompt,
+    with the hint in place of `{hint}`; if the prompt would be longer than data.max_prompt_tokens, it gets no
+    hint.
 
-    prompt  own     responses are trained as if to the prompt without the hint (Guide, arXiv 2506.13923)
-            hinted  as to the prompt they answered: a group of its own (iGRPO); the group it came from is
-                    trained only where `keep_group`
+    prompt  own     the responses are trained as responses to the prompt without the hint (Guide, arXiv
+                    2506.13923)
+            hinted  they are trained as responses to the prompt with the hint, in a group of their own
+            (iGRPO);
+                    the original group is trained only if `keep_group` is true
     place   add, or replace: each takes the place of a wrong response (Scaf-GRPO, arXiv 2510.19807)
-    source  policy, or demonstration, where the loss treats responses to hints as given solutions
-    keep    all of the hinted responses, or only the right ones
+    source  policy, or demonstration: then the loss treats the responses as solutions from the data
+    keep    all responses with a hint join the group, or only the right ones
     """
 
     name: Literal["hinted"] = "hinted"
@@ -40,7 +43,7 @@ class Hinted(Member):
     source: Literal["policy", "demonstration"] = "policy"
     keep: Literal["all", "right"] = "all"
     keep_group: bool = True
-    after_step: int = Field(0, ge=0)  # no hints up to it
+    after_step: int = Field(0, ge=0)  # the last step without hints
     right: float = 0.0
 
     @model_validator(mode="after")
@@ -56,8 +59,8 @@ class Hinted(Member):
         return self
 
     @property
-    def idle_options(self) -> dict[str, str]:
-        return unless(
+    def ineffective_options(self) -> dict[str, str]:
+        return only_with(
             keep_group=(self.prompt == "hinted", "prompt=hinted"), source=(self.prompt == "own", "prompt=own")
         )
 

@@ -1,4 +1,4 @@
-"""MASA: the policy also learns to foresee how its own answers will fare (arXiv 2510.03259)."""
+"""MASA: the policy also learns to predict how well it will answer (arXiv 2510.03259)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from megatron_gvpo.groups import Group, Rollout
 
 
 class Foresight(Member):
-    """Beside every group one of `n` predictions about it, trained on how well they foresaw it.
+    """Add to every group a second group of `n` predictions about the first, rewarded for their accuracy.
 
-    The prompt with `template` behind it asks for a JSON object with pass_rate, length (in tokens) and notions
-    (words that a good answer needs). Its reward is the mean of
+    `template` is added to the prompt and requests a JSON object with pass_rate, length (in tokens) and
+    notions (words that a good answer needs). The reward of such an object is the mean of
 
-        pass_rate  0.01^|p' - p|, p the share of the group's responses that are right
-        length     1 where it lies between the shortest and the longest right response
-        notions    the share of the notions, but those that the prompt's text has, that more right responses'
-                   texts have than wrong ones'
+        pass_rate  0.01^|p' - p|, where p' is the prediction and p the share of right responses in the group
+        length     1 if it lies between the lengths of the shortest and the longest right response, else 0
+        notions    the share of the notions that occur in more right responses than wrong ones; notions that
+                   occur in the prompt do not count
 
-    and 0 where it is not such an object. A prompt that is too long with the template gets no prediction. The
-    paper's later phase, which drops prompts and cuts responses by the predictions, is not in its public code,
-    and not here.
+    and 0 for any other text. A prompt that is too long with the template gets no predictions. In a later
+    phase the paper uses the predictions to drop prompts and cut responses; its public code lacks this phase,
+    and so does this member.
     """
 
     adds_groups: ClassVar[bool] = True
@@ -61,7 +61,7 @@ class Foresight(Member):
 
 
 def foreseen(text: str, group: Group, right: float = 0.0) -> float:
-    """The reward of a prediction about `group`, in [0, 1]."""
+    """Return the reward, in [0, 1], of a prediction about `group`."""
     claims = prediction(text)
     if claims is None:
         return 0.0
@@ -77,8 +77,8 @@ def foreseen(text: str, group: Group, right: float = 0.0) -> float:
     def having(word: str, among: Sequence[Rollout]) -> int:
         return sum(word in rollout.text.lower() for rollout in among)
 
-    told = [word for word in words if word not in group.prompt.text.lower()]
-    of_notions = fmean([having(word, good) > having(word, bad) for word in told] or [0.0])
+    new_words = [word for word in words if word not in group.prompt.text.lower()]
+    of_notions = fmean([having(word, good) > having(word, bad) for word in new_words] or [0.0])
     return (of_notions + of_rate + of_length) / 3
 
 
@@ -89,7 +89,7 @@ def pass_rate_reward(claim: Any, rate: float) -> float:
 
 
 def prediction(text: str) -> dict[str, Any] | None:
-    """The last JSON object without braces inside it that a text has."""
+    """Return the last JSON object in a text that contains no other object, or None."""
     for braces in reversed(re.findall(r"\{[^{}]*\}", text)):
         try:
             value = json.loads(braces)

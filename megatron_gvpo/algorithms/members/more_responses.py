@@ -1,7 +1,7 @@
-"""More responses to a prompt where they are worth it.
+"""Samples more responses to the prompts for which they are most useful.
 
-V_0.5's budget: one response more where it would still make the baseline better (arXiv 2603.10848). XRPO's
-rounds: more responses where they tell most about a prompt's mean reward (arXiv 2510.06672).
+V_0.5 samples one more response while it still improves the baseline (arXiv 2603.10848). XRPO samples in
+rounds, to the prompts whose mean reward is the least certain (arXiv 2510.06672).
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from megatron_gvpo.groups import Group
 
 
 class OneMore(Member):
-    """rollout.n responses to every prompt, then one at a time, up to `high`, while one more is worth `cost`.
+    """Sample rollout.n responses to every prompt, then one at a time while that reduces an error enough.
 
-    The rule looks one step ahead. With rewards on a scale of -1 to 1 (`low_reward` to `high_reward`), group
-    mean m of k responses, prior V and D = max(0, (m - V)^2 - 1/k), the shrunk baseline's mean square error is
-    D / (k D + 1); it is worth going on while that falls by more than `cost` from k to k + 1. That this
-    is the error is our reading; 0.0039 is about 1/256, so that 15 or 16 responses are the most.
+    The error is that of the shrunk baseline: its mean square error is D / (k D + 1) for k responses, where D
+    = max(0, (m - V)^2 - 1/k), m is the group's mean reward and V the prior, both on a scale from -1
+    (`low_reward`) to 1 (`high_reward`). A prompt gets one more response while the error falls by more than
+    `cost` from k to k + 1, and at most `high` responses. The paper does not state the error; this formula is
+    an interpretation. The default of `cost` is about 1/256, with which a prompt gets at most 15 or 16
+    responses.
     """
 
     needs_prior: ClassVar[bool] = True
@@ -66,22 +68,22 @@ class OneMore(Member):
 
 
 def expected_drop(distance: float, k: int) -> float:
-    """By how much one more response than k lowers the error; `distance`: the squared distance (m - V)^2."""
+    """Return the decrease of the error from k to k + 1 responses, where `distance` is (m - V)^2."""
     d = max(0.0, distance - 1 / k)
     return d / (k * d + 1) - d / ((k + 1) * d + 1)
 
 
 class Rounds(Member):
-    """After rollout.n responses to every prompt, `rounds` times `extra` a prompt more, on average.
+    """Sample rollout.n responses to every prompt, then more in `rounds` rounds: `extra` a prompt, on average.
 
-    In a round each goes to the prompt with the largest
+    Each response of a round goes to the prompt with the largest
 
         h(n) - h(n + 1) + explore sqrt(log(1 + T) / n),    h(n) = t s / sqrt(n),
 
-    n the responses that the prompt has and was given in this round, s the sample std of the rewards that are
-    known of it, t the 1 - alpha / 2 quantile of Student's distribution with n - 1 degrees of freedom: h is
-    half the width of the mean reward's confidence interval. T is how many responses the batch has, as
-    in UCB1. A prompt with one response comes first: its spread is not known.
+    where n counts the prompt's responses, those of this round included, s is the sample standard deviation of
+    its known rewards, and t is the 1 - alpha / 2 quantile of Student's distribution with n - 1 degrees of
+    freedom. So h is half the width of the mean reward's confidence interval. T is the number of responses in
+    the batch, as in UCB1. Prompts with one response come first, because s is unknown for them.
     """
 
     name: Literal["rounds"] = "rounds"
@@ -101,7 +103,7 @@ class Rounds(Member):
         return grown
 
     def shares(self, rewards: Sequence[Sequence[float]], budget: int) -> list[int]:
-        """The number of `budget` responses that each prompt gets, by the rewards of its responses so far."""
+        """Divide `budget` responses among the prompts, given the rewards of their responses so far."""
         spread = [stdev(known) if len(known) > 1 else 0.0 for known in rewards]
         bonus = self.explore**2 * math.log1p(sum(map(len, rewards)))
 
@@ -122,15 +124,15 @@ class Rounds(Member):
 
 
 def half_width(n: int, std: float, alpha: float) -> float:
-    """Half the width of the confidence interval of a mean of n >= 2 values with this sample std."""
+    """Return half the width of the confidence interval of the mean of n >= 2 values with sample std `std`."""
     return student_quantile(n - 1, alpha) * std / math.sqrt(n)
 
 
 @cache
 def student_quantile(freedom: int, alpha: float) -> float:
-    """t with P(|T| < t) = 1 - alpha, T Student's with an integer number of degrees of freedom.
+    """Return t with P(|T| < t) = 1 - alpha, where T has Student's distribution with `freedom` degrees.
 
-    By bisection of the finite series for P (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+    It is computed by bisection of the finite series for P (Abramowitz and Stegun, 26.7.3 and 26.7.4).
     """
     low, high = 0.0, math.pi / 2
     for _ in range(60):
@@ -140,7 +142,7 @@ def student_quantile(freedom: int, alpha: float) -> float:
 
 
 def _central(angle: float, freedom: int) -> float:
-    """P(|T| < t) with t = sqrt(freedom) tan(angle)."""
+    """Return P(|T| < t) for t = sqrt(freedom) tan(angle)."""
     odd = freedom % 2
     term = math.sin(angle) * (math.cos(angle) if odd else 1.0)
     total = 0.0

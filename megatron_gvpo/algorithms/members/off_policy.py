@@ -1,4 +1,4 @@
-"""Members that the present policy did not sample: demonstrations, replayed responses, a teacher's."""
+"""Members that the current policy did not sample: demonstrations, earlier responses, a teacher's texts."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
-from megatron_gvpo.algorithms.base import WithFunction, unless
+from megatron_gvpo.algorithms.base import WithFunction, only_with
 from megatron_gvpo.algorithms.members.base import Member, MemberContext, any_right
 from megatron_gvpo.groups import Group, Rollout, demonstrated, rollout_fields, rollout_of
 
-# The data set's own solution as a member of the group (arXiv 2504.19599, section 4.1).
+# The solution in the data set joins the group (arXiv 2504.19599, section 4.1).
 
 
 class Demonstration(Member):
-    """The data set's own solution joins the group with `reward`, or takes the place of a response.
+    """The solution in the data set joins the group with the reward `reward`.
 
-    when   always, or all_wrong: where no response is better than `right` (GCPO, arXiv 2510.07790)
-    place  add, or replace, which leaves the group its size, the response at `slot`: a random one, the
-           longest, or the first truncated one (a random one without any)
-    A solution longer than `max_tokens` (null: rollout.max_tokens) stays out.
+    when   always, or all_wrong: only if no reward is above `right` (GCPO, arXiv 2510.07790)
+    place  add, or replace: the solution takes the place of the response at `slot`
+    slot   random, longest, or truncated: the first truncated response, or a random one if none is truncated
+    A solution longer than `max_tokens` (null: rollout.max_tokens) does not join.
     """
 
     needs_engine: ClassVar[bool] = False
@@ -38,8 +38,8 @@ class Demonstration(Member):
     max_tokens: PositiveInt | None = None
 
     @property
-    def idle_options(self) -> dict[str, str]:
-        return unless(
+    def ineffective_options(self) -> dict[str, str]:
+        return only_with(
             slot=(self.place == "replace", "place=replace"),
             right=(self.when == "all_wrong", "when=all_wrong"),
         )
@@ -57,7 +57,7 @@ class Demonstration(Member):
         needless = self.when == "all_wrong" and any_right(group, self.right)
         if prompt.demonstration is None or too_long or needless:
             return group
-        demonstration = demonstrated(prompt, self.reward, "demonstration", -1)  # no weights sampled it
+        demonstration = demonstrated(prompt, self.reward, "demonstration", -1)  # -1: not the policy's
         rollouts = list(group.rollouts)
         if self.place == "add":
             return replace(group, rollouts=[*rollouts, demonstration])
@@ -73,27 +73,27 @@ class Demonstration(Member):
         return random.Random(seed).randrange(len(rollouts))
 
 
-# GVPO's history: earlier responses to a prompt that join its group (arXiv 2504.19599, Figure 4).
+# GVPO's history: earlier responses to a prompt join its group (arXiv 2504.19599, Figure 4).
 
 
 class Replay(Member):
-    """`count` earlier responses to the same prompt join each group, the newest first.
+    """The `count` newest earlier responses to the same prompt join each group.
 
-    A prompt that was not seen before has none: its group is smaller. Rewards are stored with the response;
-    its log-probs under the reference are computed again, as GVPO needs them. `keep`: how many responses
-    to a prompt are kept, and written into checkpoints.
+    A prompt that is new in the run has no earlier responses, so its group is smaller. Rewards are stored with
+    the response. Log-probs under the reference, which GVPO needs, are computed again. `keep`: how many
+    responses to a prompt the run remembers and writes into checkpoints.
     """
 
     name: Literal["replay"] = "replay"
     count: PositiveInt = 1
-    keep: PositiveInt | None = None  # null: count
+    keep: PositiveInt | None = None  # null: as many as `count`
 
     def build(self) -> History:
         return History(self.count, max(self.count, self.keep or self.count))
 
 
 class History:
-    """The newest responses to every prompt, as the fields of their `Rollout`: what a checkpoint writes."""
+    """The newest responses to every prompt, as dicts of `Rollout`'s fields, which checkpoints can store."""
 
     def __init__(self, count: int, keep: int) -> None:
         self._count, self._keep = count, keep
@@ -117,18 +117,20 @@ class History:
         self._stored = {prompt: tuple(stored) for prompt, stored in state.items()}
 
 
-# Responses of another model that join a group.
+# Responses of another model join a group.
 
 
 class TeacherMember(WithFunction, Member):
-    """Responses of another model, or of any function that gives texts, scored by the run's rewards.
+    """Texts of another model, or of any function, join the groups and are scored by the run's rewards.
 
-    `function(groups, n, **options)` -> n texts for each group, a list of lists, where None is for a text that
-    it does not have, such as one that was cut off: it would be ended. The function is called on one rank. It
-    sees the prompts and the policy's own responses with their rewards, so it may continue or correct one. For
-    a model behind an OpenAI-compatible URL: "megatron_gvpo.api_model:chat", options {url, model}.
+    `function(groups, n, **options)` returns a list of n texts for each group. It returns None in place of a
+    text that is missing or was cut off, because an end token is added to every text. The function is called
+    on one rank. It sees the prompts and the policy's own responses with their rewards, so it may continue or
+    correct one. For a model behind an OpenAI-compatible URL, use "megatron_gvpo.api_model:chat" with the
+    options {url, model}.
 
-    `share`: of the groups, drawn at random, that get a teacher; `when`: all of these, or where all failed.
+    `share`: the share of the groups, drawn at random, that may get a teacher's texts. `when`: all of these
+    groups get them, or only those in which every response failed.
     """
 
     arguments: ClassVar[tuple[str, ...]] = ("groups", "n")
@@ -140,8 +142,8 @@ class TeacherMember(WithFunction, Member):
     right: float = 0.0  # a reward above this is right
 
     @property
-    def idle_options(self) -> dict[str, str]:
-        return unless(right=(self.when == "all_wrong", "when=all_wrong"))
+    def ineffective_options(self) -> dict[str, str]:
+        return only_with(right=(self.when == "all_wrong", "when=all_wrong"))
 
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         rng = random.Random(context.seed)

@@ -13,14 +13,14 @@ from megatron_gvpo.groups import Group, Rollout
 class Shaper(Block):
     """Scored groups in, groups out, before the batch policy sees them; it leaves its input unchanged.
 
-    `step` counts from 1. Shapers run in the order of the list `algorithm.shapers`, on every rank alike except
-    for those that ask `outside`.
+    `step` counts from 1. Shapers run in the order of the list `algorithm.shapers`, on every rank alike,
+    except for those with `outside`.
     """
 
     needs_rewards: ClassVar[bool] = True
-    # It gives responses other rewards.
+    # True if the shaper changes the rewards of responses.
     changes_rewards: ClassVar[bool] = True
-    # It changes rewards only, by a user's function, which may ask a model: it is called on one rank.
+    # True if a user's function, which may call a model, changes rewards only: it is called on one rank.
     outside: ClassVar[bool] = False
 
     name: str
@@ -45,13 +45,13 @@ class SizedShaper(Shaper):
 
 
 def rewarded(group: Group, rewards: Sequence[float]) -> Group:
-    """The group with other rewards; their components stay."""
+    """Return the group with other rewards; the rewards' components stay."""
     rollouts = [replace(rollout, reward=float(r)) for rollout, r in zip(group.rollouts, rewards, strict=True)]
     return replace(group, rollouts=rollouts)
 
 
 def each(groups: Sequence[Group], reward: Callable[[Rollout], float]) -> list[Group]:
-    """Every response's reward replaced by a function of the response."""
+    """Replace every response's reward by a function of the response."""
     return [rewarded(group, [reward(rollout) for rollout in group.rollouts]) for group in groups]
 
 

@@ -9,27 +9,27 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
-from megatron_gvpo.algorithms.base import Component, unless
+from megatron_gvpo.algorithms.base import Component, only_with
 from megatron_gvpo.algorithms.shapers.base import Shaper, value_of
 from megatron_gvpo.groups import Group, Rollout
 
 
 class Keep(Shaper):
-    """Rejection sampling: of every group only the right responses, or the best one (the first of equals).
+    """Rejection sampling: keep only the right responses of a group, or its best one (the first of equals).
 
-    A group that keeps none is dropped.
+    A group without such responses is dropped.
     """
 
     changes_rewards: ClassVar[bool] = False
 
     name: Literal["keep"] = "keep"
-    which: Literal["right", "best"] = "right"
+    which: Literal["right", "best"] = "right"  # the responses that stay
     right: float = 0.5
     by: Component | None = None  # a component of the reward; null: all of it
 
     @property
-    def idle_options(self) -> dict[str, str]:
-        return unless(right=(self.which == "right", "which=right"))
+    def ineffective_options(self) -> dict[str, str]:
+        return only_with(right=(self.which == "right", "which=right"))
 
     @property
     def components_read(self) -> tuple[Component, ...]:
@@ -50,13 +50,13 @@ class Drop(Shaper):
     changes_rewards: ClassVar[bool] = False
 
     name: Literal["drop"] = "drop"
-    which: Literal["all_right", "all_wrong", "all_equal"] = "all_equal"
+    which: Literal["all_right", "all_wrong", "all_equal"] = "all_equal"  # the groups that go
     right: float = 0.5  # a value above this is right
     by: Component | None = None  # the reward component that is judged; null: the reward
 
     @property
-    def idle_options(self) -> dict[str, str]:
-        return unless(right=(self.which != "all_equal", "which=all_right or all_wrong"))
+    def ineffective_options(self) -> dict[str, str]:
+        return only_with(right=(self.which != "all_equal", "which=all_right or all_wrong"))
 
     @property
     def components_read(self) -> tuple[Component, ...]:
@@ -75,10 +75,12 @@ class Drop(Shaper):
 class MaskTruncated(Shaper):
     """Truncated responses have no gradient, and count in their group (DAPO's overlong filtering).
 
-    A loss that takes rewards itself, as GVPO, does not see them: its group is the others.
+    A loss that reads rewards itself, such as GVPO, does not see these responses: its groups consist of the
+    others.
 
-    With MicroCoder-GRPO's conditions (arXiv 2603.07777): only `wrong` ones, only those whose last `repeat`
-    tokens are not the `repeat` before them, and of these a `share`, chosen by a hash of their tokens.
+    MicroCoder-GRPO's conditions (arXiv 2603.07777) limit this to wrong responses (`only_wrong`), to those
+    whose last `repeat` tokens differ from the `repeat` tokens before, and to a `share` of these, chosen by a
+    hash of their tokens.
     """
 
     changes_rewards: ClassVar[bool] = False
@@ -90,8 +92,8 @@ class MaskTruncated(Shaper):
     right: float = 0.5  # a reward above this is right
 
     @property
-    def idle_options(self) -> dict[str, str]:
-        return unless(right=(self.only_wrong, "only_wrong=true"))
+    def ineffective_options(self) -> dict[str, str]:
+        return only_with(right=(self.only_wrong, "only_wrong=true"))
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         def masked(rollout: Rollout) -> bool:

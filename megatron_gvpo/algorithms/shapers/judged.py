@@ -52,8 +52,8 @@ class GroupSimilarity(WithFunction, Shaper):
 
     `function(a, b, **options)` -> float of two texts. With `across`, a field of the data record, the group is
     made of all prompts of the batch with the same value there (paraphrases), and only responses to *other*
-    prompts are compared, of which a prompt without a paraphrase has none: similarity 0. Inspired by the
-    abstract.
+    prompts are compared; for a prompt without a paraphrase the similarity is 0. The paper's abstract inspired
+    this shaper.
     """
 
     outside: ClassVar[bool] = True
@@ -72,7 +72,7 @@ class GroupSimilarity(WithFunction, Shaper):
         return [self._shaped(group, self._others(groups, g)) for g, group in enumerate(groups)]
 
     def _others(self, groups: Sequence[Group], g: int) -> list[str] | None:
-        """Texts that responses of group `g` are compared with; None: with each other."""
+        """Return the texts to compare the responses of group `g` with; None: compare them with each other."""
         if self.across is None:
             return None
         key = groups[g].prompt.record.get(self.across)

@@ -24,7 +24,7 @@ class Overlong(SizedShaper):
 
     name: Literal["overlong"] = "overlong"
     buffer: PositiveInt | None = None
-    weight: float = Field(1.0, gt=0)  # what the full punishment takes off a reward
+    weight: float = Field(1.0, gt=0)  # the reduction of a reward by the full punishment
 
     def problem(self) -> str | None:
         if (self.buffer or 0) <= self.limit:
@@ -46,10 +46,10 @@ class Overlong(SizedShaper):
 class ShortRight(Shaper):
     """GRPO-lambda: prefer short right answers where the group is good already (arXiv 2505.18086).
 
-    The groups are ranked by their share of right answers. In the best `top` of them a right answer has
-    1 - alpha sigmoid((L - mean) / std), mean and std of the lengths of the group's right answers (population
-    std; 0.5 alpha where it is 0), a wrong one 0. The others keep their rewards. The default of
-    alpha is that of a third party's implementation.
+    The groups are ranked by their share of right answers. In the best `top` of them a right answer has 1 -
+    alpha sigmoid((L - mean) / std), mean and std of the lengths of the group's right answers (population std;
+    0.5 alpha where it is 0), a wrong one 0. The others keep their rewards. The default of alpha comes from a
+    third party's implementation.
     """
 
     name: Literal["short_right"] = "short_right"

@@ -14,7 +14,7 @@ from megatron_gvpo.algorithms.base import Component
 from megatron_gvpo.algorithms.shapers.base import Shaper, each, rewarded, value_of
 from megatron_gvpo.groups import Group, Rollout
 
-_MOST_EXPONENT = 20.0  # of a soft logarithm's far end; e^710 is infinite
+_MOST_EXPONENT = 20.0  # the largest exponent of a soft logarithm; e^710 is infinite
 
 
 class Affine(Shaper):
@@ -40,9 +40,8 @@ class Affine(Shaper):
 class Unlikeliness(Shaper):
     """r' = r (1 - beta rank / k), rank 0 the least likely of the group (arXiv 2506.02355).
 
-    The likelihood is the mean log-prob a token by the engine that sampled. So right answers
-    that the policy would seldom give count more. Responses that no engine sampled keep their reward, and are
-    not among the k.
+    The likelihood is the mean log-prob a token by the engine that sampled. So right answers that the policy
+    seldom gives count more. Responses that no engine sampled keep their reward, and do not count in k.
     """
 
     needs_engine_logprobs: ClassVar[bool] = True
@@ -125,7 +124,7 @@ class Staged(Shaper):
 
 
 class SoftLog(Shaper):
-    """TempSamp-R1's soft reshaping (arXiv 2509.18056): little difference above `tau`, much below it.
+    """TempSamp-R1's soft reshaping (arXiv 2509.18056): little difference above `tau`, and much below it.
 
     r' = tau + high ln(r - tau + 1) for r >= tau, tau - (exp(low (tau - r)) - 1) / low below. The paper's
     constants, and its form below tau, were not found: these are a choice. An exponent is at most 20.
@@ -174,8 +173,8 @@ class InformationConsistency(Shaper):
 
     H_i is the mean surprisal of the response's tokens under the policy that sampled it, in nats: an estimate
     of its entropy that needs no model. Paraphrases are prompts of the batch with the same value in the data
-    record's field `across`. Responses that no engine sampled have no H and keep their reward. Inspired by the
-    abstract: what it rewards as helpful is the run's own reward here.
+    record's field `across`. Responses that no engine sampled have no H and keep their reward. The paper's
+    abstract inspired this shaper; the run's own reward stands for the paper's reward of helpfulness.
     """
 
     needs_engine_logprobs: ClassVar[bool] = True
@@ -211,5 +210,5 @@ class InformationConsistency(Shaper):
 
 
 def surprisal(rollout: Rollout) -> float | None:
-    """Mean of -log p over the tokens, in nats; None if no engine told log-probs."""
+    """Mean of -log p over the tokens, in nats; None if no engine gave log-probs."""
     return -fmean(rollout.logprobs) if rollout.logprobs else None

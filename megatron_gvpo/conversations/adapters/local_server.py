@@ -1,7 +1,7 @@
-"""A server of environments in a Python environment of its own, on loopback.
+"""Runs a server of environments on loopback, in its own Python environment.
 
-The worker process that has the conversations starts it. `workers.reaper` ends it with that process, however
-that ends.
+The worker process that has the conversations starts it. `workers.reaper` ends the server when this process
+ends for any reason.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from megatron_gvpo.core.clock import running_seconds
 from megatron_gvpo.core.launch import free_ports
 from megatron_gvpo.workers.environment import Outage
 
-START = 180.0  # seconds that a server has to import its packages and to listen
+START = 180.0  # seconds in which a server must import its packages and listen
 CONNECT = 10.0  # seconds that a connection may take
-MOST_BYTES = 2**24  # of one message or answer
+MOST_BYTES = 2**24  # limit for one message or answer
 _HOST = "127.0.0.1"
 _AGAIN = 0.05  # seconds between two attempts to connect
 _ENDING = 2.0  # seconds that a process may take to end after it has closed its connections
-_SHOWN = 600  # bytes of what a server printed last, in the error of one that has ended
-_MOST_PRINTED = 2**20  # bytes on the disk; then they are thrown away
+_SHOWN = 600  # bytes of a server's last output in the error after its end
+_MOST_PRINTED = 2**20  # the most bytes of output on the disk; then they are deleted
 
 
 class LocalServerFailed(Outage):
-    """A server of environments did not start, has ended, or answered what it should not."""
+    """Raised if a server of environments did not start, has ended, or sent a wrong answer."""
 
 
 class LocalServer:
-    """One server process. It is started by `start`, and again after it has ended, by `url` or `ensure`.
+    """One server process: `start` starts the process; `url` and `ensure` start it again after it has ended.
 
     It takes no thread of this process, so that a process which starts agent programs can fork.
     """
@@ -56,7 +56,10 @@ class LocalServer:
         self._starting: asyncio.Task[str] | None = None
 
     def start(self) -> str:
-        """Start it and wait until it listens; returns its URL. Raises LocalServerFailed with the reason."""
+        """Start the server and wait until it listens; returns its URL.
+
+        Raises LocalServerFailed with the reason.
+        """
         [self._port] = free_ports(1, _HOST)
         command = list(self._command(self._port))
         # Another Python environment must not see the trainer's packages.
@@ -77,13 +80,13 @@ class LocalServer:
         return f"http://{_HOST}:{self._port}"
 
     def stop(self) -> None:
-        """End the process, if it runs."""
+        """End the server's process, if it is running."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     def ensure(self) -> str:
-        """Its URL, once it listens; one that has ended is started again. Raises LocalServerFailed."""
+        """The server's URL, once it listens; starts it again if it has ended. Raises LocalServerFailed."""
         if (problem := self.problem()) is None:
             return f"http://{_HOST}:{self._port}"
         if self._process is not None:
@@ -91,10 +94,13 @@ class LocalServer:
         return self.start()
 
     async def url(self) -> str:
-        """`ensure`, in the background. Raises LocalServerFailed."""
+        """Start the server in the background if it is not running; return its address.
+
+        Raises LocalServerFailed.
+        """
         if self._starting is None or (self._starting.done() and self.problem() is not None):
             self._starting = asyncio.create_task(asyncio.to_thread(self.ensure))
-        return await asyncio.shield(self._starting)  # it goes on starting for others if a step is late
+        return await asyncio.shield(self._starting)  # the start continues for other steps if this one is late
 
     def problem(self) -> str | None:
         """How its process ended, with the last lines that it printed; None while it runs."""
@@ -174,7 +180,7 @@ class EnvironmentServer:
         return cls(kind, local, "")
 
     def ensure(self) -> None:
-        """Start it where it does not run. Raises ValueError if it cannot be."""
+        """Start the server if it does not run. Raises ValueError if it cannot be started."""
         if self.local is not None:
             try:
                 self.address = self.local.ensure()
@@ -182,7 +188,7 @@ class EnvironmentServer:
                 raise ValueError(str(problem)) from None
 
     async def url(self) -> str:
-        """Its address; one that has ended is started again. Raises LocalServerFailed."""
+        """The address of the server, which is started again if it has ended. Raises LocalServerFailed."""
         if self.local is not None:
             self.address = await self.local.url()
         return self.address

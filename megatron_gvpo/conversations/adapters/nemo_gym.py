@@ -1,4 +1,4 @@
-"""Environments of NeMo-Gym: its servers score and answer, and this program takes the turns of its agents.
+"""Environments of NeMo-Gym: its servers score and answer, and this program acts in place of its agents.
 
     data: {train: {path: example.jsonl, convert: "megatron_gvpo.conversations.adapters.nemo_gym:record",
                    answer_key: null}}
@@ -6,10 +6,10 @@
                              options: {python: gym-env/bin/python,
                                        config: environments/blackjack/config.yaml}}}
 
-NeMo-Gym has two protocols. A server with /seed_session and /verify has a path for each tool, and scores what
-was said and called (`simple_agent`). One with /reset and /step answers and pays each turn
-(`gymnasium_agent`).
-A server that is started here runs in NeMo-Gym's own Python environment (`nemo_gym_server.py`).
+NeMo-Gym has two protocols. A server with /seed_session and /verify has a path for each tool, and scores the
+messages and calls (`simple_agent`). A server with /reset and /step answers each turn and gives a reward for
+it (`gymnasium_agent`). A server that is started here runs in NeMo-Gym's own Python environment
+(`nemo_gym_server.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from megatron_gvpo.groups import Prompt
 from megatron_gvpo.workers.environment import TAKEN, Reply
 from megatron_gvpo.workers.messages import Endpoint
 
-_LIMITS = ("turns", "time", "context_length_exceeded")  # codes of calls for which nothing is left
+# Error codes of calls that the limits of turns, time or tokens do not allow.
+_LIMITS = ("turns", "time", "context_length_exceeded")
 _SCORES, _STEPS = ("/seed_session", "/verify"), ("/reset", "/step")  # the paths of the two protocols
 _FIRST = 60.0  # seconds for the first answer of a server that listens
 _LAUNCHER = Path(__file__).with_name("nemo_gym_server.py")
@@ -46,8 +47,8 @@ _LAUNCHER = Path(__file__).with_name("nemo_gym_server.py")
 def record(row: Mapping[str, Any]) -> dict[str, Any]:
     """The data record of a line of NeMo-Gym's data (`data.train.convert`).
 
-    It has the row as it is, and its input as chat messages in `prompt`. Raises ValueError for input or
-    tools that are not of a policy of texts.
+    It has the row as it is, and its input as chat messages in `prompt`. Raises ValueError for input or tools
+    that are not text.
     """
     values = items.parameters(row)
     items.tools(values)
@@ -58,10 +59,10 @@ class Agent:
     """The program: one rollout with an environment's server.
 
     The server is that of the configuration `config`, which the interpreter `python` of NeMo-Gym's Python
-    environment finds in `directory` or among the installed ones; or it runs at `url` already. Every answer
-    of it may take `timeout` seconds.
+    environment finds in `directory` or among the installed ones; or it runs at `url` already. Each answer of
+    the server may take `timeout` seconds.
 
-    The reward is what /verify returns, or the sum of the steps' rewards. A tool's refusal (HTTP 4xx) is its
+    The reward is the result of /verify, or the sum of the steps' rewards. A tool's refusal (HTTP 4xx) is its
     answer; any other failure of the server raises LocalServerFailed, so that the rollout is repeated and then
     lost.
     """
@@ -74,7 +75,7 @@ class Agent:
         url: str | None = None,
         timeout: float = 20.0,
     ) -> None:
-        """Start the server of this process where none runs. Raises ValueError if it cannot be."""
+        """Start the server of this process if none runs. Raises ValueError if it cannot be started."""
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
             raise ValueError(f"timeout={timeout}: want seconds, above 0")
         _server(python, config, directory, url).ensure()
@@ -119,10 +120,13 @@ class GymServer(EnvironmentServer):
                     f"{self}: it has neither /seed_session and /verify nor /reset and /step, which "
                     "environments of NeMo-Gym have"
                 )
-            self.pays_steps = not is_scored  # a path of any name, for tools, looks like all others
+            # a server with /verify may take every path for a tool's, /step among them
+            self.pays_steps = not is_scored
 
     def _takes_posts(self, path: str) -> bool:
-        """True if the server has the path: its answer to GET is then 405. Raises ValueError if it has none.
+        """True if the server has the path: its answer to GET is then 405.
+
+        Raises ValueError if the server does not answer.
 
         The description of its paths, /openapi.json, can take seconds to be made.
         """
@@ -149,16 +153,18 @@ def _command(program: str, config: str, port: int) -> list[str]:
 
 
 class AskedPolicy:
-    """The policy, asked with the chat so far and the row's tools."""
+    """The policy, to which each request sends the chat so far and the row's tools."""
 
     def __init__(self, http: aiohttp.ClientSession, endpoint: Endpoint, row: Mapping[str, Any]) -> None:
         parameters = items.parameters(row)
         self.chat, self.tools = items.chat(parameters["input"]), items.tools(parameters)
-        self.is_cut = False  # the last answer reached the limit of its tokens
+        self.is_cut = False  # true if the last answer was cut off at its limit of tokens
         self._http, self._endpoint = http, endpoint
 
     async def ask(self) -> list[dict[str, Any]] | None:
-        """The items of its answer; None if no turns, time or tokens are left. It joins the chat.
+        """Return the items of the policy's answer; None if no turns, time or tokens are left.
+
+        The answer is added to the chat.
 
         The trainer limits how long this takes. Raises RuntimeError.
         """
@@ -196,7 +202,7 @@ class _Rollout:
         self._counts = {"tool_calls": 0.0, "tool_errors": 0.0}
 
     async def scored(self) -> Reply:
-        """As `simple_agent`: tools are called until the policy calls none, then the server scores it all."""
+        """Do as `simple_agent`: call tools until the policy calls none; then the server scores it all."""
         await self._answer("/seed_session", self._row)
         output: list[dict[str, Any]] = []
         while (new := await self._policy.ask()) is not None:
@@ -218,7 +224,7 @@ class _Rollout:
         return Reply(None, self._reward(score, "/verify"), counts)
 
     async def steps(self) -> Reply:
-        """As `gymnasium_agent`: the server answers and pays each turn, until it ends the episode."""
+        """Do as `gymnasium_agent`: the server answers each turn with a reward, until it ends the episode."""
         first = await self._answer("/reset", self._row)
         self._hear(first, "/reset")
         total = 0.0
@@ -235,7 +241,10 @@ class _Rollout:
         return Reply(None, total, self._counts)
 
     def _hear(self, answer: Mapping[str, Any], path: str) -> bool:
-        """Give the policy the outputs of tools and the observation in an answer. False if it has none."""
+        """Add the outputs of tools and the observation in an answer to the policy's chat.
+
+        Return False if there is neither output nor observation.
+        """
         try:
             outputs = [
                 (str(out["call_id"]), str(out["output"]))
@@ -256,9 +265,9 @@ class _Rollout:
         self._policy.chat.append({"role": "tool", "tool_call_id": identity, "content": text})
 
     async def _call(self, name: str, arguments: str) -> str:
-        """A tool's answer, also one that says what is wrong with the call. Raises LocalServerFailed.
+        """Return a tool's answer, which may also say what is wrong with the call. Raises LocalServerFailed.
 
-        Only the row's tools are called: a server's other paths are not the policy's.
+        Only the row's tools are called, because the policy may not use a server's other paths.
         """
         if name not in self._names:
             self._counts["tool_errors"] += 1
@@ -283,7 +292,7 @@ class _Rollout:
         return answer
 
     async def _post(self, path: str, body: Any) -> tuple[int, str]:
-        """(status, text) of an answer. Raises LocalServerFailed."""
+        """Return the status and the text of an answer. Raises LocalServerFailed."""
         limits = aiohttp.ClientTimeout(total=self._timeout, sock_connect=CONNECT)
         try:
             async with self._http.post(

@@ -1,7 +1,7 @@
 """The items of OpenAI's Responses API, in which NeMo-Gym writes turns, and chat messages of the same content.
 
-The forms are those of `nemo_gym.responses_converter`: what was thought is an item of its own, and so is each
-call of a tool.
+The forms are those of `nemo_gym.responses_converter`: the policy's thinking is a separate item, and so is
+each call of a tool.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ROLES = ("system", "developer", "user", "assistant")
 
 
 def parameters(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The row's `responses_create_params`. Raises ValueError if it has none with an input."""
+    """The row's `responses_create_params`. Raises ValueError if the row has no parameters with an input."""
     values = row.get("responses_create_params")
     if not isinstance(values, Mapping) or not isinstance(values.get("input"), str | Sequence):
         raise ValueError("it has no responses_create_params with an input, which every row of NeMo-Gym has")
@@ -51,7 +51,7 @@ def chat(values: str | Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's message at the end of the chat, where it begins one if there is none."""
+    """The assistant's message at the end of the chat, which is added if there is none."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]

@@ -3,8 +3,8 @@
 It runs in NeMo-Gym's own Python environment, so it imports nothing of this package. `-P` keeps the directory
 of this file, which has modules named like libraries, off the path of imports.
 
-NeMo-Gym's own `run_webserver` starts a Ray cluster and reads the address of a head server. What it does
-besides is done here: the configuration's server class, made from its entrypoint, serves its endpoints.
+NeMo-Gym's own `run_webserver` starts a Ray cluster and reads the address of a head server. This program does
+the rest: it makes the configuration's server class from its entrypoint, and serves its endpoints.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 KIND = "resources_servers"
-AGENTS = ("simple_agent", "gymnasium_agent")  # whose turns the trainer takes
+AGENTS = ("simple_agent", "gymnasium_agent")  # NeMo-Gym's agents whose part the trainer plays
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
     package = importlib.util.find_spec("nemo_gym")
     if package is None or package.origin is None:
         refuse(f"nemo-gym is not installed in the environment of {sys.executable}")
-    # NeMo-Gym looks for a configuration in these, in this order.
+    # The directories in which NeMo-Gym looks for a configuration, in this order.
     directories = [Path.cwd(), Path(package.origin).parents[1]]
     file = next((f for f in (d / path for d in directories) if f.is_file()), None)
     if file is None:
@@ -43,14 +43,15 @@ def main() -> None:
     if (directory := next((d for d in own if (d / settings["entrypoint"]).is_file()), None)) is None:
         refuse(f"{file}: {name}: there is no {KIND}/{kind}/{settings['entrypoint']}")
     sys.path[:0] = [str(directory), str(directory.parents[1])]
-    os.chdir(directory)  # as NeMo-Gym does
+    os.chdir(directory)  # NeMo-Gym also starts its servers in this directory
     prepare(port, name, settings, everything)
     runpy.run_path(settings["entrypoint"], run_name="__main__")
 
 
 def prepare(port: int, name: str, settings: Mapping[str, Any], everything: Any) -> None:
     """Let the entrypoint's `run_webserver` serve its class with these settings, on this port."""
-    import uvicorn  # late, with NeMo-Gym, which takes seconds: a wrong configuration is refused before
+    # imported late, like NeMo-Gym, which takes seconds: a wrong configuration is refused before
+    import uvicorn
     from nemo_gym.config_types import BaseServerConfig
     from nemo_gym.server_utils import ServerClient, SimpleServer
 

@@ -4,8 +4,8 @@ rollout: {conversation: {environment: "megatron_gvpo.conversations.adapters.open
                          options: {python: openenv-env/bin/python, app: "echo.server.app:app",
                                    action: message, observation: echoed_message}}}
 
-The server runs in a Python environment of its own, because OpenEnv's pins are not this package's. Only its
-protocol is spoken here: WebSocket messages `reset`, `step` and `close` at /ws, and the schema at /schema.
+The server runs in a Python environment of its own, because OpenEnv's pins are not this package's. This module
+uses only its protocol: WebSocket messages `reset`, `step` and `close` at /ws, and the schema at /schema.
 
     python -m megatron_gvpo.conversations.adapters.openenv games.jsonl --prompts 1000 \
         --python openenv-env/bin/python --app game.server.app:app --observation board
@@ -49,11 +49,12 @@ class OpenEnv:
 
     The server is `app`, a `module:name` of an ASGI application that the interpreter `python` finds from
     `directory`, or one that runs at `url` already. `action` names the field of the environment's action that
-    gets the policy's text; without it the policy writes the action as a JSON object. `observation` names the
-    field of the observation that the policy gets; without it it gets the observation as JSON.
+    gets the policy's text; without `action` the policy writes the action as a JSON object. `observation`
+    names the field of the observation that the policy gets; without `observation` the policy gets all of it
+    as JSON.
 
-    The record's `reset`, a mapping, goes to the environment's reset, with the conversation's seed where it
-    has none. If the record has `observation`, the reset must show it.
+    The record's `reset`, a mapping, is passed to the environment's reset; if it has no seed, the
+    conversation's seed is added. If the record has `observation`, the reset must show it.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class OpenEnv:
         action: str | None = None,
         observation: str | None = None,
     ) -> None:
-        """Start the server of this process. Raises ValueError if it cannot be, or lacks a field."""
+        """Start the server of this process. Raises ValueError if it cannot be started, or lacks a field."""
         source = server_of(python, app, directory, url)
         source.ensure()
         source.check_fields(action, observation)
@@ -124,13 +125,16 @@ class OpenEnv:
 
 
 class InvalidAction(ValueError):  # noqa: N818 - it is not a fault of this program
-    """The policy's action is not one of the environment's. The policy is told so."""
+    """Raised for an action of the policy that the environment does not know.
+
+    The policy gets the error as its observation.
+    """
 
 
 class OpenEnvServer(EnvironmentServer):
     """The server of an environment of OpenEnv."""
 
-    fields = frozenset[str]()  # of an action
+    fields = frozenset[str]()  # names of an action's fields
 
     def check_fields(self, action: str | None, observation: str | None) -> None:
         """Raises ValueError for a field that the action or the observation lacks, by the server's schema."""
@@ -142,7 +146,7 @@ class OpenEnvServer(EnvironmentServer):
             self.fields = frozenset(actions["properties"])
             needed = set(actions.get("required", ()))
             shown = set(observations["properties"])
-        except Exception as error:  # a server that is none of OpenEnv's may answer anything
+        except Exception as error:  # a server that is not OpenEnv's may send any answer
             reason = " ".join(repr(error).split())[:300]
             raise ValueError(
                 f"{self}: GET /schema gave no schema of an OpenEnv environment: {reason}"
@@ -192,7 +196,10 @@ class EnvironmentSession:
             raise LocalServerFailed(f"{self._server}: no session could be opened: {error!r}") from None
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> tuple[dict[str, Any], float | None, bool]:
-        """(observation, reward or None, is done). Raises LocalServerFailed, InvalidAction."""
+        """Return the observation, the reward or None, and whether the episode is done.
+
+        Raises LocalServerFailed, InvalidAction.
+        """
         assert self._socket is not None
         try:
             await self._socket.send_str(json.dumps({"type": kind, "data": data}))
@@ -254,7 +261,7 @@ def _concerns(error: Mapping[str, Any], fields: frozenset[str] | set[str]) -> bo
 
 
 def _action(response: str, field: str | None) -> dict[str, Any]:
-    """The action that the policy's text is. Raises InvalidAction."""
+    """The action that the policy's text describes. Raises InvalidAction."""
     if field is not None:
         return {field: response}
     try:
@@ -267,7 +274,7 @@ def _action(response: str, field: str | None) -> dict[str, Any]:
 
 
 def _text(observation: Mapping[str, Any], field: str | None, server: OpenEnvServer) -> str:
-    """The text of an observation. Raises LocalServerFailed if it lacks the configured field."""
+    """The text of an observation. Raises LocalServerFailed if the observation lacks the configured field."""
     if field is not None and field not in observation:
         names = ", ".join(sorted(observation)) or "none"
         raise LocalServerFailed(f"{server}: an observation without the field {field}; it has {names[:300]}")
@@ -290,7 +297,7 @@ async def _first_observations(server: OpenEnvServer, field: str | None, seeds: r
                 f"{server}: no first observation for seed {seed} within {_FIRST:g} seconds"
             ) from None
         finally:
-            with suppress(TimeoutError):  # the observation is there, or another error tells of it
+            with suppress(TimeoutError):  # the observation has arrived, or another error reports the failure
                 await session.close()
         texts.append(_text(observation, field, server))
     return texts
@@ -300,7 +307,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write data whose prompts are an environment's first texts.")
     parser.add_argument("file", type=Path)
     parser.add_argument("--prompts", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0, help="of the first prompt; the others count on")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first prompt; each later one adds 1")
     for name in ("python", "app", "url", "observation"):
         parser.add_argument(f"--{name}", help=f"the option {name} of the environment")
     parser.add_argument("--directory", default=".", help="the option directory of the environment")

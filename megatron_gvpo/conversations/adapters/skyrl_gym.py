@@ -20,11 +20,11 @@ except ImportError:
 
 
 class SkyRLGym:
-    """The environment `env_id`; `env_config` is its configuration, all keys of it.
+    """The environment `env_id`; `env_config` is its complete configuration.
 
-    Its `extras` are the data record. A record without `reward_spec` gets one with the prompt's answer.
-    Numbers in the metadata of a step become counts. A name that the run itself counts, such as `turns`,
-    becomes `metadata_turns`.
+    The environment gets the data record as its `extras`. A record without `reward_spec` gets one with the
+    prompt's answer. Numbers in the metadata of a step become counts. A name that the run itself counts, such
+    as `turns`, becomes `metadata_turns`.
     """
 
     def __init__(self, env_id: str, env_config: Any = None) -> None:
@@ -37,7 +37,7 @@ class SkyRLGym:
         self._env = skyrl_gym.make(self._id, env_config=self._config, extras=extras)
         chat = [{"role": "user", "content": prompt.text}]
         messages, _ = self._env.init([dict(message) for message in chat])
-        if messages != chat:  # the policy has the data's
+        if messages != chat:  # the policy answers the data's prompt, not these messages
             raise ValueError(
                 f"{self._id} makes a prompt of its own in place of the data's, and that is not supported: "
                 "write the data with its prompt"

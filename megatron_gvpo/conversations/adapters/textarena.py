@@ -49,7 +49,7 @@ class TextArena:
 
 
 def begin(name: str, seed: int) -> tuple[Any, list[Any], str]:
-    """(the game, the state of its random numbers, what it shows first)."""
+    """Return (the game, the state of its random numbers, its first text)."""
     game, state = textarena.make(f"{name}-raw"), [random.getstate()]
     with _own_random(state):
         game.reset(num_players=1, seed=seed)
@@ -64,7 +64,7 @@ def _new(game: Any) -> str:
 
 @contextmanager
 def _own_random(state: list[Any]) -> Iterator[None]:
-    """Games draw from Python's global generator, and several of them share a process."""
+    """Context in which a game has its own random numbers. Games share Python's global generator."""
     before = random.getstate()
     random.setstate(state[0])
     try:
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("game", help="such as FrozenLake-v0")
     parser.add_argument("file", type=Path)
     parser.add_argument("--games", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0, help="of the first game; the others count on")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first game; each later one adds 1")
     options = parser.parse_args()
     target = (options.file, str(options.file), "a new file", None)
     try:

@@ -1,6 +1,7 @@
 """Activations and their backward passes, in fp32. Source: transformer_engine/common/util/math.h.
 
-A gated activation splits the last size in halves: the first goes through the function, the second multiplies.
+A gated activation splits the last dimension into halves, applies the function to the first half and
+multiplies the result by the second half.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _QUICK = 1.702  # factor in GELU's approximation by a sigmoid
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GELU in its approximation by tanh, the only one that the kernels have."""
+    """GELU, approximated with tanh: the kernels have only this form."""
     return torch.nn.functional.gelu(x, approximate="tanh")
 
 
@@ -46,7 +47,7 @@ def _sigmoid_derivative(x: Tensor) -> Tensor:
     return sigmoid * (1 - sigmoid)
 
 
-# Name of the plain form, name of the gated form, the function and its derivative.
+# Each row: the name of the plain form, the name of the gated form, the function and its derivative.
 _FUNCTIONS: list[tuple[str | None, str | None, Function, Function]] = [
     (None, "glu", torch.sigmoid, _sigmoid_derivative),
     ("gelu", "geglu", gelu, gelu_derivative),
@@ -74,7 +75,7 @@ def _backward(derivative: Function, out: Any, grad: Tensor, fwd_input: Tensor, q
 def _bias_backward(
     derivative: Function, result: list[Any], grad: Tensor, fwd_input: Tensor, quantizer: Any
 ) -> None:
-    """result: the bias' gradient, summed before it is quantized, and the input's."""
+    """`result`: the bias' gradient, summed before quantization, and the input's gradient."""
     values = read(grad.contiguous()) * derivative(read(fwd_input.contiguous()))
     fill(result[0], rows(values).sum(0))
     write(result[1], values, quantizer, Rounding(grad.dtype, has_fused_mxfp8=True))
@@ -126,7 +127,7 @@ def clamped_swiglu(
     alpha: float = 1.702,
     glu_linear_offset: float = 1.0,
 ) -> None:
-    """gpt-oss' SwiGLU: both halves are clamped, and the second one has an offset."""
+    """SwiGLU of gpt-oss: both halves are clamped, and an offset is added to the second half."""
     act, gate = read(input.contiguous()).chunk(2, -1)
     values = swish(act.clamp(max=limit), alpha) * (gate.clamp(-limit, limit) + glu_linear_offset)
     write(out, values, quantizer, Rounding(input.dtype, has_fused_mxfp8=True))
@@ -142,7 +143,7 @@ def clamped_dswiglu(
     alpha: float = 1.702,
     glu_linear_offset: float = 1.0,
 ) -> None:
-    """Its backward; a half that was clamped gets no gradient."""
+    """The backward pass of `clamped_swiglu`; the gradient of a clamped value is zero."""
     act, gate = read(fwd_input.contiguous()).chunk(2, -1)
     grad_out = read(grad.contiguous())
     derivative = swish_derivative(act.clamp(max=limit), alpha) * (act <= limit)
@@ -152,7 +153,7 @@ def clamped_dswiglu(
 
 
 def _weights(act_scales: Tensor, like: Tensor) -> Tensor:
-    """The factors of the rows, in a shape that multiplies `like`."""
+    """Reshape the factors of the rows so that `like` can be multiplied by them."""
     return alias(act_scales).float().reshape(*like.shape[:-1], 1)
 
 
@@ -160,7 +161,7 @@ def _weights(act_scales: Tensor, like: Tensor) -> Tensor:
 def scaled_swiglu(
     out: Any, input: Tensor, act_scales: Tensor, quantizer: Any, glu_interleave_size: int = 0
 ) -> None:
-    """SwiGLU times a factor for each row, an expert's probability."""
+    """SwiGLU times one factor for each row: the probability with which the row's expert was chosen."""
     _refuse_interleaved("scaled_swiglu", glu_interleave_size)
     x = read(input.contiguous())
     write(
@@ -178,7 +179,7 @@ def scaled_dswiglu(
     glu_interleave_size: int = 0,
     compute_scale_grad: bool = True,
 ) -> None:
-    """result: the gradients of the input and of the factors."""
+    """`result`: the gradients of the input and of the factors."""
     _refuse_interleaved("scaled_dswiglu", glu_interleave_size)
     x, grad_out = read(fwd_input.contiguous()), read(grad.contiguous())
     values = gated_gradient(swish, swish_derivative, grad_out * _weights(act_scales, x), x)

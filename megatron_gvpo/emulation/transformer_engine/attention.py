@@ -1,6 +1,6 @@
-"""Attention with its saved statistics. Source: csrc/extensions/attention.cpp and common/fused_attn.
+"""Fused attention and the statistics that it saves. Source: csrc/extensions/attention.cpp, common/fused_attn.
 
-Every sequence is computed by itself, in fp32, with all of its scores in memory.
+Each sequence is computed separately, in fp32, with all of its scores in memory.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class SeenKeys:
-    """The keys that a query sees, counted from the diagonal; -1 is without a limit."""
+    """Which keys a query attends to. Distances are counted from the diagonal; -1 means no limit."""
 
     is_causal: bool
     window: tuple[int, int]  # keys before and after the diagonal
-    is_bottom_right: bool  # the diagonal ends at the last query and key; else it begins at the first ones
+    is_bottom_right: bool  # the diagonal ends at the last query and key, otherwise it begins at the first
 
     @classmethod
     def of(cls, mask_type: Any, window: Any, bottom_right_diagonal: bool) -> SeenKeys:
@@ -34,7 +34,7 @@ class SeenKeys:
         return cls("CAUSAL" in name, (window[0], window[1]), is_bottom_right)
 
     def hidden(self, queries: int, keys: int) -> Tensor:
-        """[queries, keys], true where a query does not see a key."""
+        """Return a mask [queries, keys] that is true where a query does not attend to a key."""
         diagonal = torch.arange(queries)[:, None] + (keys - queries if self.is_bottom_right else 0)
         key = torch.arange(keys)[None]
         hidden = torch.zeros(queries, keys, dtype=torch.bool)
@@ -50,7 +50,7 @@ class SeenKeys:
 
 @dataclass(frozen=True)
 class Heads:
-    """One sequence's scores: q [q, h, d], k [k, g, d], h / g queries' heads for each of the keys'."""
+    """One sequence's heads: q [q, h, d], k [k, g, d], v [k, g, dv]; h / g query heads share a key head."""
 
     q: Tensor
     k: Tensor
@@ -59,7 +59,7 @@ class Heads:
     scale: float
 
     def scores(self) -> Tensor:
-        """[g, h / g, q, k], minus infinity where a query does not see a key."""
+        """Return the scores [g, h / g, q, k]: minus infinity where a query does not attend to a key."""
         q_grqd = self._by_group(self.q)
         scores = torch.einsum("grqd,kgd->grqk", q_grqd, self.k) * self.scale
         return scores.masked_fill(self.hidden, -torch.inf)
@@ -68,7 +68,7 @@ class Heads:
         return x_qhd.unflatten(1, (self.k.shape[1], -1)).permute(1, 2, 0, 3)
 
     def forward(self, sink_h: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Outputs [q, h, dv] and the logarithms [h, q] of the softmax' sums, with the sink's part."""
+        """Return the outputs [q, h, dv] and the log-sum-exp [h, q] of the scores, the sink's included."""
         scores = self.scores()
         stats = scores.logsumexp(-1).flatten(0, 1)
         if sink_h is not None:
@@ -77,12 +77,12 @@ class Heads:
         return out.flatten(1, 2), stats
 
     def weights(self, scores: Tensor, stats_hq: Tensor) -> Tensor:
-        """The softmax; zeros for a query that sees no key."""
+        """Return the softmax of the scores: zeros for a query that attends to no key."""
         weights = torch.exp(scores - stats_hq.view(*scores.shape[:2], -1, 1))
         return torch.where(torch.isneginf(scores), 0.0, weights)
 
     def backward(self, stats_hq: Tensor, out: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, and the products [h, q] of outputs and their gradients."""
+        """Return the gradients of q, k and v, and the dot products [h, q] of outputs and their gradients."""
         weights = self.weights(self.scores(), stats_hq)
         grad_grqd = self._by_group(grad)
         d_v = torch.einsum("grqk,grqd->kgd", weights, grad_grqd)
@@ -96,17 +96,17 @@ class Heads:
 
 @dataclass(frozen=True)
 class Side:
-    """Where the sequences of the queries, or of the keys, are in their tensor."""
+    """The positions of the sequences in the tensor of the queries, or in that of the keys."""
 
     format: str  # sbhd, bshd, bhsd or thd
     length_b: list[int]
-    begin_b: list[int]  # in a pack
+    begin_b: list[int]  # first token of each sequence; only packs (thd) use it
 
     @classmethod
     def of(
         cls, format: str, tensor: Tensor, cu_seqlens: Tensor, padded: Tensor | None, is_padded: bool
     ) -> Side:
-        """Packs and padded batches have the lengths of `cu_seqlens` [b + 1]; the others are full."""
+        """In packs and padded batches the lengths come from `cu_seqlens` [b + 1]; other batches are full."""
         ends = alias(cu_seqlens).tolist()
         lengths = [end - begin for begin, end in itertools.pairwise(ends)]
         begins = ends if padded is None else alias(padded).tolist()
@@ -129,19 +129,19 @@ class Side:
         return (tensor[number] if self.format == "bshd" else tensor[number].transpose(0, 1))[:length]
 
     def stats(self, tensor: Tensor, number: int, heads: int) -> Tensor:
-        """A view [heads, tokens] of one sequence in statistics [t, h, 1] of a pack, or [b, h, s, 1]."""
+        """Return a view [heads, tokens] of one sequence's statistics in [t, h, 1] (packs) or [b, h, s, 1]."""
         if self.format == "thd":
             return self.sequence(tensor.view(-1, heads, 1), number)[..., 0].T
         return tensor.view(len(self.length_b), heads, -1)[number, :, : self.length_b[number]]
 
 
 def _format(name: Any) -> str:
-    """The format of one tensor: thd of NVTE_THD."""
+    """Return the format of one tensor, such as "thd" for NVTE_THD."""
     return str(name.name.removeprefix("NVTE_").lower())
 
 
 def _formats(layout: Any) -> tuple[str, str]:
-    """The formats of queries and keys: ("thd", "thd") of NVTE_THD_T2HD."""
+    """Return the formats of queries and keys, such as ("thd", "thd") for NVTE_THD_T2HD."""
     names = re.sub(r"\d", "", layout.name.removeprefix("NVTE_").removeprefix("Paged_KV_")).lower().split("_")
     return names[0], names[-1]
 
@@ -161,7 +161,7 @@ def _check(
 
 
 def _sink(softmax_type: Any, offset: Tensor | None, heads: int) -> Tensor | None:
-    """[h], the score of a key without a value: 0 for `off by one`, learnable, or None."""
+    """Return the scores [h] of the sink, a key without a value: 0 ("off by one") or learned; else None."""
     if "VANILLA" in softmax_type.name:
         return None
     return torch.zeros(heads) if offset is None else alias(offset).float().view(heads)
@@ -169,7 +169,7 @@ def _sink(softmax_type: Any, offset: Tensor | None, heads: int) -> Tensor | None
 
 @dataclass(frozen=True)
 class Batch:
-    """One call's sequences: where they are in the tensors, and what a query sees of its keys."""
+    """The sequences of one call: their positions in the tensors, and the mask of their keys."""
 
     queries: Side
     keys: Side
@@ -190,7 +190,7 @@ class Batch:
         bottom_right_diagonal: bool,
         scale: float,
     ) -> Batch:
-        """`ends`: cumulative lengths [b + 1] of queries and of keys; `padded_ends`: with their padding."""
+        """`ends`: cumulative lengths [b + 1] of queries and of keys; `padded_ends`: the same with padding."""
         is_padded = "PADDING" in mask_type.name
         queries, keys = (
             Side.of(format, tensor, own_ends, own_padded, is_padded)
@@ -202,7 +202,7 @@ class Batch:
         return cls(queries, keys, heads, SeenKeys.of(mask_type, window, bottom_right_diagonal), scale)
 
     def sequences(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[int, Heads]]:
-        """Each sequence with its number."""
+        """Yield each sequence's number and its heads."""
         tensors = [alias(tensor) for tensor in (q, k, v)]
         sides = (self.queries, self.keys, self.keys)
         for number, lengths in enumerate(zip(self.queries.length_b, self.keys.length_b, strict=True)):
@@ -248,10 +248,10 @@ def fused_attn_fwd(
     return_max_logit: bool,
     cuda_graph: bool,
 ) -> None:
-    """result: outputs, statistics, with `return_max_logit` each query's largest score, ...
+    """`result`: the outputs, the statistics, and each query's largest score if `return_max_logit` is set.
 
-    The statistics are the logarithms of the softmax' sums, fp32. Those of padding are not written; outputs of
-    padding in a pack are zeros.
+    The statistics are the log-sum-exp of the scores, in fp32. Statistics of padding are not written. Outputs
+    of padding in a pack are zeros.
     """
     _check(bias_type, p_dropout, page_table_k, (s_quantizer, o_quantizer), (q, k, v))
     batch = Batch.of(
@@ -315,9 +315,10 @@ def fused_attn_bwd(
     dqkv_quantizer: Any,
     cuda_graph: bool,
 ) -> None:
-    """result: gradients of queries, keys, values, of a bias or None, and of the softmax' offset [1, h, 1, 1].
+    """`result`: gradients of queries, keys, values, bias (or None) and softmax offset [1, h, 1, 1].
 
-    `saved`: what the forward saved after its outputs. Padding of a pack gets zeros.
+    `saved`: the tensors that the forward pass returned after its outputs. Gradients of a pack's padding are
+    zeros.
     """
     _check(bias_type, p_dropout, None, (s_quantizer, dp_quantizer, dqkv_quantizer), (q, k, v, out, d_out))
     batch = Batch.of(

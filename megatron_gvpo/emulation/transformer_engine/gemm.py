@@ -1,6 +1,6 @@
 """Matrix products with their epilogues. Source: csrc/extensions/gemm.cpp and common/gemm/cublaslt_gemm.cu.
 
-The operands are those of BLAS, whose matrices are column-major; seen as rows, the product is op(b) @ op(a),
+The operands follow BLAS, whose matrices are column-major. In row-major terms the product is op(b) @ op(a),
 where op transposes a matrix whose flag is set. It is summed in fp32 and rounded once, after the epilogue.
 """
 
@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 def product(a: Any, trans_a: bool, b: Any, trans_b: bool) -> Tensor:
-    """[rows, columns] in fp32, from the copies of the operands that a GPU would read."""
+    """Return the product [rows, columns] in fp32, from those copies of the operands that a GPU would read."""
     left, right = operand(b, is_rowwise=not trans_b), operand(a, is_rowwise=trans_a)
     return (left.T if trans_b else left) @ (right.T if trans_a else right)
 
@@ -50,7 +50,7 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> None:
-    """result: the product, the bias' gradient or None, the input of GELU or None, None."""
+    """`result`: the product, the bias' gradient or None, the input of GELU or None, and None."""
     if comm_overlap is not None:
         raise NotImplementedError("generic_gemm with overlapped communication (userbuffers)")
     out, bias_grad, gelu_input, _ = result
@@ -59,7 +59,8 @@ def generic_gemm(
         values = values + read(bias.contiguous())
     values = _gelu_epilogue(values, gelu, grad, gelu_input if gelu_in is None else gelu_in)
     if bias is not None and grad:
-        # The gradient of the bias is the sum of what the product reads, or of what GELU's derivative gave.
+        # The bias' gradient sums the rows of the output's gradient, which is `b`, or of its product with
+        # GELU's derivative.
         summed = values if gelu else operand(b, is_rowwise=not trans_b)
         fill(bias_grad, summed.sum(0))
     if accumulate:
@@ -97,9 +98,10 @@ def te_general_grouped_gemm(
     use_split_accumulator: bool,
     math_sm_count: int,
 ) -> None:
-    """One product for each expert, into tensors of their own or, one after the other, into a single one.
+    """Compute one product for each expert, into a tensor each or, one after the other, into a single tensor.
 
-    `bias` of an expert: added where `grad` is false, else what its gradient is written to; empty for none.
+    `bias` has one tensor for each expert: it is added if `grad` is false, and receives the bias' gradient if
+    `grad` is true. An empty tensor means that the expert has no bias.
     """
     if d is None:
         raise NotImplementedError("te_general_grouped_gemm without outputs")

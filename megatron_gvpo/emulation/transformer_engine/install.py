@@ -1,4 +1,4 @@
-"""Puts the references in place of the compiled functions of `transformer_engine_torch`."""
+"""Replaces the compiled functions of `transformer_engine_torch` by their references."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from megatron_gvpo.emulation.transformer_engine import (
 )
 from megatron_gvpo.emulation.transformer_engine.references import TABLE, Reference
 
-# Importing them fills the table.
+# The import of these modules fills TABLE.
 _MODULES = (activations, attention, gemm, multi_tensor, norms, packs, quantization, rotary, router)
-# Functions that answer from the host, or allocate memory without writing it.
+# Functions without a reference: they compute their answer on the host, or only allocate memory.
 QUESTIONS = {
     *("get_cublasLt_version", "get_cudnn_version", "get_num_cublas_streams", "get_stream_priority_range"),
     *("get_fused_attn_backend", "get_grouped_gemm_setup_workspace_size", "ubuf_built_with_mpi"),
@@ -36,10 +36,10 @@ QUESTIONS = {
 
 
 def install() -> None:
-    """Replace every function that would start a kernel, in the extension and where it was imported by name.
+    """Replace every function that starts a kernel, in the extension and in modules that imported it by name.
 
-    Imports Transformer Engine. One without a reference raises NotImplementedError with its name when it is
-    called. Once is enough; a second call changes nothing.
+    Imports Transformer Engine. A function without a reference raises NotImplementedError with its name when
+    it is called. A second call of `install` changes nothing.
     """
     import transformer_engine.pytorch  # noqa: F401 - it loads the extension
     import transformer_engine_torch as extension
@@ -59,7 +59,7 @@ def install() -> None:
 
 
 def functions(extension: Any) -> dict[str, Callable[..., Any]]:
-    """The extension's functions by name; its classes and enumerations are not among them."""
+    """Return the extension's functions by name, without its classes and enumerations."""
     names = [name for name in dir(extension) if not name.startswith("_")]
     values = {name: getattr(extension, name) for name in names}
     return {name: value for name, value in values.items() if callable(value) and not isinstance(value, type)}

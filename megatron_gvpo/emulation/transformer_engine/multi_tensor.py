@@ -1,7 +1,7 @@
 """Functions over lists of tensors: Adam, norms, scaling. Source: transformer_engine/common/multi_tensor.
 
-The chunk size only divides the work among a GPU's blocks. `noop_flag` [1] int32 is set where numbers are not
-finite; the kernels that could skip their work for it do not.
+`chunk_size` divides the work among a GPU's blocks and does not change the result. `noop_flag` [1] int32 is
+set to 1 if a number is not finite; as in Transformer Engine, no kernel skips its work because of the flag.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from megatron_gvpo.emulation.transformer_engine.references import fill, read, re
 from megatron_gvpo.rehearsal.nullcuda.aliases import alias
 
 Tensor = torch.Tensor
-_L2_DECAY = 0  # Adam's mode that adds the decay to the gradient; the other one is AdamW
+_L2_DECAY = 0  # the mode in which Adam adds the weight decay to the gradient; the other mode is AdamW
 
 
 class _Adam(NamedTuple):
-    """The options of Adam's functions, in their order."""
+    """The options of Adam's functions, in the order of their arguments."""
 
     lr: float
     beta1: float
@@ -30,7 +30,7 @@ class _Adam(NamedTuple):
     weight_decay: float
 
     def update(self, grad: Tensor, weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        """The updated weights in fp32; the moments change in their memory."""
+        """Return the updated weights in fp32, and update the moments in place."""
         is_corrected = self.bias_correction == 1
         if self.mode == _L2_DECAY:
             grad = grad + self.weight_decay * weight
@@ -55,7 +55,7 @@ def multi_tensor_adam(
     tensor_lists: list[list[Tensor]],
     *options: Any,
 ) -> None:
-    """An update in place. Lists: gradients, weights, first and second moments, and maybe masters."""
+    """Update in place. The lists: gradients, weights, first and second moments, and optional fp32 masters."""
     adam = _Adam(*options)
     for grad, weight, first, second, *masters in zip(*tensor_lists, strict=True):
         master = masters[0] if masters else weight
@@ -72,10 +72,10 @@ def multi_tensor_adam_param_remainder(
     tensor_lists: list[list[Tensor]],
     *options: Any,
 ) -> None:
-    """Adam for bf16 weights whose fp32 masters are kept as the weight and the 16 bits that rounding took off.
+    """Adam for bf16 weights whose fp32 master is stored as the weight and the 16 bits that rounding removed.
 
-    The weight is the master rounded to nearest, halves upwards, so a remainder of 0x8000 or more belongs to a
-    weight that was rounded up.
+    The weight is the master rounded to nearest, with halves rounded up. So if the remainder is 0x8000 or
+    more, the weight was rounded up.
     """
     adam = _Adam(*options)
     for grad, weight, first, second, remainder in zip(*tensor_lists, strict=True):
@@ -97,7 +97,7 @@ def multi_tensor_l2norm(
     tensor_lists: list[list[Tensor]],
     per_tensor: bool | None = None,
 ) -> None:
-    """The L2 norm [1] of all tensors together, and maybe of each [tensors], in fp32."""
+    """Compute the L2 norm [1] of all tensors together, and with `per_tensor` of each [tensors], in fp32."""
     _norms(result, noop_flag, [read(tensor) for tensor in tensor_lists[0]], per_tensor)
 
 
@@ -110,7 +110,7 @@ def multi_tensor_unscale_l2norm(
     inv_scale: Tensor,
     per_tensor: bool | None = None,
 ) -> None:
-    """The norm of the tensors times `inv_scale` [1]; the tensors stay."""
+    """Compute the norm of the tensors times `inv_scale` [1]; the tensors themselves do not change."""
     scale = read(inv_scale)
     _norms(result, noop_flag, [read(tensor) * scale for tensor in tensor_lists[0]], per_tensor)
 
@@ -131,7 +131,7 @@ def _norms(
 def multi_tensor_scale(
     result: None, chunk_size: int, is_infinite: Tensor, tensor_lists: list[list[Tensor]], scale: float
 ) -> None:
-    """Write the first list's tensors times `scale` into the second's."""
+    """Write the tensors of the first list times `scale` into those of the second list."""
     for source, target in zip(*tensor_lists, strict=True):
         if not alias(source).isfinite().all():
             alias(is_infinite).fill_(1)
@@ -142,5 +142,5 @@ def multi_tensor_scale(
 def multi_tensor_scale_tensor(
     result: None, chunk_size: int, is_infinite: Tensor, tensor_lists: list[list[Tensor]], scale: Tensor
 ) -> None:
-    """The same with a scale [1] on the device."""
+    """Like `multi_tensor_scale`, with a scale [1] on the device."""
     multi_tensor_scale(None, chunk_size, is_infinite, tensor_lists, alias(scale).float().item())

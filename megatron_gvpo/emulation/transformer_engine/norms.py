@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, and what they save. Source: transformer_engine/common/normalization."""
+"""RMSNorm and LayerNorm with their saved statistics. Source: transformer_engine/common/normalization."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rmsnorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> None:
-    """out = input * rsigma * weight with rsigma [rows] fp32, 1 / sqrt(mean square + eps)."""
+    """out = input * rsigma * weight, where rsigma = 1 / sqrt(mean(input^2) + eps) is [rows] in fp32."""
     out, _, rsigma_n = result
     x_nh = rows(read(input))
     fill(rsigma_n, torch.rsqrt(x_nh.square().mean(1) + eps))
@@ -46,7 +46,7 @@ def rmsnorm_bwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> None:
-    """Gradients of input and weight."""
+    """`result`: the gradients of input and weight."""
     dx_nh, dgamma_h = _rmsnorm_gradients(dz, x, rsigma, gamma, zero_centered_gamma)
     fill(result[0], dx_nh.view(x.shape))
     fill(result[1], dgamma_h)
@@ -63,7 +63,7 @@ def rmsnorm_bwd_add(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> None:
-    """Gradients of input and weight; `add`, the gradient of the residual, is added to the input's."""
+    """`result`: the gradients of input and weight; the input's includes `add`, the residual's gradient."""
     dx_nh, dgamma_h = _rmsnorm_gradients(dz, x, rsigma, gamma, zero_centered_gamma)
     fill(result[0], dx_nh.view(x.shape) + read(add.contiguous()))
     fill(result[1], dgamma_h)
@@ -116,7 +116,7 @@ def layernorm_bwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> None:
-    """Gradients of input, weight and bias."""
+    """`result`: the gradients of input, weight and bias."""
     dz_nh, x_nh = rows(read(dz.contiguous())), rows(read(x.contiguous()))
     rsigma_n1 = read(rsigma)[:, None]
     hat_nh = (x_nh - read(mu)[:, None]) * rsigma_n1

@@ -1,8 +1,10 @@
-"""Packs to padded ones and back, and packs that ranks share: halves of sequences, sums of steps.
+"""Conversions between packed and padded sequences, and packs that context parallelism divides among ranks.
 
-A rank of those that share a pack has two chunks of every sequence, one after the other; `cu_seqlens` [b + 1]
-int32 counts its tokens, or those of all ranks where a function takes the number of ranks. Logarithms of sums
-are [h, t] in a pack. Sources: common/fused_attn/utils.cu and context_parallel.cu, common/util/padding.cu.
+In a divided pack each rank has two chunks of every sequence, one directly after the other, which are called
+the halves of the rank's sequence. Attention runs in steps, one for each rank's keys, and adds up their
+results. `cu_seqlens` [b + 1] int32 has the sequences' ends: in the rank's own tokens, or in the tokens of all
+ranks if the function takes the number of ranks. `lse` is the log-sum-exp of the attention scores, [h, t] in a
+pack. Sources: common/fused_attn/utils.cu and context_parallel.cu, common/util/padding.cu.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ Tensor = torch.Tensor
 
 @reference
 def convert_thd_to_bshd(result: Tensor, packed: Tensor, cu_seqlens: Tensor, *_: int) -> None:
-    """[t, h, d] to [b, s, h, d], with zeros behind each sequence."""
+    """Copy packed [t, h, d] to padded [b, s, h, d], with zeros after each sequence."""
     ends, from_t, to_bs = alias(cu_seqlens).tolist(), alias(packed), alias(result)
     to_bs.zero_()
     for row, (begin, end) in enumerate(itertools.pairwise(ends)):
@@ -29,7 +31,7 @@ def convert_thd_to_bshd(result: Tensor, packed: Tensor, cu_seqlens: Tensor, *_: 
 
 @reference
 def convert_bshd_to_thd(result: Tensor, padded: Tensor, cu_seqlens: Tensor, *_: int) -> None:
-    """[b, s, h, d] to [t, h, d]; tokens behind the last sequence are zeros."""
+    """Copy padded [b, s, h, d] to packed [t, h, d]; tokens after the last sequence are zeros."""
     ends, from_bs, to_t = alias(cu_seqlens).tolist(), alias(padded), alias(result)
     to_t.zero_()
     for row, (begin, end) in enumerate(itertools.pairwise(ends)):
@@ -40,7 +42,7 @@ def convert_bshd_to_thd(result: Tensor, padded: Tensor, cu_seqlens: Tensor, *_: 
 def fused_multi_row_padding(
     result: None, input: Tensor, output: Tensor, input_row_list: list[int], padded_input_row_list: list[int]
 ) -> None:
-    """Rows of experts, one after the other, with zeros behind each expert's."""
+    """Copy the rows of all experts, one expert after the other, and add zeros after each expert's rows."""
     parts, padded = alias(input).split(input_row_list), alias(output).split(padded_input_row_list)
     for part, target in zip(parts, padded, strict=True):
         target.zero_()
@@ -51,14 +53,14 @@ def fused_multi_row_padding(
 def fused_multi_row_unpadding(
     result: None, input: Tensor, output: Tensor, input_row_list: list[int], unpadded_input_row_list: list[int]
 ) -> None:
-    """The rows of experts without what stands behind them."""
+    """Copy the rows of all experts without the padding after each expert's rows."""
     parts, plain = alias(input).split(input_row_list), alias(output).split(unpadded_input_row_list)
     for part, target in zip(parts, plain, strict=True):
         target.copy_(part[: len(target)])
 
 
 def half_indices(cu_seqlens: Tensor, half: int) -> Tensor:
-    """The tokens of the first (0) or second (1) halves of all sequences."""
+    """Return the indices of the tokens in the first (0) or second (1) halves of all sequences."""
     parts = [
         torch.arange(begin + half * (end - begin) // 2, begin + (half + 1) * (end - begin) // 2)
         for begin, end in _bounds(cu_seqlens)
@@ -77,7 +79,7 @@ def _packed(name: str, is_packed: bool) -> None:
 
 @reference
 def thd_read_half_tensor(result: Tensor, tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> None:
-    """One half of each sequence of tensor [t, h, d] or [2, t, h, d]."""
+    """Copy one half of each sequence of `tensor` [t, h, d] or [2, t, h, d]."""
     index = half_indices(cu_seqlens, half_idx)
     alias(result).narrow(-3, 0, len(index)).copy_(alias(tensor).index_select(-3, index))
 
@@ -86,7 +88,7 @@ def thd_read_half_tensor(result: Tensor, tensor: Tensor, cu_seqlens: Tensor, hal
 def thd_second_half_lse_correction(
     result: None, lse: Tensor, lse_per_step: Tensor, cu_seqlens: Tensor, lse_packed: bool
 ) -> None:
-    """Add a step's sums to those of the second halves, in place; both are logarithms."""
+    """Add a step's sums of exponentials to those of the second halves, in place; all are logarithms."""
     _packed("thd_second_half_lse_correction", lse_packed)
     index = half_indices(cu_seqlens, 1)
     lse_ht = alias(lse)
@@ -97,7 +99,7 @@ def thd_second_half_lse_correction(
 def thd_read_second_half_lse(
     result: Tensor, lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, second_half_lse_seqlen: int
 ) -> None:
-    """The second halves' [h, second_half_lse_seqlen], with zeros behind them."""
+    """Copy the second halves of `lse` to [h, second_half_lse_seqlen], with zeros after them."""
     _packed("thd_read_second_half_lse", lse_packed)
     index = half_indices(cu_seqlens, 1)
     half = alias(result)
@@ -117,7 +119,7 @@ def thd_out_correction(
     only_second_half: bool,
     lse_packed: bool,
 ) -> None:
-    """Add a step's outputs [t, h, d] in place, each weighted by its part of the softmax' sum."""
+    """Add a step's outputs [t, h, d] in place, each weighted by its share of the softmax' denominator."""
     _packed("thd_out_correction", lse_packed)
     total = alias(cu_seqlens)[-1].item()
     index = half_indices(cu_seqlens, 1) if only_second_half else torch.arange(total)
@@ -128,7 +130,8 @@ def thd_out_correction(
     before = torch.exp(alias(old_lse)[:, index].T[..., None] - new_th1)
     step = torch.exp(alias(lse_per_step)[:, : len(index)].T[..., None] - new_th1)
     old_thd = out_thd[index].float()
-    # A number that is 0 stays so, whatever its weight: padding has sums that nobody wrote.
+    # Zeros stay zero whatever their weight, since the weight of padding comes from memory that was not
+    # written.
     added = torch.where(old_thd == 0, 0.0, old_thd * before) + torch.where(
         step_thd == 0, 0.0, step_thd * step
     )
@@ -141,7 +144,7 @@ def thd_grad_correction(
 ) -> None:
     """Add or copy a step's gradients into the halves of `grad` [t, h, d] or [2, t, h, d], in place.
 
-    Where one half is "none", `grad_per_step` has only the other.
+    If `first_half` or `second_half` is "none", `grad_per_step` has only the other half.
     """
     orders = {0: first_half, 1: second_half}
     is_half = "none" in orders.values()
@@ -157,7 +160,7 @@ def thd_grad_correction(
 
 
 def partition(cu_seqlens: Tensor, world_size: int, rank: int) -> Tensor:
-    """The tokens of a pack that a rank has: of each sequence's 2 x world_size chunks one from either end."""
+    """Return the indices of a rank's tokens: of 2 x world_size chunks a sequence, one from either end."""
     parts = []
     for begin, end in _bounds(cu_seqlens):
         chunk = (end - begin) // (2 * world_size)
@@ -170,7 +173,7 @@ def partition(cu_seqlens: Tensor, world_size: int, rank: int) -> Tensor:
 def thd_get_partitioned_indices(
     result: Tensor, cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int
 ) -> None:
-    """[total_tokens / world_size] int32."""
+    """Write the indices of the rank's tokens, int32 [total_tokens / world_size]."""
     index = partition(cu_seqlens, world_size, rank)
     alias(result)[: len(index)] = index.to(result.dtype)
 
@@ -179,7 +182,7 @@ def thd_get_partitioned_indices(
 def thd_sequence_order_to_cp_rank_order(
     result: Tensor, inp: Tensor, cu_seqlens: Tensor, cp_size: int, total_tokens: int
 ) -> None:
-    """Tokens [t, ...] of all ranks, rank after rank."""
+    """Reorder tokens [t, ...] from the order of the sequences to that of the ranks, rank after rank."""
     order = torch.cat([partition(cu_seqlens, cp_size, rank) for rank in range(cp_size)])
     alias(result)[: len(order)] = alias(inp)[order]
 
@@ -188,7 +191,7 @@ def thd_sequence_order_to_cp_rank_order(
 def thd_cp_rank_order_to_sequence_order(
     result: Tensor, inp: Tensor, cu_seqlens: Tensor, cp_size: int, total_tokens: int
 ) -> None:
-    """The reverse."""
+    """Reorder tokens [t, ...] from the order of the ranks, one after another, to that of the sequences."""
     order = torch.cat([partition(cu_seqlens, cp_size, rank) for rank in range(cp_size)])
     alias(result)[order] = alias(inp)[: len(order)]
 

@@ -1,12 +1,12 @@
-"""Tokens in the order of their experts, and back. Source: transformer_engine/common/triton/permutation.py.
+"""Reorders tokens by expert, and back. Source: transformer_engine/common/triton/permutation.py.
 
-These kernels are in Triton, and sort a token's experts by networks of comparisons: in Triton's interpreter,
-which runs one program for each token, they took 98 % of the time of an update of a mixture of experts. A
-test compares the references with the interpreted kernels.
+These kernels are written in Triton, and sort each token's experts with a sorting network. In Triton's
+interpreter, which runs one program for each token, they took 98 % of the time of an update of a mixture of
+experts. So they have references here, and a test compares the references with the interpreted kernels.
 
-Row ids, [tokens, 2 experts + 1]: first the rows of a token among the permuted ones, the largest first, then
-from column `experts` on the experts of these rows, and in the last column their number. What is behind that
-number in the first two parts is not read.
+The row ids [tokens, 2 experts + 1] of a token have three parts: the numbers of its rows in the permuted
+tensor, the largest first; from column `experts` on, the experts of these rows; and in the last column the
+number of its rows. Entries of the first two parts beyond that number are not read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 
 Tensor = torch.Tensor
-# It takes the number of programs along the grid's first dimension, and the arguments, with CPU tensors.
+# A reference takes the number of programs along the grid's first dimension, and the arguments as CPU tensors.
 KernelReference = Callable[[int, SimpleNamespace], None]
 MODULE = "transformer_engine.common.triton.permutation"
 KERNELS: dict[str, KernelReference] = {}  # by the names of the functions in that module
@@ -29,7 +29,7 @@ def _kernel(function: KernelReference) -> KernelReference:
 
 
 def _matrix(tensor: Tensor, rows: int, columns: int, row_stride: int, column_stride: int) -> Tensor:
-    """A view by the strides that the kernel gets."""
+    """Return a view with the strides that the kernel receives."""
     return tensor.as_strided((rows, columns), (row_stride, column_stride))
 
 
@@ -39,9 +39,9 @@ def _row_ids(tokens: int, of: SimpleNamespace) -> Tensor:
 
 
 def _routed(tokens: int, of: SimpleNamespace, offsets: Tensor | None) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """For a token's first expert, its second, and so on: the tokens that have one, their rows and experts.
+    """For n = 1, 2, ...: the tokens that have an n-th expert, their rows for that expert, and the experts.
 
-    `offsets`: of each expert, rows of padding before its own.
+    `offsets`: for each expert, the number of padding rows before its rows.
     """
     ids = _row_ids(tokens, of).long()
     steps = []
@@ -55,7 +55,7 @@ def _routed(tokens: int, of: SimpleNamespace, offsets: Tensor | None) -> list[tu
 
 @_kernel
 def _row_id_map_pass_1(experts: int, of: SimpleNamespace) -> None:
-    """A token's number among an expert's tokens in its block, from 1; 0 for a token of other experts."""
+    """Number an expert's tokens within each block of tokens, from 1; 0 for a token of other experts."""
     strides = of.stride_routing_map_token, of.stride_routing_map_expert
     is_routed = _matrix(of.routing_map_ptr, of.num_tokens, experts, *strides).int()
     blocks = torch.nn.functional.pad(is_routed, (0, 0, 0, -of.num_tokens % of.BLOCK_SIZE))
@@ -68,7 +68,7 @@ def _row_id_map_pass_1(experts: int, of: SimpleNamespace) -> None:
 
 @_kernel
 def _row_id_map_pass_2(experts: int, of: SimpleNamespace) -> None:
-    """The tokens' rows, and -1 for tokens of other experts."""
+    """Replace the numbers within blocks by rows of the permuted tensor; -1 for a token of other experts."""
     strides = of.stride_row_id_map_token, of.stride_row_id_map_expert
     numbers = _matrix(of.row_id_map_ptr, of.num_tokens, experts, *strides)
     blocks = -(-of.num_tokens // of.BLOCK_SIZE)
@@ -80,7 +80,7 @@ def _row_id_map_pass_2(experts: int, of: SimpleNamespace) -> None:
 
 @_kernel
 def _row_id_map_pass_3(tokens: int, of: SimpleNamespace) -> None:
-    """The row ids out of the rows."""
+    """Sort each token's rows into the row ids that the module's docstring describes."""
     ids, experts = _row_ids(tokens, of), of.num_experts
     rows, indices = ids[:, :experts].sort(dim=1, descending=True)
     count = (rows != -1).sum(1, keepdim=True)
@@ -92,7 +92,7 @@ def _row_id_map_pass_3(tokens: int, of: SimpleNamespace) -> None:
 
 @_kernel
 def _permute(tokens: int, of: SimpleNamespace) -> None:
-    """A token's values in the rows of its experts, or zeros where the probability is 0."""
+    """Copy each token's values into the rows of its experts, or zeros where the probability is 0."""
     strides = of.stride_input_token, of.stride_input_hidden
     values = _matrix(of.input_ptr, tokens, of.hidden_size, *strides)
     strides = of.stride_output_token, of.stride_output_hidden
@@ -117,7 +117,7 @@ def _permute(tokens: int, of: SimpleNamespace) -> None:
 
 @_kernel
 def _unpermute(tokens: int, of: SimpleNamespace) -> None:
-    """The sums of the tokens' rows in fp32, weighted where there are weights; and their probabilities."""
+    """Sum each token's rows in fp32, weighted if there are weights, and copy their probabilities back."""
     strides = of.stride_input_token, of.stride_input_hidden
     values = _matrix(of.input_ptr, len(of.input_ptr), of.hidden_size, *strides)
     total = torch.zeros(tokens, of.hidden_size)
@@ -138,14 +138,14 @@ def _unpermute(tokens: int, of: SimpleNamespace) -> None:
 
 
 def _merging(tokens: int, of: SimpleNamespace) -> Tensor:
-    """The weights of a token's experts [tokens, experts], in fp32."""
+    """Return the weights [tokens, experts] of each token's experts, in fp32."""
     strides = of.stride_merging_probs_token, of.stride_merging_probs_expert
     return _matrix(of.merging_probs_ptr, tokens, of.num_experts, *strides).float()
 
 
 @_kernel
 def _unpermute_bwd_with_merging_probs(tokens: int, of: SimpleNamespace) -> None:
-    """The gradients of the rows, and of the weights: 0 for other experts than a token's."""
+    """Compute the gradients of the rows, and of the weights; 0 for experts that the token does not use."""
     strides = of.stride_fwd_output_grad_token, of.stride_fwd_output_grad_hidden
     grads = _matrix(of.fwd_output_grad_ptr, tokens, of.hidden_size, *strides)
     strides = of.stride_fwd_input_token, of.stride_fwd_input_hidden
@@ -164,9 +164,9 @@ def _unpermute_bwd_with_merging_probs(tokens: int, of: SimpleNamespace) -> None:
 
 @_kernel
 def _make_chunk_sort_map(tokens: int, of: SimpleNamespace) -> None:
-    """The rows of tokens when the chunks that they come in are put in another order.
+    """Compute the new row of each token when the chunks of tokens are put into another order.
 
-    Rows behind all chunks stay where they are.
+    Rows after the last chunk keep their positions.
     """
     sizes = of.split_sizes_ptr.view(-1)[: of.num_splits].long()
     order = of.sorted_indices_ptr.view(-1)[: of.num_splits].long()

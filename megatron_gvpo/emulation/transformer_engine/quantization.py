@@ -1,7 +1,7 @@
 """FP8 tensors with their scales: tensorwise, blockwise and mxfp8. Source: csrc/quantizer.cpp, common/cast.
 
-Rowwise data serve products whose sum runs along rows, columnwise data those along columns. Tensorwise and
-blockwise columnwise data are transposed.
+A matrix product that sums along the rows of an operand reads the operand's rowwise data; one that sums along
+columns reads its columnwise data, which tensorwise and blockwise tensors store transposed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _LARGEST_FP32 = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Rounding:
-    """The form of results between a kernel's fp32 and a quantized tensor.
+    """How an operation rounds its fp32 results before they are quantized.
 
-    `dtype`: of the operation. Kernels that cannot write FP8 themselves write this first. `has_fused_mxfp8`: a
-    kernel of this operation writes mxfp8 itself.
+    `dtype`: the operation's dtype, to which a kernel that cannot write FP8 itself first rounds its results.
+    `has_fused_mxfp8`: a kernel of this operation writes mxfp8 itself.
     """
 
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class Rounding:
 
 
 def write(out: Any, values: Tensor, quantizer: Any = None, rounding: Rounding | None = None) -> None:
-    """Write fp32 values into a result: rounded to its dtype, or quantized by its quantizer."""
+    """Write fp32 values into a result tensor, rounded to its dtype or quantized by its quantizer."""
     if is_plain(out):
         fill(out, values)
         return
@@ -52,17 +52,15 @@ def write(out: Any, values: Tensor, quantizer: Any = None, rounding: Rounding | 
 
 
 def _write_tensorwise(out: Any, values: Tensor, rounded: Tensor, quantizer: Any) -> None:
-    """Write with one scale: from earlier steps (delayed scaling), or from these values (current scaling)."""
+    """Write with one scale, from earlier steps (delayed scaling) or from these values (current scaling)."""
     dtype = fp8.dtype_of(out._fp8_dtype)
     amax = values.abs().amax()
     if hasattr(quantizer, "scale"):
         scale = alias(quantizer.scale).float().view(())
-        if (
-            quantizer.amax.numel()
-        ):  # the optimizer's casts of weights, with a scale that is known, record none
+        if quantizer.amax.numel():  # it is empty where the optimizer casts weights with a known scale
             recorded = alias(quantizer.amax)
             recorded.copy_(torch.maximum(recorded, amax.view(recorded.shape)))
-        rounded = values  # its kernel writes FP8 itself
+        rounded = values  # the kernel of delayed scaling writes FP8 itself
     else:
         if quantizer.with_amax_reduction:
             group = quantizer._canonicalized_amax_reduction_group()
@@ -78,10 +76,10 @@ def _write_tensorwise(out: Any, values: Tensor, rounded: Tensor, quantizer: Any)
 
 
 def _write_blockwise(out: Any, values: Tensor, quantizer: Any, largest_scale: float) -> None:
-    """Blocks of 1 x 128 along the sum, or of 128 x 128 for weights."""
+    """Write with a scale for each block: 1 x 128 values along the sum, or 128 x 128 for weights."""
     dtype = fp8.dtype_of(out._fp8_dtype)
     for is_rowwise, data, scale_inv in _copies(out):
-        # The columnwise copy is the rowwise one of the transposed matrix, in data and scales.
+        # The columnwise copy, data and scales, equals the rowwise copy of the transposed matrix.
         matrix = values if is_rowwise else values.T
         height = fp8.BLOCK if out._is_2D_scaled else 1
         amax = fp8.amax_of_blocks(matrix, height, fp8.BLOCK)
@@ -89,14 +87,14 @@ def _write_blockwise(out: Any, values: Tensor, quantizer: Any, largest_scale: fl
         scale = fp8.scale_of(amax, fp8.LARGEST[dtype], power, epsilon, largest_scale)
         scaled = matrix * fp8.spread(scale, height, fp8.BLOCK, *matrix.shape)
         data.view(matrix.shape).copy_(fp8.cast(scaled, dtype))
-        inverse = 1 / (scale if out._is_2D_scaled else scale.T)  # 1 x 128: a block after the other
+        inverse = 1 / (scale if out._is_2D_scaled else scale.T)  # scales of 1 x 128 blocks are transposed
         scale_inv[: inverse.shape[0], : inverse.shape[1]] = inverse
 
 
 def _write_mxfp8(out: Any, values: Tensor, quantizer: Any) -> None:
-    """Blocks of 32 along the sum, with powers of two."""
+    """Write with a power of two as the scale of each block of 32 values along the sum."""
     if getattr(quantizer, "with_2d_quantization", False):
-        raise NotImplementedError("mxfp8 with blocks of 32 x 32")
+        raise NotImplementedError("mxfp8 with blocks of 32 x 32 is not emulated: use blocks of 1 x 32")
     dtype = fp8.dtype_of(out._fp8_dtype)
     for is_rowwise, data, scale_inv in _copies(out):
         block = (1, fp8.MX_BLOCK) if is_rowwise else (fp8.MX_BLOCK, 1)
@@ -109,7 +107,7 @@ def _write_mxfp8(out: Any, values: Tensor, quantizer: Any) -> None:
 
 
 def _copies(tensor: Any) -> list[tuple[bool, Tensor, Tensor]]:
-    """For each copy of a block-scaled tensor: whether it is rowwise, its data, its inverse scales."""
+    """Return, for each copy of a block-scaled tensor: whether it is rowwise, its data, its inverse scales."""
     pairs = [
         (True, tensor._rowwise_data, tensor._rowwise_scale_inv),
         (False, tensor._columnwise_data, tensor._columnwise_scale_inv),
@@ -128,9 +126,9 @@ def _in_plain_order(scales: Tensor, is_rowwise: bool) -> Tensor:
 
 
 def operand(tensor: Any, is_rowwise: bool) -> Tensor:
-    """[rows, columns] in fp32: the copy of a product's operand that the hardware would read.
+    """Return [rows, columns] in fp32: the copy of a product's operand that the hardware would read.
 
-    Raises ValueError if the tensor lacks it.
+    Raises ValueError if the tensor lacks this copy.
     """
     if is_plain(tensor):
         return rows(read(tensor))
@@ -164,7 +162,7 @@ def _tensorwise(tensor: Any, is_rowwise: bool) -> Tensor:
 
 
 def _has_all_layouts() -> bool:
-    """From Blackwell on, products of FP8 tensors read rowwise data for either direction."""
+    """True from Blackwell on, where products of FP8 tensors read the rowwise data for either direction."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 10
 
 
@@ -182,7 +180,7 @@ def _is_skipped(noop: Tensor | None) -> bool:
 def quantize(
     result: Any, tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None
 ) -> None:
-    """Data and scales of a tensor; with a `noop` [1] of 1 nothing changes."""
+    """Write the FP8 data and scales of a tensor; if `noop` [1] is 1, nothing is written."""
     if not _is_skipped(noop):
         write(result, read(tensor.contiguous()), quantizer, Rounding(tensor.dtype))
 
@@ -201,7 +199,7 @@ def split_quantize(
     quantizer_list: list[Any],
     disable_bulk_allocation: bool = False,
 ) -> None:
-    """Quantize the parts of a tensor, whose first dimension may be longer than all parts together."""
+    """Quantize consecutive parts of a tensor; rows after the last part are ignored."""
     begin = 0
     for out, size, quantizer in zip(result, split_sections, quantizer_list, strict=True):
         quantize(out, tensor[begin : begin + size], quantizer)
@@ -210,7 +208,7 @@ def split_quantize(
 
 @reference
 def bgrad_quantize(result: list[Any], input: Tensor, quantizer: Any) -> None:
-    """The bias' gradient, a sum over rows, and the quantized gradient."""
+    """`result`: the bias' gradient, which is a sum over rows, and the quantized gradient."""
     values = read(input.contiguous())
     fill(result[0], rows(values).sum(0))
     if quantizer is not None:
@@ -225,7 +223,7 @@ def dequantize(result: Tensor, input: Any, otype: Any) -> None:
 
 @reference
 def fp8_transpose(result: Tensor, input: Tensor, dtype: Any, *, out: Tensor | None = None) -> None:
-    """Bytes [.., columns] to [columns, ..]."""
+    """Transpose bytes [.., columns] to [columns, ..]."""
     matrix = rows(alias(input))
     alias(result).view(matrix.shape[1], -1).copy_(matrix.T)
 
@@ -238,7 +236,7 @@ def swap_first_dims(result: Tensor, tensor: Tensor, *, out: Tensor | None = None
 
 @reference
 def compute_amax(result: None, input: Tensor, amax: Tensor) -> None:
-    """The largest absolute value, into amax [1]."""
+    """Write the largest absolute value of the input into `amax` [1]."""
     values = alias(input)
     alias(amax).fill_(values.float().abs().max().item() if values.numel() else 0.0)
 
@@ -253,7 +251,7 @@ def multi_tensor_compute_scale_and_scale_inv(
     force_pow_2_scales: bool,
     epsilon: float,
 ) -> None:
-    """Lists: largest absolute values, and the scales and their inverses that are written."""
+    """Compute scales and their inverses. The lists: largest absolute values, scales, inverse scales."""
     for amax, scale, scale_inv in zip(*tensor_lists, strict=True):
         values = fp8.scale_of(read(amax), max_fp8, force_pow_2_scales, epsilon, _LARGEST_FP32)
         fill(scale, values)
@@ -270,7 +268,7 @@ def fused_amax_and_scale_update_after_reduction(
     fp8_dtype: Any,
     margin: float,
 ) -> None:
-    """Delayed scaling: scales [n] from histories [steps, n], whose first row begins anew with zeros."""
+    """Delayed scaling: compute scales [n] from histories [steps, n], then shift the histories by a row."""
     largest = fp8.LARGEST[fp8.dtype_of(fp8_dtype)] * 2.0**-margin
     reduced = alias(amax_reduction_buffer).split([history.shape[1] for history in amax_histories])
     for history, scale, newest in zip(map(alias, amax_histories), map(alias, scales), reduced, strict=True):
@@ -287,9 +285,9 @@ def fused_amax_and_scale_update_after_reduction(
 def fp8_block_scaling_compute_partial_amax(
     result: None, tensor: Tensor, amax: Tensor, h: int, w: int, start_offset: int, block_len: int
 ) -> None:
-    """The largest absolute values of the blocks of a matrix [h, w] of which `tensor` [n] is a part.
+    """Compute the largest absolute values of the blocks of a matrix [h, w], of which `tensor` [n] is a part.
 
-    `amax` may have further columns, as scales have: they are zeros, and stay so.
+    `amax` may have further columns, as scales have; they remain zero.
     """
     blocks = fp8.amax_of_blocks(_part(tensor, h, w, start_offset), block_len, block_len)
     alias(amax)[: blocks.shape[0], : blocks.shape[1]] = blocks
@@ -307,14 +305,14 @@ def fp8_block_scaling_partial_cast(
     block_len: int,
     out_dtype: Any,
 ) -> None:
-    """The bytes of that part, times their blocks' scales."""
+    """Write the FP8 bytes of a part of a matrix [h, w], after multiplying each value by its block's scale."""
     scaled = _part(inp, h, w, start_offset) * fp8.spread(alias(scale), block_len, block_len, h, w)
     data = fp8.cast(scaled.view(-1)[start_offset : start_offset + inp.numel()], fp8.dtype_of(out_dtype))
     alias(out).view(-1)[: len(data)] = data
 
 
 def _part(tensor: Tensor, h: int, w: int, start: int) -> Tensor:
-    """[h, w] with the values of `tensor` at its place, zeros elsewhere."""
+    """Return a matrix [h, w] with the values of `tensor` from index `start` on, and zeros elsewhere."""
     matrix = torch.zeros(h * w)
     matrix[start : start + tensor.numel()] = read(tensor).view(-1)
     return matrix.view(h, w)

@@ -1,9 +1,9 @@
-"""The references by the names of the compiled functions that they stand for.
+"""The table of references: CPU functions that compute the results of Transformer Engine's compiled functions.
 
-The compiled function runs first: its C++ checks the arguments, converts quantizers and allocates the results,
-while the null CUDA leaves the kernels out. Then the reference computes the values and writes them into that
-memory. So a reference takes the compiled function's result, then its arguments. Kernels compute in fp32:
-`read` gives a tensor's values in it, and `fill` rounds them to the tensor's dtype.
+The compiled function runs first: its C++ code checks the arguments, converts quantizers and allocates the
+results, while the null CUDA skips the kernels. Then the reference computes the values and writes them into
+these results. So a reference takes the compiled function's result, then its arguments. Kernels compute in
+fp32: `read` returns a tensor's values in fp32, and `fill` rounds values to the tensor's dtype.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ TABLE: dict[str, Reference] = {}
 
 
 def reference(function: Reference) -> Reference:
-    """Register a reference under its name, which is the compiled function's."""
+    """Decorator: register a reference under its own name, which is also the compiled function's name."""
     TABLE[function.__name__] = function
     return function
 
 
 def reference_of(name: str, function: Reference) -> None:
-    """Register a reference of a family of functions under one name."""
+    """Register a reference under the name of a compiled function."""
     TABLE[name] = function
 
 
 def read(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's values in fp32, on the CPU; for fp32 a view of its memory.
+    """Return the tensor's values in fp32 on the CPU; for an fp32 tensor, a view of its memory.
 
-    Raises ValueError for a tensor with gaps: the kernels that use this read their operands without strides.
+    Raises ValueError if the tensor is not contiguous, because the kernel would ignore its strides.
     """
     if not tensor.is_contiguous():
         shape, strides = list(tensor.shape), list(tensor.stride())
@@ -42,12 +42,12 @@ def read(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def read_strided(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's values in fp32, for kernels that know strides."""
+    """Return the tensor's values in fp32, for kernels that use strides."""
     return alias(tensor).float()
 
 
 def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Write values, rounded to the tensor's dtype. Raises ValueError for another shape."""
+    """Write values, rounded to the tensor's dtype. Raises ValueError if the shapes differ."""
     if tensor.shape != values.shape:
         raise ValueError(
             f"the compiled function made {list(tensor.shape)}, the reference {list(values.shape)}"
@@ -56,10 +56,10 @@ def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def rows(tensor: torch.Tensor) -> torch.Tensor:
-    """[rows, last], as kernels see a tensor: all but its last size become one."""
+    """Flatten all dimensions but the last, as kernels do: [rows, last]."""
     return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor[None]
 
 
 def is_plain(tensor: Any) -> bool:
-    """A tensor with its own memory, as opposed to quantized data with scales."""
+    """True for an ordinary tensor, false for quantized data with scales."""
     return isinstance(tensor, torch.Tensor) and not hasattr(tensor, "_quantizer")

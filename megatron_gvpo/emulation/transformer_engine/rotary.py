@@ -1,4 +1,4 @@
-"""Rotary position embedding of heads. Source: transformer_engine/common/fused_rope/fused_rope.cu."""
+"""Rotary position embedding. Source: transformer_engine/common/fused_rope/fused_rope.cu."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 
 
 def _position(index: Tensor, length: int, cp_size: int, cp_rank: int) -> Tensor:
-    """Positions of tokens in their sequence; a rank of context parallelism has two chunks of it."""
+    """Return the positions of a rank's tokens in the sequence; with context parallelism it has two chunks."""
     if cp_size == 1:
         return index
     half = length // 2
@@ -30,7 +30,7 @@ def positions(
     cp_size: int,
     cp_rank: int,
 ) -> Tensor:
-    """The position of each token, of the shape of its first sizes: [t], [s, b] or [b, s]. Without one: -1."""
+    """Return each token's position, [t], [s, b] or [b, s]; -1 for a pack's tokens after its last sequence."""
     if format == "thd":
         assert cu_seqlens is not None
         ends = (alias(cu_seqlens) // cp_size).tolist()
@@ -48,9 +48,10 @@ def positions(
 
 
 def rotate(x: Tensor, angle: Tensor, is_interleaved: bool, is_backward: bool) -> Tensor:
-    """Rotate the first sizes of x [..., h, d] by the angles [..., d2]; the others stay.
+    """Rotate the first d2 channels of x [..., h, d] by the angles [..., d2]; the others do not change.
 
-    A number becomes itself times its cosine plus its pair's times a sine; the backward is the transpose.
+    The channels form pairs. A channel becomes cos times itself plus or minus sin times its partner. The
+    backward pass is the transpose.
     """
     width = angle.shape[-1]
     part, rest = x[..., :width], x[..., width:]
@@ -78,9 +79,9 @@ def _apply(
     *,
     is_backward: bool,
 ) -> None:
-    """input [t, h, d], [s, b, h, d] or [b, s, h, d]; freqs [positions, 1, 1, d2] fp32, the angles.
+    """`input`: [t, h, d], [s, b, h, d] or [b, s, h, d]. `freqs`: the angles, [positions, 1, 1, d2] in fp32.
 
-    `is_backward`: input and out are gradients.
+    If `is_backward`, `input` and `out` are gradients.
     """
     format = qkv_format.name.removeprefix("NVTE_").lower()
     position = positions(input.shape, format, start_positions, cu_seqlens, cp_size, cp_rank)

@@ -1,7 +1,7 @@
-"""Choice and weights of a token's experts. Source: transformer_engine/common/fused_router.
+"""The router that chooses and weights each token's experts. Source: transformer_engine/common/fused_router.
 
-Kernels compute in fp32, also for logits in bf16. They add the balancing bias before they choose, and subtract
-it afterwards, so that a large bias costs a score digits.
+The kernels compute in fp32, also for logits in bf16. They add the balancing bias to the scores before they
+choose, and subtract it afterwards, so scores lose precision where the bias is large.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megatron_gvpo.emulation.transformer_engine.references import fill, read, re
 from megatron_gvpo.rehearsal.nullcuda.aliases import alias
 
 Tensor = torch.Tensor
-_SMALLEST = 1e-20  # added to the sum of a token's scores
+_SMALLEST = 1e-20  # added to the sum of a token's scores before the division by it
 
 
 @reference
@@ -29,8 +29,10 @@ def fused_topk_with_score_function_fwd(
     routing_map_format: int = 0,
     topk_indices: Tensor | None = None,
 ) -> None:
-    """logits [tokens, experts]. result, of the same shape: weights of the chosen experts and zeros elsewhere;
-    whether an expert was chosen; and what the backward needs, in fp32.
+    """`logits`: [tokens, experts]. `result` has three tensors of this shape.
+
+    They are the weights of the chosen experts, zeros elsewhere; the mask of the chosen experts; and the
+    scores that the backward pass needs, in fp32.
     """
     _refuse(score_function, routing_map_format, topk_indices is not None)
     x = read(logits)
@@ -56,9 +58,9 @@ def fused_topk_with_score_function_fwd(
 
 
 def _of_best_groups(scores: Tensor, topk: int, groups: int | None, best: int) -> Tensor:
-    """The scores of the experts of a token's `best` groups, and minus infinity for the others.
+    """Keep the scores of the experts in a token's `best` groups, and set the others to minus infinity.
 
-    A group's score is the sum of as many of its best scores as a chosen group gives experts on average.
+    A group's score is the sum of its topk // best largest scores.
     """
     assert groups is not None
     grouped = scores.unflatten(-1, (groups, -1))
@@ -81,13 +83,13 @@ def fused_topk_with_score_function_bwd(
     use_dense_indices: bool = False,
     routing_map_format: int = 0,
 ) -> None:
-    """The weights' gradients, in `grad_logits` of their shape. It returns nothing."""
+    """Write the gradient of the logits into `grad_logits`."""
     _refuse(score_function, routing_map_format, use_dense_indices)
     is_chosen = alias(routing_map).bool()
     grad = read(grad_probs) * _scale(scaling_factor)
     scores = read(intermediate_output)
     if score_function == "softmax":
-        # After a softmax over the chosen experts, the others' scores are minus infinity.
+        # If the softmax was taken over the chosen experts, the scores of the others are minus infinity.
         scores = scores if use_pre_softmax else scores.masked_fill(~is_chosen, 0.0)
         grad = grad.masked_fill(~is_chosen, 0.0)
         fill(grad_logits, scores * (grad - (grad * scores).sum(-1, keepdim=True)))

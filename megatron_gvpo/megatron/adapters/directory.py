@@ -80,7 +80,7 @@ def read_adapter(directory: Path, options: AdapterConfig, selected: tuple[str, .
     if (init := config.get("init_lora_weights")) not in _FIRST_VALUES:
         raise ConfigError(
             f"{where}: init_lora_weights={init!r} in {CONFIG}: Hugging Face PEFT changes the base model for "
-            "such an adapter, and this run's is as it was: convert it (save_pretrained with "
+            "such an adapter, and this run does not: convert it (save_pretrained with "
             "path_initial_model_for_weight_conversion)"
         )
     for name, key, wanted in (("r", "rank", options.rank), ("lora_alpha", "alpha", options.alpha)):

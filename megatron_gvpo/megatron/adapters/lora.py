@@ -34,7 +34,7 @@ from megatron_gvpo.megatron.adapters.tensors import (
     layer_of,
     place_tensors,
 )
-from megatron_gvpo.megatron.model.frozen import ask_for_gradient
+from megatron_gvpo.megatron.frozen import ask_for_gradient
 from megatron_gvpo.runs.record import fingerprint
 from megatron_gvpo.settings.adapter import FUSED_NAMES, MEGATRON_NAMES, TARGETS, AdapterConfig
 from megatron_gvpo.settings.sections import ModelConfig
@@ -121,8 +121,8 @@ class Adapters:
         """Yield the weights of `stream`, Megatron-Bridge's export of the base, with the adapters merged in.
 
         Megatron-Bridge (0.6.2) merges wrong adapters into experts that another rank holds. A product is
-        computed in fp32. Logs a warning, once, if rounding takes most of the adapters' change away. A
-        collective, as the stream is.
+        computed in fp32. Logs a warning, once, if rounding takes most of the adapters' change away. This is a
+        collective, because `stream` is one.
         """
         adapters = dict(export_tensors(self._bridge, self._chunks, on_host=False))
         rounding, scale = MergeRounding(), self.options.alpha / self.options.rank
@@ -142,13 +142,14 @@ class Adapters:
             self._warned = rounding.warn()
 
     def config(self) -> dict[str, Any]:
-        """Return what adapter_config.json of Hugging Face PEFT holds, as JSON values."""
+        """Return the content of Hugging Face PEFT's adapter_config.json, as JSON values."""
         return adapter_config(self.options, self.selected, self.base)
 
     def identity(self) -> dict[str, Any]:
-        """Return what a checkpoint of these adapters records: their settings and the base, as JSON values.
+        """Return a checkpoint's record of these adapters: their settings and the base, as JSON values.
 
-        The base is size and hash of its config.json and weights, on rank 0; None on other ranks.
+        The base is identified by size and hash of its config.json and weights on rank 0, and by None on other
+        ranks.
         """
         if self._base_files is None and dist.get_rank() == 0:
             self._base_files = fingerprint(Path(self.base), ("config.json", "*.safetensors"))
@@ -158,7 +159,7 @@ class Adapters:
     def save(self, directory: Path) -> None:
         """Write the adapters as Hugging Face PEFT does. A collective; rank 0 writes.
 
-        If rank 0 cannot write, it alone raises OSError or SafetensorError, after the last gather.
+        If rank 0 cannot write, only rank 0 raises OSError or SafetensorError, after the last gather.
         """
         tensors = {}
         for name, tensor in self.tensors():
@@ -168,7 +169,7 @@ class Adapters:
             write_adapter(directory, self.config(), tensors)
 
     def _is_selected(self, name: str) -> bool:
-        """Return False for a part of q, k and v, or of gate and up, that the user has not named.
+        """Return False for one of q, k and v, or of gate and up, that the user has not named.
 
         Megatron-Bridge's canonical LoRA needs all parts of a layer. The other parts stay 0.
         """
@@ -199,10 +200,10 @@ class Adapters:
                 raise ConfigError(problem)
 
     def _refuse_half_of_a_shared_adapter(self) -> None:
-        """Refuse adapters of an expert's gate without up, or up without gate, where both have one.
+        """Refuse adapters of an expert's gate without up, or up without gate, where the two share one.
 
-        Megatron-Bridge (0.6.2) has one for both in grouped experts, which are those of GPUs. The other half
-        would train, and be in merged weights, but not in the exported adapter.
+        Megatron-Bridge (0.6.2) has one adapter for both in grouped experts, which GPU runs have. The half
+        that is not selected would train, and be in merged weights, but not in the exported adapter.
         """
         names = [name for chunk in self._chunks for name, _ in chunk.named_parameters()]
         is_shared = any(f".experts.linear_fc1{MARK}" in name for name in names)
@@ -255,7 +256,7 @@ def _gather_by_adapters(chunk: Any) -> None:
 
 
 def _store_gate_and_up_apart(chunk: Any) -> None:
-    """Let a checkpoint hold the adapters of gate and of up as plain matrices.
+    """Make checkpoints store the adapters of gate and of up as separate plain matrices.
 
     Megatron-Bridge (0.6.2) takes each for a fused gate-and-up matrix, by its layer's name, and cuts it in
     halves. Under another size of tensor parallelism its rows would come back in another order.

@@ -1,8 +1,8 @@
-"""Adapters' tensors under Hugging Face names: out of a sharded model, and into one.
+"""Exports adapters' tensors under Hugging Face names from a sharded model, and imports them into one.
 
-Megatron-Bridge (0.6.2) exports adapters and imports none. So that no code here repeats its rules, importing
-uses the export: each rank exports numbers of its own in place of the adapters' values, and where a number
-comes out says where its element belongs.
+Megatron-Bridge (0.6.2) exports adapters and imports none. To avoid repeating its rules, the import uses the
+export: each rank exports unique numbers in place of the adapters' values, and the position of a number in the
+exported tensor shows where its element belongs.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def place_tensors(
     """Fill this rank's adapters with its parts of the tensors that `value` returns for (name, shape).
 
     `chunks` are not wrapped yet. `value` returns None for a tensor that it does not have, and the adapter
-    keeps what it has. Layers that share an adapter's tensor get that of the first of them where the values
-    are drawn (`is_drawn`), and must have the same otherwise. A collective. Returns the problem with a tensor
+    keeps what it has. Layers that share an adapter's tensor get the first layer's tensor if the values are
+    drawn (`is_drawn`), and must have equal values otherwise. A collective. Returns the problem with a tensor
     of another shape, or with two that should be the same, or None.
     """
     adapters = [p for c in chunks for name, p in c.named_parameters() if is_adapter(name)]

@@ -1,4 +1,4 @@
-"""This package's core attention in Megatron's layers: its inputs, and how the layers get it.
+"""Puts this package's core attention into Megatron's layers, and defines its inputs.
 
 Transformer Engine's attention over packs can neither attend to two sequences at once nor return softmax
 statistics. With shared prompts, GPU runs therefore have `SharedPromptAttention` in its place. CPU runs always
@@ -26,6 +26,7 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from torch import Tensor
 
 from megatron_gvpo.megatron.attention.merged import PackPart, Sequences, merged_attention
+from megatron_gvpo.megatron.attention.rotary import angles
 
 
 @dataclass
@@ -34,8 +35,10 @@ class OwnPackedSeqParams(PackedSeqParams):
 
     sequences: Sequences | None = None
     freqs_t: Tensor | None = None  # megatron-core's rotary frequencies of every token's position [t, 1, 1, d]
-    rotary_scale: float = 1.0  # of rotated queries and keys (YaRN)
-    angles_t: tuple[Tensor, Tensor] | None = None  # on CPU, their cosine and sine; see cpu/rotary.py
+    rotary_scale: float = 1.0  # multiplies rotated queries and keys (YaRN)
+    angles_t: tuple[Tensor, Tensor] | None = None  # on CPU, cosine and sine of the frequencies (rotary.py)
+    # The frequencies and the scale for latent attention, which rotates before the core attention.
+    latent_rotation: tuple[Tensor, float] | None = None
 
 
 class _NoRotary(torch.nn.Module):
@@ -53,11 +56,30 @@ class _NoRotary(torch.nn.Module):
         return 0
 
 
+class PackRotary(torch.nn.Module):
+    """Replaces a model's rotary module in three axes, because the core attention rotates instead.
+
+    megatron-core (0.19.2) waits for the GPU for every sequence of a pack, in every layer, although these
+    frequencies are those of the pack's tokens. `pack` is the micro-batch that the model computes.
+    """
+
+    def __init__(self, rotary: Any, interleaved: bool, on_cpu: bool) -> None:
+        super().__init__()
+        self._rotary, self._interleaved, self._on_cpu = rotary, interleaved, on_cpu
+        self.pack: OwnPackedSeqParams | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        assert self.pack is not None
+        self.pack.freqs_t = self._rotary(*args, **kwargs)
+        if self._on_cpu:
+            self.pack.angles_t = angles(self.pack.freqs_t, self._interleaved)
+
+
 def has_plain_rotary(model: Any) -> bool:
     """Return True if one table of angles rotates all layers' queries and keys of a GPTModel.
 
     Latent attention has a rotation of its own, Gemma 3 has two tables, and some layers of K-EXAONE do not
-    rotate: they stay in megatron-core's own path.
+    rotate: megatron-core itself rotates for these models.
     """
     if model.config.multi_latent_attention or model.config.no_rope_freq:
         return False
@@ -78,7 +100,7 @@ def defer_rotary(model: Any) -> Any:
 
 
 def frequencies(rotary: Any, positions: int, position_t: Tensor) -> tuple[Tensor, float]:
-    """Return the frequencies [t, 1, 1, d] of tokens at `position_t`, and the scale of what they rotate.
+    """Return the frequencies [t, 1, 1, d] of tokens at `position_t`, and the scale of rotated vectors.
 
     `positions`: 1 + the largest position.
     """
@@ -156,7 +178,7 @@ def with_core_attention(spec_of: Callable[..., Any], core_attention: type[Any]) 
 def for_packs(spec_of: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `spec_of` to have Transformer Engine's core attention in place of megatron-core's own.
 
-    Megatron-Bridge (0.6.2) takes the latter for EXAONE 4.0, and it refuses packs.
+    Megatron-Bridge (0.6.2) takes megatron-core's for EXAONE 4.0, which refuses packs.
     """
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 

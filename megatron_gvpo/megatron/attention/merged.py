@@ -26,7 +26,7 @@ from megatron_gvpo.types import on_device
 
 @dataclass(frozen=True)
 class Spans:
-    """Stretches of tokens that lie one after the other, the first at the beginning of a tensor."""
+    """Consecutive spans of tokens; the first begins at the start of a tensor."""
 
     lengths: tuple[int, ...]  # tokens of every span, at least 1
     ends: Tensor  # int32 [spans + 1] on the tokens' device: 0, then the end of every span
@@ -51,7 +51,7 @@ class Sequences:
 
     all: Spans
     prompts: Spans | None = None  # the shared prompts; None if there are none
-    responses: Spans | None = None  # a span for every shared prompt: all responses to it
+    responses: Spans | None = None  # one span for every shared prompt, which has all responses to it
 
     @staticmethod
     def of(lengths: Sequence[int], followers: Sequence[int], device: torch.device) -> Sequences:

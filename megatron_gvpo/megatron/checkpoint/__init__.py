@@ -1,1 +1,1 @@
-"""Sharded checkpoints: saved, found and loaded."""
+"""Saves, finds and loads sharded checkpoints."""

@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,10 @@ from megatron_gvpo.huggingface.card import first_difference
 from megatron_gvpo.huggingface.complete_weights import shown_names
 from megatron_gvpo.megatron.checkpoint.directory import (
     DAMAGED,
+    RECORD,
+    check_files,
     complete_checkpoints,
+    incomplete_checkpoints,
     read_record,
     run_on_all_ranks,
     run_on_rank_0,
@@ -57,6 +61,7 @@ from megatron_gvpo.megatron.checkpoint.storage import FilesReader, SafeLoadPlann
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.runs.written import step_name
 
 log = logging.getLogger(__name__)
 
@@ -66,35 +71,45 @@ _COMMON = ShardedObject("common_state", None, (1,), (0,)).unique_key  # values t
 def load_newest[Loaded](
     root: Path, load: Callable[[Path], Loaded], put_aside: bool = False, step: int | None = None
 ) -> Loaded | None:
-    """Load the newest checkpoint under `root` that is not damaged; returns what `load` returns. A collective.
+    """Load the newest checkpoint under `root` that is not damaged; returns the result of `load`.
+
+    A collective.
 
     `step`: load only the checkpoint of this step.
 
     `load` is a collective that raises DamagedCheckpointError on every rank, or on none; a later call must
     replace everything that a failed one has loaded. Every damaged checkpoint is named in a warning.
     `put_aside`: rename the damaged ones to step_*.damaged, so that they are not counted as the newest.
-    Returns None if there is no checkpoint. Raises CheckpointError if all are damaged, and whatever `load`
-    raises besides.
+    Returns None if there is no checkpoint. Raises CheckpointError if all are damaged, and other errors of
+    `load`.
     """
     paths: list[Path] = []
     run_on_all_ranks(f"cannot read {root}", lambda: paths.extend(complete_checkpoints(root)))
-    wanted = [path.name for path in paths if step is None or path.stem == f"step_{step:08d}"]
+    wanted = [path.name for path in paths if step is None or path.stem == step_name(step)]
     names = broadcast_msgpack(wanted)
     damaged: list[Path] = []
     problem = ""
     for i, name in reversed(list(enumerate(names))):
+        directory = root / name
         try:
-            loaded = load(root / name)
+            run_on_rank_0("", partial(check_files, directory))
+            loaded = load(directory)
         except DamagedCheckpointError as error:
-            damaged.append(root / name)
+            damaged.append(directory)
             problem = problem or str(error)
             if i and dist.get_rank() == 0:
                 log.warning("%s; trying %s, the checkpoint before it", error, names[i - 1])
             continue
+        for path in incomplete_checkpoints(root) if step is None else ():
+            if path.name > name:
+                damaged.append(path)
+                if dist.get_rank() == 0:
+                    log.warning("%s is not a complete checkpoint: it has no file %s", path, RECORD)
         if put_aside:
             run_on_rank_0(f"cannot rename damaged checkpoints in {root}", lambda: _put_aside(damaged))
         if damaged and dist.get_rank() == 0:
-            log.warning("%s is used; %s newer, and damaged", root / name, _names(damaged))
+            newest_first = sorted(damaged, reverse=True)
+            log.warning("%s is used; %s newer, and damaged", directory, _names(newest_first))
         return loaded
     if damaged:
         raise CheckpointError(
@@ -150,9 +165,8 @@ def _load_model(what: str, trained: TrainedModel, is_same_layout: bool) -> None:
             optimizer.steps = loaded["optimizer"]["step"]
             optimizer.scheduler.num_steps = 0  # Megatron adds the loaded number to it
             optimizer.scheduler.load_state_dict(loaded["schedule"])
-            if (
-                is_same_layout
-            ):  # another layout has other ranks; no trained number depends on their generators
+            # Another layout has other ranks; no trained number depends on their generators.
+            if is_same_layout:
                 restore_random_state(loaded["random"])
 
         run_on_all_ranks(what, restore)
@@ -175,7 +189,7 @@ def _load_reference(what: str, trained: TrainedModel) -> None:
 
 
 def check_model(directory: Path, record: dict[str, Any], model: Model) -> None:
-    """Raise CheckpointError if a checkpoint is of a model with another config.json. No collective.
+    """Raise CheckpointError if a checkpoint is of a model with another config.json. Not a collective.
 
     Weights of another vocabulary may fit, because the rows are padded, and a value such as rope_theta has no
     weight at all. `record`: its state.json; without `model`, an earlier version wrote it.
@@ -190,7 +204,9 @@ def check_model(directory: Path, record: dict[str, Any], model: Model) -> None:
 
 
 def check_adapters(directory: Path, record: dict[str, Any], model: Model) -> None:
-    """Raise CheckpointError unless a checkpoint is of the model's adapters, on the same base. No collective.
+    """Raise CheckpointError unless a checkpoint is of the model's adapters, on the same base.
+
+    Not a collective.
 
     `record`: its state.json.
     """
@@ -219,7 +235,9 @@ def _short(base: dict[str, Any]) -> str:
 
 
 def check_reference(directory: Path, saved: str | None, own: str) -> None:
-    """Raise CheckpointError if the method compares with other weights than before. No collective.
+    """Raise CheckpointError if the method compares with another reference than the checkpoint's method.
+
+    No collective.
 
     `saved`: the kept reference in state.json; None if an earlier version wrote it.
     """
@@ -247,8 +265,8 @@ def load_shards(what: str, state: Callable[[], dict[str, Any]], directory: Path)
 
     megatron-core (0.19.2) takes the steps in one call: a rank that fails before the exchange of metadata
     leaves the others in it until the timeout, and only rank 0 validates the metadata, so it fails alone. It
-    also unpickles `.metadata` and the entries that are not tensors, which runs whatever they name. Here,
-    nothing is run, and all ranks raise that rank's error: CheckpointError, or for damage
+    also unpickles `.metadata` and the entries that are not tensors, which runs any code that they name. Here,
+    no such code is run, and all ranks raise that rank's error: CheckpointError, or for damage
     DamagedCheckpointError. A collective.
     """
     parts: list[Any] = []
@@ -287,7 +305,7 @@ def _stored_names(reader: FilesReader) -> set[str]:
 
 
 def open_checkpoint(directory: Path) -> FilesReader:
-    """Read what a checkpoint directory holds. Raises CheckpointError, DamagedCheckpointError, OSError."""
+    """Read the content of a checkpoint directory. Raises CheckpointError, DamagedCheckpointError, OSError."""
     file = directory / "metadata.json"
     try:
         backend = json.loads(file.read_text())["sharded_backend"]
@@ -333,9 +351,9 @@ def read_state(wanted: dict[str, Any], reader: FilesReader) -> dict[str, Any]:
 def check_names(wanted: Collection[str], stored: Collection[str]) -> str | None:
     """Compare the keys that all ranks want with those of a Megatron checkpoint; returns the problem or None.
 
-    dist_checkpointing ignores tensors that nobody asks for. Here, a tensor that is missing or unexpected is
-    an error that names it, before any tensor is read. If the optimizer is not wanted, the checkpoint may have
-    one.
+    dist_checkpointing ignores tensors in the checkpoint that were not requested. Here, a tensor that is
+    missing or unexpected is an error that names it, before any tensor is read. If the optimizer is not
+    wanted, the checkpoint may have one.
     """
     weights_only = not any(name.startswith("optimizer.") for name in wanted)
 
@@ -343,8 +361,8 @@ def check_names(wanted: Collection[str], stored: Collection[str]) -> str | None:
         return {
             name
             for name in names
-            # Left out: FP8 scales, which a layer on a CPU lacks; values that are not tensors; random states,
-            # which only the same layout asks for.
+            # These are left out: FP8 scales, which a layer on a CPU lacks; values that are not tensors;
+            # random states, which only the same layout needs.
             if not name.endswith("_extra_state")
             and name not in ("common_state", "random")
             and not (weights_only and name.startswith("optimizer."))

@@ -43,6 +43,7 @@ from megatron_gvpo.megatron.checkpoint.directory import (
     PARTIAL,
     RECORD,
     REPLACED,
+    bound_text,
     complete_checkpoints,
     record_text,
     run_on_all_ranks,
@@ -58,6 +59,7 @@ from megatron_gvpo.megatron.checkpoint.state import (
 from megatron_gvpo.megatron.checkpoint.storage import FilesWriter
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
+from megatron_gvpo.runs.written import json_object, step_name
 
 
 def save_policy(
@@ -78,7 +80,7 @@ def save_policy(
     """
     for model in policy.models:  # waits for an earlier save: only one runs at a time
         model.finish_background_work()
-    final = root / f"step_{step:08d}"
+    final = root / step_name(step)
     partial = final.with_suffix(PARTIAL)
     record = record_text(step, layout_of(policy), {**state, **_method_state(policy)})
     writer = Writer(deferred=True)
@@ -110,7 +112,7 @@ def save_policy(
 
 
 def _method_state(policy: Policy) -> dict[str, Any]:
-    """Return what a run that loads the checkpoint must agree with: reference policy, model and adapters."""
+    """Return the state that a run must share to load the checkpoint: reference policy, model, adapters."""
     adapters = policy.model.adapters
     identity = {} if adapters is None else {"adapter": adapters.identity()}
     return {"reference": policy.kept_reference, "model": policy.model.facts, **identity}
@@ -137,7 +139,8 @@ def _prepare(what: str, trained: TrainedModel, writer: Writer) -> None:
 
 def _finish(partial: Path, final: Path, record: str, keep: int, best: int | None) -> None:
     """Give a written checkpoint its name, and remove the checkpoints that are not to be kept."""
-    (partial / RECORD).write_text(record)
+    run = json_object(final.parent.parent / "run.json").get("id")
+    (partial / RECORD).write_text(bound_text(record, partial, run))
     _flush(partial)
     if final.exists():  # this step was saved before, and is saved again because the run is interrupted
         replaced = final.with_suffix(REPLACED)
@@ -149,23 +152,24 @@ def _finish(partial: Path, final: Path, record: str, keep: int, best: int | None
     complete = complete_checkpoints(root)
     to_keep = set(complete[-keep:])
     if best is not None:
-        to_keep |= {path for path in complete if path.stem == f"step_{best:08d}"}
+        to_keep |= {path for path in complete if path.stem == step_name(best)}
     unfinished = [path for path in root.glob("step_*") if path.suffix in (PARTIAL, REPLACED)]
-    for path in {*complete, *unfinished} - to_keep:  # also those of runs killed while saving
+    # This also removes the files of runs that were killed while saving.
+    for path in {*complete, *unfinished} - to_keep:
         _remove(path)
 
 
 def _make_empty(partial: Path) -> None:
-    """Make the directory, without what failed saves and killed runs left, which may fill the disk."""
+    """Make an empty directory, and remove files of failed saves and killed runs, which may fill the disk."""
     for unfinished in partial.parent.glob(f"step_*{PARTIAL}"):
         shutil.rmtree(unfinished, ignore_errors=True)
     partial.mkdir(parents=True)
 
 
 def _flush(directory: Path) -> None:
-    """Write all small files through to the disk: if the node fails, no named checkpoint lacks their content.
+    """Sync all small files to the disk, so that they are complete even if the node fails.
 
-    The ranks have done so with their tensors.
+    The ranks have already done this for their tensors.
     """
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -187,7 +191,7 @@ def _sync(path: Path) -> None:
 
 def _remove(checkpoint: Path) -> None:
     """Remove a checkpoint. It is renamed first, so that no complete name ever lacks files."""
-    if checkpoint.is_symlink():  # the files belong to whoever put them elsewhere
+    if checkpoint.is_symlink():  # the files behind a link belong to the user, who moved them
         checkpoint.unlink()
         return
     partial = checkpoint.with_suffix(PARTIAL)
@@ -218,7 +222,10 @@ class Writer(TorchDistSaveShardedStrategy):
             self.write()
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
-        """Write what `save` deferred. A collective over `group`; an error of one rank is raised on all."""
+        """Write the files that `save` deferred.
+
+        A collective over `group`; all ranks raise an error of one.
+        """
         for state, directory in self._waiting:
             torch_checkpoint.save(
                 state,
@@ -258,7 +265,7 @@ class BackgroundThread:
             self._device: int | None = torch.cuda.current_device()
         else:
             self._device = None
-        # A daemon: if the run fails elsewhere, exit must not wait for ranks that are gone.
+        # The thread is a daemon: if the run fails elsewhere, exit must not wait for ranks that have ended.
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._problem: BaseException | None = None
         self._thread.start()

@@ -1,13 +1,14 @@
-"""The sharded state of a checkpoint: what it holds of every trained model, in a form that any layout loads.
+"""The sharded state of every trained model in a checkpoint, in a form that any layout loads.
 
 The distributed optimizer's state is stored as shards of whole, named tensors. A data-parallel rank updates
 one contiguous run of every parameter's flattened elements. A run is cut into boxes of the parameter. Each box
 is stored as a view of the optimizer's own memory: saving gathers and copies nothing, and loading writes into
 the optimizer's memory.
 
-megatron-core's own formats depend on the layout, or gather. Its `fully_reshardable` (0.19.2) also shifts the
-elements after a padded bucket, because it slices a buffer without padding at offsets with padding. A tied
-embedding has a bucket of its own on the last stage of a pipeline, and overlapped gradients have many buckets.
+megatron-core's own formats depend on the layout, or gather tensors. Its `fully_reshardable` (0.19.2) also
+shifts the elements after a padded bucket, because it slices a buffer without padding at offsets with padding.
+A tied embedding has a bucket of its own on the last stage of a pipeline, and overlapped gradients have many
+buckets.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def weights_state(model: Model) -> dict[str, Any]:
 
 
 def load_weights(model: Model, loaded: dict[str, Any]) -> None:
-    """Load into the model what dist_checkpointing loaded for `weights_state`."""
+    """Load into the model the state that dist_checkpointing loaded for `weights_state`."""
     for name, chunk in bare_chunks(model).items():
         # The wrappers of adapters write the base's weights under other names than they look for. The names of
         # the adapters have been compared with the checkpoint's.
@@ -203,9 +204,8 @@ def _runs(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
 def _states(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, flat tensor) of the master and the moments, for this rank's range of a parameter."""
     tensors = optimizer._get_main_param_and_optimizer_states(parameter)
-    if (
-        "master_param" in tensors
-    ):  # the master is in host memory; "param" is only the fp32 weight that it is copied to
+    # A "master_param" is in host memory; "param" is then only the fp32 weight that it is copied to.
+    if "master_param" in tensors:
         tensors["param"] = tensors.pop("master_param")
     for name, tensor in tensors.items():
         if name != "step":

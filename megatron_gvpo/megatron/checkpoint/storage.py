@@ -62,7 +62,7 @@ class FilesWriter(FileSystemWriter):
     """Writes one file a rank, and the checksums of all.
 
     PyTorch's own `write_data` (2.13) holds copies of all tensors of a file until the file is complete. This
-    one holds one tensor.
+    class holds one tensor at a time.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -220,7 +220,7 @@ class FilesReader(StorageReader):
             stored = torch.load(stream, map_location="cpu", weights_only=True)
         except OSError:
             raise
-        except Exception as error:  # its type depends on the damage
+        except Exception as error:  # the type of the error depends on the damage
             if (named := _named(error)) is not None:
                 raise CheckpointError(f"{path}: {name} {_refused(named)}") from None
             raise _unreadable(path, name, error) from None
@@ -242,7 +242,7 @@ def _read_elements(path: Path, file: BinaryIO, info: _StorageInfo, name: str, in
         lengths = struct.unpack("<HH", part.read(4))
     except OSError:
         raise
-    except Exception as error:  # its type depends on the damage
+    except Exception as error:  # the type of the error depends on the damage
         raise _unreadable(path, name, error) from None
     if record.file_size != into.nbytes or record.compress_type != zipfile.ZIP_STORED:
         raise DamagedCheckpointError(f"{path} is damaged: {name} has {record.file_size} bytes of elements")
@@ -252,7 +252,10 @@ def _read_elements(path: Path, file: BinaryIO, info: _StorageInfo, name: str, in
 
 
 class SafeLoadPlanner(MCoreLoadPlanner):
-    """Reads objects that are not tensors as plain values; megatron-core's planner runs what they name."""
+    """Reads objects that are not tensors as plain values.
+
+    megatron-core's planner runs code that they name.
+    """
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
@@ -276,7 +279,7 @@ def plain_values(data: bytes, name: str) -> Any:
         return [None]
     except (OSError, CheckpointError):
         raise
-    except Exception as error:  # its type depends on the damage
+    except Exception as error:  # the type of the error depends on the damage
         if (named := _named(error)) is not None:
             raise CheckpointError(f"{name} {_refused(named)}") from None
         first = str(error).partition("\n")[0]
@@ -424,7 +427,7 @@ def read_metadata(directory: Path) -> Metadata:
         raise CheckpointError(f"{file}: {error}") from None
     except OSError:
         raise
-    except Exception as error:  # its type depends on the damage
+    except Exception as error:  # the type of the error depends on the damage
         first = str(error).partition("\n")[0]
         raise DamagedCheckpointError(f"{file} is damaged: {type(error).__name__}: {first}") from None
 

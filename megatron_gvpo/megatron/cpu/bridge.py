@@ -63,7 +63,8 @@ def import_bridge() -> types.ModuleType:
     logging.disable(logging.INFO)  # the bridge logs each name that the empty modules lack
     try:
         bridge = importlib.import_module("megatron.bridge")
-        # It took megatron-core's placeholders for Transformer Engine's classes; isinstance() of them raises.
+        # The bridge took megatron-core's placeholders for Transformer Engine's classes; isinstance() raises
+        # for them.
         adapters = importlib.import_module("megatron.bridge.peft.utils")
         adapters.HAVE_TE = adapters.HAVE_TE_PYTORCH_GROUPED_LINEAR = False  # type: ignore[attr-defined]
         _name_local_layers()

@@ -89,10 +89,10 @@ def cuda_means_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def attention_flags_kept() -> Iterator[None]:
-    """Leave Transformer Engine's environment variables, which nothing reads on a CPU, as they are.
+    """Context that restores Transformer Engine's environment variables, which nothing reads on a CPU.
 
-    megatron-core sets them for a model's attention backend, and refuses values that the model before, or the
-    parent process, left there for another backend.
+    megatron-core sets them for a model's attention backend, and refuses values that an earlier model or the
+    parent process has set for another backend.
     """
     saved = {name: os.environ.pop(name, None) for name in _ATTENTION_FLAGS}
     try:
@@ -171,7 +171,7 @@ def _nothing() -> Callable[..., None]:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
-_KEPT_BYTES = 2**30  # free bytes to keep at the heap's end; glibc returns the rest at once
+_KEPT_BYTES = 2**30  # free bytes that stay at the heap's end; glibc returns more than that at once
 _MAPPED_BYTES = 2**25  # a block of this size or more is a mapping of its own; glibc allows no more
 
 _libc = ctypes.CDLL(None)
@@ -181,8 +181,9 @@ _is_glibc = hasattr(_libc, "mallopt") and hasattr(_libc, "malloc_trim")  # other
 def keep_freed() -> None:
     """Let glibc keep freed memory in the process for reuse, like PyTorch's CUDA allocator.
 
-    By default glibc returns a micro-batch's activations to the system. For the next micro-batch the system
-    maps and zeroes every page again, tens of thousands a step: a tenth of the time of a small model's step.
+    By default glibc returns the memory of a micro-batch's activations to the system. For the next micro-batch
+    the system maps and zeroes every page again, tens of thousands a step: a tenth of the time of a small
+    model's step.
     """
     if _is_glibc:
         _libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
@@ -205,8 +206,7 @@ class OneDeviceGroup(ProcessGroupGloo):
     """A gloo group that leaves the cores to the threads that compute.
 
     megatron-core creates some two dozen groups a process. Each would have a gloo device of its own, whose
-    thread wakes a hundred times a second: together 3% of a core for nothing. Here all groups share one
-    device.
+    thread wakes a hundred times a second; together they waste 3% of a core. Here all groups share one device.
 
     A group's worker thread copies gathered data with PyTorch, which would start an OpenMP team for it. If a
     process has more OpenMP threads than cores, libgomp puts every idle thread to sleep at once, the computing

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import common, gdn
 from torch import Tensor
 
-_CHUNK = 64  # tokens that are computed at once; shorter where all sequences are
+_CHUNK = 64  # tokens that are computed at once; fewer if all sequences are shorter
 
 
 def install() -> None:

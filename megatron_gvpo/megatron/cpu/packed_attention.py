@@ -2,9 +2,9 @@
 
 PyTorch has no variable-length attention for CPUs. So its flash kernel gets the pack sequence by sequence, as
 views: no padding, no copies of the inputs, and a sequence's keys stay in the cache. Neighbours of equal
-length go together. One autograd function (`attention/merged.py`) spans the whole pack, because a function a
-sequence would cost more than short sequences do. It also lets several query heads share a key head, which the
-kernel supports and its public function does not.
+length are computed together. One autograd function (`attention/merged.py`) spans the whole pack, because a
+function a sequence would cost more than short sequences do. It also lets several query heads share a key
+head, which the kernel supports and its public function does not.
 
 RoPE is applied here too, to the whole pack at once, because megatron-core's unfused rotary embedding loops
 over the sequences of a pack.
@@ -34,8 +34,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_gvpo.megatron.attention.core import OwnPackedSeqParams
 from megatron_gvpo.megatron.attention.merged import PackPart, Spans, merged_attention
+from megatron_gvpo.megatron.attention.rotary import rotate
 from megatron_gvpo.megatron.batch import context_parallel_indices
-from megatron_gvpo.megatron.cpu.rotary import rotate
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

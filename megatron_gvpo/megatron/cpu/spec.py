@@ -219,7 +219,8 @@ class HostCopies(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        on_host = bool(args) and getattr(args[0], "_on_host", False)  # only the copies made below have it
+        # Only the copies that are made below have this attribute.
+        on_host = bool(args) and getattr(args[0], "_on_host", False)
         if func == _IS_CUDA:
             return not on_host
         if func is torch.Tensor.pin_memory:

@@ -1,7 +1,8 @@
 """Local layers for Qwen3-VL on CPU, whose modules in Megatron-Bridge name Transformer Engine's themselves.
 
-Also the names of local layers' norms for the conversion of weights. Transformer Engine keeps a norm's weight
-in the linear layer behind it, and Megatron-Bridge's vision-language mappings know only that name.
+It also defines the names of the local layers' norms for the conversion of weights. Transformer Engine keeps a
+norm's weight in the linear layer behind it, and Megatron-Bridge's vision-language mappings know only that
+name.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def kernel(attention: Attention, capability: Capability, flash_attention: bool) 
     """Return the kernel of a training pass over long packs; `flash_attention`: flash-attn is installed.
 
     "unfused" computes all scores of a pack's sequences, padded to the longest, in memory. "none": Transformer
-    Engine raises an error. Where cuDNN serves short packs only, the answer is that of long ones.
+    Engine raises an error. If cuDNN serves only short packs, the answer is the one for long packs.
     """
     if _cudnn(attention, capability):
         return "cuDNN"
@@ -79,7 +79,8 @@ def _mla(qk: int, v: int) -> bool:
 def check_attention(attention: Attention, capability: Capability, flash_attention: bool) -> None:
     """Raise ConfigError if packs would have no attention kernel, or one whose memory is quadratic.
 
-    float32 on one context-parallel rank has only the latter, and is not refused: it is for small checks.
+    float32 on one context-parallel rank has only a kernel with quadratic memory. It is allowed, for small
+    checks.
     """
     chosen = kernel(attention, capability, flash_attention)
     if chosen not in ("unfused", "none") or (chosen == "unfused" and attention.dtype == "float32"):

@@ -23,7 +23,7 @@ from megatron_gvpo.data.image_files import ImageError
 from megatron_gvpo.data.image_processor import ImageProcessor
 from megatron_gvpo.huggingface.card import facts_of
 from megatron_gvpo.huggingface.checked_weights import CheckedWeights
-from megatron_gvpo.huggingface.complete_weights import check_weights
+from megatron_gvpo.huggingface.complete_weights import MtpHeads, check_weights
 from megatron_gvpo.megatron.adapters.lora import make_adapters
 from megatron_gvpo.megatron.attention.core import (
     SharedPromptAttention,
@@ -35,7 +35,8 @@ from megatron_gvpo.megatron.attention.core import (
     rotating_attention,
     with_core_attention,
 )
-from megatron_gvpo.megatron.model.frozen import freeze
+from megatron_gvpo.megatron.attention.packed_layers import rotary_of_latent_attention, with_packed_layers
+from megatron_gvpo.megatron.frozen import freeze
 from megatron_gvpo.megatron.model.megatron_bridge import open_bridge
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.model.routers import RouterHooks, limit_groups, routing_settings
@@ -51,7 +52,13 @@ from megatron_gvpo.megatron.model.settings import (
 )
 from megatron_gvpo.megatron.muon import wrap
 from megatron_gvpo.megatron.parallel import megatron_device
-from megatron_gvpo.megatron.vision import VisionInputs, has_vision, local_vision, vision_settings
+from megatron_gvpo.megatron.vision import (
+    VisionInputs,
+    has_vision,
+    local_vision,
+    rotates_packs,
+    vision_settings,
+)
 from megatron_gvpo.settings.parallel import Padding, ParallelConfig
 from megatron_gvpo.settings.sections import ModelConfig
 
@@ -77,9 +84,9 @@ def build(
 
     `before_wrapping` may change the chunks after their weights are loaded, before Megatron wraps them.
     `replays`: the routers follow `TrainBatch.routing`. `share_prompts`: a group's prompt is computed once;
-    auto: on a CPU, where the model's attention and the layout allow it.
-    `key`: the user's key or option for the directory. `seed`: of new adapters, which exclude
-    `before_wrapping`. `muon`: for an optimizer that needs matrices as a whole.
+    auto: on a CPU, if the model's attention and the layout allow it. `key`: the user's key or option for the
+    directory. `seed`: of new adapters, which exclude `before_wrapping`. `muon`: for an optimizer that needs
+    matrices as a whole.
 
     Raises ConfigError for weights that are not exactly the model's, damaged or not finite, for a model that
     Megatron-Bridge does not know, for settings that Megatron refuses, and for settings that this machine
@@ -91,10 +98,7 @@ def build(
         bridge = open_bridge(model, key)
         provider = _provider(bridge, model, key)
         hf_config = bridge.hf_pretrained.config
-        is_tied = provider.share_embeddings_and_output_weights
-        heads = check_weights(Path(model.path), key, hf_config, is_tied)
-        if heads and trained and dist.get_rank() == 0:
-            log.warning("%s=%s", key, heads)
+        heads = _checked_weights(model, key, provider, hf_config, trained)
         image_processor = _image_processor(model.path) if has_vision(hf_config) else None
         _configure(provider, hf_config, model, parallel, deterministic, replays, share_prompts is True)
         _check_machine(model, parallel, on_cpu)
@@ -102,21 +106,19 @@ def build(
         if adapters is not None:
             assert before_wrapping is None, "adapters on a model that is changed otherwise"
             before_wrapping = partial(adapters.apply, trained=trained)
-        own_attention = on_cpu or share_prompts is True or has_yarn(provider)
-        frozen = model.freeze if trained and before_wrapping is None else ()  # a critic trains whole
+        own_attention = on_cpu or share_prompts is True or _rotates_in_attention(provider, hf_config)
+        # a critic trains all of its weights
+        frozen = model.freeze if trained and before_wrapping is None else ()
         preparation = _Preparation(
             bridge, model, key, own_attention, image_processor, before_wrapping, frozen
         )
         chunks = _make_chunks(provider, model, parallel, trained, preparation, muon)
     can_share = bool(preparation.rotary) and attends_to_all_before(chunks[0].config)
-    if share_prompts is True and not can_share:
-        raise ConfigError(
-            f"train.share_prompts=true is not possible here: the attention of {key}={model.path} is not a "
-            "plain softmax over all tokens before, or its positions are not plain rotary ones; leave it out"
-        )
     obstacle = ""
     if share_prompts == "auto":
         obstacle = _obstacle_to_sharing(on_cpu, can_share, replays, parallel.cp)
+    elif share_prompts:
+        _check_sharing(can_share, f"{key}={model.path}")
     return Model(
         chunks=chunks,
         config=chunks[0].config,
@@ -128,6 +130,7 @@ def build(
         overlaps_param_gather=trained and parallel.overlap_param_gather,
         own_attention=own_attention,
         rotary=preparation.rotary,
+        latent_rotary=rotary_of_latent_attention(chunks),
         share_prompts=share_prompts is not False and not obstacle,
         obstacle_to_sharing=obstacle,
         replay=RouterHooks(chunks) if replays else None,
@@ -135,6 +138,15 @@ def build(
         vision=preparation.vision[0] if preparation.vision else None,
         heads=heads,
     )
+
+
+def _check_sharing(can_share: bool, model: str) -> None:
+    """Raises ConfigError for train.share_prompts=true where a prompt cannot be shared."""
+    if not can_share:
+        raise ConfigError(
+            f"train.share_prompts=true is not possible here: the attention of {model} is not a "
+            "plain softmax over all tokens before, or its positions are not plain rotary ones; leave it out"
+        )
 
 
 def _obstacle_to_sharing(on_cpu: bool, can_share: bool, replays: bool, cp: int) -> str:
@@ -148,11 +160,24 @@ def _obstacle_to_sharing(on_cpu: bool, can_share: bool, replays: bool, cp: int) 
     return f"parallel.cp={cp} cuts every sequence by itself" if cp > 1 else ""
 
 
+def _checked_weights(model: ModelConfig, key: str, provider: Any, hf_config: Any, trained: bool) -> MtpHeads:
+    """The result of `check_weights`, with a warning about extra heads of a model that trains."""
+    heads = check_weights(Path(model.path), key, hf_config, provider.share_embeddings_and_output_weights)
+    if heads and trained and dist.get_rank() == 0:
+        log.warning("%s=%s", key, heads)
+    return heads
+
+
+def _rotates_in_attention(provider: Any, hf_config: Any) -> bool:
+    """Return True if a GPU's core attention rotates a pack at once; megatron-core's way waits for the GPU."""
+    return has_yarn(provider) or rotates_packs(hf_config)
+
+
 def _provider(bridge: Any, model: ModelConfig, key: str) -> Any:
     """Return Megatron-Bridge's provider, a TransformerConfig that can build the model."""
     try:
         return bridge.to_megatron_provider(load_weights=False)
-    except ValueError as error:  # such as an activation that it does not know
+    except ValueError as error:  # raised for an activation that Megatron-Bridge does not know, for example
         raise ConfigError(f"{key}={model.path}: Megatron-Bridge refuses config.json: {error}") from None
 
 
@@ -174,17 +199,19 @@ def _configure(
     settings |= vision_settings(hf_config) if has_vision(hf_config) else {}
     for name, value in settings.items():
         setattr(provider, name, value)
-    if replays:  # the fused router has no hook
+    if replays:  # the fused router has no hook for replay
         provider.moe_router_fusion = False
     if on_cpu:
         from megatron_gvpo.megatron.cpu.spec import local_spec
 
         provider.transformer_layer_spec = local_spec(provider.transformer_layer_spec)
-    elif share_prompts or has_yarn(provider):
+    elif share_prompts or _rotates_in_attention(provider, hf_config):
         core_attention = SharedPromptAttention if share_prompts else rotating_attention()
         provider.transformer_layer_spec = with_core_attention(provider.transformer_layer_spec, core_attention)
     elif text_config.model_type == "exaone4":
         provider.transformer_layer_spec = for_packs(provider.transformer_layer_spec)
+    if provider.multi_latent_attention or provider.experimental_attention_variant == "gated_delta_net":
+        provider.transformer_layer_spec = with_packed_layers(provider.transformer_layer_spec)
     provider.transformer_layer_spec = limit_groups(text_config, provider.transformer_layer_spec)
     try:
         provider.finalize()
@@ -204,7 +231,7 @@ class _Preparation:
     before_wrapping: Callable[[list[Any]], list[Any]] | None
     frozen: tuple[str, ...]  # patterns of names of weights that do not train
     rotary: list[Any] = field(default_factory=list)  # taken out of the chunks; see `Model.rotary`
-    vision: list[VisionInputs] = field(default_factory=list)  # one a chunk
+    vision: list[VisionInputs] = field(default_factory=list)  # one for each chunk
 
     def __call__(self, chunks: list[Any]) -> list[Any]:
         correct_marks(chunks)
@@ -315,14 +342,15 @@ def _refuse_on_cpu(model: ModelConfig, parallel: ParallelConfig) -> None:
         )
 
 
-# Weights that are kept in FP8 (`model.fp8.weights`): plain ones in their place where they must be exact.
+# Weights that are kept in FP8 (`model.fp8.weights`): plain tensors replace them where values must be exact.
 
 
 @contextmanager
 def plain_weights(chunks: list[Any]) -> Iterator[list[tuple[Parameter, Parameter]]]:
     """Context in which the modules have a plain parameter of zeros in place of each one in FP8.
 
-    Its value has pairs of the two; the plain ones have the others' attributes, such as `main_grad`.
+    It yields pairs (plain parameter, FP8 parameter). The plain parameters have the attributes of those in
+    FP8, such as `main_grad`.
     """
     in_fp8 = [
         (module, name, weight)
@@ -346,10 +374,10 @@ def plain_weights(chunks: list[Any]) -> Iterator[list[tuple[Parameter, Parameter
 
 @contextmanager
 def loaded_in_full_precision(chunks: list[Any]) -> Iterator[None]:
-    """Context in which weights are loaded that are then kept in FP8, and exact in the optimizer.
+    """Context in which weights are loaded: the model keeps them in FP8, and the optimizer gets them exactly.
 
-    Megatron's optimizer takes its own copies of such weights from what Transformer Engine remembers of their
-    initialization, at random. Without this the first update would make these random numbers the weights.
+    Megatron's optimizer copies such weights from the random values with which Transformer Engine initialized
+    them. Without this context the first update would make these random numbers the weights.
     """
     with plain_weights(chunks) as pairs:
         yield

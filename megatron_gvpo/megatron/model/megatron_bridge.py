@@ -27,7 +27,7 @@ def _keep_root_logger() -> Iterator[None]:
     """Restore the root logger after the import of Megatron-Bridge.
 
     Megatron-Bridge (0.6.2) imports megatron.training, which sends all log records from INFO on to the stdout
-    of that moment. This program's warnings would be lost.
+    of that moment. Otherwise this program's warnings would be lost.
     """
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
@@ -75,8 +75,9 @@ def open_bridge(model: ModelConfig, key: str = "model.path") -> Any:
             f"`pip install --no-deps megatron-bridge=={REFERENCE['megatron-bridge']}`; its declared "
             "dependencies conflict with transformers 5, and the rest of them is not needed"
         ) from error
-    # It looks for a model by the name of the checkpoint's own Python class (auto_map), which it knows for
-    # some models only. That class is never used here, and has the architecture's name (`check_trainable`).
+    # Megatron-Bridge looks for a model by the name of the checkpoint's own Python class (auto_map), which it
+    # knows for some models only. That class is never used here, and has the architecture's name
+    # (`check_trainable`).
     auto_bridge = importlib.import_module("megatron.bridge.models.conversion.auto_bridge")
     auto_bridge.get_causal_lm_class_name_via_auto_map = lambda config: None  # type: ignore[attr-defined]
     os.environ.setdefault("HF_HUB_OFFLINE", "1" if os.path.isdir(model.path) else "0")

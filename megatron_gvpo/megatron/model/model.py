@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_gvpo.huggingface.card import Facts
 from megatron_gvpo.huggingface.checked_weights import SafetensorsWriter
-from megatron_gvpo.huggingface.complete_weights import FurtherHeads
+from megatron_gvpo.huggingface.complete_weights import MtpHeads
 from megatron_gvpo.megatron.adapters.lora import Adapters
 from megatron_gvpo.megatron.model.own_weights import OwnWeights, find_own_weights
 from megatron_gvpo.megatron.model.routers import RouterHooks
@@ -34,18 +34,19 @@ class Model:
     config: Any  # megatron-core's TransformerConfig
     bridge: Any  # Megatron-Bridge's AutoBridge
     vocab_size: int  # without the padding for tensor parallelism
-    facts: Facts  # what config.json says beside the shapes of weights
+    facts: Facts  # the values of config.json beside the shapes of weights
     padding: Padding  # the rule by which every pack is padded
     local: bool  # on CPU, with the local layers
     overlaps_param_gather: bool  # after an update, other ranks' shards of the weights are still the old ones
     own_attention: bool  # the layers have this package's core attention
     rotary: list[Any]  # one module a chunk if this package's core attention applies RoPE, else empty
+    latent_rotary: Any = None  # a rotary module, if latent attention rotates by a pack's positions
     share_prompts: bool = False  # compute a group's prompt once, where its responses are single ones
-    obstacle_to_sharing: str = ""  # why train.share_prompts=auto does not share prompts
+    obstacle_to_sharing: str = ""  # the reason for which train.share_prompts=auto does not share prompts
     replay: RouterHooks | None = None  # the hooks for router replay
-    adapters: Adapters | None = None  # trained in place of the weights
+    adapters: Adapters | None = None  # adapters that train instead of the weights
     vision: VisionInputs | None = None  # None: the model takes no images
-    heads: FurtherHeads | None = None  # the checkpoint's MTP heads: exported, never computed with
+    heads: MtpHeads | None = None  # the checkpoint's MTP heads: exported, never computed with
     _own: OwnWeights | None = None
     _background_work: list[Callable[[], None]] = field(default_factory=list)
 
@@ -66,11 +67,13 @@ class Model:
         while self._background_work:
             self._background_work.pop()()
         if self.overlaps_param_gather:
-            # Megatron would take a gather that is still pending after the change for one of the new weights.
+            # Megatron would take a gather that is still pending after the change for a gather of the new
+            # weights.
             with megatron_device(), torch.no_grad():
                 for group in self._bucket_groups():
                     if group.param_gather_handle is not None:
-                        group.start_param_sync(force_sync=True)  # waits for the gather, and starts none
+                        # This waits for the pending gather and starts no other.
+                        group.start_param_sync(force_sync=True)
 
     def finish_param_gather(self) -> None:
         """Call this on every rank before weights are read other than by a forward pass.
@@ -145,7 +148,7 @@ class Model:
     def drop_fp8_copies(self) -> None:
         """Free the FP8 copies of weights that Transformer Engine (2.20.2) keeps between micro-batches.
 
-        A pass makes them anew in its first micro-batch.
+        Each pass makes the copies again in its first micro-batch.
         """
         for module in (module for chunk in self.chunks for module in chunk.modules()):
             copies = getattr(module, "_fp8_workspaces", None)
@@ -170,7 +173,7 @@ class Model:
         MTP heads are those of the checkpoint that the model came from, unchanged.
 
         A collective. Rank 0 writes, and holds at most `shard_bytes` and one tensor more. If it cannot write,
-        it alone raises, after the last tensor: until then it takes part in the gathers of all ranks.
+        it alone raises an error, after it has taken part in the gather of the last tensor.
         """
         problem: Exception | None = None
         writer = SafetensorsWriter(directory, shard_bytes) if dist.get_rank() == 0 else None
@@ -197,7 +200,7 @@ def drop_leftovers(model: Model) -> None:
     megatron-core (0.19.2) replaces them in the next forward pass, and nothing reads them before. Until then
     their memory would be missing to a rollout engine on the same GPUs, and to the head of the next pass.
     The input of a stage comes with its gradient. Rotary classes cache up to 32 tables of frequencies, one for
-    each length of a micro-batch's longest sequence, also those of models that are gone.
+    each length of a micro-batch's longest sequence, also those of earlier models.
     """
     if model.replay is not None:
         model.replay.begin(training=False)
@@ -213,7 +216,7 @@ def drop_leftovers(model: Model) -> None:
 
 
 def _drop_routing(dispatcher: Any) -> None:
-    """Drop what a dispatcher of tokens to experts keeps of a forward pass; Megatron lists the attributes.
+    """Drop the tensors that a dispatcher of tokens to experts keeps of a forward pass. Megatron lists them.
 
     The router's probabilities are part of the layer's graph. With full recompute it is built in the backward
     pass, and they would keep the layer's input and its gradient.

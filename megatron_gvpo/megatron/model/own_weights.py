@@ -1,9 +1,9 @@
 """The weights that this rank itself holds, and their positions in the Hugging Face tensors.
 
-Megatron-Bridge converts between both. So that no code here repeats its rules, tensors that hold their own
-positions in place of weights are converted once: what comes out says where each of this rank's elements goes.
-The conversion gathers the tensors of one pipeline stage over tensor parallelism, and nothing else. Of the
-layers' and experts' tensors of a kind, one is converted.
+Megatron-Bridge converts between the two. So that no code here repeats its rules, tensors of positions in
+place of weights are converted once: the result shows where each of this rank's elements goes. The conversion
+gathers the tensors of one pipeline stage over tensor parallelism, and nothing else. Only one of the tensors
+of a kind, over layers and experts, is converted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class OwnPart:
 
     Tensors are tables here: a vector has one column, and further dimensions are columns. The rows begin in
     this rank's tensor number `source` at element `offset`, and every `stride` elements after it. `added` is
-    what Hugging Face's elements are above Megatron's: 1 for a norm that only Megatron centres at zero.
+    added to Megatron's elements to get Hugging Face's: 1 for a norm that only Megatron centres at zero.
     """
 
     name: str
@@ -56,7 +56,7 @@ class OwnWeights:
     def read(self, part: OwnPart) -> Tensor:
         """Return a part's present weights, [rows, columns]: a view, unless something is added to them."""
         size = (part.bottom - part.top, part.right - part.left)
-        tensor = self.tensors[part.source].detach()  # Megatron keeps many in one buffer
+        tensor = self.tensors[part.source].detach()  # Megatron stores many tensors in one buffer
         view = tensor.as_strided(size, (part.stride, 1), tensor.storage_offset() + part.offset)
         return view + part.added if part.added else view
 
@@ -68,7 +68,8 @@ def find_own_weights(bridge: Any, chunks: list[Any], vocab_size: int) -> OwnWeig
     tensor whose elements do not lie in rows.
     """
     own = OwnWeights([], [])
-    known: dict[Any, list[OwnPart]] = {}  # of the first tensor of a kind, with keys of `_names` for names
+    # parts of the first tensor of each kind, with keys of `_names` for names
+    known: dict[Any, list[OwnPart]] = {}
     # The groups over which a conversion would bring tensors from other stages and other experts' ranks.
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True, backend="gloo")
     for task in bridge.get_conversion_tasks(chunks):
@@ -95,7 +96,7 @@ def _names(mapping: Any) -> dict[str, str]:
 
 
 def _kind(task: Any) -> tuple[Any, ...]:
-    """Return what tensors of layers and experts have in common whose elements go to the same positions."""
+    """Return a key that tensors of layers and experts share if their elements go to the same positions."""
     weight, mapping = task.param_weight, task.mapping
     patterns = tuple((key, re.sub(r"\d+", "*", name)) for key, name in _names(mapping).items())
     return type(mapping), type(task.megatron_module), tuple(weight.shape), weight.is_contiguous(), patterns
@@ -126,7 +127,7 @@ def _converted_parts(task: Any, vocab_size: int, number: int) -> dict[str, list[
 def _added(mapping: Any, weight: Tensor, task: Any) -> float:
     """Return the number that the conversion adds to a vector: 1 for the norms of Qwen3.5's delta nets.
 
-    Collective over tensor parallelism, as each conversion is. Raises ValueError for different ones.
+    A collective over tensor parallelism, as each conversion is. Raises ValueError if the numbers differ.
     """
     if weight.dim() > 1:
         return 0.0
@@ -179,5 +180,5 @@ def _rows(name: str, positions: Tensor, first: int, size: int) -> Iterator[tuple
         inside = (column >= first_own[:, None]) & (column < (first_own + count)[:, None])
         if not torch.equal(inside, is_own) or not torch.equal(local[is_own], expected[is_own]):
             raise ValueError(f"{name}: this rank's elements do not lie in rows, so they cannot be sent")
-        begin = torch.where(count > 0, begin, -1)  # -1 for rows that are other ranks' alone
+        begin = torch.where(count > 0, begin, -1)  # -1 for rows that only other ranks have
         yield first_own, first_own + count, begin

@@ -33,7 +33,7 @@ class TokenReplay(RouterReplay):
     """Megatron's hook into one router, for packs in which only some tokens' experts are set.
 
     Megatron's own class replays all tokens of a pass, and its caller must say which micro-batch a backward
-    recomputes. This class needs no such word: a router that runs without gradient in a training pass will be
+    recomputes. This class does not need that: a router that runs without gradient in a training pass will be
     recomputed with gradient, and in all of Megatron's schedules the micro-batches of a chunk go backward in
     the order in which they went forward.
     """

@@ -81,8 +81,8 @@ def _parallel_settings(parallel: ParallelConfig, dtype: torch.dtype, on_cpu: boo
         "expert_tensor_parallel_size": parallel.etp,
         "sequence_parallel": parallel.sequence_parallel,
         "pipeline_dtype": dtype,
-        # As Megatron-LM's own scripts do: a stage keeps no output that it has sent. gloo reads what it sends
-        # with virtual stages later, when the memory could be another tensor's.
+        # As Megatron-LM's own scripts do: a stage keeps no output that it has sent. With virtual stages gloo
+        # reads sent tensors later, when the memory could belong to another tensor.
         "deallocate_pipeline_outputs": not (on_cpu and parallel.vpp > 1),
         # Against a fault of old releases of torch, stages would wait for the whole GPU after every message.
         "batch_p2p_sync": False,
@@ -109,7 +109,8 @@ def _memory_settings(parallel: ParallelConfig) -> dict[str, Any]:
             "recompute_modules": list(parallel.recompute_modules),
         }
         if "shared_experts" in parallel.recompute_modules:
-            # megatron-core refuses both together. Megatron-Bridge overlaps them in DeepSeek's families.
+            # megatron-core refuses both together. Megatron-Bridge turns the overlap on in DeepSeek's
+            # families.
             settings["moe_shared_expert_overlap"] = False
     if parallel.offload_layers:
         settings |= {
@@ -127,7 +128,8 @@ def _memory_settings(parallel: ParallelConfig) -> dict[str, Any]:
 
 def _fp8_settings(fp8: FP8Config) -> dict[str, Any]:
     settings: dict[str, Any] = {
-        # With one scale a tensor, gradients need the range of e5m2. With a scale a block, e4m3 serves all.
+        # With one scale for a tensor, gradients need the range of e5m2. With a scale for each block, e4m3 is
+        # enough.
         "fp8": "hybrid" if fp8.recipe == "tensorwise" else "e4m3",
         "fp8_recipe": fp8.recipe,
         "fp8_param": fp8.weights,
@@ -161,7 +163,7 @@ def ddp_settings(model: ModelConfig, parallel: ParallelConfig) -> DistributedDat
 
 
 def rotary_settings(hf_config: Any) -> dict[str, Any]:
-    """Return the TransformerConfig's share of a head that is rotated, where it is a part of it.
+    """Return the TransformerConfig's field for the share of a head that is rotated, if only a part is.
 
     `hf_config`: of the language model. Megatron-Bridge (0.6.2) reads the share at the top of config.json, or
     takes MiniMax-M2's from `rotary_dim`. transformers 5 writes it in `rope_parameters` alone.
@@ -195,8 +197,9 @@ def fusions(architecture: Any) -> dict[str, Any]:
 def _has_fused_latent_rotation(architecture: Any) -> bool:
     """Return True if megatron-core's fused rotation of latent attention can serve the model.
 
-    It knows YaRN alone. Its blocks are powers of two: other head dimensions do not compile, and with another
-    number of heads it would write beyond the last one (megatron-core 0.19.2; GLM-4.7-Flash has 20).
+    The fused operation implements only YaRN. Its blocks are powers of two: other head dimensions do not
+    compile, and with another number of heads it would write beyond the last one (megatron-core 0.19.2;
+    GLM-4.7-Flash has 20).
     """
     sizes = ("num_attention_heads", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
     are_powers = all((size := getattr(architecture, name)) & (size - 1) == 0 for name in sizes)
@@ -227,10 +230,11 @@ def fuse_weight_gradients(chunks: Iterable[Any]) -> None:
 def correct_marks(chunks: Iterable[Any]) -> None:
     """Correct marks of megatron-core (0.19.2) on parameters before it wraps the chunks.
 
-    It sums gradients over ranks by these marks. GPT-OSS has both kinds of wrong ones.
+    megatron-core uses these marks to decide over which ranks it sums a gradient. In GPT-OSS two marks are
+    wrong.
 
-    Attention sinks are those of a tensor-parallel rank's heads, and are not marked so: the norm that clips
-    the gradient would count the first rank's sinks only (Megatron-LM issue 7452, finding 8).
+    A tensor-parallel rank has the attention sinks of its own heads, and they are not marked as such: the norm
+    that clips the gradient would count the first rank's sinks only (Megatron-LM issue 7452, finding 8).
 
     Biases of experts are marked as those behind sequence-parallel layers, whose gradients are summed over the
     tensor-parallel ranks. But experts have data-parallel groups of their own, which sum them already.
@@ -274,16 +278,17 @@ def offloaded_activations(chunks: list[Any], forward_only: bool) -> Iterator[Non
 def exchange_settings(parallel: ParallelConfig) -> dict[str, Any]:
     """Return the TransformerConfig's fields that choose megatron-core's dispatcher (parallel.ep_exchange).
 
-    It decides how tokens reach the experts of other ranks. All-to-all sends a token once for each of its
-    experts. DeepEP's kernels send it once for each rank that has some of them, and add up there what that
-    rank's experts return.
+    The dispatcher decides how tokens reach the experts of other ranks. All-to-all sends a token once for each
+    of its experts. DeepEP's kernels send it once for each rank that has some of them, and add up the results
+    of that rank's experts there.
     """
     if parallel.ep_exchange == "a2a":
-        return {"moe_token_dispatcher_type": "alltoall"}  # also of dense models, which have none
+        # Dense models also need a value, although they have no experts.
+        return {"moe_token_dispatcher_type": "alltoall"}
     return {
         "moe_token_dispatcher_type": "flex",
         "moe_flex_dispatcher_backend": "deepep",
-        "moe_router_dtype": "fp32",  # the only weights that DeepEP sends
+        "moe_router_dtype": "fp32",  # DeepEP sends only weights of this dtype
         "moe_shared_expert_overlap": False,  # as Megatron-Bridge sets it beside this dispatcher
     }
 

@@ -24,7 +24,7 @@ class Alert(NamedTuple):
 
 
 class Finder:
-    """Remembers the metrics of a run and finds what the rules describe."""
+    """Remembers the metrics of a run and finds the problems that the rules describe."""
 
     def __init__(self) -> None:
         self._values: defaultdict[str, list[float]] = defaultdict(list)  # recent values by metric
@@ -56,7 +56,7 @@ class Finder:
         return since is None or since > rule.steps
 
     def _follows(self, rule: Rule) -> bool:
-        """True if this alert would only follow from one that was raised before."""
+        """True if an earlier alert already explains this one."""
         return rule.not_after in self._raised
 
     def _holds(self, rule: Rule, name: str) -> bool:
@@ -96,7 +96,7 @@ class Finder:
         return Alert(step, rule.name, message, rule.advice)
 
     def _numbers(self, name: str, steps: int) -> dict[str, float]:
-        """The numbers of a metric that a rule's words may show; empty where it has no value."""
+        """The numbers of a metric that a rule's message may contain; empty if the metric has no value."""
         if not (values := self._values[name]):
             return {}
         return {"now": fmean(values[-steps:]), "before": fmean(values[:steps]), "most": max(values)}

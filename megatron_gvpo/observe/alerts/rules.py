@@ -1,11 +1,11 @@
-"""The rules of alerts, as data: which metrics show the trouble, the words for it, and where to look."""
+"""The rules of alerts, as data: the metrics that show a problem, its message, and advice."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-# `now` is the mean of a metric over the last steps, `before` that over the first steps of the run.
+# `now` is the mean of a metric over the last steps, `before` its mean over the first steps of the run.
 # above: now > value; below: now < value.
 # rises: now > value * before; falls: now < value * before.
 # reaches: the largest value of the run > value; leaps: it is > value * the first one.
@@ -28,11 +28,12 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """An alert is raised when all conditions hold over `steps` steps, and again only after they failed.
+    """A rule raises an alert when all conditions hold over `steps` steps, and again only after they failed.
 
     `message` is filled in with {now}, {before} and {most} (the largest value) of the first metric, those of
-    the second as {others[0][now]} and so on, {steps}, and {name}, what `<...>` stands for in its name.
-    `advice` names what to look at. No alert is given after one of the rule `not_after`, which explains it.
+    the second as {others[0][now]} and so on, {steps}, and {name}, the text for which `<...>` stands in the
+    metric's name. `advice` names things to check. No alert follows one of the rule `not_after`, which
+    explains it.
     """
 
     name: str

@@ -10,7 +10,7 @@ from megatron_gvpo.observe.alerts import Alert
 
 
 class Sample(NamedTuple):
-    """One response, as people read it."""
+    """One response in the form in which it is shown to people."""
 
     kind: str  # "train" or "eval"; "demonstration" for a solution in the data
     prompt: str
@@ -19,12 +19,12 @@ class Sample(NamedTuple):
 
 
 class RunInfo(NamedTuple):
-    """A run, as its backends see it when they open."""
+    """The facts of a run that a backend gets when it opens."""
 
     output_dir: Path
     name: str  # the run's name at the service, unless the settings give one
     resumed: bool
-    config: Mapping[str, Any]  # as written, without secrets
+    config: Mapping[str, Any]  # the configuration as written, without secrets
 
 
 class Backend(Protocol):
@@ -40,4 +40,4 @@ class Backend(Protocol):
         """Add an alert, in words."""
 
     def close(self) -> None:
-        """Finish; nothing follows."""
+        """Finish the output. No other call follows."""

@@ -2,7 +2,7 @@
 
 A resumed run continues from a checkpoint: every backend drops the steps that the interrupted run logged after
 it. So the records of an interrupted and resumed run equal those of an uninterrupted one. A service that only
-appends keeps the steps that it has, which the resumed run repeats exactly.
+appends keeps its steps, which the resumed run repeats exactly.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ class MetricLogger:
             backend.show(step, samples)
 
     def tell(self, alert: Alert) -> None:
-        """Give an alert to the backends. metrics.jsonl needs none: alerts follow from its metrics."""
+        """Give an alert to the backends.
+
+        metrics.jsonl does not need alerts, because they follow from its metrics.
+        """
         for backend in self._backends:
             backend.tell(alert)
 

@@ -46,7 +46,7 @@ SERVICES = (
 
 
 class ServiceError(RuntimeError):
-    """A tracking service could not be opened: no key, no network, or a run of this name."""
+    """A tracking service could not be opened: it lacks a key or a network, or has a run of this name."""
 
 
 def open_services(config: LoggingConfig, run: RunInfo, logged_until: int) -> list[Backend]:
@@ -79,7 +79,9 @@ def open_services(config: LoggingConfig, run: RunInfo, logged_until: int) -> lis
 
 
 class _Tolerant:
-    """A service that may fail while the run goes on: its first failure is a warning, and it gets no more.
+    """A service that may fail without ending the run.
+
+    After a first failure and its warning it gets no more records.
 
     metrics.jsonl has every step in any case.
     """
@@ -121,7 +123,10 @@ class _Tolerant:
 
 @contextmanager
 def _keeping_handlers() -> Generator[None]:
-    """Restores the handlers of signals and exceptions, which some services replace: Ctrl-C saves the run."""
+    """Restores the handlers of signals and exceptions, which some services replace.
+
+    The handler for Ctrl-C saves the run.
+    """
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     signals = {number: signal.getsignal(number) for number in numbers}
     hook = sys.excepthook
@@ -141,13 +146,14 @@ def _described(error: Exception) -> str:
 
 _WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_ANONYMOUS")
 _WANDB_OFFLINE = ("offline", "disabled", "dryrun")
-WANDB_MODES = ("online", "offline", "shared", "disabled", "dryrun", "run")  # those that wandb takes
+WANDB_MODES = ("online", "offline", "shared", "disabled", "dryrun", "run")  # the modes that wandb takes
 
 
 def wandb_is_ready() -> bool:
     """True if this machine is logged in to Weights & Biases, or uses it offline.
 
-    Otherwise it would ask a question at the terminal. Nothing is imported: the checks before a run ask this.
+    Otherwise wandb would ask a question at the terminal. Nothing is imported, because the checks before a run
+    call this.
     """
     if any(os.environ.get(name) for name in _WANDB_KEYS) or wandb_mode() in _WANDB_OFFLINE:
         return True
@@ -161,7 +167,7 @@ def wandb_is_ready() -> bool:
 
 
 def wandb_mode() -> str:
-    """WANDB_MODE, or what `wandb offline` has written."""
+    """The mode in WANDB_MODE, or the one that `wandb offline` has written."""
     if mode := os.environ.get("WANDB_MODE"):
         return mode
     folder = os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")

@@ -1,7 +1,7 @@
 """Backends of a run's metrics: TensorBoard, and the services Weights & Biases, trackio, MLflow and SwanLab.
 
-A service's class is made from the project and the run, and then imports its package: a run needs the packages
-of those services alone that it logs to.
+A service's class is made from the project and the run, and then imports its package: a run needs only the
+packages of the services to which it logs.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class SwanlabWriter:
 class TrackioWriter:
     """trackio: a database on this machine (TRACKIO_DIR), or a Hugging Face Space (TRACKIO_SPACE_ID).
 
-    A resumed run continues the run of the same name; a run started again must find the name free.
+    A resumed run continues the run of the same name; a run that starts again needs a free name.
     """
 
     def __init__(self, project: str, run: RunInfo) -> None:

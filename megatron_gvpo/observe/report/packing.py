@@ -46,7 +46,10 @@ class Packed:
 
 
 def pack(table: Any, pieces: TokenTexts | None) -> Packed:
-    """Pack a table. Without `pieces`, a response is one text, whose tokens have no colours."""
+    """Write a table in this compact form.
+
+    Without `pieces`, a response is one text, whose tokens have no colours.
+    """
     if not table.num_rows:
         return Packed({"reward": []}, b"", b"")
     texts, tokens = _blocks(table, pieces)
@@ -88,7 +91,7 @@ def _blocks(table: Any, pieces: TokenTexts | None) -> tuple[dict[str, Any], dict
     if pieces is not None:
         tokens["lengths"] = [None] * table.num_rows
         for row, ids in enumerate(table["response_ids"].to_pylist()):
-            if ids is not None:  # null where a secret was hidden in the row's texts
+            if ids is not None:  # null if a secret was hidden in the row's texts
                 split = pieces.split(ids)
                 texts["responses"][row] = "".join(split)
                 tokens["lengths"][row] = [_units(piece) for piece in split]
@@ -137,7 +140,7 @@ def _rows(table: Any, texts: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _ragged(table: Any, name: str) -> list[np.ndarray | None]:
-    """A column of lists as arrays, float64; None if it is null, empty, or absent."""
+    """The lists of a column as arrays, float64; None if a list is null, empty, or absent."""
     if name not in table.column_names:
         return [None] * table.num_rows
     rows = table[name].to_numpy(zero_copy_only=False)
@@ -155,7 +158,7 @@ def _difference(one: np.ndarray | None, other: np.ndarray | None) -> np.ndarray 
 
 
 def _integers(row: np.ndarray | None, factor: float) -> list[int] | None:
-    """The numbers by `factor`, rounded; 0 where one is not finite."""
+    """Return the numbers times `factor`, rounded to integers; 0 for a number that is not finite."""
     return (
         None if row is None else np.rint(np.nan_to_num(row * factor, posinf=0, neginf=0)).astype(int).tolist()
     )
@@ -168,9 +171,9 @@ def _numbers(table: Any, name: str) -> list[float | None]:
 def _shares(
     rows: Sequence[np.ndarray | None], numbers: Sequence[float | None]
 ) -> tuple[float, list[list[int] | None]]:
-    """The largest absolute value, and thousandths of it: one for each token, or one for a whole response."""
-    both = zip(rows, numbers, strict=True)
-    filled = [row if row is not None else None if x is None else np.array([x]) for row, x in both]
+    """The largest absolute value, and rows in thousandths of it: values of tokens, or one of a response."""
+    singles = [None if number is None else np.array([number]) for number in numbers]
+    filled = [single if row is None else row for row, single in zip(rows, singles, strict=True)]
     largest = max((float(np.nanmax(np.abs(row))) for row in filled if row is not None), default=0.0)
     return _rounded(largest) or 0.0, [
         None if row is None else _integers(row / (largest or 1.0), THOUSANDTHS) for row in filled
@@ -191,7 +194,7 @@ def _snippet(text: str) -> str:
 
 
 def correct_samples(table: Any, right_at: float) -> list[tuple[int, int]]:
-    """Numbers of correct and of all samples of each prompt, as `sampling.evaluation` counts them.
+    """Numbers of correct and of all samples of each prompt, as `rollout_metrics.summarise` counts them.
 
     The table needs the columns `group`, `reward` and `rewards` only.
     """
@@ -213,14 +216,14 @@ def _compressed(values: dict[str, Any]) -> bytes:
 
 # Small pictures of prompts' images: the page holds them, because it loads nothing from elsewhere.
 
-SIDE = 192  # pixels at most
+SIDE = 192  # the most pixels of a side
 MOST_BYTES = 1 << 20  # limit for all pictures of a step
 
 
 def thumbnails(images: Mapping[int, Sequence[str]]) -> dict[int, list[str | None]]:
     """data: URLs for the images of each group, by their names.
 
-    None for an image whose file is gone or none, and for all that come after a step's first MiB.
+    None for an image whose file is missing or damaged, and for all images after a step's first MiB.
     """
     made: dict[str, str | None] = {}
     room = MOST_BYTES

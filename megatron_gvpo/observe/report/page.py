@@ -50,7 +50,7 @@ class Report:
 
 
 class Reporter:
-    """Collects the data of a page, again and again where runs go on.
+    """Collects the data of a page, repeatedly while runs continue.
 
     `responses`: about how many the page has at most, an equal share of each run. Raises ConfigError for a run
     that is given twice.
@@ -104,7 +104,7 @@ def page_text(report: Report) -> str:
 
 
 def html(blocks: Mapping[str, bytes], connect: bool = False) -> str:
-    """The page with these blocks in it. With `connect` it may ask the server that it came from for others."""
+    """The page with these blocks in it. With `connect` it may request other blocks from its server."""
     style = "\n".join(_asset(name) for name in STYLES)
     script = "\n".join(_asset(name) for name in SCRIPTS)
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "

@@ -6,14 +6,17 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.core.json_files import read_metrics
+from megatron_gvpo.core.json_files import check_regular, read_metrics
 from megatron_gvpo.runs.written import json_object
+
+_MOST_SETTINGS = 100_000  # the most keys of a configuration; only YAML's aliases make more
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Run:
 def read_run(directory: Path) -> Run:
     """Read a run's directory. Raises ConfigError for a directory without a run, and for a damaged file.
 
-    A run that has begun and made no step has no records.
+    A run that has begun and has made no step has no records.
     """
     file = directory / "metrics.jsonl"
     try:
@@ -55,7 +58,7 @@ def read_run(directory: Path) -> Run:
 def columns(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The records as columns: `{"step": [...], "metrics": {name: [value or None, ...]}}`.
 
-    Of two records of a step, which a run that was stopped may have, the values of the later one count.
+    If a step has two records, as after a stop, the values of the later one count.
     """
     by_step: dict[int, dict[str, Any]] = {}
     for record in records:
@@ -71,7 +74,7 @@ def any_number(column: Sequence[float | None]) -> bool:
 
 
 def short_names(directories: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell them from one another."""
+    """The shortest ends of the paths by which they differ."""
     parts = [Path(os.path.realpath(path)).parts for path in directories]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(path[-length:]) for path in parts]
@@ -89,6 +92,7 @@ def _short(value: Any) -> float | None:
 
 def _config(file: Path) -> dict[str, Any]:
     try:
+        check_regular(file)
         values = yaml.safe_load(file.read_text())
     except FileNotFoundError:
         return {}
@@ -97,7 +101,13 @@ def _config(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: cannot be read as a configuration: {problem}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: this is not the configuration of a run")
-    return dict(_flat(values))
+    try:
+        settings = dict(islice(_flat(values), _MOST_SETTINGS + 1))
+    except RecursionError:  # an alias within its own anchor
+        settings = None
+    if settings is None or len(settings) > _MOST_SETTINGS:
+        raise ConfigError(f"{file}: this is not the configuration of a run: its aliases make it endless")
+    return settings
 
 
 def _flat(values: Any, at: str = "") -> Iterator[tuple[str, Any]]:
@@ -121,6 +131,7 @@ def _certificate(file: Path) -> dict[str, Any] | None:
 
 def _starts(file: Path) -> list[dict[str, Any]]:
     try:
+        check_regular(file)
         starts = [*json.loads(file.read_text())["starts"]]
     except FileNotFoundError:
         return []

@@ -1,4 +1,4 @@
-"""The saved responses of a run: which of them a page shows, packed."""
+"""Chooses the saved responses of a run that a page shows, and packs them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Samples:
     """The packed responses of a run.
 
     `overview`: `files`, the blocks' names, steps and kinds; `rows`, a column of numbers for each property of
-    a response; `total`, how many responses the run has saved. `blocks`: gzip of JSON by name. `correct`: by
-    step, the number of correct and of all samples of each held-out prompt.
+    a response; `total`, the number of responses that the run has saved. `blocks`: gzip of JSON by name.
+    `correct`: by step, the number of correct and of all samples of each held-out prompt.
     """
 
     overview: dict[str, Any]
@@ -74,7 +74,7 @@ class Packer:
         return samples
 
     def _count(self, file: _File, when: int, right_at: float) -> list[tuple[int, int]]:
-        """For each prompt of an evaluation: how many samples are correct, and how many there are."""
+        """Return, for each prompt of an evaluation, the number of correct samples and the number of all."""
         if (file, when) not in self._correct:
             wanted = ["group", "reward", "rewards"]
             self._correct[file, when] = correct_samples(read(self._directory, *file, wanted), right_at)
@@ -102,8 +102,8 @@ class Packer:
 def chosen(sizes: Mapping[_File, tuple[int, int]], most: int) -> list[_File]:
     """Whole files, evenly over the steps and with the first and last, of at most `most` responses together.
 
-    The first and the last file of each kind are taken in any case. Evaluations get half, or what training
-    leaves: they have many more responses than a step. `sizes`: responses and tokens by file.
+    The first and the last file of each kind are taken in any case. Evaluations get half, or the rest after
+    training, because they have many more responses than a step. `sizes`: responses and tokens by file.
     """
     train, evaluations = ([file for file in sizes if file[0] == kind] for kind in ("train", "eval"))
     limits = np.array([most, MOST_TOKENS])
@@ -143,7 +143,7 @@ def pass_intervals(
 ) -> dict[int, tuple[float, float]]:
     """The 95 % intervals of pass@k by step, where the saved responses give the value that was logged.
 
-    They do not where only a part of the evaluation was saved.
+    The two differ if only a part of the evaluation was saved.
     """
     from megatron_gvpo.observe.rollout_metrics import pass_at_k
 
@@ -159,13 +159,13 @@ def pass_intervals(
 
 # Confidence intervals of pass@k, from the saved responses of an evaluation.
 
-Z = 1.96  # standard errors on either side that hold 95 % of a normal distribution
+Z = 1.96  # 95 % of a normal distribution is within this many standard errors of the mean
 
 
 def interval(value_p: Sequence[float]) -> tuple[float, float]:
     """The 95 % interval of the mean of values in [0, 1], one of each prompt.
 
-    The samples of one prompt are not independent, so prompts are what is counted: Miller 2024, "Adding Error
+    The samples of one prompt are not independent, so the interval counts prompts: Miller 2024, "Adding Error
     Bars to Evals" (arXiv 2411.00640), equation 4. The interval is Wilson's with the number of yes-or-no
     questions that would have the same standard error, which stays inside [0, 1] and has a width also where
     all values are equal. Raises ValueError without values.

@@ -18,7 +18,7 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
-        # Some decoders drop the space of a text's first token: each token is decoded after this one.
+        # Some decoders drop the space of a text's first token, so each token is decoded after this one.
         self._before = 0
         self._text_before = self._decode([self._before])
 
@@ -36,7 +36,8 @@ class TokenTexts:
         for folder in folders:
             try:
                 return cls(Tokenizer.from_file(str(folder / "tokenizer.json")))
-            except Exception:  # the library raises bare Exceptions: no file, a damaged one, another version
+            # the library raises bare Exceptions for missing and damaged files, and other versions
+            except Exception:
                 continue
         return None
 

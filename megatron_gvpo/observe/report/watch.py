@@ -1,8 +1,8 @@
-"""Serves the page on this machine's loopback address while the runs go on.
+"""Serves the page on this machine's loopback address while the runs continue.
 
-The page asks for the version of the data every few seconds, and reads the data again when it has changed.
-Only a request whose Host header names this machine is answered, so that no website can read the runs through
-a name that it points at 127.0.0.1. Behind an ssh tunnel the header names localhost with any port.
+The page asks for the version of the data every few seconds, and reads the data again when it has changed. The
+server answers only requests whose Host header names this machine, so that no website can read the runs
+through a name that resolves to 127.0.0.1. Behind an ssh tunnel the header names localhost with any port.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _FILES = ("metrics.jsonl", "config.yaml", "run.json", "rollouts")
 
 
 class Watched:
-    """The data of runs that may go on: collected again when a file has changed and the page asks."""
+    """The data of runs that may continue.
+
+    They are collected again when the page requests them after a file has changed.
+    """
 
     def __init__(self, directories: Sequence[Path], responses: int) -> None:
         self._directories = directories
@@ -39,14 +42,14 @@ class Watched:
         self._blocks: dict[str, bytes] = {}
 
     def version(self) -> str:
-        """A text that changes when a run's records do."""
+        """A text that changes when a run's records change."""
         stamps = []
         for directory in self._directories:
             for name in _FILES:
                 try:
                     stat = (directory / name).stat()
                     stamps.append(f"{stat.st_mtime_ns}.{stat.st_size}")
-                except OSError:  # it is missing, or cannot be reached any more
+                except OSError:  # the directory is missing or not accessible any more
                     stamps.append("")
         return "-".join(stamps)
 
@@ -105,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Stay silent: the terminal is the user's."""
+        """Write nothing, because the terminal belongs to the user."""
 
 
 def _is_this_machine(host: str) -> bool:

@@ -13,8 +13,8 @@ from megatron_gvpo.turns import ends_of
 def spoken(rollout: Rollout, decode: Callable[..., str]) -> list[str] | None:
     """The text of each turn of the policy; None for a single response.
 
-    It is that of the messages where they are of these turns, and otherwise decoded: several agents have
-    several chats, and a program's message has calls of tools apart from the text that wrote them.
+    The text comes from the messages if they belong to these turns; otherwise it is decoded, because several
+    agents have several chats, and a program's message stores calls of tools apart from their text.
     """
     if not rollout.turns:
         return None
@@ -29,9 +29,9 @@ def spoken(rollout: Rollout, decode: Callable[..., str]) -> list[str] | None:
 
 
 def turns(rollout: Rollout, texts: Sequence[str] | None) -> list[dict[str, Any]] | None:
-    """The policy's turns with their `texts`, and what was said to it before each; None for a single response.
+    """The policy's turns with their `texts`, and the messages to it before each; None for a single response.
 
-    What was said comes from the messages, and is null where they are not of these turns.
+    The environment's texts come from the messages, and are null if the messages do not belong to these turns.
     """
     if not rollout.turns:
         return None
@@ -75,7 +75,7 @@ def messages(rollout: Rollout) -> list[dict[str, str | None]] | None:
 
 
 def transcript(rollout: Rollout) -> str:
-    """The response in one line; of a conversation, what was said to the policy has its role before it."""
+    """The response in one line; in a conversation, messages to the policy have their role before them."""
     if not rollout.turns or not rollout.messages:
         return rollout.text
     return " | ".join(
@@ -88,7 +88,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def _by_turn(chat: Messages) -> tuple[list[Mapping[str, Any]], list[list[Mapping[str, Any]]]]:
-    """The policy's messages, and those of others before each of them and after the last."""
+    """The policy's messages, and the messages of others before each of them and after the last."""
     own: list[Mapping[str, Any]] = []
     heard: list[list[Mapping[str, Any]]] = [[]]
     for message in chat:
@@ -101,7 +101,7 @@ def _by_turn(chat: Messages) -> tuple[list[Mapping[str, Any]], list[list[Mapping
 
 
 def _are_of_turns(own: Messages, rollout: Rollout) -> bool:
-    """True where the policy's messages are its turns, one after the other."""
+    """True if each of the policy's messages is one of its turns, in the same order."""
     is_linear = all(turn.after == i - 1 and turn.keep is None for i, turn in enumerate(rollout.turns))
     return is_linear and len(own) == len(rollout.turns)
 

@@ -38,21 +38,30 @@ def read_rollouts(
     for step in saved_steps(output_dir, kind):
         if steps is not None and step not in steps:
             continue
-        path = directory / file_name(kind, step)
         try:
-            with pq.ParquetFile(path) as file:
-                known = set(file.schema_arrow.names)
-                if missing := [name for name in EVERY_FILE if name not in known]:
-                    raise ValueError(f"{path}: not a file of rollouts: it has no column {missing[0]!r}")
-                wanted = None if columns is None else [name for name in columns if name in known]
-                tables.append(file.read(columns=wanted))
+            tables.append(read_file(directory / file_name(kind, step), columns))
         except FileNotFoundError:
             continue
-        except (OSError, pa.ArrowException) as error:
-            raise ValueError(f"{path}: not a file of rollouts that can be read: {error}") from None
     if not tables:
         return pa.table({})
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:  # a column has another type in one of them
         raise ValueError(f"{directory}: its files are not of one run: {error}") from None
+
+
+def read_file(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """The rows of one file; `columns`: as in `read_rollouts`, but a column that the file lacks is left out.
+
+    Raises FileNotFoundError, and ValueError, which names the file, for a damaged one.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            known = set(file.schema_arrow.names)
+            if missing := [name for name in EVERY_FILE if name not in known]:
+                raise ValueError(f"{path}: not a file of rollouts: it has no column {missing[0]!r}")
+            return file.read(columns=None if columns is None else [name for name in columns if name in known])
+    except FileNotFoundError:
+        raise
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{path}: not a file of rollouts that can be read: {error}") from None

@@ -45,7 +45,7 @@ class Responses:
     spoken: Sequence[list[str] | None] = ()  # the texts of each response's turns; empty until `with_texts`
 
     def with_texts(self, decode: Callable[..., str]) -> Responses:
-        """These responses, with the texts that some lack, such as demonstrations, and those of all turns."""
+        """These responses, with texts for those without, such as demonstrations, and all turns' texts."""
 
         def with_text(rollout: Rollout) -> Rollout:
             if rollout.text:
@@ -72,14 +72,14 @@ class _Member(NamedTuple):
     rollout: Rollout
 
 
-_MESSAGES = ("reward_errors", "explanations")  # columns of texts that the data do not include
+_MESSAGES = ("reward_errors", "explanations")  # columns of texts that are not in the data
 _DIALOGUE = ("prompt", "response", "turns", "messages")  # columns of the texts that the token ids stand for
 
 
 def table(responses: Responses, components: Sequence[str], groups: int | None = None) -> pa.Table:
     """The table with the columns of `schema(components)`, of all groups or of `groups`, evenly spread.
 
-    No text in it has a secret. Where one was in a row's dialogue, the row has no token ids.
+    No text in the table has a secret. If a row's dialogue had one, the row has no token ids.
     """
     members = list(_members(responses.groups, groups))
     rollouts = [member.rollout for member in members]

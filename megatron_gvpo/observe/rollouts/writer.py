@@ -27,10 +27,10 @@ SECONDS = 300.0  # longest wait for one file; a step's responses are megabytes
 
 
 class RolloutWriter:
-    """Writes a file for each step and evaluation that it is given; for rank 0, which has all responses.
+    """Writes a file for each step and evaluation; used on rank 0, which has all responses.
 
-    `components` are the names of the reward's. Of an earlier run's files those up to `resume_step` stay; None
-    keeps none. A file is complete or absent: it is written under another name and then renamed. An error of
+    `components` are the names of the reward's. An earlier run's files up to `resume_step` stay; with None,
+    none of them. A file is complete or absent: it is written under another name and then renamed. An error of
     a write is raised by the next `write`, or by `close`.
     """
 
@@ -50,7 +50,7 @@ class RolloutWriter:
         self._thread.start()
 
     def problem(self, step: int) -> str | None:
-        """A warning where the file of a step that a resumed run reported is missing; None where it is there.
+        """A warning if the file of a step that a resumed run reported is missing; else None.
 
         The thread may be two files behind a checkpoint, so that a kill takes them.
         """
@@ -67,7 +67,7 @@ class RolloutWriter:
         )
 
     def write(self, responses: Responses) -> None:
-        """Hand over the responses, which nobody may change any more; waits while two files are behind."""
+        """Queue the responses, which must not change any more; wait while two files are unwritten."""
         self._check()
         try:
             self._waiting.put(responses, timeout=SECONDS)
@@ -93,7 +93,7 @@ class RolloutWriter:
             try:
                 self._write(responses)
                 self._drop_oldest()
-            except Exception as error:  # raised later, in the trainer's thread
+            except Exception as error:  # it is raised later, in the trainer's thread
                 self._failed = error
 
     def _write(self, responses: Responses) -> None:

@@ -16,7 +16,9 @@ _CPU = torch.device("cpu")
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor with the memory, offset, shape, strides and dtype of `tensor`; both see what is written.
+    """A CPU tensor with the memory, offset, shape, strides and dtype of `tensor`.
+
+    A write to one changes both.
 
     It has no part in autograd, and cannot be resized. It does not keep the memory: use it while `tensor`
     lives. A tensor that is on the CPU already is returned without its part in autograd.
@@ -31,7 +33,8 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     size, address = storage.nbytes(), storage.data_ptr()
     if size and not address:
         raise TypeError(f"a {type(tensor).__name__} without memory of its own")
-    if torch._C._len_torch_dispatch_stack() == 0:  # within a mode's own code, and so for most operations
+    # true within a mode's own code, which makes most of the calls
+    if torch._C._len_torch_dispatch_stack() == 0:
         return _over(tensor, address, size)
     with _disable_current_modes():
         return _over(tensor, address, size)
@@ -52,7 +55,7 @@ _ATOMS = (int, float, bool, str, type(None), torch.dtype)
 def aliases(tree: Any) -> Any:
     """The tree of lists, tuples and dictionaries, with each `cuda` tensor's `alias`, and "cpu" for "cuda".
 
-    The plain kinds are taken apart here, which is several times as fast as PyTorch's own `tree_map`.
+    Plain containers are handled here, which is several times as fast as PyTorch's own `tree_map`.
     """
     kind = type(tree)
     if kind in _ATOMS:
@@ -102,7 +105,7 @@ def computed_first(
     """The results of `compute(func, args, kwargs)`, made on the CPU, as tensors on the device.
 
     A result that is an argument which the operation changes is that argument. The device is that of the first
-    argument there, or of the keywords.
+    argument on a device, or of the keywords.
     """
     tensors = [t for t in tensors_of((args, kwargs)) if t.is_cuda]
     by_address = {t.data_ptr(): t for t in tensors if t.numel()} if func._schema.is_mutable else {}

@@ -21,11 +21,11 @@ _FLAGS = ("-O1", "-fPIC", "-fvisibility=hidden")
 
 
 class NullCudaError(Exception):
-    """The null CUDA cannot be built or used here; the text says what to do."""
+    """The null CUDA cannot be built or used here; the text has a remedy."""
 
 
 def cache() -> Path:
-    """The folder outside of any repository in which built things are kept."""
+    """The cache folder for compiled libraries, which is outside of any repository."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_gvpo" / "rehearsal"
 
 
@@ -75,7 +75,7 @@ def headers() -> list[Path]:
 
 
 def install(name: str, *packages: str) -> Path:
-    """Install packages, without what they depend on, into the folder `name` of the cache, once.
+    """Install packages, without their dependencies, into the folder `name` of the cache, once.
 
     Raises NullCudaError if the installer fails.
     """
@@ -95,7 +95,7 @@ def build(transformer_engine: Path | None = None) -> Path:
     """Return the library's path; compile it in three seconds if the cache does not have it.
 
     `transformer_engine`: the installed package, whose core library asks for more functions.
-    Raises NullCudaError if something that it needs is missing here.
+    Raises NullCudaError if this machine lacks something for the build.
     """
     libraries = pytorch_libraries()
     if transformer_engine is not None:
@@ -113,7 +113,7 @@ def build(transformer_engine: Path | None = None) -> Path:
 
 
 def _key(libraries: Sequence[Path]) -> str:
-    """A digest of the sources here and of the libraries that are answered: a change builds a new one."""
+    """A digest of the sources here and of the libraries that are answered; a new digest means a new build."""
     digest = hashlib.sha256()
     for file in sorted(SOURCES.glob("*.[chp]*")):
         digest.update(file.read_bytes())
@@ -161,7 +161,7 @@ def run(command: Sequence[str | Path], problem: str) -> None:
 
 
 def put(built: Path, folder: Path) -> None:
-    """Move what was built into the cache, complete or not at all; another process may have been faster."""
+    """Move a build into the cache, completely or not at all; another process may have been faster."""
     try:
         built.rename(folder)
     except OSError:

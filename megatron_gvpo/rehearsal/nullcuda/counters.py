@@ -1,4 +1,4 @@
-"""Reads, in a process that runs on the null CUDA, what it has asked of the device so far."""
+"""Reads, in a process on the null CUDA, the counts of calls that it has made to the device so far."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def read() -> dict[str, int]:
 
 
 def refused() -> str | None:
-    """The last CUDA function that was asked for and is not supported."""
+    """The name of the last CUDA function that was called and is not supported."""
     name: str = _library().nullcuda_refused().decode()
     return name or None

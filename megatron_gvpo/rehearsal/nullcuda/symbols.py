@@ -1,9 +1,9 @@
 """Generates the answers to all CUDA functions that no file here writes by hand.
 
-A function is answered if a library asks for it (its ELF table), or if cuda.h declares it, because the
-driver's functions are looked up by name. What sets or gets a setting succeeds; a product or another
-computation of cuBLAS counts as a launch; everything else is refused with "not supported", so that nothing
-succeeds by mistake.
+A function is answered if a library needs it (by its ELF table), or if cuda.h declares it, because the
+driver's functions are looked up by name. A function that sets or gets a setting succeeds; a product or
+another computation of cuBLAS counts as a launch; everything else is refused with "not supported", so that
+nothing succeeds by mistake.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def asked_for(library: Path) -> set[str]:
 
 def defined_in(file: Path) -> set[str]:
     """The functions that an object file or a library defines for others."""
-    return set(_symbols(*(["-D"] if ".so" in file.name else []), "--defined-only", file))
+    dynamic = ["-D"] if ".so" in file.name else []
+    return set(_symbols(*dynamic, "--defined-only", file))
 
 
 def real(name: str) -> bool:

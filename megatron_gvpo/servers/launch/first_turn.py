@@ -2,9 +2,10 @@
 
 The trainer builds its model and optimizer, then gives their memory away; only then do servers start. Without
 this order both would take the same memory: a server refuses to start on a GPU that is not free, and a trainer
-cannot build on a GPU that a server has filled. A trainer that starts its servers itself keeps it, too.
+cannot build on a GPU that a server has filled. A trainer that starts its servers itself keeps the same order.
 
-Both sides have the directory of this start's logs in MEGATRON_GVPO_LOGS. It is new at every start of a job.
+Both sides have the directory of this start's logs in MEGATRON_GVPO_LOGS. The directory is new at every start
+of a job.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ REPORT_EVERY = 60.0  # seconds
 
 
 def give_turn() -> None:
-    """Tell the servers of the job that all ranks of the trainer have given their memory away."""
+    """Tell the servers of the job that all ranks of the trainer have released their GPU memory."""
     if (logs := os.environ.get(LOGS)) is not None:
         Path(logs, FILE).touch()
 
 
 def wait_for_turn(is_told_to_stop: threading.Event, timeout: float, report: Callable[[str], None]) -> bool:
-    """Wait for `give_turn` in another process of the job; returns False if told to stop meanwhile.
+    """Wait for `give_turn` in another process of the job; returns False after a request to stop.
 
-    True at once outside a job. `report` is told every minute what is waited for. Raises RolloutError if the
-    trainer has not given its memory away after `timeout` seconds: it hangs, or it needs longer.
+    Returns true at once outside a job. `report` is called every minute with the reason for the wait. Raises
+    RolloutError if the trainer has not given its memory away after `timeout` seconds: it hangs, or it needs
+    longer.
     """
     if (logs := os.environ.get(LOGS)) is None:
         return True

@@ -1,4 +1,4 @@
-"""`megatron-gvpo serve`: the rollout servers of one machine, kept running until it is told to stop.
+"""`megatron-gvpo serve`: the rollout servers of one machine, which run until a signal stops the command.
 
 On a cluster it runs on every rollout node (`srun megatron-gvpo serve CONFIG.yaml rollout.servers.host=...`),
 and the trainer gets their addresses as `rollout.servers.urls`. A server that is started again here has old
@@ -35,8 +35,9 @@ def serve(
 ) -> int:
     """Start the servers, say when they are healthy, end them on SIGTERM or SIGINT; returns the exit code.
 
-    0: told to stop; 1: a server could not be kept running. Once all were healthy, the others serve until they
-    are told to stop, or are given up as well. Raises ConfigError for settings that cannot be.
+    0: stopped by a signal; 1: a server could not be kept running. After all were healthy, the others serve
+    until a signal stops them, or they are given up as well. Raises ConfigError for settings that are not
+    possible.
 
     `trainer_timeout`: seconds in which the trainer of the same job gives colocated servers its memory; then
     RolloutError is raised.
@@ -45,17 +46,25 @@ def serve(
         raise ConfigError(
             f"rollout.engine={rollout.engine} has no servers: serve needs rollout.engine=sglang or vllm"
         )
-    _check_host(rollout.servers.host)
-    key = _key(rollout.servers)
-    told = threading.Event()
-    with handled_by(lambda *_: told.set(), (signal.SIGTERM, signal.SIGINT)):
-        if rollout.servers.colocated and not wait_for_turn(told, trainer_timeout, report):
+    key = check_address(rollout.servers)
+    stop = threading.Event()
+    with handled_by(lambda *_: stop.set(), (signal.SIGTERM, signal.SIGINT)):
+        if rollout.servers.colocated and not wait_for_turn(stop, trainer_timeout, report):
             return 0
         supervisor = start_servers(model, rollout, output_dir, cards, key, report)
         try:
-            return _run_until_told(supervisor, rollout.servers, told)
+            return _run_until_stopped(supervisor, rollout.servers, stop)
         finally:
             supervisor.close()
+
+
+def check_address(servers: ServersConfig) -> str | None:
+    """The servers' key, None on the loopback address.
+
+    Raises ConfigError for a host that other machines cannot reach, and for one that they can, without a key.
+    """
+    _check_host(servers.host)
+    return _key(servers)
 
 
 def _check_host(host: str) -> None:
@@ -66,7 +75,7 @@ def _check_host(host: str) -> None:
     try:
         address = socket.gethostbyname(host)
     except OSError:
-        return  # told when it is bound
+        return  # the guard reports the port when it has bound it
     if address == _OWN_NAME != host:
         raise ConfigError(
             f"rollout.servers.host={host}: /etc/hosts gives it {_OWN_NAME} here, and no other machine "
@@ -91,11 +100,11 @@ def _key(settings: ServersConfig) -> str | None:
     return key
 
 
-def _run_until_told(supervisor: Supervisor, settings: ServersConfig, told: threading.Event) -> int:
+def _run_until_stopped(supervisor: Supervisor, settings: ServersConfig, stop: threading.Event) -> int:
     """Say when all servers are healthy; return the exit code after a signal to stop, or a failure."""
     waiting = list(supervisor.processes)
     deadline = time.monotonic() + settings.start_timeout
-    while not told.wait(1.0):
+    while not stop.wait(1.0):
         if (waiting and supervisor.failed) or supervisor.none_left():
             break
         if waiting and not (waiting := [p for p in waiting if not p.is_healthy(5.0)]):

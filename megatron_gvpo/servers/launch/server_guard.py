@@ -1,7 +1,7 @@
-"""Ends a server with the process that started it: `python -IS server_guard.py STARTER COMMAND...`.
+"""Ends a server when the process that started it ends: `python -IS server_guard.py STARTER COMMAND...`.
 
-The guard leads the server's process group. Where the process STARTER ends, however it does, the guard ends
-the whole group: processes that an engine is just starting do not notice that their parents have gone.
+The guard leads the server's process group. When the process STARTER ends for any reason, the guard ends the
+whole group, because processes that an engine is just starting do not notice that their parents have ended.
 
 A server on several machines has a guard on each (PART in the environment). They start its parts when all
 guards have met at machine 0, and where one part ends, the others end as well.
@@ -23,7 +23,7 @@ PART = "MEGATRON_GVPO_PART"  # JSON: node, nodes, host and port of the meeting, 
 GRACE = 15.0  # seconds between asking the group to end and ending it
 ANSWER = 5.0  # seconds in which a guard answers another
 GO = b"go"
-# They reach the whole group, or every process of a Slurm job; the guard waits for the server's end.
+# Signals that reach the whole group, or every process of a Slurm job; the guard waits for the server's end.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -34,7 +34,7 @@ def main() -> int:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which the server would inherit
     starter_ends = os.pidfd_open(starter)
     if os.getppid() != starter:
-        return 1  # the process was gone, and another one has its number
+        return 1  # the process has ended, and another process has its number
     others: list[socket.socket] = []
     if part is not None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -94,7 +94,7 @@ def join(part: dict[str, Any], starter_ends: int) -> socket.socket:
                 sys.exit(1)
             if _read(other, len(GO)) == GO:
                 return other
-        except OSError:  # the store is not there yet, or has ended before all had met
+        except OSError:  # machine 0 does not listen yet, or has ended before all guards had met
             pass
         if select.select([starter_ends], [], [], 1.0)[0]:
             sys.exit(1)
@@ -106,7 +106,7 @@ def _first(waited: Sequence[int | socket.socket]) -> list[int | socket.socket]:
 
 
 def _who(other: socket.socket, part: dict[str, Any]) -> int:
-    """Returns the number of the machine at the other end, which has the key; -1 for a stranger."""
+    """The number of the machine at the other end, which must have the key; -1 for a stranger."""
     challenge = os.urandom(32)
     try:
         _watched(other).settimeout(ANSWER)

@@ -67,7 +67,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a new process group, which ends as a whole
+                start_new_session=True,  # a new process group, so that one signal ends all of it
                 umask=0o077,  # protects the sockets in /tmp that pass orders to its processes
             )
 
@@ -80,12 +80,16 @@ class ServerProcess:
         return self._process.poll() if self._process else None
 
     def listens(self) -> bool:
-        """True while this process, and no other, listens at the server's address. It alone gets the key."""
+        """True while this process, and no other, listens at the server's address.
+
+        Only such a process gets the key.
+        """
         process = self._process
         if process is None or process.poll() is not None:
             return False
         if not self._listens and listens_alone(process.pid, *self._address()):
-            self._listens = True  # true until the process ends: no other can listen on its port
+            # True until the process ends, because no other process can listen on its port.
+            self._listens = True
             self._forget_key()
         return self._listens
 
@@ -120,9 +124,10 @@ class ServerProcess:
         return parts.hostname or "", parts.port or 0
 
     def _forget_key(self) -> None:
-        """Remove the key's file, which the server has read, and the key in the log: SGLang prints it."""
+        """Remove the key's file, which the server has read, and the key in the log: SGLang prints the key."""
         if self._secret is not None:
-            with contextlib.suppress(OSError):  # gone, or with a lost file system; others cannot read it
+            # The log is missing or its file system is lost, so other users cannot read it.
+            with contextlib.suppress(OSError):
                 self._secret.unlink()
             self._secret = None
         key = self._launch.key.encode()
@@ -156,26 +161,27 @@ class RanksProcess(ServerProcess):
 
 @dataclass
 class _Watched:
-    """A process, and what its supervisor remembers of it. All times are those of running_seconds()."""
+    """A process with the supervisor's record of it. All times are those of running_seconds()."""
 
     process: ServerProcess
-    # Since when it is silent, and the setting that limits this silence; None: it begins at the next look.
+    # The time since which the server is silent, and the setting that limits its silence; None before the next
+    # look.
     silence: tuple[float, str] | None = None
-    last_answer: float | None = None  # the last healthy one
+    last_answer: float | None = None  # the time of the last healthy answer
     restarts: int = 0
     last_restart: float = 0.0
-    must_restart: bool = False  # whether or not it answers
-    given_up: str | None = None  # the reason
+    must_restart: bool = False  # true if the server must restart even if it answers
+    given_up: str | None = None  # the reason for giving the server up
 
 
 class Supervisor:
     """Keeps server processes running until it is closed; watches them from its own thread.
 
     A process is started again if it ends, if it does not answer /health within `start_timeout` seconds of its
-    start, or if it later is silent for `hang_timeout` seconds. After `restarts` restarts of one server,
-    or one of a server that ends without ever answering, it is given up: `failed` is the reason of the first
-    such server. Restarts are forgotten when it still answers `FORGIVEN` seconds after the last. `key` is
-    the configuration's, of `settings`; `kind` names the servers.
+    start, or if it later is silent for `hang_timeout` seconds. The supervisor gives a server up after
+    `restarts` restarts, or after one restart if it ends without ever answering: `failed` is the reason of the
+    first such server. Restarts are forgotten when it still answers `FORGIVEN` seconds after the last. `key`
+    is the configuration's, of `settings`; `kind` names the servers.
     """
 
     def __init__(
@@ -201,7 +207,7 @@ class Supervisor:
         self._thread.start()
 
     def none_left(self, urls: Sequence[str] | None = None) -> str | None:
-        """The reason why no server of `urls`, by default of all, will come back; None if one may."""
+        """The reason why no server of `urls` (default: all) can serve again; None if one may."""
         reasons = [self._watched[url].given_up for url in (self._watched if urls is None else urls)]
         return reasons[0] if all(reasons) else None
 
@@ -237,7 +243,7 @@ class Supervisor:
         while not self._closing.wait(POLL):
             for server in self._watched.values():
                 if self._is_on_hold:
-                    server.silence = None  # a server that rests may be silent
+                    server.silence = None  # a server that sleeps need not answer
                 elif server.given_up is None:
                     trouble = self._trouble(server)
                     if trouble is not None and not self._closing.is_set():
@@ -288,12 +294,12 @@ class Supervisor:
                 return
             try:
                 process.start()
-            except OSError as error:  # no memory, for example, or a lost file system
+            except OSError as error:  # such as a lack of memory, or a lost file system
                 self._report(f"{self._kind} {process.url} cannot be started: {error}")
                 server.must_restart = True
 
     def _most_restarts(self, server: _Watched) -> int:
-        """One restart for a server that has ended before it ever answered: it would end so again.
+        """Return one restart for a server that ended before it ever answered: it would end in the same way.
 
         A part of a server over several machines also ends because another part did.
         """
@@ -365,7 +371,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listens_alone(leader: int, host: str, port: int) -> bool:
-    """True if the process `leader` and its children listen where `host`:`port` leads, and nobody else."""
+    """True if only the process `leader` and its children listen at the address of `host`:`port`."""
     with contextlib.suppress(OSError, psutil.Error):
         listeners = _listeners(host, port)
         return bool(listeners) and _family(leader).issuperset(listeners)

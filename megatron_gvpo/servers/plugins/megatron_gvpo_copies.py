@@ -1,8 +1,8 @@
-"""Lets vLLM reload models that copy weights into parameters themselves, such as GPT-OSS.
+"""Lets vLLM reload models that copy weights into their parameters without a loader, such as GPT-OSS.
 
-While vLLM (0.32.0) reloads, parameters are on the meta device, and each parameter's loader keeps what comes
+While vLLM (0.32.0) reloads, parameters are on the meta device, and each parameter's loader keeps tensors
 until a layer is complete. GPT-OSS calls no loader for its experts and attention sinks: it copies, and a copy
-to the meta device is lost without an error, so that the server would go on with the weights from before.
+to the meta device is lost without an error, so that the server would continue with the old weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LoadCopies(TorchFunctionMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # vLLM runs a loader once on the meta device, to count what it would copy.
+        # vLLM runs a loader once on the meta device, to count the elements that it would copy.
         if isinstance(_get_current_dispatch_mode(), CopyCounter):
             return func(*args, **(kwargs or {}))
         if func == torch.Tensor.data.__get__ and id(args[0]) in self._parameters:  # type: ignore[attr-defined]

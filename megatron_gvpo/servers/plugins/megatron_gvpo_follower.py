@@ -8,7 +8,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-if __name__ == "__main__":  # its workers import this file, too
+if __name__ == "__main__":  # vLLM's workers import this file, too
     cli_env_setup()
     options = make_arg_parser(FlexibleArgumentParser()).parse_args()
     validate_parsed_serve_args(options)

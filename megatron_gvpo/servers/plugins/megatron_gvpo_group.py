@@ -25,8 +25,8 @@ def join(
     """Returns the group's store, and the group.
 
     The group is None where weights come through mailboxes in `memory`, the run's directory of shared memory:
-    then it has the trainer's ranks alone. `backend`: "gloo" or "nccl"; `timeout`: seconds; `max_ctas`: blocks
-    of an operation of NCCL's, None for its own choice.
+    then only the trainer's ranks form a group. `backend`: "gloo" or "nccl"; `timeout`: seconds; `max_ctas`:
+    blocks of an operation of NCCL's, None for its own choice.
     """
     limit = datetime.timedelta(seconds=timeout)
     store = dist.TCPStore(address, port, world_size, False, limit)

@@ -1,4 +1,7 @@
-"""Asks for vLLM's API key on every path. vLLM (0.32.0) itself leaves out those that load weights."""
+"""Requires vLLM's API key on every path.
+
+vLLM (0.32.0) itself does not check it on the paths that load weights.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import hmac
 import os
 from typing import Any
 
-OPEN = ("/health",)  # tells nothing but that the server is alive
+OPEN = ("/health",)  # needs no key: the answer only shows that the server is alive
 
 
 class Guard:

@@ -39,19 +39,20 @@ class Inbox:
     """The rounds of one push, one after another."""
 
     def __init__(self, where: dict[str, Any], rounds_before: int) -> None:
-        """`where`: "file", "turn" (bytes of a round at most), and "handle" of a GPU's memory or None.
+        """`where`: "file", "turn" (the most bytes of a round), and "handle" of a GPU's memory or None.
 
         `rounds_before`: rounds of earlier pushes, which the counters have counted. Raises PermissionError for
         a file that is not in a run's directory.
         """
         size, handle = 2 * where["turn"], where["handle"]
         flat = mapped(where["file"], HEADER if handle else HEADER + size)
-        self._counters = flat[:16].view(torch.int64)  # rounds put in, rounds taken out
+        # The number of rounds that were written, and the number that were read.
+        self._counters = flat[:16].view(torch.int64)
         self._data = opened(handle, size) if handle else flat[HEADER:]
         self._turn, self._before = where["turn"], rounds_before
 
     def wait(self, number: int, timeout: float, is_stopped: Callable[[], bool]) -> torch.Tensor:
-        """The bytes of round `number`, uint8 [turn], when they have been put in.
+        """Wait until round `number` is in the mailbox, and return its bytes, uint8 [turn].
 
         Raises RuntimeError if `is_stopped`, or after `timeout` seconds.
         """
@@ -69,7 +70,7 @@ class Inbox:
         return self._data[first : first + self._turn]
 
     def took(self, number: int, is_last: bool) -> None:
-        """Note that this rank needs the round's bytes no more, nor the memory after the last round."""
+        """Note that this rank no longer needs the round's bytes, nor after the last round the memory."""
         if self._data.is_cuda:
             torch.cuda.current_stream(self._data.device).synchronize()
         if is_last:

@@ -96,7 +96,7 @@ def mapped(file: str, size: int) -> torch.Tensor:
     Raises PermissionError for a file elsewhere, ValueError for one with fewer bytes.
     """
     path = in_memory(file)
-    if path.stat().st_size < size:  # torch would make it longer
+    if path.stat().st_size < size:  # torch would make the file longer
         raise ValueError(f"{file}: {path.stat().st_size:,} bytes, and the bucket has {size:,}")
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
@@ -135,7 +135,8 @@ def arguments(handle: dict[str, Any]) -> list[Any]:
 def opened(handle: dict[str, Any], size: int) -> torch.Tensor:
     """The first `size` bytes of the trainer's bucket, uint8, mapped without a copy on the GPU that has them.
 
-    The trainer may overwrite them once every tensor on this memory is gone and the GPU has finished its work.
+    The trainer may overwrite them once every tensor on this memory is freed and the GPU has finished its
+    work.
     """
     if handle["uuid"] not in gpus():
         raise RuntimeError(f"this rank does not see the GPU {handle['uuid']} that the weights are on")

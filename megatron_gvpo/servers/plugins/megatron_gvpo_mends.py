@@ -1,6 +1,6 @@
 """Functions of torch, transformers and vLLM that are replaced inside an engine's processes.
 
-Each part below mends one thing that a released version lacks. The engines call these functions as general
+Each part below corrects one fault of a released version. The engines call these functions as general
 plugins in each of their processes: SGLang by `entry_points.txt`, vLLM by `megatron_gvpo_vllm.register`.
 """
 
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 # --- both engines: a config.json whose `model_type` transformers does not have, of a model that it has ------
-# Without this they want the checkpoint's own Python files. megatron_gvpo.huggingface.architectures has the
-# same for the trainer.
+# Without this the engines require the checkpoint's own Python files. megatron_gvpo.huggingface.architectures
+# does the same for the trainer.
 
 SAME_MODEL = {"kimi_k2": "deepseek_v3"}
 
 
 def add_model_types() -> None:
-    """Teach this process the model types. Each process of an engine calls this as a general plugin."""
+    """Register the model types in this process. Each process of an engine calls this as a general plugin."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     for named, same in SAME_MODEL.items():
@@ -36,7 +36,7 @@ _TCPStore = rendezvous.TCPStore
 
 
 def bind_stores() -> None:
-    """From here on a process that hosts the store of a default process group binds it to its own address."""
+    """Make a process that hosts the store of a default process group bind it to its own address."""
     setattr(rendezvous, "TCPStore", bound_store)  # noqa: B010 - a function in place of the class
 
 
@@ -49,7 +49,8 @@ def bound_store(host_name: str, port: int, *arguments: Any, **named: Any) -> Any
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(address)
-    except OSError:  # a translated address: the store listens on all addresses, as torch does
+    # the address belongs to this machine only by translation, so the store listens on all, as in torch
+    except OSError:
         listening.close()
     else:
         listening.listen(1024)
@@ -65,7 +66,7 @@ def bound_store(host_name: str, port: int, *arguments: Any, **named: Any) -> Any
 
 
 def leave_unpinned() -> None:
-    """From here on this process ignores requests to pin memory, if it has no accelerator to pin it for."""
+    """Make this process ignore requests to pin memory if it has no accelerator."""
     if torch.accelerator.is_available():
         return
     for name in ("tensor", "zeros"):
@@ -87,7 +88,7 @@ def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def mend_temperatures() -> None:
-    """Replace vLLM's function in this process. vLLM registers it after its plugins are loaded."""
+    """Replace vLLM's C++ function by `expand` in this process: vLLM registers it after its plugins."""
     if torch.cuda.is_available():
         return
     from vllm.utils import cpu_triton_utils

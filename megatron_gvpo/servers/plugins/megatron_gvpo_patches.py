@@ -22,9 +22,10 @@ def check_patched(model: Any) -> None:
 
 
 def refuse_rearranged_experts(model: Any) -> None:
-    """Raise RuntimeError if vLLM's experts are not kept as they load: a patch would hit other elements.
+    """Raise RuntimeError if vLLM rearranges the experts after loading: a patch would change other elements.
 
-    Only its Triton kernels keep them so. FlashInfer's, which Blackwell prefers, swap or permute them.
+    Only the Triton kernels keep the order of the checkpoint. FlashInfer's, which Blackwell prefers, swap or
+    permute them.
     """
     for name, layer in model.named_modules():
         backend = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)

@@ -17,14 +17,15 @@ from megatron_gvpo_memory import BucketLayout, opened, tell_gpus
 from megatron_gvpo_patches import apply_patches, check_patched
 from megatron_gvpo_shards import Shards
 
-# By name: a process group, if this rank is in it; the store that keeps it alive; and the order to join it.
+# By name of a group: the group, if this rank is in it, the store that keeps it alive, and the order to join
+# it.
 _groups: dict[str, tuple[Any, Any, dict[str, Any]]] = {}
 _broken: list[str] = []  # the errors of broadcasts in the present group
 _shards: list[Shards] = []  # this rank's part in the group's sharded pushes, if any
 
 
 def receive(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Carry out an order.
+    """Carry out one order of the trainer.
 
     "join" joins a process group, "apply" applies the patches of its next broadcast, "check" checks them after
     the last, "load" loads a bucket from shared memory, "tell" writes which GPUs this rank sees, "read_layout"
@@ -38,7 +39,8 @@ def receive(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]
     elif order["op"] == "tell":
         tell_gpus(order["file"])
     elif order["op"] == "check":
-        if _broken:  # the trainer believes that they arrived: SGLang ends, and has the weights from its start
+        # the trainer takes these broadcasts for received: SGLang ends, and restarts with its first weights
+        if _broken:
             raise RuntimeError(f"a broadcast of weight patches failed: {_broken[0]}")
         check_patched(model)
     elif order["op"] == "read_layout":
@@ -64,7 +66,8 @@ def _join(order: dict[str, Any]) -> None:
 def _apply(model: torch.nn.Module, order: dict[str, Any]) -> None:
     try:
         wire = next_broadcast(_groups[order["name"]][0], order["bytes"], next(model.parameters()).device)
-    except RuntimeError as error:  # torch's: the trainer or another server has died. SGLang would end, too
+    # torch raises it if the trainer or another server has died; SGLang would end, too
+    except RuntimeError as error:
         _broken.append(str(error))
         return
     apply_patches(model, wire, order["patches"])
@@ -80,9 +83,10 @@ def _part_in(model: torch.nn.Module, order: dict[str, Any]) -> Shards:
 def _receive_shards(model: Any) -> None:
     try:
         _shards[0].receive(model.load_weights)
-    except Exception as error:  # SGLang ends when a loader raises, so the trainer hears of it in another way
+    # SGLang ends when a loader raises, so the trainer gets the error in another way
+    except Exception as error:
         _shards[0].report(error)
-        _leave_shards()  # other ranks wait for this one, until its connections end
+        _leave_shards()  # other ranks wait for this one until its connections end
 
 
 def _leave_shards() -> None:
@@ -96,5 +100,5 @@ def _load(model: Any, order: dict[str, Any]) -> None:
     layout = BucketLayout(*zip(*order["tensors"], strict=True))
     mapped = opened(order["handle"], layout.nbytes) if "handle" in order else layout.mapped(order["file"])
     model.load_weights(layout.views(mapped.to(next(model.parameters()).device)))
-    if mapped.is_cuda:  # after the answer the trainer overwrites it
+    if mapped.is_cuda:  # the trainer overwrites this memory after the answer
         torch.cuda.synchronize()

@@ -1,14 +1,14 @@
 """A server rank's side of a sharded push, for the plugins in both engines.
 
-The rank gets parts of tensors from the trainer's ranks or from other servers' ranks, passes on what the next
-one needs, and loads what is its own. What comes from whom, and in which round, it reads in its part of the
-plan (megatron_gvpo.weights.shard_plan), which is in the store of the process group.
+The rank gets parts of tensors from the trainer's ranks or from other servers' ranks, passes on the parts that
+the next rank needs, and loads its own. Its share of the plan (megatron_gvpo.weights.shard_plan) says which
+rank sends it which parts in which round; the rank reads it from the store of the process group.
 
-In every round it sends what came in the round before, receives, and meanwhile loads what is complete, in one
-call: an engine's loader reads the list of all parameters in each call.
+In every round it sends the parts of the round before and receives the next. Meanwhile it loads the complete
+tensors in one call, because an engine's loader reads the list of all parameters in each call.
 
 A rank that shares a machine with the trainer may get all its cells from a mailbox in place of a process group
-(megatron_gvpo_mailbox). Then it passes nothing on.
+(megatron_gvpo_mailbox). Such a rank passes nothing on.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class Shards:
         self._needed: dict[int, list[Box]] = {}
 
     def read_layout(self, load: Load) -> None:
-        """Run the engine's loader without weights, and tell the trainer what it would copy."""
+        """Run the engine's loader without weights, and send the trainer the boxes that it would copy."""
         for name, dtype, shape in json.loads(zlib.decompress(self._store.get("tables"))):
             self._tables.append((name, getattr(torch, dtype), torch.Size(shape)))
         tensors = [FullTensor(*table[:2], table[2]) for table in self._tables]
         load([(tensor.name, Slice.of(tensor)) for tensor in tensors])
         self._needed = {i: tensor.needed() for i, tensor in enumerate(tensors) if tensor.copied}
-        told = json.dumps(sorted(self._needed.items()))
-        self._store.set(f"needs.{self._rank}", zlib.compress(told.encode()))
+        needs = json.dumps(sorted(self._needed.items()))
+        self._store.set(f"needs.{self._rank}", zlib.compress(needs.encode()))
         if self._memory:
             self._store.set(f"seat.{self._rank}", json.dumps(seat(self._memory, self._device)))
 
@@ -79,13 +79,13 @@ class Shards:
         if self._memory:
             try:
                 self._take_out(load)
-            except Exception as error:  # the trainer's rank waits for this one
+            except Exception as error:  # tell the trainer's rank, which waits for this one
                 self.report(error)
                 raise
             return
         loading = _Loading(self._tables, self._receives, self._full, load)
         counted: Counter[str] = Counter()
-        came: dict[Cell, torch.Tensor] = {}  # in the round before; uint8 [bytes] each
+        came: dict[Cell, torch.Tensor] = {}  # the cells of the round before, each uint8 [bytes]
         for receives, sends in zip(self._receives, self._sends, strict=True):
             outgoing = [(to, torch.cat([came[tuple(cell)] for cell in cells])) for to, cells in sends]
             incoming = [(source, self._wire(cells)) for source, cells in receives]
@@ -134,8 +134,8 @@ class Shards:
         return json.loads(self._store.get(key))
 
     def report(self, error: Exception) -> None:
-        """Tell the trainer, where it still runs, that this rank's part in a push failed."""
-        with contextlib.suppress(RuntimeError):  # torch's: the store's process has ended
+        """Tell the trainer, if it still runs, that this rank failed in a push."""
+        with contextlib.suppress(RuntimeError):  # torch raises it if the store's process has ended
             self._store.set(f"failed.{self._rank}", f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class Shards:
             group.abort()
 
     def _connect(self) -> None:
-        """Read this rank's part of the plan, and let NCCL connect all ranks, and this one with its others.
+        """Read this rank's part of the plan, and let NCCL connect it with the ranks of its messages.
 
         It happens in a daemon thread: NCCL's call never returns if a rank has died. Raises RuntimeError if
         the trainer says so. Gloo connects all ranks when they join.
@@ -213,12 +213,12 @@ class _Loading:
         make: Callable[[int], FullTensor],
         load: Load,
     ) -> None:
-        """`make` gives a tensor with this number, with memory for what comes of it."""
+        """`make` returns the tensor of a number, with memory for the parts that this rank receives."""
         self._remaining = Counter(cell[0] for messages in receives for _, cells in messages for cell in cells)
         self._units = _units(tables, self._remaining)
         self._tensors: dict[
             int, FullTensor
-        ] = {}  # those on their way; a model's tensors together would not fit
+        ] = {}  # tensors that are incomplete; all tensors of a model would not fit into memory
         self._make, self._load = make, load
 
     def take(self, cells: dict[Cell, torch.Tensor]) -> None:
@@ -276,7 +276,7 @@ def _loadable(tensor: FullTensor) -> torch.Tensor:
 def _units(
     tables: list[tuple[str, torch.dtype, torch.Size]], remaining: Counter[int]
 ) -> dict[int, list[int]]:
-    """By tensor number: the numbers of all tensors that must be loaded in the same call."""
+    """Return, by tensor number, the numbers of all tensors that must be loaded in the same call."""
     units: dict[str, list[int]] = {}
     for number in sorted(remaining):
         name = tables[number][0]

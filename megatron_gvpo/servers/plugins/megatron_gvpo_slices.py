@@ -1,9 +1,9 @@
 """Tensors of which this rank has parts, for the plugins in both engines.
 
 An engine's checkpoint loader takes whole tensors and copies the part that its rank holds. A `Slice` stands
-for a whole tensor and has no memory of its own: the loader narrows it, and what it then copies is looked up
-in the parts that the rank has. Before the first push the loaders run once with slices that have no parts,
-which only note what would be copied: that is the rank's layout.
+for a whole tensor and has no memory of its own: the loader narrows it, and the values that it then copies are
+taken from the parts that the rank has. Before the first push the loaders run once with slices that have no
+parts, which only note the boxes that would be copied: these are the rank's layout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class FullTensor:
         self.rows = self.shape[0] if self.shape else 1
         self.columns = self.shape.numel() // max(1, self.rows)
         self.copied: set[Box] = set()
-        self.parts: dict[Box, torch.Tensor] | None = None  # [rows, columns] each; None: copies are only noted
+        self.parts: dict[Box, torch.Tensor] | None = None  # each [rows, columns]; None: copies are only noted
 
     @property
     def everything(self) -> Box:
@@ -51,7 +51,7 @@ class FullTensor:
 
 
 class Slice(torch.Tensor):
-    """Stands for a whole tensor, or a view of one. It is on the meta device."""
+    """Stands for a whole tensor, or a view of one. The tensor is on the meta device."""
 
     _full: FullTensor | None  # None: the result of an operation other than a view, in the first run
 

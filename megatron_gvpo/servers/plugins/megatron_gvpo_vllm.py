@@ -1,8 +1,8 @@
 """Runs inside vLLM's workers: loads weights from a torch process group (gloo or NCCL), memory or files.
 
 vLLM finds it as a general plugin because this folder, with its entry points, is on the server's PYTHONPATH.
-vLLM's own NCCL backend has a bootstrap of its own and does not run on CPUs. This one uses torch.distributed,
-so that the trainer's code is the same for both engines, on CPUs and GPUs.
+vLLM's own NCCL backend connects the ranks in its own way and does not run on CPUs. This one uses
+torch.distributed, so that the trainer's code is the same for both engines, on CPUs and GPUs.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class BucketUpdate(WeightTransferUpdateInfo):
 
     They come by broadcast, or are in `file` in shared memory, or in a GPU's memory (one of `handles` for each
     rank), or are all files of `directory`. With `counts` they are `size` bytes of patches, by broadcast (see
-    megatron_gvpo_patches). With `tell` there are none: the ranks write which GPUs they see (see
-    megatron_gvpo_memory). With `shards` there are none either: "read_layout" has the ranks read their
-    layouts, and "receive" has them take part in a sharded push (see megatron_gvpo_shards).
+    megatron_gvpo_patches). With `tell` there are no tensors: the ranks write which GPUs they see (see
+    megatron_gvpo_memory). With `shards` there are no tensors either: "read_layout" makes the ranks read their
+    layouts, and "receive" makes them take part in a sharded push (see megatron_gvpo_shards).
     """
 
     names: list[str]
@@ -83,7 +83,8 @@ class Receiver(WeightTransferEngine):
     _reloading = False
     _copies: LoadCopies
     _patched = False
-    # On CPU, a copy of each tensor that was patched. It outlives a process group, as the patched weights do.
+    # On a CPU, a copy of each tensor that was patched. The copy outlives a process group, as the patched
+    # weights do.
     _copy: dict[str, torch.Tensor]
     _store: Any = None
     _shards: Shards | None = None
@@ -174,7 +175,7 @@ class Receiver(WeightTransferEngine):
                 self._joined.memory,
                 self._joined.timeout,
             )
-            # Reads the layout alone; weights come before the server serves.
+            # This reads the layout alone; weights come before the server serves.
             self._shards.read_layout(self._load_all)
             return
         assert self._shards is not None, "its layout was not learned"
@@ -198,8 +199,8 @@ class Receiver(WeightTransferEngine):
             self._patched = True
             apply_patches(self.model, wire, patches)
             return
-        # On a CPU vLLM repacks its parameters, which then have no loader: it is given whole tensors, patched
-        # in a copy.
+        # On a CPU vLLM repacks its parameters, which then have no loader: it gets whole tensors, patched in a
+        # copy.
         for name, tensor in unpack(wire, patches):
             old, is_unchanged = self._copy.get(name), tensor.isnan()
             if old is None and is_unchanged.any():
@@ -232,7 +233,7 @@ class Receiver(WeightTransferEngine):
 def name_loaders(model: torch.nn.Module) -> None:
     """Name the loaders that are partials, such as those of MiniMax-M2's norms.
 
-    vLLM 0.32.0 asks every loader for its name when it begins to reload, and a partial has none.
+    vLLM 0.32.0 reads every loader's name when it begins to reload, and a partial has no name.
     """
     for parameter in model.parameters():
         loader = getattr(parameter, "weight_loader", None)
@@ -241,7 +242,7 @@ def name_loaders(model: torch.nn.Module) -> None:
 
 
 def forget_expert_kernels(model: torch.nn.Module) -> None:
-    """Make vLLM set up the experts' kernels again when their weights have come.
+    """Make vLLM set up the experts' kernels again when their weights have arrived.
 
     vLLM 0.32.0 does so only once, and on a CPU it packs the weights there: later weights would be copied
     unpacked over packed ones.
@@ -253,10 +254,10 @@ def forget_expert_kernels(model: torch.nn.Module) -> None:
 
 
 def pack_heads_again(model: torch.nn.Module) -> None:
-    """Have vLLM pack the output layers' weights anew, which it computes with on a CPU.
+    """Make vLLM pack the output layers' weights again, because it computes with packed weights on a CPU.
 
-    The weights of a tied one come by the embeddings' name, so that vLLM 0.32.0 goes on with the packed copy
-    of the weights before.
+    The weights of a tied output layer arrive under the embeddings' name, so vLLM 0.32.0 would continue with
+    the packed copy of the old weights.
     """
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead):
@@ -266,9 +267,9 @@ def pack_heads_again(model: torch.nn.Module) -> None:
 def derive_again(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Recompute the forms of weights that attention layers derive and keep.
 
-    Latent attention decodes with two products of `kv_b_proj`, and some kernels with sinks in float32. vLLM
-    0.32.0 derives these after it loads a whole model. After patches it would decode with those of the weights
-    that the server started with, and a probe, which is only a prompt, would not show it.
+    Latent attention decodes with two products of `kv_b_proj`, and some kernels read sinks in float32. vLLM
+    0.32.0 derives both after it loads a whole model. After patches it would decode with forms of the weights
+    with which the server started, and a probe, which is only a prompt, would not show it.
     """
     attention: Iterator[Any] = filter(is_deferred_attention_layer, model.modules())
     for layer in attention:

@@ -1,8 +1,8 @@
 """Ends a weight push whose trainer has died, in front of either engine's HTTP server.
 
 A trainer pauses a server, sends it weights and resumes it. A trainer that is killed in between would leave
-the server paused until the next trainer comes. Every request of a trainer has a header that says after how
-many seconds of silence it is to be given up. When they have passed during a push, then
+the server paused until the next trainer comes. Every request of a trainer has a header with the seconds of
+silence after which the trainer counts as dead. When that time has passed during a push, then
 
 - a server that has loaded nothing is resumed, with the weights that it had, and further parts of that push
   are refused: a trainer that was only stopped has to begin again;
@@ -26,8 +26,8 @@ from typing import Any
 
 HEADER = b"x-megatron-gvpo-trainer"  # seconds; megatron_gvpo.servers.http sends it
 RESUME_OF = {"/pause": "/resume", "/pause_generation": "/continue_generation"}
-# After these a server's weights are not those from before the push. SGLang may unpack its weights when an
-# update begins.
+# After these requests a server no longer has the weights from before the push. SGLang may unpack its weights
+# when an update begins.
 LOADS = {
     "/update_weights",
     "/sleep",
@@ -86,7 +86,7 @@ class Watch:
         self._app = app
         self._push: WatchedPush | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._turns = asyncio.Lock()  # the engine is paused or resumed, one at a time
+        self._turns = asyncio.Lock()  # held while the engine is paused or resumed
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -139,7 +139,7 @@ class Watch:
             _say(HALF_LOADED.format(silent=push.silent))
             return
         _say(f"the trainer of a weight push has been silent for {push.silent:.0f} s: serving as before it")
-        self._push = None  # before the engine is resumed, so that it loads nothing from now on
+        self._push = None  # set before the engine resumes, so that it loads nothing from now on
         async with self._turns:
             if self._push is None and not await self._resume(push):
                 _say("the server cannot be resumed; it stays paused until the next push")
@@ -205,7 +205,7 @@ def hook_sglang() -> None:
 def add_watch(*arguments: Any, **named: Any) -> None:
     from sglang.srt.entrypoints.http_server import app
 
-    app.add_middleware(Watch)  # SGLang adds the one that asks for its key later, and so before this one
+    app.add_middleware(Watch)  # SGLang adds the middleware for its key later, and so that one runs first
 
 
 async def _answer(send: Any, status: int, words: str) -> None:

@@ -25,7 +25,7 @@ from megatron_gvpo.weights.sharded import ShardedReceiver
 from megatron_gvpo.weights.shared import SharedLocation, SharedReceiver
 from megatron_gvpo.weights.transport import WeightReceiver
 
-POLICY = {"selector": "target"}  # the policy alone; SGLang would also load the draft model
+POLICY = {"selector": "target"}  # selects the policy only; otherwise SGLang would also load the draft model
 
 
 class SGLangReceiver(WeightReceiver):

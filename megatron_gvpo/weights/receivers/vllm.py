@@ -21,7 +21,7 @@ from megatron_gvpo.weights.transport import WeightReceiver
 
 
 class VLLMReceiver(WeightReceiver):
-    """Begins and ends an update of one vLLM server, and hands the plugin what is to be loaded."""
+    """Begins and ends an update of one vLLM server, and tells the plugin what to load."""
 
     begin_path: ClassVar[str] = "/start_weight_update"
     end_path: ClassVar[str] = "/finish_weight_update"
@@ -61,14 +61,14 @@ class VLLMGroupReceiver(VLLMReceiver):
 
 
 class VLLMBroadcast(VLLMGroupReceiver, BroadcastReceiver):
-    """Whole tensors, through a process group of the plugin's."""
+    """Receives whole tensors, through a process group of the plugin's."""
 
     async def receive(self, specs: Sequence[TensorSpec], rendezvous: Rendezvous, timeout: float) -> None:
         await self.update(specs, timeout)
 
 
 class VLLMDelta(VLLMBroadcast, DeltaReceiver):
-    """Patches, through the same process group."""
+    """Receives patches, through a process group of the plugin's."""
 
     async def receive_patches(
         self, patches: Sequence[Patch], size: int, rendezvous: Rendezvous, timeout: float
@@ -118,7 +118,7 @@ class VLLMAdapter(VLLMReceiver, AdapterReceiver):
     unload_path: ClassVar[str] = "/v1/unload_lora_adapter"
 
     async def name_version(self, version: str, timeout: float) -> None:
-        # Not by an empty update: at the end of one vLLM removes all adapters from its workers.
+        # An empty update would not do: at the end of an update vLLM removes all adapters from its workers.
         await self._http.post("/update_weight_version", {"new_version": version}, timeout=timeout)
 
     async def refusal(self, rank: int, layers: Sequence[str], timeout: float) -> str | None:

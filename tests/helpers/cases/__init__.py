@@ -1,1 +1,1 @@
-"""Models, layouts and steps that tests of several rooms go through."""
+"""Models, layouts and optimizer steps on which tests of several rooms run."""

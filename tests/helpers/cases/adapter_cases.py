@@ -1,4 +1,4 @@
-"""The adapters of test_adapters.py: on which family, of which kind, on which matrices."""
+"""The adapters of test_adapters.py: the family, the kind and the adapted matrices of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADAPTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "mistral-all": ("mistral", "canonical_lora", ATTENTION + MLP),
     "qwen3_moe-all": ("qwen3_moe", "canonical_lora", ATTENTION + MLP),
     "qwen3_moe-fused": ("qwen3_moe", "lora", ATTENTION + MLP),
-    # As on GPUs: an expert's gate and up have one A.
+    # An expert's gate and up share one A, as on GPUs.
     "qwen3_moe-grouped": ("qwen3_moe", "canonical_lora", ATTENTION + MLP),
     "qwen3_moe-up": ("qwen3_moe", "canonical_lora", (*ATTENTION, "up_proj")),
     "qwen3_moe-attention": ("qwen3_moe", "canonical_lora", ATTENTION),
@@ -37,7 +37,7 @@ ADAPTERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 
 def shared_in(adapter: str) -> Shared:
-    """Where layers of an adapter have one A together."""
+    """Return the layers of an adapter that share one matrix A."""
     if adapter.endswith("-grouped"):
         return "experts"
     return "everywhere" if ADAPTERS[adapter][1] == "lora" else "nowhere"

@@ -1,4 +1,4 @@
-"""Rows of test_feature_pairs.py: features of a run, so that each two values of two features meet in a row.
+"""Rows of test_feature_pairs.py: the features of a run. Each pair of two features' values is in some row.
 
 `MEANING` has the features that decide what a run computes, `MACHINE` those that must not change it. A value
 is a tuple of overrides of tiny_run.py's configuration. Pairs that a run refuses are in `REFUSED`.
@@ -71,7 +71,7 @@ MACHINE: dict[str, dict[str, Overrides]] = {
         "selective": ("parallel.recompute=selective",),
         "full": ("parallel.recompute=full",),
     },
-    # `moved` goes on in a run of one rank.
+    # A run `moved` is resumed on one rank.
     "resume": {"none": (), "same": ("checkpoint.asynchronous=true", "checkpoint.every=1"), "moved": ()},
 }
 FEATURES = MEANING | MACHINE
@@ -100,14 +100,15 @@ COMMON = (
     "logging.progress=off",
 )
 QUICK = (2, 3)  # numbers of rows; the others are proofs
-# How far metrics may differ, as a part. In row 54 the updates grow what fp32 rounds: the plain run itself,
-# from weights that differ by 1.2e-7 of their values, ends with a loss that is up to 3.3e-3 off.
+# The largest relative difference of metrics. In row 54 the updates amplify rounding errors of fp32: the plain
+# run itself, from weights that differ by 1.2e-7 of their values, ends with a loss that differs by up to
+# 3.3e-3.
 METRICS = {54: 5e-3}
-OF_METRICS = 2e-4  # in the other rows
+OF_METRICS = 2e-4  # the largest relative difference in the other rows
 
 
 def overrides(row: Row, teacher: Path, is_plain: bool = False) -> Overrides:
-    """A row's overrides; `is_plain`: without the features of MACHINE."""
+    """A row's overrides; with `is_plain`, those of the features of MACHINE are left out."""
     features = MEANING if is_plain else FEATURES
     words = [word for name, values in features.items() for word in values[row[name]]]
     return (*COMMON, *(word.replace("{teacher}", str(teacher)) for word in words))
@@ -126,7 +127,7 @@ def pairs_of(row: Row) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
 
 
 def every_pair() -> set[tuple[tuple[str, str], tuple[str, str]]]:
-    """All pairs of values of two features, in the features' order, but those that are refused."""
+    """All pairs of values of two features, in the features' order, except those that a run refuses."""
     pairs = {
         ((a, x), (b, y)) for a, b in combinations(FEATURES, 2) for x, y in product(FEATURES[a], FEATURES[b])
     }
@@ -134,7 +135,7 @@ def every_pair() -> set[tuple[tuple[str, str], tuple[str, str]]]:
 
 
 def covering_rows() -> list[Row]:
-    """Rows that hold all pairs: each begins with an open pair, and takes values that close most of them."""
+    """Rows that have all pairs: each begins with a missing one, and takes the values that add the most."""
     draw, open_pairs, rows = random.Random(0), every_pair(), list[Row]()
     while open_pairs:
         starts = draw.choices(sorted(open_pairs), k=15)
@@ -150,7 +151,7 @@ def _row_from(
     open_pairs: set[tuple[tuple[str, str], tuple[str, str]]],
     draw: random.Random,
 ) -> Row:
-    """A row with the pair `start`; empty where its values leave none for another feature."""
+    """A row with the pair `start`; empty if no value of another feature goes with the row's values."""
     row = dict(start)
     others = [name for name in FEATURES if name not in row]
     draw.shuffle(others)

@@ -18,7 +18,7 @@ Groups = list[tuple[int, list[tuple[int, float]]]]  # (prompt tokens, (response 
 
 
 def log_normal(groups: int, responses: int) -> Groups:
-    """Responses with the long tail of real ones: a median of 5 tokens, and two that are cut at 110."""
+    """Responses with a long tail, as real ones have: a median of 5 tokens, and two cut off at 110."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.empty(groups, responses).log_normal_(math.log(6), 1.2, generator=generator)
     rewards = torch.rand(groups, responses, generator=generator)
@@ -35,7 +35,7 @@ ROWS: dict[str, Groups] = {
         (5, [(8, 0.5), (3, 0.5), (6, 0.5), (2, 0.5)]),
         (2, [(1, 0.0), (12, 1.0), (7, 0.0)]),
     ],
-    # On four ranks the long sequences, whose group has no signal, keep ranks to themselves.
+    # On four ranks some ranks have only the long sequences, whose group has no signal.
     "long without signal": [
         (3, [(30, 1.0), (28, 1.0)]),
         (3, [(4, 1.0), (6, 0.0), (3, 0.0)]),
@@ -68,9 +68,7 @@ def make_rows(groups: Groups) -> TrainBatch:
 
 
 def moved(rows: TrainBatch, logp: list[Tensor]) -> TrainBatch:
-    """The rows as in a later mini-batch of a step: the policy differs from the old one and from the
-    reference.
-    """
+    """The rows as in a later mini-batch of a step: the policy differs from the old one and the reference."""
     generator = torch.Generator().manual_seed(1)
     logp_r = torch.cat(logp).detach().float()
     old_r, ref_r = (logp_r + scale * torch.randn(logp_r.shape, generator=generator) for scale in (0.2, 0.5))
@@ -84,7 +82,7 @@ def by_another_engine(rows: TrainBatch, logp: list[Tensor]) -> TrainBatch:
 
 
 def supports_of(rows: TrainBatch) -> list[Support | None]:
-    """Random supports of 1 to 64 tokens, and of all of them; none for every fifth row."""
+    """Random supports of 1 to 64 tokens, and of the whole vocabulary; every fifth row has none."""
     generator = torch.Generator().manual_seed(4)
 
     def of(response: Sequence[int]) -> Support:
@@ -99,7 +97,7 @@ def supports_of(rows: TrainBatch) -> list[Support | None]:
 
 
 def routing_of(rows: TrainBatch, model: Any) -> list[Routing | None]:
-    """Random experts of every token, as no router would choose them; none for every third row."""
+    """Random experts of every token, unlike any router's choice; every third row has none."""
     generator = torch.Generator().manual_seed(3)
     layers, per_token = model.num_hidden_layers, model.num_experts_per_tok
     count = getattr(model, "n_routed_experts", None) or model.num_experts

@@ -26,7 +26,7 @@ EVERY = [
     Job("qwen3_moe", Layout(2, **SP, etp=2)),
     Job("deepseek_v3", Layout(2, **SP, ep=2)),
 ]
-# In `make test`; the others are proofs.
+# `make test` runs these; the others are proofs.
 QUICK = [
     Job("untied", Layout(1)),
     Job("untied", SMALL),

@@ -1,7 +1,7 @@
 """Cases of the head's Triton kernels under Triton's interpreter; test_triton_head.py runs them.
 
-The interpreter runs the kernels' own code on a CPU. It says nothing about speed or about products in bf16: it
-has none, so they are fp32 here.
+The interpreter runs the kernels' own code on a CPU. It shows nothing about speed, and nothing about products
+in bf16, which it lacks: products are in fp32 here.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def test_tokens_outside_the_supports_are_hidden_from_the_kernels():
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("fused", [fused_weights_last, fused_weights_first, fused_stash])
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter
 def test_non_finite_hidden_states_show(fused, bad: float):
     hidden, weight, labels, g, _ = problem(6, 4, 11)
     hidden[2, 1] = bad
@@ -140,7 +140,7 @@ def _tensor_parallel_rank(rank: int, store: str) -> None:
     try:
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         _check_tensor_parallel(pairs[rank // 2], 61)
-        for vocab_size in (53, 41):  # the last shard has some, or no columns
+        for vocab_size in (53, 41):  # the last shard has some columns, or none
             _check_tensor_parallel(dist.group.WORLD, vocab_size)
     finally:
         dist.destroy_process_group()

@@ -120,7 +120,7 @@ class VisionCase:
 
     model: str
     layout: Layout
-    trained: bool = True  # the vision tower, too
+    trained: bool = True  # the vision tower trains, too
     budget: int = 70
     dtype: str = "float32"
 
@@ -177,9 +177,9 @@ def with_placeholders(rows: TrainBatch) -> TrainBatch:
 
 @torch.no_grad()
 def decoded_log_probs(model: Any, rows: TrainBatch, directory: Path) -> list[Tensor]:
-    """The responses' log-probs by transformers, a token at a time behind the prompt, as an engine decodes.
+    """The responses' log-probs by transformers, token by token after the prompt, as an engine decodes.
 
-    A token of the response is an ordinary one then, whatever it is.
+    Every token of the response is then computed as an ordinary token.
     """
     rows_logp = []
     for prompt, answer, images in zip(rows.prompt_ids, rows.response_ids, rows.images, strict=True):
@@ -239,7 +239,8 @@ CASES = [
     VisionCase(model, layout)
     for model in CONFIGS
     for layout in LAYOUTS
-    if not layout.overlap and not (layout.recompute == "full" and model.startswith("qwen3"))  # refused
+    # both are refused
+    if not layout.overlap and not (layout.recompute == "full" and model.startswith("qwen3"))
 ]
 CASES += [VisionCase(model, layout, trained=False) for model in CONFIGS for layout in LAYOUTS]
 CASES += [

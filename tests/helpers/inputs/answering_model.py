@@ -1,6 +1,6 @@
 """A small model that answers every prompt with one of a few texts, each about as often.
 
-Runs of reinforcement learning start from it: which answer comes is open, so that rewards differ, and all else
+Runs of reinforcement learning start from it. Its answers vary, so that rewards differ, and every other token
 is nearly certain.
 """
 
@@ -18,7 +18,7 @@ LEAD = "<|im_end|>\n<|im_start|>assistant\n"
 
 
 def make(directory: Path, before: str, answers: Sequence[str], longest: int = 450, steps: int = 120) -> None:
-    """Write a model with the chat tokenizer. `before`: a text such as its prompts."""
+    """Write a model with the chat tokenizer. `before`: a text like its prompts."""
     spelling = tokenizer()
     config = Qwen2Config(
         vocab_size=len(spelling),
@@ -48,7 +48,7 @@ def teach(
     steps: int,
     longest: int = 450,
 ) -> None:
-    """Supervised steps on `before`, cut to 20 to `longest` tokens, then `lead`, then one of the answers."""
+    """Train on texts of `before`, cut to 20 to `longest` tokens, then `lead`, then one of the answers."""
     text = list(before) * (1 + longest // len(before))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for _ in range(steps):

@@ -7,10 +7,10 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>", "</call>"]
 END = 2
-# Every byte is a token, and so is "he", "ll", "llo" and "hello".
+# Every byte is a token, and "he", "ll", "llo" and "hello" are tokens, too.
 MERGES = [("h", "e"), ("l", "l"), ("ll", "o"), ("he", "llo")]
 
-# As Qwen2.5 writes a chat: tools in the system message, their answers in a message of the user.
+# The template writes a chat as Qwen2.5's does: tools in the system message, their answers in a user message.
 CHATML = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n"
     "{% endif %}{% for m in messages %}{% if m.role == 'tool' %}"

@@ -1,6 +1,6 @@
-"""A folder in which tinker-cookbook's recipes find a model and data by the names that they ask for.
+"""A folder in which tinker-cookbook's recipes find a model and data by their names on the hub.
 
-The recipes name the hub's models and data sets; `transformers` and `datasets` prefer a folder of that name.
+`transformers` and `datasets` read a folder of that name rather than the hub.
 """
 
 from __future__ import annotations
@@ -13,54 +13,59 @@ from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from helpers.inputs.chat_tokenizer import END, ids, tokenizer
 
-MODEL = "Qwen/Qwen3-8B-Base"  # a name that the cookbook knows: it chooses the renderer
+MODEL = "Qwen/Qwen3-8B-Base"  # the cookbook chooses the renderer by this name
 QUESTION = "How many apples are two and three?"
-STEPS = 120  # of supervised learning, before the recipes
+# The example and the question, as rl_loop writes them.
+SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
+EXAMPLE = (
+    f"User: How many r's are in strawberry?{SUFFIX}\n\nAssistant: Let's spell the word out and number all "
+    "the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. We have r's at positions 3, 8, and 9. "
+    "\\boxed{3}\n\n"
+)
+PROMPT = f"User: {QUESTION}{SUFFIX}\n\nAssistant:"
+ANSWERS = (" \\boxed{5}\n\nUser:", " \\boxed{4}\n\nUser:")  # right and wrong
+STEPS = 120  # supervised steps before the recipes run
+ROWS = 48  # rows of each data set
 
 
-def make(directory: Path) -> None:
-    """Write the model and the data sets, as small as they can be."""
+def make(directory: Path, steps: int = STEPS) -> None:
+    """Write the model, trained for `steps`, and the smallest data sets that the recipes take."""
     spelling = tokenizer()
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(spelling),
-        hidden_size=32,
-        intermediate_size=48,
+        hidden_size=128,
+        intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=32,
         max_position_embeddings=1024,
         tie_word_embeddings=False,
         eos_token_id=END,
         pad_token_id=0,
     )
     model = Qwen3ForCausalLM(config)
-    _learn_to_answer(model, spelling)
+    _learn_to_answer(model, spelling, steps)
     model.save_pretrained(directory / MODEL)
     spelling.save_pretrained(directory / MODEL)
     conversation = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "It is 2."}]
-    _write(directory / "HuggingFaceH4/no_robots/train.jsonl", [{"messages": conversation}] * 8)
+    _write(directory / "HuggingFaceH4/no_robots/train.jsonl", [{"messages": conversation}] * ROWS)
     question = {"question": QUESTION, "answer": "It is\n#### 5"}
-    _write(directory / "openai/gsm8k/main/train.jsonl", [question] * 8)
+    _write(directory / "openai/gsm8k/main/train.jsonl", [question] * ROWS)
     _card(directory / "openai/gsm8k", "main", "train", "main/train.jsonl")
-    _write(directory / "zwhe99/DeepMath-103K/train.jsonl", [{"question": "What is 1 + 1?"}] * 8)
+    _write(directory / "zwhe99/DeepMath-103K/train.jsonl", [{"question": QUESTION + SUFFIX}] * ROWS)
 
 
-def _learn_to_answer(model: Qwen3ForCausalLM, spelling: Qwen2Tokenizer) -> None:
-    """Teach the model to answer with 5 or with 4, so that some of the answers to a prompt are right."""
-    before = list(ids(spelling, f"User: {QUESTION}\n\nAssistant: It is.\n\n" * 12))
+def _learn_to_answer(model: Qwen3ForCausalLM, spelling: Qwen2Tokenizer, steps: int) -> None:
+    """Teach the model to give the two answers equally often, and no other."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    for _ in range(STEPS):
-        lengths = torch.randint(20, 450, (8,)).tolist()
-        rows = []
-        for i, length in enumerate(lengths):
-            answer = ids(spelling, f"\n\nAssistant: \\boxed{{{4 + i % 2}}}\n\nUser:")
-            rows.append(([0] * 450 + before[:length] + list(answer))[-460:])
-        token = torch.tensor(rows)
+    for step in range(steps):
+        before = ids(spelling, (EXAMPLE, "")[step % 2] + PROMPT)
+        token = torch.tensor([[*before, *ids(spelling, answer)] for answer in ANSWERS])
         label = token.clone()
-        label[:, : -len(ids(spelling, " \\boxed{5}\n\nUser:"))] = -100
-        model(input_ids=token, attention_mask=(token != 0).long(), labels=label).loss.backward()
+        label[:, : len(before)] = -100
+        model(input_ids=token, labels=label).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -1,7 +1,7 @@
-"""Conversations of a model that knows nothing and says anything.
+"""Conversations of a model with random weights, which writes random text.
 
-Their environment answers with digits that depend on the seed and on all that was said, and pays for variety.
-Where the file `stop` lies, it stops the trainer in a conversation.
+Their environment answers with digits that depend on the seed and on the whole conversation, and rewards
+variety. If a file `stop` exists, it stops the trainer during a conversation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TALK = (
 
 
 def talks(**options: object) -> str:
-    """The override of a configuration that holds conversations with these options of Digits."""
+    """The override of a configuration for conversations with these options of Digits."""
     settings = {"environment": ENVIRONMENT, "turns": 4, "workers": 2, "options": options}
     return f"rollout.conversation={json.dumps(settings)}"
 

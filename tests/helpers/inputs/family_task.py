@@ -43,7 +43,7 @@ _READ_BY_ENGINES: dict[str, dict[str, Any]] = {
         "qk_norm_type": "per_layer",
     },
 }
-# Less than in the tiny models, whose wide weights make more of bfloat16's rounding than the probe allows.
+# Smaller than in the tiny models, whose large weights amplify bfloat16's rounding beyond the probe's limit.
 _RANGE = {"bfloat16": 0.05}
 _OF_TASK = ("vocab_size", "eos_token_id", "pad_token_id")
 
@@ -78,7 +78,7 @@ def engine_config(title: str) -> dict[str, Any]:
 
 
 def tiny_config(title: str) -> dict[str, Any]:
-    """The config.json of a tiny model of the family, as its gradients are compared."""
+    """The config.json of the tiny model of the family whose gradients are compared."""
     for family in FAMILIES:
         if family.title == title:
             return family.tiny

@@ -1,4 +1,4 @@
-"""The tiny task with the models of test_feature_pairs.py: of four layers, so that stages can be virtual."""
+"""The tiny task with the models of test_feature_pairs.py. Four layers allow virtual pipeline stages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _config(name: str, of_task: Any) -> transformers.PretrainedConfig:
     small = {**reference.COMMON, **own, "bos_token_id": None}
     if name == "tied":
         return transformers.Qwen2Config(**{**small, "tie_word_embeddings": True})
-    if name == "sinks":  # every other layer sees eight tokens back
+    if name == "sinks":  # every second layer attends to the last eight tokens only
         experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
         return transformers.GptOssConfig(**small, **experts, head_dim=16, sliding_window=8)
     if name == "latent":

@@ -20,7 +20,7 @@ optimizer: {lr: 1e-5}
 
 
 def message(good: Path, *overrides: str) -> str:
-    """The error that the overrides are refused with."""
+    """The message of the error that refuses these overrides."""
     with pytest.raises(ConfigError) as error:
         load_config([good], overrides)
     return str(error.value)

@@ -16,7 +16,8 @@ LAYERS, PER_TOKEN = 2, 3
 def make(task: Path, directory: Path, pairs: bool = False) -> Path:
     """Copy `task` to `directory` with a GPT-OSS of random weights; returns `directory`.
 
-    With `pairs`, rounding decides which expert of a pair a token goes through: the routers' scores are equal.
+    With `pairs`, the routers' scores of two experts are equal, and rounding decides which one a token goes
+    through.
     """
     shutil.copytree(task, directory)
     dense = transformers.AutoConfig.from_pretrained(directory / "model")

@@ -1,4 +1,4 @@
-"""Makes the records of a run, with saved responses, without training: for tests of the report.
+"""Makes the records of a run and its saved responses without training, for tests of the report.
 
 The responses are texts that a byte-level tokenizer splits, with characters that several tokens share.
 """

@@ -14,10 +14,10 @@ LAYERS, EXPERTS, PER_TOKEN = 3, 8, 3
 def make(task: Path, directory: Path, pairs: bool = False) -> Path:
     """Copy `task` to `directory` with a Qwen3-MoE of random weights; returns `directory`.
 
-    With `pairs` its experts come in pairs that the routers can hardly tell apart, and a token goes through an
-    odd number of experts, so through one of its last pair. Rounding decides which one, and so engine and
-    trainer differ. The two experts of a pair differ by 0.2 %: with more, the proof of the first push would
-    notice other weights.
+    With `pairs` the routers' scores of two experts are nearly equal, and a token goes through an odd number
+    of experts, so through one of its last pair. Rounding decides which one, and so engine and trainer differ.
+    The two experts of a pair differ by 0.2 %: if they differed more, the probe of the first push would report
+    wrong weights.
     """
     shutil.copytree(task, directory)
     dense = transformers.AutoConfig.from_pretrained(directory / "model")

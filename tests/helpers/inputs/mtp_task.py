@@ -60,10 +60,11 @@ def make(task: Path, directory: Path) -> Path:
 
 
 def agreeing(source: Path, target: Path) -> Path:
-    """A copy of the model at `source` whose head proposes what the trunk will find likeliest, mostly.
+    """A copy of the model at `source` whose head mostly proposes the trunk's likeliest token.
 
-    The trunk's layers have little effect, so that the next token depends on the last one; the head's block
-    has none, and its projection takes the last token's embedding. Both then go through the output layer.
+    The trunk's layers have little effect, so that the next token depends on the last one. The head's block
+    has no effect, and its projection takes the last token's embedding. The output layer computes the logits
+    of both.
     """
     shutil.copytree(source, target)
     file = target / "model.safetensors"
@@ -80,7 +81,7 @@ def agreeing(source: Path, target: Path) -> Path:
 
 
 def renumbered(source: Path, target: Path, order: torch.Tensor) -> Path:
-    """A copy of the model whose token order[i] is what token i was. The head stays as it was."""
+    """A copy of the model in which token i of the original is token order[i]. The head is not changed."""
     shutil.copytree(source, target)
     file = target / "model.safetensors"
     tensors = load_file(file)
@@ -93,7 +94,7 @@ def renumbered(source: Path, target: Path, order: torch.Tensor) -> Path:
 
 
 def heads(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The head's tensors, for a checkpoint with these."""
+    """The head's tensors, for a checkpoint with these tensors."""
     last, own = f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
     renamed = {own + n.removeprefix(last): t.clone() for n, t in tensors.items() if n.startswith(last)}
     renamed |= {f"{own}{name}.weight": torch.ones(HIDDEN) for name in ("enorm", "hnorm", "shared_head.norm")}

@@ -59,10 +59,10 @@ def mutated(draw: st.DrawFn, valid: Any, most: int = 3) -> Any:
     """A valid nested value with some values dropped, duplicated, moved or replaced by odd ones."""
     value = copy.deepcopy(valid)
     for _ in range(draw(st.integers(1, most))):
-        there = paths_in(value)
-        if not there:
+        present = paths_in(value)
+        if not present:
             return value
-        *above, key = draw(st.sampled_from(there))
+        *above, key = draw(st.sampled_from(present))
         parent = value
         for part in above:
             parent = parent[part]

@@ -1,6 +1,6 @@
-"""Small data of the named evaluations, with the fields that their data sets have on the hub, made by hand.
+"""Small data of the named evaluations, made by hand, with the fields of their data sets on the hub.
 
-Each problem comes with right and wrong answers, for a policy that was never asked (`MadeUpAnswers`).
+Each problem comes with right and wrong answers, which `MadeUpAnswers` gives in place of a policy.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def write_data(directory: Path) -> Path:
 
 
 class MadeUpAnswers:
-    """Stands for `evals.answers.Answers`, to test what becomes of answers.
+    """A stand-in for `evals.answers.Answers`, to test how answers are scored.
 
     Each of `turns` is a function of a prompt's text that gives one answer.
     """

@@ -1,6 +1,6 @@
 """Made-up groups of rollouts, and their rows, for tests without a model.
 
-Here a policy is the table of its token log-probs, so gradients are dL/dlogp.
+A policy is the table of its token log-probs here, so gradients are dL/dlogp.
 """
 
 from __future__ import annotations

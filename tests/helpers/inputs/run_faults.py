@@ -1,4 +1,4 @@
-"""Faults that are put into engine or trainer of a real run, for tests of what names them."""
+"""Faults in the engine or the trainer of a real run, for tests that the certificate names them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUN = ("algorithm=gvpo", "data.eval=null", "checkpoint.export_hf=false", "train.
 
 
 class After(Callback):
-    """Calls `put` when a step is over."""
+    """Callback that calls `put` after a step."""
 
     def __init__(self, step: int, put: Callable[[Trainer], None]) -> None:
         self._step, self._put = step, put
@@ -53,7 +53,7 @@ def certificate_with(fault: RunFault, task: Path, out: Path) -> Certificate:
 
 
 def check_names(certificate: Certificate, fault: RunFault) -> None:
-    """Assert that the certificate names the fault first, and as one that rounding does not explain."""
+    """Assert that the certificate names the fault first, and that rounding does not explain it."""
     first = certificate.causes[0]
     assert (first.side, first.name) == (fault.side, fault.cause), certificate.causes
     assert fault.detail in first.detail, certificate.causes

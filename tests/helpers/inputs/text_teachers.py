@@ -1,4 +1,4 @@
-"""Teachers' tokenizers that differ from the policy's in `chat_tokenizer`: other merges, marks, templates."""
+"""Teachers' tokenizers with other merges, marks and templates than the policy's (`chat_tokenizer`)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from megatron_gvpo.data.teacher_text import TeacherText, Writing
 from megatron_gvpo.settings.sections import DataConfig, DatasetConfig
 
 MARKS = ["<s>", "</s>", "<|user|>", "<|model|>"]
-# As Llama's family: another order of words, and the system prompt inside the user's message.
+# A template like that of Llama's family: other marks, and the system prompt in the user's message.
 TEMPLATE = (
     "<s>{% for m in messages %}{% if m.role == 'system' %}<|user|>{{ m.content }} | {% else %}"
     "{{ '<|model|>' if m.role == 'assistant' else '<|user|>' }}{{ m.content | trim }}"
     "{{ '</s>' if m.role == 'assistant' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|model|>{% endif %}"
 )
-# Templates that open the turn with a thinking part, as DeepSeek-R1's, or close an empty one, as Qwen3's.
+# Templates that begin the turn with a thinking part, as DeepSeek-R1's, or with an empty one, as Qwen3's.
 OPENING = TEMPLATE.replace("<|model|>{% endif %}", "<|model|><think>\n{% endif %}")
 NOT_THINKING = TEMPLATE.replace("<|model|>{% endif %}", "<|model|><think>\n\n</think>\n\n{% endif %}")
 
@@ -37,7 +37,7 @@ NOT_THINKING = TEMPLATE.replace("<|model|>{% endif %}", "<|model|><think>\n\n</t
 def byte_level(
     template: str | None = TEMPLATE, merges: Sequence[tuple[str, str]] = (("l", "o"), ("l", "lo"))
 ) -> Qwen2Tokenizer:
-    """A token for every byte in another order than the policy's, with other merges and marks."""
+    """A token for every byte, in another order than the policy's, with other merges and marks."""
     tokens = [*reversed(bytes_to_unicode().values()), *("".join(pair) for pair in merges), *MARKS]
     made = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(tokens)},
@@ -52,7 +52,7 @@ def byte_level(
 
 
 def metaspace(template: str | None = TEMPLATE, byte_fallback: bool = True) -> PreTrainedTokenizerBase:
-    """As Llama 2's: spaces are ▁, one comes before a text, and other characters are written in bytes."""
+    """A tokenizer like Llama 2's: a space is ▁, a text begins with one, and other characters are bytes."""
     letters = [chr(i) for i in range(33, 127)]
     pairs = [("▁", "h"), ("l", "l"), ("l", "o"), ("▁", "1")]
     tokens = [*MARKS, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters]
@@ -83,7 +83,7 @@ def metaspace(template: str | None = TEMPLATE, byte_fallback: bool = True) -> Pr
 
 
 def lower_case(template: str | None = TEMPLATE) -> PreTrainedTokenizerBase:
-    """A tokenizer that forgets capitals."""
+    """A tokenizer that turns capitals into lower case."""
     made = byte_level(template)
     made.backend_tokenizer.normalizer = normalizers.Lowercase()
     return made

@@ -19,7 +19,7 @@ import aiohttp
 from helpers.machine.debian import install
 from helpers.suite.real_parts import used
 
-PATIENCE = 120.0  # seconds for the start, and for whatever a page is to do next
+PATIENCE = 120.0  # the longest wait, in seconds, for the start and for a page's next state
 OPTIONS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--mute-audio"),
@@ -39,7 +39,7 @@ class Page:
         self._socket, self._loop, self._number = socket, loop, itertools.count(1)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command of the Chrome DevTools Protocol. Raises AssertionError for its error."""
+        """Send a command of the Chrome DevTools Protocol. Raises AssertionError if it fails."""
         return self._loop.run_until_complete(asyncio.wait_for(self._call(method, parameters), PATIENCE))
 
     async def _call(self, method: str, parameters: dict[str, Any]) -> dict[str, Any]:

@@ -13,12 +13,14 @@ SECONDS = 600.0
 
 
 def install(programs: Sequence[str], packages: Sequence[str]) -> None:
-    """Install `packages` unless all `programs` are there. One process at a time: apt-get waits for no other.
+    """Install `packages` unless all `programs` are there.
+
+    One process at a time does so, because apt-get does not wait for another one.
 
     Raises AssertionError, with the reason, where they cannot be installed: a real part that silently did not
     run is a defect.
     """
-    with open("/tmp/megatron_gvpo-tests-apt.lock", "w") as lock:  # of all test runs on this machine
+    with open("/tmp/megatron_gvpo-tests-apt.lock", "w") as lock:  # shared by all test runs on this machine
         fcntl.flock(lock, fcntl.LOCK_EX)
         missing = [program for program in programs if shutil.which(program) is None]
         if not missing:
@@ -38,9 +40,9 @@ def install(programs: Sequence[str], packages: Sequence[str]) -> None:
 
 
 def unpack(packages: Sequence[str], directory: Path) -> None:
-    """Download packages and unpack them in `directory`: nothing of them is installed, and no service starts.
+    """Download packages and unpack them in `directory`, without installing them or starting services.
 
-    Raises AssertionError, with the reason, where that is not possible.
+    Raises AssertionError, with the reason, if that fails.
     """
     assert shutil.which("apt-get") and shutil.which("dpkg-deb"), f"no apt-get to download {packages}"
     (downloads := directory / "downloads").mkdir(parents=True)

@@ -1,9 +1,9 @@
 """Real builds of images, by buildah without a daemon, on a base that is made here from Debian packages.
 
 No registry is needed: the base is this machine's Debian release with its Python under /usr/local, like the
-official Python images. The base and the image's layers are kept in the user's cache, as a builder keeps
-them: the layer of dependencies is built anew when what makes it has changed. Where buildah cannot be
-installed (this takes root and apt-get), the tests fail and say why.
+official Python images. The base and the image's layers are kept in the user's cache: the layer of
+dependencies is built again only when its inputs have changed. Where buildah cannot be installed (this takes
+root and apt-get), the tests fail and say why.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ DEPENDENCIES = (
 BUILD_SECONDS = 1500.0
 
 
-MOST_IMAGES = 500  # a store that holds more, of old versions of the code, is begun anew
+MOST_IMAGES = 500  # a store with more images, of old versions of the code, is deleted
 
 
 class Images:
@@ -88,9 +88,9 @@ class Images:
 
 @contextmanager
 def store() -> Iterator[Images]:
-    """Context of the store in the user's cache, which has the base image; its containers are removed.
+    """Context of the store in the user's cache, with the base image; containers are removed at the end.
 
-    One process at a time uses it, and another one waits. Stores that were made otherwise are deleted.
+    One process at a time uses the store, and another one waits. Stores of another format are deleted.
     """
     install(TOOLS, TOOLS)
     folder = _cache() / f"store-{_key(LIBRARIES, BASE, sys.version, *(_text(file) for file in DEPENDENCIES))}"
@@ -122,7 +122,7 @@ def _locked(folder: Path, how: int = 0) -> Iterator[None]:
 
 
 def _remove(store: Path) -> None:
-    """Removes a store, and unmounts first what a builder that was killed has left mounted inside it."""
+    """Unmounts what a killed builder has left mounted inside a store, and removes the store."""
     mounted = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
     for mount in reversed([mount for mount in mounted if Path(mount).is_relative_to(store)]):
         subprocess.run(["umount", "--lazy", mount], check=True)

@@ -1,6 +1,6 @@
 """Runs on two clients of an NFS server (nfs_guest.sh) that want the lock of one output directory.
 
-It prints a line for each attempt: who asked, after how many seconds, and the answer, `held` or the error.
+The program prints a line for each attempt: the client, the seconds since the start, and `held` or the error.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LONGEST = 120.0
 
 def start(node: str) -> tuple[subprocess.Popen[str], str]:
     """Ask for the lock from a node; returns the process, and its answer."""
-    there = ["nsenter", "--target", os.environ["THERE"], "--net", "--uts"] if node == "there" else []
-    command = [*there, sys.executable, "-c", HOLD, f"/mnt/{node}/run"]
+    prefix = ["nsenter", "--target", os.environ["THERE"], "--net", "--uts"] if node == "there" else []
+    command = [*prefix, sys.executable, "-c", HOLD, f"/mnt/{node}/run"]
     pipe, begin = subprocess.PIPE, time.monotonic()
     process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     assert process.stdout is not None and process.stderr is not None

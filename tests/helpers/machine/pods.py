@@ -1,8 +1,8 @@
 """A stand-in for JobSet: the commands of a JobSet's pods run as processes of this machine.
 
 Pods have the environment that Kubernetes and JobSet give them, and names of pods are replaced by loopback's
-address. The restarts are JobSet's: all pods end, then all start with the next number, unless a pod's exit
-code says that this is useless. Volumes are this machine's own directories.
+address. Restarts are those of JobSet: all pods end, then all start with the next number, unless a pod's exit
+code tells JobSet not to restart. Volumes are this machine's own directories.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import yaml
 
 from megatron_gvpo.core.launch import free_ports
 
-PATIENCE = 600.0  # seconds for whatever the pods are to do next
-UID = "1b7c"  # of the JobSet
+PATIENCE = 600.0  # the longest wait, in seconds, for the pods' next state
+UID = "1b7c"  # the JobSet's uid
 
 
 class Pod:
@@ -44,7 +44,7 @@ class Pod:
         self._root = psutil.Process(self.process.pid)
 
     def kill(self) -> None:
-        """Ends all its processes at once, as a lost node does."""
+        """Kills all processes of the pod at once, as the loss of a node does."""
         try:
             processes = [self._root, *self._root.children(recursive=True)]
         except psutil.Error:
@@ -67,7 +67,7 @@ class LocalJobSet:
     def __init__(self, file: Path, directory: Path, variables: dict[str, str] | None = None) -> None:
         self.jobset = yaml.safe_load(file.read_text())
         self.directory = directory
-        self.variables = variables or {}  # those of Secrets, and of the image
+        self.variables = variables or {}  # the variables of Secrets and of the image
         self.start = 0
         self.pods: dict[tuple[str, int], Pod] = {}
 
@@ -76,7 +76,7 @@ class LocalJobSet:
             yield job["name"], job["template"]["spec"]
 
     def begin(self) -> None:
-        """Starts all pods, on ports that nobody uses."""
+        """Starts all pods, on free ports."""
         ports = dict(zip(("MEETING_PORT", "ROLLOUT_PORT"), free_ports(2, "127.0.0.1"), strict=True))
         for role, job in self.jobs():
             for index in range(job["completions"]):
@@ -141,7 +141,7 @@ class LocalJobSet:
         return set(policy["onExitCodes"]["values"])
 
     def end(self) -> None:
-        """Ends all pods: the signal, the time to save, and then the end by force."""
+        """Ends all pods: sends the signal, waits while they save, and then kills them."""
         for pod in self.pods.values():
             pod.stop()
         for (role, _), pod in self.pods.items():

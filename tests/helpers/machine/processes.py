@@ -1,4 +1,4 @@
-"""Reads about processes that may end meanwhile."""
+"""Reads about processes that may end at any moment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def command_of(process: psutil.Process) -> list[str]:
 
 
 def having(marker: str) -> Iterator[int]:
-    """Processes with `marker` in their environment: one that was started with it, and all its descendants."""
+    """Processes with `marker` in their environment: the one that was started with it, and its descendants."""
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
             if marker.encode() in environ.read_bytes():
@@ -28,7 +28,7 @@ def having(marker: str) -> Iterator[int]:
 
 
 def left_having(marker: str, seconds: float = 60.0) -> list[int]:
-    """Processes with `marker` in their environment, when there are none any more or the time is over.
+    """Wait until no process has `marker` in its environment, or the time is over; return those that have it.
 
     A process that was killed takes a moment to end, and more on a busy machine.
     """
@@ -37,7 +37,7 @@ def left_having(marker: str, seconds: float = 60.0) -> list[int]:
 
 
 def soon(is_so: Callable[[], object], seconds: float = 60.0) -> bool:
-    """True if it is so within that time."""
+    """True if the condition becomes true within that time."""
     deadline = time.monotonic() + seconds
     while not (answer := is_so()) and time.monotonic() < deadline:
         time.sleep(0.05)

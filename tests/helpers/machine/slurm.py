@@ -23,7 +23,7 @@ from megatron_gvpo.core.launch import free_ports
 NODES = ("gvpo-node1", "gvpo-node2", "gvpo-node3")
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged")
 PACKAGES = ("slurm-wlm", "slurm-wlm-basic-plugins", "munge")
-PATIENCE = 600.0  # seconds for whatever a job is to do next
+PATIENCE = 600.0  # the longest wait, in seconds, for a job's next state
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "BOOT_FAIL", "OUT_OF_MEMORY")
 CONFIG = """
 ClusterName=tests
@@ -81,7 +81,7 @@ class Slurm:
     def wait_for_start(self, job: str, number: int) -> None:
         """Wait until the job has made start `number`, without Slurm's two minutes before each start."""
 
-        since: dict[str, float] = {}  # when it was first seen as over, or pending
+        since: dict[str, float] = {}  # the time at which the job was first seen in a state
 
         def waited(kind: str, now_so: bool) -> float:
             if not now_so:
@@ -91,13 +91,13 @@ class Slurm:
 
         def started() -> bool:
             state = self.state(job)
-            # It is over for a moment before each start.
+            # The job looks ended for a moment before each start.
             assert waited("over", state in OVER) < 120, (
                 f"the job is {state} without start {number}:\n{self.logs(job)}"
             )
-            # A node refuses a job that it ended in the same second: so not at once.
+            # A node refuses a job that it ended in the same second, so wait a moment.
             if waited("pending", state == "PENDING") > 3:
-                with suppress(AssertionError):  # its last start may not be over yet
+                with suppress(AssertionError):  # the job's last start may not have ended yet
                     self("scontrol", "update", f"jobid={job}", "starttime=now")
             return f"start {number} on" in self.logs(job)
 
@@ -167,7 +167,7 @@ def running(base: Path) -> Iterator[Slurm]:
 def _states(slurm: Slurm) -> set[str]:
     try:
         return set(slurm("sinfo", "--noheader", "--Node", "--format=%T").split())
-    except AssertionError:  # it is still starting
+    except AssertionError:  # Slurm is still starting
         return set()
 
 

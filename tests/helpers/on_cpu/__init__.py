@@ -1,1 +1,1 @@
-"""Stand-ins for parts that only GPUs have; plugins of the engines among them."""
+"""Stand-ins for parts that only GPUs have, some of them as plugins of the engines."""

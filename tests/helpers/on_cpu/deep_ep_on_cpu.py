@@ -1,4 +1,4 @@
-"""`deep_ep.Buffer` of DeepEP 1.2.1 on CPUs, over the ranks' process group: what megatron-core calls of it.
+"""`deep_ep.Buffer` of DeepEP 1.2.1 on CPUs, over the ranks' process group, as far as megatron-core calls it.
 
 By its documentation (`get_dispatch_layout`, `dispatch`, `combine`): a token goes once to every rank that has
 some of its experts, with these experts' numbers on that rank, or -1 for others, whose weights are then 0;
@@ -81,7 +81,7 @@ class Buffer:
         topk_weights: Tensor | None = None,
         **_: Any,
     ) -> tuple[Any, ...]:
-        """With a handle, its layout again, and tokens alone."""
+        """Send tokens to the ranks of their experts; with a handle, in its layout again, and tokens alone."""
         assert x.is_contiguous()
         Buffer.dispatched += 1
         if handle is not None:
@@ -112,7 +112,7 @@ class Buffer:
     def combine(
         self, x: Tensor, handle: Handle, topk_weights: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """x: the received tokens' rows; the sums over ranks come back, [tokens, hidden]."""
+        """Return the sums over ranks, [tokens, hidden], of `x`, the rows of the received tokens."""
         assert x.is_contiguous()
         combined = self._sum(x, handle)
         weights = None if topk_weights is None else self._sum(topk_weights, handle)

@@ -103,7 +103,7 @@ async def sub_agents(prompt, endpoint, client, ask):
 
 
 async def retries(prompt, endpoint, client, ask):
-    """The first of three answers is the one that the program goes on with."""
+    """The program continues with the first of three answers."""
     tries = [await ask([user("a")]) for _ in range(3)]
     await ask([user("a"), assistant(tries[0]), user("b")])
     await ask([user("a"), assistant(tries[0]), user("b")])
@@ -120,7 +120,7 @@ async def compaction(prompt, endpoint, client, ask):
 
 
 async def forgetful(prompt, endpoint, client, ask):
-    """Sends earlier answers back without what was thought."""
+    """Sends earlier answers back without their thinking parts."""
     messages = [user("a")]
     for _ in range(3):
         answer = await ask(messages)
@@ -145,7 +145,7 @@ async def slow(prompt, endpoint, client, ask):
 
 
 async def killed_at_the_limit(prompt, endpoint, client, ask):
-    """A refusal is caught, and later something else ends the process, such as the kernel for memory."""
+    """The program catches a refusal, and later it is killed, as by the kernel for its memory."""
     await limits(prompt, endpoint, client, ask)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -184,6 +184,12 @@ async def exit_once(prompt, endpoint, client, ask):
     return 1
 
 
+async def kill_starter(prompt, endpoint, client, ask):
+    await ask([user("a")])
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+
+
 async def kill_starter_once(prompt, endpoint, client, ask):
     mark = Path(prompt.record["mark"])
     await ask([user("a")])
@@ -217,7 +223,7 @@ async def no_key(prompt, endpoint, client, ask):
 
 
 async def late(prompt, endpoint, client, ask):
-    """A call that nobody waits for."""
+    """The program starts a call and does not wait for it."""
     await ask([user("a")])
     call = asyncio.ensure_future(ask([user("b")]))
     await asyncio.sleep(0.2)
@@ -226,7 +232,7 @@ async def late(prompt, endpoint, client, ask):
 
 
 async def environment(prompt, endpoint, client, ask):
-    """An agent that knows nothing of the endpoint but OpenAI's variables, and that blocks."""
+    """A blocking agent that reads the endpoint from OpenAI's environment variables alone."""
 
     def agent():
         client = OpenAI()
@@ -270,7 +276,7 @@ async def refused(prompt, endpoint, client, ask):
 
 
 async def tokens(prompt, endpoint, client, ask):
-    """Tokens in, tokens out, as verifiers' harnesses ask."""
+    """The program sends and receives tokens, as harnesses of the library verifiers do."""
     http, ids = client._client, list(prompt.token_ids)
     url = endpoint.base_url.removesuffix("/v1") + "/inference/v1/generate"
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}
@@ -286,7 +292,7 @@ async def tokens(prompt, endpoint, client, ask):
 
 
 async def anything(prompt, endpoint, client, ask):
-    """A random program: goes on, branches, changes what was said, tries again, asks at once, in tokens."""
+    """A random program: it continues, branches, edits, retries, or sends several requests, also as tokens."""
     rng = random.Random(prompt.record["seed"])
     http, url = client._client, endpoint.base_url.removesuffix("/v1") + "/inference/v1/generate"
     chats = [[user(str(rng.randrange(3)))]]

@@ -11,7 +11,7 @@ from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2Jo
 
 
 def main(file: str) -> int:
-    """JobSet's own models know its fields, and Kubernetes' strict schema those of the Jobs and pods in it."""
+    """Check the JobSet by JobSet's own models, and its Jobs and pods by Kubernetes' strict schema."""
     with open(file) as text:
         jobset = yaml.safe_load(text)
     known = JobsetV1alpha2JobSet.from_dict(jobset).to_dict()
@@ -32,7 +32,7 @@ def main(file: str) -> int:
 
 
 def unknown(written: object, known: object, path: str = "") -> list[str]:
-    """The paths of what is written and not among what the models have read."""
+    """The paths of the fields that are in the file and that the models did not read."""
     if isinstance(written, dict) and isinstance(known, dict):
         return [
             deeper

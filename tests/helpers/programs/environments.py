@@ -1,4 +1,4 @@
-"""Environments of their own for packages of tests that clash with ours, built once in the user's cache."""
+"""Separate Python environments for packages that conflict with this project's, built once and cached."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 python killed_pusher.py ENGINE URL TRANSPORT MODEL END
 
-END: paused, half (after a bucket), sending (while the server waits for the second), whole
+END is the moment at which it kills itself: paused, half (after a bucket), sending (while the server waits for
+the second bucket), or whole (never).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron_gvpo.weights.broadcast import Broadcast
 from megatron_gvpo.weights.bucket import DoubleBuffer, buckets
 from megatron_gvpo.weights.delta import Delta
 
-SILENCE = 4.0  # seconds until the server gives this process up
+SILENCE = 4.0  # seconds without a request after which the server takes this process for dead
 TRANSPORTS = {"broadcast": Broadcast, "delta": Delta}
 
 
@@ -51,7 +52,7 @@ async def main(engine: str, url: str, transport: str, model: str, end: str) -> N
 
 
 class Never:
-    """Stands for a broadcast that does not begin; after two seconds the process dies."""
+    """A stand-in for a broadcast that does not begin; it kills the process after two seconds."""
 
     def __init__(self, wire: torch.Tensor) -> None:
         self._begin = time.monotonic()

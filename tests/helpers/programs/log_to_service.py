@@ -1,4 +1,4 @@
-"""Logs a run that was interrupted after step 4 and resumed from step 2 to one service; prints what it holds.
+"""Logs a run, interrupted after step 4 and resumed from step 2, to one service; prints the service's records.
 
 usage: log_to_service.py trackio|mlflow|swanlab OUTPUT_DIR, in the environment of services.txt
 """
@@ -71,7 +71,7 @@ def in_swanlab(output_dir: Path) -> dict:
     assert len({next(run.glob("*.swanlab")).name for run in files}) == 1, "one run, continued"
     config = (files[-1] / "files" / "config.yaml").read_text()
     return {
-        "values": [],  # its records are in a format of its own
+        "values": [],  # swanlab's records have a format of their own
         "samples": [int(path.name.partition("-")[0]) for path in texts],
         "alerts": alerts,
         "config": {"steps": 8} if "steps" in config and "8" in config else None,

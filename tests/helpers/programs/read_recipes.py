@@ -1,6 +1,6 @@
 """Loads the data of recipes in examples/recipes as a run does, and prints the prompts as JSON.
 
-`python read_recipes.py NAME[=LIMIT]...`, with HF_ENDPOINT of a stand-in for the hub.
+usage: `python read_recipes.py NAME[=LIMIT]...`. HF_ENDPOINT is the address of a stand-in for the hub.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def datum(tokens: list[int], **inputs: list[float]) -> types.Datum:
 
 
 def refused(kind: type[Exception], words: str, action) -> None:
-    """The action raises an error of the API's kind, with a sentence that has `words`."""
+    """Assert that the action raises an error of the API, whose message has `words`."""
     try:
         action()
     except kind as error:
@@ -42,7 +42,7 @@ training = service.create_lora_training_client(base_model=MODEL, rank=RANK).resu
 other = service.create_lora_training_client(base_model=MODEL, rank=RANK).result()
 assert training.get_info().model_data.tokenizer_id == MODEL
 
-# Supervised steps; another model of the session stays as it is.
+# Supervised steps do not change another model of the session.
 losses = []
 for _ in range(3):
     passed, step = training.forward_backward(data, "cross_entropy"), training.optim_step(adam)
@@ -94,7 +94,7 @@ for loss in ("importance_sampling", "ppo", "gspo", "cispo", "dro"):
     training.forward_backward(rollouts, loss).result()
 training.optim_step(adam).result()
 
-# Checkpoints: a loaded model goes on as the saved one.
+# A model that is loaded from a checkpoint trains on as the saved one does.
 path = training.save_state("one").result().path
 copy = service.create_training_client_from_state_with_optimizer(path).result()
 for model in (training, copy):

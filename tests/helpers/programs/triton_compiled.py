@@ -1,4 +1,4 @@
-"""Compiles the head's Triton kernels for GPUs that are absent, and prints what each takes of one, as JSON.
+"""Compiles the head's Triton kernels for absent GPUs, and prints the resources that each uses, as JSON.
 
     python triton_compiled.py 80 90 100     # compute capabilities
 
@@ -24,7 +24,7 @@ from megatron_gvpo.kernels import triton_tiles as kernels
 
 
 def build(capability: int, kernel: Any, dtype: str, constants: dict[str, Any]) -> dict[str, Any]:
-    """Compile one kernel; columns and strides are multiples of 16, as Triton finds out at a launch."""
+    """Compile one kernel for columns and strides in multiples of 16, which Triton detects at a launch."""
     pointers = {"labels": "*i64", "out": dtype}
     signature, aligned = {}, {}
     for i, name in enumerate(kernel.arg_names):

@@ -1,4 +1,4 @@
-"""Adapters made by Hugging Face PEFT, and their pushes to real servers as a run makes them."""
+"""Adapters made by Hugging Face PEFT, which are pushed to real servers as in a run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def adapted_logprobs(
 
 
 class AdapterRun:
-    """A run's pushes to the servers of a pool, of adapters from files in place of a trainer's."""
+    """A run's pushes to the servers of a pool, with adapters from files in place of the trainer's."""
 
     def __init__(self, config: Config, pool: ServerPool, loop: BackgroundLoop) -> None:
         self._pool = pool

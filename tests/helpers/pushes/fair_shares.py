@@ -9,7 +9,7 @@ from megatron_gvpo.weights.shard_plan import Layout, PushPlan, _by_box, _union
 
 
 def fair_shares(plan: PushPlan, sources: Sequence[Layout]) -> list[float]:
-    """The bytes that each trainer rank must send at least, if all that hold the same parts share them evenly.
+    """The least bytes that each trainer rank must send, if ranks with the same parts share them evenly.
 
     Where the parts that ranks hold in common are nested, as with Megatron's parallelisms, no plan's busiest
     rank among them sends less than the largest of their shares.

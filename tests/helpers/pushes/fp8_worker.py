@@ -38,7 +38,8 @@ def quantise_checkpoint(source: Path, target: Path) -> None:
 def run(engine: str, url: str, task: str, served: str, out: str) -> None:
     """Push before and after a step, over either transport; write the server's checksums and log-probs.
 
-    Beside each stand those after the server has read the trainer's export, converted to an FP8 checkpoint.
+    Each is written together with those of the server after it has read the trainer's export as an FP8
+    checkpoint.
     """
     os.environ["RANK"], os.environ["WORLD_SIZE"] = "0", "1"
     directory = Path(out)

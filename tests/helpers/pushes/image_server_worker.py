@@ -52,7 +52,8 @@ def _save_qwen2_5(directory: Path) -> None:
     vision = {"hidden_size": 32, "num_heads": 2, "depth": 2, "window_size": 28, "fullatt_block_indexes": [1]}
     text |= {**sizes, "intermediate_size": 96, "max_position_embeddings": 256, "initializer_range": 0.1}
     vision |= {"intermediate_size": 48, "out_hidden_size": 128, "initializer_range": 0.1}
-    vision |= {"patch_size": source["vision_config"]["patch_size"]}  # the example's processor cuts pictures
+    # the example's processor divides pictures by this size
+    vision |= {"patch_size": source["vision_config"]["patch_size"]}
     config = transformers.Qwen2_5_VLConfig(
         text_config={**text, "bos_token_id": None, "rope_parameters": rope, "tie_word_embeddings": False},
         vision_config=vision,
@@ -85,7 +86,7 @@ def config_of(engine: str, folder: Path, **servers: object) -> Config:
 
 
 def run(engine: str, url: str, folder: str, transports: str) -> None:
-    """Sample, compare with the trainer and update, once more than there are `transports` to push over."""
+    """Push over each of `transports`, sample, and compare with the trainer; update before each later push."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
     directory, results = Path(folder), []
     config = config_of(engine, directory, urls=[url])

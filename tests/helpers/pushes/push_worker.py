@@ -29,7 +29,7 @@ from megatron_gvpo.settings.sections import SamplingConfig
 
 PUSHES = ("broadcast", "broadcast", "disk", "delta", "delta", "shared")  # the transport of each push
 LAYOUTS = {"single": (), "tp2": ("parallel.tp=2",), "pp2": ("parallel.pp=2",), "dp2": ()}
-LAYOUTS["adapter"] = ("model.adapter={rank: 4, alpha: 8}",)  # pushed merged
+LAYOUTS["adapter"] = ("model.adapter={rank: 4, alpha: 8}",)  # the merged weights are pushed
 GREEDY = SamplingConfig(top_p=1e-6, max_tokens=12)
 SAMPLED = SamplingConfig(max_tokens=24)
 
@@ -81,7 +81,7 @@ def run(engine: str, url: str, task: str, out: str, layout: str) -> None:
 def _nudge(policy: Policy) -> None:
     """Change a few elements of every parameter; each rank changes its own shard.
 
-    Of adapters it changes one element of each B, and so one row of the merged weights.
+    In an adapter it changes one element of each B, and so one row of the merged weights.
     """
     with torch.no_grad():
         for chunk in policy.model.chunks:
@@ -134,7 +134,7 @@ def on_two_nodes(engine: str, urls: str, task: str, out: str, elsewhere: str) ->
     """
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), "LOCAL_RANK": "0"}
     if dist.get_rank() == 1:
-        os.unshare(os.CLONE_FS)  # this thread's, as namespaces are
+        os.unshare(os.CLONE_FS)  # gives this thread its own root directory, which setns requires
         with open(f"/proc/{elsewhere}/ns/mnt") as namespace:
             os.setns(namespace.fileno(), os.CLONE_NEWNS)
     directory = Path(out)
@@ -160,7 +160,7 @@ def on_two_nodes(engine: str, urls: str, task: str, out: str, elsewhere: str) ->
 
 
 class Nowhere:
-    """A transport that claims to have sent everything."""
+    """A transport that sends nothing and reports success."""
 
     metrics: dict[str, float] = {}  # noqa: RUF012
 
@@ -177,7 +177,7 @@ class Nowhere:
 
 
 def unheard(engine: str, url: str, task: str, out: str) -> None:
-    """Make a push after an update that never arrives; write the error that the run ends with."""
+    """Push after an update through a transport that sends nothing; write the error that ends the run."""
     overrides = [f"rollout.engine={engine}", f"rollout.servers.urls=[{url}]", "algorithm=grpo"]
     config = configure(Path(task), Path(out), *overrides, "optimizer.lr=1.0e-2")
     policy = Policy.of(config)
@@ -192,7 +192,7 @@ def unheard(engine: str, url: str, task: str, out: str) -> None:
 
 
 def ended(engine: str, url: str, task: str, out: str, pid: str) -> None:
-    """End the server's process between a push and its proof; the next push waits until it is back."""
+    """End the server's process between a push and its probe; the next push waits until it has restarted."""
     overrides = [f"rollout.engine={engine}", f"rollout.servers.urls=[{url}]", "algorithm=grpo"]
     config = configure(Path(task), Path(out), *overrides)
     policy = Policy.of(config)

@@ -1,4 +1,4 @@
-"""Checks of what push_worker wrote: every push gave the server the exported weights."""
+"""Checks of the files of push_worker: every push gave the server the exported weights."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from helpers.pushes.push_worker import PUSHES
 from helpers.servers.real_servers import PROMPTS, logprobs, reference
 from megatron_gvpo.huggingface.architectures import add_model_types
 
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}  # of one log-prob, nats
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}  # the largest error of one log-prob, in nats
 
 
 def assert_exported(directory: Path, dtype: str = "float32") -> None:
     """Check the files of push_worker: each push gave the server the export, and changed its log-probs.
 
-    vLLM packs linear weights on CPUs, so its checksums see them as empty; the log-probs show those. They are
-    those after it has loaded the export, up to the order of sums. A server in bfloat16 rounds, and so other
-    tokens than the reference's may be the likeliest.
+    vLLM packs linear weights on CPUs, so its checksums see them as empty; the log-probs check these weights.
+    They equal those after the server has loaded the export, up to the order of sums. A server in bfloat16
+    rounds, and so its likeliest tokens may differ from the reference's.
     """
     add_model_types()
     for step in range(len(PUSHES)):
@@ -40,8 +40,8 @@ def assert_exported(directory: Path, dtype: str = "float32") -> None:
         for i, prompt in enumerate(PROMPTS):
             score = json.loads((directory / f"score-{step}-{i}").read_text())
             gaps.append(torch.tensor(score) - logprobs(export, prompt[:1], prompt[1:], loaded=model))
-            tokens, told = json.loads((directory / f"sample-{step}-{i}").read_text())
-            gaps.append(torch.tensor(told) - logprobs(export, prompt, tokens, loaded=model))
+            tokens, logps = json.loads((directory / f"sample-{step}-{i}").read_text())
+            gaps.append(torch.tensor(logps) - logprobs(export, prompt, tokens, loaded=model))
             response = eval((directory / f"greedy-{step}-{i}").read_text())
             ids = torch.tensor([prompt])
             greedy = model.generate(

@@ -36,7 +36,7 @@ LAYOUTS = {
 
 
 def parts(task: str, out: str, layout: str) -> None:
-    """Rank 0 writes the exported tensors, and those put together from all ranks' own parts."""
+    """Rank 0 writes the exported tensors, and the tensors that it assembles from all ranks' parts."""
     config = configure(Path(task), Path(out), "algorithm=grpo", "optimizer.lr=1.0e-2", *LAYOUTS[layout])
     policy = Policy.of(config)
     policy.own_weights()
@@ -46,7 +46,7 @@ def parts(task: str, out: str, layout: str) -> None:
     assembled = {name: torch.full((len(t), t.numel() // len(t)), torch.nan) for name, t in exported.items()}
     for part in own.parts:
         assembled[part.name][part.top : part.bottom, part.left : part.right] = own.read(part)
-    for tensor in assembled.values():  # a rank's NaN stands for what others have
+    for tensor in assembled.values():  # NaN marks the parts that other ranks have
         gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, tensor)
         for other in gathered:
@@ -75,7 +75,7 @@ def push(engine: str, urls: str, task: str, out: str, layout: str, transport: st
 def killed(
     engine: str, urls: str, task: str, out: str, layout: str, pid: str, transport: str = "sharded"
 ) -> None:
-    """A server's processes are killed in the middle of the second push. All servers have the third."""
+    """Kill a server's processes in the middle of the second push. All servers get the third."""
     config = _config(engine, urls, task, out, layout, transport)
     policy = Policy.of(config)
     with served_engine(config, policy) as rollouts:
@@ -98,7 +98,7 @@ def killed(
 
 
 def interrupted(engine: str, urls: str, task: str, out: str, layout: str, transport: str = "sharded") -> None:
-    """The trainer's ranks are killed in the middle of their first push."""
+    """Kill the trainer's ranks in the middle of their first push."""
     config = _config(engine, urls, task, out, layout, transport)
     policy = Policy.of(config)
     with served_engine(config, policy) as rollouts:
@@ -136,7 +136,7 @@ def _transport(rollouts: ServedEngine) -> Sharded:
 
 
 def _check_bytes(transport: Sharded, metrics: dict[str, float]) -> None:
-    """Both ends of each link have counted the plan's bytes, and no rank sent more than its share."""
+    """Assert that both ends of each link count the plan's bytes, and no rank sent more than its share."""
     plan = transport.plan
     assert plan is not None and transport.counted == plan.link_bytes()
     sent = plan.sent_bytes()
@@ -151,9 +151,9 @@ def _check_bytes(transport: Sharded, metrics: dict[str, float]) -> None:
 
 
 def _check_handed(transport: Colocated, plan: PushPlan, metrics: dict[str, float]) -> None:
-    """Each server rank got its parts once, and no trainer rank had more than those and its own weights.
+    """Assert that each server rank got its parts once, and no trainer rank held more beside its weights.
 
-    What its own porter holds came from there.
+    The memory of its own porter counts as the trainer rank's.
     """
     sizes = [
         {

@@ -70,56 +70,13 @@ def _first(stem: str, shared: Shared) -> str:
 
 
 def expected(base: Path, adapter: Path, step: Step, shared: Shared) -> Expected:
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    scale = config["lora_alpha"] / config["r"]
-    tensors = {name: t.double() for name, t in load_file(adapter / "adapter_model.safetensors").items()}
+    scale, tensors = _adapter_of(adapter)
     rows, *_ = sampled_for(step, base.parent)
-    stored = load_file(base / "model.safetensors")
-
-    def merged(adapters: dict[str, Tensor]) -> dict[str, Tensor]:
-        weights = {name: weight.double() for name, weight in stored.items()}
-        for name in (name for name in adapters if name.endswith(".lora_A.weight")):
-            stem = name.removesuffix(".lora_A.weight")
-            weights[f"{stem.removeprefix(PREFIX)}.weight"] += (
-                scale * adapters[f"{stem}.lora_B.weight"] @ adapters[name]
-            )
-        return weights
-
-    def model_of(weights: dict[str, Tensor]) -> Any:
-        aside = adapter.with_name(f"{adapter.name}-merged")
-        aside.mkdir(exist_ok=True)
-        save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
-        (aside / "config.json").write_text((base / "config.json").read_text())
-        import transformers
-
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            aside, dtype=torch.float64, experts_implementation="eager", attn_implementation="eager"
-        ).eval()
-
-    model = model_of(merged(tensors))
-    logp = reference.log_probs(model, rows, TEMPERATURE)
-    loss = step.loss(reference.sample_of(rows, logp))
-    named = dict(model.named_parameters())
-    gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    full = reference.as_in_file(
-        {
-            n: torch.zeros_like(p) if g is None else g
-            for (n, p), g in zip(named.items(), gradients, strict=True)
-        }
-    )
-    by_name: dict[str, Tensor] = {}
-    for name in (name for name in tensors if name.endswith(".lora_A.weight")):
-        stem = name.removesuffix(".lora_A.weight")
-        a, b = tensors[name], tensors[f"{stem}.lora_B.weight"]
-        g = full[f"{stem.removeprefix(PREFIX)}.weight"]
-        by_name[name], by_name[f"{stem}.lora_B.weight"] = scale * b.T @ g, scale * g @ a.T
-    once = dict(by_name)
-    for name in [name for name in by_name if name.endswith(".lora_A.weight")]:
-        first = f"{_first(name.removesuffix('.lora_A.weight'), shared)}.lora_A.weight"
-        if first != name:  # a layer's gradient by the A that it shares is the sum of all
-            once[first] = once[first] + once.pop(name)
-    for name in (name for name in by_name if name.endswith(".lora_A.weight")):
-        by_name[name] = once[f"{_first(name.removesuffix('.lora_A.weight'), shared)}.lora_A.weight"]
+    merged = _merged(base, tensors, scale)
+    model = _model_of(merged, base, adapter)
+    logp, loss, full = _differentiate(model, step, base)
+    once = _gradients_once(full, tensors, scale, shared)
+    by_name = {name: once[_shared_name(name, shared)] for name in tensors}
     norm = torch.stack([g.norm() for g in once.values()]).norm().item()
     moved = {name: t.clone() for name, t in tensors.items()}
     for name, tensor in moved.items():
@@ -129,15 +86,84 @@ def expected(base: Path, adapter: Path, step: Step, shared: Shared) -> Expected:
     ).step()
     updated = {name: t.detach() for name, t in moved.items()}
     with torch.no_grad():
-        updated_logp = reference.log_probs(model_of(merged(updated)), rows, TEMPERATURE)
+        after = _model_of(_merged(base, updated, scale), base, adapter)
+        updated_logp = reference.log_probs(after, rows, TEMPERATURE)
         base_logp = reference.log_probs(reference.load(base), rows, TEMPERATURE)
-    return Expected(
-        torch.cat(logp).detach(),
-        torch.cat(base_logp),
-        loss.item(),
-        by_name,
-        norm,
-        merged(tensors),
-        updated,
-        torch.cat(updated_logp),
-    )
+    return Expected(logp, torch.cat(base_logp), loss, by_name, norm, merged, updated, torch.cat(updated_logp))
+
+
+def merged_in_bf16(base: Path, adapter: Path, step: Step, shared: Shared) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs and the adapters' gradients where `transformers` has the merged weights in bf16.
+
+    The loss and the chain rule are in fp64.
+    """
+    scale, tensors = _adapter_of(adapter)
+    model = _model_of(_merged(base, tensors, scale), base, adapter).bfloat16()
+    logp, _, full = _differentiate(model, step, base)
+    once = _gradients_once({name: g.double() for name, g in full.items()}, tensors, scale, shared)
+    return logp, {name: once[_shared_name(name, shared)] for name in tensors}
+
+
+def _adapter_of(directory: Path) -> tuple[float, dict[str, Tensor]]:
+    """The scale, and the tensors in fp64 by PEFT's names."""
+    config = json.loads((directory / "adapter_config.json").read_text())
+    tensors = load_file(directory / "adapter_model.safetensors")
+    return config["lora_alpha"] / config["r"], {name: t.double() for name, t in tensors.items()}
+
+
+def _merged(base: Path, adapters: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+    weights = {name: weight.double() for name, weight in load_file(base / "model.safetensors").items()}
+    for stem in _stems(adapters):
+        product = adapters[f"{stem}.lora_B.weight"] @ adapters[f"{stem}.lora_A.weight"]
+        weights[f"{stem.removeprefix(PREFIX)}.weight"] += scale * product
+    return weights
+
+
+def _stems(adapters: dict[str, Tensor]) -> list[str]:
+    end = ".lora_A.weight"
+    return [name.removesuffix(end) for name in adapters if name.endswith(end)]
+
+
+def _model_of(weights: dict[str, Tensor], base: Path, adapter: Path) -> Any:
+    """A model of `transformers` in fp64, with these weights."""
+    import transformers
+
+    aside = adapter.with_name(f"{adapter.name}-merged")
+    aside.mkdir(exist_ok=True)
+    save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
+    (aside / "config.json").write_text((base / "config.json").read_text())
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        aside, dtype=torch.float64, experts_implementation="eager", attn_implementation="eager"
+    ).eval()
+
+
+def _differentiate(model: Any, step: Step, base: Path) -> tuple[Tensor, float, dict[str, Tensor]]:
+    """Log-probs, the loss in fp64, and the gradients of the model's weights by their names in files."""
+    rows, *_ = sampled_for(step, base.parent)
+    logp = [of_row.double() for of_row in reference.log_probs(model, rows, TEMPERATURE)]
+    loss = step.loss(reference.sample_of(rows, logp))
+    named = dict(model.named_parameters())
+    gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    pairs = zip(named.items(), gradients, strict=True)
+    full = {name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs}
+    return torch.cat(logp).detach(), loss.item(), reference.as_in_file(full)
+
+
+def _gradients_once(
+    full: dict[str, Tensor], tensors: dict[str, Tensor], scale: float, shared: Shared
+) -> dict[str, Tensor]:
+    """The adapters' gradients, in which an A that layers share has the sum, under its first name alone."""
+    once: dict[str, Tensor] = {}
+    for stem in _stems(tensors):
+        a, b = tensors[f"{stem}.lora_A.weight"], tensors[f"{stem}.lora_B.weight"]
+        g = full[f"{stem.removeprefix(PREFIX)}.weight"]
+        once[f"{stem}.lora_B.weight"] = scale * g @ a.T
+        first = _shared_name(f"{stem}.lora_A.weight", shared)
+        once[first] = once.get(first, 0) + scale * b.T @ g
+    return once
+
+
+def _shared_name(name: str, shared: Shared) -> str:
+    """The name that has the tensor's gradient: of an A that layers share, the first one's."""
+    stem = name.removesuffix(".lora_A.weight")
+    return name if stem == name else f"{_first(stem, shared)}.lora_A.weight"

@@ -70,7 +70,7 @@ class Operands:
         return pair
 
     def _nearest(self, left: Tensor, right: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-        """Take the pair out of `computed` that is nearest to these operands."""
+        """Remove from `computed` the pair that is nearest to these operands, and return it."""
         assert self.computed is not None
 
         def distance(number: int) -> float:
@@ -130,8 +130,10 @@ class PackedModel:
         routes: list[Tensor] | None = None,
         tolerance: float = 0.0,
     ) -> None:
-        """`config`: a Qwen3Config, or a Qwen3MoeConfig; `weights`: by their names in files; `operands`: of
-        each part of the tokens, those of its tensor-parallel ranks; none: no FP8. Experts take the first.
+        """`config`: a Qwen3Config, or a Qwen3MoeConfig; `weights`: by their names in files.
+
+        `operands`: for each part of the tokens, the operands of its tensor-parallel ranks, of which experts
+        use the first; empty: no FP8.
 
         `routes`: of another computation, whether each token of a part went to each expert, in any order. A
         token goes there, too, where its own experts' scores are higher by at most `tolerance` times the
@@ -255,7 +257,11 @@ class PackedModel:
         return x * angles.cos().to(x.dtype) + turned * angles.sin().to(x.dtype)
 
     def _qkv(self, x: Tensor, name: str, rank: int) -> list[Tensor]:
-        """In Megatron's order: the queries that share a key, the key, the value; then the next."""
+        """A rank's queries, keys and values.
+
+        One product computes them in Megatron's order: the queries that share a key, the key, the value; then
+        the same of the next key.
+        """
         groups = self.config.num_key_value_heads
         weights = [self.weights[f"{name}.self_attn.{part}_proj.weight"] for part in "qkv"]
         parts = [weight.unflatten(0, (groups, -1)).chunk(self.ranks)[rank] for weight in weights]

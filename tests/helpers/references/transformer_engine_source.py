@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_gvpo.core.versions import REFERENCE
 
-CUDNN = (9, 20, 0)  # torch's, of which tests expect the attention kernels
+CUDNN = (9, 20, 0)  # the version that torch brings; tests expect its attention kernels
 PACKAGES = ("transformer_engine", "transformer_engine_torch")
 
 

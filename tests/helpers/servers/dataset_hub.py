@@ -98,9 +98,9 @@ def _children(files: Files, folder: str) -> list[dict[str, Any]]:
     for path, data in files.items():
         if path.startswith(begin):
             name, inside, _ = path.removeprefix(begin).partition("/")
-            there = f"{begin}{name}"
-            directory = {"type": "directory", "path": there, "size": 0, "oid": "0" * 40}
-            children[there] = directory if inside else _entry(path, data)
+            child = f"{begin}{name}"
+            directory = {"type": "directory", "path": child, "size": 0, "oid": "0" * 40}
+            children[child] = directory if inside else _entry(path, data)
     return list(children.values())
 
 

@@ -22,7 +22,7 @@ def itself[S](server: S) -> S:
 
 
 def admit_at_once(pool: ServerPool, version: int) -> None:
-    """Admit the pool's only server, in whatever state it is, without a word to it."""
+    """Admit the pool's only server, whatever its state, without a request to it."""
     [handle] = pool.handles
     handle.to(Pending())
     handle.to(Receiving())
@@ -40,7 +40,7 @@ def answer_of(kind: str, ids: list[int], logprobs: list[float], reason: Any) -> 
 
 
 class Connection:
-    """Stands for the HTTP connection: `answer(body)` is what the server says to each request."""
+    """Stands for the HTTP connection: `answer(body)` is the server's answer to each request."""
 
     url = URL
 
@@ -69,7 +69,7 @@ def listening(answer: bytes | None) -> Iterator[str]:
                     with client:
                         client.recv(65536)
                         client.sendall(answer)
-            except OSError:  # closed
+            except OSError:  # the socket is closed
                 pass
 
         if answer is not None:

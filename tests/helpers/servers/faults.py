@@ -28,7 +28,7 @@ Moment = Literal["generating", "pushing", "between"]
 
 @dataclass(frozen=True)
 class Fault:
-    """An `action` that is done once: in `step`, at `moment`, after `delay` seconds there."""
+    """An `action` that happens once: in `step`, `delay` seconds after `moment`."""
 
     step: int
     moment: Moment
@@ -94,7 +94,7 @@ def _hit(process: ServerProcess, seconds: float) -> None:
 
 
 def signal_for_a_while(pid: int, seconds: float, *, group: bool) -> threading.Timer | None:
-    """Send SIGKILL; or, if `seconds` is not 0, SIGSTOP, and SIGCONT after them by the timer that is returned.
+    """Send SIGKILL; or, if `seconds` is not 0, SIGSTOP, and return a timer that sends SIGCONT after them.
 
     `group`: to the process group that `pid` leads.
     """
@@ -113,7 +113,7 @@ def signal_for_a_while(pid: int, seconds: float, *, group: bool) -> threading.Ti
 
 
 class Slowdown(Callback):
-    """Lets a server run for a tenth of the time while it generates, like one beside other work."""
+    """Lets a server run for a tenth of the time while it generates, as on a busy machine."""
 
     def __init__(self, process: ServerProcess) -> None:
         assert process.pid is not None

@@ -45,7 +45,7 @@ def library_python(library: str) -> str:
 
 
 class Script:
-    """A policy that says these texts, turn by turn, in every conversation, and records what it was asked."""
+    """A policy that gives these texts, turn by turn, in every conversation, and records its prompts."""
 
     def __init__(self, turns: Sequence[str]) -> None:
         self.tokenizer, self._turns = tokenizer(), turns
@@ -65,7 +65,7 @@ class Script:
 class Talks:
     """Conversations in the real worker processes, open for several tests.
 
-    They are those of an environment's class, or of a program.
+    An environment's class or a program holds them.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Talks:
         self._runner.close()
 
     def hold(self, turns: Sequence[str], n: int = 1, **record: Any) -> list[Rollout]:
-        """A group of n conversations about a prompt with this record, in which the policy says `turns`."""
+        """Hold n conversations about a prompt with this record, in which the policy gives `turns`."""
         prompt = Prompt("p", (5, 6), "?", record=record)
         requests = [Request(prompt.token_ids, n, seed=3)]
         sampling = SamplingConfig(max_tokens=self._tokens)

@@ -1,4 +1,4 @@
-"""A small HTTP proxy in front of a rollout server, which spoils the connection when told."""
+"""A small HTTP proxy in front of a rollout server, with modes in which it disturbs the connection."""
 
 from __future__ import annotations
 

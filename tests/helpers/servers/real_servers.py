@@ -77,16 +77,16 @@ def served_config(engine: str, task: Path, out: Path, *overrides: str) -> Config
 def running(
     engine: str, task: Path, out: Path, *overrides: str, key: str | None = None
 ) -> Iterator[Supervisor]:
-    """Context of healthy servers of `engine` on the tiny model, under a supervisor."""
+    """Context in which healthy servers of `engine` run on the tiny model, under a supervisor."""
     with served(served_config(engine, task, out, *overrides), key) as supervisor:
         yield supervisor
 
 
 @contextmanager
 def served(config: Config, key: str | None = None) -> Iterator[Supervisor]:
-    """Context of the configuration's servers, healthy, under a supervisor."""
+    """Context in which the configuration's servers run, healthy, under a supervisor."""
     messages: list[str] = []
-    with pytest.MonkeyPatch.context() as environment:  # tests load checkpoints of their own
+    with pytest.MonkeyPatch.context() as environment:  # lets a server load checkpoints of the test
         environment.setenv("MEGATRON_GVPO_WEIGHTS", tempfile.gettempdir())
         supervisor = start_servers(
             config.model, config.rollout, config.output_dir, ModelCards(config), key, messages.append
@@ -179,7 +179,7 @@ def receiver(server: Server, transport: str) -> Any:
 def logprobs(
     model: Path, prompt: list[int], response: list[int], temperature: float = 1.0, loaded: Any = None
 ) -> torch.Tensor:
-    """Log-probs of the response's tokens by transformers, in fp32; `loaded`: its model, if there is one."""
+    """Log-probs of the response's tokens by transformers, in fp32; `loaded`: the model, if it is loaded."""
     with torch.no_grad():
         model_of = loaded or reference(model)
         logits = model_of(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]

@@ -23,7 +23,7 @@ from helpers.inputs.chat_tokenizer import END, tokenizer
 
 CONFIGS = {"qwen2": Qwen2Config, "llama": LlamaConfig}
 POSITIONS = 256
-QUIET = ("/health", "/model_info")  # what a stand-in answers with nothing
+QUIET = ("/health", "/model_info")  # paths for which a stand-in's answer is empty
 Answer = Callable[[str, Any], Any]  # (path, body) -> the answer as JSON; an int is a status without one
 
 
@@ -67,7 +67,7 @@ def logits(directory: Path, chats: Sequence[Sequence[dict[str, str]]]) -> list[f
 
 @contextmanager
 def standing_in(answer: Answer) -> Iterator[str]:
-    """The address of a server that answers so."""
+    """The address of a server with these answers."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""Checks of a running server's key: it is wanted, and nobody else can read it."""
+"""Checks of a running server's key: requests need it, and nobody else can read it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _command_lines(group: int) -> list[str]:
     """The command lines of a process group's processes."""
     lines = []
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
+        with suppress(ProcessLookupError, FileNotFoundError):  # the process has ended
             if os.getpgid(int(process.name)) == group:
                 lines.append((process / "cmdline").read_text())
     return lines

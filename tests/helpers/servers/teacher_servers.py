@@ -14,12 +14,12 @@ from helpers.servers.reward_models import QUIET, Answer, standing_in
 
 @dataclass
 class Teacher:
-    """The model, and the requests that it has answered."""
+    """A teacher's model, and the requests that it has answered."""
 
     model: Path
     requests: list[dict[str, Any]] = field(default_factory=list)
     loaded: Any = None
-    status: int = 200  # of requests; another one is an outage, or a refusal
+    status: int = 200  # the status of answers; another one is an outage or a refusal
     last: int | None = None  # the number of requests after which an outage begins
 
     def answer(self, path: str, body: Any) -> Any:
@@ -34,14 +34,14 @@ class Teacher:
         return generated(body, self.logps(body["input_ids"], body["logprob_start_len"]))
 
     def logps(self, ids: list[int], start: int) -> list[float]:
-        """Log-probs of all tokens after the place `start` but the last, which is there for the server."""
+        """Log-probs of the tokens after index `start` except the last one."""
         first, rest = ids[: start + 1], ids[start + 1 : -1]
         logps: list[float] = logprobs(self.model, first, rest, loaded=self.loaded).tolist()
         return logps
 
 
 def generated(body: dict[str, Any], logps: list[float]) -> dict[str, Any]:
-    """SGLang's answer: an entry without a log-prob for the first token, and one too many for the last."""
+    """SGLang's answer: the first token's entry has no log-prob, and the last entry is one too many."""
     ids = body["input_ids"][body["logprob_start_len"] :]
     entries = [[logp, token, None] for logp, token in zip([None, *logps, 0.0], ids, strict=True)]
     return {"meta_info": {"input_token_logprobs": entries}}
@@ -49,7 +49,7 @@ def generated(body: dict[str, Any], logps: list[float]) -> dict[str, Any]:
 
 @contextmanager
 def teaching(model: Path) -> Iterator[tuple[str, Teacher]]:
-    """(address, teacher) of a server that has the model."""
+    """Yield (address, teacher) of a server that has the model."""
     teacher = Teacher(model, loaded=reference(model))
     answer: Answer = teacher.answer
     with standing_in(answer) as url:

@@ -1,4 +1,4 @@
-"""Tables in docs/ that tests hold current; `pytest --write-tables TEST_FILE` writes them anew."""
+"""Compares tables in docs/ with the code; `pytest --write-tables TEST_FILE` writes them anew."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ Hold = Callable[[Path, Mapping[str, Callable[[], str]]], None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-tables", action="store_true", help="write the tables in docs/ anew")
+    parser.addoption("--write-tables", action="store_true", help="write the tables in docs/ again")
 
 
 @pytest.fixture(scope="session")
 def hold_current(pytestconfig: pytest.Config) -> Hold:
-    """A function that compares a page's tables, each between `<!-- NAME -->` and `<!-- end of NAME -->`, with
-    what functions say, by NAME.
+    """Return a function that compares a page's tables with those that functions return, by NAME.
+
+    A table is between `<!-- NAME -->` and `<!-- end of NAME -->`.
     """
 
     def hold(page: Path, tables: Mapping[str, Callable[[], str]]) -> None:

@@ -1,4 +1,4 @@
-"""Failures are named as they happen: a suite that takes minutes tells them at its end otherwise."""
+"""Prints failures as they happen: pytest would print them at the end of the suite, minutes later."""
 
 from __future__ import annotations
 

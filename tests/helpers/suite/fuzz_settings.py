@@ -1,7 +1,7 @@
 """Settings of Hypothesis: the same few examples in each `make test`, thousands of others in `make proof`.
 
-CI tries the same examples each time, however long they take, so that a change is judged by what it changed.
-`make proof` looks for others in the fuzz suite; what it finds becomes an `@example`.
+CI tries the same examples each time, however long they take, so that only the change makes a difference.
+`make proof` looks for others in the fuzz suite; failing ones are added to the tests as an `@example`.
 `make test OPTIONS="--fuzz 4000"` looks for more by hand.
 """
 
@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the profiles before the tests are imported: `fuzz`, and the one that other suites build upon."""
+    """Make the profiles before the tests are imported: `fuzz`, and the one on which other suites build."""
     random = config.getoption("fuzz")
     same = {
         "derandomize": not random,

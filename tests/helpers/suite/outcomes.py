@@ -2,8 +2,8 @@
 
 `pytest --write-times FILE` writes the outcomes and seconds of all tests as JSON; `make proof` writes
 benchmarks/results/proof.json so. `pytest --journal FILE` adds a line to FILE after every test, and leaves out
-the tests that have passed or were skipped in FILE at the same commit: a run of hours that was stopped goes
-on where it was. Changes that are not committed begin anew, since nothing names what was tested.
+the tests that have passed or were skipped in FILE at the same commit: a run of hours that was stopped is
+resumed. With changes that are not committed it begins anew, since no name tells which files were tested.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import pytest
 ROOT = Path(__file__).parents[3]
 TIMES = ROOT / "benchmarks" / "results" / "proof.json"
 
-outcomes: dict[str, str] = {}  # of the tests that ended, those of the journal included
+outcomes: dict[str, str] = {}  # by the names of all tests that ended, those in the journal included
 _seconds: Counter[str] = Counter()
 _started = time.time()
 _earlier = 0.0  # seconds that the runs before this one took, by the journal
-_journal: Path | None = None  # on the controller
+_journal: Path | None = None  # set on the controller, by --journal
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,7 +48,7 @@ def last_run() -> dict[str, Any]:
 
 
 def noted(journal: Path) -> list[dict[str, Any]]:
-    """The journal's lines of this commit; none where files differ from it."""
+    """The journal's lines of this commit; empty if files differ from it."""
     if not journal.exists() or not commit() or commit().endswith("-dirty"):
         return []
     complete = [line for line in journal.read_text().splitlines() if line.endswith("}")]
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """On the controller: begin with what the journal knows."""
+    """On the controller: begin with the outcomes in the journal."""
     global _earlier, _journal
     if hasattr(session.config, "workerinput") or session.config.getoption("journal") is None:
         return
@@ -88,7 +88,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_runtest_logfinish(nodeid: str) -> None:
-    """On the controller: a line of the journal."""
+    """On the controller: add a line to the journal."""
     if _journal is None or nodeid not in outcomes:
         return
     entry = {

@@ -1,4 +1,4 @@
-"""The log of a test without the words of others."""
+"""The log of a test without the records of other libraries."""
 
 from __future__ import annotations
 

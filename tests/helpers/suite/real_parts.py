@@ -42,7 +42,8 @@ PARTS = (
 )
 
 _passed: Counter[str] = Counter()
-_used_by: dict[str, set[str]] = {}  # parts used by the fixture of this name; by the running test under ""
+# the parts that the fixture of this name used; under "", those of the running test
+_used_by: dict[str, set[str]] = {}
 _running: list[str] = []
 
 
@@ -82,7 +83,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """On the controller: add the counts of a worker that has ended; one that crashed has sent none."""
+    """On the controller: add the counts of a worker that has ended; a worker that crashed has sent none."""
     _passed.update(getattr(node, "workeroutput", {}).get("real_parts", {}))
 
 

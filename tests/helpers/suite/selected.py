@@ -8,9 +8,9 @@ import pytest
 
 
 def selected(request: pytest.FixtureRequest, *names: str) -> list[Any]:
-    """The values that these parameters have in selected tests of the fixture's file: tuples of several.
+    """The values of these parameters in the selected tests of the fixture's file; several give tuples.
 
-    Tests without one of the parameters are left out. Values come once each, in the tests' order.
+    Tests without one of the parameters are left out. Each value comes once, in the tests' order.
     """
     params = (
         item.callspec.params

@@ -1,9 +1,9 @@
 """`pytest --seconds N` begins no test that would end later than N seconds after the start.
 
-How long a test takes is read from benchmarks/results/proof.json (suite/outcomes.py); tests that are not in
-it count as 60 s. tools/touched_proofs.py reads that file, too, for the commit that a change began with. The
-end of the output lists what did not run. Tests that still run GRACE seconds after the limit are cut off, and
-are named, too.
+How long a test takes is read from benchmarks/results/proof.json (suite/outcomes.py); tests that are not in it
+count as 60 s, the first of a file without any times as 300 s, because it makes the fixtures. The end of the
+output counts what did not run, file by file. Tests that still run GRACE seconds after the limit are cut off,
+and are counted, too. tools/touched_proofs.py reads the same file for the commit that a change began with.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,14 +20,14 @@ import pytest
 
 from helpers.suite.outcomes import last_run, outcomes
 
-UNKNOWN = 60.0  # seconds
+UNKNOWN, UNKNOWN_FIRST = 60.0, 300.0  # seconds
 GRACE = 300.0  # seconds
 NO_TIME, FAILED = "no time left", "failed when all proofs ran last"
 
 _started = time.time()
 _collected: dict[str, None] = {}  # names, in their order
-_begun: set[str] = set()  # files of which a test has begun
-_given_up: set[str] = set()  # files of which a test was left out
+_begun: set[str] = set()  # files with a test that has begun
+_given_up: set[str] = set()  # files with a test that was left out
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let every worker count from the start of the controller, which cuts off what takes too long."""
+    """Let every worker count from the start of the controller, which ends the run when the time is over."""
     global _started
     _started = getattr(config, "workerinput", {}).get("started", _started)
     limit = config.getoption("seconds")
@@ -59,7 +60,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def known_times() -> dict[str, float]:
-    """{test: seconds}"""
+    """The seconds that each test took in the last `make proof`."""
     seconds: dict[str, float] = last_run()["seconds"]
     return seconds
 
@@ -70,17 +71,15 @@ def file_of(name: str) -> str:
 
 @functools.cache
 def longest_of(file: str) -> float:
-    """The seconds of the file's longest test. The first one makes fixtures for all, which may be the longest
-    part.
-    """
-    return max((s for name, s in known_times().items() if file_of(name) == file), default=UNKNOWN)
+    """The seconds of the file's longest test, which may include the fixtures of all."""
+    return max((s for name, s in known_times().items() if file_of(name) == file), default=UNKNOWN_FIRST)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test that would end too late, and all later ones of its file: they need the same fixtures.
+    """Skip a test that would end too late, and the later tests of its file, which need the same fixtures.
 
-    A proof that failed before the change says nothing about it: it is skipped, too.
+    A proof that failed before the change is skipped, too, because it shows nothing about the change.
     """
     limit = item.config.getoption("seconds")
     if limit is None:
@@ -97,14 +96,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _cut_off(config: pytest.Config, limit: float) -> None:
-    """End this process, the controller. The output ends with the names of tests without a result."""
+    """End this process, the controller. The failures come last in the output, where a reader looks first."""
     reporter = config.pluginmanager.getplugin("terminalreporter")
     remaining = [name for name in _collected if name not in outcomes]
     reporter.section(f"cut off after {limit + GRACE:.0f} s, without a result: {len(remaining)}", yellow=True)
-    for name in remaining:
-        reporter.line(name)
+    _list_files(reporter, remaining)
+    reporter.summary_errors()
+    reporter.summary_failures()
+    reporter.short_test_summary()
     reporter._tw.flush()
     os._exit(int("failed" in outcomes.values()))
+
+
+def _list_files(reporter: Any, names: Iterable[str]) -> None:
+    """Write a line for each file with the number of its tests, because there are thousands of proofs."""
+    for file, count in Counter(map(file_of, names)).items():
+        reporter.line(f"{file}: {count}")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -112,5 +119,4 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         left_out = [r for r in terminalreporter.stats.get("skipped", []) if reason in str(r.longrepr)]
         if left_out:
             terminalreporter.section(f"did not run, {words}: {len(left_out)}", yellow=True)
-        for report in left_out:
-            terminalreporter.line(report.nodeid)
+            _list_files(terminalreporter, (report.nodeid for report in left_out))

@@ -2,11 +2,12 @@
 
 One worker runs a group's tests one after the other. A group is a file, so that its fixtures are made once;
 the tests of an engine's shared server are a group, too, and so are the files whose ranks have emulated GPUs:
-the process that forks them imports for long. The longest groups begin first, so that all workers
+the process that forks them takes long to import. The longest groups begin first, so that all workers
 end at about the same time.
 
-On a new machine the engines' environments and Transformer Engine's extension are built meanwhile, in up to
-half an hour. A group that needs one of them is handed out when that is built, or when no other group is left.
+On a new machine the engines' environments and Transformer Engine's extension are built during the tests, in
+up to half an hour. A group that needs one of them is handed out when it is built, or when no other group is
+left.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SHARED_SERVERS = (
     *("conversations/test_conversation_engines", "conversations/test_program_engines"),
     *("rewards/test_teacher_engines", "weights/test_new_transport"),
 )
-# By how long they take.
+# The groups that take longest, the longest first.
 LONGEST = (
     "megatron/test_gradient_invariance",
     "emulated GPUs",
@@ -59,7 +60,7 @@ LONGEST = (
     "algorithms/test_trl",
 )
 
-# {the beginning of a group: the locks, below the cache, that the builders of what it needs hold}
+# {beginning of a group's name: the lock files in the cache that are locked while its needs are being built}
 BUILDERS = {
     **dict.fromkeys(("emulat", "rehearsal/", "shipping/test_device_check"), "rehearsal/*.lock"),
     **dict.fromkeys(("sglang", "vllm", "servers/"), "engines/*.lock"),
@@ -115,7 +116,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """In each worker: put the longest groups first.
 
-    Without workers, and in a limited time (`--seconds`), the files' order stays.
+    Without workers, or with a time limit (`--seconds`), files keep their order.
     """
     if hasattr(config, "workerinput") and config.getoption("seconds") is None:
         order = {group: i for i, group in enumerate(LONGEST)}

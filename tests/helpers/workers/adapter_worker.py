@@ -90,7 +90,7 @@ def _results(job: Job, case: Case, folder: Path) -> dict[str, Any]:
     done = policy.update(rows, at_step_start=case.at_step_start)
     result |= {"loss": done.metrics["loss"], "grad_norm": done.update.grad_norm, "gradients": gradients}
     result |= {"updated_logp_r": policy.score(rows), "updated": _copy(policy.adapter_weights())}
-    for part in ("training", "weights"):  # a colocated engine has the memory
+    for part in ("training", "weights"):  # release the memory, as for a colocated engine
         policy.memory.release(part)
     result["held"] = sum(p.untyped_storage().nbytes() for p in model.weights())
     for part in ("weights", "training"):

@@ -1,4 +1,4 @@
-"""Rank function of test_audit_catches.py: a family as family_worker.py computes it, with a mend taken out."""
+"""Rank function of test_audit_catches.py: family_worker.py's computation without one of the corrections."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def tied_weights_count_twice() -> Iterator[None]:
 
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "none": nullcontext,  # also where only a refusal keeps the fault out: the ranks check no layout
+    "none": nullcontext,  # also for a fault that a refusal prevents, because the ranks do not check layouts
     "sinks": lambda: marks_stay("", ".softmax_offset"),
     "biases of experts": lambda: marks_stay(".experts.", ".bias"),
     "rotary key": rotary_key_is_of_own_heads,

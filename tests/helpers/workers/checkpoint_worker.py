@@ -30,7 +30,7 @@ MOMENTS = ("param", "exp_avg", "exp_avg_sq")
 class Continuation:
     """Contents of a checkpoint under Hugging Face names, and the results of two updates after it."""
 
-    states: dict[str, dict[str, Tensor]]  # "weights", and the optimizer's by MOMENTS
+    states: dict[str, dict[str, Tensor]]  # "weights", and the optimizer's moments by MOMENTS
     losses: list[float]
     grad_norms: list[float]
     lrs: list[float]
@@ -82,16 +82,16 @@ def _copy(policy: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _moments(policy: Any, name: str) -> dict[str, Tensor]:
-    """One kind of the optimizer's tensors under Hugging Face names: exported from the weights' places."""
+    """Export one kind of the optimizer's tensors, in place of the weights, under Hugging Face names."""
     policy.model.finish_param_gather()
     parameters = list(policy.model.weights())
     weights = [p.clone() for p in parameters]
-    runs = []  # before anything is overwritten: in fp32, masters are the weights
+    runs = []  # collected before anything is overwritten, because fp32 masters are the weights
     for optimizer in policy.optimizer.megatron.chained_optimizers:
         for parameter in optimizer.model_param_gbuf_map:
             run = optimizer._get_model_param_range_map(parameter)["param"]
             states = optimizer._get_main_param_and_optimizer_states(parameter)
-            if "master_param" in states:  # in host memory, beside the weight
+            if "master_param" in states:  # the master is in host memory, apart from the weight
                 assert torch.equal(states["param"], states["master_param"])
             runs.append((parameter, run, states[name].clone()))
     for parameter in parameters:
@@ -108,7 +108,7 @@ def _moments(policy: Any, name: str) -> dict[str, Tensor]:
 
 
 def killed_while_saving(directory: str) -> None:
-    """The kernel ends the process in the middle of a save in the background."""
+    """Kill the process in the middle of a background save."""
     from megatron_gvpo.megatron.checkpoint.directory import complete_checkpoints
     from megatron_gvpo.megatron.checkpoint.save import save_policy
     from megatron_gvpo.megatron.policy import Policy
@@ -128,8 +128,9 @@ def killed_while_saving(directory: str) -> None:
 
 
 def saved_again(directory: str) -> None:
-    """Save a step a second time. Before every change on disk, copy what a kill would leave; record what can
-    be loaded from the copy, and whether saving continues from there.
+    """Save a step a second time, and test a kill before every change on disk.
+
+    Each test copies the directory, loads from the copy, and saves again there; the results are recorded.
     """
     from megatron_gvpo.megatron.checkpoint.load import load_newest, load_policy
     from megatron_gvpo.megatron.checkpoint.save import save_policy
@@ -153,12 +154,12 @@ def saved_again(directory: str) -> None:
             copying = False
 
     instants.mkdir()
-    sys.addaudithook(look)  # Python asks before it does something
+    sys.addaudithook(look)  # Python calls the hook before it changes a file
     for number in (1, 2):
         policy.update(case.rows, at_step_start=False)
         weights.append(_copy(policy))
         save_policy(root, 1, policy, {"mine": number}, keep=1)
-    weights.append({})  # enough has been seen
+    weights.append({})  # no further copies are needed
     results = []
     for instant in [*sorted(instants.iterdir()), root]:
         loaded = load_newest(instant, lambda path: load_policy(path, policy)["mine"]) or 0
@@ -232,17 +233,18 @@ def _failing(owner: Any, name: str, call: int = 1) -> Any:
     return unittest.mock.patch.object(owner, name, fail)
 
 
-# Functions that are made to fail, and the rank on which.
+# The functions that fail, each with the rank on which it fails.
 PARTS_OF_A_SAVE = [
-    ("sharded_state_dict", 0),  # the model's
+    ("sharded_state_dict", 0),  # of the model
     ("sharded_state_dict", 1),
     ("validate_sharding_integrity", 0),
     ("validate_sharding_integrity", 1),
-    ("save", 0),  # the writer's
+    ("save", 0),  # of the writer
     ("save", 1),
     ("save_config", 0),  # metadata.json, which no other writes
 ]
-# Of a policy with a reference of its own, which is loaded first: (what, at which call, rank).
+# The same for a policy with weights of the reference, which are loaded first: (function, number of the call,
+# rank).
 PARTS_OF_A_LOAD = [
     (part, call, rank)
     for part in (
@@ -266,8 +268,8 @@ def peak_of_a_save(directory: str) -> None:
     case = torch.load(folder / "case.pt", weights_only=False)
     policy = Policy.of(config_of(case, Layout(1), folder))
     policy.update(case.rows, at_step_start=False)
-    save_policy(folder / "peak", 1, policy, {}, keep=1)  # what a first save loads and caches
-    Path("/proc/self/clear_refs").write_text("5")  # from here on, the peak is what comes
+    save_policy(folder / "peak", 1, policy, {}, keep=1)  # a first save loads and caches modules
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
     save_policy(folder / "peak", 2, policy, {}, keep=1, asynchronous=True)
     policy.model.finish_background_work()
@@ -285,7 +287,7 @@ SQUARE, EXPERTS = Layout(4, tp=2, pp=2), Layout(4, ep=2, overlap=True)
 EVERYWHERE = Layout(4, tp=2, pp=2, ep=2, sequence_parallel=True)
 INTERLEAVED = Layout(4, pp=2, vpp=2)
 HEADS = Layout(2, tp=2, sequence_parallel=True)
-# (model, or a family's title, and the layout that saves): the layouts that go on.
+# (model, or a family's title, and the layout that saves): the layouts that continue from the checkpoint.
 MOVES: dict[tuple[str, Layout], list[Layout]] = {
     ("untied", SQUARE): [Layout(1), Layout(4), Layout(4, pp=4)],
     ("tied", SQUARE): [Layout(1), Layout(4, overlap=True), Layout(4, pp=4), INTERLEAVED],
@@ -295,10 +297,10 @@ MOVES: dict[tuple[str, Layout], list[Layout]] = {
     ("qwen3_moe", EVERYWHERE): [Layout(1), EXPERTS, Layout(4, pp=4)],
     ("qwen3_moe", EXPERTS): [Layout(2, tp=2, etp=2, sequence_parallel=True), INTERLEAVED],
     ("deepseek_v3", EVERYWHERE): [Layout(2, ep=2), Layout(2, pp=2)],
-    # Parameters of heads: attention sinks, and those of gated delta nets.
+    # These have parameters of heads: attention sinks, and those of gated delta nets.
     ("GPT-OSS", HEADS): [Layout(1)],
     ("Qwen3-Next", HEADS): [Layout(1)],
-    # Many buckets, and tensors that are written and read without a copy.
+    # These have many buckets, and tensors that are written and read without a copy.
     ("untied", small(Layout(2))): [Layout(1), small(Layout(2, pp=2)), small(SQUARE)],
     ("tied", small(Layout(4, pp=2))): [small(Layout(4)), small(Layout(2, offload=0.5)), INTERLEAVED],
     ("qwen3_moe", small(EXPERTS)): [small(EVERYWHERE), Layout(2, pp=2)],

@@ -32,7 +32,7 @@ def _with(fault: str, out: Path, patch: pytest.MonkeyPatch) -> tuple[list[str], 
     if odd and fault == "files":
         directory = out / "its own"
         directory.mkdir()
-    if fault != "expected":  # ranks that share a busy machine's cores differ by themselves
+    if fault != "expected":  # without a fault, too, ranks on a busy machine's cores differ
         patch.setattr(checkup, "SLOW", 0.2 if fault == "slow" else 0.02)
         patch.setattr(checkup, "SKEW", 60.0)
     if fault == "slow":

@@ -23,7 +23,7 @@ class Found:
     `head.`.
     """
 
-    at_first_r: Tensor  # values before anything
+    at_first_r: Tensor  # values before any update
     value_r: Tensor
     metrics: dict[str, float]
     gradients: dict[str, Tensor]
@@ -48,7 +48,7 @@ def run(directory: str) -> None:
         policy = Policy.of(config)
         critic: Any = policy.critic
         at_first_r = critic.values(case.rows)
-        for module in _heads(critic):  # not zero, so that what is behind it has a gradient
+        for module in _heads(critic):  # the head is not zero, so that the layers before it have gradients
             module.weight.data.copy_(head_h[None])
             module.bias.data.fill_(bias)
         critic.optimizer.megatron.reload_model_params()
@@ -106,7 +106,7 @@ def _named(critic: Any, gradients: bool = False) -> dict[str, Tensor]:
 
     weights = partial(_backbone, critic)
     named = export_gradients(critic.model, weights) if gradients else _copy(weights())
-    heads = _heads(critic)  # of gradients: after they were summed over all ranks, above
+    heads = _heads(critic)  # the gradients were summed over all ranks above
     local = {
         f"head.{name}": (parameter.main_grad if gradients else parameter.data).to("cpu", copy=True)
         for head in heads

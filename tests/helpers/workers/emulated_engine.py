@@ -46,7 +46,7 @@ FILES = {
 
 
 class Model(nn.Module):
-    """A rank's rows of each matrix, as of a layer that is divided by its outputs, and all of each vector."""
+    """The parameters of a rank: its rows of each matrix, as if outputs are divided, and all vectors."""
 
     def __init__(self, shapes: dict[str, list[int]], rank: int, ranks: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class SGLangRank:
         context = importlib.import_module("sglang.srt.runtime_context")
         setattr(context, "get_model", lambda: SimpleNamespace(weight_cache_mode="off"))  # noqa: B010 - a stand-in
         updater = importlib.import_module(FILES["sglang"][0])
-        nothing: Any = None  # parts of an engine that a push does not use
+        nothing: Any = None  # stands for parts of an engine that a push does not use
         self._rank = rank
         self._updater = updater.WeightUpdater(
             tp_rank=rank,
@@ -166,7 +166,7 @@ def main() -> None:
                 save_file(weights, f"{request['body']}-{rank}")
             else:
                 engine.post(request["path"], request["body"])
-        except Exception as error:  # the trainer hears of it
+        except Exception as error:  # the trainer gets the error as the answer
             problem = f"{type(error).__name__}: {error}"
         print(json.dumps(problem), flush=True)
 

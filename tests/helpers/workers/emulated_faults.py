@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from helpers.distributed import run_number
 from helpers.workers.gradient_worker import Case, Layout, config_of, gradients_of
 
-Change = Callable[[list[Any], dict[str, Any]], None]  # of the arguments of a compiled function
+Change = Callable[[list[Any], dict[str, Any]], None]  # changes the arguments of a compiled function
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,13 @@ class Result:
     """An update with a fault, or the error that the fault raised."""
 
     gradients: dict[str, Tensor]
-    norm: float  # as the optimizer has it
+    norm: float  # the optimizer's norm of the gradient
     error: str | None = None
-    reached: int = 0  # the calls of code with the fault: 0 is a fault that nothing ran
+    reached: int = 0  # the number of calls of the code with the fault; 0: it never ran
     loss: float = math.nan
 
 
-_calls: list[str] = []  # of code with the present fault
+_calls: list[str] = []  # the calls of code with the present fault
 
 
 def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +47,7 @@ def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def changed(name: str, change: Change, module: str = "transformer_engine_torch") -> Iterator[None]:
-    """Inside, a compiled function of Transformer Engine, as `module` has it, gets other arguments."""
+    """Context in which `module` calls a compiled function of Transformer Engine with other arguments."""
     owner = importlib.import_module(module)
     function = getattr(owner, name)
 
@@ -114,7 +115,7 @@ def _as_of_no_mask(args: list[Any], options: dict[str, Any]) -> None:
 
 
 def _plus_one(args: list[Any], options: dict[str, Any]) -> None:
-    args[-1] = True  # gammas are meant to be what is added to 1
+    args[-1] = True  # the kernel then adds 1 to each gamma
 
 
 def _interleave(args: list[Any], options: dict[str, Any]) -> None:
@@ -122,7 +123,7 @@ def _interleave(args: list[Any], options: dict[str, Any]) -> None:
 
 
 def _reverse_lengths(args: list[Any], options: dict[str, Any]) -> None:
-    """The first sequence of a pack has the length of the last, and so on: other positions of tokens."""
+    """The lengths of a pack's sequences come in reverse order, which changes the positions of tokens."""
     ends = args[5]
     args[5] = (ends[-1] - ends).flip(0).contiguous()
 
@@ -137,7 +138,7 @@ def _nothing(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
 
 
 def _of_the_next(position: int, dim: int = 0) -> Change:
-    """Every token, or head, gets the values of the one before it."""
+    """Every token, or head, gets the values of the token or head before it."""
 
     def change(args: list[Any], options: dict[str, Any]) -> None:
         argument = args[position]
@@ -237,6 +238,44 @@ def divided_twice() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def gathers_without_a_wait() -> Iterator[None]:
+    """As after an update, the forward gathers weights, and then reads others' parts as they were before."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
+    start, finish = Group.start_param_sync, Group.finish_param_sync
+    gathered: list[tuple[Tensor, Tensor]] = []  # parts of the weights, with their gathered values
+    begun: set[int] = set()  # groups of buckets whose gather has begun
+
+    def finish_of_update(self: Any, *args: Any, **options: Any) -> None:
+        if id(self) not in begun:
+            begun.add(id(self))
+            self.param_gather_dispatched = False
+        finish(self, *args, **options)
+
+    def start_late(self: Any, *args: Any, **options: Any) -> None:
+        start(self, *args, **options)
+        if self.param_gather_handle is None:  # this is the gather of an export, which waits
+            return
+        _calls.append("start_param_sync")
+        self.param_gather_handle.wait()
+        for bucket in self.buckets:
+            parts = list(bucket.param_data.chunk(dist.get_world_size()))
+            del parts[dist.get_rank()]
+            gathered.extend((part, part.clone()) for part in parts)
+            for part in parts:
+                part.mul_(0.9)
+        self.param_gather_handle = SimpleNamespace(wait=lambda: None)
+
+    with (
+        mock.patch.object(Group, "finish_param_sync", finish_of_update),
+        mock.patch.object(Group, "start_param_sync", start_late),
+    ):
+        yield
+    for part, values in reversed(gathered):
+        part.copy_(values)
+
+
 def _gradient_of_swapped_swiglu(grad: Tensor, y: Tensor) -> Tensor:
     with torch.enable_grad():
         leaf = y.detach().requires_grad_()
@@ -266,7 +305,7 @@ def gathered_in_another_order() -> Iterator[None]:
 
 @contextlib.contextmanager
 def buffers(change: Callable[[Tensor], Any], method: str, is_before: bool) -> Iterator[None]:
-    """Inside, the gradients are changed before or after a method of what holds them."""
+    """Context in which gradients are changed before or after a method of the object that has them."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
@@ -290,7 +329,7 @@ def buffers(change: Callable[[Tensor], Any], method: str, is_before: bool) -> It
 
 @contextlib.contextmanager
 def in_zeroed_memory(fault: Fault) -> Iterator[None]:
-    """A fault where unwritten memory has zeros, as it may on a GPU, and not the NaN of the emulated one."""
+    """Make a fault with zeros in unwritten memory, as a GPU may have, in place of the emulated GPU's NaN."""
     from megatron_gvpo.emulation import mode
     from megatron_gvpo.rehearsal.nullcuda.aliases import alias
 
@@ -349,7 +388,7 @@ ONE: Faults = {
     "one transposed weight gradient": one_transposed_weight_gradient,
     "a norm of half the gradients": half_a_norm,
 }
-# bf16 rounds these away.
+# Rounding to bf16 hides these faults.
 EXACT: Faults = {
     "another epsilon of a norm": lambda: changed("rmsnorm_fwd", _scale(10, 2), _WRAPPED),
 }
@@ -381,6 +420,7 @@ CONTEXT: Faults = {
 DATA: Faults = {
     "gradients of one rank": lambda: replaced(_BUFFER, "dist_reduce_scatter_func", _not_added),
     "gradients divided twice by the ranks": divided_twice,
+    "weights read before they are gathered": gathers_without_a_wait,
 }
 # A dtype, a layout, and the faults that are made in it.
 GROUPS: list[tuple[str, Layout, Faults]] = [

@@ -27,8 +27,8 @@ Operands = list[tuple[Tensor, Tensor]]
 class Run(NamedTuple):
     """An update in FP8 in a layout, in micro-batches of `budget` tokens, and perhaps with a fault.
 
-    `weights`: they are kept in FP8. `is_second`: an update on the same rows has changed the weights before;
-    `is_resumed`: and a checkpoint has kept them since.
+    `weights`: the weights are kept in FP8. `is_second`: an update on the same rows has changed the weights
+    before; `is_resumed`: the run was also resumed from a checkpoint after that.
     """
 
     recipe: str
@@ -48,7 +48,7 @@ class Run(NamedTuple):
 
     @property
     def model(self) -> str:
-        """The directory of its model, of a layer for each stage; with ep, a mixture of experts."""
+        """The directory of the run's model, with a layer for each stage; with ep, a mixture of experts."""
         if self.layout.ep > 1:
             return "experts/model"
         return "deep/model" if self.layout.vpp > 1 else "model"
@@ -68,7 +68,7 @@ class Record:
 
 @contextlib.contextmanager
 def packed() -> Iterator[list[PackedBatch]]:
-    """The micro-batches that are packed inside."""
+    """Context that yields the micro-batches that are packed in it."""
     packs: list[PackedBatch] = []
     pack = PackedBatch.pack
 
@@ -82,7 +82,7 @@ def packed() -> Iterator[list[PackedBatch]]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[Operands]:
-    """The operands that products read inside, dequantized: [rows, columns] in fp32."""
+    """Context that yields the operands of products in it, dequantized: [rows, columns] in fp32."""
     from megatron_gvpo.emulation.transformer_engine import gemm
     from megatron_gvpo.emulation.transformer_engine.quantization import operand
     from megatron_gvpo.emulation.transformer_engine.references import is_plain
@@ -102,7 +102,7 @@ def recorded() -> Iterator[Operands]:
 
 @contextlib.contextmanager
 def routed() -> Iterator[list[Tensor]]:
-    """The choices of all routers inside."""
+    """Context that yields the choices of all routers in it."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     routes: list[Tensor] = []
@@ -118,7 +118,7 @@ def routed() -> Iterator[list[Tensor]]:
 
 
 def _other_quantizer(change: Callable[[Any], Any]) -> contextlib.AbstractContextManager[None]:
-    """Inside, tensors are quantized by a changed copy of their quantizer."""
+    """Context in which tensors are quantized by a changed copy of their quantizer."""
 
     def copied(args: list[Any], options: dict[str, Any]) -> None:
         quantizer = args[1].copy()
@@ -150,7 +150,7 @@ def _in_e5m2(quantizer: Any) -> bool:
 
 @contextlib.contextmanager
 def _around_writes(change: Callable[..., None]) -> Iterator[None]:
-    """Inside, `change` gets the function that quantizes, the quantized tensor, and the other arguments."""
+    """Context in which `change` gets the function that quantizes, the quantized tensor, and the rest."""
     from megatron_gvpo.emulation.transformer_engine import quantization
 
     with contextlib.ExitStack() as stack:
@@ -163,7 +163,7 @@ def _around_writes(change: Callable[..., None]) -> Iterator[None]:
 def _other_data(
     change: Callable[[Any], None], only: int | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Inside, a tensor is changed after it was quantized: all of them, or number `only`."""
+    """Context in which tensors, or the one with number `only`, are changed after they were quantized."""
     numbers = itertools.count(1)
 
     def call(write: Callable[..., None], out: Any, *args: Any) -> None:
@@ -195,7 +195,7 @@ def _turn_columns(out: Any) -> None:
 
 @contextlib.contextmanager
 def _stale_amax() -> Iterator[None]:
-    """The scale of a tensor is that of the one before it of its shape: of the layer before."""
+    """The scale of a tensor is that of the previous tensor of the same shape: of the layer before."""
     from megatron_gvpo.emulation.transformer_engine import fp8
 
     last: dict[Any, Tensor] = {}
@@ -301,7 +301,7 @@ def _one_scale_for_all_experts() -> Iterator[None]:
     from megatron_gvpo.emulation.transformer_engine import fp8
     from megatron_gvpo.rehearsal.nullcuda.aliases import alias
 
-    largest: list[Tensor] = []  # while the experts' tokens are quantized
+    largest: list[Tensor] = []  # filled while the experts' tokens are quantized
     split, scale_of = extension.split_quantize, fp8.scale_of
 
     def together(amax: Tensor, *args: Any) -> Tensor:
@@ -377,7 +377,7 @@ def run(directory: str) -> None:
 
 
 def _exported(policy: Any, fault: Fault) -> tuple[dict[str, Tensor], int]:
-    """The weights, read with a fault; with them, the calls of code with it."""
+    """Return the weights, read with a fault, and the calls of the code with the fault."""
     _calls.clear()
     with fault():
         exported = {name: tensor.cpu().clone() for name, tensor in policy.weights()}
@@ -386,7 +386,7 @@ def _exported(policy: Any, fault: Fault) -> tuple[dict[str, Tensor], int]:
 
 @contextlib.contextmanager
 def _record(records: list[Record]) -> Iterator[None]:
-    """Append the record of the update inside."""
+    """Context that appends the record of the update in it."""
     from megatron.core import parallel_state
 
     with recorded() as operands, packed() as packs, routed() as routes:
@@ -400,9 +400,9 @@ def _record(records: list[Record]) -> Iterator[None]:
 
 
 def _resumed(policy: Any, config: Any, folder: Path, fault: Fault) -> tuple[Any, int]:
-    """Another policy, with what a checkpoint has kept of this one; a fault is there while it is read.
+    """Return another policy, loaded with a fault from a checkpoint of this one.
 
-    With it, the calls of code with the fault.
+    The calls of the code with the fault are returned with it.
     """
     from megatron_gvpo.megatron.checkpoint.directory import complete_checkpoints
     from megatron_gvpo.megatron.checkpoint.load import load_policy

@@ -3,7 +3,8 @@
     python -m helpers.workers.emulated_layers RESULT.json
 
 The result maps what was compared to its largest error, relative to the largest number, over the error of its
-dtype: 1 is as large as may be. FP8's operands are made anew from PyTorch's FP8 types (fp8_quantized.py).
+dtype: 1 is the largest error that is allowed. FP8's operands are made anew from PyTorch's FP8 types
+(fp8_quantized.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from helpers.references.fp8_quantized import quantizers
 from megatron_gvpo.emulation import emulated_gpu
 
 Errors = dict[str, float]
-BOUND = {torch.bfloat16: 2.0**-8, torch.float32: 1e-5}  # of rounding once, and of sums in fp32
+BOUND = {torch.bfloat16: 2.0**-8, torch.float32: 1e-5}  # the errors of one rounding, and of sums in fp32
 
 
 def main(file: str) -> int:
@@ -81,8 +82,8 @@ def norm_and_linear() -> Errors:
 def lost_gradient() -> Errors:
     """Transformer Engine (2.20.2) leaves out the gradient of a norm's output that it returns gathered.
 
-    Adapters avoid it (megatron/adapters/lora.py): 0 as long as the fault is there. When a release mends it,
-    they can take the gathered output.
+    Adapters avoid this fault (megatron/adapters/lora.py). The result is 0 as long as the fault exists. When a
+    release corrects it, adapters can take the gathered output.
     """
     import transformer_engine.pytorch as te
 
@@ -162,7 +163,7 @@ def adam() -> Errors:
 
 
 def refusals() -> Errors:
-    """A function without a reference says its name: 0 if it does."""
+    """The error of a function without a reference names the function: 0 if it does."""
     import transformer_engine_torch as extension
 
     try:
@@ -204,7 +205,7 @@ def linear(name: str) -> Errors:
         exact_dw = gradients.along_columns(grad).T @ inputs.along_columns(x)
         pairs = {"out": (out, exact_out), "weight": (layer.weight.main_grad, exact_dw)}
         pairs["bias"] = (layer.bias.grad, grad.double().sum(0))
-        if not (has_fp8_weight and name == "mxfp8"):  # its columnwise copy has scales of its own
+        if not (has_fp8_weight and name == "mxfp8"):  # the weight's columnwise copy has other scales
             pairs["x"] = (on_gpu.grad, gradients.along_rows(grad) @ columnwise)
         kind = f"{name}, FP8 weights" if has_fp8_weight else name
         errors |= {f"{kind} {part}": error_of(*pair) for part, pair in pairs.items()}

@@ -2,10 +2,9 @@
 
     python -m helpers.workers.emulated_operations RESULT.json [NAME ...]
 
-It prints the name of each operation before it begins.
-The result maps "operation/dtype" to "equal", "named" (refused with its name), "refused" (PyTorch's CUDA code
-refuses what the CPU computes), or a line that says how they differ. Random numbers and unwritten memory are
-no part of it.
+The program prints the name of each operation before it begins. The result maps "operation/dtype" to "equal",
+"named" (refused with its name), "refused" (PyTorch's CUDA code refuses what the CPU computes), or a line that
+says how they differ. Random numbers and unwritten memory are not compared.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_gvpo.emulation import mode
 
-SAMPLES, FEW = 6, 2  # of each operation; few where operations are chosen
+SAMPLES, FEW = 6, 2  # samples of each operation, and of each where names are given
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 RANDOM = {
     *("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "normal", "uniform"),
@@ -33,8 +32,8 @@ RANDOM = {
     *("nn.functional.dropout2d", "nn.functional.dropout3d", "nn.functional.alpha_dropout"),
     *("nn.functional.feature_alpha_dropout", "nn.functional.fractional_max_pool2d", "nn.functional.rrelu"),
     *("nn.functional.fractional_max_pool3d", "nn.functional.multi_head_attention_forward"),
-    *("nn.functional.scaled_dot_product_attention",),  # its samples drop values
-    *("pca_lowrank",),  # of a random projection, whose draw decides the signs of the vectors
+    *("nn.functional.scaled_dot_product_attention",),  # its samples use dropout
+    *("pca_lowrank",),  # a random projection decides the signs of its vectors
 }
 UNWRITTEN = {
     "empty",
@@ -124,7 +123,7 @@ def main(result: str, *names: str) -> None:
     count = FEW if names else SAMPLES
     outcomes = {}
     for name, operation, dtype in chosen(set(names)):
-        print(name, flush=True)  # for a test that waits in vain
+        print(name, flush=True)  # names the operation if it never ends
         outcomes[name] = compared(operation, dtype, count)
     Path(result).write_text(json.dumps(outcomes))
 

@@ -28,7 +28,7 @@ from megatron_gvpo.weights.publisher import Weights
 from megatron_gvpo.weights.receivers import receiver_class
 from megatron_gvpo.weights.transport import PushSettings, transport_class
 
-RANKS = 2  # of the server
+RANKS = 2  # the server's ranks
 PUSHES = 2
 BUCKET_MB = 1
 
@@ -47,7 +47,7 @@ class Push:
 
 
 class Served:
-    """A server: its ranks are processes, each with an emulated GPU of the trainer's."""
+    """A server whose ranks are processes, each on one of the trainer's emulated GPUs."""
 
     url = "http://emulated"
 
@@ -67,7 +67,7 @@ class Served:
         return ServerInfo("0", "model", 256, RANKS)
 
     async def post(self, path: str, body: Any = None, *, timeout: float = 60.0) -> None:
-        """Each rank carries out the request, as an engine's scheduler has its workers do."""
+        """Let each rank carry out the request, as an engine's scheduler does with its workers."""
         async with self._turn:
             for rank in self._ranks:
                 assert rank.stdin is not None
@@ -78,7 +78,7 @@ class Served:
             raise ServerRefused(f"{self.url}: {problems}", 500)
 
     async def save(self, folder: Path, version: int) -> None:
-        """Each rank writes its weights to a file."""
+        """Let each rank write its weights to a file."""
         await self.post("save", str(folder / f"served-{version}"))
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ def run(directory: str) -> None:
     weights = config.rollout.weights.model_copy(update={"bucket_mb": BUCKET_MB})
     rollout = config.rollout.model_copy(update={"weights": weights})
     device = torch.device("cuda", dist.get_rank())
-    cards: Any = None  # these transports do not read them
+    cards: Any = None  # these transports do not read models' cards
     settings = PushSettings(rollout, config.model, cards, folder, device)
     policy = Policy.of(config)
     if dist.get_rank():
@@ -167,7 +167,7 @@ def _stream(transport: str, policy: Policy) -> Weights:
 
 
 def _change(policy: Policy, transport: str) -> None:
-    """Other weights, as after an update; for patches, a few elements of each."""
+    """Change the weights, as an update does; for patches, a few elements of each."""
     step = 7 if transport == "delta" else 1
     with torch.no_grad():
         for weight in policy.model.weights():

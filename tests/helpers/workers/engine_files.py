@@ -27,7 +27,7 @@ class EngineFiles(MetaPathFinder, Loader):
             return PathFinder.find_spec(name, [f"{self._site}/{name.rpartition('.')[0].replace('.', '/')}"])
         if rest and not isinstance(sys.modules[top], StandIn):
             return None
-        if PathFinder.find_spec(top, [self._site]) is None:  # the engine lacks it as well
+        if PathFinder.find_spec(top, [self._site]) is None:  # the engine's environment lacks the package, too
             return None
         return ModuleSpec(name, self, is_package=True)
 
@@ -35,7 +35,7 @@ class EngineFiles(MetaPathFinder, Loader):
         return StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """A stand-in has nothing to run."""
+        """Do nothing, because a stand-in has no code."""
 
 
 class StandIn(ModuleType):
@@ -60,7 +60,7 @@ class _AnythingMeta(type):
 
 
 class Anything(metaclass=_AnythingMeta):
-    """False; a decorator leaves what it decorates."""
+    """A value that is false; as a decorator it returns its argument."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         pass

@@ -33,7 +33,7 @@ def run(directory: str) -> None:
             config = config_of(case, layout, folder)
             parallel = config.parallel.model_copy(update={"ep_exchange": exchange})
             config = config.model_copy(update={"parallel": parallel})
-            with mock.patch.object(build, "check_exchange"):  # it refuses a CPU and float32
+            with mock.patch.object(build, "check_exchange"):  # the check refuses a CPU and float32
                 policy = Policy.of(config)
             dispatchers = [
                 module.token_dispatcher

@@ -1,4 +1,4 @@
-"""Rank function of test_families.py: transformers' side of a family, or this package's in one layout."""
+"""Rank functions of test_families.py: transformers' side of a family, or this package's in one layout."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.distributed import forget_layout, run_number
+from helpers.references.bf16_errors import round_weights
 from helpers.small_constants import late_gathers, small_constants
 from megatron_gvpo.verify.layout import ParallelLayout
 
@@ -32,10 +33,44 @@ def run(directory: str) -> None:
     forget_layout()
 
 
-def _score_around_an_export(layout: ParallelLayout, folder: Path, late: set[int]) -> None:
-    """Write log-probs before an update, after it, and after an export behind that.
+def run_in_bf16(directory: str) -> None:
+    """This package's side in bf16, in one layout; the checkpoint has weights of `rounded_reference`."""
+    from megatron_gvpo.megatron.policy import Policy
+    from megatron_gvpo.verify.measures import make_rows
+    from megatron_gvpo.verify.run import compute, config_of
+    from megatron_gvpo.verify.shrink import VOCABULARY
 
-    An export waits for all weights of the update. A score does not, and must read none that have not arrived.
+    family, layout = torch.load(Path(directory) / "jobs.pt", weights_only=False)[run_number()]
+    folder = Path(directory) / family
+    config = config_of(folder / "model", layout)
+    model = config.model.model_copy(update={"dtype": "bfloat16"})
+    policy = Policy.of(config.model_copy(update={"model": model}))
+    computed = compute(policy, make_rows(VOCABULARY))
+    if dist.get_rank() == 0:
+        torch.save(computed, folder / f"{layout}.pt")
+    forget_layout()
+
+
+def rounded_reference(directory: str, family: str) -> None:
+    """Write a family's checkpoint with weights that bf16 has, and transformers' side in fp64 and in bf16."""
+    from megatron_gvpo.verify import reference
+    from megatron_gvpo.verify.measures import make_rows
+    from megatron_gvpo.verify.run import by_transformers
+    from megatron_gvpo.verify.shrink import VOCABULARY, save_tiny
+
+    folder = Path(directory) / family
+    save_tiny(json.loads((folder / "config.json").read_text()), folder / "model", family)
+    round_weights(folder)
+    model, rows = reference.load(folder / "model"), make_rows(VOCABULARY)
+    exact = by_transformers(model, folder / "model", rows)
+    torch.save((exact, by_transformers(model.bfloat16(), folder / "model", rows)), folder / "wanted.pt")
+
+
+def _score_around_an_export(layout: ParallelLayout, folder: Path, late: set[int]) -> None:
+    """Write log-probs before an update, after it, and after a later export.
+
+    An export waits for all weights of the update. Scoring does not wait for all, and must not read weights
+    that have not arrived.
     """
     from megatron_gvpo.megatron.policy import Policy
     from megatron_gvpo.verify.measures import make_rows

@@ -21,7 +21,7 @@ from megatron_gvpo.types import TrainBatch
 from megatron_gvpo.verify.layout import ParallelLayout
 from megatron_gvpo.verify.measures import UPDATE
 
-Layout = ParallelLayout  # the tests' word for it
+Layout = ParallelLayout  # the name that tests use
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Case:
 
     `rows` come without advantages: the algorithm's estimator computes them, as in the trainer. With `first`
     the reference is the engine's log-probs, corrected by the gap that these rows, a step's first mini-batch,
-    show.
+    have.
     """
 
     name: str
@@ -40,12 +40,12 @@ class Case:
     at_step_start: bool = False
     model: str = "untied"
     first: TrainBatch | None = None
-    teacher: str | None = None  # a model's name; its log-probs are results, too
+    teacher: str | None = None  # the name of a model whose log-probs are results, too
     text: TrainBatch | None = None  # the rows in the tokens of a teacher with another tokenizer
     dtype: str = "float32"
     fp8: str | None = None  # the recipe of matrix products in FP8
     fp8_weights: bool = False
-    replays: bool = True  # routers can follow the rows' experts, in models of which some rows name them
+    replays: bool = True  # routers follow the rows' experts where rows name them
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Outcome:
 
     metrics: dict[str, float]
     gradients: dict[str, Tensor]
-    grad_norm: float  # by which Megatron's optimizer clips
-    stash_share: float  # of the tokens whose exponentials the head has kept
+    grad_norm: float  # the norm by which Megatron's optimizer clips
+    stash_share: float  # the share of tokens whose exponentials the head has kept
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Probe:
     updated_logp_r: Tensor
     updated: dict[str, Tensor]
     grad_norm: float
-    buckets: int  # that are communicated on their own, on this rank
+    buckets: int  # the number of buckets that this rank communicates one by one
 
 
 TEMPERATURE = 0.8
@@ -95,7 +95,7 @@ def config_of(case: Case, layout: Layout, directory: Path) -> Config:
     )
     if case.fp8 is None:
         return config
-    # A user's configuration has FP8 beside bf16 only, which would hide small errors of it.
+    # A user's configuration allows FP8 only with bf16, which would hide small errors of FP8.
     model = config.model.model_copy(update={"fp8": FP8Config(recipe=case.fp8, weights=case.fp8_weights)})
     return config.model_copy(update={"model": model})
 
@@ -187,7 +187,7 @@ def _probe(policy: Any, case: Case, config: Config, exported: dict[str, Tensor])
     _configure(policy, config)
     logp_r = policy.score(case.rows)
     update = policy.update(case.rows, at_step_start=case.at_step_start).update
-    updated_logp_r = policy.score(case.rows)  # before an export, which would settle the weights
+    updated_logp_r = policy.score(case.rows)  # before an export, which would wait for the weights
     buckets = sum(
         len(group)
         for c in policy.model.chunks
@@ -203,7 +203,7 @@ def _export_gradients(policy: Any) -> dict[str, Tensor]:
     with plain_weights(policy.model.chunks):  # a weight in FP8 would round the gradient
         gradients = export_gradients(policy.model)
     for name in [name for name in gradients if name.endswith("e_score_correction_bias")]:
-        del gradients[name]  # exported, but no parameter
+        del gradients[name]  # it is exported, but it is not a parameter
     return gradients
 
 

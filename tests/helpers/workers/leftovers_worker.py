@@ -1,4 +1,4 @@
-"""Rank function of test_leftovers.py: the bytes that live on after passes over micro-batches."""
+"""Rank function of test_leftovers.py: the bytes that stay allocated after passes over micro-batches."""
 
 from __future__ import annotations
 

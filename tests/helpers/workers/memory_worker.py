@@ -1,4 +1,4 @@
-"""Rank function of test_planner.py: the bytes that real megatron-core models hold."""
+"""Rank function of test_planner.py: the bytes of memory that real megatron-core models use."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from megatron_gvpo.settings.sections import MuonConfig
 
 @dataclass(frozen=True)
 class Job:
-    """Updates of a model under a layout. `load`: a job whose checkpoint is resumed in place of the start."""
+    """Updates of a model under a layout. `load`: a job from whose checkpoint this one starts."""
 
     model: str
     layout: Layout
@@ -35,7 +35,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Updates:
-    """Weights (of adapters, if they train) under Hugging Face names; each of the first update, then three."""
+    """Weights (of adapters, if they train) under Hugging Face names, after one update and three more."""
 
     updated: dict[str, Tensor]
     grad_norms: list[float]

@@ -23,7 +23,8 @@ def run(directory: str) -> None:
     results: dict[bool, dict[str, Any]] = {}
     for overlap in (False, True):
         config = config_of(case, replace(layout, overlap=overlap), folder)
-        # Far from a minimum, where a gradient is a small difference of large terms and shows their rounding.
+        # The weights are far from a minimum, where a gradient is a small difference of large terms and shows
+        # rounding.
         slow = config.optimizer.model_copy(update={"lr": 1e-3})
         config = config.model_copy(update={"optimizer": slow})
         with small_constants(), late_gathers():
@@ -34,7 +35,7 @@ def run(directory: str) -> None:
 
 
 def _updates(config: Any, rows: TrainBatch, root: Path) -> dict[str, Any]:
-    """Do updates, and between them everything that reads weights; returns {step: result}."""
+    """Do updates, and between them run everything that reads weights; return {step: result}."""
     from megatron_gvpo.megatron.checkpoint.directory import complete_checkpoints
     from megatron_gvpo.megatron.checkpoint.load import load_policy
     from megatron_gvpo.megatron.checkpoint.save import save_policy
@@ -75,7 +76,7 @@ def _updates(config: Any, rows: TrainBatch, root: Path) -> dict[str, Any]:
     policy.memory.release("weights")
     policy.memory.restore("weights")
     score("after memory was released")
-    if config.parallel.pp > 1:  # in one case: it takes as long as all the rest
+    if config.parallel.pp > 1:  # in one case only, because it takes as long as all the rest
         update("before a save")
         save_policy(root, 1, policy, {}, keep=1)
         update("after a save")

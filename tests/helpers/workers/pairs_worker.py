@@ -30,7 +30,7 @@ class Run:
     out: str
     overrides: tuple[str, ...]
     ranks: int = 1
-    stops: bool = False  # after its first step
+    stops: bool = False  # the run stops after its first step
     resumes: bool = False
 
     @property
@@ -93,7 +93,7 @@ def write_work(directory: Path, runs: Sequence[Run]) -> None:
 
 
 def run(directory: str) -> None:
-    """Do one run of work.json. Rank 0 writes its error, if there is one, to a file: other rows go on."""
+    """Do one run of work.json. Rank 0 writes an error to a file, so that other rows still run."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
     values = json.loads((Path(directory) / "work.json").read_text())[run_number()]
     of_rank = Run(**values | {"overrides": tuple(values["overrides"])})

@@ -30,7 +30,7 @@ class Fails(Callback):
 
 
 def state_of_process() -> dict[str, Any]:
-    """Everything that a run could leave behind in its process."""
+    """Return everything that a run could leave behind in its process."""
     gc.collect()
     process = psutil.Process()
     return {
@@ -48,7 +48,7 @@ def state_of_process() -> dict[str, Any]:
 
 def run(task: str, out: str) -> None:
     """A run that fails, then one from a dict in another thread, and one in a running event loop."""
-    dist.destroy_process_group()  # the first run makes its own, as in a notebook
+    dist.destroy_process_group()  # the first run makes a process group, as in a notebook
     folder = Path(out)
     failing = Trainer(configure(Path(task), folder / "failed", *STEPS), [Recorder(), Fails()])
     with pytest.raises(ZeroDivisionError):
@@ -73,6 +73,6 @@ def run(task: str, out: str) -> None:
     once = r"fit\(\) of this Trainer has been called before; the run is at step 2 of train\.steps=2: con"
     with pytest.raises(ConfigError, match=once):
         trainer.fit()
-    with pytest.raises(ConfigError, match="this Trainer is closed"):  # by the next one
+    with pytest.raises(ConfigError, match="this Trainer is closed"):  # the next Trainer closed it
         failing.fit()
     assert not hasattr(failing, "components"), "its model's memory is free"

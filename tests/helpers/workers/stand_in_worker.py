@@ -1,4 +1,4 @@
-"""On every rank of a real world on CPUs: what other ranks send, and what a rehearsal takes them to send."""
+"""Rank function on CPUs: the data that other ranks send, and the data that a rehearsal assumes they send."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(file: str, out: str, *overrides: str) -> None:
 
 
 def _experts(policy: Policy, tokens: int = 52) -> dict[str, Any]:
-    """Every token's experts are the next ones in turn: as evenly as can be, also where a rest is left."""
+    """Tokens take the experts in turn, which loads them as evenly as possible, also with a remainder."""
     layers = (module for chunk in policy.model.chunks for module in chunk.modules())
     [dispatcher, *_] = (layer.token_dispatcher for layer in layers if hasattr(layer, "token_dispatcher"))
     experts, chosen = dispatcher.num_experts, dispatcher.config.moe_router_topk

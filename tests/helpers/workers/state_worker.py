@@ -1,4 +1,4 @@
-"""On every rank of a real world on CPUs: the bytes of weights, gradients and optimizer after an update."""
+"""Rank function on CPUs: the bytes of weights, gradients and optimizer after an update."""
 
 from __future__ import annotations
 

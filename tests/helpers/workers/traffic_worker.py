@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from helpers.distributed import run_number
-from megatron_gvpo.megatron import parallel
+from helpers.paths import ROOT
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.microbatch import my_share
 from megatron_gvpo.megatron.policy import Policy
-from megatron_gvpo.observe.traffic_counter import TrafficCounter
 from megatron_gvpo.settings.config import build_config
 from megatron_gvpo.types import TrainBatch
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+from lib.scaling.traffic_counter import TrafficCounter, group_names
 
 
 def rows_of(lengths: list[tuple[int, int]]) -> TrainBatch:
@@ -83,7 +87,7 @@ def run(directory: str) -> None:
     folder = Path(directory)
     cases: list[dict[str, Any]] = json.loads((folder / "cases.json").read_text())
     case = cases[run_number()]
-    if run_number() == 1:  # the first on two ranks
+    if run_number() == 1:  # the first run on two ranks
         assert (operators := operations()) == OPERATIONS, operators
     config = build_config(
         {
@@ -102,7 +106,7 @@ def run(directory: str) -> None:
     share = my_share(policy.model, rows, case["budget"], keep_groups=True)
     shares_prompts = policy.model.shares_prompts_of(rows)
     packs = [PackedBatch.pack(pack, policy.model.padding, shares_prompts) for pack in share.packs(rows)]
-    with TrafficCounter(parallel.group_names()) as traffic:
+    with TrafficCounter(group_names()) as traffic:
         policy.update(rows, at_step_start=case["at_step_start"])
     result = {
         "stage": parallel_state.get_pipeline_model_parallel_rank(),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +19,6 @@ from helpers.tiny_run import StopAfter, configure, fit, reward_options
 from megatron_gvpo.core.collectives import all_gather_msgpack, all_have_failed
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.user_functions import UserFunctionError
-from megatron_gvpo.megatron.update import LossPass
 from megatron_gvpo.replay.findings import Finding
 from megatron_gvpo.replay.run import replay
 from megatron_gvpo.runs.one_machine import load_run
@@ -31,15 +33,15 @@ def fit_once(task: str, out: str, *overrides: str) -> None:
 
 
 def replay_step(out: str, told_to: str, *layout: str) -> None:
-    """Replay step 2 of a run in a layout; rank 0 writes the findings, and all ranks have the same first."""
+    """Replay step 2 of a run in a layout; rank 0 writes the findings; all ranks have the same first."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
     findings: list[Finding] = []
     first = replay(load_run(Path(out)), 2, True, findings.append, layout)
     for other in all_gather_msgpack(None if first is None else [first.component, first.tensor]):
         assert other == (None if first is None else [first.component, first.tensor])
     if dist.get_rank() == 0:
-        told = [[finding.component, finding.outcome, finding.tensor, finding.text] for finding in findings]
-        Path(told_to).write_text(json.dumps(told))
+        lines = [[finding.component, finding.outcome, finding.tensor, finding.text] for finding in findings]
+        Path(told_to).write_text(json.dumps(lines))
 
 
 def fit_with_a_faulty_rank(task: str, out: str, fault: str, *overrides: str) -> None:
@@ -64,23 +66,19 @@ def fit_with_a_faulty_rank(task: str, out: str, fault: str, *overrides: str) -> 
                     for shard, right in zip(shards, own, strict=True):
                         shard.copy_(right)
             else:
-                surrogate = LossPass.__call__
+                for chunk in trainer.components.policy.model.chunks:
+                    chunk.finish_grad_sync = partial(finish_halved, chunk, chunk.finish_grad_sync)
 
-                def call(self: LossPass, rows: object, values: object) -> object:
-                    scalar, result = surrogate(self, rows, values)
-                    return 0.5 * scalar, result
+    def finish_halved(chunk: Any, finish: Callable[..., None], *args: object, **kwargs: object) -> None:
+        for buffer in chunk.buffers:
+            buffer.grad_data.mul_(0.5)
+        finish(*args, **kwargs)
 
-                LossPass.__call__ = call
-
-    original = LossPass.__call__
-    try:
-        fit(configure(Path(task), Path(out), *overrides), [Faulty()])
-    finally:
-        LossPass.__call__ = original
+    fit(configure(Path(task), Path(out), *overrides), [Faulty()])
 
 
 def interrupted_and_not(task: str, runs: str) -> None:
-    """Run whole, and interrupted in the second step and resumed, both data- and tensor-parallel.
+    """Run without a stop, and interrupted in the second step and resumed, both data- and tensor-parallel.
 
     The signal reaches one rank only. The data-parallel runs overlap communication, with small constants.
     """
@@ -99,7 +97,7 @@ def interrupted_and_not(task: str, runs: str) -> None:
 
 
 def conversations(task: str, runs: str, settings: str) -> None:
-    """Run whole, and interrupted after the second step and resumed, data-parallel."""
+    """Run without a stop, and interrupted after the second step and resumed, data-parallel."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
     common = (*json.loads(settings), "train.deterministic=true")
     uninterrupted, parts = Path(runs) / "whole", Path(runs) / "parts"

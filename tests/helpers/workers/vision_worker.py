@@ -19,7 +19,7 @@ from megatron_gvpo.settings.config import Config, build_config
 @dataclass(frozen=True)
 class Found:
     logp_r: Tensor
-    marked_logp_r: Tensor  # of responses with placeholders of images
+    marked_logp_r: Tensor  # log-probs of responses with placeholders of images
     loss: float
     gradients: dict[str, Tensor]  # under the names of files
     grad_norm: float
@@ -27,8 +27,8 @@ class Found:
     updated: dict[str, Tensor]
     updated_logp_r: Tensor
     next_logp_r: Tensor  # after a second update
-    settled_logp_r: Tensor  # after an export behind it, which waits for all weights of the update
-    with_gradient: int  # elements of gradient buffers on rank 0
+    settled_logp_r: Tensor  # after a later export, which waits for all weights of the update
+    with_gradient: int  # the number of elements in rank 0's gradient buffers
     optimizer_parameters: int  # elements that rank 0's optimizer has
 
 

@@ -1,7 +1,8 @@
 """A stand-in for SGLang's GPU kernel package, which has no CPU build on the package index.
 
-It lets the real server be imported and run with its native torch operators; any kernel that is really called
-raises. It proves protocol and control flow, not SGLang's kernels, and is never installed where there is CUDA.
+With it SGLang's server can be imported, and runs with its native torch operators; a call of a kernel raises
+an error. Tests with it cover the protocol and the control flow, not SGLang's kernels. It is never installed
+on a machine with CUDA.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ for _name in (
 
 
 def copy_all_layer_kv_cache_cpu(keys: Any, values: Any, target: Any, source: Any) -> None:
-    """Move cache entries between slots: the one operation that the CPU path calls here."""
+    """Move cache entries between slots. This is the only operation that the CPU path calls here."""
     for cache in (*keys, *values):
         cache[target] = cache[source]
 

@@ -1,4 +1,4 @@
-"""SGLang's models for reward models, mended: `SGLANG_EXTERNAL_MODEL_PACKAGE=megatron_gvpo_reward_models`.
+"""SGLang's models for reward models, corrected: `SGLANG_EXTERNAL_MODEL_PACKAGE=megatron_gvpo_reward_models`.
 
-SGLang puts the models that it finds here in place of its own of the same names.
+SGLang uses the models of this package instead of its own models with the same names.
 """

@@ -1,7 +1,7 @@
 """SGLang (0.5.23) gives the heads of these models a bias, and checkpoints have none.
 
-It then stays at its random start, and every score of a server has the same error. Here it is 0 unless the
-checkpoint has one.
+The bias then keeps its random value, and every score of a server has the same error. Here the bias is 0
+unless the checkpoint has one.
 """
 
 from __future__ import annotations

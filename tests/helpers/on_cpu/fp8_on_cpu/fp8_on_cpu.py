@@ -39,5 +39,5 @@ def register_in_sglang() -> None:
         out = linear(input, weight, weight_scale, block_size).to(input.dtype)
         return out if bias is None else out + bias
 
-    fp8._is_cpu = False  # there it asks for AMX
+    fp8._is_cpu = False  # on a CPU, SGLang requires AMX
     fp8.dispatch_w8a8_block_fp8_linear = lambda **_: block_linear

@@ -19,8 +19,9 @@ backends["cpu"] = next(iter(backends.values()))
 
 
 class TopKInTorch(MetaPathFinder):
-    """Has vLLM cut by top-k and top-p in PyTorch, as it does without Triton: the interpreter's loop over rows
-    yields integers, which its kernel asks for methods of tensors.
+    """Makes vLLM apply top-k and top-p in PyTorch, as it does without Triton.
+
+    The interpreter's loop over rows yields integers, and vLLM's kernel calls methods of tensors on them.
     """
 
     NAME = "vllm.v1.sample.ops.topk_topp_sampler"

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -61,7 +62,7 @@ class Volume:
 class TrafficCounter(TorchDispatchMode):
     """Context that counts this rank's messages in groups of more than one rank.
 
-    `names` maps torch's group names to readable ones (`megatron.parallel.group_names`); other groups are
+    `names` maps torch's group names to readable ones (`group_names`); other groups are
     named after their ranks. Raises RuntimeError for an operator that a newer torch has added.
     """
 
@@ -98,3 +99,18 @@ class TrafficCounter(TorchDispatchMode):
 
 def _is_group(boxed: torch.ScriptObject) -> bool:
     return "ProcessGroup" in str(boxed._type())
+
+
+def group_names() -> dict[str, str]:
+    """Return {torch's name of a process group: its use}; the group "norm" sums the gradient's norm."""
+    world = dist.group.WORLD
+    groups: dict[str, Any] = {
+        "world": world,
+        "embedding": parallel_state.get_embedding_group(check_initialized=False),
+        "norm": parallel_state.get_intra_distributed_optimizer_instance_group(check_initialized=False),
+        "cp": parallel_state.get_context_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+    }
+    return {group.group_name: name for name, group in groups.items() if isinstance(group, dist.ProcessGroup)}

@@ -27,7 +27,7 @@ from megatron_gvpo.sampling.server_checks import _check_processor
 from megatron_gvpo.servers.http import ServerRefused
 from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.servers.request import Request
-from megatron_gvpo.servers.sent_images import ImageSender, SentImage, difference, with_one_placeholder
+from megatron_gvpo.servers.request_images import ImageSender, RequestImage, difference, with_one_placeholder
 from megatron_gvpo.servers.server import Completion
 from megatron_gvpo.servers.sglang import SGLang
 from megatron_gvpo.servers.vllm import VLLM
@@ -36,7 +36,7 @@ from megatron_gvpo.settings.servers import ServersConfig
 
 PROMPT = [5, START, *[IMAGE] * 4, END, 6, START, IMAGE, IMAGE, END, 7]
 SHORT = [5, START, IMAGE, END, 6, START, IMAGE, END, 7]
-IMAGES = (SentImage("data:a", "aa", 4, IMAGE), SentImage("data:b", "bb", 2, IMAGE))
+IMAGES = (RequestImage("data:a", "aa", 4, IMAGE), RequestImage("data:b", "bb", 2, IMAGE))
 
 
 @pytest.fixture

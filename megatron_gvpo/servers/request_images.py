@@ -21,7 +21,7 @@ _KEPT_BYTES = 1 << 28  # limit for the URLs in memory
 
 
 @dataclass(frozen=True)
-class SentImage:
+class RequestImage:
     """An image in a request to a server."""
 
     url: str  # data:image/png;base64,...
@@ -47,9 +47,9 @@ class ImageSender:
         Picture.linear_gradient("L").resize((90, 60)).convert("RGB").save(file, "png")
         return self._processor.image(data_url(file.getvalue()))
 
-    def sent(self, images: Sequence[Image]) -> tuple[SentImage, ...]:
+    def sent(self, images: Sequence[Image]) -> tuple[RequestImage, ...]:
         """The images of one request. Raises ImageError if a file is missing or has changed."""
-        return tuple(SentImage(self._url(i), i.digest, i.tokens, self.placeholder) for i in images)
+        return tuple(RequestImage(self._url(i), i.digest, i.tokens, self.placeholder) for i in images)
 
     def _url(self, image: Image) -> str:
         with self._turns:
@@ -67,9 +67,9 @@ class ImageSender:
 
 
 class CacheNames:
-    """Names for images in a server's caches, which also hold what the vision tower made of them.
+    """Names for images in a server's caches, which also hold the images' features.
 
-    The tower may be trained, so an image has another name after each push.
+    The vision tower may be trained, so an image gets another name after each push.
     """
 
     def __init__(self) -> None:
@@ -79,12 +79,12 @@ class CacheNames:
         """Use new names: the server has new weights."""
         self._weights = secrets.token_hex(8)
 
-    def of(self, image: SentImage) -> str:
+    def of(self, image: RequestImage) -> str:
         """128 bits in hexadecimal digits."""
         return hashlib.blake2b(f"{self._weights}/{image.digest}".encode(), digest_size=16).hexdigest()
 
 
-def with_one_placeholder(token_ids: Sequence[int], images: Sequence[SentImage]) -> list[int]:
+def with_one_placeholder(token_ids: Sequence[int], images: Sequence[RequestImage]) -> list[int]:
     """A prompt as engines take it, with one placeholder for each image in place of all its tokens."""
     short, rest, index = list[int](), iter(images), 0
     while index < len(token_ids):

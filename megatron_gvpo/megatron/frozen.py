@@ -12,14 +12,14 @@ from torch import Tensor
 from megatron_gvpo.core.collectives import all_gather_msgpack
 from megatron_gvpo.core.errors import ConfigError
 
-SHOWN = 12  # names in an error
+SHOWN = 12  # the most names in an error
 
 
 def freeze(chunks: Sequence[Any], patterns: Sequence[str]) -> None:
-    """Keep the weights whose names match a pattern from training; chunks are loaded or not, and not wrapped.
+    """Freeze the weights whose names match a pattern; chunks may be loaded or not, but are not wrapped yet.
 
     A collective. Raises ConfigError on all ranks for a pattern that matches nothing, and where a rank would
-    have nothing to train: Megatron's optimizer needs something there.
+    have nothing to train: Megatron's optimizer needs at least one trained parameter there.
     """
     matched, names, trains = set[str](), list[str](), False
     for name, parameter in _named(chunks):
@@ -55,7 +55,8 @@ def _named(chunks: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
     """Each weight with its name, in which layers have their numbers in the whole model, from 0.
 
     The last stage's copy of a tied embedding has the embedding's name: both are frozen, or neither is.
-    Megatron sums their gradients, and a stage whose copy trains would wait for one that has none.
+    Megatron sums the gradients of both copies, and a stage whose copy trains would wait for a stage whose
+    copy does not.
     """
     for chunk in chunks:
         renamed = {}
@@ -71,6 +72,6 @@ def _named(chunks: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def ask_for_gradient(_: Any, __: Any, output: Tensor) -> None:
-    """A forward hook: layers that are computed again need an input that asks for a gradient."""
+    """Forward hook that makes the output require a gradient, as recomputed layers need it."""
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_()

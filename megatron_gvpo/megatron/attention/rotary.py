@@ -1,4 +1,4 @@
-"""Rotary position embedding of a whole pack at once, with half of autograd's memory traffic."""
+"""Rotary position embedding of a whole pack at once, on CPU, with half of autograd's memory traffic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 def angles(freqs_t: Tensor, interleaved: bool, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """megatron-core's frequencies [t, 1, 1, d] -> cosine and sine of each pair of channels [t, 1, d / 2].
 
-    Both are multiplied by `scale`, which YaRN gives to what is rotated.
+    Both are multiplied by `scale`, by which YaRN scales rotated queries and keys.
     """
     half = _pairs(freqs_t.squeeze(1), freqs_t.shape[-1], interleaved)[0]
     return half.cos() * scale, half.sin() * scale

@@ -1,4 +1,4 @@
-"""The loss within an optimizer update: what a micro-batch contributes, and what the micro-batches add up to.
+"""The loss within an optimizer update: the contribution of each micro-batch, and their sum.
 
 A pass is called with every micro-batch on the last pipeline stage. `LossInForward` computes the loss there.
 `KnownWeights` serves where a group or a row is divided between micro-batches: the loss is defined on whole
@@ -31,11 +31,11 @@ class UpdateResult:
 
     update: Update
     metrics: dict[str, float]  # includes "loss"
-    logp_r: Tensor | None  # before the update, fp32 [r] on the CPU of every rank; None unless asked for
+    logp_r: Tensor | None  # before the update, fp32 [r] on the CPU of every rank; None unless requested
     head: dict[str, float]  # how the head computed its gradient; depends on the machine
     memory: dict[str, float] = field(default_factory=dict)  # MemoryProfile.metrics of a run's first update
-    weight_r: Tensor | None = None  # dL/dlogp at `logp_r`, fp32 [r] on the CPU; None unless asked for
-    # Sums over the gradient of each tensor, before clipping; empty unless asked for.
+    weight_r: Tensor | None = None  # dL/dlogp at `logp_r`, fp32 [r] on the CPU; None unless requested
+    # Sums over the gradient of each tensor, before clipping; empty unless requested.
     gradients: dict[str, TensorSum] = field(default_factory=dict)
 
 
@@ -43,6 +43,14 @@ class MicroBatchResult(NamedTuple):
     """A micro-batch's log-probs, dL/dlogp if the pass computed it, and its part of the metrics."""
 
     logp_r: Tensor
+    weight_r: Tensor | None
+    metrics: Metrics
+
+
+class Surrogate(NamedTuple):
+    """A scalar with the gradient of a micro-batch's part of the loss, dL/dlogp if known here, and metrics."""
+
+    scalar: Tensor
     weight_r: Tensor | None
     metrics: Metrics
 
@@ -55,16 +63,18 @@ class LossPass(ABC):
         self._problem: UserFunctionError | None = None  # the first error that the user's loss raised
 
     def __call__(self, rows: TrainBatch, values: tuple[Any, ...]) -> tuple[Tensor, MicroBatchResult]:
-        """Return the scalar, whose gradient is the micro-batch's part of the loss's, and the result."""
+        """Return a scalar whose gradient is the micro-batch's part of the loss's gradient, and the result."""
         output = LinearLogprob(*values)
-        scalar, weight_r, metrics = self._surrogate(rows, output)
-        bonus, of_bonus = self._bonus(output)
-        metrics = detached(metrics | _head_metrics(rows, output, self._totals) | of_bonus)
-        return scalar + bonus, MicroBatchResult(output.logp_r.detach(), weight_r, metrics)
+        surrogate = self._surrogate(rows, output)
+        bonus, bonus_metrics = self._bonus(output)
+        head_metrics = _head_metrics(rows, output, self._totals)
+        metrics = detached(surrogate.metrics | head_metrics | bonus_metrics)
+        result = MicroBatchResult(output.logp_r.detach(), surrogate.weight_r, metrics)
+        return surrogate.scalar + bonus, result
 
     @abstractmethod
-    def _surrogate(self, rows: TrainBatch, output: LinearLogprob) -> tuple[Tensor, Tensor | None, Metrics]:
-        """Return a scalar with the loss's gradient, dL/dlogp if it is computed here, and metrics."""
+    def _surrogate(self, rows: TrainBatch, output: LinearLogprob) -> Surrogate:
+        """Return the micro-batch's part of the loss without the terms that the head computes."""
 
     @abstractmethod
     def _summed(self, rows: TrainBatch, logp_r: Tensor | None, summed: Metrics) -> Metrics:
@@ -82,13 +92,21 @@ class LossPass(ABC):
         self, rows: TrainBatch, logp_r: Tensor | None, results: Sequence[MicroBatchResult]
     ) -> dict[str, float]:
         """Return the update's loss and metrics. A collective. `logp_r`: the log-probs of all rows."""
-        loss = self._loss
-        metrics = self._summed(rows, logp_r, sum_over_ranks(floats([result.metrics for result in results])))
-        if loss.wants_entropy:
-            metrics["loss"] -= loss.entropy_coef * metrics["entropy"]
-        if loss.divergence is not None:
-            metrics["loss"] += loss.divergence.coef * metrics["divergence"]
-        return metrics | loss.derived(metrics)
+        summed = self._summed(rows, logp_r, sum_over_ranks(floats([result.metrics for result in results])))
+        metrics = summed | {"loss": self._with_head_terms(summed)}
+        return metrics | self._loss.derived(metrics)
+
+    def _with_head_terms(self, metrics: Metrics) -> float:
+        """Return the update's loss: that of the log-probs with the entropy bonus and the divergence.
+
+        A rehearsed rank has its own metrics only, and a pipeline stage without the head has none: then 0.
+        """
+        loss: float = metrics.get("loss", 0.0)
+        if self._loss.wants_entropy:
+            loss -= self._loss.entropy_coef * metrics.get("entropy", 0.0)
+        if self._loss.divergence is not None:
+            loss += self._loss.divergence.coef * metrics.get("divergence", 0.0)
+        return loss
 
     def _bonus(self, output: LinearLogprob) -> tuple[Tensor, Metrics]:
         """Return the terms that the head computes beside the log-probs: entropy bonus and divergence."""
@@ -105,12 +123,12 @@ class LossPass(ABC):
 class KnownWeights(LossPass):
     """The rows have their weights dL/dlogp; the loss is computed once, on all rows, after the pass."""
 
-    def _surrogate(self, rows: TrainBatch, output: LinearLogprob) -> tuple[Tensor, Tensor | None, Metrics]:
+    def _surrogate(self, rows: TrainBatch, output: LinearLogprob) -> Surrogate:
         if output.surrogate is not None:
-            return output.surrogate, None, {}
+            return Surrogate(output.surrogate, None, {})
         # With an entropy bonus the head gets no weights.
         assert rows.weight_r is not None, "a split group needs its weights before the forward"
-        return (rows.weight_r * output.logp_r).sum(), None, {}
+        return Surrogate((rows.weight_r * output.logp_r).sum(), None, {})
 
     def _summed(self, rows: TrainBatch, logp_r: Tensor | None, summed: Metrics) -> Metrics:
         assert logp_r is not None
@@ -121,19 +139,21 @@ class KnownWeights(LossPass):
 class LossInForward(LossPass):
     """Every micro-batch has whole groups: the loss is a sum over micro-batches."""
 
-    def _surrogate(self, rows: TrainBatch, output: LinearLogprob) -> tuple[Tensor, Tensor | None, Metrics]:
+    def _surrogate(self, rows: TrainBatch, output: LinearLogprob) -> Surrogate:
         logp_r = output.logp_r.detach()
         filled = with_references(rows, logp_r)
         try:
             if output.surrogate is None:  # one call of the loss gives its value and the weights
                 weight_r, metrics = token_weights(self._loss, filled, logp_r, self._totals)
-                return (weight_r * output.logp_r).sum(), weight_r, metrics
+                return Surrogate((weight_r * output.logp_r).sum(), weight_r, metrics)
             value, metrics = self._loss(LossInputs(filled, output.logp_r, self._totals))
-            return output.surrogate, None, {"loss": value, **metrics}
+            return Surrogate(output.surrogate, None, {"loss": value, **metrics})
         except UserFunctionError as error:
             self._problem = self._problem or error
-            zero = 0 * output.logp_r.sum()
-            return zero, None, {"loss": zero}
+            # The scalar keeps the graph, because this rank's backward takes part in collectives with the
+            # other ranks. `raise_problem` ends the update, so the gradient is not used.
+            scalar = 0 * output.logp_r.sum() if output.surrogate is None else output.surrogate
+            return Surrogate(scalar, None, {"loss": output.logp_r.new_zeros(())})
 
     def _summed(self, rows: TrainBatch, logp_r: Tensor | None, summed: Metrics) -> Metrics:
         return summed

@@ -1,19 +1,49 @@
-"""The tile operations in PyTorch, in place; any device, any floating dtype."""
+"""The operations on a tile of logits that a backend must have, and the backend in PyTorch."""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
-from megatron_gvpo.kernels.head import Tiles
 from megatron_gvpo.kernels.mathematics import empty_statistics, label_columns
 
 
+class Tiles(ABC):
+    """A backend's operations on a tile of logits z_rv [rows, columns], in the accumulator's dtype.
+
+    The rows of z_rv are contiguous, and its content is lost. `labels_r` are column numbers of the tile; a
+    number outside the tile means that another tile has the label. mathematics.py defines the statistics.
+    """
+
+    @abstractmethod
+    def statistics_(self, z_rv: Tensor, labels_r: Tensor, entropy: bool) -> Tensor:
+        """Return the statistics of the tile's columns."""
+
+    @abstractmethod
+    def stash_(self, z_rv: Tensor, labels_r: Tensor, out_rv: Tensor, entropy: bool) -> Tensor:
+        """out_rv <- e^(z - row maximum); returns the statistics. out_rv may be z_rv itself."""
+
+    @abstractmethod
+    def gradient_(
+        self,
+        z_rv: Tensor,
+        max_r: Tensor,
+        offset_r: Tensor,
+        slope_r: Tensor | None,
+        labels_r: Tensor,
+        g_r: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """e^(z - max) (offset + slope (z - max)) + 1[label] g in `dtype`."""
+
+
 class TorchTiles(Tiles):
-    """Tiles in PyTorch: each operation passes over the tile once."""
+    """Tiles in PyTorch, in place, on any device and in any floating dtype. Each operation takes one pass."""
 
     def statistics_(self, z_rv: Tensor, labels_r: Tensor, entropy: bool) -> Tensor:
-        """Leaves e^(z - its row maximum) in z_rv."""
+        """Return the statistics, and leave e^(z - row maximum) in z_rv."""
         if z_rv.shape[1] == 0:
             return empty_statistics(labels_r, z_rv.dtype, entropy)
         index_r, owned_r = label_columns(z_rv.shape[1], labels_r)
