@@ -1,11 +1,13 @@
-"""Trains the quickstart's task on a colocated server, with whole steps and with partial rollouts.
+"""Trains a small task on a colocated server, with whole steps and with partial rollouts.
 
     python benchmarks/partial_rollouts.py --engine vllm --python /opt/vllm/bin/python [--seeds 0 1 2]
-    python benchmarks/partial_rollouts.py --table
+    python benchmarks/partial_rollouts.py --task smollm2 --engine vllm --python /opt/vllm/bin/python
+    python benchmarks/partial_rollouts.py [--task smollm2] --table
 
-Each run begins with the quickstart's supervised model, which is made once (runs/partial_rollouts). The file
-has a line for each finished run; started again, the program goes on with the runs that the file lacks. The
-table has means over seeds, with the standard error of pass@1 on the held-out problems.
+The task is the quickstart's, whose supervised model is made once (runs/partial_rollouts), or the sums of
+examples/smollm2 with SmolLM2-135M, a pretrained model, which is fetched once. The result has a line for each
+finished run; started again, the program goes on with the runs that it lacks. The table has means over seeds,
+with the standard error of pass@1 on the held-out problems.
 """
 
 from __future__ import annotations
@@ -17,25 +19,65 @@ import platform
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from lib.quickstart import CPU, LIMIT_S, QUICKSTART, make_start
+from lib.quickstart import CPU, LIMIT_S, QUICKSTART, ROOT, make_start, python
 
 RUNS = Path("runs/partial_rollouts")
-RESULTS = Path("benchmarks/results/partial_rollouts_cpu.jsonl")
+SMOLLM2 = ROOT / "examples" / "smollm2"
 
 SETTINGS = (
-    *("rollout.servers.colocated=true", "rollout.weights.transport=colocated"),
-    *("rollout.servers.context_length=192", "data.eval.limit=128"),
-    *("train.steps=40", "train.prompts_per_step=16", "optimizer.warmup_steps=4", "eval.every=0", "eval.n=4"),
-    *("checkpoint.every=0", "checkpoint.export_hf=false", "logging.tensorboard=false"),
+    *("rollout.servers.colocated=true", "rollout.weights.transport=colocated", "rollout.n=8"),
+    *("eval.every=0", "checkpoint.every=0", "checkpoint.export_hf=false", "logging.tensorboard=false"),
 )
 CASES = {
     "whole": (),
     "8 more, 1 step": ("rollout.over_sampling_prompts=8", "rollout.async_steps=1"),
 }
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained: files of a configuration, changes to it, and the file of its results."""
+
+    files: tuple[Path, ...]
+    settings: tuple[str, ...]
+    results: str
+    prepare: Callable[[], None]  # makes the model and the problems, unless they are there
+
+
+def quickstart() -> Task:
+    settings = (
+        *(f"model.path={RUNS}/sft/hf", f"data.train.path={RUNS}/task/data/train.jsonl"),
+        *(f"data.eval.path={RUNS}/task/data/test.parquet", "rollout.servers.context_length=192"),
+        *("data.eval.limit=128", "eval.n=4", "train.steps=40", "train.prompts_per_step=16"),
+        "optimizer.warmup_steps=4",
+    )
+    files = (QUICKSTART / "gvpo.yaml", CPU)
+    return Task(files, settings, "partial_rollouts_cpu.jsonl", lambda: make_start(RUNS))
+
+
+def smollm2() -> Task:
+    sys.path.insert(0, str(SMOLLM2))
+    from model import cached_model
+
+    def prepare() -> None:
+        python([str(SMOLLM2 / "model.py")])
+        python([str(SMOLLM2 / "make_task.py"), "--out", str(RUNS / "smollm2")])
+
+    settings = (
+        *(f"model.path={cached_model()}", f"data.train.path={RUNS}/smollm2/train.jsonl"),
+        *(f"data.eval.path={RUNS}/smollm2/test.jsonl", "rollout.servers.context_length=256"),
+        *("train.mini_batches=1", "algorithm.reference_logprobs=trainer"),
+    )
+    return Task((SMOLLM2 / "gvpo.yaml",), settings, "partial_rollouts_smollm2_cpu.jsonl", prepare)
+
+
+TASKS = {"quickstart": quickstart, "smollm2": smollm2}
 SUMS = ("time/rollout", "time/training", "time/sync", "time/step")
 MEANS = ("response/staleness", "response/carried", "response/length", "mismatch/kl", "train/grad_norm")
 
@@ -44,30 +86,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    parser.add_argument("--task", choices=TASKS, default="quickstart")
     parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
     parser.add_argument("--python", default="python", help="the interpreter of the engine's environment")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, help="the file of results (in benchmarks/results)")
     parser.add_argument("--table", action="store_true", help="only print the table of the file")
     options = parser.parse_args()
+    task = TASKS[options.task]()
+    out = options.out or ROOT / "benchmarks" / "results" / task.results
     if not options.table:
-        measure(options)
-    print(table(lines(options.out)))
+        measure(task, out, options)
+    print(table(lines(out)))
 
 
-def measure(options: argparse.Namespace) -> None:
+def measure(task: Task, out: Path, options: argparse.Namespace) -> None:
     """Make the runs that the file lacks, and append a line to the file for each finished run."""
-    make_start(RUNS)
-    if not options.out.exists():
+    task.prepare()
+    if not out.exists():
         machine = {"machine": platform.machine(), "cores": os.cpu_count()}
-        head = {"settings": SETTINGS, "cases": CASES, "engine": options.engine, "machine": machine}
-        options.out.write_text(json.dumps(head) + "\n")
-    done = {(line["case"], line["seed"]) for line in lines(options.out)}
+        settings = [word for word in (*SETTINGS, *task.settings) if not word.startswith("model.path")]
+        head = {"settings": settings, "cases": CASES, "engine": options.engine, "machine": machine}
+        out.write_text(json.dumps(head) + "\n")
+    done = {(line["case"], line["seed"]) for line in lines(out)}
     for seed in options.seeds:
         for case in CASES:
             if (case, seed) not in done:
-                line = json.dumps(run(case, seed, options))
-                with options.out.open("a") as file:
+                line = json.dumps(run(task, case, seed, options))
+                with out.open("a") as file:
                     file.write(line + "\n")
                 print(line, flush=True)
 
@@ -76,25 +122,19 @@ def lines(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text().splitlines()[1:]]
 
 
-def train(config: str, *overrides: str | Path) -> None:
-    """Train a configuration of the quickstart; the last override is the output directory."""
-    *words, out = overrides
-    files = [str(QUICKSTART / f"{config}.yaml"), str(CPU), f"data.train.path={RUNS}/task/data/train.jsonl"]
-    command = [sys.executable, "-m", "megatron_gvpo", "train", "--overwrite", *files, *map(str, words)]
-    subprocess.run([*command, f"output_dir={out}"], check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL)
-
-
-def run(case: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+def run(task: Task, case: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Make one run, and return its measurements."""
-    out = RUNS / f"{case}-{seed}".replace(" ", "_").replace(",", "")
+    out = RUNS / f"{options.task}-{case}-{seed}".replace(" ", "_").replace(",", "")
     engine = (f"rollout.engine={options.engine}", f"rollout.servers.python={options.python}")
-    task = (
-        f"model.path={RUNS}/sft/hf",
-        f"data.eval.path={RUNS}/task/data/test.parquet",
-        f"train.seed={seed}",
-    )
+    words = (*map(str, task.files), *engine, *SETTINGS, *task.settings, *CASES[case])
+    command = [sys.executable, "-m", "megatron_gvpo", "train", "--overwrite", *words]
     load, before = os.getloadavg()[0], processor_seconds()
-    train("gvpo", *engine, *task, *SETTINGS, *CASES[case], out)
+    subprocess.run(
+        [*command, f"train.seed={seed}", f"output_dir={out}"],
+        check=True,
+        timeout=LIMIT_S,
+        stdout=subprocess.DEVNULL,
+    )
     first, *steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     line = {"case": case, "seed": seed, "load_at_start": load, "cpu_s": processor_seconds() - before}
     line |= {"pass@1 before": first["eval/pass@1"], "pass@1": steps[-1]["eval/pass@1"]}

@@ -147,6 +147,7 @@ def overrides_of(way: str, student: str, seed: int, args: argparse.Namespace) ->
         "train.steps": 1000,
         "train.prompts_per_step": 8,
         "optimizer.lr": LEARNING_RATE,
+        "optimizer.decay": "constant",
         "eval.every": 0,
         "checkpoint.every": 0,
         "checkpoint.export_hf": False,

@@ -211,6 +211,7 @@ def overrides_of(row: Row, seed: int, args: argparse.Namespace) -> dict[str, Any
         "train.prompts_per_step": args.problems,
         "train.max_empty_batches": 10 * args.steps,  # the pretrained model is right in 2 % of its responses
         "optimizer.lr": row.lr,
+        "optimizer.decay": "constant",
         "optimizer.warmup_steps": min(4, 2 * args.steps - 1),
         "eval.every": 0,
         "eval.n": 1,

@@ -148,6 +148,7 @@ def run_ours(args: argparse.Namespace) -> None:
         "train.seed": args.seed,
         "train.mini_batches": 1,
         "optimizer.lr": LEARNING_RATE,
+        "optimizer.decay": "constant",
         "optimizer.warmup_steps": WARM_UP,
         "optimizer.betas": [0.9, 0.999],
         "optimizer.clip_grad": 1.0,
