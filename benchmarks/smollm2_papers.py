@@ -3,8 +3,8 @@
     python benchmarks/smollm2_papers.py --out benchmarks/results/paper_tables --work /tmp/smollm2_papers
 
 A cell is one row with one seed: a whole run of the trainer from the pretrained model. All rows have the
-settings of examples/smollm2/gvpo.yaml, with half of the steps, and the same learning rate, except the rows
-that vary it. A cell ends when it has sampled as many responses as the others, even if its method samples
+settings of examples/smollm2/gvpo.yaml, with half of the steps, and the same learning rate, which is constant,
+except the rows that vary it. A cell ends when it has sampled as many responses as the others, even if its method samples
 several batches a step; then it is graded on held-out sums. Rows with the same seed see the same problems.
 
 A finished cell is a line of smollm2.jsonl, and is never repeated; lines of other settings do not count. So
