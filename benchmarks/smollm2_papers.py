@@ -4,8 +4,9 @@
 
 A cell is one row with one seed: a whole run of the trainer from the pretrained model. All rows have the
 settings of examples/smollm2/gvpo.yaml, with half of the steps, and the same learning rate, which is constant,
-except the rows that vary it. A cell ends when it has sampled as many responses as the others, even if its method samples
-several batches a step; then it is graded on held-out sums. Rows with the same seed see the same problems.
+except the rows that vary it. A cell ends when it has sampled as many responses as the others, even if its
+method samples several batches a step; then it is graded on held-out sums. Rows with the same seed see the
+same problems.
 
 A finished cell is a line of smollm2.jsonl, and is never repeated; lines of other settings do not count. So
 the program can be stopped and continued, and `--minutes` stops it by itself, after a step. smollm2.md has the
