@@ -31,24 +31,35 @@ class DeviceMemory:
         self._released: dict[Part, list[_Released]] = {}
         # Host buffers by part and index, pinned if there is CUDA. They are kept, because pinning is slow.
         self._host: dict[tuple[Part, int], Tensor] = {}
+        self._ahead: list[_Released] | None = None  # the weights, if their copies were begun
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    def copy_weights_ahead(self) -> None:
+        """Begin to copy the weights to the host, beside work that only reads them, such as a push.
+
+        The next `release("weights")` waits for these copies and makes no others; `restore("weights")` forgets
+        them, because the weights may change then.
+        """
+        if "weights" not in self._released:
+            self._finish_with_weights()
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                self._ahead = self._copies("weights", self._weights())
 
     def release(self, part: Part) -> None:
         """Offload a part and free its device memory; does nothing if the part is released already."""
         if part in self._released:
             return
-        for model in self._models:
-            model.finish_background_work()
+        self._finish_with_weights()
+        weights = self._weights()
         if part == "weights":
-            for model in self._models:
-                model.drop_fp8_copies()
-        weights = storages(w for model in self._models for w in model.weights())
-        gradients = storages(g for model, _ in self._trained for g in model.gradient_buffers())
-        offloaded = weights
-        if part == "training":  # in fp32 the model's weights are themselves the master weights
+            released = self._ahead if self._ahead is not None else self._copies(part, weights)
+            self._ahead = None
+        else:  # in fp32 the model's weights are themselves the master weights
             states = storages(s for _, optimizer in self._trained for s in optimizer.tensors())
-            offloaded = {address: storage for address, storage in states.items() if address not in weights}
-        released = [_Released(s, self._copy(s, (part, i))) for i, s in enumerate(offloaded.values())]
-        if part == "training":
+            released = self._copies(part, {a: s for a, s in states.items() if a not in weights})
+            gradients = storages(g for model, _ in self._trained for g in model.gradient_buffers())
             released += [_Released(storage, None) for storage in gradients.values()]
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # once for all copies
@@ -59,6 +70,8 @@ class DeviceMemory:
 
     def restore(self, part: Part) -> None:
         """Bring a part back to the device; does nothing if the part was not released."""
+        if part == "weights":
+            self._ahead = None
         for each in self._released.pop(part, []):
             each.storage.resize_(each.nbytes)
             content = _bytes(each.storage)
@@ -68,6 +81,19 @@ class DeviceMemory:
                 content.copy_(each.host, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+
+    def _finish_with_weights(self) -> None:
+        """Wait for gathers of weights in the background, and drop what is derived from the weights."""
+        for model in self._models:
+            model.finish_background_work()
+            model.drop_fp8_copies()
+
+    def _weights(self) -> dict[int, torch.UntypedStorage]:
+        return storages(weight for model in self._models for weight in model.weights())
+
+    def _copies(self, part: Part, offloaded: dict[int, torch.UntypedStorage]) -> list[_Released]:
+        """Begin to copy the storages to the host."""
+        return [_Released(s, self._copy(s, (part, i))) for i, s in enumerate(offloaded.values())]
 
     def _copy(self, storage: torch.UntypedStorage, key: tuple[Part, int]) -> Tensor:
         """Begin to copy a storage's bytes to a host buffer, which is reused."""

@@ -311,6 +311,7 @@ class RankRun:
 
         memory = self.policy.memory
         memory.release("training")
+        memory.copy_weights_ahead()
         memory.release("weights")
         torch.cuda.empty_cache()
         stays = torch.cuda.memory_reserved() / GIB

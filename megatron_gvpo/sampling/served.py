@@ -249,6 +249,7 @@ class ServedEngine:
         try:
             self._memory.release("training")
             self._memory.restore("weights")
+            self._memory.copy_weights_ahead()
             if self.servers is not None:
                 self.servers.pool.wake()
             self._weights.push(version)

@@ -104,8 +104,9 @@ class LendAfterEveryStep(Callback):
         parts = (*model.weights(), *model.gradient_buffers(), *optimizer.tensors())
         state = sum(s.nbytes() for s in storages(t for t in parts if t.is_cuda).values())
         free, allocated = torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
-        for part in ("training", "weights"):
-            memory.release(part)
+        memory.release("training")
+        memory.copy_weights_ahead()
+        memory.release("weights")
         freed = torch.cuda.mem_get_info()[0] - free
         self.freed = [state, allocated - torch.cuda.memory_allocated(), freed]
         for part in ("weights", "training"):
