@@ -1,7 +1,8 @@
 """Runs the collectives of `cuda` tensors with gloo in place of NCCL, over the tensors' own memory.
 
 A collective begins when it is called and ends when the caller waits for it, as with NCCL. The ranks exchange
-real messages, in the same order and of the same sizes as NCCL's. gloo's sums round differently from NCCL's.
+real messages, in the same order and of the same sizes as NCCL's, but for pieces of different sizes in one
+collective. gloo's sums round differently from NCCL's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from megatron_gvpo.core import unequal_pieces
 from megatron_gvpo.rehearsal.nullcuda.aliases import alias
 
 # Collectives that may still run, each with the tensors whose memory it reads or writes.
@@ -182,6 +184,8 @@ def install() -> None:
         ("get_backend", _requested_backend(dist.get_backend)),
         ("isend", _waited_for_often(dist.isend)),
         ("irecv", _waited_for_often(dist.irecv)),
+        ("all_gather", unequal_pieces.all_gather),
+        ("reduce_scatter", unequal_pieces.reduce_scatter),
         ("ProcessGroupNCCL", ProcessGroup),
     ]:
         for module in (dist, dist.distributed_c10d):

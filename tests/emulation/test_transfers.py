@@ -41,3 +41,20 @@ def gather() -> None:
 def test_tensors_of_several_dtypes_are_gathered_at_once() -> None:
     """So Megatron gathers weights where some are in FP8."""
     launch("test_transfers:gather", [2], timeout=100, emulated=True)
+
+
+def gather_and_reduce_unequal_pieces() -> None:
+    """Rank 0 has a row and rank 1 has three; called in a rank."""
+    rank = dist.get_rank()
+    own = torch.full((1 + 2 * rank, 2), float(rank), device="cuda")
+    pieces = [torch.empty(1 + 2 * number, 2, device="cuda") for number in (0, 1)]
+    dist.all_gather(pieces, own)
+    assert [piece.tolist() for piece in pieces] == [[[0.0] * 2], [[1.0] * 2] * 3]
+    total = torch.empty_like(own)
+    dist.reduce_scatter(total, [piece + rank for piece in pieces])
+    assert total.tolist() == [[2.0 * rank + 1] * 2] * (1 + 2 * rank)
+
+
+def test_pieces_of_different_sizes_are_gathered_and_summed() -> None:
+    """So tensor-parallel experts exchange tokens; NCCL takes such pieces, and gloo does not."""
+    launch("test_transfers:gather_and_reduce_unequal_pieces", [2], timeout=100, emulated=True)

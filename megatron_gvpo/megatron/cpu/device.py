@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import HashStore, ProcessGroupGloo, distributed_c10d
 from torch.overrides import TorchFunctionMode
 
+from megatron_gvpo.core import unequal_pieces
 from megatron_gvpo.kernels import onednn
 
 _CPU = torch.device("cpu")
@@ -237,35 +237,8 @@ class OneDeviceGroup(ProcessGroupGloo):
             torch.set_num_threads(threads)
 
 
-def all_gather(pieces: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """Like dist.all_gather, but `pieces` may differ in size, as with tensor-parallel experts."""
-    if len({piece.shape for piece in pieces}) == 1:
-        return dist.all_gather(pieces, tensor, group, async_op)
-    ranks = dist.get_process_group_ranks(group)
-    pieces[dist.get_rank(group)].copy_(tensor)
-    for source, piece in zip(ranks, pieces, strict=True):
-        dist.broadcast(piece, source, group)
-
-
-def reduce_scatter(
-    output: Tensor,
-    pieces: list[Tensor],
-    op: Any = dist.ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-) -> Any:
-    """Like dist.reduce_scatter, but `pieces` may differ in size."""
-    if len({piece.shape for piece in pieces}) == 1:
-        return dist.reduce_scatter(output, pieces, op, group, async_op)
-    for number, piece in enumerate(pieces):
-        total = piece.contiguous().clone()
-        dist.all_reduce(total, op, group)
-        if number == dist.get_rank(group):
-            output.copy_(total)
-
-
 REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
-    dist.all_gather: all_gather,
-    dist.reduce_scatter: reduce_scatter,
+    dist.all_gather: unequal_pieces.all_gather,
+    dist.reduce_scatter: unequal_pieces.reduce_scatter,
 }
 _replacements = dict(REPLACEMENTS)
