@@ -1,4 +1,4 @@
-"""Collectives of gloo with pieces of different sizes, which NCCL takes: tensor-parallel experts exchange them."""
+"""Collectives of gloo with pieces of different sizes, which NCCL takes and tensor-parallel experts need."""
 
 from __future__ import annotations
 
