@@ -115,13 +115,13 @@ def test_a_disk_full_while_exporting_leaves_the_export_and_the_checkpoint(task, 
     ],
 )
 def test_a_damaged_checkpoint_is_named(task, tmp_path, finished, file, content, message):
-    place = tmp_path / "checkpoints" / "step_00000004"
-    place.mkdir(parents=True)
+    checkpoint = tmp_path / "checkpoints" / "step_00000004"
+    checkpoint.mkdir(parents=True)
     for source in (finished / "checkpoints" / "step_00000004").iterdir():
-        (place / source.name).write_bytes(source.read_bytes())
-    (place / file).unlink()
+        (checkpoint / source.name).write_bytes(source.read_bytes())
+    (checkpoint / file).unlink()
     if content is not None:
-        (place / file).write_bytes(content)
+        (checkpoint / file).write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         fit(configure(task, tmp_path, *GVPO), resume=True)
 
@@ -129,8 +129,9 @@ def test_a_damaged_checkpoint_is_named(task, tmp_path, finished, file, content, 
 def test_a_damaged_newest_checkpoint_is_replaced_by_the_newest_whole_one(task, tmp_path, finished, caplog):
     """Checkpoints 3 and 4 of three are damaged: the run goes on from step 2."""
     shutil.copytree(finished, tmp_path / "run")
-    place = tmp_path / "run" / "checkpoints"
-    shard, state = place / "step_00000004" / "__0_0.distcp", place / "step_00000003" / "state.json"
+    checkpoints = tmp_path / "run" / "checkpoints"
+    shard = checkpoints / "step_00000004" / "__0_0.distcp"
+    state = checkpoints / "step_00000003" / "state.json"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
@@ -140,9 +141,9 @@ def test_a_damaged_newest_checkpoint_is_replaced_by_the_newest_whole_one(task, t
     first, second, used = [r.getMessage() for r in caplog.records if r.name.endswith("load")]
     assert re.search(f"{shard} is damaged: .* is not what was saved .*; trying step_00000003", first)
     assert re.search(f"{state} is damaged: it is not what was saved .*; trying step_00000002", second)
-    assert f"{place}/step_00000002 is used; step_00000004, step_00000003 are newer, and damaged" in used
+    assert f"{checkpoints}/step_00000002 is used; step_00000004, step_00000003 are newer, and damaged" in used
     names = [f"step_0000000{name}" for name in ("2", "3.damaged", "4", "4.damaged")]
-    assert sorted(path.name for path in place.iterdir()) == names
+    assert sorted(path.name for path in checkpoints.iterdir()) == names
 
 
 def test_a_named_checkpoint_is_on_the_disk(task, tmp_path, monkeypatch):
@@ -172,9 +173,9 @@ def test_nothing_of_a_damaged_checkpoint_stays(task, tmp_path):
     """Its policy is whole and is loaded before its damaged critic: then step 3 replaces all of it."""
     ppo = (*SHORT, "algorithm=ppo", "algorithm.critic.lr=1e-3", "checkpoint.every=1", "checkpoint.keep=2")
     fit(configure(task, tmp_path, *ppo))
-    before, place = records(tmp_path), tmp_path / "checkpoints"
-    shard = place / "step_00000004" / "critic" / "__0_0.distcp"
+    before, checkpoints = records(tmp_path), tmp_path / "checkpoints"
+    shard = checkpoints / "step_00000004" / "critic" / "__0_0.distcp"
     shard.write_bytes(bytes(len(shard.read_bytes())))
     fit(configure(task, tmp_path, *ppo), resume=True)
-    assert (place / "step_00000004.damaged").is_dir()
+    assert (checkpoints / "step_00000004.damaged").is_dir()
     assert records(tmp_path) == before, "the learning rate, too"

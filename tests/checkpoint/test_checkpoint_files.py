@@ -110,10 +110,10 @@ def test_flipped_bits_are_named_or_change_nothing(tmp_path: Path) -> None:
         content = file.read_bytes()
         for _ in range(60):
             changed = bytearray(content)
-            place = draw.randrange(len(changed) if draw.random() < 0.5 else min(len(changed), 3000))
-            changed[place] ^= 1 << draw.randrange(8)
+            offset = draw.randrange(len(changed) if draw.random() < 0.5 else min(len(changed), 3000))
+            changed[offset] ^= 1 << draw.randrange(8)
             cut = draw.random() < 0.1
-            file.write_bytes(changed[:place] if cut else changed)
+            file.write_bytes(changed[:offset] if cut else changed)
             try:
                 assert_whole(read(whole))
             except DamagedCheckpointError as error:
@@ -176,10 +176,10 @@ def test_an_entry_runs_nothing(tmp_path: Path) -> None:
         read(directory)
     directory = write(tmp_path / "tensor")
     listed = pickle.loads((directory / ".metadata").read_bytes())
-    index, place = next((i, p) for i, p in listed.storage_data.items() if i.fqn == "small")
-    content, code = bytearray((directory / place.relative_path).read_bytes()), saved(Runs(marker)).getvalue()
-    listed.storage_data[index] = _StorageInfo(place.relative_path, len(content), len(code))
-    (directory / place.relative_path).write_bytes(content + code)
+    index, entry = next((i, p) for i, p in listed.storage_data.items() if i.fqn == "small")
+    content, code = bytearray((directory / entry.relative_path).read_bytes()), saved(Runs(marker)).getvalue()
+    listed.storage_data[index] = _StorageInfo(entry.relative_path, len(content), len(code))
+    (directory / entry.relative_path).write_bytes(content + code)
     (directory / ".metadata").write_bytes(pickle.dumps(listed))
     (directory / CHECKSUMS).unlink()
     with pytest.raises(CheckpointError, match=r"distcp: small is a pickle that names posix\.mkdir"):
@@ -207,16 +207,16 @@ def test_files_that_are_not_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda place: setattr(place, "relative_path", "../whole/__0_0.distcp"),
-        lambda place: setattr(place, "relative_path", "/etc/passwd"),
-        lambda place: setattr(place, "relative_path", b"__0_0.distcp"),
-        lambda place: setattr(place, "offset", -1),
-        lambda place: setattr(place, "length", 2.5),
-        lambda place: setattr(place, "length", True),
-        lambda place: setattr(place, "offset", 1 << 62),
-        lambda place: setattr(place, "length", 1 << 62),
-        lambda place: setattr(place, "transform_descriptors", ["stream.zstd"]),
-        lambda place: place.__dict__.clear(),
+        lambda entry: setattr(entry, "relative_path", "../whole/__0_0.distcp"),
+        lambda entry: setattr(entry, "relative_path", "/etc/passwd"),
+        lambda entry: setattr(entry, "relative_path", b"__0_0.distcp"),
+        lambda entry: setattr(entry, "offset", -1),
+        lambda entry: setattr(entry, "length", 2.5),
+        lambda entry: setattr(entry, "length", True),
+        lambda entry: setattr(entry, "offset", 1 << 62),
+        lambda entry: setattr(entry, "length", 1 << 62),
+        lambda entry: setattr(entry, "transform_descriptors", ["stream.zstd"]),
+        lambda entry: entry.__dict__.clear(),
     ],
 )
 def test_places_that_cannot_be(tmp_path: Path, change: Callable[[_StorageInfo], object]) -> None:
@@ -225,7 +225,7 @@ def test_places_that_cannot_be(tmp_path: Path, change: Callable[[_StorageInfo], 
     directory = tmp_path / "other"
     (directory / CHECKSUMS).unlink()
     listed = pickle.loads((directory / ".metadata").read_bytes())
-    change(next(place for index, place in listed.storage_data.items() if index.fqn == "small"))
+    change(next(entry for index, entry in listed.storage_data.items() if index.fqn == "small"))
     (directory / ".metadata").write_bytes(pickle.dumps(listed))
     with pytest.raises(DamagedCheckpointError, match=r"\.metadata|distcp") as refused:
         read(directory)
@@ -233,9 +233,9 @@ def test_places_that_cannot_be(tmp_path: Path, change: Callable[[_StorageInfo], 
 
 
 def test_the_checksums_name_every_entry(tmp_path: Path) -> None:
-    found = json.loads((write(tmp_path) / CHECKSUMS).read_text())
-    assert found["algorithm"] == "xxh3_64"
-    assert {name: len(entries) for name, entries in found["entries"].items()} == {
+    checksums = json.loads((write(tmp_path) / CHECKSUMS).read_text())
+    assert checksums["algorithm"] == "xxh3_64"
+    assert {name: len(entries) for name, entries in checksums["entries"].items()} == {
         "__0_0.distcp": 3,
         ".metadata": 1,
     }

@@ -71,7 +71,7 @@ class SeeExports(Callback):
 
     def on_start(self, trainer):
         out = Path(trainer.config.output_dir)
-        self.seen = {place: load_file(out / place / "model.safetensors") for place in EXPORTS}
+        self.seen = {export: load_file(out / export / "model.safetensors") for export in EXPORTS}
 
 
 EXPORTS = ("hf_best", "exports/step_00000002")
@@ -83,15 +83,15 @@ def test_exports_that_a_kill_has_left_out_are_written_on_resume(task, tmp_path):
     latest = "checkpoint.keep_best={metric: train/lr, order: lowest}"  # its decay makes the newest the best
     how = (*HOW, latest, "optimizer.warmup_steps=0")
     fit(configure(task, tmp_path, *how), [StopAfter(2)])
-    whole = {place: load_file(tmp_path / place / "model.safetensors") for place in EXPORTS}
+    expected = {export: load_file(tmp_path / export / "model.safetensors") for export in EXPORTS}
     assert exported_step(tmp_path / "hf_best") == 2
     shutil.rmtree(tmp_path / "exports")
     (tmp_path / "hf_best" / "export.json").write_text('{"step": 1}')
     (tmp_path / "hf_best" / "model.safetensors").unlink()
     exports = SeeExports()
     fit(configure(task, tmp_path, *how, "train.steps=2"), [exports], resume=True)
-    for place, tensors in exports.seen.items():
-        assert all(torch.equal(tensors[name], whole[place][name]) for name in whole[place]), place
+    for export, tensors in exports.seen.items():
+        assert all(torch.equal(tensors[name], expected[export][name]) for name in expected[export]), export
 
 
 @pytest.mark.usefixtures("leave_the_process_group")
@@ -112,8 +112,8 @@ def test_a_step_without_a_checkpoint_is_refused(command, task, tmp_path, capsys)
         (tmp_path / "checkpoints" / name / "state.json").write_text("{}")
     name, *more = command
     assert main([name, str(task / "run.yaml"), f"output_dir={tmp_path}", *GVPO, *more, "--step", "77"]) == 2
-    said = capsys.readouterr().err
-    assert "--step 77" in said and "(it has: 2, 4)" in said
+    error = capsys.readouterr().err
+    assert "--step 77" in error and "(it has: 2, 4)" in error
 
 
 def test_the_first_of_equal_ones_is_best_and_other_metrics_are_forgotten():
@@ -129,7 +129,7 @@ def test_the_first_of_equal_ones_is_best_and_other_metrics_are_forgotten():
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"export_every": 2}, "checkpoint.export_every=2 with checkpoint.every=0"),
         ({"keep_best": {"metric": "reward/mean"}}, "set checkpoint.every"),
@@ -137,6 +137,6 @@ def test_the_first_of_equal_ones_is_best_and_other_metrics_are_forgotten():
         ({"every": 5, "keep_best": {"metric": "eval/pass@1"}}, "set data.eval"),
     ],
 )
-def test_keys_that_would_do_nothing_are_refused(keys, said):
-    with pytest.raises(ConfigError, match=said):
+def test_keys_that_would_do_nothing_are_refused(keys, message):
+    with pytest.raises(ConfigError, match=message):
         build_config({**yaml.load(GOOD, Loader), "checkpoint": keys})

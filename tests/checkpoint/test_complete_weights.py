@@ -133,8 +133,9 @@ def test_what_is_not_exactly_the_models_is_refused(models, tmp_path, group, case
     model = changed(models / family, tmp_path / "model", change, **(MTP if case == "two predictors" else {}))
     with pytest.raises(ConfigError) as refused:
         build(ModelConfig(path=str(model)), ParallelConfig(), trained=False)
-    said = str(refused.value)
-    assert said.startswith(f"model.path={model}: ") and re.search(message, said) and "\n" not in said, said
+    error = str(refused.value)
+    assert error.startswith(f"model.path={model}: ") and "\n" not in error, error
+    assert re.search(message, error), error
 
 
 ACCEPTED = {
@@ -167,8 +168,8 @@ def test_heads_for_further_tokens_are_kept_and_exported(models, tmp_path, group,
     name = "model.layers.4.enorm.weight"
     source = changed(models / "deepseek_v3", tmp_path / "model", with_tensor(name, 32), **MTP)
     built = build(ModelConfig(path=str(source), dtype="float32"), ParallelConfig())
-    [said] = [record.message for record in caplog.records if "further tokens" in record.message]
-    assert f"model.path={source} has 1 tensors of heads for further tokens ({name}, ...)" in said
+    [warning] = [record.message for record in caplog.records if "further tokens" in record.message]
+    assert f"model.path={source} has 1 tensors of heads for further tokens ({name}, ...)" in warning
     built.save_hf(tmp_path / "exported")
     before, after = (load_file(path / "model.safetensors") for path in (source, tmp_path / "exported"))
     assert before.keys() == after.keys()
@@ -223,8 +224,8 @@ def test_two_copies_of_a_tensor_must_be_equal(models, tmp_path):
     stored_tensors(model, "model.path")
     more[FIRST][-1, -1] += 1
     save_file(more, model / "more.safetensors")
-    said = rf"{FIRST} is in model.safetensors and, with other values, in more.safetensors: remove one"
-    with pytest.raises(ConfigError, match=said):
+    message = rf"{FIRST} is in model.safetensors and, with other values, in more.safetensors: remove one"
+    with pytest.raises(ConfigError, match=message):
         stored_tensors(model, "model.path")
     text = json.dumps(index).replace('"more":', f'"{FIRST}": "more.safetensors", "more":')
     (model / "model.safetensors.index.json").write_text(text)
@@ -248,15 +249,15 @@ def test_files_that_the_index_does_not_list_are_no_part_of_the_model(tmp_path: P
 
 def test_the_command_line_says_it_in_one_line(task, tmp_path, capfd):
     model = changed(task / "model", tmp_path / "model", without("layers.0.mlp.up_proj"))
-    given = ["algorithm=ppo", f"output_dir={tmp_path / 'run'}", *SHORT]
+    settings = ["algorithm=ppo", f"output_dir={tmp_path / 'run'}", *SHORT]
     for command, key in ((["train"], "model.path"), (["eval", "data.eval.limit=1"], "model.path")):
-        overrides = [text for text in given if command[0] == "train" or not text.startswith("data.eval")]
+        overrides = [text for text in settings if command[0] == "train" or not text.startswith("data.eval")]
         arguments = [command[0], str(task / "run.yaml"), *overrides, *command[1:], f"model.path={model}"]
         assert main(arguments) == 2
         error = capfd.readouterr().err
         assert error.startswith(f"error: {key}={model}: it lacks 1 tensor (") and error.count("\n") == 1
     critic = f'algorithm={{"recipe": "ppo", "critic": {{"path": "{model}"}}}}'
-    assert main(["train", str(task / "run.yaml"), *given[1:], critic]) == 2
+    assert main(["train", str(task / "run.yaml"), *settings[1:], critic]) == 2
     assert capfd.readouterr().err.startswith(f"error: algorithm.critic.path={model}: it lacks 1 tensor (")
     assert main(["convert", str(model), str(tmp_path / "megatron")]) == 2
     assert capfd.readouterr().err.startswith(f"error: SOURCE={model}: it lacks 1 tensor (")
@@ -264,7 +265,7 @@ def test_the_command_line_says_it_in_one_line(task, tmp_path, capfd):
     assert main(["convert", str(task / "model"), str(task / "model" / "inside")]) == 2
     assert f"this is in {task / 'model'}, and would become a part of it" in capfd.readouterr().err
     inside = tmp_path / "run" / "checkpoints" / "hf"
-    assert main(["export", str(task / "run.yaml"), *given[1:], "--out", str(inside)]) == 2
+    assert main(["export", str(task / "run.yaml"), *settings[1:], "--out", str(inside)]) == 2
     assert "checkpoints, and would become a part of it" in capfd.readouterr().err
 
 
@@ -283,19 +284,19 @@ def test_convert_like_another_model(models, tmp_path, capsys):
         ("untied", models / "qwen3"): "self_attention.q_layernorm.weight",
         ("untied", shallow): "shape",
     }
-    for (source, like), said in cases.items():
-        there, back = tmp_path / source, tmp_path / "back"
-        if not there.exists():
-            assert main(["convert", str(models / source), str(there)]) == 0
-            recorded = (there / "source_config.json").read_text()
-        (there / "source_config.json").write_text(recorded)
+    for (source, like), message in cases.items():
+        converted, back = tmp_path / source, tmp_path / "back"
+        if not converted.exists():
+            assert main(["convert", str(models / source), str(converted)]) == 0
+            recorded = (converted / "source_config.json").read_text()
+        (converted / "source_config.json").write_text(recorded)
         capsys.readouterr()
-        assert main(["convert", str(there), str(back), "--like", str(like)]) == 2
-        assert f"SOURCE={there} was converted from a model with" in capsys.readouterr().err
-        (there / "source_config.json").unlink()  # weights of other origins have none
-        assert main(["convert", str(there), str(back), "--like", str(like)]) == 1
+        assert main(["convert", str(converted), str(back), "--like", str(like)]) == 2
+        assert f"SOURCE={converted} was converted from a model with" in capsys.readouterr().err
+        (converted / "source_config.json").unlink()  # weights of other origins have none
+        assert main(["convert", str(converted), str(back), "--like", str(like)]) == 1
         error = capsys.readouterr().err
-        assert error.startswith(f"error: cannot read {there} as weights of {like}: ") and said in error
+        assert error.startswith(f"error: cannot read {converted} as weights of {like}: ") and message in error
         assert not back.exists()
 
 
@@ -313,19 +314,19 @@ def tied_task(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.usefixtures("leave_the_process_group")
 def test_resume_and_export_with_another_tying(task, tied_task, tmp_path):
     moving = {"tied": tied_task, "untied": task}
-    for name, place in moving.items():
-        fit(configure(place, tmp_path / name, *GVPO, *SHORT, "train.steps=1"))
+    for name, folder in moving.items():
+        fit(configure(folder, tmp_path / name, *GVPO, *SHORT, "train.steps=1"))
     for name, other, saved, here in (("tied", task, True, False), ("untied", tied_task, False, True)):
         config = configure(other, tmp_path / name, *GVPO, *SHORT, "train.steps=2")
-        said = f"step_00000001 is of a model with tie_word_embeddings={saved} in its config.json, and the "
-        with pytest.raises(CheckpointError, match=f"{said}model here has {here}: "):
+        message = f"step_00000001 is of a model with tie_word_embeddings={saved} in its config.json, and the "
+        with pytest.raises(CheckpointError, match=f"{message}model here has {here}: "):
             fit(config, resume=True)
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             conversion.checkpoint_to_hugging_face(config, tmp_path / "hf")
         forget_layout()
     assert not (tmp_path / "hf").exists()
-    for name, place in moving.items():  # and what fits goes on
-        fit(configure(place, tmp_path / name, *GVPO, *SHORT, "train.steps=2"), resume=True)
+    for name, folder in moving.items():  # and what fits goes on
+        fit(configure(folder, tmp_path / name, *GVPO, *SHORT, "train.steps=2"), resume=True)
         assert complete_checkpoints(tmp_path / name / "checkpoints")[-1].name == "step_00000002"
 
 
@@ -338,22 +339,22 @@ def test_a_checkpoint_belongs_to_the_model_that_the_run_began_with(task, tmp_pat
     fit(configure(task, tmp_path / "run", *GVPO, *SHORT, "train.steps=1"))
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000001"
     other = changed(task / "model", tmp_path / "other", lambda tensors: None, rms_norm_eps=0.5)
-    said = "is of a model with rms_norm_eps=1e-06 in its config.json, and the model here has 0.5: name"
+    message = "is of a model with rms_norm_eps=1e-06 in its config.json, and the model here has 0.5: name"
     config = configure(task, tmp_path / "run", *GVPO, *SHORT, "train.steps=2", f"model.path={other}")
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         fit(config, resume=True)
     forget_layout()
     held_out = f"data.eval.path={task / 'data' / 'test.parquet'}"
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         evaluate(
             configure(task, tmp_path / "run", *GVPO, *SHORT, held_out, f"model.path={other}"), resume=True
         )
     forget_layout()
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         conversion.checkpoint_to_hugging_face(config, tmp_path / "hf")
     forget_layout()
     larger = changed(task / "model", tmp_path / "larger", with_more_tokens, vocab_size=24)
     assert main(["convert", str(checkpoint), str(tmp_path / "hf"), "--like", str(larger)]) == 1
-    said = "is of a model with vocab_size=20 in its config.json, and the model here has 24"
-    assert said in capfd.readouterr().err
+    message = "is of a model with vocab_size=20 in its config.json, and the model here has 24"
+    assert message in capfd.readouterr().err
     assert not (tmp_path / "hf").exists()

@@ -30,32 +30,32 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
-    ours, theirs = weights(one), weights(other)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]), name
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype and torch.equal(tensor, second[name]), name
 
 
 @pytest.mark.parametrize("family", ["tied", "deepseek_v3"])
 def test_there_and_back(models: Path, tmp_path: Path, family: str) -> None:
-    there, back = tmp_path / "megatron", tmp_path / "hf"
-    assert main(["convert", str(models / family), str(there)]) == 0
+    converted, back = tmp_path / "megatron", tmp_path / "hf"
+    assert main(["convert", str(models / family), str(converted)]) == 0
     like = tmp_path / "like"  # the same architecture with other weights: none of them may be left
     config = reference.CONFIGS[family]()
     torch.manual_seed(1)
     reference.transformers.AutoModelForCausalLM.from_config(config).save_pretrained(like)
-    assert main(["convert", str(there), str(back), "--like", str(like)]) == 0
+    assert main(["convert", str(converted), str(back), "--like", str(like)]) == 0
     assert_same_weights(back, models / family)
 
 
 def test_there_and_back_in_several_files(models: Path, tmp_path: Path) -> None:
     """The same with a source of several files, through sizes that large models exceed."""
-    source, there, back = tmp_path / "source", tmp_path / "megatron", tmp_path / "hf"
+    source, converted, back = tmp_path / "source", tmp_path / "megatron", tmp_path / "hf"
     model = reference.transformers.AutoModelForCausalLM.from_pretrained(models / "qwen3_moe")
     model.save_pretrained(source, max_shard_size="30KB")
     with small_constants():
-        assert main(["convert", str(source), str(there)]) == 0
-        assert main(["convert", str(there), str(back), "--like", str(source)]) == 0
+        assert main(["convert", str(source), str(converted)]) == 0
+        assert main(["convert", str(converted), str(back), "--like", str(source)]) == 0
     assert all(len(list(directory.glob("model-*.safetensors"))) > 2 for directory in (source, back))
     assert_same_weights(back, models / "qwen3_moe")
     reference.transformers.AutoModelForCausalLM.from_pretrained(back)  # reads the index
@@ -96,9 +96,9 @@ def test_a_target_that_cannot_be_written_is_one_line(
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
     assert main(["convert", str(models / "tied"), target]) in (1, 2)
-    said = capsys.readouterr().err
-    assert target[:100] in said and "Traceback" not in said
-    assert re.search("cannot write|File name too long|nothing can be written", said.splitlines()[-1])
+    error = capsys.readouterr().err
+    assert target[:100] in error and "Traceback" not in error
+    assert re.search("cannot write|File name too long|nothing can be written", error.splitlines()[-1])
     assert not list(tmp_path.iterdir())
 
 
@@ -107,9 +107,9 @@ def test_a_full_disk_leaves_the_target_as_it_was(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, back: bool
 ) -> None:
     """A part of the model was in the way of the next try: "this directory is not empty"."""
-    model, there, target = models / "tied", tmp_path / "megatron", tmp_path / "target"
-    assert main(["convert", str(model), str(there)]) == 0
-    command = ["convert", str(there), str(target), "--like", str(model)] if back else []
+    model, converted, target = models / "tied", tmp_path / "megatron", tmp_path / "target"
+    assert main(["convert", str(model), str(converted)]) == 0
+    command = ["convert", str(converted), str(target), "--like", str(model)] if back else []
     command = command or ["convert", str(model), str(target)]
 
     def full(*_: Any) -> None:
@@ -151,11 +151,11 @@ def test_sources_with_impossible_names_are_one_line(models: Path, tmp_path: Path
 
 def test_like_another_model_of_the_same_shapes(models: Path, tmp_path: Path, capsys) -> None:
     """Fails on the old code, which wrote padding as the rows of tokens that the model has never had."""
-    there, like = tmp_path / "megatron", tmp_path / "like"
-    assert main(["convert", str(models / "tied"), str(there)]) == 0
+    converted, like = tmp_path / "megatron", tmp_path / "like"
+    assert main(["convert", str(models / "tied"), str(converted)]) == 0
     shutil.copytree(models / "tied", like)
     values = json.loads((like / "config.json").read_text())
     values |= {"vocab_size": values["vocab_size"] + 1, "transformers_version": "another"}
     (like / "config.json").write_text(json.dumps(values))
-    assert main(["convert", str(there), str(tmp_path / "back"), "--like", str(like)]) == 2
+    assert main(["convert", str(converted), str(tmp_path / "back"), "--like", str(like)]) == 2
     assert "vocab_size=" in capsys.readouterr().err and not (tmp_path / "back").exists()

@@ -44,12 +44,12 @@ def list_that_runs(checkpoint: Path, marker: Path) -> str:
 def object_that_runs(checkpoint: Path, marker: Path) -> str:
     """In the place of an object that every load reads."""
     listed = pickle.loads((checkpoint / ".metadata").read_bytes())
-    index, place = next((i, p) for i, p in listed.storage_data.items() if i.fqn.startswith("common_state"))
-    file = checkpoint / place.relative_path
+    index, entry = next((i, p) for i, p in listed.storage_data.items() if i.fqn.startswith("common_state"))
+    file = checkpoint / entry.relative_path
     before = file.stat().st_size
     with file.open("ab") as stream:
         torch.save([Runs(marker)], stream)
-    listed.storage_data[index] = type(place)(place.relative_path, before, file.stat().st_size - before)
+    listed.storage_data[index] = type(entry)(entry.relative_path, before, file.stat().st_size - before)
     (checkpoint / ".metadata").write_bytes(pickle.dumps(listed))
     return "common_state/shard_0_1 is a pickle that names posix.mkdir"
 
@@ -66,22 +66,22 @@ def test_megatron_checkpoints(
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     checkpoint = run / "checkpoints" / "step_00000001"
-    said = hostile(checkpoint, marker)
+    message = hostile(checkpoint, marker)
     (checkpoint / "checksums.json").unlink()  # a forger would correct it, and state.json
     state = json.loads((checkpoint / "state.json").read_text())
     unbound = {key: value for key, value in state.items() if key not in ("lists", "checksum")}
     (checkpoint / "state.json").write_text(json.dumps(unbound))
-    given = [str(task / "run.yaml"), "algorithm=gvpo", *SHORT, f"output_dir={run}"]
-    evaluated = [text for text in given if not text.startswith("data.eval")]
+    arguments = [str(task / "run.yaml"), "algorithm=gvpo", *SHORT, f"output_dir={run}"]
+    evaluated = [text for text in arguments if not text.startswith("data.eval")]
     for command in (
-        ["train", *given, "train.mini_batches=2", "train.steps=2", "--resume"],
+        ["train", *arguments, "train.mini_batches=2", "train.steps=2", "--resume"],
         ["eval", *evaluated, "--resume"],
-        ["export", *given, "--out", str(tmp_path / "out")],
+        ["export", *arguments, "--out", str(tmp_path / "out")],
         ["convert", str(checkpoint), str(tmp_path / "back"), "--like", str(task / "model")],
     ):
         assert main(command) == 1, command[0]
         error = capfd.readouterr().err.splitlines()[-1]
-        assert error.startswith(f"error: cannot read {checkpoint}") and said in error, error
+        assert error.startswith(f"error: cannot read {checkpoint}") and message in error, error
         assert not (tmp_path / "out").exists() and not (tmp_path / "back").exists()
 
 
@@ -90,20 +90,20 @@ def test_pickled_weights(task: Path, tmp_path: Path, marker: Path, capfd: Any) -
     shutil.copytree(task / "model", model)
     (model / "model.safetensors").unlink()
     torch.save({"model.norm.weight": Runs(marker)}, model / "pytorch_model.bin")
-    given = [str(task / "run.yaml"), f"model.path={model}", *SHORT, f"output_dir={tmp_path / 'run'}"]
-    evaluated = [text for text in given if not text.startswith("data.eval")]
+    arguments = [str(task / "run.yaml"), f"model.path={model}", *SHORT, f"output_dir={tmp_path / 'run'}"]
+    evaluated = [text for text in arguments if not text.startswith("data.eval")]
     for command in (
-        ["train", "algorithm=gvpo", *given],
+        ["train", "algorithm=gvpo", *arguments],
         ["eval", *evaluated],
         ["convert", str(model), str(tmp_path / "megatron")],
         # This program ends well, as an interpreter that has the engine does.
-        ["serve", *given, "rollout.engine=sglang", "rollout.servers.python=/bin/true"],
+        ["serve", *arguments, "rollout.engine=sglang", "rollout.servers.python=/bin/true"],
     ):
         assert main(command) == 2, command[0]
         error = capfd.readouterr().err.splitlines()[-1]
         key = "SOURCE" if command[0] == "convert" else "model.path"
-        said = "no weights there (*.safetensors); pytorch_model.bin is a pickle, which is not read"
-        assert error == f"error: {key}={model}: {said}"
+        reason = "no weights there (*.safetensors); pytorch_model.bin is a pickle, which is not read"
+        assert error == f"error: {key}={model}: {reason}"
 
 
 def code_of_the_tokenizer(model: Path) -> None:
@@ -130,9 +130,9 @@ def test_code_beside_the_weights(
     shutil.copytree(task / "model", model)
     hostile(model)
     (model / "mine.py").write_text(CODE.format(marker=str(marker)))
-    given = [str(task / "run.yaml"), f"model.path={model}", f"output_dir={tmp_path / 'run'}", SHORT[0]]
+    arguments = [str(task / "run.yaml"), f"model.path={model}", f"output_dir={tmp_path / 'run'}", SHORT[0]]
     for command in (
-        ["eval", *given, "data.eval.limit=1"],
+        ["eval", *arguments, "data.eval.limit=1"],
         ["convert", str(model), str(tmp_path / "megatron")],
     ):
         code, error = main(command), capfd.readouterr().err

@@ -37,35 +37,34 @@ def case_of(model: str, directory: Path) -> Case:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("resharding")
-    reference.save_models(directory)
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("resharding")
+    reference.save_models(path)
     for family in FAMILIES:
         if any(family.title == model for model, _ in MOVES):
-            save_tiny(family.tiny, directory / family.title, family.title)
-    return directory
+            save_tiny(family.tiny, path / family.title, family.title)
+    return path
 
 
 EVERY_MOVE = [(model, source, layout) for (model, source), to in MOVES.items() for layout in to]
 
 
 @pytest.fixture(scope="module")
-def found(place: Path, request: pytest.FixtureRequest) -> Path:
+def results(directory: Path, request: pytest.FixtureRequest) -> Path:
     """Results of one launch of the selected tests' layouts: first those that save, then the others."""
     wanted = selected(request, "model", "source", "layout")
     every = [move for move in EVERY_MOVE if move in wanted]
-    cases = {model: case_of(model, place) for model, _, _ in every}
+    cases = {model: case_of(model, directory) for model, _, _ in every}
     saves = [(source, source, cases[model]) for model, source in dict.fromkeys(move[:2] for move in every)]
     moves = [(layout, source, cases[model]) for model, source, layout in every]
     work = []
     for runs in (saves, moves):
         runs.sort(key=lambda run: run[0].ranks)
         work += [list(same) for _, same in groupby(runs, key=lambda run: run[0].ranks)]
-    torch.save(work, place / "work.pt")
-    launch(
-        "helpers.workers.checkpoint_worker:run", [runs[0][0].ranks for runs in work], str(place), timeout=1800
-    )
-    return place
+    torch.save(work, directory / "work.pt")
+    sizes = [runs[0][0].ranks for runs in work]
+    launch("helpers.workers.checkpoint_worker:run", sizes, str(directory), timeout=1800)
+    return directory
 
 
 @pytest.mark.parametrize(
@@ -74,10 +73,10 @@ def found(place: Path, request: pytest.FixtureRequest) -> Path:
     ids=lambda value: str(value),
 )
 def test_another_layout_goes_on_as_the_one_that_saved(
-    found: Path, model: str, source: Layout, layout: Layout
+    results: Path, model: str, source: Layout, layout: Layout
 ) -> None:
     stayed, moved = (
-        torch.load(found / f"{of}-of-{source}-{model}.pt", weights_only=False) for of in (source, layout)
+        torch.load(results / f"{of}-of-{source}-{model}.pt", weights_only=False) for of in (source, layout)
     )
     assert isinstance(moved, Continuation) and moved.states.keys() == stayed.states.keys()
     for kind, tensors in stayed.states.items():
@@ -121,53 +120,53 @@ def test_a_half_is_cut_into_as_few_runs_as_possible(axis: int) -> None:
             assert part.is_contiguous() and torch.equal(half[index], part)
 
 
-def test_a_process_killed_while_saving_leaves_the_previous_checkpoint(place: Path) -> None:
-    torch.save(case_of("untied", place), place / "case.pt")
+def test_a_process_killed_while_saving_leaves_the_previous_checkpoint(directory: Path) -> None:
+    torch.save(case_of("untied", directory), directory / "case.pt")
     with pytest.raises(AssertionError, match="SIGXFSZ"):
-        launch("helpers.workers.checkpoint_worker:killed_while_saving", [1], str(place))
-    assert [path.name for path in complete_checkpoints(place / "killed")] == ["step_00000001"]
-    assert (place / "killed" / "step_00000002.partial").is_dir()
+        launch("helpers.workers.checkpoint_worker:killed_while_saving", [1], str(directory))
+    assert [path.name for path in complete_checkpoints(directory / "killed")] == ["step_00000001"]
+    assert (directory / "killed" / "step_00000002.partial").is_dir()
 
 
-def test_a_kill_at_any_instant_of_saving_a_step_again_leaves_one_of_the_two(place: Path) -> None:
-    torch.save(case_of("untied", place), place / "case.pt")
-    launch("helpers.workers.checkpoint_worker:saved_again", [1], str(place))
-    found = torch.load(place / "again.pt")
-    loaded = [number for number, _, _ in found]
+def test_a_kill_at_any_instant_of_saving_a_step_again_leaves_one_of_the_two(directory: Path) -> None:
+    torch.save(case_of("untied", directory), directory / "case.pt")
+    launch("helpers.workers.checkpoint_worker:saved_again", [1], str(directory))
+    loads = torch.load(directory / "again.pt")
+    loaded = [number for number, _, _ in loads]
     assert loaded == sorted(loaded) and set(loaded) == {1, 2}, "the first, then the second, never none"
     assert loaded.count(1) > 3 < loaded.count(2), "before files of the new one, and while the old one goes"
-    for _, same, names in found:
+    for _, same, names in loads:
         assert same, "weights and state are of one checkpoint"
         assert names == ["step_00000001", "step_00000002"], "the next saves clean up"
 
 
-def test_a_rank_that_fails_alone_is_heard_of_by_all(place: Path) -> None:
+def test_a_rank_that_fails_alone_is_heard_of_by_all(directory: Path) -> None:
     """All ranks raise its error where they would have waited for it, and the files on disk stay."""
     ema = {"recipe": "gvpo", "loss": {"reference": {"name": "ema", "decay": 0.9}}}
-    torch.save(replace(case_of("untied", place), algorithm=ema), place / "case.pt")
-    launch("helpers.workers.checkpoint_worker:fails_on_one_rank", [2], str(place))
-    heard = [torch.load(place / f"heard-{rank}.pt") for rank in (0, 1)]
+    torch.save(replace(case_of("untied", directory), algorithm=ema), directory / "case.pt")
+    launch("helpers.workers.checkpoint_worker:fails_on_one_rank", [2], str(directory))
+    heard = [torch.load(directory / f"heard-{rank}.pt") for rank in (0, 1)]
     assert heard[0] == heard[1]
     ranks = [rank for _, rank in PARTS_OF_A_SAVE] + [rank for _, _, rank in PARTS_OF_A_LOAD]
     *parts, invalid, unread = heard[0]
-    whats = [f"write {place / 'alone' / 'step_00000002'}"] * len(PARTS_OF_A_SAVE)
-    whats += [f"read {place / 'alone' / 'step_00000001'}"] * len(PARTS_OF_A_LOAD)
+    whats = [f"write {directory / 'alone' / 'step_00000002'}"] * len(PARTS_OF_A_SAVE)
+    whats += [f"read {directory / 'alone' / 'step_00000001'}"] * len(PARTS_OF_A_LOAD)
     for what, rank, message in zip(whats, ranks, parts, strict=True):
         assert message == f"cannot {what}: OSError: [Errno 28] rank {rank} has no space left (on rank {rank})"
     assert re.search(r"Invalid sharding pattern validation(.|\n)*\(on rank 0\)$", invalid)
     assert re.search(r"not mounted/state\.json is missing \(on rank 1\)$", unread)
-    assert [path.name for path in complete_checkpoints(place / "alone")] == ["step_00000001"]
+    assert [path.name for path in complete_checkpoints(directory / "alone")] == ["step_00000001"]
 
 
-def test_saving_in_the_background_holds_no_copy_of_the_optimizer(place: Path) -> None:
+def test_saving_in_the_background_holds_no_copy_of_the_optimizer(directory: Path) -> None:
     """Peak memory rises by a few tensors of 8 MiB. A copy of the optimizer would take 130 MiB."""
     torch.manual_seed(0)
     wide = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
     config = transformers.Qwen2Config(**{**reference.COMMON, **wide})
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(place / "wide")
-    case = case_of("untied", place)
-    torch.save(Case(case.name, case.algorithm, case.rows, SPLIT, model="wide"), place / "case.pt")
-    launch("helpers.workers.checkpoint_worker:peak_of_a_save", [1], str(place))
-    found = torch.load(place / "peak.pt")
-    assert found["optimizer"] > 130 << 20
-    assert found["rise"] < 40 << 20
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory / "wide")
+    case = case_of("untied", directory)
+    torch.save(Case(case.name, case.algorithm, case.rows, SPLIT, model="wide"), directory / "case.pt")
+    launch("helpers.workers.checkpoint_worker:peak_of_a_save", [1], str(directory))
+    sizes = torch.load(directory / "peak.pt")
+    assert sizes["optimizer"] > 130 << 20
+    assert sizes["rise"] < 40 << 20

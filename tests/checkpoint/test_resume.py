@@ -67,9 +67,11 @@ def test_lost_and_repeated_records_of_steps_are_told_and_mended(task, tmp_path, 
     fit(configure(task, tmp_path, *GVPO), resume=True)
     assert [record["step"] for record in records(tmp_path)] == [0, 2, 3, 4]
     assert not any("old" in record for record in records(tmp_path)), "the last one stays"
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert any("metrics.jsonl has no record of step 1: " in text for text in said)
-    assert any("metrics.jsonl had several records of steps 0, 2: the last of each stays" in t for t in said)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert any("metrics.jsonl has no record of step 1: " in text for text in warnings)
+    assert any(
+        "metrics.jsonl had several records of steps 0, 2: the last of each stays" in t for t in warnings
+    )
 
 
 def test_a_checkpoint_with_the_name_of_another_step_is_not_read(task, tmp_path):
@@ -115,16 +117,16 @@ def test_a_resumed_run_has_the_date_on_which_it_began(task, tmp_path, caplog):
     model = shutil.copytree(task / "model", tmp_path / "model")
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ strftime_now('%Y') }}"
     (model / "chat_template.jinja").write_text(template)
-    given = (*GVPO, *SHORT, f"model.path={model}")
-    fit(configure(task, tmp_path, *given, "train.steps=1"))
+    overrides = (*GVPO, *SHORT, f"model.path={model}")
+    fit(configure(task, tmp_path, *overrides, "train.steps=1"))
     (record := tmp_path / "run.json").write_text(record.read_text().replace('"time": "20', '"time": "17'))
     file = model / "generation_config.json"  # another change that the records of files do not show
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [1, 3]}))
-    trainer = Trainer(configure(task, tmp_path, *given, "train.steps=2"), resume=True)
+    trainer = Trainer(configure(task, tmp_path, *overrides, "train.steps=2"), resume=True)
     assert {prompt.text[-4:-2] for prompt in trainer.components.prompts} == {"17"}
     assert "the prompts are not those that the checkpoint was trained on" in caplog.text, "of another year"
     assert "responses end with one of the tokens [1, 3], and ended with one of [1] when" in caplog.text
-    trainer = Trainer(configure(task, tmp_path, *given), overwrite=True)
+    trainer = Trainer(configure(task, tmp_path, *overrides), overwrite=True)
     assert {prompt.text[-4:-2] for prompt in trainer.components.prompts} == {"20"}
 
 

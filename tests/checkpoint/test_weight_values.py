@@ -28,9 +28,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that this program has written."""
     directory = tmp_path_factory.mktemp("models")
     reference.save_models(directory)
-    there, back = str(directory / "there"), str(directory / "back")
-    assert main(["convert", str(directory / "untied"), there]) == 0
-    assert main(["convert", there, back, "--like", str(directory / "untied")]) == 0
+    converted, back = str(directory / "there"), str(directory / "back")
+    assert main(["convert", str(directory / "untied"), converted]) == 0
+    assert main(["convert", converted, back, "--like", str(directory / "untied")]) == 0
     return Path(back)
 
 
@@ -80,8 +80,8 @@ def test_zeros_of_a_download_that_broke_off(
     assert convert("projections", "o_proj", "down_proj", "lm_head", "bias", "norm") == 0
     assert not caplog.messages
     assert convert("layers", "layers.1.", "layers.2.") == 0
-    (told,) = caplog.messages
-    assert "all matrices of model.layers.1, model.layers.2 (2 of 4 layers) are zero" in told
+    (warning,) = caplog.messages
+    assert "all matrices of model.layers.1, model.layers.2 (2 of 4 layers) are zero" in warning
 
 
 def test_what_is_exported_has_checksums(exported: Path, tmp_path: Path, capsys: Any) -> None:
@@ -91,11 +91,11 @@ def test_what_is_exported_has_checksums(exported: Path, tmp_path: Path, capsys: 
     content = bytearray(file.read_bytes())
     begin = 8 + int.from_bytes(content[:8], "little")
     assert list(json.loads(content[8:begin])["__metadata__"]) == ["format", HEADER]  # never in random order
-    for place in (begin, begin + (len(content) - begin) // 2, len(content) - 1):
-        model = tmp_path / str(place)
+    for offset in (begin, begin + (len(content) - begin) // 2, len(content) - 1):
+        model = tmp_path / str(offset)
         shutil.copytree(exported, model)
         spoilt = bytearray(content)
-        spoilt[place] ^= 1
+        spoilt[offset] ^= 1
         (model / file.name).write_bytes(spoilt)
         assert main(["convert", str(model), str(tmp_path / "there")]) == 2
         error = capsys.readouterr().err
