@@ -70,11 +70,11 @@ def test_output_and_gradients_are_those_of_dense_masked_attention(attention: Any
     inputs = [normal(total, heads, CHANNELS) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     upstream = normal(total, HEADS * CHANNELS).detach()
 
-    found = attention(*inputs, None, packed_seq_params=packed_params(lengths))
+    output = attention(*inputs, None, packed_seq_params=packed_params(lengths))
     wanted = dense(*inputs, lengths)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(output, wanted, rtol=1e-10, atol=1e-12)
     gradients = zip(
-        torch.autograd.grad(found, inputs, upstream),
+        torch.autograd.grad(output, inputs, upstream),
         torch.autograd.grad(wanted, inputs, upstream),
         strict=True,
     )
@@ -122,10 +122,10 @@ def test_a_sliding_window_hides_what_is_further_back(attention: Any, monkeypatch
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]
     monkeypatch.setattr(attention, "window", (window - 1, 0))  # megatron-core counts what is behind
-    found = attention(*inputs, None, packed_seq_params=packed_params(lengths))
+    output = attention(*inputs, None, packed_seq_params=packed_params(lengths))
     wanted = dense(*inputs, lengths, window)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(output, wanted, rtol=1e-10, atol=1e-12)
     assert not torch.allclose(wanted, dense(*inputs, lengths))
-    gradients = [torch.autograd.grad(out.square().sum(), inputs) for out in (found, wanted)]
+    gradients = [torch.autograd.grad(out.square().sum(), inputs) for out in (output, wanted)]
     for of_packed, of_dense in zip(*gradients, strict=True):
         torch.testing.assert_close(of_packed, of_dense, rtol=1e-10, atol=1e-12)

@@ -27,11 +27,11 @@ def test_rotation_and_gradient_are_megatrons(interleaved: bool, channels: int, r
         x_tnd = packed_qkv[..., :channels]  # not contiguous, as the query in a fused projection
         upstream = torch.randn(7, 3, channels, dtype=torch.float64)
 
-        found = rotate(x_tnd, angles(freqs_t, interleaved), interleaved)
+        output = rotate(x_tnd, angles(freqs_t, interleaved), interleaved)
         wanted = _apply_rotary_pos_emb_bshd(x_tnd.unsqueeze(1), freqs_t, interleaved).squeeze(1)
-        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(output, wanted)
         torch.testing.assert_close(
-            torch.autograd.grad(found, packed_qkv, upstream),
+            torch.autograd.grad(output, packed_qkv, upstream),
             torch.autograd.grad(wanted, packed_qkv, upstream),
         )
     finally:

@@ -168,10 +168,10 @@ def peak_bytes(run) -> int:
     finally:
         gc.enable()
     changes = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
+    allocated = peak = 0
     for change in sorted(changes, key=lambda event: event.start_ns()):
-        held += change.nbytes()
-        peak = max(peak, held)
+        allocated += change.nbytes()
+        peak = max(peak, allocated)
     return peak
 
 
@@ -216,12 +216,12 @@ def _check(group: dist.ProcessGroup, kind: Divergence, vocab_size: int, teacher_
     problem = Problem.make(7, teacher_vocab, vocab_size=vocab_size)
     divergence, logp, dx, dw = problem.plain(kind, 0.8)
     shard = 64 // group.size()
-    mine = slice(group.rank() * shard, (group.rank() + 1) * shard)
+    own_rows = slice(group.rank() * shard, (group.rank() + 1) * shard)
     padding = torch.full((64 - len(problem.weight), 8), 1e3, dtype=torch.float64)
-    problem.weight = torch.cat((problem.weight, padding))[mine]
-    problem.teacher_weight = problem.teacher_weight[mine]
+    problem.weight = torch.cat((problem.weight, padding))[own_rows]
+    problem.teacher_weight = problem.teacher_weight[own_rows]
     out, dx_, dw_ = problem.fused(kind, temperature=0.8, tp_group=group, logits_bytes=8 * 3 * shard)
     dist.all_reduce(dx_, group=group)
-    dw = torch.cat((dw, torch.zeros(len(padding), 8, dtype=dw.dtype)))[mine]
+    dw = torch.cat((dw, torch.zeros(len(padding), 8, dtype=dw.dtype)))[own_rows]
     for got, want in ((out.divergence_r, divergence), (out.logp_r, logp), (dx_, dx), (dw_, dw)):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)

@@ -297,7 +297,7 @@ def _check_tensor_parallel(group: dist.ProcessGroup, vocab_size: int) -> None:
     hidden, weight, _, g, e = problem(len(labels), 6, 20, 3.0, torch.float64)
     weight[:7] -= 200 * hidden.sign().mean(0)  # some shards are hopeless for some tokens, labels or not
     weight[vocab_size:] = 1e3  # padding that would take the whole softmax if it were not masked
-    mine = weight[rank * shard : (rank + 1) * shard]
+    own_weight = weight[rank * shard : (rank + 1) * shard]
 
     options = {"temperature": 0.8, "vocab_size": vocab_size}
     parallel = {**options, "tp_group": group, "logits_bytes": 8 * 3 * shard}
@@ -305,10 +305,12 @@ def _check_tensor_parallel(group: dist.ProcessGroup, vocab_size: int) -> None:
         e_r = e if mode == "recompute" else None
         logp, entropy, dx, dw = naive(hidden, weight, labels, g, e_r, **options)
         if mode == "weights_first":
-            out, dx_, dw_ = fused_weights_first(hidden, mine, labels, g, entropy=True, **parallel)
+            out, dx_, dw_ = fused_weights_first(hidden, own_weight, labels, g, entropy=True, **parallel)
         else:
             stash = {"recompute": 0, "stash": 1 << 20, "partly stashed": 8 * shard * 3}[mode]
-            out, dx_, dw_ = fused_weights_last(hidden, mine, labels, g, e_r, stash_bytes=stash, **parallel)
+            out, dx_, dw_ = fused_weights_last(
+                hidden, own_weight, labels, g, e_r, stash_bytes=stash, **parallel
+            )
             assert out.mode == ("recompute" if mode == "recompute" else "stash")
         dist.all_reduce(dx_, group=group)
         expected = [(out.logp_r, logp), (dx_, dx), (dw_, dw[rank * shard : (rank + 1) * shard])]
@@ -317,6 +319,6 @@ def _check_tensor_parallel(group: dist.ProcessGroup, vocab_size: int) -> None:
         for got, want in expected:
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
         nothing = (fused_weights_first if mode == "weights_first" else fused_stash)(
-            hidden[:0], mine, labels[:0], g[:0], **parallel
+            hidden[:0], own_weight, labels[:0], g[:0], **parallel
         )
-        assert torch.equal(nothing[2], torch.zeros_like(mine))
+        assert torch.equal(nothing[2], torch.zeros_like(own_weight))

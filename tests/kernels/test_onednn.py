@@ -73,8 +73,8 @@ def test_other_products_stay_with_pytorch() -> None:
         torch.testing.assert_close(out, torch.matmul(x, y), rtol=0, atol=0)
     onednn.matmul(gradient, b).sum().backward()
     assert gradient.grad is not None
-    place = torch.empty(500, 40)
-    assert onednn.matmul(a, b, out=place) is place
+    buffer = torch.empty(500, 40)
+    assert onednn.matmul(a, b, out=buffer) is buffer
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         onednn.matmul(a, b.t())
 
