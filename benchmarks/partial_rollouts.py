@@ -42,7 +42,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained: files of a configuration, changes to it, and the file of its results."""
+    """The training: files of a configuration, changes to it, and the file of its results."""
 
     files: tuple[Path, ...]
     settings: tuple[str, ...]
