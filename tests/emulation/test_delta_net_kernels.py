@@ -71,15 +71,15 @@ def errors(dtype, lengths, heads, width, values):
     pairs = zip(ours, wanted, strict=True)
     return [((a.cpu().double() - b).abs().max() / b.abs().max()).item() for a, b in pairs]
 
-found = [errors(*case) for case in CASES]
+result = [errors(*case) for case in CASES]
 """
 
 
 @pytest.fixture(scope="module")
 def errors() -> dict[Case, list[float]]:
     program = f"CASES = {CASES!r}\n{CODE}"
-    found = on_null_cuda.run_code(program, emulated=True, timeout=1200)
-    return dict(zip(CASES, found, strict=True))
+    values = on_null_cuda.run_code(program, emulated=True, timeout=1200)
+    return dict(zip(CASES, values, strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[1]}")

@@ -126,12 +126,12 @@ def rounded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("job_in_bf16", [pytest.param(j, id=j.name) for j in JOBS_IN_BF16])
 def test_in_bf16_the_error_is_that_of_peft(rounded: Path, job_in_bf16: Job) -> None:
     job = job_in_bf16
-    ours, exact = on_cpu.found(rounded, job.file), on_cpu.expected(rounded, job.adapter)
+    ours, exact = on_cpu.result_of(rounded, job.file), on_cpu.expected(rounded, job.adapter)
     logp_r, gradients = peft_in_bf16(rounded, job)
     bound = 2 * max(relative_errors(gradients, exact.gradients).values())
-    found = relative_errors(ours["gradients"], exact.gradients)
-    print(f"{job.name}: {max(found.values()):.2g}, bound {bound:.2g}")
-    assert max(found.values()) <= bound, max(found, key=found.__getitem__)
+    errors = relative_errors(ours["gradients"], exact.gradients)
+    print(f"{job.name}: {max(errors.values()):.2g}, bound {bound:.2g}")
+    assert max(errors.values()) <= bound, max(errors, key=errors.__getitem__)
     # The norm of a sum differs by at most the norm of the difference.
     assert ours["grad_norm"] == pytest.approx(exact.norm, rel=bound)
     assert error_of(ours["logp_r"], exact) <= 2 * error_of(logp_r, exact)
@@ -159,7 +159,7 @@ def rounded_experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 def test_in_bf16_experts_err_as_transformers_does(rounded_experts: Path, experts_in_bf16: Job) -> None:
     """The worst tensor, and all together, where a small one that cancels does not count, err as there."""
     job, directory = experts_in_bf16, rounded_experts
-    ours = on_cpu.found(directory, job.file)
+    ours = on_cpu.result_of(directory, job.file)
     inputs = (directory / job.model, directory / job.adapter, REPLAYED, shared_in(job.adapter))
     exact = adapter_reference.expected(*inputs)
     logp_r, gradients = adapter_reference.merged_in_bf16(*inputs)
@@ -186,7 +186,7 @@ def test_in_bf16_adapters_of_experts_resume_in_another_layout(
     """The next update differs by rounding: by less than a tenth, in the length of all moves."""
     job = resumed_in_bf16
     assert job.load is not None
-    before, after = on_cpu.found(rounded_experts, job.load), on_cpu.found(rounded_experts, job.file)
+    before, after = on_cpu.result_of(rounded_experts, job.load), on_cpu.result_of(rounded_experts, job.file)
     assert after["adapters"].keys() == before["updated"].keys()
     assert all(torch.equal(after["adapters"][n], t) for n, t in before["updated"].items())
     moved = distance(before["updated_twice"], before["updated"])

@@ -12,7 +12,7 @@ import pytest
 import test_critic as on_cpu
 import torch
 from helpers.references.bf16_errors import relative_errors
-from helpers.workers.critic_worker import Found
+from helpers.workers.critic_worker import CriticResult
 from helpers.workers.gradient_worker import Layout
 
 MODEL = "untied"
@@ -41,14 +41,16 @@ def test_in_bf16_the_error_is_that_of_transformers(tmp_path: Path) -> None:
     other_r, _, other = on_cpu.plain(tmp_path, MODEL, on_cpu.HEAD, on_cpu.BIAS, torch.bfloat16)
     bound = 2 * max(relative_errors(other, exact).values())
     for layout in IN_BF16:
-        found: Found = torch.load(tmp_path / f"{layout}-{MODEL}.pt", weights_only=False)
-        errors = relative_errors(found.gradients, exact)
-        of_values, wanted = ((r.cpu().double() - value_r).norm().item() for r in (found.value_r, other_r))
+        result: CriticResult = torch.load(tmp_path / f"{layout}-{MODEL}.pt", weights_only=False)
+        errors = relative_errors(result.gradients, exact)
+        of_values, wanted = ((r.cpu().double() - value_r).norm().item() for r in (result.value_r, other_r))
         print(f"{layout}: gradients {max(errors.values()):.2g}, bound {bound:.2g}")
         print(f"{layout}: values {of_values:.2g}, bound {2 * wanted:.2g}")
-        assert found.gradients.keys() == exact.keys()
+        assert result.gradients.keys() == exact.keys()
         assert max(errors.values()) <= bound, (layout, max(errors, key=errors.__getitem__))
         assert of_values <= 2 * wanted, layout
-        assert found.at_first_r.abs().max() == 0, "a new head expects nothing"
-        assert found.resumed_metrics == found.next_metrics, layout
-        assert all(torch.equal(found.resumed_weights[name], weight) for name, weight in found.weights.items())
+        assert result.at_first_r.abs().max() == 0, "a new head expects nothing"
+        assert result.resumed_metrics == result.next_metrics, layout
+        assert all(
+            torch.equal(result.resumed_weights[name], weight) for name, weight in result.weights.items()
+        )

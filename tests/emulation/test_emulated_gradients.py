@@ -104,14 +104,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, directory: Path) -> dict[tuple[str, str, str], Any]:
+def outcomes(request: pytest.FixtureRequest, directory: Path) -> dict[tuple[str, str, str], Any]:
     """{(dtype, layout, step): Outcome, (dtype, layout, model): Probe} of the runs that tests need."""
     wanted = selected(request, "dtype", "layout", "name")
-    results: dict[tuple[str, str, str], Any] = {}
+    by_key: dict[tuple[str, str, str], Any] = {}
     for dtype in dict.fromkeys(dtype for dtype, *_ in wanted):
         runs = [(layout, name) for of, layout, name in wanted if of == dtype]
-        results |= {(dtype, *key): value for key, value in _launched(directory, dtype, runs).items()}
-    return results
+        by_key |= {(dtype, *key): value for key, value in _launched(directory, dtype, runs).items()}
+    return by_key
 
 
 def _launched(directory: Path, dtype: str, runs: list[Run]) -> dict[tuple[str, str], Any]:
@@ -136,27 +136,27 @@ def _launched(directory: Path, dtype: str, runs: list[Run]) -> dict[tuple[str, s
 
 @each_fp32_run
 def test_loss_and_gradients_are_those_of_the_reference(
-    found: dict[tuple[str, str, str], Any], directory: Path, dtype: str, layout: Layout, name: str
+    outcomes: dict[tuple[str, str, str], Any], directory: Path, dtype: str, layout: Layout, name: str
 ) -> None:
-    assert_reference(found[dtype, str(layout), name], name, directory)
+    assert_reference(outcomes[dtype, str(layout), name], name, directory)
 
 
 @each_bf16_run
 def test_in_bf16_the_error_is_that_of_transformers(
-    found: dict[tuple[str, str, str], Any], directory: Path, dtype: str, layout: Layout, name: str
+    outcomes: dict[tuple[str, str, str], Any], directory: Path, dtype: str, layout: Layout, name: str
 ) -> None:
-    outcome: Outcome = found[dtype, str(layout), name]
+    outcome: Outcome = outcomes[dtype, str(layout), name]
     _, exact = expected(name, directory)
-    found_errors = errors(outcome.gradients, exact)
+    differences = errors(outcome.gradients, exact)
     bound = 2 * max(errors(transformers_in_bf16(STEPS[name], directory), exact).values())
-    assert max(found_errors.values()) <= bound, max(found_errors, key=found_errors.__getitem__)
+    assert max(differences.values()) <= bound, max(differences, key=differences.__getitem__)
 
 
 @each_run
 def test_export_is_what_was_loaded_bit_for_bit(
-    found: dict[tuple[str, str, str], Any], directory: Path, dtype: str, layout: Layout, name: str
+    outcomes: dict[tuple[str, str, str], Any], directory: Path, dtype: str, layout: Layout, name: str
 ) -> None:
-    exported = found[dtype, str(layout), STEPS[name].model].exported
+    exported = outcomes[dtype, str(layout), STEPS[name].model].exported
     loaded = load_file(directory / STEPS[name].model / "model.safetensors")
     assert exported.keys() == loaded.keys()
     for key, tensor in loaded.items():
@@ -165,11 +165,11 @@ def test_export_is_what_was_loaded_bit_for_bit(
 
 @each_fp32_run
 def test_scores_and_an_update_are_those_of_transformers_and_adamw(
-    found: dict[tuple[str, str, str], Any], directory: Path, dtype: str, layout: Layout, name: str
+    outcomes: dict[tuple[str, str, str], Any], directory: Path, dtype: str, layout: Layout, name: str
 ) -> None:
     """Transformer Engine's FusedAdam against PyTorch's; the tolerance as in test_gradient_invariance.py."""
     model = STEPS[name].model
-    probe: Probe = found[dtype, str(layout), model]
+    probe: Probe = outcomes[dtype, str(layout), model]
     _, logp, _ = sampled(directory, model, TEMPERATURE, "ragged")
     torch.testing.assert_close(probe.logp_r.cpu(), torch.cat(logp).detach().float(), rtol=0, atol=1e-5)
     assert_update_is_that_of_adamw(probe, model, directory)

@@ -63,9 +63,9 @@ def test_in_bf16_the_error_is_that_of_transformers(tmp_path: Path) -> None:
     of_logp = (other_r - teacher_r).norm().item()
     for layout in LAYOUTS:
         outcome, own_r = results[str(layout), NAME], results[str(layout), "teacher"]
-        found = errors(outcome.gradients, exact)
-        print(f"{layout}: {max(found.values()):.2g}, bound {bound:.2g}")
-        assert max(found.values()) <= bound, (layout, max(found, key=found.__getitem__))
+        differences = errors(outcome.gradients, exact)
+        print(f"{layout}: {max(differences.values()):.2g}, bound {bound:.2g}")
+        assert max(differences.values()) <= bound, (layout, max(differences, key=differences.__getitem__))
         # The norm of a sum differs by at most the norm of the difference.
         assert outcome.grad_norm == pytest.approx(norm, rel=bound), layout
         assert (own_r.cpu().double() - teacher_r).norm().item() <= 2 * of_logp, layout

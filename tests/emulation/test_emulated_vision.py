@@ -77,16 +77,16 @@ def test_in_bf16_the_error_is_that_of_transformers(
         model.zero_grad(set_to_none=True)
         references[name] = exact, on_cpu.computed(model.bfloat16(), rounded, case.model)
     (logp_r, _, exact, _), (other_r, _, other, _) = references[name]
-    found = on_cpu.found_of(rounded, case)
-    assert found.gradients.keys() == exact.keys()
+    result = on_cpu.found_of(rounded, case)
+    assert result.gradients.keys() == exact.keys()
     bound = 2 * max(relative_errors(other, exact).values())
-    errors = relative_errors(found.gradients, exact)
-    of_logp, of_other = ((r.cpu().double() - logp_r).norm().item() for r in (found.logp_r, other_r))
+    errors = relative_errors(result.gradients, exact)
+    of_logp, of_other = ((r.cpu().double() - logp_r).norm().item() for r in (result.logp_r, other_r))
     print(f"{case}: gradients {max(errors.values()):.2g}, bound {bound:.2g}")
     print(f"{case}: log-probs {of_logp:.2g}, bound {2 * of_other:.2g}")
     assert max(errors.values()) <= bound, max(errors, key=errors.__getitem__)
     # The norm of a sum differs by at most the norm of the difference.
     norm = torch.stack([gradient.norm() for gradient in exact.values()]).norm().item()
-    assert found.grad_norm == pytest.approx(norm, rel=bound)
+    assert result.grad_norm == pytest.approx(norm, rel=bound)
     assert of_logp <= 2 * of_other
     on_cpu.test_export_is_what_was_loaded_bit_for_bit(rounded, case)

@@ -55,7 +55,7 @@ import torch
 import transformer_engine.pytorch
 import transformer_engine_torch as extension
 from megatron_gvpo.emulation.transformer_engine.install import functions
-found = {"functions": sorted(functions(extension)), "names": dir(extension)}
+result = {"functions": sorted(functions(extension)), "names": dir(extension)}
 """
 
 

@@ -97,8 +97,8 @@ def test_order_of_scales_for_cublas() -> None:
     for row in range(256):
         for column in range(8):
             tile = (row // 128) * 2 + column // 4
-            place = tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + column % 4
-            assert flat[place] == scales[row, column]
+            index = tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + column % 4
+            assert flat[index] == scales[row, column]
     assert torch.equal(fp8.unswizzled(fp8.swizzled(scales)), scales)
 
 
@@ -202,10 +202,10 @@ def test_blockwise_scaling(is_2d: bool) -> None:
         top, left = row // 128 * 128, column // 128 * 128
         along = x[top : top + 128, left : left + 128] if is_2d else x[row, left : left + 128]
         across = x[top : top + 128, left : left + 128] if is_2d else x[top : top + 128, column]
-        place = (row // 128, column // 128) if is_2d else (column // 128, row)
-        assert out._rowwise_scale_inv[place] == 1 / block_scale(along)
-        place = (column // 128, row // 128) if is_2d else (row // 128, column)
-        assert out._columnwise_scale_inv[place] == 1 / block_scale(across)
+        index = (row // 128, column // 128) if is_2d else (column // 128, row)
+        assert out._rowwise_scale_inv[index] == 1 / block_scale(along)
+        index = (column // 128, row // 128) if is_2d else (row // 128, column)
+        assert out._columnwise_scale_inv[index] == 1 / block_scale(across)
         numbers = table_of("kFloat8E4M3")
         assert out._rowwise_data[row, column] == nearest(
             (x[row, column] * block_scale(along)).item(), numbers

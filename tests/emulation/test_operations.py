@@ -64,15 +64,17 @@ def outcomes(folder: Path, *names: str, seconds: float = 900.0) -> dict[str, str
             pytest.fail(f"operations took more than {seconds:.0f} s; the last: {log.read_text()[-300:]}")
     assert code == 0, log.read_text()[-3000:]
     used("emulated GPU")
-    found: dict[str, str] = json.loads(result.read_text())
-    return found
+    by_operation: dict[str, str] = json.loads(result.read_text())
+    return by_operation
 
 
 def test_what_training_calls_gives_the_values_of_the_cpu(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, *OURS)
-    assert {name.split("/")[0].split(".")[0] for name in found} >= {name.split(".")[0] for name in OURS}
-    assert len(found) > 200
-    assert {name: outcome for name, outcome in found.items() if outcome != "equal"} == {}
+    by_operation = outcomes(tmp_path, *OURS)
+    assert {name.split("/")[0].split(".")[0] for name in by_operation} >= {
+        name.split(".")[0] for name in OURS
+    }
+    assert len(by_operation) > 200
+    assert {name: outcome for name, outcome in by_operation.items() if outcome != "equal"} == {}
 
 
 # Results that CUDA defines differently: strides of memory that nobody may rely on.
@@ -81,14 +83,14 @@ _OTHERWISE = {"as_strided.partial_views"}
 
 @pytest.mark.proof  # four to five minutes of processor time
 def test_no_operation_of_pytorch_gives_wrong_values(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, seconds=1700.0)
+    by_operation = outcomes(tmp_path, seconds=1700.0)
     wrong = {
         name: outcome
-        for name, outcome in found.items()
+        for name, outcome in by_operation.items()
         if outcome.startswith(("differs", "0", "1", "2")) and name.split("/")[0] not in _OTHERWISE
     }
     assert wrong == {}
-    assert sum(outcome == "equal" for outcome in found.values()) > 0.97 * len(found)
+    assert sum(outcome == "equal" for outcome in by_operation.values()) > 0.97 * len(by_operation)
 
 
 CODE = """
@@ -97,7 +99,7 @@ import torch
 from megatron_gvpo.emulation import mode
 from megatron_gvpo.rehearsal.nullcuda.aliases import alias
 mode.install()
-found = {}
+result = {}
 
 def error(work):
     try:
@@ -110,16 +112,16 @@ first = torch.randn(4, device="cuda"), torch.randn(4, device="cuda")
 state = torch.cuda.get_rng_state()
 third = torch.rand(3, device="cuda")
 torch.cuda.set_rng_state(state)
-found["restored"] = torch.equal(third, torch.rand(3, device="cuda"))
+result["restored"] = torch.equal(third, torch.rand(3, device="cuda"))
 torch.cuda.manual_seed(7)
-found["seeded"] = torch.equal(first[0], torch.randn(4, device="cuda"))
-found["goes on"] = not torch.equal(*first)
+result["seeded"] = torch.equal(first[0], torch.randn(4, device="cuda"))
+result["goes on"] = not torch.equal(*first)
 many = torch.randn(100_000, device="cuda")
-found["moments"] = [many.mean().item(), many.std().item()]
+result["moments"] = [many.mean().item(), many.std().item()]
 
 large = torch.arange(3 * 2**20, dtype=torch.int32)
 pinned = large.pin_memory()
-found["copies"] = [
+result["copies"] = [
     torch.equal(copy.cpu(), large)
     for copy in (
         large.cuda(),
@@ -127,27 +129,27 @@ found["copies"] = [
         torch.empty_like(large, device="cuda").copy_(pinned),
     )
 ]
-found["float8"] = [
+result["float8"] = [
     torch.equal(many[:64].to(t).float().cpu(), many[:64].cpu().to(t).float())
     for t in (torch.float8_e4m3fn, torch.float8_e5m2)
 ]
-found["unwritten"] = bool(torch.empty(8, device="cuda").isnan().all())
+result["unwritten"] = bool(torch.empty(8, device="cuda").isnan().all())
 x = torch.zeros(4, 4, device="cuda")
 x.t()[1:, 2].add_(5)
-found["view"] = x[2].tolist()
-found["alias"] = alias(x.t()).t().tolist() == x.tolist()
+result["view"] = x[2].tolist()
+result["alias"] = alias(x.t()).t().tolist() == x.tolist()
 torch.add(x, 1, out=x)
-found["out"] = x[2].tolist()
+result["out"] = x[2].tolist()
 lists = [many[:5].clone(), many[5:9].clone()]
 norms = [part.cpu().norm().item() for part in lists]
-found["norms"] = [a.item() - b for a, b in zip(torch._foreach_norm(lists), norms, strict=True)]
+result["norms"] = [a.item() - b for a, b in zip(torch._foreach_norm(lists), norms, strict=True)]
 torch._foreach_mul_(lists, 3.0)
-found["scaled"] = [a.norm().item() - 3 * b for a, b in zip(lists, norms, strict=True)]
-found["printed"] = str(x[0])
+result["scaled"] = [a.norm().item() - 3 * b for a, b in zip(lists, norms, strict=True)]
+result["printed"] = str(x[0])
 seen = []
 thread = threading.Thread(target=lambda: seen.append((x + 1)[0, 0].item()))
 thread.start(); thread.join()
-found["thread"] = seen
+result["thread"] = seen
 begin, end, side = (*(torch.cuda.Event(enable_timing=True) for _ in range(2)), torch.cuda.Stream())
 begin.record()
 with torch.cuda.stream(side):
@@ -155,63 +157,63 @@ with torch.cuda.stream(side):
     elsewhere = x[0] + 2
     end.record()
 torch.cuda.current_stream().wait_event(end)
-found["streams"] = [elsewhere.tolist(), begin.query(), end.query(), begin.elapsed_time(end) >= 0]
+result["streams"] = [elsewhere.tolist(), begin.query(), end.query(), begin.elapsed_time(end) >= 0]
 source = torch.ones(2).pin_memory()
 early = source.to("cuda", non_blocking=True)
 source.zero_()
-found["order"] = [early.tolist(), source.to("cuda", non_blocking=True).tolist()]
+result["order"] = [early.tolist(), source.to("cuda", non_blocking=True).tolist()]
 gates = torch.zeros(1, 16, device="cuda")
-found["unknown"] = error(lambda: torch.ops.aten._thnn_fused_lstm_cell(gates, gates, gates[:, :4]))
-found["two devices"] = error(lambda: x + torch.ones(4, 4))
-found["dtypes"] = error(lambda: x @ x.bfloat16())
+result["unknown"] = error(lambda: torch.ops.aten._thnn_fused_lstm_cell(gates, gates, gates[:, :4]))
+result["two devices"] = error(lambda: x + torch.ones(4, 4))
+result["dtypes"] = error(lambda: x @ x.bfloat16())
 
 with torch.utils._python_dispatch._disable_current_modes():
-    found["kernel outside"] = error(lambda: x + 1)
-    found["product outside"] = error(lambda: x @ x)
+    result["kernel outside"] = error(lambda: x + 1)
+    result["product outside"] = error(lambda: x @ x)
 """
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    result: dict[str, Any] = on_null_cuda.run_code(CODE, emulated=True)
-    return result
+def report() -> dict[str, Any]:
+    values: dict[str, Any] = on_null_cuda.run_code(CODE, emulated=True)
+    return values
 
 
-def test_random_numbers_depend_on_the_state_of_cudas_generator(found: dict[str, Any]) -> None:
-    assert found["restored"] and found["seeded"] and found["goes on"]
-    mean, deviation = found["moments"]
+def test_random_numbers_depend_on_the_state_of_cudas_generator(report: dict[str, Any]) -> None:
+    assert report["restored"] and report["seeded"] and report["goes on"]
+    mean, deviation = report["moments"]
     assert abs(mean) < 0.02 and abs(deviation - 1) < 0.02
 
 
-def test_copies_of_every_kind_are_made(found: dict[str, Any]) -> None:
-    assert found["copies"] == [True] * 3 and found["float8"] == [True] * 2
+def test_copies_of_every_kind_are_made(report: dict[str, Any]) -> None:
+    assert report["copies"] == [True] * 3 and report["float8"] == [True] * 2
 
 
-def test_views_outputs_threads_and_text_show_the_same_memory(found: dict[str, Any]) -> None:
-    assert found["view"] == [0.0, 5.0, 5.0, 5.0] and found["out"] == [1.0, 6.0, 6.0, 6.0]
-    assert found["alias"] and found["thread"] == [2.0]
-    assert found["printed"] == "tensor([1., 1., 1., 1.], device='cuda:0')"
+def test_views_outputs_threads_and_text_show_the_same_memory(report: dict[str, Any]) -> None:
+    assert report["view"] == [0.0, 5.0, 5.0, 5.0] and report["out"] == [1.0, 6.0, 6.0, 6.0]
+    assert report["alias"] and report["thread"] == [2.0]
+    assert report["printed"] == "tensor([1., 1., 1., 1.], device='cuda:0')"
 
 
-def test_streams_events_and_copies_obey_the_hosts_order(found: dict[str, Any]) -> None:
-    assert found["streams"] == [[3.0] * 4, True, True, True]
-    assert found["order"] == [[1.0, 1.0], [0.0, 0.0]]
+def test_streams_events_and_copies_obey_the_hosts_order(report: dict[str, Any]) -> None:
+    assert report["streams"] == [[3.0] * 4, True, True, True]
+    assert report["order"] == [[1.0, 1.0], [0.0, 0.0]]
 
 
-def test_lists_of_tensors_are_computed(found: dict[str, Any]) -> None:
-    assert found["norms"] + found["scaled"] == pytest.approx([0.0] * 4, abs=1e-5)
+def test_lists_of_tensors_are_computed(report: dict[str, Any]) -> None:
+    assert report["norms"] + report["scaled"] == pytest.approx([0.0] * 4, abs=1e-5)
 
 
-def test_memory_that_nobody_wrote_is_not_a_number(found: dict[str, Any]) -> None:
-    assert found["unwritten"]
+def test_memory_that_nobody_wrote_is_not_a_number(report: dict[str, Any]) -> None:
+    assert report["unwritten"]
 
 
-def test_what_cannot_be_computed_is_an_error_with_its_name(found: dict[str, Any]) -> None:
-    assert "cannot compute aten._thnn_fused_lstm_cell" in found["unknown"], found["unknown"]
-    assert "vectorized_elementwise_kernel" in found["kernel outside"]
-    assert "CUBLAS_STATUS_NOT_SUPPORTED" in found["product outside"]
+def test_what_cannot_be_computed_is_an_error_with_its_name(report: dict[str, Any]) -> None:
+    assert "cannot compute aten._thnn_fused_lstm_cell" in report["unknown"], report["unknown"]
+    assert "vectorized_elementwise_kernel" in report["kernel outside"]
+    assert "CUBLAS_STATUS_NOT_SUPPORTED" in report["product outside"]
 
 
-def test_pytorchs_cuda_code_still_checks(found: dict[str, Any]) -> None:
-    assert "Expected all tensors to be on the same device" in found["two devices"]
-    assert "same dtype" in found["dtypes"]
+def test_pytorchs_cuda_code_still_checks(report: dict[str, Any]) -> None:
+    assert "Expected all tensors to be on the same device" in report["two devices"]
+    assert "same dtype" in report["dtypes"]

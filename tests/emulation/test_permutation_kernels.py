@@ -43,33 +43,35 @@ sizes, order = torch.tensor([3, 0, 2, 3]).cuda(), torch.tensor([2, 0, 3, 1]).cud
 def results():
     ids = kernels.make_row_id_map(routed.cuda(), TOKENS, EXPERTS)
     n = ids[:, -1].tolist()
-    found = {"ids": [[row[:k], row[EXPERTS : EXPERTS + k]] for row, k in zip(ids.tolist(), n)]}
+    by_case = {"ids": [[row[:k], row[EXPERTS : EXPERTS + k]] for row, k in zip(ids.tolist(), n)]}
     for name, pad, rows in (("packed", None, count), ("padded", pads.cuda(), count + 20)):
-        found[name] = kernels.permute_with_mask_map(
+        by_case[name] = kernels.permute_with_mask_map(
             inputs, ids, probs, scales, pad, TOKENS, EXPERTS, rows, HIDDEN, 3
         )
-        found[name + ", plain"] = kernels.permute_with_mask_map(
+        by_case[name + ", plain"] = kernels.permute_with_mask_map(
             inputs, ids, None, None, pad, TOKENS, EXPERTS, rows, HIDDEN, 0
         )[:1]
         for weights in (None, probs):
-            found[f"{name}, back, {weights is None}"] = kernels.unpermute_with_mask_map(
+            by_case[f"{name}, back, {weights is None}"] = kernels.unpermute_with_mask_map(
                 outputs[:rows], ids, weights, routed_probs[:rows], pad, TOKENS, EXPERTS, HIDDEN
             )
-        found[name + ", gradient"] = kernels.unpermute_with_mask_map_bwd_with_merging_probs(
+        by_case[name + ", gradient"] = kernels.unpermute_with_mask_map_bwd_with_merging_probs(
             inputs, ids, outputs[:rows], probs, pad, TOKENS, EXPERTS, rows, HIDDEN
         )
     ids = kernels.make_chunk_sort_map(sizes, order, TOKENS, 4)
-    found["chunks"] = [ids]
+    by_case["chunks"] = [ids]
     for forward in (True, False):
-        found[f"chunks, {forward}"] = kernels.sort_chunks_by_map(
+        by_case[f"chunks, {forward}"] = kernels.sort_chunks_by_map(
             inputs, ids, routed_probs[:TOKENS], TOKENS, HIDDEN, forward
         )
-    return {key: [t.tolist() if isinstance(t, torch.Tensor) else t for t in of] for key, of in found.items()}
+    return {
+        key: [t.tolist() if isinstance(t, torch.Tensor) else t for t in of] for key, of in by_case.items()
+    }
 
 by_reference = results()
 with mock.patch.dict(references.KERNELS, clear=True):
     interpreted = results()
-found = [by_reference, interpreted, list(references.KERNELS)]
+result = [by_reference, interpreted, list(references.KERNELS)]
 """
 
 

@@ -21,27 +21,27 @@ LAYOUTS = [Layout(1), Layout(2, pp=2), Layout(2, pp=2, vpp=2)]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("offloaded")
-    reference.save_models(place)
-    rows, *_ = sampled_for(STEPS["gvpo, groups split"], place)
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("offloaded")
+    reference.save_models(directory)
+    rows, *_ = sampled_for(STEPS["gvpo, groups split"], directory)
     case = Case("gvpo", STEPS["gvpo, groups split"].algorithm, rows, SPLIT)
-    torch.save([(layout, case) for layout in LAYOUTS], place / "work.pt")
-    launch("helpers.workers.offload_worker:run", [layout.ranks for layout in LAYOUTS], str(place))
-    return place
+    torch.save([(layout, case) for layout in LAYOUTS], directory / "work.pt")
+    launch("helpers.workers.offload_worker:run", [layout.ranks for layout in LAYOUTS], str(directory))
+    return directory
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_run_with_offloaded_activations_is_the_run_without(found: Path, layout: Layout) -> None:
+def test_a_run_with_offloaded_activations_is_the_run_without(results: Path, layout: Layout) -> None:
     """A scoring pass precedes updates with more and with fewer micro-batches than before, in other shapes."""
     kept, moved = (
-        torch.load(found / f"{layout}-{name}.pt", weights_only=False) for name in ("kept", "moved")
+        torch.load(results / f"{layout}-{name}.pt", weights_only=False) for name in ("kept", "moved")
     )
     assert not kept["moved_bytes"] and all(moved["moved_bytes"]), "by every update"
     assert moved["left_bytes"] == 0, "no buffer stays for the next"
     for name in ("scores", "losses", "grad_norms"):
-        for mine, wanted in zip(moved[name], kept[name], strict=True):
+        for got, wanted in zip(moved[name], kept[name], strict=True):
             # What comes back is contiguous, and may be multiplied in another order.
-            torch.testing.assert_close(torch.as_tensor(mine), torch.as_tensor(wanted), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(wanted), rtol=1e-5, atol=1e-5)
     for name, weight in kept["weights"].items():
         assert (moved["weights"][name] - weight).abs().max() < 1e-2 * UPDATE["lr"], name

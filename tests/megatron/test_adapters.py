@@ -169,7 +169,7 @@ def expected(directory: Path, adapter: str) -> Expected:
 
 
 @cache
-def found(directory: Path, file: str) -> dict[str, Any]:
+def result_of(directory: Path, file: str) -> dict[str, Any]:
     # This test and its ranks wrote both files, in a temporary directory of their own.
     result: dict[str, Any] = torch.load(directory / f"{file}.pt", weights_only=False)
     return result
@@ -178,7 +178,7 @@ def found(directory: Path, file: str) -> dict[str, Any]:
 @each_job
 def test_log_probs_with_and_without_adapters_are_those_of_transformers(directory: Path, job: Job) -> None:
     """Without: the fixed reference policy, which needs no second copy of the weights."""
-    ours, wanted = found(directory, job.file), expected(directory, job.adapter)
+    ours, wanted = result_of(directory, job.file), expected(directory, job.adapter)
     torch.testing.assert_close(ours["logp_r"], wanted.logp_r.float(), rtol=0, atol=2e-5)
     torch.testing.assert_close(ours["base_logp_r"], wanted.base_logp_r.float(), rtol=0, atol=1e-5)
     assert (wanted.logp_r - wanted.base_logp_r).abs().max() > 0.1, "the adapters would change nothing"
@@ -186,7 +186,7 @@ def test_log_probs_with_and_without_adapters_are_those_of_transformers(directory
 
 @each_job
 def test_gradients_and_their_norm_are_those_of_the_reference(directory: Path, job: Job) -> None:
-    ours, wanted = found(directory, job.file), expected(directory, job.adapter)
+    ours, wanted = result_of(directory, job.file), expected(directory, job.adapter)
     assert ours["loss"] == pytest.approx(wanted.loss, rel=2 * TOLERANCE, abs=1e-6)
     assert ours["gradients"].keys() == wanted.gradients.keys()
     nothing = 1e-8 * max(g.abs().max() for g in wanted.gradients.values())
@@ -198,7 +198,7 @@ def test_gradients_and_their_norm_are_those_of_the_reference(directory: Path, jo
 
 @each_job
 def test_an_update_is_that_of_torch_adamw_and_keeps_the_base(directory: Path, job: Job) -> None:
-    ours, wanted = found(directory, job.file), expected(directory, job.adapter)
+    ours, wanted = result_of(directory, job.file), expected(directory, job.adapter)
     for name, tensor in wanted.updated.items():
         assert (ours["updated"][name] - tensor).abs().max() < 5e-3 * UPDATE["lr"], name
     moved = (wanted.updated_logp_r - wanted.logp_r).abs().max()
@@ -209,14 +209,14 @@ def test_an_update_is_that_of_torch_adamw_and_keeps_the_base(directory: Path, jo
 @each_job
 def test_memory_is_lent_and_given_back(directory: Path, job: Job) -> None:
     """While a colocated engine generates, the base, the adapters and their states are on the host."""
-    ours = found(directory, job.file)
+    ours = result_of(directory, job.file)
     assert ours["held"] == 0
     assert torch.equal(ours["restored_logp_r"], ours["updated_logp_r"])
 
 
 @each_job
 def test_only_adapters_have_gradients_and_optimizer_states(directory: Path, job: Job) -> None:
-    ours = found(directory, job.file)
+    ours = result_of(directory, job.file)
     assert ours["trained"] > 0
     assert ours["buffers"] <= 2 * ours["trained"] + 2048, "every parameter is padded to 64 elements"
     if not job.layout.offload:
@@ -227,7 +227,7 @@ def test_only_adapters_have_gradients_and_optimizer_states(directory: Path, job:
 def test_adapters_and_merged_weights_are_exported_as_they_were_read(directory: Path, job: Job) -> None:
     from safetensors.torch import load_file
 
-    ours = found(directory, job.file)
+    ours = result_of(directory, job.file)
     stored = load_file(directory / job.adapter / "adapter_model.safetensors")
     assert ours["adapters"].keys() == stored.keys()
     assert all(torch.equal(ours["adapters"][name], tensor) for name, tensor in stored.items())
@@ -262,7 +262,7 @@ def test_hugging_face_peft_loads_what_is_saved(directory: Path, job: Job) -> Non
 def test_another_layout_resumes_bit_for_bit(directory: Path, job: Job) -> None:
     """The next update differs by rounding only, so the optimizer's masters and moments are there, too."""
     assert job.load is not None
-    before, after = found(directory, job.load), found(directory, job.file)
+    before, after = result_of(directory, job.load), result_of(directory, job.file)
     assert after["adapters"].keys() == before["updated"].keys()
     assert all(torch.equal(after["adapters"][n], t) for n, t in before["updated"].items())
     for name, tensor in before["updated_twice"].items():
@@ -276,4 +276,4 @@ def test_a_checkpoint_holds_adapters_only(directory: Path, job: Job) -> None:
     stored = checkpoint.metadata.state_dict_metadata
     sizes = {name: entry.size.numel() for name, entry in stored.items() if hasattr(entry, "size")}
     assert all(".adapter." in name for name in sizes)
-    assert sum(sizes.values()) == 4 * found(directory, job.file)["trained"]
+    assert sum(sizes.values()) == 4 * result_of(directory, job.file)["trained"]

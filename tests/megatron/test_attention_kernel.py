@@ -31,9 +31,9 @@ HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
 Choice = Callable[..., str]
 
 
-def cudnn_serves(*, capability: tuple[int, int], **asked: Any) -> bool:
+def cudnn_serves(*, capability: tuple[int, int], **attributes: Any) -> bool:
     """The rules for packs of nvte_get_fused_attn_backend, in Transformer Engine's C++ core, for CUDNN."""
-    qk, v = asked["head_dim_qk"], asked["head_dim_v"]
+    qk, v = attributes["head_dim_qk"], attributes["head_dim_v"]
     if capability < (9, 0):
         return False
     if (qk, v) == (192, 128) or max(qk, v) <= 128:
@@ -57,8 +57,8 @@ def choose() -> Iterator[Choice]:
             utils.get_device_compute_capability = lambda: capability
             utils.get_cudnn_version = lambda: CUDNN
 
-            def fused_backend(**asked: Any) -> tuple[int, str]:
-                served = cudnn_serves(capability=capability, **asked)
+            def fused_backend(**attributes: Any) -> tuple[int, str]:
+                served = cudnn_serves(capability=capability, **attributes)
                 return (backends.F16_arbitrary_seqlen if served else backends.No_Backend), ""
 
             utils._get_fused_attn_backend = fused_backend
@@ -111,9 +111,9 @@ def test_it_is_transformer_engines_own_choice(choose: Choice) -> None:
         if sinks and cp > 1 and exchange != "a2a":
             continue  # such models have sliding windows, with which other exchanges are refused
         attention = Attention(dtype, deterministic, cp, *dims, sinks)
-        theirs, ours = choose(attention, exchange, capability, flash), kernel(attention, capability, flash)
-        if theirs != ours:
-            differ[capability, exchange, flash, attention] = (theirs, ours)
+        wanted, got = choose(attention, exchange, capability, flash), kernel(attention, capability, flash)
+        if wanted != got:
+            differ[capability, exchange, flash, attention] = (wanted, got)
     assert not differ
 
 

@@ -36,7 +36,7 @@ class Case:
     title: str
     family: str
     layout: ParallelLayout
-    said: tuple[str, ...]  # parts of the problem that is seen
+    symptoms: tuple[str, ...]  # parts of the problem that is seen
     fault: str = "none"
     right: ParallelLayout | None = None  # the layout to use where `layout` is refused
     refused: str = ""  # part of the refusal
@@ -106,36 +106,36 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     items = [item for item in request.session.items if item.path == request.path]
     jobs: list[tuple[Path, ParallelLayout | None, str]] = []
     for case in (item.callspec.params["case"] for item in items):
-        place = path / case.title
-        (place / "faulty").mkdir(parents=True)
-        (place / "config.json").write_text(json.dumps(case.config))
+        folder = path / case.title
+        (folder / "faulty").mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(case.config))
         for name in ("model", "wanted.pt"):
-            (place / "faulty" / name).symlink_to(place / name)
-        jobs += [(place, None, ""), (place, case.right or case.layout, "none")]
-        jobs.append((place / "faulty", case.layout, case.fault))
+            (folder / "faulty" / name).symlink_to(folder / name)
+        jobs += [(folder, None, ""), (folder, case.right or case.layout, "none")]
+        jobs.append((folder / "faulty", case.layout, case.fault))
     torch.save(jobs, path / "jobs.pt")
     sizes = [1 if layout is None else layout.ranks for _, layout, _ in jobs]
     launch("helpers.workers.audit_worker:run", sizes, str(path), timeout=1800)
     return path
 
 
-def problem_of(case: Case, place: Path) -> str | None:
+def problem_of(case: Case, folder: Path) -> str | None:
     """As `read_result` says it, of the gradients that the case names."""
-    wanted, rounding = torch.load(place / "wanted.pt", weights_only=False)
-    found = torch.load(place / f"{case.layout}.pt", weights_only=False)
-    found, wanted = (
+    wanted, rounding = torch.load(folder / "wanted.pt", weights_only=False)
+    computed = torch.load(folder / f"{case.layout}.pt", weights_only=False)
+    computed, wanted = (
         replace(side, gradients={n: g for n, g in side.gradients.items() if n.endswith(case.of)})
-        for side in (found, wanted)
+        for side in (computed, wanted)
     )
-    return compare(found, wanted).problem(Limits.for_rounding(rounding))
+    return compare(computed, wanted).problem(Limits.for_rounding(rounding))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
 def test_the_comparison_sees_it(directory: Path, case: Case) -> None:
-    place = directory / case.title
-    assert read_result(case.right or case.layout, place).problem is None
-    problem = problem_of(case, place / "faulty")
-    assert problem is not None and all(part in problem for part in case.said), problem
+    folder = directory / case.title
+    assert read_result(case.right or case.layout, folder).problem is None
+    problem = problem_of(case, folder / "faulty")
+    assert problem is not None and all(part in problem for part in case.symptoms), problem
     if case.refused:
         with pytest.raises(ConfigError, match=case.refused):
             check_division(ParallelConfig(**case.layout.settings), case.config)

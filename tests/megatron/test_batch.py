@@ -48,16 +48,16 @@ ragged_rows = st.builds(
 @given(ragged_rows, st.integers(1, 5), st.integers(1, 200), st.booleans())
 def test_plan_keeps_its_promises(rows: TrainBatch, dp_size: int, max_tokens: int, keep_groups: bool) -> None:
     tokens, before = sizes(rows), copy.deepcopy(rows)
-    found = plan(rows, dp_size, max_tokens, HIDDEN, keep_groups)
+    batch_plan = plan(rows, dp_size, max_tokens, HIDDEN, keep_groups)
 
-    assert sorted(i for pack in packs(found) for i in pack) == list(range(len(rows))), "every row, once"
-    assert len(found.micro_batches) == dp_size
-    assert len({len(rank) for rank in found.micro_batches}) == 1, "equally many on every rank"
-    for pack in packs(found):
+    assert sorted(i for pack in packs(batch_plan) for i in pack) == list(range(len(rows))), "every row, once"
+    assert len(batch_plan.micro_batches) == dp_size
+    assert len({len(rank) for rank in batch_plan.micro_batches}) == 1, "equally many on every rank"
+    for pack in packs(batch_plan):
         assert pack == sorted(pack), "in the order of the step"
         assert len(pack) <= 1 or sum(tokens[i] for i in pack) <= max_tokens, "the budget"
 
-    where = {i: number for number, pack in enumerate(packs(found)) for i in pack}
+    where = {i: number for number, pack in enumerate(packs(batch_plan)) for i in pack}
     split_groups = False
     for group in set(rows.group_n.tolist()):
         members = [i for i, g in enumerate(rows.group_n.tolist()) if g == group]
@@ -65,9 +65,9 @@ def test_plan_keeps_its_promises(rows: TrainBatch, dp_size: int, max_tokens: int
         split_groups |= split
         if keep_groups and sum(tokens[i] for i in members) <= max_tokens:
             assert not split, "a group that fits stays whole"
-    assert found.split_groups or not split_groups, "a split group is reported"
+    assert batch_plan.split_groups or not split_groups, "a split group is reported"
 
-    assert found == plan(rows, dp_size, max_tokens, HIDDEN, keep_groups), "equal on every rank"
+    assert batch_plan == plan(rows, dp_size, max_tokens, HIDDEN, keep_groups), "equal on every rank"
     assert rows.prompt_ids == before.prompt_ids and torch.equal(rows.group_n, before.group_n)
 
 
@@ -81,8 +81,8 @@ def test_ranks_are_balanced_better_than_by_a_naive_split(seed: int, dp_size: int
     cost = [t * (1 + t / (6 * HIDDEN)) for t in sizes(rows)]
     ideal = max(sum(cost) / dp_size, max(cost))
 
-    found = plan(rows, dp_size, 1024, HIDDEN).micro_batches
-    planned = max(sum(cost[i] for pack in rank for i in pack) for rank in found)
+    ranks = plan(rows, dp_size, 1024, HIDDEN).micro_batches
+    planned = max(sum(cost[i] for pack in rank for i in pack) for rank in ranks)
     naive = max(sum(cost[rank::dp_size]) for rank in range(dp_size))
     assert planned < naive
     assert planned < 1.2 * ideal

@@ -119,24 +119,24 @@ def conversation(seed: int, most_turns: int = 6) -> Talk:
         after = -1 if k == 0 else rng.choice([k - 1] * 4 + list(range(-1, k)))
         context = prompt if after < 0 else ends[after]
         keep = None if rng.random() < 0.7 else rng.randint(1, len(context))
-        given, said = tokens(rng.randint(0, 5)), tokens(rng.randint(1, 5))
-        turns.append(Turn(len(own), after, keep, tuple(given)))
-        ends.append([*context[:keep], *given, *said])
-        own += said
+        environment, response = tokens(rng.randint(0, 5)), tokens(rng.randint(1, 5))
+        turns.append(Turn(len(own), after, keep, tuple(environment)))
+        ends.append([*context[:keep], *environment, *response])
+        own += response
     return prompt, own, turns
 
 
 def contexts(talk: Talk) -> list[tuple[list[int], list[int]]]:
     """(context, own tokens) of every turn, by the definition of a turn."""
     prompt, own, turns = talk
-    ends, found = [], []
+    ends, pairs = [], []
     for i, turn in enumerate(turns):
         before = prompt if turn.after < 0 else ends[turn.after]
         context = [*before[: turn.keep], *turn.given]
-        said = own[turn.begin : turns[i + 1].begin if i + 1 < len(turns) else len(own)]
-        ends.append(context + said)
-        found.append((context, said))
-    return found
+        response = own[turn.begin : turns[i + 1].begin if i + 1 < len(turns) else len(own)]
+        ends.append(context + response)
+        pairs.append((context, response))
+    return pairs
 
 
 def in_form(talk: Talk, form: str) -> Talk:
@@ -189,14 +189,14 @@ class Plain:
         logp, entropy = [], []
         for talk, support in zip(TALKS, self.support or [None] * len(TALKS), strict=True):
             begin = 0
-            for context, said in contexts(with_turns(talk)):
-                logits = model(input_ids=torch.tensor([context + said])).logits[0, len(context) - 1 : -1]
+            for context, response in contexts(with_turns(talk)):
+                logits = model(input_ids=torch.tensor([context + response])).logits[0, len(context) - 1 : -1]
                 of_all = torch.log_softmax(logits / TEMPERATURE, -1)
                 if support is not None:
-                    is_outside = reference.outside(support.parts([(begin, begin + len(said))]), of_all)
+                    is_outside = reference.outside(support.parts([(begin, begin + len(response))]), of_all)
                     of_all = torch.log_softmax(of_all.masked_fill(is_outside, -torch.inf), -1)
-                    begin += len(said)
-                logp.append(of_all.gather(1, torch.tensor(said)[:, None])[:, 0])
+                    begin += len(response)
+                logp.append(of_all.gather(1, torch.tensor(response)[:, None])[:, 0])
                 entropy.append(-(of_all.exp() * of_all.masked_fill(of_all.isneginf(), 0)).sum(-1))
         self.logp_r, self.entropy = torch.cat(logp), torch.cat(entropy).mean()
         generator = torch.Generator().manual_seed(1)
@@ -228,12 +228,12 @@ class Plain:
         }
         share, _ = algorithm.loss(LossInputs(rows.with_columns(**double), self.logp_r, BatchTotals.of(rows)))
         loss = share - algorithm.loss.entropy_coef * self.entropy
-        given = torch.autograd.grad(
+        by_autograd = torch.autograd.grad(
             loss, list(self.parameters.values()), retain_graph=True, allow_unused=True
         )
         gradients = {
             name: torch.zeros_like(parameter) if gradient is None else gradient
-            for (name, parameter), gradient in zip(self.parameters.items(), given, strict=True)
+            for (name, parameter), gradient in zip(self.parameters.items(), by_autograd, strict=True)
         }
         return loss.item(), reference.as_in_file(gradients)
 
@@ -244,9 +244,9 @@ def environment_tokens_in_the_sums(rows: TrainBatch) -> TrainBatch:
     next_own = count()
     for talk in map(with_turns, TALKS):
         ids: list[int] = []
-        for turn, (_, said) in zip(talk[2], contexts(talk), strict=True):
-            ids += [*turn.given, *said]
-            places += [-1] * len(turn.given) + [next(next_own) for _ in said]
+        for turn, (_, response) in zip(talk[2], contexts(talk), strict=True):
+            ids += [*turn.given, *response]
+            places += [-1] * len(turn.given) + [next(next_own) for _ in response]
         responses.append(ids)
     old, ref = ([0.0 if p < 0 else float(c[p]) for p in places] for c in (rows.old_logp_r, rows.ref_logp_r))
     return TrainBatch(
@@ -271,7 +271,9 @@ def plain(plains: Plains) -> Plain:
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, directory: Path, plains: Plains) -> dict[tuple[str, str], Outcome]:
+def outcomes(
+    request: pytest.FixtureRequest, directory: Path, plains: Plains
+) -> dict[tuple[str, str], Outcome]:
     """{(layout, "method, budget, form"): Outcome} of the selected tests."""
     wanted = {*selected(request, "layout", "budget", "name"), (Layout(1), ALL, "gvpo")}
     work = [
@@ -294,7 +296,7 @@ def found(request: pytest.FixtureRequest, directory: Path, plains: Plains) -> di
 
 @pytest.mark.parametrize(("layout", "budget", "name"), RUNS)
 def test_loss_and_gradients_are_those_of_every_turn_in_its_own_context(
-    found: dict[tuple[str, str], Outcome], plains: Plains, layout: Layout, budget: int, name: str
+    outcomes: dict[tuple[str, str], Outcome], plains: Plains, layout: Layout, budget: int, name: str
 ) -> None:
     plain = plains(model_of(name), name == TRUNCATED)
     loss, gradients = plain.gradients(AlgorithmConfig.model_validate(ALGORITHMS[name]))
@@ -302,7 +304,7 @@ def test_loss_and_gradients_are_those_of_every_turn_in_its_own_context(
     assert largest > 1e-4
     norm = torch.stack([wanted.norm() for wanted in gradients.values()]).norm().item()
     for form in FORMS:
-        outcome = found[str(layout), f"{name}, {budget}, {form}"]
+        outcome = outcomes[str(layout), f"{name}, {budget}, {form}"]
         assert outcome.metrics["loss"] == pytest.approx(loss, rel=TOLERANCE, abs=2e-6), form
         assert outcome.gradients.keys() == gradients.keys()
         nothing = 1e-8 * largest  # to an expert may come no token
@@ -313,9 +315,9 @@ def test_loss_and_gradients_are_those_of_every_turn_in_its_own_context(
 
 
 def test_environment_tokens_in_the_sums_would_be_seen(
-    found: dict[tuple[str, str], Outcome], plain: Plain
+    outcomes: dict[tuple[str, str], Outcome], plain: Plain
 ) -> None:
-    [wrong] = [outcome for (_, name), outcome in found.items() if name == "wrong"]
+    [wrong] = [outcome for (_, name), outcome in outcomes.items() if name == "wrong"]
     _, gradients = plain.gradients(AlgorithmConfig.model_validate(ALGORITHMS["gvpo"]))
     for key, wanted in gradients.items():
         difference = (wrong.gradients[key] - wanted).abs().max() / wanted.abs().max()
@@ -338,16 +340,16 @@ def test_every_own_token_is_predicted_from_exactly_its_context(seed: int) -> Non
     pack = PackedBatch.pack(rows_of([talk]))
     begins = [i for i, position in enumerate(pack.position_t.tolist()) if position == 0]
     before = [
-        pack.token_t[max(b for b in begins if b <= place) : place + 1].tolist()
-        for place in pack.response_r.tolist()
+        pack.token_t[max(b for b in begins if b <= index) : index + 1].tolist()
+        for index in pack.response_r.tolist()
     ]
-    wanted = [context + said[:j] for context, said in contexts(talk) for j in range(len(said))]
+    wanted = [context + response[:j] for context, response in contexts(talk) for j in range(len(response))]
     assert before == wanted
     assert pack.label_r.tolist() == talk[1]
 
 
 @pytest.mark.parametrize(
-    ("turns", "said"),
+    ("turns", "message"),
     [
         ([Turn(1)], "the first turn begins with own token 1: want 0"),
         ([Turn(0), Turn(3), Turn(2, 1)], "turn 1 has the own tokens 3 to 2"),
@@ -356,6 +358,6 @@ def test_every_own_token_is_predicted_from_exactly_its_context(seed: int) -> Non
         ([Turn(0, -1, 0)], "turn 0 begins without any token before it"),
     ],
 )
-def test_turns_that_no_conversation_has_are_refused(turns: list[Turn], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_turns_that_no_conversation_has_are_refused(turns: list[Turn], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         segments([1, 2], [3, 4, 5, 6], turns)

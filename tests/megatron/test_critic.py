@@ -15,7 +15,7 @@ from helpers.inputs.rows import make_rows
 from helpers.references import gradient_reference as reference
 from helpers.references.bf16_errors import round_weights
 from helpers.suite.selected import selected
-from helpers.workers.critic_worker import Found
+from helpers.workers.critic_worker import CriticResult
 from helpers.workers.gradient_worker import Case, Layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -109,13 +109,13 @@ def test_whitening_leaves_the_returns_alone():
 def test_without_values_it_is_reinforce_plus_plus():
     """Every token gets the response's reward less the KL of the tokens from it on, whitened over tokens."""
     rows = make_rows([[1.0], [-1.0]], [2, 3])
-    found, _ = GAE(values="zero", lam=1.0, kl_coef=0.1).fill(rows)
+    filled, _ = GAE(values="zero", lam=1.0, kl_coef=0.1).fill(rows)
     kl = rows.old_logp_r.double() - rows.ref_logp_r.double()
     to_go = torch.tensor([1 - 0.1 * kl[t:2].sum() for t in range(2)]).tolist()
     to_go += torch.tensor([-1 - 0.1 * kl[t:5].sum() for t in range(2, 5)]).tolist()
     wanted = torch.tensor(to_go)
-    torch.testing.assert_close(found.advantage_r, (wanted - wanted.mean()) / wanted.std())
-    assert found.return_r is None
+    torch.testing.assert_close(filled.advantage_r, (wanted - wanted.mean()) / wanted.std())
+    assert filled.return_r is None
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_value_clipping(value, old, target, loss, gradient):
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"recipe": "ppo", "critic": None}, "critic is missing: the estimator gae reads its values"),
         ({"recipe": "ppo", "estimator": {"values": "zero"}}, "critic has no effect"),
@@ -149,8 +149,8 @@ def test_value_clipping(value, old, target, loss, gradient):
         ),
     ],
 )
-def test_a_critic_that_nobody_reads_is_refused(values, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_critic_that_nobody_reads_is_refused(values, message):
+    with pytest.raises(ValueError, match=message):
         AlgorithmConfig.model_validate(values)
 
 
@@ -196,8 +196,8 @@ def plain(
     weight, offset = head_h.to(dtype).requires_grad_(), torch.tensor([bias]).to(dtype).requires_grad_()
     values = []
     for talk in map(with_turns, zip(rows.prompt_ids, rows.response_ids, rows.turns, strict=True)):
-        for context, said in contexts(talk):
-            hidden = policy.model(input_ids=torch.tensor([[*context, *said]])).last_hidden_state[0]
+        for context, response in contexts(talk):
+            hidden = policy.model(input_ids=torch.tensor([[*context, *response]])).last_hidden_state[0]
             values.append(hidden[len(context) - 1 : -1] @ weight + offset)
     value_r = torch.cat(values).double()
     old, target = rows.value_r.double(), rows.return_r.double()
@@ -257,21 +257,21 @@ def wanted(directory: Path) -> dict[str, tuple]:
     ids=str,
 )
 def test_values_gradients_and_checkpoints_do_not_know_the_machine(directory, wanted, layout, model):
-    found: Found = torch.load(directory / f"{layout}-{model}.pt", weights_only=False)
+    result: CriticResult = torch.load(directory / f"{layout}-{model}.pt", weights_only=False)
     value_r, loss, gradients = wanted[model]
-    assert found.at_first_r.abs().max() == 0, "a new head expects nothing"
-    torch.testing.assert_close(found.value_r.double(), value_r, rtol=0, atol=1e-5)
-    assert found.metrics["value_loss"] == pytest.approx(loss, rel=TOLERANCE)
-    assert found.gradients.keys() == gradients.keys()
+    assert result.at_first_r.abs().max() == 0, "a new head expects nothing"
+    torch.testing.assert_close(result.value_r.double(), value_r, rtol=0, atol=1e-5)
+    assert result.metrics["value_loss"] == pytest.approx(loss, rel=TOLERANCE)
+    assert result.gradients.keys() == gradients.keys()
     for name, gradient in gradients.items():
-        difference = (found.gradients[name] - gradient).abs().max()
+        difference = (result.gradients[name] - gradient).abs().max()
         assert difference <= TOLERANCE * gradient.abs().max(), name
 
-    assert found.resumed_metrics == found.next_metrics
-    for name, weight in found.weights.items():
-        assert torch.equal(found.resumed_weights[name], weight), name
-    single: Found = torch.load(directory / "single-untied.pt", weights_only=False)
+    assert result.resumed_metrics == result.next_metrics
+    for name, weight in result.weights.items():
+        assert torch.equal(result.resumed_weights[name], weight), name
+    single: CriticResult = torch.load(directory / "single-untied.pt", weights_only=False)
     if model == "untied":
-        norms, alone = ([m["value_grad_norm"] for m in f.next_metrics] for f in (found, single))
+        norms, alone = ([m["value_grad_norm"] for m in f.next_metrics] for f in (result, single))
         assert norms == pytest.approx(alone, rel=1e-4)
-    assert found.next_metrics[1]["value_loss"] < found.metrics["value_loss"]
+    assert result.next_metrics[1]["value_loss"] < result.metrics["value_loss"]

@@ -94,11 +94,12 @@ def test_a_divergence_brings_no_number_to_the_host(divergence: Divergence):
 
 
 def test_what_rows_derive_of_themselves_comes_along():
-    there = PackedBatch.pack(ROWS).to(META).rows.with_columns(weight_r=None)
-    assert there.offsets == ROWS.offsets
+    meta_rows = PackedBatch.pack(ROWS).to(META).rows.with_columns(weight_r=None)
+    assert meta_rows.offsets == ROWS.offsets
     for name in ("length_n", "seq_r"):
-        assert getattr(there, name).is_meta and getattr(there, name).shape == getattr(ROWS, name).shape
-    assert [tensor.shape for tensor in there.groups] == [tensor.shape for tensor in ROWS.groups]
+        column = getattr(meta_rows, name)
+        assert column.is_meta and column.shape == getattr(ROWS, name).shape
+    assert [tensor.shape for tensor in meta_rows.groups] == [tensor.shape for tensor in ROWS.groups]
 
 
 def test_other_groups_are_derived_anew():

@@ -57,9 +57,9 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     wanted = selected(request, "family", "layout")
     jobs: list[tuple[str, ParallelLayout | None]] = []
     for family in dict.fromkeys(family for family, _ in wanted):
-        place = path / family.architecture
-        place.mkdir()
-        (place / "config.json").write_text(json.dumps(family.tiny))
+        folder = path / family.architecture
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(family.tiny))
         jobs.append((family.architecture, None))
         jobs += [(family.architecture, layout) for of, layout in wanted if of == family]
     torch.save(jobs, path / "jobs.pt")
@@ -113,9 +113,9 @@ def test_what_is_wrong_would_be_seen(tmp_path: Path) -> None:
         "export changes a": replace(right, exported={"a": grid + 1e-15}),
         "export changes c": replace(right, exported={"a": grid, "c": grid}),
     }
-    for said, computed in wrong.items():
+    for message, computed in wrong.items():
         problem = compare(computed, right).problem(limits)
-        assert problem is not None and problem.startswith(said) and ";" not in problem
+        assert problem is not None and problem.startswith(message) and ";" not in problem
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architecture)

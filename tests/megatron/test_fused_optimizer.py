@@ -82,8 +82,8 @@ def test_a_run_that_goes_on_repeats_the_one_that_was_saved(fused: type, tmp_path
         places = addresses(policy)
         load_policy(tmp_path / f"step_0000000{saved_at}", policy)
         assert addresses(policy) == places, "loaded in place"
-        found = [policy.update(rows, at_step_start=False) for _ in updates]
-        assert [(r.metrics, r.update) for r in found] == [(r.metrics, r.update) for r in wanted]
+        results = [policy.update(rows, at_step_start=False) for _ in updates]
+        assert [(r.metrics, r.update) for r in results] == [(r.metrics, r.update) for r in wanted]
         assert policy.optimizer.steps == 3
         for key, tensor in states(policy).items():
             assert torch.equal(tensor, trained[key]), key

@@ -121,7 +121,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def found(directory: Path) -> dict[tuple[str, str], Any]:
+def outcomes(directory: Path) -> dict[tuple[str, str], Any]:
     """{(layout, step): Outcome, (layout, model): Probe}"""
     parts = [torch.load(file, weights_only=False) for file in directory.glob("results-*.pt")]
     return {key: value for part in parts for key, value in part.items()}
@@ -129,25 +129,25 @@ def found(directory: Path) -> dict[tuple[str, str], Any]:
 
 @each_run
 def test_loss_and_gradients_are_those_of_the_reference(
-    found: dict[tuple[str, str], Any], directory: Path, layout: Layout, name: str
+    outcomes: dict[tuple[str, str], Any], directory: Path, layout: Layout, name: str
 ) -> None:
-    assert_reference(found[str(layout), name], name, directory)
+    assert_reference(outcomes[str(layout), name], name, directory)
 
 
 @each_run
 def test_metrics_do_not_know_the_machine(
-    found: dict[tuple[str, str], Any], layout: Layout, name: str
+    outcomes: dict[tuple[str, str], Any], layout: Layout, name: str
 ) -> None:
-    single = found["single", name].metrics
-    assert found[str(layout), name].metrics == pytest.approx(single, rel=TOLERANCE, abs=1e-6)
+    single = outcomes["single", name].metrics
+    assert outcomes[str(layout), name].metrics == pytest.approx(single, rel=TOLERANCE, abs=1e-6)
 
 
 @each_probe
 def test_export_is_what_was_loaded_bit_for_bit(
-    found: dict[tuple[str, str], Any], directory: Path, layout: Layout, model: str
+    outcomes: dict[tuple[str, str], Any], directory: Path, layout: Layout, model: str
 ) -> None:
     """This includes layouts whose tensor parallelism padded the vocabulary of 131."""
-    exported = found[str(layout), model].exported
+    exported = outcomes[str(layout), model].exported
     loaded = load_file(directory / model / "model.safetensors")
     assert exported.keys() == loaded.keys()
     for name, tensor in loaded.items():
@@ -157,39 +157,41 @@ def test_export_is_what_was_loaded_bit_for_bit(
 
 @each_probe
 def test_scores_are_those_of_transformers(
-    found: dict[tuple[str, str], Any], directory: Path, layout: Layout, model: str
+    outcomes: dict[tuple[str, str], Any], directory: Path, layout: Layout, model: str
 ) -> None:
     _, logp, _ = sampled(directory, model, TEMPERATURE, "ragged")
-    scored = found[str(layout), model].logp_r
+    scored = outcomes[str(layout), model].logp_r
     torch.testing.assert_close(scored, torch.cat(logp).detach().float(), rtol=0, atol=1e-5)
 
 
 @each_probe
 def test_scores_after_an_update_do_not_know_the_machine(
-    found: dict[tuple[str, str], Any], layout: Layout, model: str
+    outcomes: dict[tuple[str, str], Any], layout: Layout, model: str
 ) -> None:
     """The tolerance is that of the update itself, below: 5e-3 of its size."""
     before, after, single = (
-        found[str(layout), model].logp_r,
-        found[str(layout), model].updated_logp_r,
-        found["single", model].updated_logp_r,
+        outcomes[str(layout), model].logp_r,
+        outcomes[str(layout), model].updated_logp_r,
+        outcomes["single", model].updated_logp_r,
     )
     assert (after - single).abs().max() < 5e-3 * (after - before).abs().max()
 
 
 @each_probe
 def test_an_update_is_that_of_torch_adamw(
-    found: dict[tuple[str, str], Any], directory: Path, layout: Layout, model: str
+    outcomes: dict[tuple[str, str], Any], directory: Path, layout: Layout, model: str
 ) -> None:
-    assert_update_is_that_of_adamw(found[str(layout), model], model, directory)
+    assert_update_is_that_of_adamw(outcomes[str(layout), model], model, directory)
 
 
 @each_small_run
-def test_small_constants_are_exceeded(found: dict[tuple[str, str], Any], layout: Layout, name: str) -> None:
+def test_small_constants_are_exceeded(
+    outcomes: dict[tuple[str, str], Any], layout: Layout, name: str
+) -> None:
     """The first stage has several buckets, and the head keeps exponentials of some tokens, not of all."""
-    assert found[str(layout), STEPS[name].model].buckets > 2
+    assert outcomes[str(layout), STEPS[name].model].buckets > 2
     if name == "grpo with kl":  # its weights are not known before the forward
-        assert 0 < found[str(layout), name].stash_share < 1
+        assert 0 < outcomes[str(layout), name].stash_share < 1
 
 
 # The steps' names are true only while plan() divides the rows as it did when they were written.
@@ -223,10 +225,10 @@ def test_some_micro_batches_are_empty() -> None:
 def test_long_responses_are_alone_beside_packs_of_short_ones() -> None:
     rows = make_rows(ROWS["log-normal"])
     assert rows.length_n.max() > 8 * rows.length_n.median() and rows.length_n.max() > 2 * SPLIT
-    found = plan(rows, 2, SPLIT, HIDDEN)
-    packs = [pack for rank in found.micro_batches for pack in rank]
+    batch_plan = plan(rows, 2, SPLIT, HIDDEN)
+    packs = [pack for rank in batch_plan.micro_batches for pack in rank]
     beyond = [pack for pack in packs if sum(rows.tokens[i] for i in pack) > SPLIT]
-    assert found.split_groups and len(beyond) > 2 and all(len(pack) == 1 for pack in beyond)
+    assert batch_plan.split_groups and len(beyond) > 2 and all(len(pack) == 1 for pack in beyond)
     assert max(map(len, packs)) > 1
 
 

@@ -23,10 +23,10 @@ MB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    directory = tmp_path_factory.mktemp("memory_profile")
-    reference.save_models(directory)
-    yield directory
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("memory_profile")
+    reference.save_models(path)
+    yield path
     parallel.shut_down()
 
 
@@ -85,32 +85,32 @@ def test_fp8_weights_count_by_their_parts() -> None:
 
 
 def measured(
-    place: Path, groups: list[Any], recompute: str = "none", offload: float = 0.0
+    directory: Path, groups: list[Any], recompute: str = "none", offload: float = 0.0
 ) -> dict[str, float]:
     case = Case("gvpo", {"recipe": "gvpo"}, make_rows(groups), 100_000)
-    policy = Policy.of(config_of(case, Layout(1, recompute=recompute, offload=offload), place))
-    found = policy.update(case.rows, at_step_start=True).memory
+    policy = Policy.of(config_of(case, Layout(1, recompute=recompute, offload=offload), directory))
+    memory = policy.update(case.rows, at_step_start=True).memory
     assert policy.update(case.rows, at_step_start=True).memory == {}, "of the first update only"
     parameters = [p.nbytes for p in policy.model.weights()]
-    assert found["memory/weights_gib"] == pytest.approx(sum(parameters) / GIB, rel=0.02), "and padding"
-    assert found["memory/optimizer_gib"] == pytest.approx(
+    assert memory["memory/weights_gib"] == pytest.approx(sum(parameters) / GIB, rel=0.02), "and padding"
+    assert memory["memory/optimizer_gib"] == pytest.approx(
         (1 - offload) * 2 * sum(parameters) / GIB, rel=0.02, abs=1e-7
     ), "two moments"
-    assert found["memory/gradients_gib"] == pytest.approx(sum(parameters) / GIB, rel=0.02), "and padding"
+    assert memory["memory/gradients_gib"] == pytest.approx(sum(parameters) / GIB, rel=0.02), "and padding"
     parallel.shut_down()
-    return found
+    return memory
 
 
-def test_parts_of_an_update(place: Path) -> None:
+def test_parts_of_an_update(directory: Path) -> None:
     few, many = ([(8, [(40, 1.0), (40, 0.0)])] * n for n in (2, 4))
-    found, double = measured(place, few), measured(place, many)
-    again, hosted = measured(place, many, recompute="full"), measured(place, many, offload=1.0)
+    single, double = measured(directory, few), measured(directory, many)
+    again, hosted = measured(directory, many, recompute="full"), measured(directory, many, offload=1.0)
     weights = hosted["memory/weights_gib"]
     assert hosted["memory/host_optimizer_gib"] == pytest.approx(4 * weights, rel=0.02), "and the gradients"
     assert hosted["memory/peak_gib"] == pytest.approx(double["memory/peak_gib"] - 2 * weights, rel=0.02)
     for name in ("weights", "gradients", "optimizer"):
-        assert found[f"memory/{name}_gib"] == double[f"memory/{name}_gib"]
-    assert double["memory/activations_gib"] == pytest.approx(2 * found["memory/activations_gib"], rel=0.25)
+        assert single[f"memory/{name}_gib"] == double[f"memory/{name}_gib"]
+    assert double["memory/activations_gib"] == pytest.approx(2 * single["memory/activations_gib"], rel=0.25)
     assert again["memory/activations_gib"] < 0.6 * double["memory/activations_gib"]
     tokens, vocabulary = 8 * 40, reference.VOCABULARY
     assert double["memory/head_gib"] * GIB >= 4 * tokens * vocabulary, "a tile of logits, here of all"

@@ -46,21 +46,21 @@ def copies(
         seen = torch.ones(len(places), len(places), dtype=torch.bool).tril()
         scores = torch.einsum("qnd,knd->nqk", q[places], k[places]) * factor
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        found = torch.einsum("nqk,knd->qnd", weights, v[places])
-        out = out.index_add(0, kept, found[len(places) - len(kept) :])
+        output = torch.einsum("nqk,knd->qnd", weights, v[places])
+        out = out.index_add(0, kept, output[len(places) - len(kept) :])
 
     begin, behind = 0, sum(prompt for prompt, _ in groups)
     for prompt, answers in groups:
-        place = torch.arange(begin, begin + prompt)
-        attend(place, place)
+        prefix = torch.arange(begin, begin + prompt)
+        attend(prefix, prefix)
         for n in answers:
-            mine = torch.arange(behind, behind + n)
-            attend(torch.cat([place, mine]), mine)
+            response = torch.arange(behind, behind + n)
+            attend(torch.cat([prefix, response]), response)
             behind += n
         begin += prompt
     for n in alone:
-        mine = torch.arange(behind, behind + n)
-        attend(mine, mine)
+        response = torch.arange(behind, behind + n)
+        attend(response, response)
         behind += n
     return out
 
@@ -91,13 +91,13 @@ def test_output_and_gradients_are_those_of_copied_prompts(
         ).requires_grad_()
         for n in (heads[0], heads[1], heads[1])
     ]
-    found = merged_attention(*inputs, Sequences.of(*pack, CPU), kernel, scale)
+    output = merged_attention(*inputs, Sequences.of(*pack, CPU), kernel, scale)
     wanted = copies(*inputs, groups, alone, scale)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(output, wanted, rtol=1e-10, atol=1e-12)
     upstream = torch.randn(wanted.shape, generator=generator, dtype=torch.float64)
-    gradients = [torch.autograd.grad(out, inputs, upstream) for out in (found, wanted)]
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+    gradients = [torch.autograd.grad(out, inputs, upstream) for out in (output, wanted)]
+    for gradient, of_copies in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, of_copies, rtol=1e-9, atol=1e-11)
 
 
 def test_scores_that_differ_by_hundreds_stay_finite(kernel: PartialAttention) -> None:
@@ -109,13 +109,13 @@ def test_scores_that_differ_by_hundreds_stay_finite(kernel: PartialAttention) ->
         inputs[1][3:] *= -100 * sign
         inputs[2][:3] = 5.0
         inputs = [x.requires_grad_() for x in inputs]
-        found = merged_attention(*inputs, Sequences.of(*pack, CPU), kernel, None)
-        assert (found[3:] - (5.0 if sign > 0 else 1.0)).abs().max() < 1e-12
+        output = merged_attention(*inputs, Sequences.of(*pack, CPU), kernel, None)
+        assert (output[3:] - (5.0 if sign > 0 else 1.0)).abs().max() < 1e-12
         wanted = copies(*inputs, [(3, [2, 2])], [], None)
-        for ours, theirs in zip(
-            *(torch.autograd.grad(x.sum(), inputs) for x in (found, wanted)), strict=True
+        for gradient, of_copies in zip(
+            *(torch.autograd.grad(x.sum(), inputs) for x in (output, wanted)), strict=True
         ):
-            torch.testing.assert_close(ours, theirs)
+            torch.testing.assert_close(gradient, of_copies)
 
 
 def test_in_bf16_merging_costs_less_than_rounding_does(kernel: PartialAttention) -> None:

@@ -158,7 +158,7 @@ def plain(directory: Path) -> Plain:
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, directory: Path, plain: Plain) -> dict[tuple[str, str], Outcome]:
+def outcomes(request: pytest.FixtureRequest, directory: Path, plain: Plain) -> dict[tuple[str, str], Outcome]:
     """{(layout, algorithm and budget): Outcome} in the divisions of the selected tests."""
     divisions = selected(request, "layout", "budget")
     work = [
@@ -185,10 +185,10 @@ def test_the_first_of_equal_responses_is_not_the_first_of_a_pack() -> None:
 
 @pytest.mark.parametrize(("layout", "budget"), DIVISIONS)
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_loss_and_gradients_do_not_know_the_machine(found, plain, name, layout, budget):
+def test_loss_and_gradients_do_not_know_the_machine(outcomes, plain, name, layout, budget):
     loss, gradients = plain.gradients(AlgorithmConfig.model_validate(ALGORITHMS[name]))
     assert max(float(g.abs().max()) for g in gradients.values()) > 1e-4
-    outcome = found[str(layout), f"{name} {budget}"]
+    outcome = outcomes[str(layout), f"{name} {budget}"]
     assert outcome.metrics["loss"] == pytest.approx(loss, rel=TOLERANCE, abs=2e-6)
     for key, wanted in gradients.items():
         difference = (outcome.gradients[key] - wanted).abs().max() / wanted.abs().max()

@@ -110,7 +110,7 @@ def test_an_update_is_that_of_the_definition(directory: Path, job: Job) -> None:
     options, lr = MuonConfig(**dict(job.muon)), UPDATE["lr"]
     compared = 0
     for name, weight in of_files.items():
-        gradient, found = clipped[name], result.updated[name].double()
+        gradient, updated = clipped[name], result.updated[name].double()
         if is_matrix(name, weight):
             if not gradient.any():  # of an expert to which no token went
                 update = torch.zeros_like(weight)
@@ -118,11 +118,11 @@ def test_an_update_is_that_of_the_definition(directory: Path, job: Job) -> None:
                 update = muon_update(gradient, options)
                 compared += 1
             wanted = weight * (1 - lr * UPDATE["weight_decay"]) - lr * update
-            assert (found - wanted).abs().max() < 5e-3 * lr * max(1e-2, update.abs().max()), name
+            assert (updated - wanted).abs().max() < 5e-3 * lr * max(1e-2, update.abs().max()), name
         else:
             decay = UPDATE["weight_decay"] if weight.dim() > 1 else 0.0
             wanted = weight * (1 - lr * decay) - lr * gradient / (gradient.abs() + UPDATE["eps"])
-            assert (found - wanted).abs().max() < 5e-3 * lr, name
+            assert (updated - wanted).abs().max() < 5e-3 * lr, name
     assert compared > 12
 
 

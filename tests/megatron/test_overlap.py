@@ -34,36 +34,36 @@ NUMBERS = 2e-5  # of the rest: fp32 rounds a log-prob by 1e-6, and losses and no
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results of the selected tests' cases."""
-    place = tmp_path_factory.mktemp("overlap")
-    reference.save_models(place)
+    directory = tmp_path_factory.mktemp("overlap")
+    reference.save_models(directory)
     names = selected(request, "name")
     work = []
     for name, (layout, model, groups, loss) in CASES.items():
         if name not in names:
             continue
         step = gvpo(SPLIT if groups == "split" else WHOLE, model=model, **loss)
-        rows, *_ = sampled_for(step, place)
+        rows, *_ = sampled_for(step, directory)
         work.append((layout, Case(name, step.algorithm, rows, step.budget, model=model)))
-    torch.save(work, place / "work.pt")
-    launch("helpers.workers.overlap_worker:run", [layout.ranks for layout, _ in work], str(place))
-    return place
+    torch.save(work, directory / "work.pt")
+    launch("helpers.workers.overlap_worker:run", [layout.ranks for layout, _ in work], str(directory))
+    return directory
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.proof) for name in CASES]
 )
-def test_a_run_with_overlap_is_the_run_without(found: Path, name: str) -> None:
+def test_a_run_with_overlap_is_the_run_without(results: Path, name: str) -> None:
     """Log-probs, gradient norms and every exported tensor agree, after any order of updates and readers."""
-    runs = torch.load(found / f"{name}.pt", weights_only=False)
+    runs = torch.load(results / f"{name}.pt", weights_only=False)
     without, overlapped = runs[False], runs[True]
     assert without.pop("bucket groups") < overlapped.pop("bucket groups")
     assert overlapped.keys() == without.keys()
     wrong = {}
     for key, value in without.items():
-        wanted, mine = (torch.as_tensor(v, dtype=torch.float64) for v in (value, overlapped[key]))
+        wanted, got = (torch.as_tensor(v, dtype=torch.float64) for v in (value, overlapped[key]))
         tolerance = WEIGHTS if key.endswith((".weight", ".bias")) else NUMBERS
-        if (difference := (mine - wanted).abs().max()) > tolerance * max(1.0, wanted.abs().max()):
+        if (difference := (got - wanted).abs().max()) > tolerance * max(1.0, wanted.abs().max()):
             wrong[key] = difference.item()
     assert not wrong

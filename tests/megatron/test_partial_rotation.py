@@ -62,12 +62,12 @@ def test_every_family_that_rotates_a_part_is_compared() -> None:
     assert {family.architecture for family in PARTLY} == set(PARTLY_ROTATED)
 
 
-@pytest.mark.parametrize("place", ["partial_rotary_factor", "rope_parameters"])
-def test_a_rotated_part_that_megatron_bridge_ignores_is_refused(place: str) -> None:
+@pytest.mark.parametrize("key", ["partial_rotary_factor", "rope_parameters"])
+def test_a_rotated_part_that_megatron_bridge_ignores_is_refused(key: str) -> None:
     [family] = [family for family in FAMILIES if family.architecture == "OlmoeForCausalLM"]
     share = {"partial_rotary_factor": 0.5}
     rope = {"rope_parameters": family.tiny["rope_parameters"] | share}
     for whole in (1.0, None):
         check_family(family.tiny | {"partial_rotary_factor": whole}, "model.path=m")
     with pytest.raises(ConfigError, match=r"^model\.path=m: partial_rotary_factor=0\.5 of the rope in"):
-        check_family(family.tiny | (share if place == "partial_rotary_factor" else rope), "model.path=m")
+        check_family(family.tiny | (share if key == "partial_rotary_factor" else rope), "model.path=m")

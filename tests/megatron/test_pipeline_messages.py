@@ -54,9 +54,9 @@ def compare(task: str, out: str, layout: str) -> None:
         policy.update(copy.copy(rows), at_step_start=False)
         assert (len(exchanged) > before) == (messages is not planned)
     forward.planned_messages = planned
-    ours, theirs = gradients
-    assert any(buffer.any() for buffer in ours)
-    for one, other in zip(ours, theirs, strict=True):
+    with_plan, without_plan = gradients
+    assert any(buffer.any() for buffer in with_plan)
+    for one, other in zip(with_plan, without_plan, strict=True):
         assert torch.equal(one, other)
     dist.barrier()
 

@@ -58,12 +58,12 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Megatron's configurations, after Megatron has checked them."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    found: list[Any] = []
+    configs: list[Any] = []
     check = TransformerConfig.__post_init__
     monkeypatch.setattr(
-        TransformerConfig, "__post_init__", lambda config: (check(config), found.append(config))[0]
+        TransformerConfig, "__post_init__", lambda config: (check(config), configs.append(config))[0]
     )
-    return found
+    return configs
 
 
 @pytest.mark.parametrize(
@@ -179,38 +179,38 @@ def test_optimizer_states_in_host_memory_train_the_same(directory: Path, tmp_pat
     name = "gvpo, groups split"
     rows, *_ = sampled_for(STEPS[name], directory)
     case = Case(name, STEPS[name].algorithm, rows, STEPS[name].budget)
-    found = {}
+    by_share = {}
     for offload in (0.0, 0.5, 1.0):
         with bf16_policy(case, directory, offload) as policy:
             results = [policy.update(rows, at_step_start=False) for _ in range(2)]
             save_policy(tmp_path / f"{offload}", 2, policy, {}, keep=1)
             results.append(policy.update(rows, at_step_start=False))
             device, host = (
-                sum(t.numel() for t in ts) for ts in (held(policy), policy.optimizer.host_tensors())
+                sum(t.numel() for t in ts) for ts in (device_tensors(policy), policy.optimizer.host_tensors())
             )
             assert host / (host + device) == pytest.approx(offload, abs=0.05), "of masters and moments"
             assert policy.optimizer.steps == 3
-            found[offload] = (results, states(policy))
-    for offload, (results, tensors) in found.items():
+            by_share[offload] = (results, states(policy))
+    for offload, (results, tensors) in by_share.items():
         assert [r.update.skipped for r in results] == [False] * 3
-        for result, wanted in zip(results, found[0.0][0], strict=True):
+        for result, wanted in zip(results, by_share[0.0][0], strict=True):
             assert result.metrics["loss"] == pytest.approx(wanted.metrics["loss"], rel=1e-3)
             assert result.update.grad_norm == pytest.approx(wanted.update.grad_norm, rel=1e-3)
             assert result.update.grad_norm > UPDATE["clip_grad"]
         # The last bit of a master may round a bf16 weight the other way, by 0.4 %: to 1e-5 in fp32 these are
         # compared by test_gradient_invariance.py.
-        for key, wanted in found[0.0][1].items():
+        for key, wanted in by_share[0.0][1].items():
             torch.testing.assert_close(tensors[key], wanted, rtol=1e-2, atol=1e-5, msg=f"{offload}: {key}")
     for source, offload in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.0)):
         with bf16_policy(case, directory, offload) as policy:
             load_policy(tmp_path / f"{source}" / "step_00000002", policy)
             again = policy.update(rows, at_step_start=False)
-            wanted = found[source][0][2]
+            wanted = by_share[source][0][2]
             assert again.metrics == wanted.metrics and again.update == wanted.update
             for key, tensor in states(policy).items():
-                exact = torch.equal(tensor, found[source][1][key])
+                exact = torch.equal(tensor, by_share[source][1][key])
                 assert exact or source != offload, key
-                torch.testing.assert_close(tensor, found[source][1][key], rtol=1e-2, atol=1e-7)
+                torch.testing.assert_close(tensor, by_share[source][1][key], rtol=1e-2, atol=1e-7)
 
 
 def test_host_memory_that_does_not_suffice_is_said(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,8 +220,10 @@ def test_host_memory_that_does_not_suffice_is_said(directory: Path, monkeypatch:
     rows, *_ = sampled_for(STEPS["gvpo, groups split"], directory)
     case = Case("gvpo", STEPS["gvpo, groups split"].algorithm, rows, 24)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100_000))
-    said = r"offload_fraction=0\.5 needs 0\.\d+ GiB of the memory of node .* for its 1 rank\(s\), and 9\.31"
-    with pytest.raises(ConfigError, match=said), bf16_policy(case, directory, 0.5):
+    message = (
+        r"offload_fraction=0\.5 needs 0\.\d+ GiB of the memory of node .* for its 1 rank\(s\), and 9\.31"
+    )
+    with pytest.raises(ConfigError, match=message), bf16_policy(case, directory, 0.5):
         pass
 
 
@@ -238,7 +240,7 @@ def bf16_policy(case: Case, directory: Path, offload: float) -> Iterator[Any]:
         parallel.shut_down()
 
 
-def held(policy: Any) -> list[torch.Tensor]:
+def device_tensors(policy: Any) -> list[torch.Tensor]:
     """Bytes of masters and moments on the device."""
     return list(policy.optimizer.tensors())
 
@@ -246,13 +248,13 @@ def held(policy: Any) -> list[torch.Tensor]:
 def states(policy: Any) -> dict[str, torch.Tensor]:
     """Copies of masters, moments and weights."""
     (inner,) = policy.optimizer.megatron.chained_optimizers
-    found = {}
+    copies = {}
     for chunk in policy.model.chunks:
         for name, parameter in chunk.named_parameters():
-            found[f"weight {name}"] = parameter.detach().clone()
+            copies[f"weight {name}"] = parameter.detach().clone()
             for kind, tensor in inner._get_main_param_and_optimizer_states(parameter).items():
-                found[f"{kind} of {name}"] = tensor.detach().clone()
-    return found
+                copies[f"{kind} of {name}"] = tensor.detach().clone()
+    return copies
 
 
 def test_an_update_computes_the_norm_of_the_gradients_once(

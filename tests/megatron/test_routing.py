@@ -73,8 +73,8 @@ def test_experts_and_weights_are_those_of_transformers(
         bias = router.e_score_correction_bias = torch.nn.Buffer(0.3 * torch.randn(EXPERTS))
     logits, weights, indices = router(torch.randn(TOKENS, HIDDEN))
     wanted = torch.zeros(TOKENS, EXPERTS).scatter(1, indices, weights)
-    found, mapped = routed_by_megatron(config, logits, bias, GroupLimit(scores_per_group(config)))
-    torch.testing.assert_close(found, wanted)
+    got, mapped = routed_by_megatron(config, logits, bias, GroupLimit(scores_per_group(config)))
+    torch.testing.assert_close(got, wanted)
     assert torch.equal(mapped, torch.zeros(TOKENS, EXPERTS).scatter(1, indices, 1).bool())
     own, _ = routed_by_megatron(config, logits, bias, None)
     same = torch.allclose(own, wanted)
@@ -105,8 +105,8 @@ def test_a_replayed_choice_still_has_the_rule_for_what_it_does_not_give() -> Non
     wanted = routed_by_megatron(config, logits, None, GroupLimit(1))
     replay = RouterReplay()
     replay.set_router_replay_action(RouterReplayAction.RECORD)
-    for found in (routed_by_megatron(config, logits, None, GroupLimit(1, replay)), wanted):
-        assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+    for got in (routed_by_megatron(config, logits, None, GroupLimit(1, replay)), wanted):
+        assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
     replay.set_target_indices(replay.get_recorded_indices())
     replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     other = torch.randn(TOKENS, EXPERTS)

@@ -53,29 +53,30 @@ def step_of(model: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with models and the ranks' results."""
-    directory = tmp_path_factory.mktemp("shared")
-    reference.save_models(directory)
+    path = tmp_path_factory.mktemp("shared")
+    reference.save_models(path)
     work: dict[int, list[tuple[Layout, str, str, Case]]] = {}
     for model, layout, budget, core in CASES:
         step = STEPS[step_of(model)]
-        rows, *_ = sampled_for(step, directory)
+        rows, *_ = sampled_for(step, path)
         case = Case(step_of(model), step.algorithm, rows, BUDGETS[budget], model=step.model)
         work.setdefault(layout.ranks, []).append((layout, budget, core, case))
-    torch.save(list(work.values()), directory / "work.pt")
-    launch("helpers.workers.shared_worker:run", list(work), str(directory))
-    return directory
+    torch.save(list(work.values()), path / "work.pt")
+    launch("helpers.workers.shared_worker:run", list(work), str(path))
+    return path
 
 
 @pytest.mark.parametrize(("model", "layout", "budget", "core"), CASES, ids=str)
 def test_gradients_are_those_of_whole_sequences(
-    place: Path, model: str, layout: Layout, budget: str, core: str
+    directory: Path, model: str, layout: Layout, budget: str, core: str
 ) -> None:
-    found = torch.load(place / f"shared-{layout}-{step_of(model)}-{budget}-{core}.pt", weights_only=False)
-    loss, gradients = expected(step_of(model), place)
-    (_, plain_logp_r, plain_tokens), (shared, logp_r, tokens) = found[False], found[True]
-    assert found["default"] == (model != "qwen3_moe"), "a CPU shares prompts, unless routers replay"
+    file = directory / f"shared-{layout}-{step_of(model)}-{budget}-{core}.pt"
+    results = torch.load(file, weights_only=False)
+    loss, gradients = expected(step_of(model), directory)
+    (_, plain_logp_r, plain_tokens), (shared, logp_r, tokens) = results[False], results[True]
+    assert results["default"] == (model != "qwen3_moe"), "a CPU shares prompts, unless routers replay"
     torch.testing.assert_close(logp_r, plain_logp_r, rtol=1e-5, atol=1e-5)
     assert shared.metrics["loss"] == pytest.approx(loss, rel=TOLERANCE, abs=1e-6)
     nothing = 1e-8 * max(wanted.abs().max() for wanted in gradients.values())
@@ -85,7 +86,7 @@ def test_gradients_are_those_of_whole_sequences(
     norm = torch.stack([wanted.norm() for wanted in gradients.values()]).norm().item()
     assert shared.grad_norm == pytest.approx(norm, rel=TOLERANCE)
     if budget == "groups whole" and layout == Layout(1):
-        rows, *_ = sampled_for(STEPS[step_of(model)], place)
+        rows, *_ = sampled_for(STEPS[step_of(model)], directory)
         answers = sum(len(r) - 1 for r in rows.response_ids)
         assert plain_tokens == sum(map(len, rows.prompt_ids)) + answers
         assert tokens == sum(map(len, {tuple(p) for p in rows.prompt_ids})) + answers

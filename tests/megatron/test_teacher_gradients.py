@@ -88,14 +88,14 @@ class Plain:
         self.rows = make_rows()
         student, teacher = (reference.load(directory / n).to(dtype) for n in (student_name, "teacher"))
         self.parameters = dict(student.named_parameters())
-        found: list[list[torch.Tensor]] = []
+        by_model: list[list[torch.Tensor]] = []
         for model in (student, teacher):
             logits = []
             for prompt, response in zip(self.rows.prompt_ids, self.rows.response_ids, strict=True):
                 ids = torch.tensor([[*prompt, *response]])
                 logits.append(model(input_ids=ids).logits[0, len(prompt) - 1 : -1])
-            found.append(logits)
-        self.z, self.y = (torch.cat(logits).double() for logits in found)
+            by_model.append(logits)
+        self.z, self.y = (torch.cat(logits).double() for logits in by_model)
         labels = torch.tensor([t for response in self.rows.response_ids for t in response])
         self.labels = labels[:, None]
         generator = torch.Generator().manual_seed(1)
@@ -149,7 +149,7 @@ def plain(directory: Path) -> Plain:
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, directory: Path, plain: Plain) -> dict[tuple[str, str], Outcome]:
+def outcomes(request: pytest.FixtureRequest, directory: Path, plain: Plain) -> dict[tuple[str, str], Outcome]:
     """{(layout, algorithm): Outcome} in the layouts of the selected tests."""
     layouts = selected(request, "layout")
     cases = [Case(name, a, plain.rows, BUDGET, teacher="teacher") for name, a in ALGORITHMS.items()]
@@ -179,14 +179,15 @@ each_layout = in_layouts(LAYOUTS)
 
 @each_layout
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_loss_gradients_and_norm_equal_transformers(found, plain, name, layout):
-    assert_equal(found[str(layout), name], *plain.gradients(AlgorithmConfig.model_validate(ALGORITHMS[name])))
+def test_loss_gradients_and_norm_equal_transformers(outcomes, plain, name, layout):
+    algorithm = AlgorithmConfig.model_validate(ALGORITHMS[name])
+    assert_equal(outcomes[str(layout), name], *plain.gradients(algorithm))
 
 
 @in_layouts(EXPERT_LAYOUTS)
-def test_a_mixture_of_experts_learns_from_a_dense_teacher(found, directory, layout):
+def test_a_mixture_of_experts_learns_from_a_dense_teacher(outcomes, directory, layout):
     plain = Plain(directory, "qwen3_moe")
-    assert_equal(found[str(layout), EXPERTS], *plain.gradients(AlgorithmConfig.model_validate(REVERSE)))
+    assert_equal(outcomes[str(layout), EXPERTS], *plain.gradients(AlgorithmConfig.model_validate(REVERSE)))
 
 
 def assert_equal(
@@ -203,15 +204,15 @@ def assert_equal(
 
 
 @each_layout
-def test_the_teachers_log_probs_equal_transformers(found, plain, layout):
+def test_the_teachers_log_probs_equal_transformers(outcomes, plain, layout):
     expected_r = (plain.y / TEMPERATURE).log_softmax(-1).gather(1, plain.labels)[:, 0]
     torch.testing.assert_close(
-        found[str(layout), "teacher"], expected_r, rtol=0, atol=1e-5, check_dtype=False
+        outcomes[str(layout), "teacher"], expected_r, rtol=0, atol=1e-5, check_dtype=False
     )
 
 
 @each_layout
-def test_the_teachers_sums_of_its_own_tokens_equal_transformers(found, plain, directory, layout):
+def test_the_teachers_sums_of_its_own_tokens_equal_transformers(outcomes, plain, directory, layout):
     """A response's text in the tokens of another tokenizer, in fp64 by transformers."""
     teacher, rows = reference.load(directory / "teacher"), text_rows(plain.rows)
     sums = []
@@ -220,12 +221,12 @@ def test_the_teachers_sums_of_its_own_tokens_equal_transformers(found, plain, di
             logits = teacher(input_ids=torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
         logp = (logits.double() / TEMPERATURE).log_softmax(-1)
         sums.append(logp.gather(1, torch.tensor(response)[:, None]).sum())
-    own_n = rows.sequence_sum(found[str(layout), "text"].double())
+    own_n = rows.sequence_sum(outcomes[str(layout), "text"].double())
     torch.testing.assert_close(own_n, torch.stack(sums), rtol=1e-6, atol=1e-5)
 
 
 @each_layout
-def test_a_teacher_with_the_policys_weights_teaches_nothing(found, layout):
-    outcome = found[str(layout), SELF]
+def test_a_teacher_with_the_policys_weights_teaches_nothing(outcomes, layout):
+    outcome = outcomes[str(layout), SELF]
     assert abs(outcome.metrics["divergence"]) < 1e-6
     assert outcome.grad_norm < 1e-5

@@ -18,7 +18,7 @@ from helpers.workers.gradient_worker import _copy, config_of, sizes_of
 
 
 @dataclass(frozen=True)
-class Found:
+class CriticResult:
     """Results of one layout; gradients and weights have Hugging Face names, those of the head begin with
     `head.`.
     """
@@ -72,7 +72,7 @@ def run(directory: str) -> None:
         weights = _named(critic)
         load_policy(complete_checkpoints(root)[-1], policy)
         resumed = [critic.update(case.rows) for _ in range(2)]
-        result = Found(
+        result = CriticResult(
             at_first_r, value_r, metrics, gradients, next_metrics, resumed, weights, _named(critic)
         )
     if dist.get_rank() == 0:
