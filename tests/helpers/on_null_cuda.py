@@ -81,8 +81,8 @@ def emulated_environment(gib: float = 8.0, device: str = "h100") -> dict[str, st
 
 
 def run_code(code: str, gib: float = 8.0, timeout: float = 300, emulated: bool = False) -> Any:
-    """Run `code`, which sets the variable `found`; returns its value, through JSON."""
-    program = f"{textwrap.dedent(code)}\nimport json\nprint('\\n' + json.dumps(found))"
+    """Run `code`, which sets the variable `result`; returns its value, through JSON."""
+    program = f"{textwrap.dedent(code)}\nimport json\nprint('\\n' + json.dumps(result))"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
         env=os.environ | (emulated_environment(gib) if emulated else environment(gib)),

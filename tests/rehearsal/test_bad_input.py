@@ -98,8 +98,8 @@ def test_no_transformer_engine(refused, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_no_compiler(refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     on_null_cuda.environment()
-    found, include = transformer_engine.find(), build.headers()
-    monkeypatch.setattr(transformer_engine, "find", lambda: found)
+    installation, include = transformer_engine.find(), build.headers()
+    monkeypatch.setattr(transformer_engine, "find", lambda: installation)
     monkeypatch.setattr(build, "headers", lambda: include)
     monkeypatch.setattr(build, "cache", lambda: tmp_path / "cache")
     monkeypatch.setenv("PATH", str(tmp_path))

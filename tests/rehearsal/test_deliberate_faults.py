@@ -31,7 +31,7 @@ config = load_config([FILE])
 recorder = PhaseRecorder(world)
 run = RankRun(config, RankJob([FILE], [], rank=0, world=2, micro_batches=2))
 run.build(), run.score(), run.first_update()
-found = {}
+result = {}
 
 def waits():
     with recorder.phase("update"):
@@ -45,32 +45,32 @@ def error(work):
         return f"{type(error).__name__}: {error}"
 
 waits()
-found["waits"] = waits()
+result["waits"] = waits()
 
 states = forward.response_states
 def reads_a_value(hidden, layer, batch):
     hidden[0, 0, 0].item()
     return states(hidden, layer, batch)
 with patch.object(forward, "response_states", reads_a_value):
-    found["waits with .item()"] = waits()
+    result["waits with .item()"] = waits()
 
 def on_the_host(hidden, layer, batch):
     return states(hidden, layer, batch).cpu()
 with patch.object(forward, "response_states", on_the_host):
-    found["wrong device"] = error(run.second_update)
+    result["wrong device"] = error(run.second_update)
 
 def in_fp32(hidden, layer, batch):
     return states(hidden, layer, batch).float()
 with patch.object(forward, "response_states", in_fp32):
-    found["wrong dtype"] = error(run.second_update)
+    result["wrong dtype"] = error(run.second_update)
 
 def too_wide(hidden, layer, batch):
     return torch.cat([states(hidden, layer, batch)] * 2, dim=1)
 with patch.object(forward, "response_states", too_wide):
-    found["wrong shape"] = error(run.second_update)
+    result["wrong shape"] = error(run.second_update)
 
 with patch.object(run.policy.model.config, "sequence_parallel", None), patch.object(forward, "device", None):
-    found["missing attribute"] = error(run.second_update)
+    result["missing attribute"] = error(run.second_update)
 
 hoard = []
 def keeps_memory(hidden, layer, batch):
@@ -78,40 +78,40 @@ def keeps_memory(hidden, layer, batch):
     return states(hidden, layer, batch)
 with patch.object(forward, "response_states", keeps_memory), recorder.phase("full"):
     run.second_update()
-found["out of memory"] = recorder.phases[-1].out_of_memory
+result["out of memory"] = recorder.phases[-1].out_of_memory
 """
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = on_null_cuda.write_model(tmp_path_factory.mktemp("faults"))
-    result: dict[str, Any] = on_null_cuda.run_code(f"FILE = {str(file)!r}\n{CODE}")
-    return result
+    values: dict[str, Any] = on_null_cuda.run_code(f"FILE = {str(file)!r}\n{CODE}")
+    return values
 
 
-def test_a_host_wait_in_every_micro_batch_is_counted(found: dict[str, Any]) -> None:
+def test_a_host_wait_in_every_micro_batch_is_counted(report: dict[str, Any]) -> None:
     passes = 2 * 2  # micro-batches of the scoring pass and of the update itself, which the second update has
-    assert found["waits with .item()"] - found["waits"] == passes
+    assert report["waits with .item()"] - report["waits"] == passes
 
 
-def test_a_tensor_on_the_wrong_device(found: dict[str, Any]) -> None:
-    assert "Expected all tensors to be on the same device" in found["wrong device"]
+def test_a_tensor_on_the_wrong_device(report: dict[str, Any]) -> None:
+    assert "Expected all tensors to be on the same device" in report["wrong device"]
 
 
-def test_a_tensor_of_the_wrong_dtype(found: dict[str, Any]) -> None:
-    assert "hidden_rh is torch.float32 and weight_vh torch.bfloat16" in found["wrong dtype"]
+def test_a_tensor_of_the_wrong_dtype(report: dict[str, Any]) -> None:
+    assert "hidden_rh is torch.float32 and weight_vh torch.bfloat16" in report["wrong dtype"]
 
 
-def test_a_tensor_of_the_wrong_shape(found: dict[str, Any]) -> None:
-    assert "hidden_rh [384, 512] and weight_vh [1024, 256]" in found["wrong shape"]
+def test_a_tensor_of_the_wrong_shape(report: dict[str, Any]) -> None:
+    assert "hidden_rh [384, 512] and weight_vh [1024, 256]" in report["wrong shape"]
 
 
-def test_a_missing_attribute(found: dict[str, Any]) -> None:
-    assert "'NoneType' object is not callable" in found["missing attribute"]
+def test_a_missing_attribute(report: dict[str, Any]) -> None:
+    assert "'NoneType' object is not callable" in report["missing attribute"]
 
 
-def test_memory_that_grows_until_there_is_none(found: dict[str, Any]) -> None:
-    assert found["out of memory"].startswith("CUDA out of memory. Tried to allocate 7.00 GiB")
+def test_memory_that_grows_until_there_is_none(report: dict[str, Any]) -> None:
+    assert report["out of memory"].startswith("CUDA out of memory. Tried to allocate 7.00 GiB")
 
 
 def test_the_command_shows_it_and_says_what_to_change(tmp_path: Path) -> None:

@@ -35,15 +35,15 @@ def masked(device):
     loss = placed.sum() + scattered[tokens > 2, :].sum()
     return states, images, loss, scattered[tokens > 2, :].shape[0]
 
-found = {"cpu": numbers("cpu"), "null": with_integers(numbers)("cuda")}
+result = {"cpu": numbers("cpu"), "null": with_integers(numbers)("cuda")}
 states, images, loss, rows = with_integers(masked)("cuda")
 loss.backward()  # outside: no mode sees it
-found["gradients"] = [list(states.grad.shape), list(images.grad.shape), rows]
+result["gradients"] = [list(states.grad.shape), list(images.grad.shape), rows]
 
 def added(n):
     return (torch.full((3,), n, device="cuda") + 1).tolist() == [n + 1] * 3
 
-found["within"] = [with_integers(added)(40), with_integers(without_integers(added))(50), added(60)]
+result["within"] = [with_integers(added)(40), with_integers(without_integers(added))(50), added(60)]
 """
 
 

@@ -54,7 +54,7 @@ def launches(layers):
     counts = [[launched(False), launched(True)] for _ in range(3)]  # the first compile
     return counts[-1]
 
-found = [(many - few) / 2 for many, few in zip(launches(4), launches(2))]
+result = [(many - few) / 2 for many, few in zip(launches(4), launches(2))]
 """
 
 

@@ -14,7 +14,7 @@ from megatron_gvpo.algorithms.losses.dpo import DPO
 from megatron_gvpo.rehearsal.nullcuda import counters
 from megatron_gvpo.types import TrainBatch
 
-found = {}
+result = {}
 
 def counted(work):
     before = counters.read()
@@ -28,91 +28,91 @@ def error(work):
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
 GIB = 2**30
-found["total"] = torch.cuda.get_device_properties(0).total_memory
-found["devices"] = torch.cuda.device_count()
+result["total"] = torch.cuda.get_device_properties(0).total_memory
+result["devices"] = torch.cuda.device_count()
 x = torch.zeros(1024, 512, device="cuda", dtype=torch.bfloat16)
 w = torch.zeros(512, 2048, device="cuda", dtype=torch.bfloat16)
 x @ w  # cuBLAS's workspace
-found["product"] = counted(lambda: x @ w)
+result["product"] = counted(lambda: x @ w)
 b = torch.zeros(3, 32, 64, device="cuda")
-found["batched"] = counted(lambda: b @ b.transpose(1, 2))
-found["item"] = counted(lambda: x[0, 0].item())
-found["no wait"] = counted(lambda: x + x)
+result["batched"] = counted(lambda: b @ b.transpose(1, 2))
+result["item"] = counted(lambda: x[0, 0].item())
+result["no wait"] = counted(lambda: x + x)
 host = torch.arange(1000, dtype=torch.int64)
 device = host.cuda()
-found["copied"] = torch.equal(device.cpu(), host)
-found["copies"] = counted(lambda: host.cuda())
+result["copied"] = torch.equal(device.cpu(), host)
+result["copies"] = counted(lambda: host.cuda())
 large = torch.ones(4 * 2**20, dtype=torch.uint8)
-found["large copy"] = int(large.cuda().cpu().sum())
+result["large copy"] = int(large.cuda().cpu().sum())
 del x, w, b, device
 gc.collect(); torch.cuda.empty_cache()
 left = torch.cuda.mem_get_info()[0]
-found["most"] = error(lambda: torch.empty(left - 2**21, dtype=torch.uint8, device="cuda"))
+result["most"] = error(lambda: torch.empty(left - 2**21, dtype=torch.uint8, device="cuda"))
 gc.collect(); torch.cuda.empty_cache()
-found["one more"] = error(lambda: torch.empty(left + 2**20, dtype=torch.uint8, device="cuda"))
-found["free again"] = torch.cuda.mem_get_info()[0] == left
-found["other device"] = torch.cuda.mem_get_info(1)[0]
-found["no device"] = error(lambda: torch.empty(1, device="cuda:8"))
-found["two devices"] = error(lambda: torch.ones(2, device="cuda") + torch.ones(2))
+result["one more"] = error(lambda: torch.empty(left + 2**20, dtype=torch.uint8, device="cuda"))
+result["free again"] = torch.cuda.mem_get_info()[0] == left
+result["other device"] = torch.cuda.mem_get_info(1)[0]
+result["no device"] = error(lambda: torch.empty(1, device="cuda:8"))
+result["two devices"] = error(lambda: torch.ones(2, device="cuda") + torch.ones(2))
 one = torch.ones(2, 2, device="cuda")
-found["dtypes"] = error(lambda: one @ one.bfloat16())
+result["dtypes"] = error(lambda: one @ one.bfloat16())
 graph = torch.cuda.CUDAGraph()
-found["graph"] = error(lambda: torch.cuda.graph(graph).__enter__())
-found["refused"] = counters.refused()
-found["inverse"] = error(lambda: torch.linalg.inv(torch.eye(3, device="cuda")))
+result["graph"] = error(lambda: torch.cuda.graph(graph).__enter__())
+result["refused"] = counters.refused()
+result["inverse"] = error(lambda: torch.linalg.inv(torch.eye(3, device="cuda")))
 group_n, reward_n = torch.tensor([0, 0, 5, 5]), torch.tensor([1.0, 0.0, 0.0, 1.0])
 rows = TrainBatch([[1]] * 4, [[2]] * 4, group_n, reward_n, truncated_n=torch.zeros(4).bool())
-found["pairs"] = [column.tolist() for column in DPO()._pairs(rows.to(torch.device("cuda")))]
+result["pairs"] = [column.tolist() for column in DPO()._pairs(rows.to(torch.device("cuda")))]
 """
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    result: dict[str, Any] = on_null_cuda.run_code(CODE)
-    return result
+def report() -> dict[str, Any]:
+    values: dict[str, Any] = on_null_cuda.run_code(CODE)
+    return values
 
 
-def test_a_device_has_the_memory_that_it_was_given(found: dict[str, Any]) -> None:
-    assert found["total"] == 8 * 2**30 and found["devices"] == 8
-    assert found["most"] is None  # all but the allocator's rounding
-    assert found["one more"].startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate")
-    assert found["free again"] and found["other device"] == 8 * 2**30
+def test_a_device_has_the_memory_that_it_was_given(report: dict[str, Any]) -> None:
+    assert report["total"] == 8 * 2**30 and report["devices"] == 8
+    assert report["most"] is None  # all but the allocator's rounding
+    assert report["one more"].startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate")
+    assert report["free again"] and report["other device"] == 8 * 2**30
 
 
-def test_products_are_counted_with_their_operations(found: dict[str, Any]) -> None:
-    assert found["product"] == {
+def test_products_are_counted_with_their_operations(report: dict[str, Any]) -> None:
+    assert report["product"] == {
         "kernel_launches": 1,
         "matrix_products": 1,
         "matrix_flops": 2 * 1024 * 512 * 2048,
     }
-    assert found["batched"]["matrix_flops"] == 2 * 3 * 32 * 64 * 32
+    assert report["batched"]["matrix_flops"] == 2 * 3 * 32 * 64 * 32
 
 
-def test_a_host_that_waits_is_counted_and_one_that_does_not_is_not(found: dict[str, Any]) -> None:
-    assert found["item"]["host_waits"] == 1 and found["item"]["copies_to_host"] == 1
-    assert found["no wait"] == {"kernel_launches": 1}
+def test_a_host_that_waits_is_counted_and_one_that_does_not_is_not(report: dict[str, Any]) -> None:
+    assert report["item"]["host_waits"] == 1 and report["item"]["copies_to_host"] == 1
+    assert report["no wait"] == {"kernel_launches": 1}
 
 
-def test_small_copies_are_made_and_large_ones_counted(found: dict[str, Any]) -> None:
-    assert found["copied"]
-    assert found["copies"]["copies_to_device"] == 1 and found["copies"]["bytes_to_device"] == 8000
-    assert found["large copy"] == 0
+def test_small_copies_are_made_and_large_ones_counted(report: dict[str, Any]) -> None:
+    assert report["copied"]
+    assert report["copies"]["copies_to_device"] == 1 and report["copies"]["bytes_to_device"] == 8000
+    assert report["large copy"] == 0
 
 
-def test_preferences_have_their_pairs_though_no_kernel_compares_rewards(found: dict[str, Any]) -> None:
-    assert found["pairs"] == [[0, 3], [1, 2], [1.0, 1.0]]
+def test_preferences_have_their_pairs_though_no_kernel_compares_rewards(report: dict[str, Any]) -> None:
+    assert report["pairs"] == [[0, 3], [1, 2], [1.0, 1.0]]
 
 
-def test_what_a_device_would_refuse_is_refused(found: dict[str, Any]) -> None:
-    assert "invalid device ordinal" in found["no device"]
-    assert "Expected all tensors to be on the same device" in found["two devices"]
-    assert found["dtypes"].startswith("RuntimeError") and "dtype" in found["dtypes"]
+def test_what_a_device_would_refuse_is_refused(report: dict[str, Any]) -> None:
+    assert "invalid device ordinal" in report["no device"]
+    assert "Expected all tensors to be on the same device" in report["two devices"]
+    assert report["dtypes"].startswith("RuntimeError") and "dtype" in report["dtypes"]
 
 
-def test_what_is_not_answered_says_so(found: dict[str, Any]) -> None:
-    assert "not supported by the null CUDA" in found["graph"]
-    assert found["refused"] == "cudaStreamBeginCapture"
-    assert found["inverse"] is not None  # cuSOLVER is the real one, and finds no device
+def test_what_is_not_answered_says_so(report: dict[str, Any]) -> None:
+    assert "not supported by the null CUDA" in report["graph"]
+    assert report["refused"] == "cudaStreamBeginCapture"
+    assert report["inverse"] is not None  # cuSOLVER is the real one, and finds no device
 
 
 COMPILED = """
@@ -124,7 +124,7 @@ x = torch.zeros(64, 64, device="cuda")
 gelu(x)
 before = counters.read()["kernel_launches"]
 gelu(x)
-found = counters.read()["kernel_launches"] - before
+result = counters.read()["kernel_launches"] - before
 """
 
 

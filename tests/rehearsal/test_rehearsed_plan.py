@@ -27,21 +27,21 @@ def test_its_layouts_are_configurations_of_a_rehearsal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of the three is checked as a run is; what would be rehearsed is made up here."""
-    asked = []
+    jobs = []
 
     def rehearsed(options: argparse.Namespace, folder: Path) -> dict[str, object]:
         config, job = command._checked(options, command._device(options.gpu), folder)
-        asked.append((job.world, config.train.max_tokens_per_micro_batch, options.ranks))
+        jobs.append((job.world, config.train.max_tokens_per_micro_batch, options.ranks))
         phase = {"name": "first update", "peak": 1.5}
         rank = {"rank": 0, "phases": [phase], "predicted": {"total": 5.0, "runtime": 3.75}}
-        return {"ranks": [rank], "fullest": 0, "fits": len(asked) > 1, "verdict": "so", "bounds": ["slow"]}
+        return {"ranks": [rank], "fullest": 0, "fits": len(jobs) > 1, "verdict": "so", "bounds": ["slow"]}
 
     monkeypatch.setattr(command, "rehearsed", rehearsed)
     options = _options(tmp_path, "--rehearse")
     planned = run(options)
     assert of_plan.show(planned, options) == 1, "the first does not fit"
     best = planned.plan.best[: of_plan.BEST]
-    assert asked == [(one.layout.gpus, one.micro_tokens, "all-kinds") for one in best]
+    assert jobs == [(one.layout.gpus, one.micro_tokens, "all-kinds") for one in best]
 
 
 @pytest.mark.proof

@@ -39,8 +39,8 @@ def test_they_are_what_the_other_ranks_send(name: str, tmp_path: Path) -> None:
         *layout,
     )
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world)]
-    assert all(real == made_up for found in ranks for real, made_up in found.values())
-    compared = {what for found in ranks for what, (real, _) in found.items() if real}
+    assert all(real == made_up for pairs in ranks for real, made_up in pairs.values())
+    compared = {what for pairs in ranks for what, (real, _) in pairs.items() if real}
     assert "parts" in compared
     if "ep" in name:
         assert {"input_splits", "output_splits", "experts", "by_rank"} <= compared

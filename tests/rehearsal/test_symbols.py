@@ -42,16 +42,16 @@ def _undefined(library: Path) -> set[str]:
 
 
 def test_of_pytorch_and_transformer_engine(answered: set[str]) -> None:
-    found = transformer_engine.find()
-    assert found is not None
-    core = found.package / "wheel_lib" / "libtransformer_engine.so"
-    [extension] = found.package.parent.glob("transformer_engine_torch*.so")
-    asked = set().union(*(_undefined(file) for file in [*build.pytorch_libraries(), core, extension]))
+    installation = transformer_engine.find()
+    assert installation is not None
+    core = installation.package / "wheel_lib" / "libtransformer_engine.so"
+    [extension] = installation.package.parent.glob("transformer_engine_torch*.so")
+    undefined = set().union(*(_undefined(file) for file in [*build.pytorch_libraries(), core, extension]))
     assert (
-        len(asked) > 250
-        and {"cudaMalloc", "cublasLtMatmul", "nvrtcCompileProgram", "__cudaRegisterFunction"} <= asked
+        len(undefined) > 250
+        and {"cudaMalloc", "cublasLtMatmul", "nvrtcCompileProgram", "__cudaRegisterFunction"} <= undefined
     )
-    left = asked - answered
+    left = undefined - answered
     assert left and all(
         symbols.real(name) for name in left
     )  # descriptions of matrices, versions, texts of errors

@@ -78,7 +78,7 @@ def test_pinned_memory_is_as_large_as_was_asked_for(
     import torch
     torch.cuda.init()
     pinned = torch.empty(2100 * 2**20, dtype=torch.uint8, pin_memory=True)
-    found = torch.cuda.host_memory_stats()["allocated_bytes.current"] // 2**20
+    result = torch.cuda.host_memory_stats()["allocated_bytes.current"] // 2**20
     """
     assert on_null_cuda.run_code(code) == expected
 
