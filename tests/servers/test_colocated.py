@@ -34,25 +34,25 @@ def bytes_held(trainer: Trainer) -> tuple[int, int]:
         for t in (*part.optimizer.tensors(), *part.model.gradient_buffers())
         if t.dim()  # PyTorch's Adam counts its steps on the host
     }
-    total = [sum(s.nbytes() for s in found.values()) for found in (weights, others)]
-    shared = sum(s.nbytes() for place, s in others.items() if place in weights)
+    total = [sum(s.nbytes() for s in storages.values()) for storages in (weights, others)]
+    shared = sum(s.nbytes() for key, s in others.items() if key in weights)
     return total[0], total[1] - shared
 
 
 class LendAfterEveryStep(Callback):
-    held: tuple[int, int] = (0, 0)
+    sizes: tuple[int, int] = (0, 0)
 
     def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
         memory = trainer.components.policy.memory
-        self.held = bytes_held(trainer)
+        self.sizes = bytes_held(trainer)
         memory.release("training")
-        assert bytes_held(trainer) == (self.held[0], 0)
+        assert bytes_held(trainer) == (self.sizes[0], 0)
         memory.release("weights")
         memory.release("weights")  # idempotent
         assert bytes_held(trainer) == (0, 0)
         memory.restore("weights")
         memory.restore("training")
-        assert bytes_held(trainer) == self.held
+        assert bytes_held(trainer) == self.sizes
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_lent_memory_comes_back_with_what_was_in_it(
         settings = (f"algorithm={recipe}", f"model.dtype={dtype}", f"optimizer.offload_fraction={offload}")
         fit(configure(task, tmp_path / name, *settings), callbacks)
     assert records(tmp_path / "lends") == records(tmp_path / "keeps")
-    parameters, rest = lender.held
+    parameters, rest = lender.sizes
     assert rest == pytest.approx(parameters * rest_by_weights, rel=0.02)
 
 

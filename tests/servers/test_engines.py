@@ -99,12 +99,12 @@ def test_servers_tell_how_much_of_their_prompts_they_had(served: SharedServer):
     pool = pool_of(served.client, [1])
     numbers = random.Random(3)
     request = Request(tuple(numbers.randrange(2, 20) for _ in range(200)), 1, seed=1)
-    found = []
+    shares = []
     for _ in range(2):
         served.client.loop.run(pool.generate([request], SamplingConfig(max_tokens=4)))
-        found.append(pool.prefix_cache.take()[METRIC])
+        shares.append(pool.prefix_cache.take()[METRIC])
     served.client.loop.run(pool.stop())
-    assert found[0] < 0.05 and found[1] >= 128 / 200
+    assert shares[0] < 0.05 and shares[1] >= 128 / 200
     assert pool.prefix_cache.take() == {}, "nothing was asked since"
 
 
@@ -144,19 +144,19 @@ def test_a_served_model_teaches_and_judges(served: SharedServer, task: Path):
     """
     problems = [f"{a}+{b}=" for a in (1, 12, 305) for b in (2, 47)]
     groups = [make_group([0, 1], p, texts=["1", "2"], record={"prompt": p}) for p in problems]
-    asked = {"url": f"{served.url}/v1", "model": served_model(served.url), "plain": True, "max_tokens": 8}
-    url, options = asked["url"], {"model": asked["model"], "n": 1, "temperature": 0.0, "max_tokens": 8}
-    found = [api_model._texts(url, "a test", p, options, 300.0, None, True)[0] for p in problems]
-    said = [text for text, _ in found]
-    assert said == [greedy(task / "model", p, 8, served.engine) for p in problems] and any(said)
-    whole = [[text if ended else None] for text, ended in found]
-    assert api_model.chat(groups, 1, temperature=0.0, **asked) == whole
-    assert [len(of_group) for of_group in api_model.chat(groups, 3, **asked)] == [3] * len(groups)
+    server = {"url": f"{served.url}/v1", "model": served_model(served.url), "plain": True, "max_tokens": 8}
+    url, options = server["url"], {"model": server["model"], "n": 1, "temperature": 0.0, "max_tokens": 8}
+    answers = [api_model._texts(url, "a test", p, options, 300.0, None, True)[0] for p in problems]
+    texts = [text for text, _ in answers]
+    assert texts == [greedy(task / "model", p, 8, served.engine) for p in problems] and any(texts)
+    whole = [[text if ended else None] for text, ended in answers]
+    assert api_model.chat(groups, 1, temperature=0.0, **server) == whole
+    assert [len(of_group) for of_group in api_model.chat(groups, 3, **server)] == [3] * len(groups)
 
     prompt, (a, b) = groups[0].prompt, groups[0].rollouts
-    assert api_model.prefers(prompt, a, b, template="{prompt}{a}{b}", **asked) == 0.5  # it knows no letters
+    assert api_model.prefers(prompt, a, b, template="{prompt}{a}{b}", **server) == 0.5  # it knows no letters
     with pytest.raises(api_model.ApiModelError, match="HTTP Error 4"):
-        api_model.chat(groups[:1], 1, **{**asked, "url": f"{served.url}/v2"})
+        api_model.chat(groups[:1], 1, **{**server, "url": f"{served.url}/v2"})
 
 
 def greedy(directory: Path, text: str, max_tokens: int, engine: str) -> str:
@@ -169,8 +169,8 @@ def greedy(directory: Path, text: str, max_tokens: int, engine: str) -> str:
     if engine == "sglang":
         model.generation_config.repetition_penalty = 1.0
     ids = tokenizer([text], return_tensors="pt", add_special_tokens=False)["input_ids"]
-    said = model.generate(ids, do_sample=False, max_new_tokens=max_tokens)[0, ids.shape[1] :]
-    return str(tokenizer.decode(said, skip_special_tokens=True))
+    output = model.generate(ids, do_sample=False, max_new_tokens=max_tokens)[0, ids.shape[1] :]
+    return str(tokenizer.decode(output, skip_special_tokens=True))
 
 
 def served_model(url: str) -> str:

@@ -68,9 +68,9 @@ def test_colocated_servers_wait_for_the_trainer(colocated, task, tmp_path, monke
 
 def test_servers_that_wait_end_when_they_are_told_to(tmp_path, monkeypatch):
     monkeypatch.setenv(first_turn.LOGS, str(tmp_path))
-    told = threading.Event()
-    threading.Timer(0.2, told.set).start()
-    assert not first_turn.wait_for_turn(told, 20.0, print)
+    is_told_to_stop = threading.Event()
+    threading.Timer(0.2, is_told_to_stop.set).start()
+    assert not first_turn.wait_for_turn(is_told_to_stop, 20.0, print)
 
 
 def test_a_trainer_that_hangs_is_named_and_the_wait_is_reported(tmp_path, monkeypatch):

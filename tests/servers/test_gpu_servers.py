@@ -85,8 +85,8 @@ def in_vllm(program: str, directory: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.proof
 def test_what_attention_derives_from_its_weights_is_derived_again_after_patches(tmp_path: Path) -> None:
     """In vLLM's own process, with its class of layers that derive: those of latent attention need a GPU."""
-    found = in_vllm(PATCHED, tmp_path)
-    assert found.stdout.splitlines()[-1:] == ["4.0"], found.stderr[-2000:]
+    completed = in_vllm(PATCHED, tmp_path)
+    assert completed.stdout.splitlines()[-1:] == ["4.0"], completed.stderr[-2000:]
 
 
 def test_vllm_turns_all_heads_of_latent_attention_on_a_cpu(good: Path) -> None:
@@ -100,8 +100,8 @@ def test_vllm_turns_all_heads_of_latent_attention_on_a_cpu(good: Path) -> None:
 @pytest.mark.proof
 def test_vllm_reloads_weights_whose_loader_has_no_name(tmp_path: Path) -> None:
     """In vLLM's own process: MiniMax-M2's norms have such loaders, and its CPU build does not run it."""
-    found = in_vllm(NAMELESS, tmp_path)
-    assert found.stdout.splitlines()[-1:] == ["[6.0, 6.0]"], found.stderr[-2000:]
+    completed = in_vllm(NAMELESS, tmp_path)
+    assert completed.stdout.splitlines()[-1:] == ["[6.0, 6.0]"], completed.stderr[-2000:]
 
 
 NAMELESS = """
@@ -144,10 +144,10 @@ def test_convolutions_of_delta_nets_keep_what_a_patch_does_not_name(engine: str,
     script = tmp_path / "patched.py"
     script.write_text(CONVOLUTION.replace("LOADERS", LOADERS[engine]))
     environment = {**os.environ, "PYTHONPATH": str(PLUGINS)}
-    found = subprocess.run(
+    completed = subprocess.run(
         [engine_python(engine), str(script)], env=environment, capture_output=True, text=True, timeout=600
     )
-    assert found.stdout.splitlines()[-1:] == ["[0.0, 9.0, 2.0, 3.0, 4.0, 5.0]"], found.stderr[-2000:]
+    assert completed.stdout.splitlines()[-1:] == ["[0.0, 9.0, 2.0, 3.0, 4.0, 5.0]"], completed.stderr[-2000:]
 
 
 LOADERS = {

@@ -60,10 +60,10 @@ def test_a_model_without_a_kernel_is_refused(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     config = with_heads(task, tmp_path / "16", 16, "rollout.engine=vllm")
-    said = r"rollout\.engine=vllm .* model\.path=\S*16 has attention heads of 16 elements, .* 32, 48, 64"
-    with pytest.raises(ConfigError, match=said):
+    message = r"rollout\.engine=vllm .* model\.path=\S*16 has attention heads of 16 elements, .* 32, 48, 64"
+    with pytest.raises(ConfigError, match=message):
         preflight(config, "train", 1)
-    with pytest.raises(ConfigError, match=said):  # as `megatron-gvpo serve` calls it
+    with pytest.raises(ConfigError, match=message):  # as `megatron-gvpo serve` calls it
         start_servers(config.model, config.rollout, config.output_dir, ModelCards(config), None, print)
     preflight(with_heads(task, tmp_path / "32", 32, "rollout.engine=vllm"), "train", 1)
     preflight(with_heads(task, tmp_path / "sglang", 16, "rollout.engine=sglang"), "train", 1)
@@ -77,8 +77,8 @@ def test_a_reward_model_without_a_kernel_is_refused(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with_heads(task, tmp_path / "16", 16)
     servers, path = RewardServers(engine="vllm"), str(tmp_path / "16")
-    said = r"model\.servers\.engine=vllm .*\.0\.model\.path=\S*16 has attention heads of 16 elements"
-    with pytest.raises(ConfigError, match=said):
+    message = r"model\.servers\.engine=vllm .*\.0\.model\.path=\S*16 has attention heads of 16 elements"
+    with pytest.raises(ConfigError, match=message):
         open_servers(
             "rewards.components.0.model.servers",
             servers,
@@ -91,7 +91,7 @@ def test_a_reward_model_without_a_kernel_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("engine", "title", "dtype", "said"),
+    ("engine", "title", "dtype", "message"),
     [
         ("vllm", "Qwen3.5", "float32", "is Qwen3_5ForCausalLM, whose gated delta nets .* in bfloat16 only"),
         ("vllm", "Qwen3.5", "bfloat16", None),
@@ -110,21 +110,21 @@ def test_a_reward_model_without_a_kernel_is_refused(
     ],
 )
 def test_a_family_that_an_engine_lacks_on_a_cpu_is_refused(
-    tmp_path: Path, engine: str, title: str, dtype: str, said: str | None
+    tmp_path: Path, engine: str, title: str, dtype: str, message: str | None
 ) -> None:
     config = tiny_config(title)
-    if said is None:
+    if message is None:
         config["head_dim"] = 32
     where = f"model.path={tmp_path}"
-    if said is None:
+    if message is None:
         check_on_cpu(ModelCard(config), engine, dtype, "rollout.engine", where)
         return
-    with pytest.raises(ConfigError, match=f"rollout.engine={engine} .* {re.escape(where)} .*{said}"):
+    with pytest.raises(ConfigError, match=f"rollout.engine={engine} .* {re.escape(where)} .*{message}"):
         check_on_cpu(ModelCard(config), engine, dtype, "rollout.engine", where)
 
 
 @pytest.mark.parametrize(
-    ("engine", "targets", "said"),
+    ("engine", "targets", "message"),
     [
         ("vllm", "[q_proj]", "vllm computes adapters beside experts with Triton"),
         ("vllm", "all", r"vllm computes adapters of experts \(down_proj, gate_proj, up_proj\) with Triton"),
@@ -137,7 +137,7 @@ def test_a_family_that_an_engine_lacks_on_a_cpu_is_refused(
     ],
 )
 def test_adapters_that_only_gpus_serve_are_refused(
-    task: Path, tmp_path: Path, engine: str, targets: str, said: str | None
+    task: Path, tmp_path: Path, engine: str, targets: str, message: str | None
 ) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(engine_config("Qwen3-MoE")))
@@ -147,10 +147,10 @@ def test_adapters_that_only_gpus_serve_are_refused(
         f"rollout.engine={engine}",
     )
     config = configure(task, tmp_path, *own, "rollout.weights.transport=adapter")
-    if said is None:
+    if message is None:
         check_rollout_model(config.model, config.rollout, ModelCards(config))
         return
-    with pytest.raises(ConfigError, match=f"{said}.*transport=broadcast"):
+    with pytest.raises(ConfigError, match=f"{message}.*transport=broadcast"):
         check_rollout_model(config.model, config.rollout, ModelCards(config))
 
 
@@ -162,7 +162,7 @@ def test_engines_read_the_same_model_types_as_the_trainer(monkeypatch: pytest.Mo
 
 @pytest.mark.proof
 def test_the_sizes_are_those_of_the_kernels() -> None:
-    asked = subprocess.run([engine_python("vllm"), "-c", ASK], capture_output=True, text=True, timeout=300)
-    assert asked.returncode == 0, asked.stderr[-3000:]
-    lines = [line.split() for line in asked.stdout.splitlines() if line.startswith("size ")]
+    process = subprocess.run([engine_python("vllm"), "-c", ASK], capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr[-3000:]
+    lines = [line.split() for line in process.stdout.splitlines() if line.startswith("size ")]
     assert tuple(int(size) for _, size in lines) == CPU_HEAD_SIZES

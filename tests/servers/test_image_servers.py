@@ -30,11 +30,11 @@ def test_the_servers_log_probs_are_the_trainers(engine: str, model: str, tmp_pat
         launch(
             "helpers.pushes.image_server_worker:run", [1], engine, url, str(tmp_path), ",".join(TRANSPORTS)
         )
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert [step["transport"] for step in found] == list(TRANSPORTS)
-    assert max(gap for step in found for gap in step["gaps"]) < 2e-4, found
+    steps = json.loads((tmp_path / "found.json").read_text())
+    assert [step["transport"] for step in steps] == list(TRANSPORTS)
+    assert max(gap for step in steps for gap in step["gaps"]) < 2e-4, steps
     # Each update moved the policy further than a server may be from it.
-    for before, after in pairwise([step["first_logp"] for step in found]):
+    for before, after in pairwise([step["first_logp"] for step in steps]):
         assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 1e-3
 
 

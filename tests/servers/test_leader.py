@@ -21,8 +21,8 @@ def on_two_ranks(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     left = iter([*COMMANDS, *FAILURES])
     next_command = (lambda: next(left)) if rank == 0 else None
-    for said in (*COMMANDS, *FAILURES):
-        assert lead(next_command) == said
+    for command in (*COMMANDS, *FAILURES):
+        assert lead(next_command) == command
     dist.destroy_process_group()
 
 

@@ -214,8 +214,8 @@ def test_several_http_processes_are_refused_where_servers_are_started(
     (good.parent / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
 
     def command(*words: str) -> list[str]:
-        given = [f"model.path={good.parent}", f"rollout.engine={engine}"]
-        config = load_config([good], [*given, f"rollout.servers.args={list(words)}"])
+        overrides = [f"model.path={good.parent}", f"rollout.engine={engine}"]
+        config = load_config([good], [*overrides, f"rollout.servers.args={list(words)}"])
         return (
             DIALECTS[engine].launch(config.model, config.rollout, ModelCards(config), 1, "key", True).command
         )
@@ -233,8 +233,8 @@ def test_an_sglang_server_of_several_http_processes_is_refused(good: Path) -> No
         url = "http://elsewhere:1"
 
         async def get(self, path: str, *, timeout: float) -> Any:
-            told = {"version": REFERENCE["sglang"], "model_path": "m", "max_req_input_len": 93}
-            return told | {"tp_size": 1, "pp_size": 1, "tokenizer_worker_num": 4}
+            info = {"version": REFERENCE["sglang"], "model_path": "m", "max_req_input_len": 93}
+            return info | {"tp_size": 1, "pp_size": 1, "tokenizer_worker_num": 4}
 
     config = load_config([good], ["rollout.engine=sglang"])
     with pytest.raises(ConfigError, match=r"^rollout server http://elsewhere:1 has 4 HTTP processes"):

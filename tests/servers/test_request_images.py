@@ -120,12 +120,12 @@ def test_the_prompt_that_the_server_used_is_the_trainers(kind: Any) -> None:
     [sample] = ask(kind(http))
     assert (sample.token_ids, sample.logprobs) == ([8], [-0.5])
     assert {tuple(body.get("input_ids") or body["token_ids"]) for body in http.bodies} == {tuple(SHORT)}
-    for prompt, said in (
+    for prompt, message in (
         ([5, START, *[IMAGE] * 9, END, 7], "its prompt has 9 tokens of images, and the trainer's 6"),
         ([6, *PROMPT[1:]], r"its prompt has other tokens than the trainer's"),
         (None, "its answer does not say which prompt it used"),
     ):
-        with pytest.raises(ServerRefused, match=f"{said}.*preprocessor_config.json") as refused:
+        with pytest.raises(ServerRefused, match=f"{message}.*preprocessor_config.json") as refused:
             ask(kind(Connection(prompt)))  # type: ignore[arg-type]
         assert refused.value.is_request
 
@@ -180,14 +180,14 @@ def test_a_server_that_gets_weights_is_asked_for_no_response_to_an_image(directo
     async def run() -> None:
         pool = ServerPool([SGLang(http)], ServersConfig(), [8], print, images=sender)  # type: ignore[arg-type]
         admit_at_once(pool, 0)
-        asked = asyncio.create_task(pool.generate([request], SamplingConfig()))
+        responses = asyncio.create_task(pool.generate([request], SamplingConfig()))
         await asyncio.sleep(0.1)
         assert await pool.take_out(1, abort=True) == pool.handles
         sender.told.set()
         await asyncio.sleep(0.5)
         assert http.bodies == []
         pool.admit(pool.handles[0], 0)
-        await asked
+        await responses
         assert len(http.bodies) == 1
 
     asyncio.run(run())
@@ -213,12 +213,12 @@ def test_another_processor_is_refused_by_name(directory: Path, tmp_path: Path) -
     served = tmp_path / "served"
     served.mkdir()
     size = {"shortest_edge": 64, "longest_edge": 1024}
-    for change, said in (
+    for change, message in (
         ({"image_mean": [0.5, 0.5, 0.5]}, r"image_mean=\(0.5, 0.5, 0.5\)"),
         ({"size": size}, "longest_edge=1024"),
     ):
         (served / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, **change}))
-        with pytest.raises(ConfigError, match=f"{said} in preprocessor_config.json, but model.path="):
+        with pytest.raises(ConfigError, match=f"{message} in preprocessor_config.json, but model.path="):
             _check_processor("rollout server U", served, str(directory))
     (served / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     _check_processor("rollout server U", served, str(directory))

@@ -49,7 +49,7 @@ class OwnChoice(Callback):
     responses once more, when the server has their prompts in its cache."""
 
     def __init__(self) -> None:
-        self.found: list[dict[str, float]] = []
+        self.mismatches: list[dict[str, float]] = []
         self.rows: list[TrainBatch] = []
         self.again: list[list[Rollout]] = []
 
@@ -60,7 +60,7 @@ class OwnChoice(Callback):
             own_r = trainer.components.policy.score(rows.with_columns(routing=None))
             watch = MismatchWatch(1.0)
             watch.compare(rows, own_r, trainer.step)
-            self.found.append(watch.take())
+            self.mismatches.append(watch.take())
             self.rows.append(rows)
             return update(rows, *more)
 
@@ -70,8 +70,8 @@ class OwnChoice(Callback):
         if step == trainer.config.train.steps:
             servers = trainer.components.engine.servers
             prompts = dict.fromkeys(tuple(ids) for ids in self.rows[-1].prompt_ids)
-            asked = [Request(prompt, 2, seed=5) for prompt in prompts]
-            self.again = servers.loop.run(servers.pool.generate(asked, trainer.config.rollout))
+            requests = [Request(prompt, 2, seed=5) for prompt in prompts]
+            self.again = servers.loop.run(servers.pool.generate(requests, trainer.config.rollout))
 
 
 # The plugin lets the engine report experts on a CPU (tests/helpers/on_cpu/PLUGIN).
@@ -100,8 +100,8 @@ def test_a_trainer_that_replays_agrees_with_the_server(
     twins = cached and engine == "sglang"  # of a pair whose experts differ by 0.2 %
     fit(served_config(engine, moe, tmp_path / "run", *REPLAY, *short, *more), [own])
     steps = [record for record in records(tmp_path / "run") if record["step"] > 0]
-    assert len(steps) == len(own.found) == 2
-    for record, alone in zip(steps, own.found, strict=True):
+    assert len(steps) == len(own.mismatches) == 2
+    for record, alone in zip(steps, own.mismatches, strict=True):
         assert record["mismatch/abs_mean"] < (1e-4 if twins else 1e-5)
         assert twins or alone["mismatch/abs_mean"] > 10 * record["mismatch/abs_mean"]
     prompts = dict.fromkeys(tuple(ids) for ids in own.rows[-1].prompt_ids)
@@ -151,8 +151,8 @@ def rollout(prompt: list[int], response: list[int]) -> tuple[Rollout, torch.Tens
 def test_packs_carry_experts_where_their_tokens_are():
     prompt = [1, 2, 3]
     (first, first_ids), (second, second_ids) = rollout(prompt, [4, 5, 6, 7]), rollout(prompt, [8])
-    given = Rollout([9, 10], [], "", "stop", source="demonstration")
-    rows = TrainBatch.from_groups([Group(Prompt("p", tuple(prompt), ""), [first, given, second])])
+    demonstration = Rollout([9, 10], [], "", "stop", source="demonstration")
+    rows = TrainBatch.from_groups([Group(Prompt("p", tuple(prompt), ""), [first, demonstration, second])])
     batch = PackedBatch.pack(rows, Padding(4, 16))
     own = torch.full((1, 2, 3), -1, dtype=torch.int16)
     wanted = [second_ids, own, *[own] * 4, first_ids, *[own] * 2]  # sequences of 4, 4 and 8
@@ -160,21 +160,21 @@ def test_packs_carry_experts_where_their_tokens_are():
     parts = [batch.cut(2, part) for part in range(2)]
     for part in parts:
         places = [int((batch.token_t == t).nonzero()[0]) for t in part.token_t.unique() if t > 3]
-        for place in places:
-            here = int((part.token_t == batch.token_t[place]).nonzero()[0])
-            assert torch.equal(part.experts_t[here], batch.experts_t[place])
+        for position in places:
+            here = int((part.token_t == batch.token_t[position]).nonzero()[0])
+            assert torch.equal(part.experts_t[here], batch.experts_t[position])
     assert PackedBatch.pack(rows.select([1]), Padding(1, 1)).experts_t is None
     assert PackedBatch.pack(rows.with_columns(routing=None), Padding(1, 1)).experts_t is None
 
 
 def test_experts_of_another_length_are_refused():
-    found, _ = rollout([1, 2, 3], [4, 5, 6])
-    found.token_ids.append(7)
-    found.logprobs.append(-1.0)
+    response, _ = rollout([1, 2, 3], [4, 5, 6])
+    response.token_ids.append(7)
+    response.logprobs.append(-1.0)
     with pytest.raises(
         ValueError, match=r"response 0 .* has 6 tokens before its last, .* 30 bytes .* want 36"
     ):
-        TrainBatch.from_groups([Group(Prompt("p", (1, 2, 3), ""), [found])])
+        TrainBatch.from_groups([Group(Prompt("p", (1, 2, 3), ""), [response])])
 
 
 def test_groups_that_wait_for_a_batch_keep_their_experts_in_a_checkpoint():

@@ -31,7 +31,7 @@ LETTERS = {letter: OF.convert_tokens_to_ids(letter) for letter in "abchelo"}
 STOP, MOST = ("hello", "b"), 20
 
 
-def said(kind: str, text: str, reason: str, string: str | None = None) -> dict[str, Any]:
+def reply(kind: str, text: str, reason: str, string: str | None = None) -> dict[str, Any]:
     """An answer with one token a letter."""
     token_ids = [LETTERS[letter] for letter in text]
     answer = answer_of(kind, token_ids, [-0.5] * len(text), reason)
@@ -71,7 +71,7 @@ def text(rollout: Rollout) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_is_told_the_strings_and_believed_where_the_tokens_agree(kind: str):
-    rollout, [body] = response(kind, said(kind, "achello", "stop", "hello"))
+    rollout, [body] = response(kind, reply(kind, "achello", "stop", "hello"))
     assert body.get("sampling_params", body)["stop"] == [*STOP]
     assert (text(rollout), rollout.finish_reason) == ("achello", "stop")
 
@@ -79,13 +79,13 @@ def test_a_server_is_told_the_strings_and_believed_where_the_tokens_agree(kind: 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reason", ["length", "abort"])
 def test_a_string_that_the_server_missed_ends_the_response(kind: str, reason: str):
-    rollout, bodies = response(kind, said(kind, ("achelloacc" + MOST * "c")[:MOST], reason))
+    rollout, bodies = response(kind, reply(kind, ("achelloacc" + MOST * "c")[:MOST], reason))
     assert (text(rollout), rollout.finish_reason, len(bodies)) == ("achello", "stop", 1)
 
 
 def test_a_string_that_vllm_has_no_room_for_ends_the_response():
     """vLLM refuses a request with more than four."""
-    answer = said("vllm", ("achelloacc" + MOST * "c")[:MOST], "length")
+    answer = reply("vllm", ("achelloacc" + MOST * "c")[:MOST], "length")
     rollout, [body] = response("vllm", answer, stop=("1", "2", "3", "4", "hello"))
     assert body["stop"] == ["1", "2", "3", "4"]
     assert (text(rollout), rollout.finish_reason) == ("achello", "stop")
@@ -93,7 +93,7 @@ def test_a_string_that_vllm_has_no_room_for_ends_the_response():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_string_may_begin_before_new_weights_and_end_after(kind: str):
-    rollout, bodies = response(kind, said(kind, "achel", "abort"), said(kind, "locccccccccccc", "abort"))
+    rollout, bodies = response(kind, reply(kind, "achel", "abort"), reply(kind, "locccccccccccc", "abort"))
     assert (text(rollout), rollout.finish_reason, len(bodies)) == ("achello", "stop", 2)
     assert rollout.spans == [(3, 0, 7)]
 
@@ -101,7 +101,7 @@ def test_a_string_may_begin_before_new_weights_and_end_after(kind: str):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_response_goes_on_where_the_server_alone_saw_a_string(kind: str):
     """vLLM reads the first tokens together with the prompt's last ones."""
-    rollout, bodies = response(kind, said(kind, "ac", "stop", "hello"), said(kind, "ab", "stop", "b"))
+    rollout, bodies = response(kind, reply(kind, "ac", "stop", "hello"), reply(kind, "ab", "stop", "b"))
     assert (text(rollout), rollout.finish_reason, len(bodies)) == ("acab", "stop", 2)
     sent = bodies[1].get("prompt") or bodies[1]["input_ids"]
     assert sent == [5, 6, LETTERS["a"], LETTERS["c"]]
@@ -109,7 +109,7 @@ def test_a_response_goes_on_where_the_server_alone_saw_a_string(kind: str):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_response_that_goes_on_so_ends_at_the_limit(kind: str):
-    answers = [said(kind, "ac", "stop", "hello") for _ in range(MOST // 2)]
+    answers = [reply(kind, "ac", "stop", "hello") for _ in range(MOST // 2)]
     rollout, _ = response(kind, *answers)
     assert (text(rollout), rollout.finish_reason) == ("ac" * (MOST // 2), "length")
 
@@ -118,7 +118,7 @@ def test_a_response_that_goes_on_so_ends_at_the_limit(kind: str):
 def test_a_string_that_nobody_asked_for_costs_the_server(kind: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("megatron_gvpo.servers.pool.POLL", 0.01)
     with pytest.raises(RolloutError, match="ended a response at 'acc', which is not a stop string"):
-        response(kind, said(kind, "acc", "stop", "acc"))
+        response(kind, reply(kind, "acc", "stop", "acc"))
 
 
 def test_experts_are_those_of_the_tokens_that_are_kept():

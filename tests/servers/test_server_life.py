@@ -178,11 +178,11 @@ def test_a_run_goes_on_with_the_servers_that_are_left(tmp_path: Path, monkeypatc
     monkeypatch.setattr(model_requests, "PAUSE", 0.0)
     supervisor = kept_by(tmp_path, ["false"], healthy(tmp_path), restarts=0)
     urls = [process.url for process in supervisor.processes]
-    asked: list[str] = []
+    calls: list[str] = []
 
     async def call(http: Http) -> str:
-        asked.append(http.url)
-        if len(asked) < 3:
+        calls.append(http.url)
+        if len(calls) < 3:
             raise ServerGone("a moment of trouble")
         return "an answer"
 
@@ -194,10 +194,10 @@ def test_a_run_goes_on_with_the_servers_that_are_left(tmp_path: Path, monkeypatc
         assert pool.hopeless() is None
         session = loop.run(open_session())
         servers = Servers(ServerAddresses("section", urls, None, supervisor), RewardServers(), session, check)
-        assert loop.run(servers.ask(call)) == "an answer" and set(asked) == {*urls}
+        assert loop.run(servers.ask(call)) == "an answer" and set(calls) == {*urls}
         os.killpg(supervisor.processes[1].pid or 0, signal.SIGKILL)
         assert soon(lambda: pool.hopeless() is not None)
-        asked.clear()
+        calls.clear()
         with pytest.raises(Unanswered, match="after 0 restarts"):
             loop.run(servers.ask(call))
         loop.run(session.close())
@@ -247,14 +247,14 @@ def test_a_killed_trainer_leaves_no_process_of_a_server_that_is_starting(tmp_pat
 
 def test_servers_listen_where_no_connection_gets_its_port(monkeypatch: pytest.MonkeyPatch):
     """A connection that has the port of a server, or of the ranks' meeting, would keep it from listening."""
-    given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    found = free_ports(50, "127.0.0.1")
-    found.append(int(_environment(2)["MASTER_PORT"]))
-    assert len(set(found[:50])) == 50 and max(found) < 30_000
-    assert int(given[0]) < 30_000 or not any(port in range(*map(int, given)) for port in found)
+    ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    ports = free_ports(50, "127.0.0.1")
+    ports.append(int(_environment(2)["MASTER_PORT"]))
+    assert len(set(ports[:50])) == 50 and max(ports) < 30_000
+    assert int(ephemeral[0]) < 30_000 or not any(port in range(*map(int, ephemeral)) for port in ports)
     with socket.socket() as taken, pytest.raises(OSError, match="not free"):
-        taken.bind(("127.0.0.1", found[0]))
-        monkeypatch.setattr(launch, "PORTS", range(found[0], found[0] + 1))
+        taken.bind(("127.0.0.1", ports[0]))
+        monkeypatch.setattr(launch, "PORTS", range(ports[0], ports[0] + 1))
         free_ports(1, "127.0.0.1")
 
 
@@ -266,7 +266,7 @@ def test_a_secret_is_in_a_file_of_this_users_alone_while_the_server_lives(tmp_pa
     for _ in range(2):
         process.start()
         [file] = tmp_path.glob("*.yaml")
-        assert {place.stat().st_mode & 0o777 for place in (file, log)} == {0o600}
+        assert {path.stat().st_mode & 0o777 for path in (file, log)} == {0o600}
         deadline = time.monotonic() + SOON
         while not log.read_text().endswith("a secret") and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -400,8 +400,8 @@ class Healthy(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
 
-place = "127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
-http.server.HTTPServer(place, Healthy).serve_forever()
+address = "127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(address, Healthy).serve_forever()
 """
 
 

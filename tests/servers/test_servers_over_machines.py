@@ -148,10 +148,10 @@ def test_where_machines_meet_is_to_be_given(
 
 def part(node: int, port: int, directory: Path, key: str = "key") -> Supervisor:
     """A supervised part: machine 0 answers that it is healthy, the others sleep."""
-    place = {"node": node, "nodes": 3, "host": "127.0.0.1", "port": port + 1, "key": key}
+    machine = {"node": node, "nodes": 3, "host": "127.0.0.1", "port": port + 1, "key": key}
     command = [sys.executable, "-c", ANSWERS, str(port)] if node == 0 else ["sleep", "1000"]
     made = (RanksProcess if node else ServerProcess)(
-        Launch(command, {PART: json.dumps(place)}), f"http://127.0.0.1:{port}", directory / f"{node}.log"
+        Launch(command, {PART: json.dumps(machine)}), f"http://127.0.0.1:{port}", directory / f"{node}.log"
     )
     return Supervisor([made], ServersConfig(start_timeout=SOON, hang_timeout=SOON), lambda message: None)
 

@@ -16,9 +16,9 @@ TWO_OF_TWO = ("rollout.servers.tp=2", "rollout.servers.count=2")
 def assert_equal_from_files(directory: Path, steps: range) -> None:
     """Each server computes with the tensors that it has after it loads the export from files."""
     for server in ("0", "1"):
-        found = [(directory / server / f"checksum-{step}").read_text() for step in steps]
-        assert len(set(found)) == len(found), "each push changed the weights"
-        for step, pushed in zip(steps, found, strict=True):
+        checksums = [(directory / server / f"checksum-{step}").read_text() for step in steps]
+        assert len(set(checksums)) == len(checksums), "each push changed the weights"
+        for step, pushed in zip(steps, checksums, strict=True):
             assert pushed == (directory / server / f"checksum-{step}-from-files").read_text()
 
 

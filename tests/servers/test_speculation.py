@@ -173,7 +173,7 @@ def test_pushes_of_the_trunk_keep_its_own_head_in_step(task: Path, tmp_path: Pat
     with running("vllm", glm, tmp_path / "server", *chosen) as supervisor:
         client = Client("vllm", supervisor.processes[0].url)
         pool, counter = pool_of(client, [1]), DraftCounter()
-        accepted, said = [], []
+        accepted, responses = [], []
         for version, (directory, order) in enumerate(zip(models, orders, strict=True)):
             if version:
                 client.receiver("disk", "load_directory", directory, str(version))
@@ -190,10 +190,10 @@ def test_pushes_of_the_trunk_keep_its_own_head_in_step(task: Path, tmp_path: Pat
                 torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, rtol=0, atol=1e-3)
             greedy = sample(client, pool, 1, SamplingConfig(top_p=1e-6, max_tokens=20), prompts)
             assert all(rollout.token_ids == greedy_by(model, prompt, 20) for prompt, rollout in greedy)
-            said.append([order.argsort()[torch.tensor(r.token_ids)].tolist() for _, r in greedy])
+            responses.append([order.argsort()[torch.tensor(r.token_ids)].tolist() for _, r in greedy])
         client.loop.run(pool.stop())
         client.close()
-    assert said[0] == said[1] == said[2], "the same responses, in other numbers"
+    assert responses[0] == responses[1] == responses[2], "the same responses, in other numbers"
     assert min(accepted) > 0.3 and max(accepted) - min(accepted) < 0.1
 
 
@@ -220,7 +220,7 @@ def logprobs_by(model: Model, prompt: list[int], response: list[int], temperatur
 def greedy_by(model: Model, prompt: list[int], max_tokens: int) -> list[int]:
     """The greedy response, without the penalty that the model's generation_config.json recommends."""
     ids = torch.tensor([prompt])
-    said = model.generate(
+    output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=max_tokens,
@@ -228,7 +228,7 @@ def greedy_by(model: Model, prompt: list[int], max_tokens: int) -> list[int]:
         repetition_penalty=1.0,
         pad_token_id=0,
     )
-    return said[0, len(prompt) :].tolist()
+    return output[0, len(prompt) :].tolist()
 
 
 def assert_distributed_as(model: Model, sampled: list[tuple[list[int], Rollout]]) -> None:

@@ -45,7 +45,7 @@ def a_stranger(
     answer: bytes = b"HTTP/1.0 200 OK\r\n\r\n{}", host: str = "127.0.0.1"
 ) -> Iterator[tuple[int, list[bytes]]]:
     """(port, requests) of a process, this one, that answers everybody."""
-    asked: list[bytes] = []
+    requests: list[bytes] = []
     with socket.socket() as server:
         server.bind((host, 0))
         server.listen(16)
@@ -55,13 +55,13 @@ def a_stranger(
                 while True:
                     client, _ = server.accept()
                     with client:
-                        asked.append(client.recv(4096))
+                        requests.append(client.recv(4096))
                         client.sendall(answer)
             except OSError:  # closed
                 pass
 
         threading.Thread(target=run, daemon=True).start()
-        yield server.getsockname()[1], asked
+        yield server.getsockname()[1], requests
         server.shutdown(socket.SHUT_RDWR)
 
 
@@ -87,14 +87,14 @@ class Stopped:
 
 
 def test_a_port_that_another_process_has_is_refused_by_name(good: Path, tmp_path: Path):
-    with a_stranger() as (port, asked):
+    with a_stranger() as (port, requests):
         taken = config_of(good, f"rollout.servers.port={port}", f"output_dir={tmp_path}/run")
         with pytest.raises(
             ConfigError,
             match=rf"servers\.port={port}: 127\.0\.0\.1:{port}: in use by process {os.getpid()} \(",
         ):
             serve_run(taken)
-        assert asked == []
+        assert requests == []
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_servers_that_others_reach_need_a_key(good: Path, tmp_path: Path, monkey
 
 def test_only_the_process_that_was_started_gets_the_key(tmp_path: Path):
     """A stranger takes the port before the server does, and another one after it has died."""
-    with a_stranger() as (port, asked):
+    with a_stranger() as (port, requests):
         process = ServerProcess(
             Launch(["sleep", "1000"], {}, key=KEY), f"http://127.0.0.1:{port}", tmp_path / "log"
         )
@@ -134,12 +134,12 @@ def test_only_the_process_that_was_started_gets_the_key(tmp_path: Path):
         with closing(Stopped(process)):
             assert is_healthy(process.url, SOON) and not process.is_healthy(SOON)
             assert str(os.getpid()) in (process.stranger() or "")
-            before = len(asked)
+            before = len(requests)
             with pytest.raises(
                 ServerGone, match=r"/health: the server that was started does not listen there"
             ):
                 get(lambda session: Http(session, process.url, KEY, process.listens))
-            assert len(asked) == before
+            assert len(requests) == before
 
 
 def test_a_server_is_known_until_it_ends_and_its_log_forgets_the_key(tmp_path: Path):
@@ -173,13 +173,13 @@ def test_the_supervisor_names_the_process_that_has_its_servers_port(tmp_path: Pa
 
 
 def test_a_redirect_takes_no_key_elsewhere():
-    with a_stranger() as (other, asked):
+    with a_stranger() as (other, requests):
         to = b"HTTP/1.0 307 Moved\r\nLocation: http://127.0.0.1:%d/health\r\n\r\n" % other
         with a_stranger(to) as (port, _):
             with pytest.raises(ServerRefused, match=r"/health: status 307: it redirects to another address"):
                 get(lambda session: Http(session, f"http://127.0.0.1:{port}", KEY))
             assert not is_healthy(f"http://127.0.0.1:{port}", SOON)
-        assert asked == []
+        assert requests == []
 
 
 @pytest.mark.parametrize(
