@@ -23,8 +23,8 @@ from megatron_gvpo.weights.transport import PushSettings, transport_class
 
 
 def configured(task: Path, tmp_path: Path, engine: str, adapter: str, *more: str) -> Config:
-    asked = (f"rollout.engine={engine}", "rollout.weights.transport=adapter", f"model.adapter={adapter}")
-    return configure(task, tmp_path, *asked, *more)
+    overrides = (f"rollout.engine={engine}", "rollout.weights.transport=adapter", f"model.adapter={adapter}")
+    return configure(task, tmp_path, *overrides, *more)
 
 
 def pushed(config: Config) -> PushSettings:
@@ -34,7 +34,7 @@ def pushed(config: Config) -> PushSettings:
 
 
 @pytest.mark.parametrize(
-    ("engine", "adapter", "more", "said"),
+    ("engine", "adapter", "more", "message"),
     [
         ("vllm", "{rank: 1024}", (), r"rank=1024: vLLM serves adapters of rank 512 at most"),
         ("sglang", "{targets: [k_proj]}", (), "no adapter of k_proj without one of q_proj"),
@@ -44,10 +44,10 @@ def pushed(config: Config) -> PushSettings:
     ],
 )
 def test_what_an_engine_does_not_serve_is_refused(
-    task: Path, tmp_path: Path, engine: str, adapter: str, more: tuple[str, ...], said: str
+    task: Path, tmp_path: Path, engine: str, adapter: str, more: tuple[str, ...], message: str
 ):
     config = configured(task, tmp_path, engine, adapter, *more)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         transport_class("adapter").check(pushed(config))
 
 

@@ -69,14 +69,14 @@ class Serving:
         """The largest difference between the server's log-probs and PEFT's, or those of the base, in nats."""
         gaps = [0.0]
         for prompt in PROMPTS:
-            ours = torch.tensor(self.client("score", prompt))
-            given = (prompt[:1], prompt[1:])
-            theirs = (
-                logprobs(self.model, *given)
+            served = torch.tensor(self.client("score", prompt))
+            parts = (prompt[:1], prompt[1:])
+            expected = (
+                logprobs(self.model, *parts)
                 if adapter is None
-                else adapted_logprobs(self.model, adapter, *given)
+                else adapted_logprobs(self.model, adapter, *parts)
             )
-            gaps.append((ours - theirs).abs().max().item())
+            gaps.append((served - expected).abs().max().item())
         return max(gaps)
 
 
@@ -120,9 +120,9 @@ def test_each_version_is_served_exactly_and_the_one_before_is_gone(serving: Serv
         assert serving.client("weight_version") == str(version)
         elements = sum(t.numel() for t in adapter_tensors(adapter).values())
         assert sent == 4 * elements
-        asked = [Request(tuple(PROMPTS[0]), 3, seed=version)]
+        requests = [Request(tuple(PROMPTS[0]), 3, seed=version)]
         sampling = SamplingConfig(temperature=0.7, max_tokens=12)
-        [group] = serving.client.loop.run(pool.generate(asked, sampling))
+        [group] = serving.client.loop.run(pool.generate(requests, sampling))
         for rollout in group:
             assert rollout.spans == [(version, 0, len(rollout.token_ids))]
             expected = adapted_logprobs(serving.model, adapter, PROMPTS[0], rollout.token_ids, 0.7)
@@ -163,16 +163,16 @@ def test_responses_under_way_when_an_adapter_comes(serving: Serving, pool: Serve
         for of_version, begin, end in rollout.spans:
             before, part = prompt + rollout.token_ids[:begin], rollout.token_ids[begin:end]
             expected = adapted_logprobs(serving.model, adapters[of_version % 3], before, part)
-            found = torch.tensor(rollout.logprobs[begin:end])
-            torch.testing.assert_close(found, expected, rtol=0, atol=CLOSE)
+            reported = torch.tensor(rollout.logprobs[begin:end])
+            torch.testing.assert_close(reported, expected, rtol=0, atol=CLOSE)
 
 
 def test_a_server_without_the_adapter_is_lost_rather_than_sampled_from(serving: Serving):
     """The engine refuses a name that it does not have, as after a restart that nobody has seen."""
     serving.client.server.use_adapter("gvpo-00000000-v7")
-    for asked in (("score", PROMPTS[0]), ("sample", PROMPTS[0], 4, 0, SamplingConfig(), [])):
+    for call in (("score", PROMPTS[0]), ("sample", PROMPTS[0], 4, 0, SamplingConfig(), [])):
         with pytest.raises(ServerGone, match="has restarted, without the adapter gvpo-00000000-v7"):
-            serving.client(*asked)
+            serving.client(*call)
 
 
 def test_adapters_of_an_earlier_run_and_of_a_push_that_broke_off_are_gone(serving: Serving, pool: ServerPool):
@@ -296,5 +296,5 @@ def test_a_colocated_server_takes_turns_with_the_trainer(engine: str, task: Path
     """On a CPU the server's own memory stays; the order of the turns is that of a GPU."""
     config = served_config(engine, task, tmp_path, *ADAPTERS, *STEPS, "rollout.servers.colocated=true")
     fit(config)
-    found = [record["mismatch/abs_max"] for record in records(tmp_path) if record["step"]]
-    assert len(found) == 3 and max(found) < 2e-3
+    gaps = [record["mismatch/abs_max"] for record in records(tmp_path) if record["step"]]
+    assert len(gaps) == 3 and max(gaps) < 2e-3

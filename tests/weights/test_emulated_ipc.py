@@ -50,34 +50,34 @@ def ask(handle, size):
 allocated = torch.cuda.memory_allocated()
 first = torch.arange(1000.0).cuda()
 second = torch.arange(2000.0, device="cuda:1")
-found = {"answers": [ask(shared_storage(flat), 4 * len(flat)) for flat in (first, second)]}
+result = {"answers": [ask(shared_storage(flat), 4 * len(flat)) for flat in (first, second)]}
 first.mul_(2)
-found["again"] = ask(shared_storage(first), 4 * len(first))
-found["here"] = first.tolist()
+result["again"] = ask(shared_storage(first), 4 * len(first))
+result["here"] = first.tolist()
 stale = shared_storage(second)
 try:
     torch.UntypedStorage._new_shared_cuda(1, *second.untyped_storage()._share_cuda_()[1:])
-    found["own"] = None
+    result["own"] = None
 except RuntimeError as error:
-    found["own"] = str(error)
+    result["own"] = str(error)
 stale["uuid"] = "another"
-found["another"] = ask(stale, 8000)
+result["another"] = ask(stale, 8000)
 del first
 torch.cuda.ipc_collect()
-found["left"] = torch.cuda.memory_allocated() - allocated
+result["left"] = torch.cuda.memory_allocated() - allocated
 child.stdin.close()
-found["code"] = child.wait(60)
+result["code"] = child.wait(60)
 """
 
 
 def test_another_process_maps_a_bucket_without_a_copy_and_gives_it_back() -> None:
-    found = on_null_cuda.run_code(CODE, emulated=True)
-    first, second = found["answers"]
+    report = on_null_cuda.run_code(CODE, emulated=True)
+    first, second = report["answers"]
     assert first[:2] == [0, [float(i) for i in range(1000)]]
     assert second[:2] == [1, [float(i) for i in range(2000)]]
     assert first[2] == 0, "the memory is not its own"
-    assert found["again"][1] == [2.0 * (i + 1) for i in range(1000)]
-    assert found["here"] == [2.0 * (i + 1) + 1 for i in range(1000)], "what the other process wrote"
-    assert found["another"] == "this rank does not see the GPU another that the weights are on"
-    assert found["left"] == 0, "nothing waits for a process that has given it back"
-    assert found["code"] == 0
+    assert report["again"][1] == [2.0 * (i + 1) for i in range(1000)]
+    assert report["here"] == [2.0 * (i + 1) + 1 for i in range(1000)], "what the other process wrote"
+    assert report["another"] == "this rank does not see the GPU another that the weights are on"
+    assert report["left"] == 0, "nothing waits for a process that has given it back"
+    assert report["code"] == 0

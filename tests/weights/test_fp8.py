@@ -51,12 +51,12 @@ def test_it_is_the_engines_own_quantiser_bit_for_bit(engine: str, power_of_two: 
     command = [engine_python(engine), reference, engine, tmp_path / "in.safetensors", tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    theirs = load_file(tmp_path / "out")
+    by_engine = load_file(tmp_path / "out")
     for name, weight in weights.items():
-        ours, scale = quantise(weight, power_of_two=power_of_two)
-        assert ours.shape == weight.shape and ours.dtype == torch.float8_e4m3fn
-        assert torch.equal(ours.view(torch.uint8), theirs[name].view(torch.uint8)), name
-        assert scale.dtype == torch.float32 and torch.equal(scale, theirs[f"{name}_scale_inv"]), name
+        quantised, scale = quantise(weight, power_of_two=power_of_two)
+        assert quantised.shape == weight.shape and quantised.dtype == torch.float8_e4m3fn
+        assert torch.equal(quantised.view(torch.uint8), by_engine[name].view(torch.uint8)), name
+        assert scale.dtype == torch.float32 and torch.equal(scale, by_engine[f"{name}_scale_inv"]), name
 
 
 def test_a_bucket_keeps_what_is_quantised_and_every_offset_aligned():

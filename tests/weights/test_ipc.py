@@ -49,8 +49,8 @@ def test_a_handle_goes_as_json_and_comes_back_bit_for_bit():
 def test_handles_have_the_fields_that_torch_takes():
     """The order is that in which torch itself passes them on."""
     names = list(inspect.signature(rebuild_cuda_tensor).parameters)
-    theirs = [name for name in names[names.index("storage_device") + 1 :] if name != "requires_grad"]
-    assert theirs == [
+    parameters = [name for name in names[names.index("storage_device") + 1 :] if name != "requires_grad"]
+    assert parameters == [
         "storage_handle",
         "storage_size_bytes",
         "storage_offset_bytes",
@@ -59,7 +59,7 @@ def test_handles_have_the_fields_that_torch_takes():
         "event_handle",
         "event_sync_required",
     ]
-    assert len(theirs) == len(FIELDS) == len(VALUES)
+    assert len(parameters) == len(FIELDS) == len(VALUES)
 
 
 def test_host_memory_has_no_handle():
@@ -155,8 +155,8 @@ def test_a_mapped_bucket_is_loaded_whatever_it_is_mapped_from(tmp_path: Path, mo
 
     monkeypatch.setattr(megatron_gvpo_sglang, "opened", opened)
     listed = [[spec.name, spec.dtype, list(spec.shape)] for spec in specs]
-    for place in ({"file": str(file)}, {"handle": plain(UUID, VALUES)}):
-        model, order = Model(), {"op": "load", "tensors": listed, **place}
+    for source in ({"file": str(file)}, {"handle": plain(UUID, VALUES)}):
+        model, order = Model(), {"op": "load", "tensors": listed, **source}
         text = torch.tensor(list(json.dumps(order).encode()), dtype=torch.uint8)
         megatron_gvpo_sglang.receive(model, [("order", text)])
         assert torch.equal(model.weight, weight) and torch.equal(model.bias, bias)

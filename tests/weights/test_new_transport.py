@@ -120,12 +120,12 @@ def test_a_run_trains_with_a_transport_that_the_package_does_not_have(
     )
     before = scores(served)
     tiny_run.fit(config)
-    found = scores(served)
+    after = scores(served)
     served.client.receiver("disk", "load_directory", task / "model", "as before")
     served.client("flush_cache")  # of the prompts that the other weights have read
     expected = torch.cat([logprobs(out / "hf", prompt[:1], prompt[1:]) for prompt in PROMPTS])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
-    assert (found - before).abs().mean() > 0.01, "training changed the weights"
+    torch.testing.assert_close(after, expected, rtol=0, atol=1e-3)
+    assert (after - before).abs().mean() > 0.01, "training changed the weights"
     buckets = [record["sync/buckets"] for record in tiny_run.records(out) if "sync/buckets" in record]
     assert len(buckets) == 2 and min(buckets) > 1
 
@@ -145,7 +145,7 @@ def test_a_new_transports_name_is_unknown_until_it_is_registered(
 
 
 @pytest.mark.parametrize(
-    ("trait", "overrides", "said"),
+    ("trait", "overrides", "message"),
     [
         ({"colocated_ok": False}, ["rollout.servers.colocated=true"], "servers on the trainer's own GPUs"),
         ({"nodes_ok": False}, ["rollout.servers={tp: 2, nodes: 2}"], "with rollout.servers.nodes=2"),
@@ -160,7 +160,7 @@ def test_the_checks_ask_for_its_traits(
     monkeypatch: pytest.MonkeyPatch,
     trait: dict[str, bool],
     overrides: list[str],
-    said: str,
+    message: str,
 ):
     """A transport without the trait is possible with the same settings."""
 
@@ -169,7 +169,7 @@ def test_the_checks_ask_for_its_traits(
         check_layout(load_config([task / "run.yaml"], [*CHOSEN, "output_dir=run", *overrides]), 1)
 
     check(**dict.fromkeys(trait, not trait[next(iter(trait))]))
-    with pytest.raises(ConfigError, match=f"transport=raw_files.*{said}"):
+    with pytest.raises(ConfigError, match=f"transport=raw_files.*{message}"):
         check(**trait)
 
 

@@ -108,8 +108,8 @@ def test_weights_are_read_where_the_configuration_has_them(tmp_path: Path, monke
 
 
 def listening() -> set[tuple[str, int]]:
-    found = psutil.Process().net_connections("tcp")
-    return {(each.laddr.ip, each.laddr.port) for each in found if each.status == psutil.CONN_LISTEN}
+    connections = psutil.Process().net_connections("tcp")
+    return {(each.laddr.ip, each.laddr.port) for each in connections if each.status == psutil.CONN_LISTEN}
 
 
 def test_stores_listen_at_their_address_alone():

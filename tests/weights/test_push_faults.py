@@ -194,8 +194,8 @@ def test_a_run_removes_nothing_of_others_from_a_directory_that_they_share(good: 
     for version in range(2):
         for run in runs:
             asyncio.run(pushed(run, version))
-    found = {str(file.relative_to(shared)) for file in shared.rglob("*.safetensors")}
-    assert len(found) == 2 and all("version_1/" in file for file in found)
+    files = {str(file.relative_to(shared)) for file in shared.rglob("*.safetensors")}
+    assert len(files) == 2 and all("version_1/" in file for file in files)
     asyncio.run(runs[0].close())
     assert len(list(shared.rglob("*.safetensors"))) == 1
     asyncio.run(runs[1].close())

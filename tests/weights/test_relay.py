@@ -82,45 +82,45 @@ def following(others: list[Relay], streams: list[Iterator[Bucket]]) -> Iterator[
 
 
 def test_two_pushes_to_two_other_nodes(tmp_path, monkeypatch):
-    with relays(tmp_path, monkeypatch, [8, 16]) as (mine, others):
+    with relays(tmp_path, monkeypatch, [8, 16]) as (rank_0, others):
         for push in range(2):
             with following(others, [stream(3), stream(3)]):
                 (tmp_path / "16" / "memory" / f"{push}.told.123").write_text('["gpu"]')
-                found = mine.ask([Discover()] * 2, "to look")
-                assert found == [{"told": {}, "gpu": ""}, {"told": {str(push): [["gpu"]]}, "gpu": ""}]
-                mine.tell(JoinStream())
+                answers = rank_0.ask([Discover()] * 2, "to look")
+                assert answers == [{"told": {}, "gpu": ""}, {"told": {str(push): [["gpu"]]}, "gpu": ""}]
+                rank_0.tell(JoinStream())
                 for i in range(3):
-                    nothing, offer = mine.ask([NOTHING, OFFER], "to offer")
+                    nothing, offer = rank_0.ask([NOTHING, OFFER], "to offer")
                     assert nothing == {"handles": [], "file": ""}
                     file = Path(offer["file"])
                     assert file == tmp_path / "16" / "memory" / "bucket"
                     assert file.read_bytes()[: 4 + i] == bytes([i] * (4 + i))
-                mine.tell(EndPush())
+                rank_0.tell(EndPush())
 
 
 def test_orders_do_not_collect_in_the_store(tmp_path, monkeypatch):
     """Each holds an entry for every relay: two more a push fill a large run's host memory."""
     counts = []
-    with relays(tmp_path, monkeypatch, [1, 2]) as (mine, others):
+    with relays(tmp_path, monkeypatch, [1, 2]) as (rank_0, others):
         for _ in range(3):
             with following(others, [stream(1), stream(1)]):
-                mine.tell(JoinStream())
-                mine.ask([NOTHING, NOTHING], "to offer")
-                mine.tell(EndPush())
-            counts.append(mine._store.num_keys())
+                rank_0.tell(JoinStream())
+                rank_0.ask([NOTHING, NOTHING], "to offer")
+                rank_0.tell(EndPush())
+            counts.append(rank_0._store.num_keys())
     assert counts[0] == counts[1] == counts[2], counts
 
 
 def test_a_push_that_ends_early_leaves_the_stream_to_the_caller(tmp_path, monkeypatch):
-    with relays(tmp_path, monkeypatch, [1]) as (mine, others):
+    with relays(tmp_path, monkeypatch, [1]) as (rank_0, others):
         for before in (0, 1, 2):
             left = stream(4)
             with following(others, [left]):
                 if before:
-                    mine.tell(JoinStream())
+                    rank_0.tell(JoinStream())
                 for _ in range(before - 1):
-                    mine.ask([OFFER], "to offer")
-                mine.tell(EndPush())
+                    rank_0.ask([OFFER], "to offer")
+                rank_0.tell(EndPush())
             assert len(list(left)) == 4 - before
 
 
@@ -128,17 +128,17 @@ def test_a_node_without_memory_and_one_that_is_silent_are_named(tmp_path, monkey
     def no_memory(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with relays(tmp_path, monkeypatch, [1]) as (mine, others):
+    with relays(tmp_path, monkeypatch, [1]) as (rank_0, others):
         monkeypatch.setattr("os.posix_fallocate", no_memory)
         with following(others, [stream(2)]):
-            mine.tell(JoinStream())
+            rank_0.tell(JoinStream())
             wanted = r"rank 1: .*bucket: 4 bytes of shared memory are not free \(No space left on device\)"
             with pytest.raises(PushFailed, match=wanted):
-                mine.ask([OFFER], "to offer")
-            mine.tell(EndPush())
-        mine._timeout = 0.05
+                rank_0.ask([OFFER], "to offer")
+            rank_0.tell(EndPush())
+        rank_0._timeout = 0.05
         with pytest.raises(PushFailed, match=r"rank\(s\) 1 did not answer in 0\.05 s: to look"):
-            mine.ask([Discover()], "to look")
+            rank_0.ask([Discover()], "to look")
 
 
 def test_a_rank_0_that_is_silent_is_a_named_wait(tmp_path, monkeypatch):
@@ -160,22 +160,22 @@ def test_a_rank_0_that_is_silent_is_a_named_wait(tmp_path, monkeypatch):
 )
 def test_an_order_out_of_place_is_an_error(tmp_path, monkeypatch, orders, problem):
     """Fails on the old code, which took any other word for "stream" or "offer"."""
-    with relays(tmp_path, monkeypatch, [1]) as (mine, [other]):
+    with relays(tmp_path, monkeypatch, [1]) as (rank_0, [other]):
         for order in orders:
-            mine.tell(order)
+            rank_0.tell(order)
         with pytest.raises(AssertionError, match=problem):
             other.follow(stream(1))
 
 
 def test_an_order_of_another_transport_is_an_error(tmp_path, monkeypatch):
     """Rank 0 refuses to send it, and a rank that is sent it says so."""
-    with relays(tmp_path, monkeypatch, [1]) as (mine, [other]):
+    with relays(tmp_path, monkeypatch, [1]) as (rank_0, [other]):
         with pytest.raises(
             AssertionError, match=r"Send\(\) is not one of Discover, JoinStream, ShareBucket, EndPush"
         ):
-            mine.tell(Send())
-        mine._orders = sharded.ORDERS
-        mine.tell(Send())
+            rank_0.tell(Send())
+        rank_0._orders = sharded.ORDERS
+        rank_0.tell(Send())
         with pytest.raises(
             AssertionError, match=r"sent \['Send'\], which is not one of Discover, JoinStream"
         ):
@@ -206,24 +206,24 @@ def test_each_rank_of_a_server_maps_the_bucket_on_a_gpu_of_its_own(tmp_path, mon
     monkeypatch.setattr(node, "gpu_uuid", lambda device: f"gpu {device.index}")
     monkeypatch.setattr(node, "shared_storage", lambda flat: {"of bytes": flat.tolist()})
     store, server = HashStore(), OnTwoGpus()
-    theirs = NodeMemory("memory", torch.device("cuda", 1), first=False)
-    mine = Shared(
+    memory_of_relay = NodeMemory("memory", torch.device("cuda", 1), first=False)
+    transport = Shared(
         itself, PATIENCE, NodeMemory("memory", torch.device("cuda", 0)), Relays(store, [1], PATIENCE, ORDERS)
     )
     zeros, ones = (Bucket([], torch.full((2,), i, dtype=torch.uint8)) for i in range(2))
 
     async def push() -> None:
-        await mine.begin([ServerHandle(server)], 1)
-        assert await mine.send(zeros) == 2
-        mine.over()
+        await transport.begin([ServerHandle(server)], 1)
+        assert await transport.send(zeros) == 2
+        transport.over()
 
-    with following([Relay(store, 1, theirs, PATIENCE)], [iter([ones])]):
+    with following([Relay(store, 1, memory_of_relay, PATIENCE)], [iter([ones])]):
         asyncio.run(push())
     assert server.location == [{"of bytes": [0, 0]}, {"of bytes": [1, 1]}]
-    assert mine.metrics == {"sync/ipc": 1.0}
-    theirs.close()
+    assert transport.metrics == {"sync/ipc": 1.0}
+    memory_of_relay.close()
     assert (tmp_path / "memory").exists(), "it is the first rank's"
-    asyncio.run(mine.close())
+    asyncio.run(transport.close())
     assert not (tmp_path / "memory").exists()
 
 
@@ -232,12 +232,12 @@ def test_a_server_of_another_machine_is_named(tmp_path, monkeypatch):
         async def tell_gpus(self, file: Path, timeout: float) -> None: ...
 
     monkeypatch.setattr(shared_store, "SHARED_MEMORY", tmp_path)
-    mine = Shared(itself, PATIENCE, NodeMemory("memory", CPU), Relays(HashStore(), [], PATIENCE, ORDERS))
+    transport = Shared(itself, PATIENCE, NodeMemory("memory", CPU), Relays(HashStore(), [], PATIENCE, ORDERS))
     with pytest.raises(
         PushFailed, match=r"transport=shared: 0 of the 2 rank\(s\) of http://server see .*memory"
     ):
-        asyncio.run(mine.begin([ServerHandle(Elsewhere())], 1))
-    asyncio.run(mine.close())
+        asyncio.run(transport.begin([ServerHandle(Elsewhere())], 1))
+    asyncio.run(transport.close())
 
 
 def test_a_server_that_dies_while_it_is_looked_for_fails_the_push_alone(tmp_path, monkeypatch):
@@ -248,12 +248,12 @@ def test_a_server_that_dies_while_it_is_looked_for_fails_the_push_alone(tmp_path
             raise ServerGone("http://server/server_info: connection refused")
 
     monkeypatch.setattr(shared_store, "SHARED_MEMORY", tmp_path)
-    mine = Shared(itself, PATIENCE, NodeMemory("memory", CPU), Relays(HashStore(), [], PATIENCE, ORDERS))
+    transport = Shared(itself, PATIENCE, NodeMemory("memory", CPU), Relays(HashStore(), [], PATIENCE, ORDERS))
     handle = ServerHandle(Dying())
     with pytest.raises(PushFailed, match="connection refused") as failure:
-        asyncio.run(mine.begin([handle], 1))
+        asyncio.run(transport.begin([handle], 1))
     assert failure.value.handles == [handle]
-    asyncio.run(mine.close())
+    asyncio.run(transport.close())
 
 
 def test_a_relay_goes_on_to_the_next_collective_where_rank_0_has_no_memory(tmp_path, monkeypatch):
@@ -278,17 +278,17 @@ def test_a_relay_goes_on_to_the_next_collective_where_rank_0_has_no_memory(tmp_p
     monkeypatch.setattr("os.posix_fallocate", no_memory)
     zeros = Bucket([], torch.zeros(2, dtype=torch.uint8))
     store, memory = HashStore(), NodeMemory("memory", CPU)
-    mine = Shared(itself, PATIENCE, memory, Relays(store, [1], PATIENCE, ORDERS))
+    transport = Shared(itself, PATIENCE, memory, Relays(store, [1], PATIENCE, ORDERS))
 
     async def push() -> None:
-        await mine.begin([ServerHandle(Without())], 1)
+        await transport.begin([ServerHandle(Without())], 1)
         with pytest.raises(PushFailed, match="2 bytes of shared memory are not free"):
-            await mine.send(zeros)
+            await transport.send(zeros)
 
     with following([Relay(store, 1, NodeMemory("memory", CPU, first=False), PATIENCE)], [stream_of_two()]):
         asyncio.run(push())
         assert further.wait(PATIENCE)
-        mine.over()
+        transport.over()
     memory.close()
 
 
@@ -359,8 +359,8 @@ def test_what_killed_runs_have_left_in_memory_is_removed_and_nothing_else(tmp_pa
     for directory in (tmp_path / node.new_name(), anothers):
         directory.mkdir()
         (directory / "bucket").write_bytes(bytes(100))
-    mine = NodeMemory(node.new_name(), CPU)
-    assert {*tmp_path.iterdir()} == {anothers, living.directory, mine.directory}
+    new = NodeMemory(node.new_name(), CPU)
+    assert {*tmp_path.iterdir()} == {anothers, living.directory, new.directory}
     living.close()
-    mine.close()
+    new.close()
     assert [*tmp_path.iterdir()] == [anothers] and [*anothers.iterdir()]

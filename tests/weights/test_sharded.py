@@ -232,8 +232,8 @@ class Ranks:
             for part in own_parts(rank, full).parts:
                 box = Box(part.top, part.bottom, part.left, part.right)
                 layouts[rank].setdefault(numbers[part.name], []).append(box)
-        told = [json.loads(zlib.decompress(self.store.get(f"needs.{rank}"))) for rank in range(2, 6)]
-        needed = [{i: [Box(*box) for box in boxes] for i, boxes in layout} for layout in told]
+        needs = [json.loads(zlib.decompress(self.store.get(f"needs.{rank}"))) for rank in range(2, 6)]
+        needed = [{i: [Box(*box) for box in boxes] for i, boxes in layout} for layout in needs]
         return sized, layouts, [needed[:2], needed[2:]]
 
     def push(self, full: dict[str, Tensor], servers: tuple[int, ...] = (2, 3, 4, 5)) -> None:
