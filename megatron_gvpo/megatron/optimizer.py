@@ -62,7 +62,9 @@ def _schedule(optimizer: Any, options: OptimizerConfig, updates: int) -> Optimiz
         max_lr=options.lr,
         min_lr=options.min_lr,
         lr_warmup_steps=options.warmup_steps,
-        lr_decay_steps=updates + 1,  # so that the last update still has a learning rate
+        # One more than the updates, so that the last one still has a learning rate. A run that ends in its
+        # warm-up has no decay, and megatron-core wants one that ends later.
+        lr_decay_steps=max(updates, options.warmup_steps) + 1,
         lr_decay_style=options.decay,
         start_wd=options.weight_decay,
         end_wd=options.weight_decay,

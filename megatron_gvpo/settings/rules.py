@@ -367,19 +367,6 @@ def _evaluation(config: RunSections) -> None:
 
 def _schedule(config: RunSections) -> None:
     train, optimizer = config.train, config.optimizer
-    all_updates = (
-        f"{train.updates} updates (train.steps x train.mini_batches x train.batch_epochs): "
-        "lower it, or train for more steps"
-    )
-    if optimizer.warmup_steps >= train.updates:
-        raise ValueError(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the run's {all_updates}"
-        )
-    critic = config.algorithm.critic
-    if critic is not None and critic.warmup_steps >= train.updates:
-        raise ValueError(
-            f"algorithm.critic.warmup_steps={critic.warmup_steps} leaves nothing of the run's {all_updates}"
-        )
     profiled = config.logging.profile_steps
     if profiled is not None and profiled[0] > train.steps:
         raise ValueError(

@@ -367,7 +367,8 @@ class OptimizerConfig(Section):
 
     lr: float = Field(gt=0, le=10)  # Learning rate after the warm-up.
     min_lr: float = Field(0.0, ge=0)  # Learning rate at the end of the decay.
-    warmup_steps: int = Field(0, ge=0)  # Optimizer updates over which the rate rises linearly from 0.
+    # Optimizer updates over which the rate rises linearly from 0. A run of fewer updates ends in the warm-up.
+    warmup_steps: int = Field(0, ge=0)
     # How the learning rate falls from lr to min_lr until the last update.
     decay: Literal["constant", "linear", "cosine"] = "constant"
     betas: tuple[Decay, Decay] = (0.9, 0.95)  # AdamW's decay rates of the first and second moments.

@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from megatron_gvpo.algorithms.advantages.gae import CriticOptions
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.curriculum.batch_policy import BatchPolicy
 from megatron_gvpo.checks.teacher import tokenizer_difference
@@ -36,7 +37,7 @@ from megatron_gvpo.sampling.samplers import DatasetSampler, FileSampler, Sampler
 from megatron_gvpo.sampling.shaping import run_shapers
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.reward_servers import TeacherConfig
-from megatron_gvpo.settings.sections import DataConfig, TrainConfig
+from megatron_gvpo.settings.sections import DataConfig, OptimizerConfig, TrainConfig
 from megatron_gvpo.training.environment import prepare
 from megatron_gvpo.training.text_teacher import TextTeacher, text_teacher
 from megatron_gvpo.types import OnWait
@@ -68,7 +69,9 @@ class Components:
         self.text_teacher, warning = _text_teacher(
             config.model.path, config.teacher, config.data, task, cards
         )
-        for text in (warning, _few_prompts(config.train, config.data, len(task.prompts))):
+        few_prompts = _few_prompts(config.train, config.data, len(task.prompts))
+        long_warmups = warmups_beyond(config.train.updates, config.optimizer, config.algorithm.critic)
+        for text in (warning, few_prompts, *long_warmups):
             if rank == 0 and text is not None:
                 log.warning(text)
         algorithm = config.algorithm.sized(config.rollout.max_tokens)
@@ -187,6 +190,20 @@ def _few_prompts(train: TrainConfig, data: DataConfig, count: int) -> str | None
         f"train.prompts_per_step={train.prompts_per_step}, and {data.train.path} has {count} prompts: a step "
         "trains a prompt several times"
     )
+
+
+def warmups_beyond(updates: int, optimizer: OptimizerConfig, critic: CriticOptions | None) -> list[str]:
+    """A warning about each warm-up that is longer than the run, which has this many updates."""
+    warmups = [("optimizer", optimizer.warmup_steps, optimizer.lr)]
+    if critic is not None:
+        warmups.append(("algorithm.critic", critic.warmup_steps, critic.lr))
+    return [
+        f"{section}.warmup_steps={steps}: the run ends in its warm-up, after {updates} updates "
+        "(train.steps x train.mini_batches x train.batch_epochs), at a learning rate of "
+        f"{lr * updates / steps:.3g} of {lr:g}"
+        for section, steps, lr in warmups
+        if steps > updates
+    ]
 
 
 def _text_teacher(

@@ -224,11 +224,6 @@ def test_evaluation_samples_as_training_does(good):
         # impossible combinations
         ("rollout.n=1", "rollout.n=1: this algorithm compares the responses of a prompt with each other"),
         ("train.mini_batches=3", "train.mini_batches=3 does not divide train.prompts_per_step=4"),
-        (
-            "algorithm={recipe: ppo, critic: {warmup_steps: 40}}",
-            "algorithm.critic.warmup_steps=40 leaves nothing of the run's 40 updates",
-        ),
-        ("optimizer.warmup_steps=40", "optimizer.warmup_steps=40 leaves nothing of the run's 40 updates"),
         ("optimizer.min_lr=1", "optimizer.min_lr=1.0 exceeds optimizer.lr=1e-05"),
         ("optimizer.min_lr=1e-6", "optimizer.min_lr=1e-06 has no effect with optimizer.decay=constant"),
         (
