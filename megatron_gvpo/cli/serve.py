@@ -38,12 +38,14 @@ def run(options: argparse.Namespace) -> int:
         return _run_tinker(options)
     from megatron_gvpo.checks.preflight import check_interpreter
     from megatron_gvpo.huggingface.card import ModelCards
-    from megatron_gvpo.servers.launch.serve import check_address, serve
+    from megatron_gvpo.servers.launch.addresses import check_address
 
     config = configured.load(options)
     if config.rollout.uses_servers:
         check_address(config.rollout.servers)
     check_interpreter(config)  # without it, a missing engine would be started a second time
+    with heavy_imports():
+        from megatron_gvpo.servers.launch.serve import serve
     patience = config.parallel.timeout_seconds
     try:
         return serve(config.model, config.rollout, config.output_dir, ModelCards(config), patience)
@@ -80,13 +82,13 @@ def _check(config: TinkerConfig, ranks: int) -> None:
     card = ModelCard.read(config.model.path)
     architecture = check_trainable(card, f"model.path={config.model.path}")
     check_adapter_layers(config.model, config.parallel, card, architecture)
-    with loading("the model's files"), heavy_imports():
-        from megatron_gvpo.huggingface.complete_weights import stored_tensors
-    stored_tensors(Path(config.model.path), "model.path")  # reports missing weights before Megatron loads
     check_processes(config.parallel, ranks)
     check_division(config.parallel, card)
     if config.run.rollout.uses_servers:
         _check_servers(config.run, ranks)
+    with loading("the model's files"), heavy_imports():  # loads torch, so all that needs none comes before
+        from megatron_gvpo.huggingface.complete_weights import stored_tensors
+    stored_tensors(Path(config.model.path), "model.path")  # reports missing weights before Megatron loads
     prepare(config.parallel, config.run.rollout)
 
 

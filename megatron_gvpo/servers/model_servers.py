@@ -13,9 +13,9 @@ from megatron_gvpo.core.secrets import remember
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.servers import sglang, vllm
 from megatron_gvpo.servers.cpu_engines import check_on_cpu
+from megatron_gvpo.servers.launch.addresses import given_key
 from megatron_gvpo.servers.launch.start import (
     free_ports_of,
-    given_key,
     loopback_variables,
     refuse_secrets,
     server_process,

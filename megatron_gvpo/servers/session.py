@@ -13,7 +13,8 @@ from megatron_gvpo.huggingface.end_tokens import StopStrings
 from megatron_gvpo.huggingface.image_families import takes_images
 from megatron_gvpo.servers.answers import Routers
 from megatron_gvpo.servers.http import Http, open_session
-from megatron_gvpo.servers.launch.start import DIALECTS, given_key, report, start_servers
+from megatron_gvpo.servers.launch.addresses import given_key
+from megatron_gvpo.servers.launch.start import DIALECTS, report, start_servers
 from megatron_gvpo.servers.launch.supervise import Supervisor
 from megatron_gvpo.servers.leader import BackgroundLoop, Command, result_of
 from megatron_gvpo.servers.pool import ServerPool

@@ -47,8 +47,11 @@ def test_the_interpreter_of_servers_is_tried(good: Path, tmp_path: Path):
     assert error("/nowhere/python", "rollout.servers.urls=['http://10.0.0.1:1']") == "accepted"
 
 
-def test_serve_tries_the_interpreter(good: Path, capsys: pytest.CaptureFixture[str]):
-    """The supervisor started it twice, with two tracebacks in its log."""
+def test_serve_tries_the_interpreter_before_it_loads_torch(
+    good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Torch took half a minute. Earlier, the supervisor started it twice, with two tracebacks in its log."""
+    monkeypatch.setitem(sys.modules, "megatron_gvpo.servers.launch.serve", None)
     assert main(["serve", str(good), "rollout.engine=sglang", "rollout.servers.python=/nowhere/python"]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
     assert line.startswith("error: rollout.servers.python=/nowhere/python: there is no such program")

@@ -1,6 +1,7 @@
 """The configuration of `serve --tinker` refuses what cannot be, and never shows its key."""
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,9 +93,10 @@ def test_a_model_without_weights_is_refused_before_megatron_loads(file: Path, ta
         ),
     ],
 )
-def test_servers_that_cannot_sample_are_refused_before_megatron_loads(
-    file: Path, task: Path, overrides: list[str], words: str
+def test_servers_that_cannot_sample_are_refused_before_torch_loads(
+    file: Path, task: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], words: str
 ):
+    monkeypatch.setitem(sys.modules, "megatron_gvpo.huggingface.complete_weights", None)
     config = loaded(file, f"model.path={task}/model", "rollout.engine=sglang", *overrides)
     with pytest.raises(ConfigError, match=words):
         check(config, 1)

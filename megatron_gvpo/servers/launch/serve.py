@@ -10,20 +10,18 @@ trainer has given its memory away.
 from __future__ import annotations
 
 import signal
-import socket
 import threading
 import time
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.signals import handled_by
 from megatron_gvpo.huggingface.card import ModelCards
+from megatron_gvpo.servers.launch.addresses import check_address
 from megatron_gvpo.servers.launch.first_turn import wait_for_turn
-from megatron_gvpo.servers.launch.start import given_key, report, start_servers
-from megatron_gvpo.servers.launch.supervise import Supervisor, is_loopback
+from megatron_gvpo.servers.launch.start import report, start_servers
+from megatron_gvpo.servers.launch.supervise import Supervisor
 from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig
 from megatron_gvpo.settings.servers import ServersConfig
-
-_OWN_NAME = "127.0.1.1"
 
 
 def serve(
@@ -47,6 +45,11 @@ def serve(
             f"rollout.engine={rollout.engine} has no servers: serve needs rollout.engine=sglang or vllm"
         )
     key = check_address(rollout.servers)
+    if key is None:
+        report(
+            "note: without rollout.servers.api_key_env every user of this machine can use the servers and "
+            "load weights into them"
+        )
     stop = threading.Event()
     with handled_by(lambda *_: stop.set(), (signal.SIGTERM, signal.SIGINT)):
         if rollout.servers.colocated and not wait_for_turn(stop, trainer_timeout, report):
@@ -56,48 +59,6 @@ def serve(
             return _run_until_stopped(supervisor, rollout.servers, stop)
         finally:
             supervisor.close()
-
-
-def check_address(servers: ServersConfig) -> str | None:
-    """The servers' key, None on the loopback address.
-
-    Raises ConfigError for a host that other machines cannot reach, and for one that they can, without a key.
-    """
-    _check_host(servers.host)
-    return _key(servers)
-
-
-def _check_host(host: str) -> None:
-    """Raises ConfigError for a name that on this machine has another address than on all others.
-
-    Debian and Ubuntu write a machine's own name beside 127.0.1.1 into its /etc/hosts.
-    """
-    try:
-        address = socket.gethostbyname(host)
-    except OSError:
-        return  # the guard reports the port when it has bound it
-    if address == _OWN_NAME != host:
-        raise ConfigError(
-            f"rollout.servers.host={host}: /etc/hosts gives it {_OWN_NAME} here, and no other machine "
-            "reaches that: give the address that others know, or correct the line"
-        )
-
-
-def _key(settings: ServersConfig) -> str | None:
-    """The servers' key; None for servers that this machine alone can reach. Raises ConfigError."""
-    key = given_key(settings)
-    if key is None and not is_loopback(settings.host):
-        raise ConfigError(
-            f"rollout.servers.host={settings.host}: without a key everyone on its network could use the "
-            "servers and load weights into them: export ROLLOUT_KEY=$(openssl rand -hex 16), here and for "
-            "the trainer, and give both rollout.servers.api_key_env=ROLLOUT_KEY"
-        )
-    if key is None:
-        report(
-            "note: without rollout.servers.api_key_env every user of this machine can use the servers and "
-            "load weights into them"
-        )
-    return key
 
 
 def _run_until_stopped(supervisor: Supervisor, settings: ServersConfig, stop: threading.Event) -> int:

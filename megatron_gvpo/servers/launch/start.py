@@ -17,20 +17,15 @@ from megatron_gvpo.core.environment import ON_LOOPBACK
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.launch import free_ports
 from megatron_gvpo.core.redaction import hide
-from megatron_gvpo.core.secrets import read_variable, remember
+from megatron_gvpo.core.secrets import remember
 from megatron_gvpo.core.store import shared_memory
 from megatron_gvpo.huggingface.architectures import check_family
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.huggingface.complete_weights import stored_tensors
 from megatron_gvpo.servers.cpu_engines import check_rollout_model
+from megatron_gvpo.servers.launch.addresses import check_free, is_loopback
 from megatron_gvpo.servers.launch.server_guard import PART
-from megatron_gvpo.servers.launch.supervise import (
-    RanksProcess,
-    ServerProcess,
-    Supervisor,
-    check_free,
-    is_loopback,
-)
+from megatron_gvpo.servers.launch.supervise import RanksProcess, ServerProcess, Supervisor
 from megatron_gvpo.servers.server import Launch, Server
 from megatron_gvpo.servers.sglang import SGLang
 from megatron_gvpo.servers.speculation import check_draft
@@ -186,16 +181,6 @@ def _part(servers: ServersConfig, key: str | None) -> str:
         )
     address = {"host": servers.leader or servers.host, "port": servers.port + AFTER_PORT["guards"]}
     return json.dumps({"node": servers.node, "nodes": servers.nodes, **address, "key": key or ""})
-
-
-def given_key(servers: EngineServers, section: str = "rollout.servers") -> str | None:
-    """The key in `api_key_env`'s variable; None if none is named. Raises ConfigError."""
-    if servers.api_key_env is None:
-        return None
-    try:
-        return read_variable(servers.api_key_env, f"{section}.api_key_env")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def free_ports_of(servers: EngineServers, section: str) -> list[int]:

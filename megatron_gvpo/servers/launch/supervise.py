@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import ipaddress
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,13 +18,12 @@ from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import psutil
-
 from megatron_gvpo.core.clock import running_seconds
 from megatron_gvpo.core.environment import MEGATRONS
 from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.web import NoRedirect
 from megatron_gvpo.servers.launch import server_guard
+from megatron_gvpo.servers.launch.addresses import listens_alone, stranger
 from megatron_gvpo.servers.server import Launch
 from megatron_gvpo.settings.servers import EngineServers
 
@@ -355,70 +351,3 @@ def _servers_part(environment: os._Environ[str]) -> dict[str, str]:
         for name, value in environment.items()
         if name not in rank_variables and not name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))
     }
-
-
-# Shows who listens at an address of this machine, so that no key is sent to a process that took the port.
-
-WILDCARDS = ("0.0.0.0", "::")
-
-
-def is_loopback(host: str) -> bool:
-    """True if only processes of this machine reach a server at `host`; False for an unknown name."""
-    try:
-        return all(ipaddress.ip_address(address).is_loopback for address in _addresses(host))
-    except OSError:
-        return False
-
-
-def listens_alone(leader: int, host: str, port: int) -> bool:
-    """True if only the process `leader` and its children listen at the address of `host`:`port`."""
-    with contextlib.suppress(OSError, psutil.Error):
-        listeners = _listeners(host, port)
-        return bool(listeners) and _family(leader).issuperset(listeners)
-    return False
-
-
-def stranger(host: str, port: int, leader: int | None = None) -> str | None:
-    """A process outside `leader`'s family that listens there, for a message; None if there is none."""
-    with contextlib.suppress(OSError, psutil.Error):
-        family = set() if leader is None else _family(leader)
-        for pid in _listeners(host, port) - family:
-            return f"process {pid} ({psutil.Process(pid).name()})" if pid else "a process of another user"
-    return None
-
-
-def check_free(host: str, port: int) -> None:
-    """Raise OSError, which says who listens there, if no server can listen at `host`:`port`."""
-    for address in _addresses(host):
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-            # Servers set this option, too, so that a new one can follow one that ended.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((address, port))
-                probe.listen(1)
-            except OSError as error:
-                by = stranger(host, port) if error.errno == errno.EADDRINUSE else None
-                problem = f"{host}:{port}: " + (f"in use by {by}" if by else str(error.strerror))
-                raise OSError(error.errno, problem) from None
-
-
-def _addresses(host: str) -> set[str]:
-    """The IP addresses of a host. Raises OSError for a name that does not resolve."""
-    resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return {str(address[0]).split("%")[0] for *_, address in resolved}
-
-
-def _listeners(host: str, port: int) -> set[int | None]:
-    """The processes that listen there; None stands for those of other users."""
-    wanted = {*_addresses(host), *WILDCARDS}
-    return {
-        each.pid
-        for each in psutil.net_connections("tcp")
-        if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.laddr.ip in wanted
-    }
-
-
-def _family(leader: int) -> set[int | None]:
-    if not psutil.pid_exists(leader):
-        return {leader}
-    return {leader, *(child.pid for child in psutil.Process(leader).children(recursive=True))}
