@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from helpers.paths import ROOT
+from helpers.suite import time_budget
 
 TOOL = Path("tools") / "touched_proofs.py"
 PROOF = (
@@ -157,6 +158,20 @@ def test_proofs_that_take_longer_than_there_is_time_are_named_and_fail_nothing(r
     assert "did not run, because they failed before: 1" in left_out
     assert "PASSED tests/servers/test_servers.py::test_proof[0]" in ran and "test_no_proof" not in output
     assert "tests/weights/test_weights.py: 2\n" in left_out, "its longest test may be what its fixtures need"
+
+
+def test_a_test_without_a_time_is_short_where_others_of_its_file_have_one(monkeypatch: pytest.MonkeyPatch):
+    """It counted as 60 s, though times of less than half a second are not written."""
+    times = {"tests/made/test_known.py::test_long": 20.0, "tests/made/test_known.py::test_other": 3.0}
+    monkeypatch.setattr(time_budget, "known_times", lambda: times)
+    for name, is_first, seconds in (
+        ("test_known.py::test_quick", False, 1.0),
+        ("test_known.py::test_other", False, 3.0),
+        ("test_known.py::test_quick", True, 20.0),
+        ("test_new.py::test_new", False, 60.0),
+        ("test_new.py::test_new", True, 300.0),
+    ):
+        assert time_budget.expected_seconds(f"tests/made/{name}", is_first) == seconds, (name, is_first)
 
 
 @pytest.mark.proof

@@ -1,9 +1,10 @@
 """`pytest --seconds N` begins no test that would end later than N seconds after the start.
 
-How long a test takes is read from benchmarks/results/proof.json (suite/outcomes.py); tests that are not in it
-count as 60 s, the first of a file without any times as 300 s, because it makes the fixtures. The end of the
-output counts what did not run, file by file. Tests that still run GRACE seconds after the limit are cut off,
-and are counted, too. tools/touched_proofs.py reads the same file for the commit that a change began with.
+How long a test takes is read from benchmarks/results/proof.json (suite/outcomes.py). It leaves out tests of
+less than half a second, so a test that is not in it counts as 1 s. In a file without any times a test counts
+as 60 s, and the first, which makes the fixtures, as 300 s. The end of the output counts what did not run,
+file by file. Tests that still run GRACE seconds after the limit are cut off, and are counted, too.
+tools/touched_proofs.py reads the same file for the commit that a change began with.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import pytest
 
 from helpers.suite.outcomes import last_run, outcomes
 
-UNKNOWN, UNKNOWN_FIRST = 60.0, 300.0  # seconds
+SHORT, UNKNOWN, UNKNOWN_FIRST = 1.0, 60.0, 300.0  # seconds
 GRACE = 300.0  # seconds
 NO_TIME, FAILED = "no time left", "failed when all proofs ran last"
 
@@ -70,9 +71,17 @@ def file_of(name: str) -> str:
 
 
 @functools.cache
-def longest_of(file: str) -> float:
-    """The seconds of the file's longest test, which may include the fixtures of all."""
-    return max((s for name, s in known_times().items() if file_of(name) == file), default=UNKNOWN_FIRST)
+def longest_of(file: str) -> float | None:
+    """The seconds of the file's longest test, which may include the fixtures of all; None if unknown."""
+    return max((s for name, s in known_times().items() if file_of(name) == file), default=None)
+
+
+def expected_seconds(name: str, is_first: bool) -> float:
+    """The seconds that a test is expected to take; `is_first`: no test of its file has begun."""
+    longest = longest_of(file_of(name))
+    if longest is None:
+        return UNKNOWN_FIRST if is_first else UNKNOWN
+    return longest if is_first else known_times().get(name, SHORT)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -85,8 +94,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if limit is None:
         return
     file = file_of(item.nodeid)
-    known = known_times().get(item.nodeid, UNKNOWN)
-    needed = known if file in _begun else max(known, longest_of(file))
+    needed = expected_seconds(item.nodeid, is_first=file not in _begun)
     if file in _given_up or time.time() - _started + needed > limit:
         _given_up.add(file)
         pytest.skip(NO_TIME)
