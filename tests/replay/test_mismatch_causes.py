@@ -146,7 +146,7 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def sound(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("sound")
-    fit(configure(task, out, *RUN))
+    fit(configure(task, out, *RUN, "checkpoint.every=1"))
     return out
 
 
@@ -161,6 +161,20 @@ def test_a_sound_run_has_rounding_only(sound: Path, capsys: pytest.CaptureFixtur
     }
     assert sum(cause["share"] for cause in written["causes"]) == pytest.approx(1.0)
     assert all(cause["largest"] <= cause["bound"] for cause in written["causes"])
+
+
+def test_a_step_without_a_record_needs_the_checkpoint_before_it(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The oldest records are removed above logging.steps.max_gb."""
+    run = shutil.copytree(sound, tmp_path / "run")
+    shutil.rmtree(run / "steps")
+    assert cli.main(["mismatch", str(run), "--step", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("step 2: ") and "rounding in float32 explains the gap on both sides" in printed
+    shutil.rmtree(run / "checkpoints" / "step_00000001")
+    assert cli.main(["mismatch", str(run), "--step", "2"]) == 2
+    assert "no checkpoint before step 2 from which every step is recorded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", FAULTS)
