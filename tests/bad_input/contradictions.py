@@ -109,8 +109,8 @@ def tokenizer_values(**values: Any) -> Spoil:
     def spoil(task: Path) -> None:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             if (file := task / "model" / name).is_file():
-                found = json.loads(file.read_text()) | values
-                file.write_text(json.dumps({k: v for k, v in found.items() if v is not None}))
+                content = json.loads(file.read_text()) | values
+                file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
 
     return spoil
 

@@ -63,13 +63,13 @@ def _material() -> Path:
     assert spec is not None and spec.loader is not None
     task = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(task)
-    place = Path(tempfile.mkdtemp(prefix="bad-images-"))
-    task.make_model(place / "model", 0)
-    (place / "data" / "pictures").mkdir(parents=True)
+    directory = Path(tempfile.mkdtemp(prefix="bad-images-"))
+    task.make_model(directory / "model", 0)
+    (directory / "data" / "pictures").mkdir(parents=True)
     rng = random.Random(0)
-    problems = [task.make_problem(place / "data", f"pictures/{i}.png", rng) for i in range(16)]
-    (place / "data" / "train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in problems))
-    return place
+    problems = [task.make_problem(directory / "data", f"pictures/{i}.png", rng) for i in range(16)]
+    (directory / "data" / "train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in problems))
+    return directory
 
 
 def without_processor(task: Path) -> None:

@@ -63,8 +63,8 @@ def main() -> int:
         for case in _drawn([c for c in chosen if c.room == room], options.share, draw)
     ]
     outcomes: dict[str, dict[str, str]] = {}
-    with tempfile.TemporaryDirectory(prefix="bad-input-") as place:
-        home = Path(place)
+    with tempfile.TemporaryDirectory(prefix="bad-input-") as directory:
+        home = Path(directory)
         _import_libraries()
         _make_material(home, any(c.resumed for c in chosen))
         for case in chosen:
@@ -73,8 +73,8 @@ def main() -> int:
             outcomes.setdefault(case.room, {})[case.name] = outcome
             seconds = time.perf_counter() - begin
             print(f"{outcome:16s} {case.room:12s} {case.name}  ({seconds:.1f} s)  {shown[:230]}", flush=True)
-    counts = {room: dict(Counter(found.values())) for room, found in outcomes.items()}
-    total = dict(Counter(o for found in outcomes.values() for o in found.values()))
+    counts = {room: dict(Counter(by_name.values())) for room, by_name in outcomes.items()}
+    total = dict(Counter(o for by_name in outcomes.values() for o in by_name.values()))
     print(json.dumps({"total": total, **counts}, indent=1))
     if options.out:
         options.out.write_text(json.dumps({"total": total, "counts": counts, "outcomes": outcomes}, indent=1))
@@ -137,11 +137,11 @@ def _try(case: Any, home: Path, limit: float) -> tuple[str, str]:
     code, text = _forked(_command, log, here, case, limit=limit)
     lines = [line for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
-    told = any(word in text for word in case.says) if case.says else bool(text.strip())
+    is_explained = any(word in text for word in case.says) if case.says else bool(text.strip())
     if case.forbidden and (here / case.forbidden).exists():
         return "ran code", last
-    if (found := case.after(here)) == "lost" or (found and code == 0):
-        return found, last
+    if (outcome := case.after(here)) == "lost" or (outcome and code == 0):
+        return outcome, last
     if code is None:
         return "hang", last
     if "Traceback (most recent call last)" in text or code < 0:
@@ -149,11 +149,11 @@ def _try(case: Any, home: Path, limit: float) -> tuple[str, str]:
     if code == 0:
         if case.expected == "refused":
             return "silent", last
-        return ("good" if told or not case.says else "silent"), last
+        return ("good" if is_explained or not case.says else "silent"), last
     if case.expected == "runs":
         return "wrongly refused", last
     short = len(last) <= LONGEST_LINE
-    return ("good" if told and short and code in (1, 2) else "vague"), f"{code}: {last}"
+    return ("good" if is_explained and short and code in (1, 2) else "vague"), f"{code}: {last}"
 
 
 def _command(here: Path, case: Any) -> None:

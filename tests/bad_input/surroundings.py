@@ -278,11 +278,11 @@ SURROUNDINGS = [
     ),
     *(
         case(
-            f"{place} without permission to read it",
+            f"{path} without permission to read it",
             says,
-            shell=f"chmod 0 {place} && setpriv {WITHOUT_ROOTS_RIGHTS} $PROGRAM {' '.join(TRAIN)}",
+            shell=f"chmod 0 {path} && setpriv {WITHOUT_ROOTS_RIGHTS} $PROGRAM {' '.join(TRAIN)}",
         )
-        for place, says in (
+        for path, says in (
             ("model", "model/config.json"),
             ("model/config.json", "model/config.json"),
             ("data", "data/train.jsonl"),

@@ -62,9 +62,9 @@ def _sharded(task: Path, index: Callable[[dict[str, str]], dict[str, str]], both
     if both:
         shards["two.safetensors"] = [names[0], *shards["two.safetensors"]]
         tensors[names[0]] = tensors[names[0]]
-    for shard, held in shards.items():
-        save_file({name: tensors[name] for name in held}, model / shard, metadata={"format": "pt"})
-    where = {name: shard for shard, held in shards.items() for name in held}
+    for shard, own_names in shards.items():
+        save_file({name: tensors[name] for name in own_names}, model / shard, metadata={"format": "pt"})
+    where = {name: shard for shard, own_names in shards.items() for name in own_names}
     (model / "model.safetensors").unlink()
     written = {"metadata": {"total_size": 1}, "weight_map": index(where)}
     (model / "model.safetensors.index.json").write_text(json.dumps(written))
