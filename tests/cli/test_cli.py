@@ -31,56 +31,56 @@ SHORT = ("algorithm=gvpo", "train.steps=2", "data.eval=null", "checkpoint.export
 
 
 def data_file(name: str, *lines: str, algorithm: str = "gvpo") -> Callable[[Path, Path], list[str]]:
-    def make(task: Path, place: Path) -> list[str]:
-        (place / name).write_text("".join(line + "\n" for line in lines))
-        return [f"data.train.path={place / name}", f"algorithm={algorithm}"]
+    def make(task: Path, directory: Path) -> list[str]:
+        (directory / name).write_text("".join(line + "\n" for line in lines))
+        return [f"data.train.path={directory / name}", f"algorithm={algorithm}"]
 
     return make
 
 
-def overrides(*given: str) -> Callable[[Path, Path], list[str]]:
-    return lambda task, place: [text.format(task=task, place=place) for text in given]
+def overrides(*texts: str) -> Callable[[Path, Path], list[str]]:
+    return lambda task, directory: [text.format(task=task, directory=directory) for text in texts]
 
 
 def damaged_model(pattern: str, bytes_left: int | None) -> Callable[[Path, Path], list[str]]:
     """A copy of the model in which files with these names are cut off, or missing (None)."""
 
-    def make(task: Path, place: Path) -> list[str]:
-        shutil.copytree(task / "model", place / "model")
-        for file in (place / "model").glob(pattern):
+    def make(task: Path, directory: Path) -> list[str]:
+        shutil.copytree(task / "model", directory / "model")
+        for file in (directory / "model").glob(pattern):
             if bytes_left is None:
                 file.unlink()
             else:
                 os.truncate(file, bytes_left)
-        return [f"model.path={place / 'model'}"]
+        return [f"model.path={directory / 'model'}"]
 
     return make
 
 
-def incomplete_model(task: Path, place: Path) -> list[str]:
+def incomplete_model(task: Path, directory: Path) -> list[str]:
     """A copy of the model whose index names a file that does not exist."""
-    shutil.copytree(task / "model", place / "model")
+    shutil.copytree(task / "model", directory / "model")
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
-    (place / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
-    return [f"model.path={place / 'model'}"]
+    (directory / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    return [f"model.path={directory / 'model'}"]
 
 
-def pointer_in_place_of_weights(task: Path, place: Path) -> list[str]:
-    shutil.copytree(task / "model", place / "model")
-    [weights] = (place / "model").glob("*.safetensors")
+def pointer_in_place_of_weights(task: Path, directory: Path) -> list[str]:
+    shutil.copytree(task / "model", directory / "model")
+    [weights] = (directory / "model").glob("*.safetensors")
     weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    return [f"model.path={place / 'model'}"]
+    return [f"model.path={directory / 'model'}"]
 
 
 def changed_model(file: str, **changes: object) -> Callable[[Path, Path], list[str]]:
     """A copy of the model with changed or removed (None) keys of a JSON file."""
 
-    def make(task: Path, place: Path) -> list[str]:
-        shutil.copytree(task / "model", place / "model")
-        values = json.loads((place / "model" / file).read_text()) | changes
+    def make(task: Path, directory: Path) -> list[str]:
+        shutil.copytree(task / "model", directory / "model")
+        values = json.loads((directory / "model" / file).read_text()) | changes
         kept = {key: value for key, value in values.items() if value is not None}
-        (place / "model" / file).write_text(json.dumps(kept))
-        return [f"model.path={place / 'model'}"]
+        (directory / "model" / file).write_text(json.dumps(kept))
+        return [f"model.path={directory / 'model'}"]
 
     return make
 
@@ -122,7 +122,7 @@ WRONG = {
         overrides("parallel.tp=3", "--nproc=3"),
         r"parallel\.tp=3 does not divide the model's num_attention_heads=4; possible: \[1, 2\]",
     ),
-    "no model": (overrides("model.path={place}/none"), r"model\.path=.*none: no config\.json there"),
+    "no model": (overrides("model.path={directory}/none"), r"model\.path=.*none: no config\.json there"),
     "unknown architecture": (
         changed_model("config.json", architectures=["GPT2LMHeadModel"], model_type="gpt2"),
         r"model\.path=.*: architecture GPT2LMHeadModel in config\.json; supported: .*",
@@ -166,8 +166,8 @@ def test_wrong_input_is_named_and_destroys_nothing(task, tmp_path, capfd, case):
     earlier = {"metrics.jsonl": '{"step": 7}\n', "run.json": '{"files": {}, "starts": []}'}
     for name, text in earlier.items():
         (out / name).write_text(text)
-    given = ["algorithm=gvpo", f"output_dir={out}", *make(task, tmp_path), "--overwrite"]
-    assert main(["train", str(task / "run.yaml"), *given]) == 2
+    arguments = ["algorithm=gvpo", f"output_dir={out}", *make(task, tmp_path), "--overwrite"]
+    assert main(["train", str(task / "run.yaml"), *arguments]) == 2
     printed, error = capfd.readouterr()
     assert printed == ""
     assert error.startswith("error: ") and re.search(message, error), error
@@ -175,15 +175,15 @@ def test_wrong_input_is_named_and_destroys_nothing(task, tmp_path, capfd, case):
     assert {path.name: path.read_text() for path in out.iterdir()} == earlier
 
 
-@pytest.mark.parametrize(("name", "said"), [("none.py", "there is no file"), ("broken.py", "SyntaxError")])
-def test_a_reward_is_looked_for_before_anything_is_loaded(task, tmp_path, capsys, monkeypatch, name, said):
+@pytest.mark.parametrize(("name", "message"), [("none.py", "there is no file"), ("broken.py", "SyntaxError")])
+def test_a_reward_is_looked_for_before_anything_is_loaded(task, tmp_path, capsys, monkeypatch, name, message):
     """Otherwise a large model would be loaded for minutes before the reward worker fails to import it."""
     monkeypatch.setitem(sys.modules, "megatron_gvpo.training.trainer", None)
     (tmp_path / "broken.py").write_text("def mine(prompt, response:\n")
     reward = f'rewards.components=[{{"name": "mine", "function": "{tmp_path}/{name}:mine"}}]'
     assert main(["train", str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", reward]) == 2
     where, _, what = capsys.readouterr().err.partition(":mine: ")
-    assert where == f"error: rewards.components.0.function={tmp_path}/{name}" and said in what
+    assert where == f"error: rewards.components.0.function={tmp_path}/{name}" and message in what
 
 
 def test_a_logger_that_is_not_installed(task, tmp_path, capsys, monkeypatch):
@@ -249,38 +249,38 @@ def test_what_lies_where_a_run_would_write_is_not_removed_unasked(task, tmp_path
 
 def test_what_one_node_lacks_is_said_by_its_first_rank(task, tmp_path, capsys, monkeypatch):
     """Two nodes with 8 ranks each may have different file systems."""
-    given = ["train", str(task / "run.yaml"), f"output_dir={tmp_path}", "model.path=/none"]
+    arguments = ["train", str(task / "run.yaml"), f"output_dir={tmp_path}", "model.path=/none"]
     for name, value in {"WORLD_SIZE": "16", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     for rank, local_rank in ((8, 0), (9, 1)):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-        assert main(given) == 2
-    said = f"error on node {platform.node()} (rank 8): model.path=/none: no config.json there"
+        assert main(arguments) == 2
+    message = f"error on node {platform.node()} (rank 8): model.path=/none: no config.json there"
     error = capsys.readouterr().err
-    assert error.startswith(said) and error.count("\n") == 1
+    assert error.startswith(message) and error.count("\n") == 1
 
 
 def test_eval_and_export_of_a_finished_run(task, tmp_path, capsys, monkeypatch):
     out, exported = tmp_path / "run", tmp_path / "exported"
-    given = [str(task / "run.yaml"), "algorithm=gvpo", "train.steps=2", f"output_dir={out}"]
-    assert main(["train", *given]) == 0
+    arguments = [str(task / "run.yaml"), "algorithm=gvpo", "train.steps=2", f"output_dir={out}"]
+    assert main(["train", *arguments]) == 0
     last = {name: value for name, value in records(out)[-1].items() if name.startswith("eval/")}
-    assert main(["train", *given]) == 2
+    assert main(["train", *arguments]) == 2
     assert "holds an earlier run" in capsys.readouterr().err
 
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    assert main(["train", *given, "--resume"]) == 0
+    assert main(["train", *arguments, "--resume"]) == 0
     assert "this run is finished, nothing is left to do: its newest" in capsys.readouterr().out
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
     monkeypatch.setattr(policy, "Optimizer", None)  # neither needs its memory
-    assert main(["eval", *given, f"model.path={out / 'hf'}"]) == 0
+    assert main(["eval", *arguments, f"model.path={out / 'hf'}"]) == 0
     assert json.loads(capsys.readouterr().out) == last
-    assert main(["eval", *given, "--resume"]) == 0
+    assert main(["eval", *arguments, "--resume"]) == 0
     assert json.loads(capsys.readouterr().out) == last
     no_data = "data.train.path=/nowhere.jsonl"
-    assert main(["export", *given, no_data, "--out", str(exported)]) == 0
+    assert main(["export", *arguments, no_data, "--out", str(exported)]) == 0
     assert capsys.readouterr().out == f"step 2 written to {exported}\n"
     assert (exported / "model.safetensors").read_bytes() == (out / "hf" / "model.safetensors").read_bytes()
 
@@ -378,8 +378,10 @@ def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
 @pytest.mark.proof  # tests/runs/test_stopping.py stops two ranks by Ctrl-C
 def test_sigterm_stops_both_ranks_and_the_terminal_shows_only_the_run(task, tmp_path):
     quiet = ("algorithm=gvpo", "train.mini_batches=2")
-    given = [str(task / "run.yaml"), *quiet, f"output_dir={tmp_path}", "checkpoint.every=2"]
-    launched = start("megatron_gvpo", "train", *given, "train.steps=100000", "--nproc=2", PYTHONWARNINGS="")
+    arguments = [str(task / "run.yaml"), *quiet, f"output_dir={tmp_path}", "checkpoint.every=2"]
+    launched = start(
+        "megatron_gvpo", "train", *arguments, "train.steps=100000", "--nproc=2", PYTHONWARNINGS=""
+    )
     deadline = time.monotonic() + 300
     while not (tmp_path / "checkpoints" / "step_00000002").exists():
         assert launched.poll() is None and time.monotonic() < deadline, launched.communicate()
@@ -389,8 +391,8 @@ def test_sigterm_stops_both_ranks_and_the_terminal_shows_only_the_run(task, tmp_
     assert (launched.returncode, error) == (0, "")
     *lines, last = printed.splitlines()
     newest = max((tmp_path / "checkpoints").iterdir())
-    said = f"stopped on request; the checkpoint is complete ({newest}): continue with `train ... --resume`"
-    assert last == said
+    message = f"stopped on request; the checkpoint is complete ({newest}): continue with `train ... --resume`"
+    assert last == message
     others = ("train.share_prompts=auto: ", "checkpoint: ", "memory of the first update", "  ")
     assert all(STEP.match(line) or line.startswith(others) for line in lines), printed
     assert json.loads((newest / "state.json").read_text())["step"] == records(tmp_path)[-1]["step"]
@@ -399,9 +401,9 @@ def test_sigterm_stops_both_ranks_and_the_terminal_shows_only_the_run(task, tmp_
 @pytest.mark.proof  # tests/observe/test_observe.py fills the disk of a single process
 def test_a_disk_full_while_logging_is_said_once_and_costs_no_checkpoint(task, tmp_path):
     quiet = ("algorithm=gvpo", "train.mini_batches=2")
-    given = [str(task / "run.yaml"), *quiet, f"output_dir={tmp_path}", "checkpoint.every=1"]
+    arguments = [str(task / "run.yaml"), *quiet, f"output_dir={tmp_path}", "checkpoint.every=1"]
     full = reward_options(task, disk_full_in=2)
-    launched = start("megatron_gvpo", "train", *given, full, "--nproc=2", PYTHONWARNINGS="")
+    launched = start("megatron_gvpo", "train", *arguments, full, "--nproc=2", PYTHONWARNINGS="")
     _, error = launched.communicate(timeout=300)
     assert re.fullmatch(r"error: cannot write the records in output_dir=.*: .*File too large; .*\n", error), (
         error
@@ -418,8 +420,8 @@ def handles_sigterm(process: psutil.Process) -> bool:
 
 
 def test_sigterm_while_starting_leaves_nothing(task, tmp_path):
-    given = [str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", *SHORT]
-    launched = start("megatron_gvpo", "train", *given, "--nproc=2")
+    arguments = [str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", *SHORT]
+    launched = start("megatron_gvpo", "train", *arguments, "--nproc=2")
     ranks: list[psutil.Process] = []
     while len(ranks) < 2 or not all(map(handles_sigterm, ranks)):
         time.sleep(0.05)
@@ -446,18 +448,18 @@ def init(**_):
 def test_a_rank_that_raises_ends_the_others(task, tmp_path):
     """Exit handlers of a library, here a stand-in for a logger, could otherwise wait for the other ranks."""
     (tmp_path / "wandb.py").write_text(FAILS)
-    given = [str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", *SHORT, "logging.wandb_project=p"]
+    arguments = [str(task / "run.yaml"), f"output_dir={tmp_path / 'run'}", *SHORT, "logging.wandb_project=p"]
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    launched = start("megatron_gvpo", "train", *given, "--nproc=2", PYTHONPATH=path, WANDB_MODE="offline")
+    launched = start("megatron_gvpo", "train", *arguments, "--nproc=2", PYTHONPATH=path, WANDB_MODE="offline")
     _, error = launched.communicate(timeout=300)
     assert launched.returncode == 1 and "BaseException: an error of the first rank alone" in error
 
 
 @pytest.mark.proof  # tests/cluster/test_checkup.py begins ranks by torchrun, too
 def test_torchrun(task, tmp_path):
-    given = [str(task / "run.yaml"), f"output_dir={tmp_path}", *SHORT]
+    arguments = [str(task / "run.yaml"), f"output_dir={tmp_path}", *SHORT]
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megatron_gvpo")
-    launched = start(*torchrun, "train", *given, TMPDIR=str(tmp_path))
+    launched = start(*torchrun, "train", *arguments, TMPDIR=str(tmp_path))
     _, error = launched.communicate(timeout=300)
     assert launched.returncode == 0, error
     assert error.count("train.mini_batches=1: a step's only update is its own reference") == 1, "a warning"
@@ -467,13 +469,13 @@ def test_torchrun(task, tmp_path):
 
 def test_wrong_data_on_two_ranks_is_said_once(task, tmp_path):
     (tmp_path / "bad.jsonl").write_text("{\n")
-    given = [
+    arguments = [
         str(task / "run.yaml"),
         f"output_dir={tmp_path}",
         *SHORT,
         f"data.train.path={tmp_path}/bad.jsonl",
     ]
-    launched = start("megatron_gvpo", "train", *given, "--nproc=2", PYTHONWARNINGS="")
+    launched = start("megatron_gvpo", "train", *arguments, "--nproc=2", PYTHONWARNINGS="")
     printed, error = launched.communicate(timeout=300)
     assert (launched.returncode, printed) == (2, "")
     assert re.fullmatch(r"error: .*bad\.jsonl, line 1: a record over several lines, .*\n", error)

@@ -46,9 +46,9 @@ def test_this_environment_is_ready_and_says_what_will_be_used():
 
     report = doctor.report()
     assert report.ready, report.problems
-    found = {package.component.name: package.found for package in report.packages}
-    assert found["megatron-core"] == metadata.version("megatron-core")
-    assert found["torch"] == metadata.version("torch")
+    versions = {package.component.name: package.found for package in report.packages}
+    assert versions["megatron-core"] == metadata.version("megatron-core")
+    assert versions["torch"] == metadata.version("torch")
     on_gpu = torch.cuda.is_available()
     assert report.uses["device"] == ("cuda" if on_gpu else "cpu")
     assert report.uses["backend"] == ("nccl" if on_gpu else "gloo")

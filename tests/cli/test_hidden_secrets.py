@@ -76,8 +76,8 @@ def judge(path: str, body: Any) -> Any:
     """A judge that puts the key of its server, and the reward's, into its explanations."""
     if path == "/v1/models":
         return {"data": [{"id": "a-judge"}]}
-    said = {"explanation": f"Bearer {SERVER} of {URL} with {KEY}", "score": len(str(body)) % 11}
-    return {"choices": [{"message": {"content": json.dumps(said)}, "finish_reason": "stop"}]}
+    verdict = {"explanation": f"Bearer {SERVER} of {URL} with {KEY}", "score": len(str(body)) % 11}
+    return {"choices": [{"message": {"content": json.dumps(verdict)}, "finish_reason": "stop"}]}
 
 
 def texts_of(value: Any) -> Iterator[str]:
@@ -149,18 +149,18 @@ def test_no_file_of_a_run_has_a_secret(run: tuple[Path, str], task: Path) -> Non
         assert "[environment] answering with {env: JUDGE_KEY} {env: JUDGE_PIN}\n" in printed
         no_ids_stand_for_a_secret(rows, task)
 
-    found = [*written(out), ("printed", printed), ("page", shown(out))]
-    assert {"config.yaml", "run.json", "metrics.jsonl", "state.json", "report.html"} <= {n for n, _ in found}
-    leaks = {(name, spelling) for name, text in found for spelling in SPELLINGS if spelling in text}
+    texts = [*written(out), ("printed", printed), ("page", shown(out))]
+    assert {"config.yaml", "run.json", "metrics.jsonl", "state.json", "report.html"} <= {n for n, _ in texts}
+    leaks = {(name, spelling) for name, text in texts for spelling in SPELLINGS if spelling in text}
     assert not leaks
 
 
 def no_ids_stand_for_a_secret(rows: list[dict[str, Any]], task: Path) -> None:
     """The rows in which a secret was hidden have no token ids, and the others have them."""
     tokenizer = Tokenizer.from_file(str(task / "model" / "tokenizer.json"))
-    told = ["{env: JUDGE_PIN}" in str(row["messages"]) for row in rows]
-    assert 0 < sum(told) < len(rows)
-    for row, hidden in zip(rows, told, strict=True):
+    redacted = ["{env: JUDGE_PIN}" in str(row["messages"]) for row in rows]
+    assert 0 < sum(redacted) < len(rows)
+    for row, hidden in zip(rows, redacted, strict=True):
         ids = [row["prompt_ids"], row["response_ids"], *(turn["given_ids"] for turn in row["turns"])]
         assert {each is None for each in ids} == {hidden}
         assert hidden or PIN not in "".join(map(tokenizer.decode, ids))

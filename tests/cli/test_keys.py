@@ -61,10 +61,10 @@ def test_without_a_word_every_key_is_told_as_the_reference_page_has_it(capsys):
     assert main(["keys"]) == 0
     printed = capsys.readouterr().out
     assert "<redacted>" not in printed, "a meaning reads like a URL with a key"
-    told = {line.partition(": ")[0].partition(" [")[0] for line in printed.splitlines()}
+    printed_keys = {line.partition(": ")[0].partition(" [")[0] for line in printed.splitlines()}
     for path, section in sections():
-        assert {f"{path}.{key.name}".lstrip(".") for key in keys(section)} <= told
-    assert len(told) > 300 and "| `prompts_per_step` |" in configuration.page()
+        assert {f"{path}.{key.name}".lstrip(".") for key in keys(section)} <= printed_keys
+    assert len(printed_keys) > 300 and "| `prompts_per_step` |" in configuration.page()
 
 
 def test_nothing_about_a_word(capsys):

@@ -95,14 +95,14 @@ def test_a_page_beside_a_run_that_report_has_not_written_stays(tmp_path, capsys)
 
 
 def test_a_job_script_of_the_user_s_own_stays(task: Path, tmp_path: Path, capsys):
-    given = ["slurm", str(task / "run.yaml"), f"output_dir={tmp_path}", "--nodes", "1", "--no-gpus"]
+    arguments = ["slurm", str(task / "run.yaml"), f"output_dir={tmp_path}", "--nodes", "1", "--no-gpus"]
     script = tmp_path / "slurm" / "job.sbatch"
     script.parent.mkdir()
     script.write_text("#!/bin/bash\nsrun mine\n")
-    assert "not a script that `slurm` wrote" in refused(capsys, *given)
+    assert "not a script that `slurm` wrote" in refused(capsys, *arguments)
     assert script.read_text() == "#!/bin/bash\nsrun mine\n"
     script.unlink()
-    assert main(given) == 0 == main(given)
+    assert main(arguments) == 0 == main(arguments)
 
 
 def test_a_converter_takes_a_new_file_only(tmp_path):

@@ -61,12 +61,18 @@ def test_a_run_of_two_ranks_keeps_to_itself(engine: str, task: Path, tmp_path: P
         "logging: {tensorboard: true, wandb_project: private}\n"
         f"rollout: {{engine: {engine}}}\n"
     )
-    given = [str(task / "run.yaml"), str(tmp_path / "own.yaml"), f"output_dir={out}", "train.steps=3", *SHORT]
+    arguments = [
+        str(task / "run.yaml"),
+        str(tmp_path / "own.yaml"),
+        f"output_dir={out}",
+        "train.steps=3",
+        *SHORT,
+    ]
     if engine != "local":
-        given += [f"rollout.servers.python={engine_python(engine)}", "rollout.servers.context_length=256"]
+        arguments += [f"rollout.servers.python={engine_python(engine)}", "rollout.servers.context_length=256"]
     own = {"JUDGE_KEY": SECRET, "LITERAL": LITERAL, "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_gvpo", "train", *given, "--nproc", "2"],
+        [sys.executable, "-m", "megatron_gvpo", "train", *arguments, "--nproc", "2"],
         env={**os.environ, **own},
         umask=0o077,
         capture_output=True,
@@ -75,10 +81,10 @@ def test_a_run_of_two_ranks_keeps_to_itself(engine: str, task: Path, tmp_path: P
     )
     assert done.returncode == 0, done.stderr[-3000:]
     used("megatron-core and Megatron-Bridge, 2 ranks")
-    found = json.loads(seen.read_text())
-    assert found["processes"] >= 5 and len(found["listening"]) >= 3
-    assert [each for each in found["listening"] if not ip_address(each[1]).is_loopback] == []
-    assert found["leaks"] == []
+    observations = json.loads(seen.read_text())
+    assert observations["processes"] >= 5 and len(observations["listening"]) >= 3
+    assert [each for each in observations["listening"] if not ip_address(each[1]).is_loopback] == []
+    assert observations["leaks"] == []
     assert "options.password: a secret in a configuration file" in done.stderr
     written = [path for path in out.rglob("*") if path.is_file()]
     texts = [done.stdout.encode(), done.stderr.encode(), *(path.read_bytes() for path in written)]

@@ -69,11 +69,11 @@ def test_a_variable_that_a_library_does_not_understand(task: Path, tmp_path: Pat
 def test_a_wrong_configuration_is_refused_before_torch_is_loaded(task: Path, tmp_path: Path) -> None:
     colocated = "rollout={n: 4, max_tokens: 8, engine: sglang, servers: {colocated: true}}"  # by broadcast
     for wrong in ("train.stepz=1", "parallel.tp=3", "data.eval.path=/dev/null/x", colocated):
-        given = ["train", str(task / "run.yaml"), f"output_dir={tmp_path}/run", wrong, "--nproc=3"]
+        arguments = ["train", str(task / "run.yaml"), f"output_dir={tmp_path}/run", wrong, "--nproc=3"]
         program = (
             "import sys; import megatron_gvpo.core.launch as launch; from megatron_gvpo.cli import main\n"
             "launch.launch = lambda *_: 0\n"
-            f"print(main({given!r}), 'torch' in sys.modules)"
+            f"print(main({arguments!r}), 'torch' in sys.modules)"
         )
         done = run(program, capture_output=True)
         assert done.stdout.split() == ["2", "False"], done.stderr
@@ -121,13 +121,13 @@ def test_what_a_parent_has_closed_gets_no_file_of_the_runs(closed: tuple[int, ..
 
 
 @pytest.mark.parametrize(
-    ("output", "code", "said"), [("| true", 0, ""), ("> /dev/full", 1, "error: the output")]
+    ("output", "code", "error"), [("| true", 0, ""), ("> /dev/full", 1, "error: the output")]
 )
-def test_an_output_that_ends_or_is_full(output: str, code: int, said: str) -> None:
+def test_an_output_that_ends_or_is_full(output: str, code: int, error: str) -> None:
     """Fails on the old code: a traceback for the list of runs, and exit code 120 for a full disk."""
     script = f"set -o pipefail; {sys.executable} -m megatron_gvpo runs tests {output}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=300)
-    assert done.returncode == code and done.stderr.startswith(said) and done.stderr.count("\n") == code
+    assert done.returncode == code and done.stderr.startswith(error) and done.stderr.count("\n") == code
 
 
 def test_options_of_python_under_which_libraries_fail_are_named() -> None:

@@ -54,7 +54,7 @@ def test_a_config_is_compared_in_the_layouts_that_are_named(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("changed", "options", "said"),
+    ("changed", "options", "problem"),
     [
         ({}, ["--layouts", "tp3"], "--layouts tp3: no layout tp3 for this model; there are: single, "),
         ({"architectures": ["A", "B"]}, [], "config.json must name one architecture"),
@@ -62,16 +62,16 @@ def test_a_config_is_compared_in_the_layouts_that_are_named(tmp_path: Path) -> N
     ],
 )
 def test_wrong_input_is_refused_at_once(
-    tmp_path: Path, changed: dict[str, object], options: list[str], said: str
+    tmp_path: Path, changed: dict[str, object], options: list[str], problem: str
 ) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(QWEN2 | changed))
     done = verify(file, *options)
-    assert done.returncode == 2 and said in done.stderr and not done.stdout
+    assert done.returncode == 2 and problem in done.stderr and not done.stdout
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "problem"),
     [
         (None, "CONFIG_OR_DIR=.*config.json: no such file or directory"),
         ("{not json", r"config.json, line 1: not valid JSON \(Expecting property name"),
@@ -82,16 +82,16 @@ def test_wrong_input_is_refused_at_once(
         ("[1]", "config.json: expected an object of names and values, found list"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str | None, problem: str) -> None:
     file = tmp_path / "config.json"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=problem):
         run(argparse.Namespace(model=str(file), layouts=None))
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "problem"),
     [
         ({"model_type": None}, "model_type=None in config.json: expected a name"),
         ({"model_type": "qwenn2"}, "model_type=qwenn2 .* has no such model; did you mean qwen2"),
@@ -103,9 +103,9 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str | 
         ({"architectures": ["Qwen3VLForConditionalGeneration"]}, "takes images, .* text alone"),
     ],
 )
-def test_a_model_that_transformers_does_not_have_is_refused(changed: dict[str, Any], said: str) -> None:
+def test_a_model_that_transformers_does_not_have_is_refused(changed: dict[str, Any], problem: str) -> None:
     config = QWEN2 | changed
-    with pytest.raises(ConfigError, match=f"^m: .*{said}"):
+    with pytest.raises(ConfigError, match=f"^m: .*{problem}"):
         check_known(config, config["architectures"][0], "m")
 
 
