@@ -24,10 +24,12 @@ except ConfigError as error:
 
 def test_variables_of_a_job_whose_other_ranks_nobody_starts() -> None:
     """Fails on the old code: torch's error about a key of its store, with a traceback."""
-    given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     done = subprocess.run(
-        [sys.executable, "-c", MEET], env=os.environ | given, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", MEET], env=os.environ | variables, capture_output=True, text=True, timeout=300
     )
     port, _, printed = done.stdout.partition("\n")
-    said = f"MASTER_ADDR=127.0.0.1, MASTER_PORT={port}: rank 0 did not meet all ranks of WORLD_SIZE=2 there "
-    assert printed.startswith(said + "within parallel.timeout_seconds=1: ") and printed.count("\n") == 1
+    message = (
+        f"MASTER_ADDR=127.0.0.1, MASTER_PORT={port}: rank 0 did not meet all ranks of WORLD_SIZE=2 there "
+    )
+    assert printed.startswith(message + "within parallel.timeout_seconds=1: ") and printed.count("\n") == 1

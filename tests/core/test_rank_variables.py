@@ -25,7 +25,7 @@ def test_what_torchrun_sets_is_accepted(name):
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "problem"),
     [
         ({"RANK": "1"}, r"RANK=1 and no WORLD_SIZE"),
         ({"LOCAL_RANK": "3"}, r"LOCAL_RANK=3 and no WORLD_SIZE"),
@@ -45,9 +45,9 @@ def test_what_torchrun_sets_is_accepted(name):
         ({key: value for key, value in WHOLE.items() if key != "MASTER_PORT"}, r"and no MASTER_PORT"),
     ],
 )
-def test_what_no_launcher_sets_is_named_with_what_to_do(environment, said):
+def test_what_no_launcher_sets_is_named_with_what_to_do(environment, problem):
     with pytest.raises(
-        ConfigError, match=rf"^the environment has .*{said}.*torchrun or --nproc, or `unset RANK"
+        ConfigError, match=rf"^the environment has .*{problem}.*torchrun or --nproc, or `unset RANK"
     ):
         check_rank_variables(0, environment)
 

@@ -19,7 +19,7 @@ report(int(os.environ["RANK"]))
 
 
 @pytest.mark.parametrize(
-    ("does", "code", "said"),
+    ("does", "code", "message"),
     [
         ("ctypes.CDLL(None)._exit(0)", 1, "rank 1 ended with exit code 0 before its work was done"),
         ("ctypes.CDLL(None).exit(0)", 1, "rank 1 ended with exit code 0 before its work was done"),
@@ -32,7 +32,7 @@ report(int(os.environ["RANK"]))
 def test_a_rank_that_ends_early_fails_the_run(
     does: str,
     code: int,
-    said: str,
+    message: str,
     waits: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -44,7 +44,7 @@ def test_a_rank_that_ends_early_fails_the_run(
     monkeypatch.setattr(launch, "program", [str(file)])
     monkeypatch.setattr(launch, "PATIENCE", 0.5)
     assert launch.launch(2, []) == code
-    assert said in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
 def test_ranks_that_have_done_their_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
