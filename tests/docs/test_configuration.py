@@ -19,7 +19,7 @@ from megatron_gvpo.algorithms.catalog import _block_keys, _blocks, field_comment
 from megatron_gvpo.algorithms.recipe import recipe_names
 
 SECTIONS = list(configuration.sections())
-BLOCKS = {block.__name__: block for place in _block_keys().values() for block in _blocks(place)}
+BLOCKS = {block.__name__: block for annotation in _block_keys().values() for block in _blocks(annotation)}
 
 
 @pytest.mark.parametrize(("path", "section"), SECTIONS, ids=[path or "top" for path, _ in SECTIONS])

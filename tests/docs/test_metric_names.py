@@ -71,24 +71,24 @@ def relative_names(tree: ast.AST) -> Iterator[str]:
 
 def written_names() -> set[str]:
     """Every metric name that the package's source writes."""
-    found: set[str] = set()
+    metrics: set[str] = set()
     for file in sorted(PACKAGE.rglob("*.py")):
         where, tree = file.relative_to(PACKAGE).as_posix(), ast.parse(file.read_text())
         for node in ast.walk(tree):
             text = constant(node) or ""
             if text.split("/")[0] in PREFIXES and re.fullmatch(r"\w+/[\w@]+", text):
-                found.add(text)
+                metrics.add(text)
             called = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "phase"
             if called and (phase := constant(node.args[0])):  # the timer's own calls have a variable
-                found.add(f"time/{phase}")
+                metrics.add(f"time/{phase}")
         for folder, prefix in RELATIVE.items():
             if where.startswith(folder):
                 names = {name for name in relative_names(tree) if name and "/" not in name}
-                found |= {f"{'train' if name in CRITIC else prefix}/{name}" for name in names}
+                metrics |= {f"{'train' if name in CRITIC else prefix}/{name}" for name in names}
     # The trainer's own f"{prefix}/{name}", whose names the rules above find where they are given; and the
     # seconds of checkpoints, which are between two steps, so that summary.json alone has them.
     own = {f"{prefix}/1" for prefix in PREFIXES} | {"memory/1_gib", "eval/pass@", "eval/all@", "device/node"}
-    return found - own - {"time/checkpoint"}
+    return metrics - own - {"time/checkpoint"}
 
 
 def described() -> list[str]:
@@ -97,8 +97,8 @@ def described() -> list[str]:
 
 def is_described(name: str) -> bool:
     """True if it has an entry of its own, and not only the one for what a user's loss returns."""
-    found = entry(name)
-    return found is not None and found.name != "train/<metric>" and found.name != "reward/<component>"
+    metric = entry(name)
+    return metric is not None and metric.name != "train/<metric>" and metric.name != "reward/<component>"
 
 
 def test_the_source_was_read():
@@ -126,7 +126,7 @@ def test_no_entry_is_stale():
     assert all(f'"{name}"' in served for name in SERVED)
     put_together = sensors | parts | critic | PUT_TOGETHER | {f"reward/a/{name}" for name in SERVED}
     users = {"reward/<component>", "train/<metric>", "env/<count>"}
-    covered = {found.name for name in written_names() | put_together if (found := entry(name))}
+    covered = {metric.name for name in written_names() | put_together if (metric := entry(name))}
     assert [name for name in described() if name not in covered | users] == []
 
 
@@ -155,8 +155,8 @@ def test_names_are_given_once():
     ],
 )
 def test_an_entry_is_found(name, meant):
-    found = entry(name)
-    assert (found.name if found else None) == meant
+    metric = entry(name)
+    assert (metric.name if metric else None) == meant
 
 
 def test_a_real_run_logs_nothing_else(finished: Path):

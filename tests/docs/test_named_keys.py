@@ -26,13 +26,13 @@ SECTIONS = {path: section.model_fields.keys() for path, section in configuration
 
 def dotted(text: str) -> list[str]:
     """The names like `train.steps` in backticks, without their values."""
-    found = set(re.findall(r"`([a-z]\w*(?:\.\w+)+)", text))
-    return sorted(name for name in found if name.split(".")[0] in SECTIONS[""])
+    names = set(re.findall(r"`([a-z]\w*(?:\.\w+)+)", text))
+    return sorted(name for name in names if name.split(".")[0] in SECTIONS[""])
 
 
-def options(place: str) -> set[str]:
-    """The options of all blocks that the configuration takes at a place, such as `loss`."""
-    return {field for block in _blocks(_block_keys()[place]) for field in block.model_fields}
+def options(key: str) -> set[str]:
+    """The options of all blocks that the configuration takes at a key, such as `loss`."""
+    return {field for block in _blocks(_block_keys()[key]) for field in block.model_fields}
 
 
 def exists(key: str) -> bool:
@@ -68,7 +68,7 @@ def test_the_metrics_exist():
 def test_the_errors_exist():
     """The program's own words in the first column of the tables."""
     sources = "\n".join(path.read_text() for path in (ROOT / "megatron_gvpo").rglob("*.py"))
-    said = re.sub(r'"\s*\n\s*f?"', "", sources)  # strings that go on in the next line
+    joined = re.sub(r'"\s*\n\s*f?"', "", sources)  # strings that go on in the next line
     quoted = [words for words in re.findall(r"^\| `([^`|]+)`", TROUBLE, re.M) if " " in words]
     assert len(quoted) > 5
-    assert [words for words in quoted if words not in said] == []
+    assert [words for words in quoted if words not in joined] == []
