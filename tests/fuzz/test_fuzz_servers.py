@@ -88,14 +88,14 @@ def ask(kind: Any, answers: dict[str, Any]) -> None:
         lambda: server.drafts(1.0),
     ):
         try:
-            found = asyncio.run(call())
+            answer = asyncio.run(call())
         except ConfigError:
             assert kind is SGLang, "vLLM does not tell how it accepts"
         except ServerRefused as error:
             assert "\n" not in str(error) and len(str(error)) < 600 and not error.is_request
         else:
-            if isinstance(found, list):
-                assert all(type(value) in (int, float) for value in found)
+            if isinstance(answer, list):
+                assert all(type(value) in (int, float) for value in answer)
 
 
 @pytest.mark.parametrize(("kind", "answers"), [(SGLang, SGLANG_ANSWERS), (VLLM, VLLM_ANSWERS)])
