@@ -78,10 +78,10 @@ LEAP, STEEP = {"train/kl": late(1.5, 0.01)}, {"train/grad_norm": late(224, 2)}
     ],
 )
 def test_each_rule_finds_its_trouble(rule: str, changed: dict[str, Curve], step: int, words: str):
-    found = alerts_of(run(**changed))
-    assert {alert.rule for alert in found} == {rule}
-    assert [alert.step for alert in found] == [step]
-    assert words in found[0].message and str(found[0]).startswith(f"step {step}: ")
+    alerts = alerts_of(run(**changed))
+    assert {alert.rule for alert in alerts} == {rule}
+    assert [alert.step for alert in alerts] == [step]
+    assert words in alerts[0].message and str(alerts[0]).startswith(f"step {step}: ")
 
 
 def test_every_rule_is_tested_here_and_its_metrics_exist():
@@ -156,10 +156,10 @@ def test_reward_and_length_are_compared_inside_groups():
 
     long = rollouts(10, 20, 30, rewards=(0.0, 1.0, 1.0))
     short = rollouts(1, 2, 3, rewards=(9.0, 5.0, 1.0))
-    found = rollout_statistics([long, short], 0)["reward/length_correlation"]
+    correlation = rollout_statistics([long, short], 0)["reward/length_correlation"]
     lengths = np.array([-10, 0, 10, -1, 0, 1])
     rewards = np.array([-2 / 3, 1 / 3, 1 / 3, 4, 0, -4])
-    assert found == pytest.approx(np.corrcoef(lengths, rewards)[0, 1])
+    assert correlation == pytest.approx(np.corrcoef(lengths, rewards)[0, 1])
     assert "reward/length_correlation" not in rollout_statistics([rollouts(2, 2, rewards=(0.0, 1.0))], 0)
     assert rollout_statistics([long], 0)["response/entropy"] == pytest.approx(0.5)
 
@@ -169,9 +169,9 @@ def test_a_servers_time_is_compared_with_the_median_server():
         rollouts(10, 10, rewards=(0.0, 1.0), server=f"http://10.0.0.{i}:80", seconds=seconds)
         for i, seconds in enumerate((1.0, 1.1, 5.0), start=1)
     ]
-    found = rollout_statistics(groups, 0)
-    assert found["server/10.0.0.3:80/relative_time"] == pytest.approx(5 / 1.1)
-    assert found["server/10.0.0.2:80/relative_time"] == 1
+    statistics = rollout_statistics(groups, 0)
+    assert statistics["server/10.0.0.3:80/relative_time"] == pytest.approx(5 / 1.1)
+    assert statistics["server/10.0.0.2:80/relative_time"] == 1
     assert not [name for name in rollout_statistics(groups[:1], 0) if name.startswith("server/")]
 
 
@@ -201,11 +201,11 @@ class TestRealRuns:
     def test_a_reward_that_is_always_the_same(
         self, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ):
-        found = rules_of(task, tmp_path / "run", "same", "train.steps=11", "logging.tensorboard=true")
-        assert found == {"no signal", "dead reward component"}
-        said = capsys.readouterr().out
-        assert "ALERT step 5: nearly all groups are solved or failed" in said
-        assert "ALERT step 10: the reward component made gave 0.5" in said
+        rules = rules_of(task, tmp_path / "run", "same", "train.steps=11", "logging.tensorboard=true")
+        assert rules == {"no signal", "dead reward component"}
+        printed = capsys.readouterr().out
+        assert "ALERT step 5: nearly all groups are solved or failed" in printed
+        assert "ALERT step 10: the reward component made gave 0.5" in printed
         events = b"".join(file.read_bytes() for file in (tmp_path / "run/tensorboard").glob("events*"))
         assert b"the reward component made gave 0.5" in events
 
@@ -236,8 +236,8 @@ class TestRealRuns:
     ):
         """The policy repeats one token: KL 0.8 nats a token, and GRPO's gradient has a norm of 450."""
         rate = (f"optimizer.lr={lr}", "optimizer.decay=constant", "train.steps=12", "rollout.n=8")
-        found = rules_of(task, tmp_path / "run", "varied", f"algorithm={recipe}", *rate)
-        assert "divergence" in found and "no signal" not in found
+        rules = rules_of(task, tmp_path / "run", "varied", f"algorithm={recipe}", *rate)
+        assert "divergence" in rules and "no signal" not in rules
         assert "lower optimizer.lr" in capsys.readouterr().out
 
     def test_a_reward_that_never_counts_as_right(self, task: Path, tmp_path: Path):
@@ -253,8 +253,8 @@ class TestRealRuns:
     def test_a_correction_whose_bounds_are_narrower_than_rounding(self, task: Path, tmp_path: Path):
         """It drops what it should correct, and the run would end as well as any."""
         narrow = "algorithm={recipe: grpo, loss: {importance: {name: mask, level: geometric}}}"
-        found = rules_of(task, tmp_path / "run", "long", narrow, "model.dtype=bfloat16")
-        assert "correction leaves little" in found
+        rules = rules_of(task, tmp_path / "run", "long", narrow, "model.dtype=bfloat16")
+        assert "correction leaves little" in rules
 
     def test_weights_that_do_not_reach_the_engine(self, task: Path, tmp_path: Path):
         lr = ("optimizer.lr=0.01", "optimizer.decay=constant", "train.steps=8", "optimizer.warmup_steps=0")

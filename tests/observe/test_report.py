@@ -125,9 +125,9 @@ def test_alerts_are_said_at_the_top(page: Page, tmp_path: Path):
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert main(["report", str(run)]) == 0
     page.open(f"file://{run}/report.html")
-    said = text(page, ".alerts")
-    assert "2 alerts" in said and "step 9" in said and f"The reward component {hostile} gave 1" in said
-    assert "step 4" in said and "Look at reward/mean" in said
+    alerts = text(page, ".alerts")
+    assert "2 alerts" in alerts and "step 9" in alerts and f"The reward component {hostile} gave 1" in alerts
+    assert "step 4" in alerts and "Look at reward/mean" in alerts
     assert page.look("document.querySelectorAll('img').length") == 0
 
 
@@ -177,8 +177,8 @@ def test_samples_are_sorted_searched_coloured_and_walked_by_keys(page: Page, rep
     for colour, wanted in {"gap": "up", "weight": "up", "advantage": "down", "none": ""}.items():
         pick(page, "colour", colour)
         page.wait("document.querySelectorAll('.card').length", "the responses")
-        found = f"Boolean(document.querySelector('.card [class^={wanted or 'up'}]'))"
-        page.wait(f"{found} === {str(bool(wanted)).lower()}", colour)
+        has_class = f"Boolean(document.querySelector('.card [class^={wanted or 'up'}]'))"
+        page.wait(f"{has_class} === {str(bool(wanted)).lower()}", colour)
     page.key("/")
     page.look("document.getElementById('all').click()")
     search = "document.getElementById('search')"
@@ -263,8 +263,8 @@ def test_pieces_are_the_text(tmp_path: Path, unknown: str):
     tokenizer = make_tokenizer(tmp_path)
     pieces = TokenTexts(tokenizer)
     ids = [*tokenizer.encode(unknown).ids, 0]
-    found = pieces.split(ids)
-    assert len(found) == len(ids) and "".join(found) == unknown + "<|end|>"
+    texts = pieces.split(ids)
+    assert len(texts) == len(ids) and "".join(texts) == unknown + "<|end|>"
 
 
 def test_a_cut_character_stays_in_the_last_piece(tmp_path: Path):
@@ -299,8 +299,8 @@ def test_large_evaluations_leave_room_for_training_steps():
 @pytest.mark.parametrize(("right", "count"), [(0, 7), (3, 7), (50, 100), (99, 100)])
 def test_with_one_sample_a_prompt_the_interval_is_wilsons(right: int, count: int):
     reference = binomtest(right, count).proportion_ci(0.95, method="wilson")
-    found = interval([1.0] * right + [0.0] * (count - right))
-    assert found == pytest.approx((reference.low, reference.high), abs=1e-4)
+    bounds = interval([1.0] * right + [0.0] * (count - right))
+    assert bounds == pytest.approx((reference.low, reference.high), abs=1e-4)
 
 
 def test_intervals_cover_the_mean_of_correlated_samples():

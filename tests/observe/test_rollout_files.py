@@ -43,12 +43,14 @@ def test_a_run_saves_every_response(finished):
     )
     lines = {line["step"]: line for line in records(finished)}
     for step in (1, 2, 3, 4):
-        found = rows(finished, steps=[step])
-        assert [(r["group"], r["member"]) for r in found] == [(g, m) for g in range(4) for m in range(4)]
-        assert {r["step"] for r in found} == {step} and {r["kind"] for r in found} == {"train"}
-        assert np.mean([r["reward"] for r in found]) == pytest.approx(lines[step]["reward/mean"])
-        assert {r["version_first"] for r in found} == {r["version_last"] for r in found} == {step - 1}
-        for r in found:
+        saved_rows = rows(finished, steps=[step])
+        assert [(r["group"], r["member"]) for r in saved_rows] == [(g, m) for g in range(4) for m in range(4)]
+        assert {r["step"] for r in saved_rows} == {step} and {r["kind"] for r in saved_rows} == {"train"}
+        assert np.mean([r["reward"] for r in saved_rows]) == pytest.approx(lines[step]["reward/mean"])
+        assert (
+            {r["version_first"] for r in saved_rows} == {r["version_last"] for r in saved_rows} == {step - 1}
+        )
+        for r in saved_rows:
             assert r["response_tokens"] == len(r["response_ids"]) > 0
             assert r["response"] or r["response_tokens"] == 1, "an end token alone has no text"
             assert r["prompt_tokens"] == len(r["prompt_ids"]) > 0 and r["prompt"] and r["prompt_id"]
@@ -66,8 +68,8 @@ def test_the_trainers_numbers_belong_to_their_tokens(finished):
     """Engine and trainer compute the same log-probs, so a shifted or swapped row would show."""
     lines = {line["step"]: line for line in records(finished)}
     for step in (1, 2, 3, 4):
-        found = rows(finished, steps=[step])
-        gaps = [np.subtract(r["trainer_logprobs"], r["rollout_logprobs"]) for r in found]
+        saved_rows = rows(finished, steps=[step])
+        gaps = [np.subtract(r["trainer_logprobs"], r["rollout_logprobs"]) for r in saved_rows]
         assert max(np.abs(gap).max() for gap in gaps) < 1e-4, "by the policy at the step's start"
         compared = np.concatenate(gaps).astype(np.float64)
         assert np.abs(compared).mean() == pytest.approx(lines[step]["mismatch/abs_mean"], rel=1e-3)
@@ -96,13 +98,13 @@ def layouts(task, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])
 def test_every_layout_saves_all_rows(finished, layouts, layout):
-    ours, theirs = rows(layouts / layout, steps=[1]), rows(finished, steps=[1])
-    assert len(ours) == 16
-    for mine, other in zip(ours, theirs, strict=True):
+    divided, on_one_rank = rows(layouts / layout, steps=[1]), rows(finished, steps=[1])
+    assert len(divided) == 16
+    for row, other in zip(divided, on_one_rank, strict=True):
         for name in ("trainer_logprobs", "rollout_logprobs", "weight", "reward"):
-            assert mine.pop(name) == pytest.approx(other.pop(name), rel=1e-3, abs=1e-5), name
-        mine.pop("seconds"), other.pop("seconds")
-        assert mine == other
+            assert row.pop(name) == pytest.approx(other.pop(name), rel=1e-3, abs=1e-5), name
+        row.pop("seconds"), other.pop("seconds")
+        assert row == other
 
 
 def test_a_resumed_run_replaces_what_came_after_its_checkpoint(task, tmp_path):
@@ -135,10 +137,10 @@ def test_a_file_that_a_kill_took_is_named(task, tmp_path, caplog):
 def test_fewer_steps_fewer_groups_or_none(task, tmp_path):
     few = ("logging.rollouts={every: 2, groups: 3}", "train.steps=2")
     fit(configure(task, tmp_path / "few", *GVPO, *SHORT, *few))
-    found = rows(tmp_path / "few")
-    assert {r["step"] for r in found} == {2}
-    assert [r["group"] for r in found] == [g for g in (0, 1, 2) for _ in range(4)]
-    assert all(np.allclose(r["trainer_logprobs"], r["rollout_logprobs"], atol=1e-4) for r in found)
+    saved_rows = rows(tmp_path / "few")
+    assert {r["step"] for r in saved_rows} == {2}
+    assert [r["group"] for r in saved_rows] == [g for g in (0, 1, 2) for _ in range(4)]
+    assert all(np.allclose(r["trainer_logprobs"], r["rollout_logprobs"], atol=1e-4) for r in saved_rows)
     fit(configure(task, tmp_path / "none", *GVPO, *SHORT, "logging.rollouts.every=0", "train.steps=1"))
     assert not (tmp_path / "none" / "rollouts").exists()
 
@@ -162,8 +164,8 @@ def test_the_oldest_files_go_above_the_limit(tmp_path, caplog):
         files.write(responses(6, "eval"))
         files.close()
     assert saved_steps(tmp_path) == [5, 6] and saved_steps(tmp_path, "eval") == [6]
-    [said] = [record.getMessage() for record in own_records(caplog)]
-    assert "logging.rollouts.max_gb" in said and "first step_000001.parquet" in said
+    [warning] = [record.getMessage() for record in own_records(caplog)]
+    assert "logging.rollouts.max_gb" in warning and "first step_000001.parquet" in warning
     files = writer(tmp_path / "small", max_gb=1e-9)
     files.write(responses(1))
     files.write(responses(2))
@@ -297,7 +299,7 @@ CALLS = [{"function": {"name": "add", "arguments": "{}"}}]
 
 
 @pytest.mark.parametrize(
-    ("changed", "given"),
+    ("changed", "given_text"),
     [
         ({"messages": TALK["messages"][:2]}, None),
         ({"turns": [Turn(0), Turn(2, -1, None, (8,), "critic")]}, None),
@@ -314,14 +316,14 @@ CALLS = [{"function": {"name": "add", "arguments": "{}"}}]
     ],
     ids=["fewer messages", "several agents", "calls of tools alone"],
 )
-def test_turns_that_the_messages_do_not_spell_are_decoded(tmp_path, changed, given):
+def test_turns_that_the_messages_do_not_spell_are_decoded(tmp_path, changed, given_text):
     files = writer(tmp_path)
     files.write(responses(1, **{**TALK, **changed}).with_texts(as_numbers))
     files.close()
     [talk] = rows(tmp_path)
     assert [(turn["text"], turn["given"], turn["tokens"]) for turn in talk["turns"]] == [
         ("3 4", None, 2),
-        ("5", given, 1),
+        ("5", given_text, 1),
     ]
 
 

@@ -43,13 +43,13 @@ def test_a_resumed_run_continues_in_the_service_and_repeats_nothing(service, ser
     script = [services_python, HELPERS / "programs" / "log_to_service.py", service, tmp_path / "run"]
     done = subprocess.run(script, env=surroundings, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    held = json.loads(done.stdout.splitlines()[-1])
-    assert held["samples"] == list(range(8))
-    said = [f"step {step}: nothing to learn. Look at the prompts." for step in (1, 6)]
-    assert sorted(held["alerts"]) == said
-    assert held["config"] == {"steps": 8}
+    contents = json.loads(done.stdout.splitlines()[-1])
+    assert contents["samples"] == list(range(8))
+    alerts = [f"step {step}: nothing to learn. Look at the prompts." for step in (1, 6)]
+    assert sorted(contents["alerts"]) == alerts
+    assert contents["config"] == {"steps": 8}
     if service != "swanlab":
-        assert held["values"] == [[step, step / 8] for step in range(8)]
+        assert contents["values"] == [[step, step / 8] for step in range(8)]
 
 
 def test_wandb_gets_a_table_of_samples(tmp_path, monkeypatch):
@@ -90,8 +90,10 @@ class Broken:
 
 def test_a_service_that_cannot_be_opened_is_named_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", Broken("init"))
-    said = r"^logging.wandb_project=p: Weights & Biases cannot be opened: ConnectionError: no route to host$"
-    with pytest.raises(ServiceError, match=said):
+    message = (
+        r"^logging.wandb_project=p: Weights & Biases cannot be opened: ConnectionError: no route to host$"
+    )
+    with pytest.raises(ServiceError, match=message):
         MetricLogger(LoggingConfig(tensorboard=False, wandb_project="p"), tmp_path, resume_step=None)
 
 

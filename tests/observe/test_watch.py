@@ -101,8 +101,8 @@ def test_the_page_follows_the_run_without_being_loaded_again(page: Page, tmp_pat
 def test_a_name_of_another_site_is_refused(tmp_path: Path, host: str, status: int):
     with watching(make_run(tmp_path / "run", steps=1)) as server:
         for path in ("/", "/version", "/data/index"):
-            found, content = answer(server, path, host)
-            assert found == status
+            code, content = answer(server, path, host)
+            assert code == status
             assert status == 200 or b"first" not in content
 
 
