@@ -101,8 +101,8 @@ def recorded(shift: int | None = 0) -> Put:
                     self.model(input_ids=ids)
                 experts = torch.stack([choices[layer] for layer in sorted(choices)], 1)[:-1]
                 if shift is not None:
-                    told = experts.roll(shift, 0).to(torch.uint8).numpy().tobytes()
-                    rollout.routing = Routing(LAYERS, PER_TOKEN, 1, told)
+                    encoded = experts.roll(shift, 0).to(torch.uint8).numpy().tobytes()
+                    rollout.routing = Routing(LAYERS, PER_TOKEN, 1, encoded)
             return rollouts
 
         patch.setattr(LocalModel, "_forward", other_forward)

@@ -47,10 +47,10 @@ TWO_STEPS = ("data.eval=null", "checkpoint.export_hf=false", "train.steps=2", "c
 
 
 def findings_of(out: Path, step: int = 2, **how: Any) -> tuple[Finding | None, list[Finding]]:
-    told: list[Finding] = []
+    findings: list[Finding] = []
     config = load_run(out)
-    first = replay(config, step, how.pop("with_model", True), told.append)
-    return first, told
+    first = replay(config, step, how.pop("with_model", True), findings.append)
+    return first, findings
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +62,12 @@ def sound(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_sound_step_is_equal_in_every_component(sound: Path):
-    first, told = findings_of(sound)
+    first, findings = findings_of(sound)
     assert first is None
-    assert {finding.component for finding in told} == {*COMPONENTS}
-    assert {finding.outcome for finding in told} == {"equal"}, [f for f in told if f.outcome != "equal"]
+    assert {finding.component for finding in findings} == {*COMPONENTS}
+    assert {finding.outcome for finding in findings} == {"equal"}, [
+        f for f in findings if f.outcome != "equal"
+    ]
 
 
 def test_a_step_is_replayed_from_the_start_model_without_a_checkpoint(task: Path, tmp_path: Path):
@@ -463,16 +465,16 @@ def test_a_fault_is_named(task: Path, tmp_path: Path, name: str):
     with pytest.MonkeyPatch.context() as patch:
         put = At(2, lambda trainer: fault.put(trainer, patch))
         fit(configure(task, tmp_path, *TWO_STEPS, *fault.settings), [put])
-    first, told = findings_of(tmp_path)
+    first, findings = findings_of(tmp_path)
     assert first is not None, "nothing differs"
-    assert (first.component, first.step) == (fault.component, 2), told
+    assert (first.component, first.step) == (fault.component, 2), findings
     assert fault.text in first.text
     assert fault.response is None or first.response == fault.response, first
     assert fault.token is None or first.token == fault.token, first
     assert fault.tensor is None or first.tensor == fault.tensor, first
     if name in WITHOUT_MODEL:
-        first, told = findings_of(tmp_path, with_model=False)
-        assert first is not None and first.component == fault.component, told
+        first, findings = findings_of(tmp_path, with_model=False)
+        assert first is not None and first.component == fault.component, findings
 
 
 @pytest.mark.parametrize(
@@ -488,8 +490,8 @@ def test_a_faulty_rank_is_named(task: Path, tmp_path: Path, fault: str, componen
         "helpers.workers.trainer_worker:fit_with_a_faulty_rank",
         *([2], str(task), str(tmp_path), fault, *settings),
     )
-    first, told = findings_of(tmp_path)
-    assert first is not None and first.component == component, told
+    first, findings = findings_of(tmp_path)
+    assert first is not None and first.component == component, findings
     assert text in first.text
     assert fault == "stale" or "counts 0.5 times" in first.text
 
@@ -526,17 +528,17 @@ def test_the_first_difference_may_be_in_an_earlier_step(task: Path, tmp_path: Pa
     with pytest.MonkeyPatch.context() as patch:
         put = [At(2, lambda t: doubled_rate(t, patch)), At(3, lambda t: patch.undo())]
         fit(configure(task, tmp_path, *GRPO, *TWO_STEPS, "train.steps=3", "checkpoint.every=0"), put)
-    first, told = findings_of(tmp_path, 3)
-    assert first is not None and (first.component, first.step) == ("learning rate", 2), told
+    first, findings = findings_of(tmp_path, 3)
+    assert first is not None and (first.component, first.step) == ("learning rate", 2), findings
 
 
 def test_without_weights_the_rows_are_compared(sound: Path):
-    first, told = findings_of(sound, with_model=False)
-    outcomes = {finding.component: finding.outcome for finding in told}
+    first, findings = findings_of(sound, with_model=False)
+    outcomes = {finding.component: finding.outcome for finding in findings}
     assert first is None
     needs_model = {"references", "log-probs", "gradients", "weights"}
     assert {name for name, outcome in outcomes.items() if outcome == "not checked"} == needs_model
-    assert [finding.component for finding in told] == [*COMPONENTS]
+    assert [finding.component for finding in findings] == [*COMPONENTS]
 
 
 def test_two_runs_part_where_the_second_was_changed(task: Path, sound: Path, tmp_path: Path):

@@ -45,10 +45,10 @@ def test_a_run_is_replayed_in_another_layout(sound: Path, tmp_path: Path, layout
         gradients = {**record.updates[1].gradients, tensor: (2 * total, 2 * norm, elements)}
         record.updates[1] = replace(record.updates[1], gradients=gradients)
         StepRecords(out, StepRecordsConfig(), 2).write(record, [])
-    told = tmp_path / "told.json"
+    file = tmp_path / "findings.json"
     overrides = [layout] if layout else []
-    launch("helpers.workers.trainer_worker:replay_step", [2], str(out), str(told), *overrides)
-    findings = json.loads(told.read_text())
+    launch("helpers.workers.trainer_worker:replay_step", [2], str(out), str(file), *overrides)
+    findings = json.loads(file.read_text())
     differing = [finding for finding in findings if finding[1] != "equal"]
     if has_fault:
         assert [(name, outcome, of) for name, outcome, of, _ in differing[:1]] == [
@@ -62,10 +62,10 @@ def test_a_run_is_replayed_in_another_layout(sound: Path, tmp_path: Path, layout
 def test_a_run_of_another_layout_is_replayed_on_one_rank(task: Path, tmp_path: Path, layout: str):
     parallel = ("parallel.tp=2",) if layout == "tp2" else ()
     launch("helpers.workers.trainer_worker:fit_once", [2], str(task), str(tmp_path), *RUN, *parallel)
-    told: list[Finding] = []
-    first = replay(load_run(tmp_path), 2, True, told.append)
+    findings: list[Finding] = []
+    first = replay(load_run(tmp_path), 2, True, findings.append)
     assert first is None
-    assert sum(finding.outcome == "equal" for finding in told) == len(COMPONENTS)
+    assert sum(finding.outcome == "equal" for finding in findings) == len(COMPONENTS)
 
 
 @pytest.mark.proof
@@ -74,9 +74,9 @@ def test_a_mixture_of_experts_is_replayed_in_another_layout(
     task: Path, tmp_path: Path, layout: tuple[str, ...]
 ):
     """From a checkpoint, with attention sinks that tensor-parallel ranks divide."""
-    own, out, told = gpt_oss_task.make(task, tmp_path / "task"), tmp_path / "run", tmp_path / "told.json"
+    own, out, file = gpt_oss_task.make(task, tmp_path / "task"), tmp_path / "run", tmp_path / "findings.json"
     fit(configure(own, out, *RUN, "checkpoint.export_hf=false"))
-    launch("helpers.workers.trainer_worker:replay_step", [2], str(out), str(told), *layout)
-    findings = json.loads(told.read_text())
+    launch("helpers.workers.trainer_worker:replay_step", [2], str(out), str(file), *layout)
+    findings = json.loads(file.read_text())
     assert {finding[1] for finding in findings} == {"equal"}, findings
     assert {finding[0] for finding in findings} == {*COMPONENTS}
