@@ -256,11 +256,11 @@ def test_a_merge_that_rounds_the_change_away_is_told(
     size: float, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     base = (0.02 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))).bfloat16()
-    change, found = torch.full((64, 64), size), MergeRounding()
-    found.add(base, (base.float() + change).bfloat16(), change)
-    assert found.warn() == warns
+    change, rounding = torch.full((64, 64), size), MergeRounding()
+    rounding.add(base, (base.float() + change).bfloat16(), change)
+    assert rounding.warn() == warns
     assert ("of the adapters' change" in caplog.text) == warns
-    assert found.share < 0.3 if warns else 0.98 < found.share < 1.02
+    assert rounding.share < 0.3 if warns else 0.98 < rounding.share < 1.02
 
 
 @pytest.mark.parametrize(
@@ -272,6 +272,6 @@ def test_small_changes_arrive_as_the_page_says(rate: float, updates: int, arrive
     base = (0.02 * torch.randn(512, 2048, generator=generator)).bfloat16()
     a = torch.empty(32, 2048).uniform_(-1, 1, generator=generator) / 2048**0.5
     b = torch.randn(512, 32, generator=generator).sign()
-    change, found = updates * rate * b @ a, MergeRounding()
-    found.add(base, (base.float() + change).bfloat16(), change)
-    assert found.share == pytest.approx(arrives, abs=0.01)
+    change, rounding = updates * rate * b @ a, MergeRounding()
+    rounding.add(base, (base.float() + change).bfloat16(), change)
+    assert rounding.share == pytest.approx(arrives, abs=0.01)

@@ -56,7 +56,7 @@ def check(good: Path, out: Path, earlier: Earlier, *files: str, every: int = 0) 
 
 
 @pytest.mark.parametrize(
-    ("earlier", "there", "refusal"),
+    ("earlier", "files", "refusal"),
     [
         ("refuse", (), None),
         ("refuse", ("notes.txt", "slurm/job.sbatch", "report.html"), None),
@@ -79,14 +79,14 @@ def check(good: Path, out: Path, earlier: Earlier, *files: str, every: int = 0) 
         ("overwrite", FINISHED[1:], None),
     ],
 )
-def test_a_run_starts_only_where_nothing_is_lost(good, tmp_path, earlier, there, refusal):
+def test_a_run_starts_only_where_nothing_is_lost(good, tmp_path, earlier, files, refusal):
     out = tmp_path / "out"
     out.mkdir()
     if refusal is None:
-        check(good, out, earlier, *there)
+        check(good, out, earlier, *files)
     else:
         with pytest.raises(ConfigError, match=refusal):
-            check(good, out, earlier, *there)
+            check(good, out, earlier, *files)
 
 
 def test_a_run_does_not_start_in_what_another_run_writes(good, tmp_path):
@@ -281,27 +281,27 @@ def test_a_run_that_was_beyond_its_first_checkpoint_is_not_started_anew(good, tm
 
 
 def test_a_finished_run_says_so_and_how_to_go_on(good, tmp_path):
-    def said(*overrides: str) -> str | None:
+    def message(*overrides: str) -> str | None:
         return finished_message(load_config([good], [f"output_dir={tmp_path}", *overrides]))
 
     (tmp_path / CHECKPOINT).parent.mkdir(parents=True)
     (tmp_path / CHECKPOINT).touch()
-    assert said() is None, "the export is missing"
+    assert message() is None, "the export is missing"
     assert "its newest checkpoint is of step 20, and train.steps=20. To train on" in (
-        said("checkpoint.export_hf=false") or ""
+        message("checkpoint.export_hf=false") or ""
     )
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "export.json").write_text('{"step": 10}')
-    assert said() is None, "the export is of fewer steps"
+    assert message() is None, "the export is of fewer steps"
     (tmp_path / "hf" / "export.json").write_text('{"step": 20}')
-    assert "such as train.steps=40" in (said() or "")
+    assert "such as train.steps=40" in (message() or "")
     (tmp_path / "metrics.jsonl").touch()
     for summary in ('{"steps": 10}', '{"ste'):
         (tmp_path / "summary.json").write_text(summary)
-        assert said() is None, "the summary is of fewer steps, or cut off"
+        assert message() is None, "the summary is of fewer steps, or cut off"
     (tmp_path / "summary.json").write_text('{"steps": 20}')
-    assert "step 20, and train.steps=10." in (said("train.steps=10") or "")
-    assert said("train.steps=30") is None
+    assert "step 20, and train.steps=10." in (message("train.steps=10") or "")
+    assert message("train.steps=30") is None
 
 
 def test_the_options_say_the_same_wherever_they_stand():
@@ -325,12 +325,12 @@ def test_only_auto_may_follow_resume(capsys):
 
 def test_a_dry_run_of_a_job_does_not_mind_an_earlier_run(task, tmp_path, capsys):
     make(tmp_path, "metrics.jsonl", "run.json")
-    given = ["slurm", str(task / "run.yaml"), f"output_dir={tmp_path}", "--nodes", "1", "--no-gpus"]
-    assert main(given) == 2
+    arguments = ["slurm", str(task / "run.yaml"), f"output_dir={tmp_path}", "--nodes", "1", "--no-gpus"]
+    assert main(arguments) == 2
     assert EARLIER in capsys.readouterr().err
-    assert main([*given, "--dry-run"]) == 0
+    assert main([*arguments, "--dry-run"]) == 0
     assert "HOW=--resume=auto" in capsys.readouterr().out
-    assert main([*given, "--resume=auto", "--dry-run"]) == 0
+    assert main([*arguments, "--resume=auto", "--dry-run"]) == 0
     assert "else export HOW=--resume=auto; fi" in capsys.readouterr().out
 
 

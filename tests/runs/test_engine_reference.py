@@ -63,14 +63,16 @@ def test_the_engines_reference_trains_like_the_trainers_without_scoring(
     scored = counted_scores(monkeypatch)
     fit(configure(task, tmp_path / "engine", *ENGINE_REFERENCE, *SHORT))
     assert scored == [], "no group is split here, so nothing needs a scoring pass"
-    for ours, theirs in zip(records(tmp_path / "engine")[1:], records(tmp_path / "trainer")[1:], strict=True):
-        assert ours["train/kl"] > 0, "the second mini-batch looks back at step start"
+    for engine, trainer in zip(
+        records(tmp_path / "engine")[1:], records(tmp_path / "trainer")[1:], strict=True
+    ):
+        assert engine["train/kl"] > 0, "the second mini-batch looks back at step start"
         for name in ("reward/mean", "response/length", "train/loss", "train/kl", "train/grad_norm"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
-        assert ours["mismatch/tokens"] < theirs["mismatch/tokens"], "only the first mini-batch is compared"
-        assert ours["mismatch/gap"] == pytest.approx(gap, abs=1e-5)
-        assert ours["mismatch/slope"] == pytest.approx(gap, abs=1e-5)
-        assert ours["mismatch/residual_slope"] == pytest.approx(0, abs=1e-5)
+            assert engine[name] == pytest.approx(trainer[name], rel=1e-3, abs=1e-5), name
+        assert engine["mismatch/tokens"] < trainer["mismatch/tokens"], "only the first mini-batch is compared"
+        assert engine["mismatch/gap"] == pytest.approx(gap, abs=1e-5)
+        assert engine["mismatch/slope"] == pytest.approx(gap, abs=1e-5)
+        assert engine["mismatch/residual_slope"] == pytest.approx(0, abs=1e-5)
     warnings = [r.message for r in caplog.records if "not the one that is trained" in r.message]
     assert len(warnings) == (gap > 0), "once a run"
 

@@ -51,9 +51,9 @@ def variables(url: str, token: str) -> dict[str, str]:
 
 def pushed(url: str, directory: Path, token: str = TOKEN, **settings: object) -> str:
     """The last line that the program prints; in its own process, because the library reads HF_* at import."""
-    asked = json.dumps({"repo": "me/model", "token": {"env": "MY_TOKEN"}, **settings})
+    push = json.dumps({"repo": "me/model", "token": {"env": "MY_TOKEN"}, **settings})
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, asked, str(directory)],
+        [sys.executable, "-c", PROGRAM, push, str(directory)],
         env=os.environ | variables(url, token),
         capture_output=True,
         text=True,
@@ -92,22 +92,22 @@ def test_a_repository_that_exists_stays_as_it_is(hub: Hub, tmp_path: Path):
 
 
 def test_a_wrong_token_is_refused_before_anything_is_sent(hub: Hub, tmp_path: Path):
-    said = pushed(hub.url, tmp_path, token="hf_another_one")
-    assert said.startswith("ConfigError checkpoint.push_to_hub.repo=me/model: the hub answered 401 (")
-    assert hub.repositories == {} and "hf_another_one" not in said
+    line = pushed(hub.url, tmp_path, token="hf_another_one")
+    assert line.startswith("ConfigError checkpoint.push_to_hub.repo=me/model: the hub answered 401 (")
+    assert hub.repositories == {} and "hf_another_one" not in line
 
 
 def test_a_refused_push_says_how_to_push_by_hand(hub: Hub, tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     hub.refuse_commits = True
-    said = pushed(hub.url, tmp_path)
-    assert said.startswith(f"HubError cannot push {tmp_path} to me/model: the hub answered 403 (")
-    assert said.endswith(f"push it with `hf upload me/model {tmp_path} .`")
+    line = pushed(hub.url, tmp_path)
+    assert line.startswith(f"HubError cannot push {tmp_path} to me/model: the hub answered 403 (")
+    assert line.endswith(f"push it with `hf upload me/model {tmp_path} .`")
 
 
 def test_a_hub_that_does_not_answer(tmp_path: Path):
-    said = pushed("http://127.0.0.1:9", tmp_path)
-    assert said.startswith("ConfigError checkpoint.push_to_hub.repo=me/model: ") and "Connect" in said
+    line = pushed("http://127.0.0.1:9", tmp_path)
+    assert line.startswith("ConfigError checkpoint.push_to_hub.repo=me/model: ") and "Connect" in line
 
 
 def test_the_token_comes_from_the_environment_and_is_never_written(monkeypatch: pytest.MonkeyPatch):

@@ -96,9 +96,9 @@ class LosePictures(Callback):
 
 @pytest.mark.usefixtures("leave_the_process_group", "material")
 def test_a_run_that_loses_its_pictures_keeps_its_steps() -> None:
-    given = (*FEW, "optimizer.warmup_steps=1", "data.eval=null", "train.mini_batches=1", VARIETY)
+    overrides = (*FEW, "optimizer.warmup_steps=1", "data.eval=null", "train.mini_batches=1", VARIETY)
     files = ["examples/images/gvpo.yaml", "examples/cpu.yaml"]
-    config = load_config(files, [*given, "model.path=runs/images/task/model"])
+    config = load_config(files, [*overrides, "model.path=runs/images/task/model"])
     with pytest.raises(RolloutError, match=r"image .*pictures/.*png: No such file"):
         Trainer(config, [LosePictures()]).fit()
     assert Path("runs/images/checkpoints/step_00000001/state.json").is_file()
@@ -107,17 +107,17 @@ def test_a_run_that_loses_its_pictures_keeps_its_steps() -> None:
 class LosesPictures(Trainer):
     """Loses them in its second step, between sampling and training."""
 
-    def _mini_batches(self, *given: Any) -> Any:
+    def _mini_batches(self, *arguments: Any) -> Any:
         if self.step == 1:
             shutil.rmtree("runs/images/task/data/pictures")
-        return super()._mini_batches(*given)
+        return super()._mini_batches(*arguments)
 
 
 @pytest.mark.usefixtures("leave_the_process_group", "material")
 def test_a_step_that_loses_its_pictures_leaves_the_steps_before_it() -> None:
-    given = (*FEW, "optimizer.warmup_steps=1", "data.eval=null", "train.mini_batches=1", VARIETY)
+    overrides = (*FEW, "optimizer.warmup_steps=1", "data.eval=null", "train.mini_batches=1", VARIETY)
     files = ["examples/images/gvpo.yaml", "examples/cpu.yaml"]
-    config = load_config(files, [*given, "model.path=runs/images/task/model"])
+    config = load_config(files, [*overrides, "model.path=runs/images/task/model"])
     with pytest.raises(ImageError, match=r"step 2: image .*png: No such file.*continues from step 1"):
         LosesPictures(config).fit()
     assert Path("runs/images/checkpoints/step_00000001/state.json").is_file()
@@ -126,15 +126,15 @@ def test_a_step_that_loses_its_pictures_leaves_the_steps_before_it() -> None:
 @pytest.mark.usefixtures("leave_the_process_group", "material")
 def test_a_run_does_not_go_on_with_other_pictures() -> None:
     """The data file, which only names them, is the same."""
-    given = (*FEW, "optimizer.warmup_steps=1", "data.eval=null", "train.mini_batches=1", VARIETY)
+    overrides = (*FEW, "optimizer.warmup_steps=1", "data.eval=null", "train.mini_batches=1", VARIETY)
     more = ("model.path=runs/images/task/model", "checkpoint.every=1", "checkpoint.export_hf=false")
     files = ["examples/images/gvpo.yaml", "examples/cpu.yaml"]
     with suppress(Interrupted):
-        Trainer(load_config(files, [*given, *more]), [StopAfter(1)]).fit()
+        Trainer(load_config(files, [*overrides, *more]), [StopAfter(1)]).fit()
     picture = Path("runs/images/task/data/pictures/train-15.png")
     Picture.new("RGB", Picture.open(picture).size, "red").save(picture)
     with pytest.raises(DataError, match="its images are not those that the checkpoint was trained on"):
-        Trainer(load_config(files, [*given, *more]), resume=True)
+        Trainer(load_config(files, [*overrides, *more]), resume=True)
 
 
 @pytest.mark.proof

@@ -96,8 +96,8 @@ def test_a_signal_ends_an_evaluation_which_comes_on_resume(
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     fit(configure(task, whole, *HOW))
     for version, logged in ((0, []), (2, [0, 1])):
-        with monkeypatch.context() as told:
-            told.setattr(Outage, "told_at_evaluation", version)
+        with monkeypatch.context() as patch:
+            patch.setattr(Outage, "told_at_evaluation", version)
             stopped = fit(configure(task, parts, *HOW), resume=version > 0)
         assert stopped.step == version and "unreported" in state(parts, version)
         assert [record["step"] for record in records(parts)] == logged

@@ -78,8 +78,8 @@ def test_another_metric_and_json(runs: Path, capsys: pytest.CaptureFixture[str])
     assert main(["runs", str(runs), "--best", "eval/pas@1"]) == 2
     assert "--best eval/pas@1: no run there has this metric" in capsys.readouterr().err
     assert main(["runs", str(runs), "--best", "reward/mean", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [(run["best"], run["best_step"]) for run in found] == [(0.4, 4), (0.4, 4), (None, None)]
+    entries = json.loads(capsys.readouterr().out)
+    assert [(run["best"], run["best_step"]) for run in entries] == [(0.4, 4), (0.4, 4), (None, None)]
 
 
 def test_keys_that_differ_are_columns(runs: Path, capsys: pytest.CaptureFixture[str]):

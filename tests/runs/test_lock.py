@@ -33,7 +33,7 @@ with RunLock(sys.argv[1]):
 
 
 @contextmanager
-def held(directory: Path, how: str = "alone") -> Iterator[subprocess.Popen[str]]:
+def holder(directory: Path, how: str = "alone") -> Iterator[subprocess.Popen[str]]:
     """Another process that holds the lock."""
     command = [sys.executable, "-c", HOLD, str(directory), how]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -47,7 +47,7 @@ def held(directory: Path, how: str = "alone") -> Iterator[subprocess.Popen[str]]
 
 def test_a_second_run_is_told_who_writes_and_since_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("megatron_gvpo.runs.lock.PATIENCE", 100.0)  # with a process that is ending
-    with held(tmp_path) as other:
+    with holder(tmp_path) as other:
         for take in (RunLock(str(tmp_path)).__enter__, lambda: check_unlocked(str(tmp_path))):
             begin = time.monotonic()
             with pytest.raises(
@@ -59,7 +59,7 @@ def test_a_second_run_is_told_who_writes_and_since_when(tmp_path: Path, monkeypa
 
 
 def test_a_killed_run_leaves_no_lock_even_where_its_children_live_on(tmp_path: Path):
-    with held(tmp_path, "children") as other:
+    with holder(tmp_path, "children") as other:
         other.kill()
         with RunLock(str(tmp_path)):  # at once, while the process may still be ending
             pass
@@ -182,8 +182,8 @@ def test_a_file_system_without_locks_is_said_and_a_run_of_this_machine_still_fou
     try:
         assert first.stdout is not None and first.stdout.readline() == "held\n"
         second = start()
-        said, error = second.communicate(timeout=60)
-        assert said == "" and f"(process {first.pid}, since 20" in error.splitlines()[-1]
+        printed, error = second.communicate(timeout=60)
+        assert printed == "" and f"(process {first.pid}, since 20" in error.splitlines()[-1]
     finally:
         first.kill()
     _, error = first.communicate(timeout=60)

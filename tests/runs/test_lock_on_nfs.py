@@ -25,7 +25,7 @@ REFUSED = r"a run on {} \(process \d+, since .*\) is writing there: .*; if that 
 
 def run_guest(packages: Path) -> list[str]:
     """The lines that the guest prints, without its kernel's."""
-    given = {
+    variables = {
         "PACKAGES": packages,
         "PYTHON": sys.executable,
         "PYTHONPATH": ROOT,
@@ -38,7 +38,7 @@ def run_guest(packages: Path) -> list[str]:
     source, narrow = HELPERS / "machine" / "narrow_registers.c", packages / "narrow_registers.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", source, "-o", narrow], check=True)
     done = subprocess.run(
-        [*map(str, kernel), *consoles, *(f"{name}={value}" for name, value in given.items())],
+        [*map(str, kernel), *consoles, *(f"{name}={value}" for name, value in variables.items())],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -53,13 +53,13 @@ def run_guest(packages: Path) -> list[str]:
 def test_one_machine_at_a_time_and_a_failed_one_releases_it(tmp_path: Path) -> None:
     unpack(PACKAGES, tmp_path)
     lines = run_guest(tmp_path)
-    said = "\n".join(lines)
-    assert said.count(" nfs4 ") == 2 and "vers=4.2" in said and "ended with 0" in said, said
-    asked = [line.split(" ", 2) for line in lines if line.startswith(("here ", "there "))]
-    answers = [(node, answer) for node, _, answer in asked]
+    output = "\n".join(lines)
+    assert output.count(" nfs4 ") == 2 and "vers=4.2" in output and "ended with 0" in output, output
+    reports = [line.split(" ", 2) for line in lines if line.startswith(("here ", "there "))]
+    answers = [(node, answer) for node, _, answer in reports]
     one, other = (re.compile(REFUSED.format(f"node-{name}")) for name in ("here", "there"))
-    assert answers[0] == ("here", "held"), said
-    assert answers[1][0] == "there" and one.search(answers[1][1]), said
+    assert answers[0] == ("here", "held"), output
+    assert answers[1][0] == "there" and one.search(answers[1][1]), output
     assert answers[2] == ("there", "held"), "the holder was killed"
-    assert answers[3][0] == "here" and other.search(answers[3][1]), said
+    assert answers[3][0] == "here" and other.search(answers[3][1]), output
     assert answers[-1] == ("here", "held"), "the server waits 15 s for a machine that failed"

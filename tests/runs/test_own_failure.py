@@ -104,9 +104,9 @@ def test_all_ranks_hear_of_a_loss_that_fails_on_one(task, tmp_path, monkeypatch)
     fails_on(monkeypatch, 1, 5)
     arguments = (str(task), str(tmp_path), *method(tmp_path, "wrong.py"))
     launch("helpers.workers.trainer_worker:a_loss_that_fails", [2], *arguments)
-    said = {(tmp_path / f"{rank}.txt").read_text() for rank in range(2)}
-    assert len(said) == 1
-    assert said.pop().endswith(
+    messages = {(tmp_path / f"{rank}.txt").read_text() for rank in range(2)}
+    assert len(messages) == 1
+    assert messages.pop().endswith(
         "KeyError: 'x' (wrong.py, line 10) (on rank 1); `train ... --resume` continues from step 2"
     )
     assert newest_step(tmp_path / "run") == 2

@@ -17,17 +17,17 @@ from megatron_gvpo.training.evaluate import evaluate
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "problem"),
     [
         ("data.eval=null", "data.eval is missing: it names the held-out prompts"),
         ("parallel.tp=2", "parallel.tp"),
         ("rewards.components=[{name: x, function: 'gone.py:f'}]", "there is no file gone.py"),
     ],
 )
-def test_eval(task: Path, tmp_path: Path, override: str, said: str) -> None:
+def test_eval(task: Path, tmp_path: Path, override: str, problem: str) -> None:
     """Fails on the old code: it loaded the model, and had no metrics where there were no prompts."""
     before = dist.is_initialized()  # by another test of this process
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=problem):
         evaluate(configure(task, tmp_path / "run", override), resume=False)
     assert dist.is_initialized() == before
 

@@ -115,12 +115,14 @@ def test_memory_of_a_rank_is_that_of_its_parts(task: Path, config, monkeypatch: 
     }
     smollm2 = architecture.from_config(values, "SmolLM2")
     monkeypatch.setattr(architecture, "load", lambda *_: smollm2)
-    given = config("train.max_tokens_per_micro_batch=2048")
+    without_reference = config("train.max_tokens_per_micro_batch=2048")
     assert smollm2.parameters == pytest.approx(134.5e6, rel=0.001)
-    assert rank_memory(given, 2) / GIB == pytest.approx(4.6, rel=0.2)
+    assert rank_memory(without_reference, 2) / GIB == pytest.approx(4.6, rel=0.2)
     # One more copy, of 4 bytes a weight, for a reference that the run keeps.
-    kept = config("train.max_tokens_per_micro_batch=2048", "algorithm.loss.reference=fixed")
-    assert rank_memory(kept, 2) - rank_memory(given, 2) == pytest.approx(4 * smollm2.parameters)
+    with_reference = config("train.max_tokens_per_micro_batch=2048", "algorithm.loss.reference=fixed")
+    assert rank_memory(with_reference, 2) - rank_memory(without_reference, 2) == pytest.approx(
+        4 * smollm2.parameters
+    )
 
 
 def test_a_container_limits_cores_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,14 +143,14 @@ import sys, megatron_gvpo.training.ranks as ranks, megatron_gvpo.core.launch as 
 from megatron_gvpo.cli import main
 ranks.usable_cores = lambda: 2
 ranks._has_gpu = lambda: False
-launch.launch = lambda count, given: print(count, launch._environment(count)["OMP_NUM_THREADS"]) or 0
+launch.launch = lambda count, arguments: print(count, launch._environment(count)["OMP_NUM_THREADS"]) or 0
 sys.exit(main(["train", "{task}/run.yaml", "output_dir={tmp_path}/run"]))
 """
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    said, started = done.stdout.splitlines()[-2:]
-    assert said.startswith("2 ranks of one thread") and started.split()[0] == "2"
+    notice, started = done.stdout.splitlines()[-2:]
+    assert notice.startswith("2 ranks of one thread") and started.split()[0] == "2"
     one = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,

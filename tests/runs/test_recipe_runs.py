@@ -31,7 +31,7 @@ def better(prompt, a, b):
     return float(len(a.token_ids) > len(b.token_ids)) if len(a.token_ids) != len(b.token_ids) else 0.5
 """
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
-TAUGHT = "teacher={path: PLACE/teacher, server: {urls: [TEACHER]}}"
+TAUGHT = "teacher={path: INPUTS/teacher, server: {urls: [TEACHER]}}"
 # Beside what a recipe says it goes with: what its rewards are here, and what users must name themselves.
 EXTRA = {
     "gdpo": ["algorithm.estimator={weights: {right: 1, rubric: 0.5}}"],
@@ -58,13 +58,13 @@ EXTRA = {
     "opd_rewards": [TAUGHT],
     "gvpo_plus_plus": [TAUGHT],
     "gvpo_teacher_logprobs": [TAUGHT],
-    "opd_full": ["teacher={path: PLACE/teacher}"],
+    "opd_full": ["teacher={path: INPUTS/teacher}"],
     "igrpo": ['algorithm.members.0.template="{hint}"'],
 }
 
 
 @pytest.fixture(scope="module")
-def place(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def inputs(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A data set with hints and scored responses beside the solutions, rewards, and a teacher."""
     directory = tmp_path_factory.mktemp("recipes")
     (directory / "rewards.py").write_text(REWARD)
@@ -88,11 +88,11 @@ def place(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
 
 def blocks_of(name: str) -> set[tuple[str, str]]:
     """The blocks of a recipe: (section, name of the block)."""
-    found = set()
-    for section, given in read_recipe(name)[0].items():
-        for block in given if isinstance(given, (list, tuple)) else [given]:
-            found.add((section, str(block.get("name") if isinstance(block, Mapping) else block)))
-    return found
+    blocks = set()
+    for section, value in read_recipe(name)[0].items():
+        for block in value if isinstance(value, (list, tuple)) else [value]:
+            blocks.add((section, str(block.get("name") if isinstance(block, Mapping) else block)))
+    return blocks
 
 
 def covering() -> list[str]:
@@ -105,11 +105,11 @@ def covering() -> list[str]:
     return chosen
 
 
-def overrides(name: str, place: Path) -> list[str]:
+def overrides(name: str, inputs: Path) -> list[str]:
     rewards = [
-        {"name": "right", "function": f"{place}/rewards.py:right"},
+        {"name": "right", "function": f"{inputs}/rewards.py:right"},
         *(
-            {"name": part, "function": f"{place}/rewards.py:part", "weight": 0.0, "options": {"modulus": m}}
+            {"name": part, "function": f"{inputs}/rewards.py:part", "weight": 0.0, "options": {"modulus": m}}
             for part, m in {"format": 2, "rubric": 3, "stratum": 4, "rank_1": 5, "rank_2": 3}.items()
         ),
     ]
@@ -118,7 +118,7 @@ def overrides(name: str, place: Path) -> list[str]:
     settings["train.mini_batches"] = min(settings.get("train.mini_batches", 2), 2)
     return [
         f"algorithm.recipe={name}",
-        f"data.train={{path: {place}/train.jsonl, demonstration_key: solution, responses_key: responses}}",
+        f"data.train={{path: {inputs}/train.jsonl, demonstration_key: solution, responses_key: responses}}",
         "data.eval=null",
         f"rewards.components={json.dumps(rewards)}",
         "train.steps=3",
@@ -126,7 +126,7 @@ def overrides(name: str, place: Path) -> list[str]:
         "checkpoint.export_hf=false",
         *(f"{key}={json.dumps(value)}" for key, value in settings.items()),
         *(
-            text.replace("PLACE", str(place)).replace("TEACHER", (place / "teacher_url").read_text())
+            text.replace("INPUTS", str(inputs)).replace("TEACHER", (inputs / "teacher_url").read_text())
             for text in EXTRA.get(name, [])
         ),
     ]
@@ -137,8 +137,8 @@ def overrides(name: str, place: Path) -> list[str]:
     [(name, 2) for name in covering()]
     + [pytest.param(name, 3, marks=pytest.mark.proof) for name in recipe_names()],
 )
-def test_a_recipe_runs_with_a_gradient(task, place, tmp_path, name, count):
-    fit(configure(task, tmp_path, *overrides(name, place), f"train.steps={count}"))
+def test_a_recipe_runs_with_a_gradient(task, inputs, tmp_path, name, count):
+    fit(configure(task, tmp_path, *overrides(name, inputs), f"train.steps={count}"))
     steps = records(tmp_path)[1:]
     assert [line["step"] for line in steps] == list(range(1, count + 1))
     for line in steps:
@@ -151,19 +151,19 @@ def test_a_recipe_runs_with_a_gradient(task, place, tmp_path, name, count):
     "name",
     ["ppo", "grpo_care"] + [pytest.param(name, marks=pytest.mark.proof) for name in recipe_names()],
 )
-def test_a_recipe_trains_adapters(task, place, tmp_path, name):
+def test_a_recipe_trains_adapters(task, inputs, tmp_path, name):
     """PPO's critic trains all of its own weights; GRPO-CARE keeps a moving average, of adapters alone."""
-    fit(configure(task, tmp_path, *overrides(name, place), "train.steps=2", "model.adapter={rank: 4}"))
+    fit(configure(task, tmp_path, *overrides(name, inputs), "train.steps=2", "model.adapter={rank: 4}"))
     steps = records(tmp_path)[1:]
     assert len(steps) == 2 and any(line["train/grad_norm"] > 0 for line in steps)
     assert all(math.isfinite(value) for line in steps for value in line.values())
 
 
-def test_hill_runs_with_the_hints_of_another(task, place, tmp_path):
+def test_hill_runs_with_the_hints_of_another(task, inputs, tmp_path):
     """Every second prompt fails; a stand-in for a second model gives its best response as a hint."""
-    hard = f'rewards.components=[{{name: hard, function: "{place}/rewards.py:hard"}}]'
+    hard = f'rewards.components=[{{name: hard, function: "{inputs}/rewards.py:hard"}}]'
     asks = "algorithm.members.0.template="  # of the policy, which this run does not ask
-    options = [each for each in overrides("hill", place) if not each.startswith(asks)]
+    options = [each for each in overrides("hill", inputs) if not each.startswith(asks)]
     options += [hard, "data.max_prompt_tokens=96"]
     hints = "algorithm.members.0.function=megatron_gvpo.api_model:repeat_best"
     fit(configure(task, tmp_path, *options, hints, "algorithm.members.0.hint_template='{hint}'"))
@@ -172,18 +172,18 @@ def test_hill_runs_with_the_hints_of_another(task, place, tmp_path):
     assert all(line["response/from_policy"] == 1 for line in steps), "the hints are not responses"
 
 
-def test_xrpo_shows_solved_problems_to_those_who_all_failed(task, place, tmp_path):
-    hard = f'rewards.components=[{{name: hard, function: "{place}/rewards.py:hard"}}]'
-    fit(configure(task, tmp_path, *overrides("xrpo", place), hard))
+def test_xrpo_shows_solved_problems_to_those_who_all_failed(task, inputs, tmp_path):
+    hard = f'rewards.components=[{{name: hard, function: "{inputs}/rewards.py:hard"}}]'
+    fit(configure(task, tmp_path, *overrides("xrpo", inputs), hard))
     shares = [line["response/from_policy"] for line in records(tmp_path)[1:]]
     assert min(shares) < 1 and all(share > 0.5 for share in shares)
 
 
-def test_a_resumed_run_remembers_its_responses_and_its_prompts(task, place, tmp_path):
+def test_a_resumed_run_remembers_its_responses_and_its_prompts(task, inputs, tmp_path):
     """Checkpoints hold history and success rates: interrupted after step 1, the run continues unchanged."""
     name = "gvpo_history"
     extra = ["algorithm.prompts={name: success_rate, favour: hard}", "train.prompts_per_step=24"]
-    options = [*overrides(name, place), "algorithm.members.0.count=2", *extra]
+    options = [*overrides(name, inputs), "algorithm.members.0.count=2", *extra]
     fit(configure(task, tmp_path / "whole", *options))
     stopped = fit(configure(task, tmp_path / "parts", *options), [StopAfter(1)])
     assert stopped.step == 1

@@ -84,7 +84,7 @@ def test_the_saved_configuration_is_the_run_s_and_trains_again(run, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "change"),
     [
         ("train.seed=1", r"train\.seed was 0 and is 1\."),
         ("optimizer.lr=2e-5", r"optimizer\.lr was 1e-05 and is 2e-05\."),
@@ -98,8 +98,8 @@ def test_the_saved_configuration_is_the_run_s_and_trains_again(run, monkeypatch)
         ("data.train.limit=5", r"data\.train\.limit was null and is 5\."),
     ],
 )
-def test_what_changes_the_mathematics_is_refused_unless_it_is_allowed(run, override, said):
-    with pytest.raises(ConfigError, match=rf"^output_dir=out: the run there was trained otherwise: {said}"):
+def test_what_changes_the_mathematics_is_refused_unless_it_is_allowed(run, override, change):
+    with pytest.raises(ConfigError, match=rf"^output_dir=out: the run there was trained otherwise: {change}"):
         compare(run, override)
     with pytest.raises(ConfigError) as refused:
         compare(run, override)
@@ -123,9 +123,9 @@ def test_a_reward_models_servers_may_move_and_its_verdicts_may_not_change():
         return RewardsConfig(components=[{"name": "quality", "model": model}]).model_dump(mode="json")
 
     before, after = rewards("http://a:1", "error"), rewards("http://b:2", "drop")
-    found = {change.key: change.fixed for change in changes(RewardsConfig, before, after)}
+    fixed_by_key = {change.key: change.fixed for change in changes(RewardsConfig, before, after)}
     at = "components.0.model"
-    assert found == {f"{at}.too_long": True, f"{at}.servers.urls": False}
+    assert fixed_by_key == {f"{at}.too_long": True, f"{at}.servers.urls": False}
 
 
 def test_other_paths_with_the_same_content_are_no_change(run):

@@ -36,20 +36,22 @@ def test_each_does_what_it_would_do_alone(runs):
 
 
 def test_they_leave_nothing_in_the_process(runs):
-    found = json.loads((runs / "found.json").read_text())
-    tasks = [state.pop("tasks") for state in found.values()]
+    states = json.loads((runs / "found.json").read_text())
+    tasks = [state.pop("tasks") for state in states.values()]
     assert tasks[2] < tasks[0] + 10, "the groups of one model have some twenty threads"
-    for name, before in found["before"].items():
-        for left in (found["between"][name], found["after"][name]):
+    for name, before in states["before"].items():
+        for left in (states["between"][name], states["after"][name]):
             added = left > before if isinstance(left, int) else Counter(left) - Counter(before)
             assert not added, (name, before, left)
-    assert found["before"]["signals"] == found["after"]["signals"], "each signal has the handler that it had"
+    assert states["before"]["signals"] == states["after"]["signals"], (
+        "each signal has the handler that it had"
+    )
 
 
-@pytest.mark.parametrize("given", ["run.yaml", Path("run.yaml"), None, Config])
-def test_other_things_than_configurations_are_refused(given):
+@pytest.mark.parametrize("value", ["run.yaml", Path("run.yaml"), None, Config])
+def test_other_things_than_configurations_are_refused(value):
     with pytest.raises(ConfigError, match=r"a configuration is what load_config\(\[file, ...\]\) returns"):
-        Trainer(given)
+        Trainer(value)
 
 
 def test_one_fit_at_a_time(task, tmp_path):

@@ -270,7 +270,7 @@ def test_the_first_person_named_must_be_the_right_one(
 
 
 @pytest.fixture
-def place(index: Path, offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(index: Path, offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory to run in, with the small model in the cache, as if it had been fetched."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -285,55 +285,55 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, str(EXAMPLE / "run.py"), "--nproc", "2", *SMALL, *arguments]
 
 
-def test_it_ends_with_three_sentences_and_says_where_things_are(place: Path) -> None:
-    done = subprocess.run(command(), cwd=place, capture_output=True, text=True, timeout=600)
+def test_it_ends_with_three_sentences_and_says_where_things_are(folder: Path) -> None:
+    done = subprocess.run(command(), cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr + done.stdout
     *_, before, grades, minutes, where = done.stdout.splitlines()
     assert before.startswith("Before training, SmolLM2") and "after 2 steps of GVPO" in before
     assert grades.startswith("The right number stood anywhere in") and minutes.startswith("The steps took")
     for name in ("curve.png", "report.html", "hf"):
-        assert f"runs/smollm2/{name}" in where and (place / "runs" / "smollm2" / name).exists()
-    result = json.loads((place / "runs" / "smollm2" / "result.json").read_text())
+        assert f"runs/smollm2/{name}" in where and (folder / "runs" / "smollm2" / name).exists()
+    result = json.loads((folder / "runs" / "smollm2" / "result.json").read_text())
     assert [evaluation["step"] for evaluation in result["evaluations"]] == [0, 2]
     assert result["evaluations"][0].keys() == {"step", "strict", "lenient", "response_tokens", "cut_off"}
 
-    again = subprocess.run(command(), cwd=place, capture_output=True, text=True, timeout=600)
+    again = subprocess.run(command(), cwd=folder, capture_output=True, text=True, timeout=600)
     assert (
         again.returncode == 0 and "this run is finished" in again.stdout and "Before training" in again.stdout
     )
 
 
 @pytest.mark.proof
-def test_the_second_task_is_reading(place: Path) -> None:
+def test_the_second_task_is_reading(folder: Path) -> None:
     problems = "reasoning_gym:needle_haystack?size=8&min_num_statements=2&max_num_statements=3"
     small = [f"data.train.path={problems}", f"data.eval.path={problems}"]
     done = subprocess.run(
-        command("--task", "reading", *small), cwd=place, capture_output=True, text=True, timeout=600
+        command("--task", "reading", *small), cwd=folder, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr + done.stdout
     assert "named the right person first in" in done.stdout and "runs/smollm2_reading/hf" in done.stdout
-    wrong = subprocess.run(command("--task", "poems"), cwd=place, capture_output=True, text=True, timeout=60)
+    wrong = subprocess.run(command("--task", "poems"), cwd=folder, capture_output=True, text=True, timeout=60)
     assert (wrong.returncode, wrong.stderr) == (2, "error: --task poems: there are sums and reading\n")
 
 
 @pytest.mark.proof
-def test_stopped_it_goes_on_where_it_was(place: Path) -> None:
+def test_stopped_it_goes_on_where_it_was(folder: Path) -> None:
     long = command("train.steps=50")
     with subprocess.Popen(
-        long, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        long, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
-        said = ""
+        output = ""
         assert process.stdout is not None
         for line in process.stdout:
-            said += line
-            if line.startswith("checkpoint: ") and not said.count("checkpoint: ") > 1:
+            output += line
+            if line.startswith("checkpoint: ") and not output.count("checkpoint: ") > 1:
                 os.killpg(process.pid, signal.SIGINT)  # as a terminal's Ctrl-C does
         code = process.wait(60)
-    assert code == 130 and said.splitlines()[-1].startswith("stopped: the same command goes on"), said
-    steps = sorted((place / "runs" / "smollm2" / "checkpoints").iterdir())
+    assert code == 130 and output.splitlines()[-1].startswith("stopped: the same command goes on"), output
+    steps = sorted((folder / "runs" / "smollm2" / "checkpoints").iterdir())
     went_on = subprocess.run(
         command("train.steps=3" if len(steps) < 3 else "train.steps=50"),
-        cwd=place,
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=600,
@@ -342,7 +342,7 @@ def test_stopped_it_goes_on_where_it_was(place: Path) -> None:
 
 
 @pytest.mark.proof  # tests/algorithms/test_papers_on_smollm2.py has the parts that need no run
-def test_the_papers_claims_on_it_go_on_where_they_were_stopped(place: Path) -> None:
+def test_the_papers_claims_on_it_go_on_where_they_were_stopped(folder: Path) -> None:
     """benchmarks/smollm2_papers.py: a cell, one whose samples are of older weights, and the tables."""
     tiny = ["--steps", "3", "--problems", "2", "--responses", "2", "--held-out", "4", "--seeds", "1"]
     program = [sys.executable, str(ROOT / "benchmarks" / "smollm2_papers.py"), *tiny, "--out", "out"]
@@ -350,20 +350,20 @@ def test_the_papers_claims_on_it_go_on_where_they_were_stopped(place: Path) -> N
     for expected in (rows, []):
         done = subprocess.run(
             [*program, "--work", "work", "--rows", *rows],
-            cwd=place,
+            cwd=folder,
             capture_output=True,
             text=True,
             timeout=1200,
         )
         assert done.returncode == 0, done.stderr
         assert [row for row in rows if f"{row}, seed 0: 0.000" in done.stdout] == expected
-    lines = [json.loads(line) for line in (place / "out" / "smollm2.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "out" / "smollm2.jsonl").read_text().splitlines()]
     assert [(line["row"], len(line["curve"]), line["responses"]) for line in lines] == [
         (row, 3, 12) for row in rows
     ]
-    tables = (place / "out" / "smollm2.md").read_text()
+    tables = (folder / "out" / "smollm2.md").read_text()
     assert "| GRPO, 2 steps old | 0.0 | 0.0 | 0.0 | 1 | 12 |" in tables
-    assert (place / "out" / "smollm2.png").is_file()
+    assert (folder / "out" / "smollm2.png").is_file()
 
 
 @pytest.mark.proof  # it fetches 94 MB and takes six minutes on two quiet cores
@@ -380,7 +380,7 @@ def test_the_real_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert shares[0] < 0.05 and shares[-1] >= 0.6, shares
 
 
-def test_the_notebook_runs(place: Path) -> None:
+def test_the_notebook_runs(folder: Path) -> None:
     """Its cells in their order, as one program, with few steps."""
     notebook = json.loads((ROOT / "examples" / "notebooks" / "real_model.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
@@ -388,8 +388,8 @@ def test_the_notebook_runs(place: Path) -> None:
     program = "\n".join(cells).replace('["train.steps=40"]', repr(list(SMALL)))
     program = program.replace("pyplot.show()", "pyplot.savefig('shown.png')")
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=place, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert "after 0 steps: " in done.stdout and "after 2 steps: " in done.stdout
-    assert (place / "shown.png").is_file()
+    assert (folder / "shown.png").is_file()

@@ -28,19 +28,19 @@ run = partial(subprocess.run, capture_output=True, text=True, timeout=3000)
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the example, its task, and the model."""
-    place = tmp_path_factory.mktemp("smollm2")
-    (place / "examples").symlink_to(ROOT / "examples")
+    directory = tmp_path_factory.mktemp("smollm2")
+    (directory / "examples").symlink_to(ROOT / "examples")
     fetched = run([sys.executable, str(EXAMPLE / "model.py")])
     assert fetched.returncode == 0, fetched.stderr
     cached = run(
         [sys.executable, "-c", "from model import cached_model; print(cached_model().resolve())"], cwd=EXAMPLE
     )
     made = run(
-        [sys.executable, str(EXAMPLE / "make_task.py"), "--out", str(place / "runs" / "smollm2" / "task")]
+        [sys.executable, str(EXAMPLE / "make_task.py"), "--out", str(directory / "runs" / "smollm2" / "task")]
     )
     assert made.returncode == 0, made.stderr
-    (place / "runs" / "smollm2" / "model").symlink_to(cached.stdout.strip())
-    return place
+    (directory / "runs" / "smollm2" / "model").symlink_to(cached.stdout.strip())
+    return directory
 
 
 @pytest.mark.parametrize("engine", ENGINES)

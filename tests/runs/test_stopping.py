@@ -29,25 +29,25 @@ SAVED = (
 @contextmanager
 def terminal(*command: str) -> Iterator[tuple[psutil.Popen, int]]:
     """Run `python -m megatron_gvpo COMMAND` as the foreground job of a terminal."""
-    ours, theirs = pty.openpty()
+    screen, tty = pty.openpty()
     process = psutil.Popen(
         [sys.executable, "-c", FOREGROUND, *command],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
+        stdin=tty,
+        stdout=tty,
+        stderr=tty,
         env=os.environ,
         preexec_fn=hear_hangups,
     )
-    os.close(theirs)
+    os.close(tty)
     try:
-        yield process, ours
+        yield process, screen
     finally:
         family = [process, *process.children(recursive=True)] if process.is_running() else []
         for member in family:
             with suppress(psutil.NoSuchProcess):
                 member.kill()
         with suppress(OSError):
-            os.close(ours)
+            os.close(screen)
 
 
 def hear_hangups() -> None:
@@ -92,21 +92,21 @@ def arguments(task: Path, out: Path, *more: str) -> list[str]:
 
 def test_ctrl_c_saves_on_all_ranks_and_meanwhile_the_directory_is_locked(task, tmp_path, capsys):
     """The terminal sends the signal to the launcher and would send it to the ranks; they get it once."""
-    given = arguments(task, tmp_path / "run", "--nproc=2")
-    with terminal(*given) as (process, screen):
+    words = arguments(task, tmp_path / "run", "--nproc=2")
+    with terminal(*words) as (process, screen):
         wait_for(trained(tmp_path / "run"), process)
         before = (tmp_path / "run" / "config.yaml").read_bytes()
         for how in (["--overwrite"], ["--resume=auto"]):
-            assert main([*given[:-1], "train.seed=7", *how]) == 2
+            assert main([*words[:-1], "train.seed=7", *how]) == 2
             assert re.search(
                 r"a run on \S+ \(process \d+, since .*\) is writing there", capsys.readouterr().err
             )
         assert (tmp_path / "run" / "config.yaml").read_bytes() == before
         os.write(screen, b"\x03")
-        said = rest(screen)
-        assert process.wait(300) == 0, said
-    assert said.count("Ctrl-C: the run saves after this step") == 1
-    assert len(re.findall(SAVED, said)) == 1 and "Traceback" not in said
+        output = rest(screen)
+        assert process.wait(300) == 0, output
+    assert output.count("Ctrl-C: the run saves after this step") == 1
+    assert len(re.findall(SAVED, output)) == 1 and "Traceback" not in output
     assert newest_step(tmp_path / "run") is not None
     assert not (tmp_path / "run" / "run.lock").exists()
 
@@ -118,14 +118,14 @@ def test_a_second_ctrl_c_ends_at_once_with_all_that_was_started(task, tmp_path):
         "    pathlib.Path(__file__).with_name('asked').touch()\n    time.sleep(1000)\n    return 0.0\n"
     )
     reward = f'rewards.components=[{{"name": "slow", "function": "{slow}:reward"}}]'
-    given = arguments(task, tmp_path / "run", reward, "rewards.timeout=2000")
-    with terminal(*given) as (process, screen):
+    words = arguments(task, tmp_path / "run", reward, "rewards.timeout=2000")
+    with terminal(*words) as (process, screen):
         wait_for((tmp_path / "asked").exists, process)
         started = process.children(recursive=True)
         os.write(screen, b"\x03")
-        said = b""
-        while b"Ctrl-C: the run saves after this step" not in said:
-            said += os.read(screen, 1 << 16)
+        output = b""
+        while b"Ctrl-C: the run saves after this step" not in output:
+            output += os.read(screen, 1 << 16)
         assert process.poll() is None, "it waits for the step"
         os.write(screen, b"\x03")
         assert process.wait(120) == -signal.SIGINT
@@ -183,8 +183,8 @@ def test_what_nohup_ignores_stays_ignored_and_a_closed_pipe_ends_no_run(task, tm
     assert newest_step(tmp_path / "run") is not None
 
 
-def start(given: Sequence[str], *before: str) -> psutil.Popen:
-    command = [*before, sys.executable, "-m", "megatron_gvpo", *given]
+def start(words: Sequence[str], *before: str) -> psutil.Popen:
+    command = [*before, sys.executable, "-m", "megatron_gvpo", *words]
     return psutil.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -75,11 +75,11 @@ def test_a_run_asks_for_every_response_once_and_survives_an_outage(
         served.last = None
         fit(taught(task, tmp_path / "parts", teacher, url, *few), resume=True)
     lines = ("teacher/requests", "teacher/failed_requests", "teacher/wait_s")
-    ours, theirs = (
+    resumed, uninterrupted = (
         [{key: value for key, value in line.items() if key not in lines} for line in records(tmp_path / run)]
         for run in ("parts", "whole")
     )
-    assert ours == theirs
+    assert resumed == uninterrupted
 
 
 def test_a_teacher_of_another_tokenizer_is_refused_before_anything_is_loaded(task: Path, tmp_path: Path):
@@ -106,12 +106,12 @@ def test_a_teacher_that_ends_elsewhere_is_told(
         file = tmp_path / "teacher" / name
         values = json.loads(file.read_text()) if file.is_file() else {}
         file.write_text(json.dumps(values | {"eos_token_id": 7}))
-    said = "its responses end at token 7, and the policy's at"
+    warning = "its responses end at token 7, and the policy's at"
     for directory, stops in ((tmp_path / "teacher", "[]"), (tmp_path / "teacher", "[7]"), (teacher, "[]")):
         caplog.clear()
         own = (f"teacher.path={directory}", f"rollout.stop_token_ids={stops}", "train.steps=2")
         fit(configure(task, tmp_path / "run", "algorithm=opd_full", *SHORT, *own), overwrite=True)
-        assert (said in caplog.text) == (directory != teacher and stops == "[]")
+        assert (warning in caplog.text) == (directory != teacher and stops == "[]")
 
 
 def test_a_teacher_does_not_compute_in_fp8(task: Path, teacher: Path, tmp_path: Path):

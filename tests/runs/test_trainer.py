@@ -109,12 +109,12 @@ def test_transformers_agrees_with_the_trained_policy(task, finished):
     finally:
         parallel.shut_down()
     model = AutoModelForCausalLM.from_pretrained(finished / "hf", dtype=torch.float32)
-    theirs = []
+    expected = []
     for prompt, response in zip(rows.prompt_ids, rows.response_ids, strict=True):
         ids = torch.tensor([[*prompt, *response]])
         logp = torch.log_softmax(model(ids).logits[0, len(prompt) - 1 : -1], dim=-1)
-        theirs.append(logp.gather(1, torch.tensor(response)[:, None]).squeeze(1))
-    torch.testing.assert_close(ours_r, torch.cat(theirs).detach(), atol=1e-5, rtol=0)
+        expected.append(logp.gather(1, torch.tensor(response)[:, None]).squeeze(1))
+    torch.testing.assert_close(ours_r, torch.cat(expected).detach(), atol=1e-5, rtol=0)
     assert AutoTokenizer.from_pretrained(finished / "hf").eos_token_id is not None
 
 
@@ -166,9 +166,9 @@ def test_every_epoch_of_a_batch_compares_with_the_policy_at_step_start(task, tmp
 
 
 def test_dr_grpo_divides_by_the_longest_response_that_sampling_allows(task, tmp_path):
-    for name, given in {"default": (), "explicit": ("algorithm.loss.aggregation.constant=10",)}.items():
+    for name, overrides in {"default": (), "explicit": ("algorithm.loss.aggregation.constant=10",)}.items():
         more = ("train.steps=1", "optimizer.warmup_steps=0", *SHORT)
-        fit(configure(task, tmp_path / name, "algorithm=dr_grpo", *given, *more))
+        fit(configure(task, tmp_path / name, "algorithm=dr_grpo", *overrides, *more))
     ours, explicit = (records(tmp_path / name)[-1] for name in ("default", "explicit"))
     assert ours == explicit and ours["train/grad_norm"] > 0
 
@@ -216,9 +216,9 @@ def test_a_run_goes_on_under_another_recipe(task, tmp_path, caplog):
         fit(configure(task, tmp_path, *other), resume=True)
     allowed = ("algorithm", "optimizer.lr")
     assert fit(configure(task, tmp_path, *other), resume=True, allow_change=allowed).step == 2
-    said = [record.getMessage() for record in caplog.records]
-    assert any("the checkpoint's state of the member replay is left out" in text for text in said)
-    changed = next(text for text in said if text.startswith("continued with other settings: "))
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("the checkpoint's state of the member replay is left out" in text for text in messages)
+    changed = next(text for text in messages if text.startswith("continued with other settings: "))
     assert "optimizer.lr was 0.001 and is 0.002" in changed
 
 
@@ -257,16 +257,18 @@ def test_a_reward_that_always_fails_is_told_with_its_error(task, tmp_path, caplo
     (tmp_path / "wrong.py").write_text("def wrong(prompt, rollout):\n    return rollout['text']\n")
     reward = f'rewards.components=[{{"name": "mine", "function": "{tmp_path}/wrong.py:wrong"}}]'
     fit(configure(task, tmp_path / "run", *GVPO, "train.steps=2", "checkpoint.export_hf=false", reward))
-    [said] = [r.getMessage() for r in caplog.records if "rewards.components" in r.getMessage()]
-    assert said.startswith("rewards.components.0 (mine) failed for 8 of 8 responses, and counts 0 for them: ")
-    assert said.endswith("TypeError: 'Rollout' object is not subscriptable (wrong.py, line 2)")
+    [warning] = [r.getMessage() for r in caplog.records if "rewards.components" in r.getMessage()]
+    assert warning.startswith(
+        "rewards.components.0 (mine) failed for 8 of 8 responses, and counts 0 for them: "
+    )
+    assert warning.endswith("TypeError: 'Rollout' object is not subscriptable (wrong.py, line 2)")
 
 
 def test_a_reward_that_one_rank_lacks_is_heard_of_by_all(task, tmp_path):
     launch("helpers.workers.trainer_worker:a_reward_that_one_rank_lacks", [2], str(task), str(tmp_path))
-    said = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
-    assert said[0] == said[1]
-    assert said[0].endswith(f"missing.py:reward: there is no file {task}/missing.py (on rank 1)")
+    errors = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    assert errors[0] == errors[1]
+    assert errors[0].endswith(f"missing.py:reward: there is no file {task}/missing.py (on rank 1)")
 
 
 def test_an_earlier_run_is_neither_mixed_nor_lost(task, tmp_path):
