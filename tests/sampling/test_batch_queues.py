@@ -24,7 +24,7 @@ SIZE = 8
 class Response:
     prompt: Prompt
     seed: int
-    asked: int  # the step in which it began
+    first_step: int  # the step in which it began
     remaining: float  # seconds of sampling that it still needs
 
 
@@ -34,14 +34,14 @@ class SimulatedServer:
 
     generator: np.random.Generator
     step: int = 1
-    asked: list[Response] = field(default_factory=list)
+    requests: list[Response] = field(default_factory=list)
     trained: list[tuple[int, Response]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     def request(self, prompts: Sequence[Prompt], seed: int) -> list[Response]:
         [prompt] = prompts
-        self.asked.append(Response(prompt, seed, self.step, self.generator.lognormal(0, 1.5)))
-        return [self.asked[-1]]
+        self.requests.append(Response(prompt, seed, self.step, self.generator.lognormal(0, 1.5)))
+        return [self.requests[-1]]
 
     def wait_for_complete(self, batches: Sequence[list[Response]], count: int, due: int) -> list[int]:
         remaining = [response.remaining for [response] in batches]
@@ -78,8 +78,8 @@ def test_every_prompt_is_trained_once_and_none_too_late(extra: int, oldest: int)
     server = trained(steps, extra, oldest)
     # Each pass over the data has every prompt once, and the last step leaves nothing behind.
     assert Counter(r.prompt.id for _, r in server.trained) == dict.fromkeys([p.id for p in PROMPTS], 5)
-    assert len({response.seed for response in server.asked}) == len(server.asked) == steps * SIZE
-    ages = [step - response.asked for step, response in server.trained]
+    assert len({response.seed for response in server.requests}) == len(server.requests) == steps * SIZE
+    ages = [step - response.first_step for step, response in server.trained]
     assert max(ages) == oldest if extra > 1 else max(ages) <= oldest
     assert min(ages) == 0
 
@@ -87,7 +87,7 @@ def test_every_prompt_is_trained_once_and_none_too_late(extra: int, oldest: int)
 def test_a_step_no_longer_waits_for_its_slowest_prompts():
     whole, part = trained(25, 0, 1), trained(25, 8, 1)
     assert sum(part.seconds) < 0.8 * sum(whole.seconds)
-    assert all(step == response.asked for step, response in whole.trained)
+    assert all(step == response.first_step for step, response in whole.trained)
 
 
 def test_a_resumed_run_asks_again_for_what_was_in_progress():
@@ -101,7 +101,7 @@ def test_a_resumed_run_asks_again_for_what_was_in_progress():
     queue.next_batch(1)
     state = queue.state_dict()
     ready = {id(response) for _, response in first.trained}
-    waiting = [(r.prompt.id, r.seed) for r in first.asked if id(r) not in ready]
+    waiting = [(r.prompt.id, r.seed) for r in first.requests if id(r) not in ready]
     assert len(waiting) == 4
 
     _, resumed = begun(second)
@@ -109,9 +109,10 @@ def test_a_resumed_run_asks_again_for_what_was_in_progress():
     assert resumed.state_dict() == state  # a run that is saved again before its next step
     resumed.request(2)
     queue.request(2)
-    again = [(r.prompt.id, r.seed) for r in second.asked]
+    again = [(r.prompt.id, r.seed) for r in second.requests]
     assert again[:4] == waiting
-    assert again[4:] == [(r.prompt.id, r.seed) for r in first.asked[12:]]  # then what the first run asks next
+    # Then come the requests that the first run makes next.
+    assert again[4:] == [(r.prompt.id, r.seed) for r in first.requests[12:]]
 
 
 def test_a_resumed_run_without_over_sampling_says_what_it_loses(caplog: pytest.LogCaptureFixture):

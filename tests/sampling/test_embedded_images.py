@@ -25,11 +25,11 @@ def test_samples_have_transformers_log_probs(tmp_path: Path, name: str) -> None:
     """
     assert name in CONFIGS
     save_model(tmp_path, name)
-    place = tmp_path / name
-    rows = make_rows(tmp_path, ImageProcessor(str(place)))
-    model = load(place)
+    directory = tmp_path / name
+    rows = make_rows(tmp_path, ImageProcessor(str(directory)))
+    model = load(directory)
     engine = LocalModel(
-        *(str(place), tokenizer()),
+        *(str(directory), tokenizer()),
         device="cpu",
         dtype=torch.float32,
         batch_size=8,
@@ -51,6 +51,6 @@ def test_samples_have_transformers_log_probs(tmp_path: Path, name: str) -> None:
     for number in range(2):
         sampled = rows.select(range(len(rows)))
         sampled.response_ids = [group[number].token_ids for group in groups]
-        wanted = decoded_log_probs(model, sampled, place)
+        wanted = decoded_log_probs(model, sampled, directory)
         for group, logp in zip(groups, wanted, strict=True):
             torch.testing.assert_close(torch.tensor(group[number].logprobs).double(), logp, rtol=0, atol=2e-5)

@@ -71,8 +71,8 @@ def check(watching: EmptyBatches, step: int, groups: Sequence[Group]) -> list[st
 def test_a_run_without_signal_is_warned_and_ends(good):
     """Fails on the old code, which trained to the end on nothing."""
     watching = watch(good)
-    [said] = check(watching, 1, EQUAL)
-    assert said == (
+    [message] = check(watching, 1, EQUAL)
+    assert message == (
         "step 1: the loss gvpo has no signal in the batch: its rewards differ in no group (rewards: they are "
         "from 0 to 1); the run ends after 3 such batches in a row (train.max_empty_batches)"
     )
@@ -123,8 +123,8 @@ def test_shapers_that_leave_nothing_end_the_run(good):
     """A draw of which they leave something starts the count again, and is not yet a batch with signal."""
     watching = watch(good)
     draw, dropped = [group(1, 1), group(0, 0)], {"algorithm.shapers.0 (drop)": 2}
-    [said] = watching.check_shaped(1, draw, [], dropped)
-    assert said.startswith(
+    [message] = watching.check_shaped(1, draw, [], dropped)
+    assert message.startswith(
         "step 1: nothing is left to train on: algorithm.shapers.0 (drop) dropped 2 groups, whose rewards "
         "were from 0 to 1. "
     )
@@ -145,8 +145,8 @@ def test_a_reward_that_always_fails_ends_the_run(good):
     seen = "{name: seen, function: x:y, weight: 0}"
     watching = watch(good, f"rewards.components=[{{name: math}}, {{name: mine, function: x:y}}, {seen}]")
     failed = [group(1, 0, errors={"mine": "ValueError: no", "seen": "of no weight"})]
-    [said] = check(watching, 1, failed)
-    assert said.startswith(
+    [message] = check(watching, 1, failed)
+    assert message.startswith(
         "step 1: the reward mine failed for all 2 responses of the batch: ValueError: no; "
     )
     check(watching, 2, failed)
@@ -158,22 +158,22 @@ def test_all_masked_and_all_cut_off(good):
     masked = group(1, 0)
     for rollout in masked.rollouts:
         rollout.trained = False
-    [said] = watch(good).check(1, [masked], [])
-    assert "no response of the batch is trained: all are masked" in said
+    [message] = watch(good).check(1, [masked], [])
+    assert "no response of the batch is trained: all are masked" in message
     watching = watch(good)
-    [said] = check(watching, 1, [group(1, 0, finish="length")])
-    assert said.startswith("step 1: every response was cut off at rollout.max_tokens=1024: raise it")
+    [message] = check(watching, 1, [group(1, 0, finish="length")])
+    assert message.startswith("step 1: every response was cut off at rollout.max_tokens=1024: raise it")
     for step in range(2, 9):  # budgets are legitimate, where rewards differ
         assert check(watching, step, [group(1, 0, finish="length")]) == []
     watching = watch(good)
     assert check(watching, 1, [group(1, 0)]) == []
-    [said] = check(watching, 2, [group(1, 0, finish="length")])
-    assert "responses of earlier steps ended before it" in said and "lower optimizer.lr" in said
+    [message] = check(watching, 2, [group(1, 0, finish="length")])
+    assert "responses of earlier steps ended before it" in message and "lower optimizer.lr" in message
     talks = group(1, 0, finish="length")
     for rollout in talks.rollouts:
         rollout.turns = [Turn(0)]
-    [said] = check(watch(good), 1, [talks])
-    assert "every conversation ended at a limit, rollout.max_tokens=1024 or one of rollout.conv" in said
+    [message] = check(watch(good), 1, [talks])
+    assert "every conversation ended at a limit, rollout.max_tokens=1024 or one of rollout.conv" in message
 
 
 def test_advantages_of_tokens_count():
@@ -184,7 +184,7 @@ def test_advantages_of_tokens_count():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (
             ["rewards.components=[]"],
@@ -201,10 +201,10 @@ def test_advantages_of_tokens_count():
         (["rewards.components=[{name: math, weight: 0}]"], "rewards.components: all weights are 0, so all"),
     ],
 )
-def test_no_rewards_at_all_are_an_error_at_the_start(good, overrides, said):
+def test_no_rewards_at_all_are_an_error_at_the_start(good, overrides, message):
     with pytest.raises(ConfigError) as error:
         load_config([good], overrides)
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(message)
 
 
 def test_methods_without_rewards_need_none(good):

@@ -92,9 +92,9 @@ def test_end_tokens_are_the_tokenizers_and_those_of_both_files(
 def test_what_is_no_token_is_refused_with_its_file(tmp_path: Path, file: str, value: Any) -> None:
     content = {"eos_token_id": value}
     path = model_with(tmp_path / "model", *((content,) if file != "config.json" else (None, content)))
-    with pytest.raises(ConfigError, match=rf"model/{file}: eos_token_id=.* is not a token") as said:
+    with pytest.raises(ConfigError, match=rf"model/{file}: eos_token_id=.* is not a token") as refused:
         end_token_ids(path, ModelCard.read(path), OF)
-    assert f"vocab_size={USER + 1}" in str(said.value)
+    assert f"vocab_size={USER + 1}" in str(refused.value)
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_a_text_ends_with_the_token_that_the_template_writes(
 ) -> None:
     of = of_family(template)
     path = model_with(tmp_path / "model", {"eos_token_id": generation})
-    found = end_token_ids(path, ModelCard.read(path), of, stop, chat=True)
-    assert found[0] == first and set(found) == {EOS, *(generation or ()), *stop}
+    end_ids = end_token_ids(path, ModelCard.read(path), of, stop, chat=True)
+    assert end_ids[0] == first and set(end_ids) == {EOS, *(generation or ()), *stop}
     assert end_token_ids(path, ModelCard.read(path), of, stop)[0] == EOS, (
         "without the template it is the tokenizer's"
     )
@@ -160,16 +160,16 @@ def test_every_text_that_is_given_as_a_response_ends_there_once(tmp_path: Path) 
 def test_a_chat_is_trained_as_its_template_writes_it(template: str, end: int) -> None:
     """With GLM's, a turn before a tool's answer ends with another token than the others."""
     of, ends = of_family(template), (end, TURN, EOS)
-    said = (("assistant", "he"), ("tool", "a"), ("assistant", "llo"), ("user", "b"), ("assistant", "ll"))
-    chat = [{"role": role, "content": word} for role, word in said]
+    turns = (("assistant", "he"), ("tool", "a"), ("assistant", "llo"), ("user", "b"), ("assistant", "ll"))
+    chat = [{"role": role, "content": word} for role, word in turns]
     shown = DemonstrationReader(of, ends, chat=True, tools=())(chat)
-    asked = [{"role": "user", "content": "q"}]
-    prompt = ids(of, of.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
+    question = [{"role": "user", "content": "q"}]
+    prompt = ids(of, of.apply_chat_template(question, tokenize=False, add_generation_prompt=True))
     assert shown.chat is not None
     [segment] = segments(prompt, shown.token_ids, shown.chat.turns)
-    whole = ids(of, of.apply_chat_template([*asked, *chat, asked[0]], tokenize=False))
+    whole = ids(of, of.apply_chat_template([*question, *chat, question[0]], tokenize=False))
     assert tuple(segment.ids) == whole[: len(segment.ids)]
-    own = [segment.ids[place : place + count] for place, _, count in segment.own]
+    own = [segment.ids[start : start + count] for start, _, count in segment.own]
     assert [turn[-1] for turn in own] == [TURN, end, end]
 
 
@@ -206,10 +206,10 @@ def test_the_embedded_engine_stops_where_transformers_does(task: Path, tmp_path:
     for request, [rollout] in zip(requests, sampled, strict=True):
         prompt = torch.tensor([request.prompt_ids])
         plain = {"do_sample": False, "repetition_penalty": 1.0, "max_new_tokens": 12, "pad_token_id": 0}
-        said = model.generate(prompt, attention_mask=torch.ones_like(prompt), **plain)[0, 2:].tolist()
-        assert rollout.token_ids == said
-        assert rollout.finish_reason == ("stop" if said[-1] in (1, *further) else "length")
-        reasons.add((rollout.finish_reason, said[-1] == 1))
+        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **plain)[0, 2:].tolist()
+        assert rollout.token_ids == expected
+        assert rollout.finish_reason == ("stop" if expected[-1] in (1, *further) else "length")
+        reasons.add((rollout.finish_reason, expected[-1] == 1))
     assert ("stop", False) in reasons, "a further end token was met"
 
 

@@ -78,9 +78,9 @@ def test_correct_is_the_first_component_at_its_full_value():
 @pytest.mark.parametrize(("right_at", "rights"), [(1.0, 1), (0.5, 3), (0.75, 2), (10.0, 0), (-1.0, 4)])
 def test_what_is_right_is_a_setting(right_at: float, rights: int):
     scored = [rollout(r"\boxed{7}", score) for score in (1.0, 0.5, 0.75, 0.0)]
-    found = summarise([group(*scored)], k=[2], right_at=right_at)
-    assert found["eval/pass@1"] == rights / 4 and found["eval/avg@n"] == 2.25 / 4
-    assert found["eval/maj@n"] == (right_at <= 1) and found["eval/all@2"] == comb(rights, 2) / comb(4, 2)
+    metrics = summarise([group(*scored)], k=[2], right_at=right_at)
+    assert metrics["eval/pass@1"] == rights / 4 and metrics["eval/avg@n"] == 2.25 / 4
+    assert metrics["eval/maj@n"] == (right_at <= 1) and metrics["eval/all@2"] == comb(rights, 2) / comb(4, 2)
 
 
 def test_summary_of_unequal_groups():

@@ -24,33 +24,33 @@ def new_columns(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, HEADS, columns, DIM), torch.randn(rows, HEADS, columns, 2 * DIM)
 
 
-def update_both(ours: KeyValueCache, theirs: DynamicCache, rows: int, columns: int) -> None:
+def update_both(own_cache: KeyValueCache, dynamic_cache: DynamicCache, rows: int, columns: int) -> None:
     for layer in range(2):
         keys, values = new_columns(rows, columns)
-        for mine, other in zip(
-            ours.update(keys, values, layer), theirs.update(keys, values, layer), strict=True
+        for tensor, other in zip(
+            own_cache.update(keys, values, layer), dynamic_cache.update(keys, values, layer), strict=True
         ):
-            assert torch.equal(mine, other)
-        assert ours.get_seq_length(layer) == theirs.get_seq_length(layer)
-        assert ours.get_mask_sizes(1, layer) == theirs.get_mask_sizes(1, layer)
+            assert torch.equal(tensor, other)
+        assert own_cache.get_seq_length(layer) == dynamic_cache.get_seq_length(layer)
+        assert own_cache.get_mask_sizes(1, layer) == dynamic_cache.get_mask_sizes(1, layer)
 
 
 def test_it_holds_what_the_cache_of_transformers_holds(config):
     torch.manual_seed(0)
-    ours, theirs = KeyValueCache(config, MOST), DynamicCache(config=config)
-    update_both(ours, theirs, rows=3, columns=5)
+    own_cache, dynamic_cache = KeyValueCache(config, MOST), DynamicCache(config=config)
+    update_both(own_cache, dynamic_cache, rows=3, columns=5)
     spread = torch.tensor([0, 0, 0, 1, 1, 2, 2])
-    for cache in (ours, theirs):
+    for cache in (own_cache, dynamic_cache):
         cache.batch_select_indices(spread)
     rows = len(spread)
     for step in range(MOST - 5):  # beyond the first room for columns, to the last
-        update_both(ours, theirs, rows, columns=1)
+        update_both(own_cache, dynamic_cache, rows, columns=1)
         if step in (3, 4, 50, 120):
             stays = torch.rand(rows) > 0.3
             stays[0] = step != 3  # the first row leaves first: another one takes its place
-            kept = ours.keep(stays)
+            kept = own_cache.keep(stays)
             assert sorted(kept.tolist()) == stays.nonzero().squeeze(1).tolist()
-            theirs.batch_select_indices(kept)
+            dynamic_cache.batch_select_indices(kept)
             rows = len(kept)
     assert 0 < rows < 5
 
@@ -67,14 +67,14 @@ def test_no_row_may_be_left_and_all_may_stay():
 def test_a_column_and_a_row_that_leaves_copy_nothing_else():
     cache = KeyValueCache(CONFIGS["full attention"], MOST)
     cache.update(*new_columns(6, 5), 0)
-    place = cache.layers[0].keys.data_ptr()
+    address = cache.layers[0].keys.data_ptr()
     for _ in range(12):
         keys, _ = cache.update(*new_columns(6, 1), 0)
-    assert keys.data_ptr() == place
+    assert keys.data_ptr() == address
     before = keys.clone()
     rows = cache.keep(torch.tensor([True, False, True, True, True, True]))
     assert rows.tolist() == [0, 5, 2, 3, 4]
-    assert cache.layers[0].keys.data_ptr() == place
+    assert cache.layers[0].keys.data_ptr() == address
     assert torch.equal(cache.layers[0].keys, before[rows])
 
 
@@ -92,7 +92,7 @@ def test_a_tokens_attention_over_memory_with_room_is_pytorchs(masked, group):
     mask = torch.rand(rows, 1, 1, keys.shape[2]) > 0.4 if masked else None
     if mask is not None:
         mask[..., -1] = True
-    found, _ = grouped_sdpa(torch.nn.Module(), query, keys, values, mask, scaling=0.7)
+    attention, _ = grouped_sdpa(torch.nn.Module(), query, keys, values, mask, scaling=0.7)
     expected = torch.nn.functional.scaled_dot_product_attention(
         query,
         keys.repeat_interleave(group, 1),
@@ -100,4 +100,4 @@ def test_a_tokens_attention_over_memory_with_room_is_pytorchs(masked, group):
         attn_mask=mask,
         scale=0.7,
     )
-    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(attention, expected.transpose(1, 2), rtol=1e-5, atol=1e-6)

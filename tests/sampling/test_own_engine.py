@@ -96,6 +96,6 @@ def test_a_signal_ends_its_waits(task: Path, tmp_path: Path, engines: list[Table
 
 
 def test_a_name_without_an_engine_is_refused(task: Path, tmp_path: Path):
-    said = r"rollout\.engine: Input should be 'local', 'sglang' or 'vllm' \(given: 'tgi'\)"
-    with pytest.raises(ConfigError, match=said):
+    problem = r"rollout\.engine: Input should be 'local', 'sglang' or 'vllm' \(given: 'tgi'\)"
+    with pytest.raises(ConfigError, match=problem):
         configure(task, tmp_path, "rollout.engine=tgi")

@@ -387,11 +387,13 @@ def test_two_ranks_return_the_groups_of_one(checkpoint: str, tmp_path: Path):
         assert len(groups) == len(expected) == prompts
         for got, group in zip(groups, expected, strict=True):
             assert got["prompt"] == asdict(group.prompt)
-            for mine, rollout in zip(got["rollouts"], group.rollouts, strict=True):
+            for sample, rollout in zip(got["rollouts"], group.rollouts, strict=True):
                 # Other batch shapes round differently.
-                np.testing.assert_allclose(mine.pop("logprobs"), rollout.logprobs, atol=1e-5)
-                mine.pop("seconds")
-                assert mine == {k: v for k, v in asdict(rollout).items() if k not in ("logprobs", "seconds")}
+                np.testing.assert_allclose(sample.pop("logprobs"), rollout.logprobs, atol=1e-5)
+                sample.pop("seconds")
+                assert sample == {
+                    k: v for k, v in asdict(rollout).items() if k not in ("logprobs", "seconds")
+                }
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 4, 5, 9, 10, 1000])

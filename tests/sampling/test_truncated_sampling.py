@@ -124,8 +124,8 @@ def test_packs_carry_supports_beside_their_labels(share_prompts: bool):
     assert members_of(batch.supports) == [*MEMBERS, [], [], *MEMBERS]
     assert PackedBatch.pack(rows.select([1])).supports is None
     for part in [] if share_prompts else [batch.cut(2, part) for part in range(2)]:
-        found = zip(part.index_r.tolist(), members_of(part.supports), strict=True)
-        assert all(members == members_of(batch.supports)[index] for index, members in found)
+        pairs = zip(part.index_r.tolist(), members_of(part.supports), strict=True)
+        assert all(members == members_of(batch.supports)[index] for index, members in pairs)
         assert 0 < len(part.index_r) < 10
 
 
