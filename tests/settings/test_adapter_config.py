@@ -51,7 +51,7 @@ def test_targets_are_sorted_names_of_hugging_face(good: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("adapter", "said"),
+    ("adapter", "problem"),
     [
         ("{dropout: 0.1}", "model.adapter.dropout: no such key"),
         ("{rank: 0}", "model.adapter.rank"),
@@ -69,14 +69,14 @@ def test_targets_are_sorted_names_of_hugging_face(good: Path) -> None:
         ("{type: lora, targets: [q_proj, v_proj]}", "shares one A among q_proj, k_proj, v_proj"),
     ],
 )
-def test_what_cannot_be_is_refused(good: Path, adapter: str, said: str) -> None:
+def test_what_cannot_be_is_refused(good: Path, adapter: str, problem: str) -> None:
     with pytest.raises(ConfigError) as refused:
         with_adapter(good, adapter)
-    assert said in str(refused.value) and "\n" not in str(refused.value)
+    assert problem in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("adapter", "overrides", "sizes", "said"),
+    ("adapter", "overrides", "sizes", "problem"),
     [
         ("{rank: 6}", ["parallel.tp=4"], {}, "parallel.tp=4 does not divide model.adapter.rank=6"),
         (
@@ -112,12 +112,12 @@ def test_what_cannot_be_is_refused(good: Path, adapter: str, said: str) -> None:
     ],
 )
 def test_layouts_that_would_be_wrong_are_refused(
-    good: Path, adapter: str, overrides: list[str], sizes: dict[str, Any], said: str
+    good: Path, adapter: str, overrides: list[str], sizes: dict[str, Any], problem: str
 ) -> None:
     config = with_adapter(good, adapter, *overrides, **sizes)
     with pytest.raises(ConfigError) as refused:
         check_layout(config, config.parallel.tp)
-    assert said in str(refused.value) and "\n" not in str(refused.value)
+    assert problem in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_experts_without_adapters_may_be_divided(good: Path) -> None:
@@ -142,8 +142,8 @@ def test_packs_are_padded_for_adapters_of_q_k_and_v(good: Path) -> None:
 def test_every_recipe_is_valid_with_adapters(good: Path) -> None:
     valid = 0
     for name in recipe_names():
-        given = read_recipe(name)[1].settings
-        settings = [f"{key}={json.dumps(value)}" for key, value in given.items()]
+        values = read_recipe(name)[1].settings
+        settings = [f"{key}={json.dumps(value)}" for key, value in values.items()]
         base = [f"algorithm.recipe={name}", *settings]
         try:
             load_config([good], base)

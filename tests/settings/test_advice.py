@@ -9,7 +9,7 @@ from megatron_gvpo.settings.rules import advice
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "is_advised"),
     [
         (["train.mini_batches=1"], True),
         (["train.mini_batches=1", "train.batch_epochs=2"], False),
@@ -20,29 +20,29 @@ from megatron_gvpo.settings.rules import advice
         (["train.mini_batches=2"], False),
     ],
 )
-def test_a_user_is_told_where_gvpo_is_a_policy_gradient(good, overrides, said):
-    assert bool(advice(load_config([good], overrides))) == said
+def test_a_user_is_told_where_gvpo_is_a_policy_gradient(good, overrides, is_advised):
+    assert bool(advice(load_config([good], overrides))) == is_advised
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "said"),
+    ("algorithm", "is_advised"),
     [("grpo", True), ("gpg", True), ("gvpo", False), ("{recipe: grpo, loss: {importance: truncate}}", False)],
 )
-def test_a_user_is_told_where_older_weights_pass_for_the_present_ones(good, algorithm, said):
+def test_a_user_is_told_where_older_weights_pass_for_the_present_ones(good, algorithm, is_advised):
     overrides = ["rollout.engine=sglang", "rollout.async_steps=1", "train.mini_batches=2"]
     config = load_config([good], [*overrides, f"algorithm={algorithm}"])
-    assert ("rollout.async_steps=1: " in (advice(config) or "")) == said
+    assert ("rollout.async_steps=1: " in (advice(config) or "")) == is_advised
 
 
 def test_an_evaluation_that_counts_another_component_than_the_answers(good):
     held_out, both = "data.eval={path: e.jsonl}", "rewards.components=[{name: format}, {name: math}]"
-    said = advice(load_config([good], [held_out, both, "train.mini_batches=2"]))
-    assert said == (
+    text = advice(load_config([good], [held_out, both, "train.mini_batches=2"]))
+    assert text == (
         "rewards.components: evaluation counts the first, format, and math judges the answers: put math first"
     )
     alone = "rewards.components=[{name: format}]"
-    for given in ([both], [held_out, alone], [held_out]):
-        assert advice(load_config([good], [*given, "train.mini_batches=2"])) is None
+    for overrides in ([both], [held_out, alone], [held_out]):
+        assert advice(load_config([good], [*overrides, "train.mini_batches=2"])) is None
 
 
 @pytest.mark.parametrize(

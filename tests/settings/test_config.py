@@ -103,7 +103,7 @@ def test_evaluation_samples_as_training_does(good):
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "problem"),
     [
         # unknown keys, at every depth
         ("optimzer.lr=1", "optimzer: no such key; did you mean 'optimizer'?"),
@@ -319,9 +319,9 @@ def test_evaluation_samples_as_training_does(good):
         ),
     ],
 )
-def test_what_a_user_is_told(good, override, said):
+def test_what_a_user_is_told(good, override, problem):
     text = message(good, override)
-    assert text.startswith(said)
+    assert text.startswith(problem)
     assert "\n" not in text and "pydantic" not in text
 
 
@@ -351,7 +351,7 @@ def test_blocks_may_read_components_that_there_are(good):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "said"),
+    ("algorithm", "problem"),
     [
         (
             "{recipe: gdpo, members: [demonstration]}",
@@ -360,10 +360,10 @@ def test_blocks_may_read_components_that_there_are(good):
         ("{recipe: gdpo, sampler: file}", "sampler=file gives one reward a response: use sampler=engine"),
     ],
 )
-def test_components_are_of_responses_that_rewards_have_judged(good, algorithm, said):
+def test_components_are_of_responses_that_rewards_have_judged(good, algorithm, problem):
     keys = "data.train={path: x, demonstration_key: solution, responses_key: responses}"
     text = message(good, keys, f"algorithm={algorithm}")
-    assert text.startswith(f"algorithm.estimator reads components of the reward, and {said}")
+    assert text.startswith(f"algorithm.estimator reads components of the reward, and {problem}")
 
 
 def test_only_pass_at_1_is_asked_for_where_k_is_empty(good):
@@ -433,7 +433,7 @@ def test_missing_keys_and_several_errors_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "problem"),
     [
         ("model: {path: a}\ntrain: {steps: 1}\nmodel: {path: b}\n", "key 'model' given twice"),
         ("train:\n  steps: 1\n  steps: 2\n", "key 'steps' given twice"),
@@ -448,10 +448,10 @@ def test_missing_keys_and_several_errors_at_once(tmp_path):
         ("train: {steps: !!int ''}\n", "not valid YAML"),
     ],
 )
-def test_files_that_are_not_a_configuration(tmp_path, text, said):
+def test_files_that_are_not_a_configuration(tmp_path, text, problem):
     file = tmp_path / "bad.yaml"
     file.write_text(text)
-    assert str(file) in message(file) and said in message(file)
+    assert str(file) in message(file) and problem in message(file)
 
 
 def test_a_models_own_configuration_is_not_that_of_a_run(tmp_path):

@@ -19,14 +19,14 @@ DELTA_NET = {"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["linear_at
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "problem"),
     [
         (QWEN3_MOE, r"model\.path=m has experts, .* rollout\.engine to sglang or vllm"),
         (DELTA_NET, "gated delta net"),
     ],
 )
-def test_they_are_named_with_what_would_be_right(model: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_they_are_named_with_what_would_be_right(model: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
         check_embedded_engine(MODEL, ModelCard(model))
 
 

@@ -139,13 +139,13 @@ def test_servers_get_gpus_that_the_trainer_may_see(
 
 
 @pytest.mark.parametrize(
-    ("limits", "said"),
+    ("limits", "printed"),
     [
         ((64, 4096), "(256, 4096)"),
         ((64, 64), "this process may open 64 files, and a run needs 256: raise the limit (ulimit -n)"),
     ],
 )
-def test_a_process_that_may_open_few_files(good: Path, limits: tuple[int, int], said: str):
+def test_a_process_that_may_open_few_files(good: Path, limits: tuple[int, int], printed: str):
     """Fails on the old code: a reward's worker ended with a traceback."""
     program = (
         "import resource\nfrom megatron_gvpo.core.errors import ConfigError\n"
@@ -157,4 +157,4 @@ def test_a_process_that_may_open_few_files(good: Path, limits: tuple[int, int], 
         "except ConfigError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert done.stdout.splitlines() == [said], done.stderr
+    assert done.stdout.splitlines() == [printed], done.stderr

@@ -117,8 +117,8 @@ def exists(key: str) -> bool:
     key = key.removesuffix("[]")
     section, _, name = key.rpartition(".")
     if section.startswith("algorithm."):
-        place = section.removeprefix("algorithm.")
-        blocks = _blocks(_block_keys()[place]) if place in _block_keys() else []
+        block_key = section.removeprefix("algorithm.")
+        blocks = _blocks(_block_keys()[block_key]) if block_key in _block_keys() else []
         return name in {field for block in blocks for field in block.model_fields}
     return name in sections.get(section, ()) or key in sections or f"{key}[]" in sections
 

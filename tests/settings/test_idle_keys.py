@@ -15,7 +15,7 @@ HELD_OUT = "data.eval={path: e.jsonl}"
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("overrides", "problem"),
     [
         (("eval.every=5",), "eval.every has no effect: data.eval names the held-out prompts, and is missing"),
         (
@@ -61,12 +61,12 @@ HELD_OUT = "data.eval={path: e.jsonl}"
         ),
     ],
 )
-def test_a_key_without_effect(good, given, said):
-    assert said in message(good, *given)
+def test_a_key_without_effect(good, overrides, problem):
+    assert problem in message(good, *overrides)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "overrides",
     [
         (HELD_OUT, "eval.every=5", "data.eval=null"),  # how a run is tried without evaluations
         ("eval={every: 0, n: 8}",),
@@ -79,12 +79,12 @@ def test_a_key_without_effect(good, given, said):
         ("algorithm={recipe: dpo, prompts: {name: success_rate, field: rate}}", DPO[1]),
     ],
 )
-def test_a_key_with_an_effect(good, given):
-    load_config([good], given)
+def test_a_key_with_an_effect(good, overrides):
+    load_config([good], overrides)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("overrides", "problem"),
     [
         ((*SFT, "rollout.n=16"), "rollout.n: no effect with algorithm.sampler=dataset, where the data have"),
         (
@@ -94,17 +94,17 @@ def test_a_key_with_an_effect(good, given):
         ),
     ],
 )
-def test_keys_of_sampling_are_told_where_nothing_is_sampled(good, given, said):
-    assert str(advice(load_config([good], given))).startswith(said)
+def test_keys_of_sampling_are_told_where_nothing_is_sampled(good, overrides, problem):
+    assert str(advice(load_config([good], overrides))).startswith(problem)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "overrides",
     [
         (*SFT, "rollout.max_tokens=64"),
         (*SFT, HELD_OUT, "rollout.temperature=0.5", "rewards.components=[{name: format}]"),
         ("rollout.n=16", "rewards.components=[{name: format}]", "train.mini_batches=2"),
     ],
 )
-def test_keys_of_sampling_with_an_effect_are_not_told(good, given):
-    assert advice(load_config([good], given)) is None
+def test_keys_of_sampling_with_an_effect_are_not_told(good, overrides):
+    assert advice(load_config([good], overrides)) is None

@@ -9,7 +9,7 @@ from megatron_gvpo.settings.config import load_config
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "said"),
+    ("algorithm", "problem"),
     [
         ("{recipe: dapo, loss: {reference: {name: ema, decay: 0.9}}}", "goes with kl_coef above 0"),
         ("{recipe: dapo, loss: {shape: 0.2}}", "shape=0.2 has no effect: it goes with demonstrations=shaped"),
@@ -60,8 +60,8 @@ from megatron_gvpo.settings.config import load_config
         ("{tracker: {decay: 0.5}}", "algorithm: tracker has no effect: no block reads it"),
     ],
 )
-def test_an_option_of_a_block_that_its_others_switch_off(good, algorithm, said):
-    assert said in message(good, f"algorithm={algorithm}")
+def test_an_option_of_a_block_that_its_others_switch_off(good, algorithm, problem):
+    assert problem in message(good, f"algorithm={algorithm}")
 
 
 def test_a_recipes_own_value_of_such_an_option_may_stay(good):

@@ -53,14 +53,14 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("recipe", ["gvpo", "gpg", "grpo_care", "vspo", "tempsamp_r1", "reg_grpo", "sft"])
 def test_methods_accept_a_model_with_images(directory: Path, recipe: str) -> None:
     """The image and video methods of the papers among them; DeepVideo-R1's is reg_grpo."""
-    given = {"train": {"path": "unused", "images_key": "images", "demonstration_key": "solution"}}
-    check_layout(config_of(directory, algorithm=recipe, data=given), 2)
+    data = {"train": {"path": "unused", "images_key": "images", "demonstration_key": "solution"}}
+    check_layout(config_of(directory, algorithm=recipe, data=data), 2)
     split = {"tp": 2, "sequence_parallel": True, "pp": 2}
-    check_layout(config_of(directory, algorithm=recipe, data=given, parallel=split), 4)
+    check_layout(config_of(directory, algorithm=recipe, data=data, parallel=split), 4)
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    ("sections", "problem"),
     [
         ({"parallel": {"cp": 2}}, "parallel.cp=2 is not supported with images"),
         ({"parallel": {"pp": 2, "vpp": 2}}, "parallel.vpp=2 is not supported with images"),
@@ -76,13 +76,13 @@ def test_methods_accept_a_model_with_images(directory: Path, recipe: str) -> Non
         ({"algorithm": "ppo"}, "algorithm.critic is not supported with images"),
     ],
 )
-def test_refused_by_name(directory: Path, sections: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_refused_by_name(directory: Path, sections: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
         check_layout(config_of(directory, **sections), 4)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "problem"),
     [
         ({"image_token_id": 0}, "image_token_id=0 in config.json: expected a token above 0"),
         ({"video_token_id": 10**6}, "video_token_id=1000000 in config.json"),
@@ -91,14 +91,14 @@ def test_refused_by_name(directory: Path, sections: dict[str, Any], said: str) -
         ({"vocab_size": 131}, "parallel.tp=2 does not divide vocab_size=131"),
     ],
 )
-def test_a_config_json_that_cannot_be_right(directory: Path, changes: dict[str, Any], said: str) -> None:
+def test_a_config_json_that_cannot_be_right(directory: Path, changes: dict[str, Any], problem: str) -> None:
     file = directory / "config.json"
     values = json.loads(file.read_text())
     text = {key: changes[key] for key in changes if key in values["text_config"]}
     values |= {key: value for key, value in changes.items() if key not in text}
     values["text_config"] |= text
     file.write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=problem):
         check_layout(config_of(directory, parallel={"tp": 2}), 2)
 
 
@@ -109,8 +109,8 @@ def test_a_processor_of_another_model(directory: Path) -> None:
     file.write_text(json.dumps(PROCESSOR | {"patch_size": patch}))
     check_layout(config_of(directory), 1)
     file.write_text(json.dumps(PROCESSOR | {"patch_size": 7}))
-    said = f"patch_size=7 in preprocessor_config.json, and vision_config.patch_size={patch} in config.json"
-    with pytest.raises(ConfigError, match=said):
+    problem = f"patch_size=7 in preprocessor_config.json, and vision_config.patch_size={patch} in config.json"
+    with pytest.raises(ConfigError, match=problem):
         check_layout(config_of(directory), 1)
 
 
@@ -170,8 +170,8 @@ def test_a_plan_with_images(directory: Path) -> None:
     work = Workload(8, 4, 100, parse_lengths("20,max=100"), image_tokens=64)
     added = model_flops(model, work) - model_flops(model, replace(work, image_tokens=0))
     assert added == pytest.approx(model.vision.flops(8 * 4 * 64, 64 * 4))
-    found = search(model, gpu("h100"), 4, work).best
-    assert {c.layout.cp for c in found} == {c.layout.vpp for c in found} == {1}
+    best = search(model, gpu("h100"), 4, work).best
+    assert {c.layout.cp for c in best} == {c.layout.vpp for c in best} == {1}
 
 
 def test_a_text_model_has_no_tower_to_train(task: Path) -> None:

@@ -64,7 +64,7 @@ def test_selective_recomputation_is_possible_for_every_model(good, sizes):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "world_size", "said"),
+    ("overrides", "world_size", "problem"),
     [
         (
             ["parallel.tp=3"],
@@ -134,10 +134,10 @@ def test_selective_recomputation_is_possible_for_every_model(good, sizes):
         ),
     ],
 )
-def test_layouts_that_do_not_fit(good, overrides, world_size, said):
+def test_layouts_that_do_not_fit(good, overrides, world_size, problem):
     with pytest.raises(ConfigError) as error:
         check_layout(with_model(good, *overrides), world_size)
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(problem)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "moe_intermed
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "problem"),
     [
         (["parallel.ep=4"], "parallel.ep=4 does not divide the model's 6 experts; possible: [1, 2, 3, 6]"),
         (
@@ -170,11 +170,11 @@ MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "moe_intermed
         (["parallel.etp=3"], "parallel.etp=3 does not divide the model's moe_intermediate_size=32"),
     ],
 )
-def test_expert_layouts_that_do_not_fit(good, overrides, said):
+def test_expert_layouts_that_do_not_fit(good, overrides, problem):
     check_layout(with_model(good, "parallel.ep=2", **MOE), 2)
     with pytest.raises(ConfigError) as error:
         check_layout(with_model(good, *overrides, **MOE), 12)
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(problem)
 
 
 YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
@@ -183,7 +183,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "high_freq_factor": 4.0}
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sizes", "said"),
+    ("overrides", "sizes", "problem"),
     [
         ([], {"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn in config.json; supported for this"),
         ([], {"rope_scaling": {"type": "linear"}}, "rope_type=linear in config.json; supported for this"),
@@ -195,16 +195,16 @@ LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "high_freq_factor": 4.0}
         (["parallel.cp=2"], {"sliding_window": 4096}, "a ring cannot follow the model's sliding_window=4096"),
     ],
 )
-def test_positions_that_megatron_does_not_have(good, overrides, sizes, said):
+def test_positions_that_megatron_does_not_have(good, overrides, sizes, problem):
     check_layout(with_model(good, rope_parameters=LLAMA3, architectures=["LlamaForCausalLM"]), 1)
     check_layout(with_model(good, "parallel.cp=2", sliding_window=9, use_sliding_window=False), 2)
     with pytest.raises(ConfigError) as error:
         check_layout(with_model(good, *overrides, **sizes), 2)
-    assert said in str(error.value)
+    assert problem in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "problem"),
     [
         (
             {"architectures": ["LlamaForCausalLM"], "attention_bias": True},
@@ -243,11 +243,11 @@ def test_positions_that_megatron_does_not_have(good, overrides, sizes, said):
         ),
     ],
 )
-def test_what_megatron_bridge_would_build_otherwise(good, model, said):
+def test_what_megatron_bridge_would_build_otherwise(good, model, problem):
     """For these config.json files Megatron-Bridge would silently build another model."""
     with pytest.raises(ConfigError) as error:
         check_layout(with_model(good, **model), 1)
-    assert said in str(error.value)
+    assert problem in str(error.value)
 
 
 def test_gpt_oss_has_one_yarn(good):
@@ -287,7 +287,7 @@ def test_a_critic_must_fit_the_layout_and_the_policys_tokens(good, tmp_path):
     critic.mkdir()
     config = with_model(good, "algorithm=ppo", f"algorithm.critic.path={critic}", vocab_size=100)
     fitting = json.loads((good.parent / "config.json").read_text())
-    for changes, said in (
+    for changes, problem in (
         ({"architectures": ["BertModel"]}, "critic.path=.*architecture BertModel"),
         ({"vocab_size": 99}, "critic.path=.*vocab_size=99, .*policy's is 100"),
         ({"num_attention_heads": 13}, "does not divide"),
@@ -295,7 +295,7 @@ def test_a_critic_must_fit_the_layout_and_the_policys_tokens(good, tmp_path):
         (critic / "config.json").write_text(json.dumps({**fitting, **changes}))
         two = load_config([good], [f"model.path={good.parent}", "algorithm=ppo", "parallel.tp=2"])
         two = two.model_copy(update={"algorithm": config.algorithm})
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=problem):
             check_layout(two, 2)
     (critic / "config.json").write_text(json.dumps(fitting))
     check_layout(config, 1)

@@ -172,13 +172,13 @@ def attention() -> str:
         "| GPU | model.dtype | deterministic | cp | head dimensions | without flash-attn | with it |",
         "|---|---|---|---|---|---|---|",
     ]
-    asked = itertools.product(
+    cases = itertools.product(
         {"A100 (8.0)": (8, 0), "H100 (9.0)": (9, 0), "B200 (10.0)": (10, 0)}.items(),
         ("bfloat16", "float32"),
         (False, True),
         (1, 2),
     )
-    for (gpu, capability), dtype, deterministic, cp in asked:
+    for (gpu, capability), dtype, deterministic, cp in cases:
         answers: dict[tuple[str, str], list[str]] = {}
         for name, dims in shapes.items():
             of = Attention(dtype, deterministic, cp, *dims)
@@ -228,8 +228,8 @@ def refused() -> str:
         special = {name: value for name, value in model.items() if base.get(name) != value}
         keys = [f"{section}.{k}={json.dumps(v)}" for section, d in sections.items() for k, v in d.items()]
         keys += [f"config.json: {name}={json.dumps(value)}" for name, value in special.items()]
-        said = refusal(sections, model, processes).replace("|", "\\|")
-        lines.append(f"| `{' '.join(keys)}` | {said} |")
+        reason = refusal(sections, model, processes).replace("|", "\\|")
+        lines.append(f"| `{' '.join(keys)}` | {reason} |")
     return "\n".join(lines)
 
 

@@ -65,9 +65,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "said"), REFUSED)
-def test_what_cannot_be_right_is_refused(changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as refused:
+@pytest.mark.parametrize(("changed", "problem"), REFUSED)
+def test_what_cannot_be_right_is_refused(changed: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as refused:
         check_family(GOOD | changed, "model.path=m")
     assert str(refused.value).startswith("model.path=m: ") and len(str(refused.value)) < 200
 
@@ -77,7 +77,7 @@ K_EXAONE = {"architectures": ["ExaoneMoeForCausalLM"], "num_hidden_layers": 4}
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "problem"),
     [
         (HY3 | {"first_k_dense_replace": None}, "no first_k_dense_replace in config.json, .* add"),
         (
@@ -98,8 +98,8 @@ K_EXAONE = {"architectures": ["ExaoneMoeForCausalLM"], "num_hidden_layers": 4}
         ({"architectures": ["GemmaForCausalLM"], "hidden_act": "silu"}, "hidden_act=silu in config.json"),
     ],
 )
-def test_what_megatron_bridge_would_build_otherwise_is_refused(changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_megatron_bridge_would_build_otherwise_is_refused(changed: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
         check_family(GOOD | changed, "model.path=m")
 
 

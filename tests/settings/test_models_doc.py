@@ -44,12 +44,12 @@ def supported() -> str:
 
 def _served(title: str) -> str:
     """The engines whose servers got the family's weights in a test, with a dtype other than float32."""
-    found = [
+    engines = [
         ENGINE_NAMES[engine] + ("" if dtype == "float32" else f" ({dtype})")
         for engine, served, dtype in [*SERVED, *SERVED_ELSEWHERE]
         if served == title
     ]
-    return ", ".join(sorted(found)) or "-"
+    return ", ".join(sorted(engines)) or "-"
 
 
 def not_served() -> str:
@@ -104,9 +104,9 @@ def test_what_is_served_on_a_cpu_is_not_refused_there() -> None:
 
 def test_every_architecture_of_megatron_bridge_is_supported_or_refused_by_name() -> None:
     """Its files are read, not imported: that takes ten seconds."""
-    [place] = map(Path, find_spec("megatron.bridge").submodule_search_locations)
+    [directory] = map(Path, find_spec("megatron.bridge").submodule_search_locations)
     built = set()
-    for file in (place / "models").rglob("*_bridge.py"):
+    for file in (directory / "models").rglob("*_bridge.py"):
         text = "\n".join(line for line in file.read_text().splitlines() if ">>>" not in line)
         for name in re.findall(r"register_bridge(?:_implementation)?\(\s*source=\"?([A-Z_]\w+)", text):
             constant = re.search(rf'^{name} = "(\w+)"', text, re.MULTILINE)

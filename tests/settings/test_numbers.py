@@ -56,17 +56,17 @@ def test_there_are_numbers():
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_boolean_or_a_huge_number_is_refused(field):
     """Fails on the former Section, for which true was 1 and 1e300 a learning rate."""
-    section, name, places = FIELDS[field]
-    for place in places:
+    section, name, wrappers = FIELDS[field]
+    for wrap in wrappers:
         for bad in HUGE:
             with pytest.raises(ValidationError) as error:
-                section.model_validate({name: place(bad)})
+                section.model_validate({name: wrap(bad)})
             wrong = [item for item in error.value.errors() if item["loc"][:1] == (name,)]
             assert any(item["input"] is bad or item["input"] == bad for item in wrong), (bad, wrong)
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "problem"),
     [
         ("optimizer.lr=true", "optimizer.lr: Input should be a valid number (given: True)"),
         ('optimizer.lr="1e-5"', "optimizer.lr: expected a number, found text: write it without quotes"),
@@ -90,15 +90,15 @@ def test_a_boolean_or_a_huge_number_is_refused(field):
         ("nonsense" * 500, "override 'nonsense"),
     ],
 )
-def test_what_a_user_is_told(good, override, said):
+def test_what_a_user_is_told(good, override, problem):
     with pytest.raises(ConfigError) as error:
         load_config([good], [override])
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(problem)
     assert "\n" not in str(error.value) and len(str(error.value)) < 600
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "problem"),
     [
         ("a: [\n" * 3000, "not valid YAML"),
         (f"train: {{steps: {'9' * 5000}}}\n", "not valid YAML"),
@@ -112,12 +112,12 @@ def test_what_a_user_is_told(good, override, said):
         ("a: 1\nb: \x01\n", "not valid YAML"),
     ],
 )  # fmt: skip
-def test_files_that_nobody_means(tmp_path, text, said):
+def test_files_that_nobody_means(tmp_path, text, problem):
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError) as error:
         load_config([file])
-    assert said in str(error.value) and str(file) in str(error.value)
+    assert problem in str(error.value) and str(file) in str(error.value)
     assert "\n" not in str(error.value) and len(str(error.value)) < 600
 
 

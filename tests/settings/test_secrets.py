@@ -68,9 +68,9 @@ def test_what_is_no_secret_is_written_as_it_is(good: Path):
     ],
 )
 def test_a_literal_secret_is_redacted_and_refused_on_a_command_line(options: str, shown: object, good: Path):
-    given = yaml.load(good.read_text(), Loader)
+    sections = yaml.load(good.read_text(), Loader)
     key, value = reward(options).split("=", 1)
-    config = build_config(given | {"rewards": {key.split(".")[1]: yaml.load(value, Loader)}})
+    config = build_config(sections | {"rewards": {key.split(".")[1]: yaml.load(value, Loader)}})
     assert as_written(config)["rewards"]["components"][0]["options"] == shown
     with pytest.raises(ConfigError, match=r"options\.[\w.]+: a secret on a command line.*`\{env: NAME\}`"):
         load_config([good], [reward(options)])
@@ -80,9 +80,9 @@ def test_a_file_with_a_literal_secret_is_noted(good: Path, capsys: pytest.Captur
     file = good.with_name("judge.yaml")
     file.write_text("rewards: {components: [{name: format, options: {password: 'pass w0rd'}}]}\n")
     assert main(["eval", str(good), str(file)]) == 2  # for want of data.eval
-    said = capsys.readouterr().err
-    assert "note: rewards.components.0.options.password: a secret in a configuration file" in said
-    assert "w0rd" not in said
+    error = capsys.readouterr().err
+    assert "note: rewards.components.0.options.password: a secret in a configuration file" in error
+    assert "w0rd" not in error
 
 
 @pytest.mark.parametrize("value", ["", None, "two\nlines"])
@@ -158,10 +158,10 @@ def test_keys_of_the_environment_are_hidden(good: Path, monkeypatch: pytest.Monk
 
 
 def test_urls_in_data_keep_users_that_are_no_secrets_of_the_run(good: Path):
-    given = yaml.load(good.read_text(), Loader)
+    sections = yaml.load(good.read_text(), Loader)
     url = "https://me:open-sesame@host/?api_key=q1w2e3r4"
     judge = {"name": "judge", "function": "a.py:f", "options": {"url": url}}
-    build_config(given | {"rewards": {"components": [judge]}})
+    build_config(sections | {"rewards": {"components": [judge]}})
     other = "postgres://app:apple@db/x?token=t1"
     assert hide_secrets(f"{other} open-sesame") == f"{other} <redacted>"
     assert hide_secrets("q1w2e3r4") == "<redacted>"
@@ -221,9 +221,9 @@ def test_a_mapping_of_options_may_be_called_env(good: Path):
     ],
 )
 def test_servers_settings_hold_no_secret(servers: str, problem: str, good: Path):
-    given = yaml.load(good.read_text(), Loader)
+    sections = yaml.load(good.read_text(), Loader)
     with pytest.raises(ConfigError, match=problem) as refused:
-        build_config(given | {"rollout": {"engine": "vllm", "servers": yaml.load(servers, Loader)}})
+        build_config(sections | {"rollout": {"engine": "vllm", "servers": yaml.load(servers, Loader)}})
     assert not {"abc", "pw@"} & set(str(refused.value).split())
 
 

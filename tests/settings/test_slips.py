@@ -29,7 +29,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "problem"),
     [
         ("optimizer.lr = 1e-4", "write the key without spaces: optimizer.lr=VALUE"),
         ("rewards.components[0].weight=2", "behind a point: rewards.components.0.weight=VALUE"),
@@ -41,8 +41,8 @@ SIZES = {
         ("rewards.components=[{name: math, options: {marker: ''}}]", "options.marker is empty"),
     ],
 )
-def test_a_value_that_cannot_be_meant_shows_the_slip(good: Path, override: str, said: str) -> None:
-    assert said in message(good, override)
+def test_a_value_that_cannot_be_meant_shows_the_slip(good: Path, override: str, problem: str) -> None:
+    assert problem in message(good, override)
 
 
 @pytest.mark.parametrize("section", ["rollout.servers", "rewards.components.0.judge.servers"])
@@ -52,10 +52,10 @@ def test_an_address_with_v1_and_a_key_in_place_of_its_variables_name(good: Path,
         "rewards.components=[{name: j, judge: {model: m, servers: {engine: openai, urls: ['http://h']}}}]"
     ]
     words = ["rollout.engine=vllm", *judge]
-    said = message(good, *words, f"{section}.urls=['https://api.example/v1']")
-    assert "'https://api.example/v1': give the address without /v1" in said
-    said = message(good, *words, f"{section}.api_key_env=sk-abc123")
-    assert "api_key_env: expected the name of an environment variable" in said and "abc123" not in said
+    problem = message(good, *words, f"{section}.urls=['https://api.example/v1']")
+    assert "'https://api.example/v1': give the address without /v1" in problem
+    problem = message(good, *words, f"{section}.api_key_env=sk-abc123")
+    assert "api_key_env: expected the name of an environment variable" in problem and "abc123" not in problem
 
 
 def test_a_rate_that_changes_nothing_is_warned_of(good: Path) -> None:
@@ -82,7 +82,7 @@ def test_options_and_files_that_look_like_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "problem"),
     [
         ("mine:f", None),
         ("mine.py: f", None),
@@ -91,13 +91,15 @@ def test_options_and_files_that_look_like_others(tmp_path: Path) -> None:
         ("mine.py:f:g", r"write path/file\.py:function"),
     ],
 )
-def test_a_functions_name_is_a_file_or_a_module(tmp_path, monkeypatch, spec: str, said: str | None) -> None:
+def test_a_functions_name_is_a_file_or_a_module(
+    tmp_path, monkeypatch, spec: str, problem: str | None
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def f(): pass\n")
-    if said is None:
+    if problem is None:
         assert spec_parts(spec)[1] == "f"
     else:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=problem):
             spec_parts(spec)
 
 

@@ -22,7 +22,7 @@ IN_VLLM, IN_SGLANG = "rollout.engine=vllm", "rollout.engine=sglang"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "problem"),
     [
         ([NGRAM], "rollout.speculation has no effect with rollout.engine=local"),
         ([IN_VLLM, "rollout.speculation.tokens=3"], "rollout.speculation.method"),
@@ -62,10 +62,10 @@ IN_VLLM, IN_SGLANG = "rollout.engine=vllm", "rollout.engine=sglang"
         ),
     ],
 )
-def test_what_cannot_speculate_is_refused(good: Path, overrides: list[str], said: str) -> None:
+def test_what_cannot_speculate_is_refused(good: Path, overrides: list[str], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config([good], overrides)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert problem in str(caught.value) and "\n" not in str(caught.value)
 
 
 def model(directory: Path, *tensors: str, **values: object) -> Path:
@@ -99,10 +99,10 @@ def test_a_whole_model_is_not_an_eagle_head(layers: int, good: Path, tmp_path: P
     policy = model(tmp_path / "policy", *own, num_hidden_layers=layers)
     whole = model(tmp_path / "whole", *own[:2], num_hidden_layers=layers)
     head = model(tmp_path / "head", "fc.weight", "layers.0.mlp.up_proj.weight", num_hidden_layers=1)
-    asked = [f"model.path={policy}", IN_VLLM]
-    check(load_config([good], [*asked, f"rollout.speculation={{method: eagle, model: {head}}}"]))
+    overrides = [f"model.path={policy}", IN_VLLM]
+    check(load_config([good], [*overrides, f"rollout.speculation={{method: eagle, model: {head}}}"]))
     with pytest.raises(ConfigError, match=rf"/whole has num_hidden_layers={layers}, as the policy has"):
-        check(load_config([good], [*asked, f"rollout.speculation={{method: eagle, model: {whole}}}"]))
+        check(load_config([good], [*overrides, f"rollout.speculation={{method: eagle, model: {whole}}}"]))
 
 
 def test_a_draft_of_another_vocabulary_is_refused(good: Path, tmp_path: Path) -> None:

@@ -63,13 +63,13 @@ def test_a_teacher_has_the_tokenizer_of_the_policy(good: Path, tmp_path: Path):
     policy = checkpoint(tmp_path / "policy", {"a": 0, "b": 1})
     accept(taught(good, policy, checkpoint(tmp_path / "same", {"b": 1, "a": 0})))
     accept(taught(good, policy, checkpoint(tmp_path / "unigram", [["a", -1.0], ["b", -2.0]])))
-    for name, other, said in (
+    for name, other, problem in (
         ("swapped", {"a": 1, "b": 0}, "'a', 0 in model.path, the id 1"),
         ("smaller", {"a": 0}, "'b', 1 in model.path, none"),
         ("larger", {"a": 0, "b": 1, "c": 2}, "the token 'c', which model.path has not"),
     ):
-        said_now = refusal(taught(good, policy, checkpoint(tmp_path / name, other)))
-        assert said in said_now and "the tokenizer of model.path" in said_now
+        text = refusal(taught(good, policy, checkpoint(tmp_path / name, other)))
+        assert problem in text and "the tokenizer of model.path" in text
     other_end = checkpoint(tmp_path / "end", {"a": 0, "b": 1}, added="</s>")
     assert "'<end>', 9 in model.path, none" in refusal(taught(good, policy, other_end))
 

@@ -39,13 +39,13 @@ def test_the_other_model_may_be_the_policys_own_average(good: Path):
 
 
 @pytest.mark.parametrize(
-    ("size", "said"),
+    ("size", "problem"),
     [
         ({"num_hidden_layers": 3}, "parallel.pp=2 does not divide the model's num_hidden_layers=3"),
         ({"intermediate_size": 97}, "parallel.tp=2 does not divide the model's intermediate_size=97"),
     ],
 )
-def test_a_teacher_fits_into_the_policys_layout(good: Path, tmp_path: Path, size: dict, said: str):
+def test_a_teacher_fits_into_the_policys_layout(good: Path, tmp_path: Path, size: dict, problem: str):
     own = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 64, "num_hidden_layers": 4}
     own |= {"num_attention_heads": 4, "num_key_value_heads": 2, "model_type": "qwen2"}
     own |= {"hidden_size": 48, "intermediate_size": 96}
@@ -57,7 +57,7 @@ def test_a_teacher_fits_into_the_policys_layout(good: Path, tmp_path: Path, size
     with pytest.raises(ConfigError) as error:
         check_layout(config, 4)
     assert str(error.value).startswith(f"teacher.path={tmp_path}/teacher is held in the policy's layout: ")
-    assert said in str(error.value)
+    assert problem in str(error.value)
 
 
 def test_a_dense_teacher_is_refused_where_experts_are_divided(good: Path, tmp_path: Path):
@@ -72,8 +72,8 @@ def test_a_dense_teacher_is_refused_where_experts_are_divided(good: Path, tmp_pa
     config = load_config(
         [good], [FULL, f"teacher.path={tmp_path}/teacher", f"model.path={tmp_path}/policy", "parallel.ep=2"]
     )
-    said = rf"teacher\.path={tmp_path}/teacher is held in the policy's layout: parallel\.ep=2"
-    with pytest.raises(ConfigError, match=said):
+    problem = rf"teacher\.path={tmp_path}/teacher is held in the policy's layout: parallel\.ep=2"
+    with pytest.raises(ConfigError, match=problem):
         check_layout(config, 2)
 
 

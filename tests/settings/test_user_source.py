@@ -59,7 +59,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("key", "name", "options", "said"),
+    ("key", "name", "options", "problem"),
     [
         (
             "environment",
@@ -88,18 +88,18 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_what_a_conversation_names_is_checked_before_anything_is_loaded(
-    task: Path, file: Path, tmp_path: Path, key: str, name: str, options: dict[str, int], said: str
+    task: Path, file: Path, tmp_path: Path, key: str, name: str, options: dict[str, int], problem: str
 ) -> None:
     named = [f"{file}:{name}"] if key == "tools" else f"{file}:{name}"
     talk = json.dumps({key: named, **({"options": options} if options else {})})
     rewards = () if key == "tools" else ("rewards.components=[{name: environment}]",)
     with pytest.raises(ConfigError, match=rf"rollout\.conversation\.{key}=.*mine\.py:{name}: ") as error:
         preflight(configure(task, tmp_path / "out", f"rollout.conversation={talk}", *rewards), "train", 1)
-    assert said in str(error.value)
+    assert problem in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "problem"),
     [
         ("nothing", {}, "has no function 'nothing'"),
         ("alone", {}, "it is called as f(prompt, rollout, **options) with options {}: too many"),
@@ -107,12 +107,12 @@ def test_what_a_conversation_names_is_checked_before_anything_is_loaded(
     ],
 )
 def test_rewards_are_checked_so_too(
-    task: Path, file: Path, tmp_path: Path, name: str, options: dict[str, int], said: str
+    task: Path, file: Path, tmp_path: Path, name: str, options: dict[str, int], problem: str
 ) -> None:
     component = json.dumps([{"name": "mine", "function": f"{file}:{name}", "options": options}])
     with pytest.raises(ConfigError, match=r"rewards\.components\.0\.function=") as error:
         preflight(configure(task, tmp_path / "out", f"rewards.components={component}"), "train", 1)
-    assert said in str(error.value)
+    assert problem in str(error.value)
 
 
 def test_what_only_running_it_can_tell_is_not_refused(file: Path, tmp_path: Path) -> None:
