@@ -35,14 +35,14 @@ def test_each_check_names_proofs_that_exist() -> None:
 
 @pytest.mark.proof
 def test_the_smoke_form_runs_what_there_is_and_names_what_is_missing(tmp_path: Path) -> None:
-    out = tmp_path / "found.json"
+    out = tmp_path / "report.json"
     command = [sys.executable, str(SCRIPT), "--smoke", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     used("megatron-core and Megatron-Bridge, 1 rank")
-    found = json.loads(out.read_text())
-    assert "failed" not in found
-    results = found["results"]
+    report = json.loads(out.read_text())
+    assert "failed" not in report
+    results = report["results"]
     assert {"head", "layers", "shared", *_TRAINED} <= results.keys()
     assert all(part["right"] for part in results.values())
     assert {"float32 stash", "bfloat16 weights_first", "bfloat16 recompute"} <= results["head"].keys()
@@ -60,7 +60,7 @@ def test_the_smoke_form_runs_what_there_is_and_names_what_is_missing(tmp_path: P
             "head_share"
         ] < 1
     if not torch.cuda.is_available():
-        assert found["missing"].keys() == {"gpu", "fp8", "ipc"}
+        assert report["missing"].keys() == {"gpu", "fp8", "ipc"}
         assert results["layers"]["float32"] == {"logp": 0.0, "gradient": 0.0}, "the same layers, twice"
         assert 0 < results["layers"]["float32, shared prompts"]["gradient"] < 1e-5
     for line in (*_TRAINED, "missing: fp8", "memory_gib head"):
@@ -71,7 +71,7 @@ def test_the_smoke_form_runs_what_there_is_and_names_what_is_missing(tmp_path: P
 def test_the_smoke_form_is_right_on_an_emulated_gpu(tmp_path: Path) -> None:
     """With Transformer Engine, FP8 and bf16. Processes that it starts have no emulated GPU, and no IPC."""
     on_null_cuda.emulated_environment()
-    out = tmp_path / "found.json"
+    out = tmp_path / "report.json"
     command = [sys.executable, "-W", "ignore", "-m", "megatron_gvpo.emulation", str(SCRIPT), "--smoke"]
     done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=1500)
     assert done.returncode == 1, done.stdout + done.stderr[-3000:]

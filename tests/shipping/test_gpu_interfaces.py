@@ -62,9 +62,9 @@ def users(package: str, library: str = "transformer_engine") -> list[Path]:
 def test_transformer_engine_has_what_megatron_uses(package: str) -> None:
     library, used, problems = Library(source(), "transformer_engine"), 0, {}
     for file in users(package):
-        found = Uses(library, file, REFERENCE["transformer-engine"])
-        name, used = str(file.relative_to(SITE)), used + found.used
-        if wrong := [p for p in found.problems if p.split(": ", 1)[1] != NONE_OF_OURS.get(name, ("",))[0]]:
+        uses = Uses(library, file, REFERENCE["transformer-engine"])
+        name, used = str(file.relative_to(SITE)), used + uses.used
+        if wrong := [p for p in uses.problems if p.split(": ", 1)[1] != NONE_OF_OURS.get(name, ("",))[0]]:
             problems[name] = wrong
     assert not problems
     assert used > 40, "the check has looked at names"
@@ -155,8 +155,8 @@ def test_a_missing_name_or_keyword_is_found(tmp_path: Path) -> None:
         "if is_te_min_version('99.0'):\n    te.pytorch.FromTheFuture()\n"
         "te.pytorch.Linear(1, 2, bias=False)\n"
     )
-    found = Uses(Library(source(), "transformer_engine"), file, REFERENCE["transformer-engine"])
-    assert found.problems == [
+    uses = Uses(Library(source(), "transformer_engine"), file, REFERENCE["transformer-engine"])
+    assert uses.problems == [
         "2: there is no transformer_engine.pytorch.Lynear",
         "11: transformer_engine.pytorch.Linear.__init__ takes no colour, shape",
     ]
@@ -195,15 +195,15 @@ def options_of(engine: str) -> set[str]:
         "sglang": ["sglang/srt/server_args.py", "sglang/srt/arg_groups/fields/*.py"],
         "vllm": ["vllm/engine/arg_utils.py", "vllm/entrypoints/launchers/cli_args.py"],
     }
-    found = set[str]()
+    options = set[str]()
     for file in (file for pattern in files[engine] for file in site_of(engine).glob(pattern)):
         tree = ast.parse(file.read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--"):
-                found.add(node.value)
+                options.add(node.value)
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                found.add("--" + node.target.id.replace("_", "-"))
-    return found
+                options.add("--" + node.target.id.replace("_", "-"))
+    return options
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
@@ -234,7 +234,7 @@ def test_the_engines_have_the_options_of_our_command_lines(engine: str, good: Pa
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_the_engines_have_the_routes_that_we_ask(engine: str) -> None:
     ours = [PACKAGE / "servers" / f"{engine}.py", PACKAGE / "weights" / "receivers" / f"{engine}.py"]
-    asked = {
+    routes = {
         node.value
         for file in ours
         for node in ast.walk(ast.parse(file.read_text()))
@@ -246,7 +246,7 @@ def test_the_engines_have_the_routes_that_we_ask(engine: str) -> None:
         served |= set(
             re.findall(r"(?:\.(?:get|post|put|api_route|route)|Mount)\(\s*\"(/[^\"]*)\"", file.read_text())
         )
-    assert len(asked) > 8 and asked - served == set()
+    assert len(routes) > 8 and routes - served == set()
 
 
 def test_sglangs_memory_tags() -> None:
@@ -288,10 +288,10 @@ def speculative(
     draft.mkdir(exist_ok=True)
     (draft / "config.json").write_text(json.dumps({"architectures": [head]}))
     (good.parent / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
-    given = [f"model.path={good.parent}", f"rollout.engine={engine}"]
+    overrides = [f"model.path={good.parent}", f"rollout.engine={engine}"]
     with_draft = f"{{method: {method}, tokens: 4, model: {draft}}}"
     chosen = with_draft if method in ("draft", "eagle") else f"{{method: {method}, tokens: 4}}"
-    config = load_config([good], [*given, f"rollout.speculation={chosen}", *more])
+    config = load_config([good], [*overrides, f"rollout.speculation={chosen}", *more])
     command = DIALECTS[engine].launch(config.model, config.rollout, ModelCards(config), 1, None, True).command
     first = next(i for i, word in enumerate(command) if word.startswith("--speculative"))
     return command[first:]
@@ -314,9 +314,9 @@ def test_sglang_has_the_speculation_that_we_ask_for(good: Path) -> None:
     assert speculative("sglang", good, "eagle", "LlamaForCausalLMEagle")[1] == "EAGLE"
     shared = ("rollout.servers.colocated=true", "rollout.weights.transport=shared")
     assert speculative("sglang", good, "mtp", more=shared)[-1] == "--enable-draft-weights-cpu-backup"
-    told = (package / "managers" / "tokenizer_manager.py").read_text()
+    manager = (package / "managers" / "tokenizer_manager.py").read_text()
     for name in ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts"):
-        assert f'meta_info["{name}"]' in told
+        assert f'meta_info["{name}"]' in manager
     settings = (package / "arg_groups" / "fields" / "spec.py").read_text()
     for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
         assert re.search(rf"    {name}: A\[\n(?:.*\n)*?    \] = 1\.0\n", settings), f"{name}'s default"

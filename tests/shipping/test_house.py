@@ -119,20 +119,20 @@ def run_at_import(node: ast.AST) -> Iterator[ast.AST]:
 
 def imports(path: Path) -> set[str]:
     """The dotted names that an import of this module imports; `from a import b` is a.b if that exists."""
-    found: set[str] = set()
+    modules: set[str] = set()
     for node in run_at_import(tree(path)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             members = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= members & NAMES or {node.module}
-    return found
+            modules |= members & NAMES or {node.module}
+    return modules
 
 
 def test_no_imports_go_in_a_circle():
     graph = {dotted(path): (imports(path) & NAMES) - {dotted(path)} for path in MODULES}
-    while leaves := [name for name, found in graph.items() if not found]:
-        graph = {name: found - set(leaves) for name, found in graph.items() if found}
+    while leaves := [name for name, imported in graph.items() if not imported]:
+        graph = {name: imported - set(leaves) for name, imported in graph.items() if imported}
     assert graph == {}, "these import one another, or what does"
 
 
@@ -166,9 +166,9 @@ def test_imports_of_our_own_modules_find_them():
 
 def test_only_its_door_imports_megatron():
     pattern = re.compile(r"^\s*(from|import) megatron[. ]", re.M)
-    found = [path.relative_to(PACKAGE) for path in MODULES if pattern.search(path.read_text())]
+    paths = [path.relative_to(PACKAGE) for path in MODULES if pattern.search(path.read_text())]
     # The one exception replaces functions of megatron-core by what other ranks and kernels would give.
-    assert [str(path) for path in found if path.parts[0] != "megatron"] == ["rehearsal/stand_ins.py"]
+    assert [str(path) for path in paths if path.parts[0] != "megatron"] == ["rehearsal/stand_ins.py"]
 
 
 def names_compared(path: Path) -> Iterator[tuple[int, str]]:
@@ -188,13 +188,13 @@ def names_compared(path: Path) -> Iterator[tuple[int, str]]:
 
 def test_no_check_asks_for_a_transports_name():
     """A new transport is an entry in TRANSPORTS: its traits say what the checks want to know."""
-    found = [
+    lines = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in MODULES
         for line, name in names_compared(path)
         if name in TRANSPORTS
     ]
-    assert found == []
+    assert lines == []
 
 
 VAGUE = {"said", "found", "held", "given", "asked", "kept", "theirs", "mine", "ours", "whole"}
@@ -330,10 +330,10 @@ def docstrings(path: Path) -> Iterator[str]:
 
 def test_docstrings_name_the_thing_first():
     opening = re.compile(r"(What|Of|Whether|That)\b")
-    found = [
+    lines = [
         f"{path}: {text.splitlines()[0]}"
         for path in SOURCES
         for text in docstrings(path)
         if opening.match(text)
     ]
-    assert found == []
+    assert lines == []

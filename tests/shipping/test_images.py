@@ -139,12 +139,12 @@ def test_an_engines_image_has_what_serve_imports_and_the_one_nccl(engine: str, i
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    theirs = dict(re.findall(r"^([\w.-]+)==([\w.]+)", done.stdout, re.MULTILINE))
+    versions = dict(re.findall(r"^([\w.-]+)==([\w.]+)", done.stdout, re.MULTILINE))
     pins = (ROOT / "constraints.txt").read_text()
     ours = re.findall(r"^nvidia-nccl-cu13==([\w.]+)", pins, re.MULTILINE)
-    for needed in (theirs["nvidia-nccl-cu13"], *ours):
+    for needed in (versions["nvidia-nccl-cu13"], *ours):
         assert Version(needed) <= Version(REFERENCE["nccl"])
-    assert imported_by_serve - set(theirs) == {"megatron-gvpo", "msgpack"}
+    assert imported_by_serve - set(versions) == {"megatron-gvpo", "msgpack"}
 
 
 def test_an_image_without_the_nccl_is_not_built(tmp_path: Path):
@@ -156,9 +156,9 @@ def test_an_image_without_the_nccl_is_not_built(tmp_path: Path):
         "class cuda:\n class nccl:\n  version = staticmethod(lambda: (2, 29, 7))\n__version__ = '2'\n"
     )
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-    for asked, problem in (("2.29.7", ""), ("2.30.7", "torch 2 loads NCCL 2.29.7, not 2.30.7")):
+    for version, problem in (("2.29.7", ""), ("2.30.7", "torch 2 loads NCCL 2.29.7, not 2.30.7")):
         done = subprocess.run(
-            ["sh", ROOT / "docker" / "packages.sh", asked],
+            ["sh", ROOT / "docker" / "packages.sh", version],
             env={"PATH": path, "PYTHONPATH": str(tmp_path)},
             capture_output=True,
             text=True,
@@ -170,8 +170,8 @@ def test_torch_is_built_for_the_images_cuda():
     """torch names the CUDA release that it was built for; a CPU build names none, but its pins do."""
     from importlib.metadata import requires
 
-    asked = [Requirement(r) for r in requires("torch") or ()]
-    cuda = next((r for r in asked if r.name == "cuda-toolkit"), None)
+    requirements = [Requirement(r) for r in requires("torch") or ()]
+    cuda = next((r for r in requirements if r.name == "cuda-toolkit"), None)
     assert cuda is None or cuda.specifier.contains(REFERENCE["cuda-toolkit"])
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
     release = REFERENCE["cuda-toolkit"].split(".")[:2]
@@ -180,23 +180,23 @@ def test_torch_is_built_for_the_images_cuda():
 
 def test_the_trainers_packages_resolve(tmp_path: Path):
     """All packages of the trainer's image resolve at its versions, for its Linux and Python."""
-    asked = [f"megatron-gvpo[gpu] @ file://{ROOT}", "megatron-bridge", "flash-attn"]
-    asked += ["setuptools", "wheel", "pybind11"]
+    requirements = [f"megatron-gvpo[gpu] @ file://{ROOT}", "megatron-bridge", "flash-attn"]
+    requirements += ["setuptools", "wheel", "pybind11"]
     done = subprocess.run(
         f"{sys.executable} -m uv pip compile - --constraints constraints.txt --no-header --no-annotate "
         "--python-platform x86_64-manylinux_2_39 --python-version 3.12".split(),
         cwd=ROOT,
-        input="\n".join(asked),
+        input="\n".join(requirements),
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    found = dict(re.findall(r"^([\w.-]+)==([\w.]+)", done.stdout, re.MULTILINE))
+    versions = dict(re.findall(r"^([\w.-]+)==([\w.]+)", done.stdout, re.MULTILINE))
     names = "torch megatron-core transformers transformer-engine-cu13 transformer-engine-torch flash-attn"
     for name in names.split():
-        assert Version(found[name]) == Version(REFERENCE[name]), name
-    assert "transformer-engine-cu12" not in found and "apex" not in found
+        assert Version(versions[name]) == Version(REFERENCE[name]), name
+    assert "transformer-engine-cu12" not in versions and "apex" not in versions
 
 
 def test_triton_needs_no_compiler_where_its_cache_is_filled(tmp_path: Path):
@@ -288,8 +288,8 @@ def test_the_cpu_image_runs_the_quickstart(cpu_image: images.Images, steps: int)
     box = cpu_image("from", "megatron_gvpo:cpu").strip()
     options = () if steps == 100 else SHORT
     command = ("run", "--env", "OMP_NUM_THREADS=2", box, "--", "python", QUICKSTART, *options)
-    said = cpu_image(*command, timeout=3600)  # all 100 steps take minutes, and many more on a busy machine
-    assert "held-out pass@1:" in said and f"after {steps} steps" in said
+    output = cpu_image(*command, timeout=3600)  # all 100 steps take minutes, and many more on a busy machine
+    assert "held-out pass@1:" in output and f"after {steps} steps" in output
     if steps == 100:
-        after = float(re.search(r"([\d.]+)% after", said)[1])
-        assert after > 60, said[-500:]
+        after = float(re.search(r"([\d.]+)% after", output)[1])
+        assert after > 60, output[-500:]

@@ -109,23 +109,23 @@ def test_a_lock_names_hashes_and_no_index_and_pins_what_the_images_get(name: str
 
 def test_the_versions_that_were_resolved_together_fit():
     """The committed table: one CUDA, no torch that needs a newer NCCL, the versions of versions.txt."""
-    found = json.loads((ROOT / "benchmarks" / "results" / "resolved_versions.json").read_text())
-    assert found["images"].keys() == {"trainer", "sglang", "vllm"} and found["nccl"] == REFERENCE["nccl"]
+    table = json.loads((ROOT / "benchmarks" / "results" / "resolved_versions.json").read_text())
+    assert table["images"].keys() == {"trainer", "sglang", "vllm"} and table["nccl"] == REFERENCE["nccl"]
     lock = (ROOT / "locks" / "gpu.txt").read_text()
-    assert found["images"]["trainer"] == resolved_versions.pins(lock), "run benchmarks/resolved_versions.py"
-    assert resolved_versions.problems(found["images"]) == []
+    assert table["images"]["trainer"] == resolved_versions.pins(lock), "run benchmarks/resolved_versions.py"
+    assert resolved_versions.problems(table["images"]) == []
 
 
 def test_what_was_installed_together_is_imported():
     """The committed outcome of benchmarks/installed_versions.py, for the versions of the table."""
-    found = json.loads((ROOT / "benchmarks" / "results" / "resolved_versions.json").read_text())
-    assert found["installed"].keys() == found["images"].keys()
-    for one in found["installed"].values():
+    table = json.loads((ROOT / "benchmarks" / "results" / "resolved_versions.json").read_text())
+    assert table["installed"].keys() == table["images"].keys()
+    for one in table["installed"].values():
         assert len(one["imported"]) > 4 and one["failed"] == {}
 
 
 @pytest.mark.parametrize(
-    ("package", "changed", "said"),
+    ("package", "changed", "beginning"),
     [
         ("nvidia-nccl-cu13", "99.1", "vllm: its torch needs NCCL 99.1"),
         ("cuda-toolkit", "12.9", "vllm: its torch needs CUDA 12.9"),
@@ -134,11 +134,11 @@ def test_what_was_installed_together_is_imported():
         ("nvidia-cudnn-cu12", "9.0", "vllm: nvidia-cudnn-cu12 is for another CUDA"),
     ],
 )
-def test_versions_that_do_not_fit_are_named(package: str, changed: str, said: str):
-    found = json.loads((ROOT / "benchmarks" / "results" / "resolved_versions.json").read_text())
-    images = found["images"] | {"vllm": found["images"]["vllm"] | {package: changed}}
+def test_versions_that_do_not_fit_are_named(package: str, changed: str, beginning: str):
+    table = json.loads((ROOT / "benchmarks" / "results" / "resolved_versions.json").read_text())
+    images = table["images"] | {"vllm": table["images"]["vllm"] | {package: changed}}
     [problem] = resolved_versions.problems(images)
-    assert problem.startswith(said)
+    assert problem.startswith(beginning)
 
 
 def test_no_uv_lock_is_committed():
@@ -146,8 +146,8 @@ def test_no_uv_lock_is_committed():
 
 
 def test_the_lock_fits_this_python(empty: Path):
-    said = run(*UV, "pip", "sync", "--dry-run", "--require-hashes", "--python", empty, "locks/cpu.txt")
-    assert f"+ torch=={REFERENCE['torch']}" in said
+    output = run(*UV, "pip", "sync", "--dry-run", "--require-hashes", "--python", empty, "locks/cpu.txt")
+    assert f"+ torch=={REFERENCE['torch']}" in output
 
 
 def test_uv_sync_resolves(tmp_path: Path):
@@ -156,8 +156,8 @@ def test_uv_sync_resolves(tmp_path: Path):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "megatron_gvpo", tmp_path / "megatron_gvpo")
     sync = (*UV, "sync", "--dry-run", "--no-dev", "--group", "bridge", "--python", sys.executable)
-    said = run(*sync, cwd=tmp_path, VIRTUAL_ENV="")
-    [bridge] = re.findall(r"\+ megatron-bridge==(\S+)", said)
+    output = run(*sync, cwd=tmp_path, VIRTUAL_ENV="")
+    [bridge] = re.findall(r"\+ megatron-bridge==(\S+)", output)
     assert Version(bridge) >= Version(REFERENCE["megatron-bridge"]), "the newest, whenever it was released"
 
 
@@ -172,12 +172,12 @@ def test_the_wheel_resolves_with_its_extras(constraints: str, left_out: set[str]
     [metadata] = importlib.metadata.distributions(path=[str(wheel)])
     extras = set(metadata.metadata.get_all("Provides-Extra") or []) - left_out
     assert {"gpu", "wandb"} <= extras
-    asked = f"megatron-gvpo[{','.join(sorted(extras))}] @ file://{wheel}"
+    requirement = f"megatron-gvpo[{','.join(sorted(extras))}] @ file://{wheel}"
     options = ("--dry-run", "--python", empty, "--constraints", constraints, "--python-platform", GPU)
-    said = run(*UV, "pip", "install", *options, asked)
+    output = run(*UV, "pip", "install", *options, requirement)
     for package in ("torch", "megatron-core", "transformer-engine-torch"):
-        assert f"+ {package}=={REFERENCE[package]}" in said
-    assert "+ wandb==" in said
+        assert f"+ {package}=={REFERENCE[package]}" in output
+    assert "+ wandb==" in output
 
 
 @pytest.mark.proof

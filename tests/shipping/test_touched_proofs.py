@@ -241,9 +241,9 @@ def test_a_run_that_was_stopped_goes_on_with_what_has_not_passed_at_the_same_com
     (repository / "runs" / "mended").touch()
     code, output = pytest_in(repository, *options)
     assert code == 0 and "5 tests have an outcome" in output and "1 passed" in output, output
-    found = json.loads((repository / "runs" / "proof.json").read_text())
-    assert found["outcomes"] == {"passed": 5} and found["failed"] == []
-    assert found["commit"] == git(repository, "rev-parse", "HEAD")
+    proof = json.loads((repository / "runs" / "proof.json").read_text())
+    assert proof["outcomes"] == {"passed": 5} and proof["failed"] == []
+    assert proof["commit"] == git(repository, "rev-parse", "HEAD")
 
     (repository / "tests" / "servers" / "test_servers.py").write_text("def test_servers():\n    pass\n")
     code, output = pytest_in(repository, *options)

@@ -30,27 +30,27 @@ VERSION = REFERENCE["transformer-engine-torch"]
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Install packages without what they depend on; returns their folder."""
-    place = tmp_path_factory.mktemp("wheels")
+    folder = tmp_path_factory.mktemp("wheels")
 
     def install(*packages: str) -> Path:
-        uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps", "--target", str(place)]
+        uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
         subprocess.run([*uv, "--python", sys.executable, *packages], check=True, timeout=1800)
-        return place
+        return folder
 
     return install
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("source")
+    directory = tmp_path_factory.mktemp("source")
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation"]
-    pip += ["--no-binary=:all:", "--dest", str(place), f"transformer-engine-torch=={VERSION}"]
+    pip += ["--no-binary=:all:", "--dest", str(directory), f"transformer-engine-torch=={VERSION}"]
     subprocess.run(pip, check=True, timeout=600)
-    [archive] = place.glob("*.tar.gz")
+    [archive] = directory.glob("*.tar.gz")
     with tarfile.open(archive) as files:
-        files.extractall(place, filter="data")
-    [found] = (path for path in place.iterdir() if path.is_dir())
-    return found
+        files.extractall(directory, filter="data")
+    [folder] = (path for path in directory.iterdir() if path.is_dir())
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -61,21 +61,21 @@ def test_its_sources_compile(files: str, source: Path, wheels: Callable[..., Pat
     release = f"{'.'.join(REFERENCE['cuda-toolkit'].split('.')[:2])}.0"
     ours = wheels(f"nvidia-cuda-crt~={release}", f"nvidia-cuda-cccl~={release}")
     common = source / "common_headers"
-    places = [common, common / "common", common / "common" / "include", source / "csrc"]
-    places += [*(SITE / "nvidia").glob("*/include"), *(ours / "nvidia").glob("*/include")]
+    directories = [common, common / "common", common / "common" / "include", source / "csrc"]
+    directories += [*(SITE / "nvidia").glob("*/include"), *(ours / "nvidia").glob("*/include")]
     command = ["g++", "-std=c++20", "-w", "-fsyntax-only", "-DTORCH_EXTENSION_NAME=transformer_engine_torch"]
-    command += [f"-I{place}" for place in places]
-    for place in (*include_paths(), sysconfig.get_paths()["include"]):
-        command += ["-isystem", place]
+    command += [f"-I{directory}" for directory in directories]
+    for directory in (*include_paths(), sysconfig.get_paths()["include"]):
+        command += ["-isystem", directory]
 
     def problem(file: Path) -> str:
         done = subprocess.run([*command, file], capture_output=True, text=True)
         return f"{file.name}: {done.stderr[:1000]}" if done.returncode else ""
 
-    found = sorted((source / "csrc").glob(files))
-    assert len(found) > 2
+    sources = sorted((source / "csrc").glob(files))
+    assert len(sources) > 2
     with ThreadPoolExecutor(2) as pool:
-        assert [line for line in pool.map(problem, found) if line] == []
+        assert [line for line in pool.map(problem, sources) if line] == []
 
 
 @pytest.mark.parametrize("wheels_alone", [False, True])

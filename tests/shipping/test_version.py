@@ -48,42 +48,42 @@ def build(source: Path, kind: str, out: Path) -> Path:
     return out / run(sys.executable, "-W", "ignore", "-c", program, cwd=source).splitlines()[-1]
 
 
-def unpacked(wheel: Path, place: Path) -> Path:
+def unpacked(wheel: Path, directory: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(place)
-    return place
+        archive.extractall(directory)
+    return directory
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A repository of what a build needs, and the name of its one commit."""
-    place = tmp_path_factory.mktemp("source")
+    repository = tmp_path_factory.mktemp("source")
     listed = run("git", "ls-files", *BUILT, cwd=ROOT).splitlines()
     for name in listed:
-        (place / name).parent.mkdir(parents=True, exist_ok=True)
-        (place / name).write_bytes((ROOT / name).read_bytes())
-    return place, commit_all(place)
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
+        (repository / name).write_bytes((ROOT / name).read_bytes())
+    return repository, commit_all(repository)
 
 
 def test_a_checkout_names_its_commit_and_that_files_are_changed(source: tuple[Path, str]):
-    place, commit = source
+    repository, commit = source
     assert re.fullmatch(r"\d+\.\d+\.\d+(-[\w.]+)?", __version__), "Semantic Versioning"
-    assert shown_version(place) == f"megatron-gvpo {__version__} (commit {commit[:12]})"
-    readme = place / "README.md"
+    assert shown_version(repository) == f"megatron-gvpo {__version__} (commit {commit[:12]})"
+    readme = repository / "README.md"
     text = readme.read_text()
     try:
         readme.write_text("changed")
-        assert shown_version(place) == f"megatron-gvpo {__version__} (commit {commit[:12]}, changed)"
+        assert shown_version(repository) == f"megatron-gvpo {__version__} (commit {commit[:12]}, changed)"
     finally:
         readme.write_text(text)
 
 
 def test_a_wheel_names_the_commit_that_it_was_built_from(source: tuple[Path, str], tmp_path: Path):
     """Also where it is installed below another repository, whose commit is not the program's."""
-    place, commit = source
+    repository, commit = source
     (tmp_path / "theirs.txt").write_text("of another project")
     commit_all(tmp_path)
-    wheel = build(place, "wheel", tmp_path / "dist")
+    wheel = build(repository, "wheel", tmp_path / "dist")
     assert wheel.name == f"megatron_gvpo-{__version__}-py3-none-any.whl"
     installed = unpacked(wheel, tmp_path / "site")
     assert shown_version(installed) == f"megatron-gvpo {__version__} (commit {commit[:12]})"
@@ -92,8 +92,8 @@ def test_a_wheel_names_the_commit_that_it_was_built_from(source: tuple[Path, str
 
 
 def test_a_wheel_from_a_source_archive_names_the_commit(source: tuple[Path, str], tmp_path: Path):
-    place, commit = source
-    with tarfile.open(build(place, "sdist", tmp_path / "dist")) as archive:
+    repository, commit = source
+    with tarfile.open(build(repository, "sdist", tmp_path / "dist")) as archive:
         archive.extractall(tmp_path, filter="data")
     [archived] = tmp_path.glob("megatron_gvpo-*")
     installed = unpacked(build(archived, "wheel", tmp_path / "dist"), tmp_path / "site")
