@@ -13,7 +13,7 @@ from megatron_gvpo.tinker.wire import Refusal
 MODEL = ServedModel("name", "path", "Qwen2ForCausalLM", 50, 20, (7,), None, ())
 
 
-def asked(
+def sampling_for(
     model: ServedModel = MODEL, record_stability_info: bool = False, **params: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     body = requests.SampleBody.model_validate(
@@ -29,28 +29,28 @@ def asked(
 
 
 def test_the_model_ends_a_sample_unless_the_client_wants_no_stop():
-    assert asked()[1]["stop_token_ids"] == [7]
-    assert asked(stop=[9, 8])[1]["stop_token_ids"] == [7, 8, 9]
-    assert asked(stop=[])[1]["stop_token_ids"] == [NEVER]
-    assert asked(stop="\n\nUser:")[1]["stop"] == ["\n\nUser:"]
+    assert sampling_for()[1]["stop_token_ids"] == [7]
+    assert sampling_for(stop=[9, 8])[1]["stop_token_ids"] == [7, 8, 9]
+    assert sampling_for(stop=[])[1]["stop_token_ids"] == [NEVER]
+    assert sampling_for(stop="\n\nUser:")[1]["stop"] == ["\n\nUser:"]
 
 
 def test_a_server_that_always_ends_refuses_a_sample_without_an_end():
     with pytest.raises(Refusal, match=r"stop=\[\]: .* end every sample at the model's own end"):
-        asked(replace(MODEL, is_always_ended=True), stop=[])
+        sampling_for(replace(MODEL, is_always_ended=True), stop=[])
 
 
 def test_without_a_limit_a_sample_may_fill_the_context():
-    assert asked()[0]["max_tokens"] == 18
-    assert asked(max_tokens=5)[0]["max_tokens"] == 5
+    assert sampling_for()[0]["max_tokens"] == 18
+    assert sampling_for(max_tokens=5)[0]["max_tokens"] == 5
 
 
 def test_a_seed_of_the_client_goes_before_the_servers():
-    assert (asked()[0]["seed"], asked(seed=4)[0]["seed"]) == (11, 4)
+    assert (sampling_for()[0]["seed"], sampling_for(seed=4)[0]["seed"]) == (11, 4)
 
 
 def test_temperature_0_takes_the_likeliest_token():
-    sampling = asked(temperature=0)[1]
+    sampling = sampling_for(temperature=0)[1]
     assert sampling["temperature"] == 1.0 and sampling["top_p"] < 1e-5
 
 
@@ -68,11 +68,11 @@ def test_temperature_0_takes_the_likeliest_token():
 )
 def test_what_the_engine_cannot_do_is_refused(params, words):
     with pytest.raises(Refusal, match=words):
-        asked(**params)
+        sampling_for(**params)
 
 
 def test_top_k_of_minus_1_is_no_limit():
-    assert asked()[1]["top_k"] is None and asked(top_k=5)[1]["top_k"] == 5
+    assert sampling_for()[1]["top_k"] is None and sampling_for(top_k=5)[1]["top_k"] == 5
 
 
 @pytest.mark.parametrize(
