@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.inputs.rows import make_group, make_rows, rewards_of
-from test_members import Asked
+from test_members import Engine
 
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.algorithms.advantages.m_grpo import RoleEstimator
@@ -21,7 +21,7 @@ from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.turns import Turn
 
 
-class Scripted(Asked):
+class Scripted(Engine):
     """Engine that answers a prompt by the first key found in its text, and takes that key's texts in turn."""
 
     def __init__(self, script: dict[str, list[tuple[str, float]]], step: int = 1) -> None:
@@ -32,10 +32,10 @@ class Scripted(Asked):
         self.prompts += [prompt.text for prompt in prompts]
         groups = []
         for prompt in prompts:
-            said = next(texts for key, texts in self.script.items() if key in prompt.text)
+            answers = next(texts for key, texts in self.script.items() if key in prompt.text)
             rollouts = [
                 Rollout([5] * max(len(text), 1), [-0.1] * max(len(text), 1), text, "stop", 3, reward=reward)
-                for text, reward in (said * n)[:n]
+                for text, reward in (answers * n)[:n]
             ]
             groups.append(Group(prompt, rollouts))
         return groups
@@ -77,8 +77,8 @@ def test_hill_rewards_hints_and_trains_the_best_ones_group():
         LearnedHint(solution="solution")
 
 
-def hints_of_another(groups, n, said="think"):
-    return [[said] * (n - 1) + ["guess"] for _ in groups]
+def hints_of_another(groups, n, hint="think"):
+    return [[hint] * (n - 1) + ["guess"] for _ in groups]
 
 
 def test_hill_takes_another_models_hints_and_trains_none():
@@ -89,7 +89,7 @@ def test_hill_takes_another_models_hints_and_trains_none():
     reasoner, other = block([failed, solved], sampling)
     assert sampling.prompts == ["p\n\nHint: think", "p\n\nHint: guess"], "one for each hint"
     assert reasoner.prompt.text == "p\n\nHint: think" and rewards_of(reasoner) == [1, 0] and other == solved
-    block = LearnedHint(function="test_agents:hints_of_another", hints=1, options={"said": "guess"})
+    block = LearnedHint(function="test_agents:hints_of_another", hints=1, options={"hint": "guess"})
     assert block([failed], sampling) == [failed], "it helped nobody"
     with pytest.raises(ValueError, match="'loud'"):
         LearnedHint(function="test_agents:hints_of_another", options={"loud": True})
@@ -101,7 +101,7 @@ def test_a_hint_may_come_after_thoughts():
 
 
 @pytest.mark.parametrize(
-    ("hint", "answer", "said"),
+    ("hint", "answer", "expected"),
     [
         ("Consider 2 variables.", "2", False),
         ("It is 2.", "2", True),
@@ -115,8 +115,8 @@ def test_a_hint_may_come_after_thoughts():
         ("Think", " ", False),
     ],
 )
-def test_hill_knows_hints_that_give_the_answer_away(hint, answer, said):
-    assert gives_away(hint, answer) is said
+def test_hill_knows_hints_that_give_the_answer_away(hint, answer, expected):
+    assert gives_away(hint, answer) is expected
 
 
 def test_masa_vector_and_what_cannot_be_read():
@@ -132,10 +132,12 @@ def test_masa_vector_and_what_cannot_be_read():
 
 def test_masa_judges_predictions_by_the_group_they_are_about():
     group = make_group([1, 1, 0, 0], lengths=[4, 9, 2, 3], texts=["carry", "carry on", "guess", "no"])
-    said = json.dumps({"pass_rate": 0.5, "length": 6, "notions": ["Carry", "guess"]})
-    assert foreseen(said, group) == pytest.approx((0.5 + 1 + 1) / 3)
+    predicted = json.dumps({"pass_rate": 0.5, "length": 6, "notions": ["Carry", "guess"]})
+    assert foreseen(predicted, group) == pytest.approx((0.5 + 1 + 1) / 3)
     said_already = replace(group, prompt=replace(group.prompt, text="carry the ten"))
-    assert foreseen(said, said_already) == pytest.approx((0 + 1 + 1) / 3), "no notion that the prompt has"
+    assert foreseen(predicted, said_already) == pytest.approx((0 + 1 + 1) / 3), (
+        "no notion that the prompt has"
+    )
     counted = make_group([1, 0, 0, 0], texts=["sum", "sum", "sum", "no"])
     assert foreseen(json.dumps({"notions": ["sum", "SUM"]}), counted) == 0, "one right, and two wrong ones"
     outside = json.dumps({"pass_rate": 0.75, "length": 9, "notions": []})
@@ -143,8 +145,8 @@ def test_masa_judges_predictions_by_the_group_they_are_about():
     assert foreseen("I do not know", group) == 0
 
     block = Foresight(n=2, template=" foresee")
-    mine, predictions = block([group], Scripted({"foresee": [(said, 0.0), ("?", 1.0)]}))
-    assert mine == group and predictions.prompt.text == "p foresee"
+    plain, predictions = block([group], Scripted({"foresee": [(predicted, 0.0), ("?", 1.0)]}))
+    assert plain == group and predictions.prompt.text == "p foresee"
     assert rewards_of(predictions) == [pytest.approx(2.5 / 3), 0.0]
 
 
@@ -160,8 +162,8 @@ def test_arise_writes_uses_rewards_and_forgets_skills():
     assert library([group], Scripted(script, step=1)) == [group], "skills are collected before their time"
 
     sampling = Scripted(script, step=2)
-    mine, with_skill = library([group], sampling)
-    assert mine == group and sampling.prompts[0] == "p use: carrying\nthe ten"
+    plain, with_skill = library([group], sampling)
+    assert plain == group and sampling.prompts[0] == "p use: carrying\nthe ten"
     assert rewards_of(with_skill) == [2.0, 1.0], "a bonus for the response that names its skill"
     assert library.skills[0].utility == pytest.approx(0.05), "both were right: a tenth of 0.5"
 
@@ -251,9 +253,9 @@ class Talking(Scripted):
         groups = super().ask(prompts, n)
         for group in groups:
             for rollout in group.rollouts:
-                said = {"role": "assistant", "content": rollout.text}
+                answer = {"role": "assistant", "content": rollout.text}
                 rollout.turns = [Turn(0, reward=rollout.reward)]
-                rollout.messages = [said, {"role": "user", "content": "go on"}]
+                rollout.messages = [answer, {"role": "user", "content": "go on"}]
         return [replace(g, rollouts=[]) if self.lost in g.prompt.text else g for g in groups]
 
 
@@ -270,8 +272,8 @@ def test_arise_uses_and_learns_skills_in_conversations() -> None:
         ]
     script = {"sum:": [("add\nup", 0.0)], "skill": [("I carry", 1.0), ("no", 0.0)]}
     sampling = Talking(script, step=1, lost="lost")
-    mine, with_skill, other = library(groups, sampling)
-    assert (mine, other) == (groups[0], groups[1]), "the conversations of the other skill were lost"
+    plain, with_skill, other = library(groups, sampling)
+    assert (plain, other) == (groups[0], groups[1]), "the conversations of the other skill were lost"
     assert rewards_of(with_skill) == [2.0, 0.0] and with_skill.rollouts[0].turns == [Turn(0, reward=1.0)]
     assert sampling.prompts[-2].endswith("sum: assistant: 2*3\nuser: 6\nassistant: did it")
     assert [skill.name for skill in library.skills] == ["carry", "add"], "its first turn is the skill"

@@ -94,7 +94,7 @@ def url() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "problem"),
     [
         ("html", "no JSON: <!DOCTYPE html> <html><body>Please log in</body></html>"),
         ("nothing", "no JSON: (nothing)"),
@@ -110,7 +110,7 @@ def url() -> Iterator[str]:
         ("drips", "TimeoutError: no whole answer within 1 s"),
     ],
 )
-def test_a_service_that_gives_no_answer_is_told_in_one_line(url, model, said, monkeypatch):
+def test_a_service_that_gives_no_answer_is_told_in_one_line(url, model, problem, monkeypatch):
     monkeypatch.setenv("KEY_OF_THE_JUDGE", KEY)
     begin, timeout = time.monotonic(), 1 if model in ("hangs", "drips") else 30
     with pytest.raises(api_model.ApiModelError) as error:
@@ -118,14 +118,14 @@ def test_a_service_that_gives_no_answer_is_told_in_one_line(url, model, said, mo
             [make_group([1.0], record=ASKED)], 1, url, model, timeout=timeout, api_key_env="KEY_OF_THE_JUDGE"
         )
     text = str(error.value)
-    assert text.startswith(f"{url}: prompt p: {said}") and "\n" not in text and len(text) < 500
+    assert text.startswith(f"{url}: prompt p: {problem}") and "\n" not in text and len(text) < 500
     assert time.monotonic() - begin < 30 and KEY not in text
     assert heard == [], "the key does not follow a redirect"
 
 
 def test_a_service_that_floods(url):
-    said = "an answer of more than 67,108,864 bytes"
-    with pytest.raises(api_model.ApiModelError, match=said):
+    problem = "an answer of more than 67,108,864 bytes"
+    with pytest.raises(api_model.ApiModelError, match=problem):
         api_model.chat([make_group([1.0], record=ASKED)], 1, url=url, model="floods", timeout=60)
 
 
@@ -138,9 +138,11 @@ def test_a_response_that_was_cut_off_is_none(url, caplog):
 def test_a_problem_is_what_the_data_have():
     """A chat was written as Python writes it, and where the field was another, in the policy's template."""
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="}]
-    (prompt, told) = (make_group([1.0], record={"prompt": given}).prompt for given in (chat[1:], chat))
+    (prompt, with_system) = (
+        make_group([1.0], record={"prompt": messages}).prompt for messages in (chat[1:], chat)
+    )
     assert api_model._problem(prompt, "prompt") == "1+1="
-    assert api_model._problem(told, "prompt") == "system: Be brief.\n\nuser: 1+1="
+    assert api_model._problem(with_system, "prompt") == "system: Be brief.\n\nuser: 1+1="
     with pytest.raises(
         api_model.ApiModelError, match=r"prompt p: no field 'question' .* fields there: prompt"
     ):

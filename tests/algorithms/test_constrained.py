@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.inputs.rows import make_group, make_logp, make_rows, rewards_of
-from test_members import Asked
+from test_members import Engine
 
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.algorithms.advantages.likelihood import ConfidenceEstimator
@@ -81,8 +81,8 @@ def test_care_asks_how_likely_the_answer_is_and_not_what_closes_it():
     truncated_n = torch.tensor([False, False, False, True])
     rows = rows.with_columns(ref_logp_r=ref_r, truncated_n=truncated_n)
     rows.response_ids = [(8, 2, 9, 0), (8, 2, 0), (2, 2, 8, 0), (8, 2)]
-    found = ConfidenceEstimator(marker_ids=(8,), close_ids=(9,)).confidence(rows)
-    assert found.tolist() == pytest.approx([0.5, 0.5, 0.95, 0.5]), "an empty answer is certain, capped"
+    confidence_n = ConfidenceEstimator(marker_ids=(8,), close_ids=(9,)).confidence(rows)
+    assert confidence_n.tolist() == pytest.approx([0.5, 0.5, 0.95, 0.5]), "an empty answer is certain, capped"
 
 
 def test_care_needs_accuracy_not_below_the_groups_mean():
@@ -108,19 +108,19 @@ def test_rankings_are_judged_by_ndcg_alignment_and_format():
     """The relevances are 3, 0 and 1, so the ideal order is 1, 3, 2."""
     prompt = Prompt("p", (1,), "p", record={"relevance": [3, 0, 1]})
 
-    def said(text: str) -> Rollout:
+    def response(text: str) -> Rollout:
         return Rollout([1], [], text, "stop")
 
     ideal = 7 + 1 / math.log2(3)
-    assert ndcg(prompt, said("[1]: 0.9 [3]: 0.5 [2]: 0.1")) == pytest.approx(1)
-    assert ndcg(prompt, said("[2]: 0.9\n[1]: 0.5")) == pytest.approx((7 / math.log2(3) + 1 / 2) / ideal)
-    assert ndcg(prompt, said("[2]: 0.9 [1]: 0.5 [3]: 0.1"), k=1) == 0
-    assert alignment(prompt, said("[1]: 1.0 [2]: 0 [3]: 0.333333")) == pytest.approx(1, abs=1e-5)
-    assert alignment(prompt, said("[1]: 0.4 [2]: 0.5")) == pytest.approx(1 - (0.6 + 0.5 + 1) / 3)
-    assert listed(prompt, said("[1]: 1 [2]: 0 [3]: 0.1")) == 1
-    assert listed(prompt, said("[1]: 1 [1]: 0 [3]: 0.1")) == listed(prompt, said("none")) == 0
+    assert ndcg(prompt, response("[1]: 0.9 [3]: 0.5 [2]: 0.1")) == pytest.approx(1)
+    assert ndcg(prompt, response("[2]: 0.9\n[1]: 0.5")) == pytest.approx((7 / math.log2(3) + 1 / 2) / ideal)
+    assert ndcg(prompt, response("[2]: 0.9 [1]: 0.5 [3]: 0.1"), k=1) == 0
+    assert alignment(prompt, response("[1]: 1.0 [2]: 0 [3]: 0.333333")) == pytest.approx(1, abs=1e-5)
+    assert alignment(prompt, response("[1]: 0.4 [2]: 0.5")) == pytest.approx(1 - (0.6 + 0.5 + 1) / 3)
+    assert listed(prompt, response("[1]: 1 [2]: 0 [3]: 0.1")) == 1
+    assert listed(prompt, response("[1]: 1 [1]: 0 [3]: 0.1")) == listed(prompt, response("none")) == 0
     with pytest.raises(ValueError, match="'relevance' is not a list"):
-        ndcg(Prompt("q", (1,), "q"), said("[1]: 1"))
+        ndcg(Prompt("q", (1,), "q"), response("[1]: 1"))
 
 
 def guess(prompt: Prompt, scale: float = 1.0) -> float:
@@ -146,13 +146,13 @@ def test_v05_draws_one_more_while_it_is_worth_it():
         replace(make_group(r, name), prior=0.5) for name, r in (("strong", [1] * 4), ("q", [1, 0]))
     )
     even = replace(even, rollouts=even.rollouts * 2)
-    grown, kept = OneMore()([right, even], asked := Asked())
+    grown, kept = OneMore()([right, even], sampling := Engine())
     k = next(k for k in range(4, 17) if k == 16 or expected_drop(1.0, k) <= 0.0039)
     assert len(grown.rollouts) == k == 15 and kept == even
-    assert asked.prompts == ["strong"] * (k - 4)
-    assert len(OneMore(high=6)([right], Asked())[0].rollouts) == 6
+    assert sampling.prompts == ["strong"] * (k - 4)
+    assert len(OneMore(high=6)([right], Engine())[0].rollouts) == 6
     with pytest.raises(ValueError, match=r"set algorithm\.prior"):
-        OneMore()([make_group([1])], Asked())
+        OneMore()([make_group([1])], Engine())
 
 
 def test_v05s_prior_is_on_the_scale_of_its_rewards():

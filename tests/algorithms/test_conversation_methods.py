@@ -73,8 +73,8 @@ def test_m_grpo_compares_the_calls_of_every_agent_with_those_of_the_same() -> No
         [main[1], main[1], *second, main[1], 0.0],  # the only coder has nobody to be compared with
         [main[2]] * 3,
     ]
-    for found, of_row in zip(spans(rows, advantage_r), wanted, strict=True):
-        assert found == pytest.approx(of_row, abs=1e-5)
+    for advantages, of_row in zip(spans(rows, advantage_r), wanted, strict=True):
+        assert advantages == pytest.approx(of_row, abs=1e-5)
     assert metrics["sub_agent_tokens"] == pytest.approx(6 / 14)
 
 
@@ -82,9 +82,9 @@ def test_m_grpo_aligns_calls_and_takes_a_component_for_the_local_reward() -> Non
     rows = replace(delegation(), component_n={"format": torch.tensor([1.0, 0.2, 0.0])})
     advantage_r, _ = RoleEstimator(blend=0.25, segments=1, local="format")(rows)
     sub = standardised([0.25 * 1.0 + 0.75 * 1.0, 0.75 * 0.2])
-    found = spans(rows, advantage_r)
-    assert found[0][1:4] == pytest.approx([sub[0]] * 3, abs=1e-5)
-    assert found[1][2:4] == pytest.approx([sub[1], 0.0], abs=1e-5), "calls beyond `segments` have none"
+    advantages = spans(rows, advantage_r)
+    assert advantages[0][1:4] == pytest.approx([sub[0]] * 3, abs=1e-5)
+    assert advantages[1][2:4] == pytest.approx([sub[1], 0.0], abs=1e-5), "calls beyond `segments` have none"
 
 
 def test_m_grpo_without_agents_is_grpo() -> None:

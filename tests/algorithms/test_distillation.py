@@ -131,11 +131,11 @@ def test_a_policy_may_learn_from_its_own_average_and_not_from_itself(good):
 
 
 @pytest.mark.parametrize("reference", ["fixed", "{name: ema, decay: 0.9}"])
-@pytest.mark.parametrize("place", ["opd: estimator", "opd_full: loss.divergence"])
-def test_a_policy_that_only_learns_from_what_it_begins_as_is_refused(good, reference: str, place: str):
+@pytest.mark.parametrize("block", ["opd: estimator", "opd_full: loss.divergence"])
+def test_a_policy_that_only_learns_from_what_it_begins_as_is_refused(good, reference: str, block: str):
     """Its loss is 0 but for rounding, which AdamW scales up to whole steps."""
-    recipe, key = place.split(": ")
-    given = [f"algorithm={recipe}", f"algorithm.{key}.reference={reference}"]
+    recipe, key = block.split(": ")
+    overrides = [f"algorithm={recipe}", f"algorithm.{key}.reference={reference}"]
     with pytest.raises(ConfigError, match=rf"{key}.reference=(fixed|ema .*): the policy begins as this"):
-        load_config([good], given)
-    load_config([good], [*given, "algorithm.loss.entropy_coef=0.01"])
+        load_config([good], overrides)
+    load_config([good], [*overrides, "algorithm.loss.entropy_coef=0.01"])

@@ -142,9 +142,11 @@ def test_advantages_are_centred_finite_and_zero_without_signal(groups, block):
     advantage_n, metrics = block(rows)
     assert torch.isfinite(advantage_n).all() and math.isfinite(metrics["age_alpha"])
     assert rows.group_mean(advantage_n).abs().max() < 1e-4
-    for group, mine in zip(groups, advantage_n.split([len(group) for group in groups]), strict=True):
+    for group, group_advantages in zip(
+        groups, advantage_n.split([len(group) for group in groups]), strict=True
+    ):
         if len(set(group)) == 1:
-            assert (mine == 0).all()
+            assert (group_advantages == 0).all()
 
 
 @pytest.mark.parametrize("options", [{"scale": "group_std"}, {"age": "sample"}])

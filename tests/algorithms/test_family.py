@@ -37,12 +37,12 @@ def advantages(block, rewards, **columns) -> list[float]:
 
 def test_bnpo_weights_of_three_prompts():
     rewards = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
-    found = advantages(BNPO(), rewards)
+    advantage_n = advantages(BNPO(), rewards)
     weights = [0.906900] * 4 + [0.785398] * 4 + [0.906900] * 4
     mean = [0.25] * 4 + [0.5] * 4 + [0.75] * 4
     flat = [r for group in rewards for r in group]
     expected = [(r - p) * w for r, p, w in zip(flat, mean, weights, strict=True)]
-    assert found == pytest.approx(expected, abs=1e-5)
+    assert advantage_n == pytest.approx(expected, abs=1e-5)
 
 
 def test_bnpo_density_is_scipys_and_flat_groups_have_no_signal():
@@ -144,16 +144,18 @@ def test_stratified_vector_and_its_lone_responses():
     blend = [0.644454, -1.106335, 0.644454, -0.644454, -0.644454, 1.106335]
     for share, expected in ((1.0, san), (0.8, blend)):
         block = StratifiedEstimator(stratum="calls", blend=share)
-        found = advantages(block, [[1, 0, 1, 0, 0, 1]], component_n=strata)
-        assert found == pytest.approx(expected, abs=1e-5)
+        advantage_n = advantages(block, [[1, 0, 1, 0, 0, 1]], component_n=strata)
+        assert advantage_n == pytest.approx(expected, abs=1e-5)
     lone = {"calls": torch.tensor([0.0, 1, 1])}
     assert advantages(StratifiedEstimator(stratum="calls", blend=1), [[1, 0, 0]], component_n=lone) == [0] * 3
 
 
 def test_stratum_of_different_prompts_are_different():
     strata = {"calls": torch.tensor([0.0, 0, 0, 0])}
-    found = advantages(StratifiedEstimator(stratum="calls", blend=1), [[1, 0], [5, 5]], component_n=strata)
-    assert found == pytest.approx([0.707106, -0.707106, 0, 0], abs=1e-5)
+    advantage_n = advantages(
+        StratifiedEstimator(stratum="calls", blend=1), [[1, 0], [5, 5]], component_n=strata
+    )
+    assert advantage_n == pytest.approx([0.707106, -0.707106, 0, 0], abs=1e-5)
 
 
 def test_tempo_vector():
@@ -203,8 +205,8 @@ def test_tempo_tells_conversations_apart_by_what_the_environment_said():
 def test_xrpo_vector():
     rows = make_rows([[1, 1, 0, 0]], lengths=[2] * 4)
     scores = torch.tensor([-0.2, -0.6, -0.4, -0.4])[rows.seq_r]
-    found, _ = NoveltyEstimator()(rows.with_columns(engine_logp_r=scores))
-    assert found.tolist() == pytest.approx([0.866025, 1.047295, -0.866025, -0.866025], abs=1e-5)
+    advantage_n, _ = NoveltyEstimator()(rows.with_columns(engine_logp_r=scores))
+    assert advantage_n.tolist() == pytest.approx([0.866025, 1.047295, -0.866025, -0.866025], abs=1e-5)
     capped, _ = NoveltyEstimator(cap=0.1)(rows.with_columns(engine_logp_r=scores))
     assert float(capped[1]) == pytest.approx(1.1 * 0.866025, abs=1e-5)
 
@@ -212,9 +214,11 @@ def test_xrpo_vector():
 def test_a_response_that_no_engine_sampled_is_not_novel_and_spoils_nobody_elses_bonus():
     rows = make_rows([[1, 1, 0, 1]], lengths=[1] * 4)
     scores = torch.tensor([-0.2, -0.6, -0.4, math.nan])
-    found = NoveltyEstimator()(rows.with_columns(engine_logp_r=scores))[0].tolist()
+    advantage_n = NoveltyEstimator()(rows.with_columns(engine_logp_r=scores))[0].tolist()
     plain = Estimator(scale="group_std")(rows)[0].tolist()
-    assert found == pytest.approx([plain[0], plain[1] + 1 - math.exp(-0.2), plain[2], plain[3]], abs=1e-6)
+    assert advantage_n == pytest.approx(
+        [plain[0], plain[1] + 1 - math.exp(-0.2), plain[2], plain[3]], abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,8 +227,8 @@ def test_a_response_that_no_engine_sampled_is_not_novel_and_spoils_nobody_elses_
 )
 def test_v05_vectors(prior, rewards, trust, baseline):
     rows = make_rows([rewards]).with_columns(prior_n=torch.full((4,), prior))
-    found, metrics = ShrunkEstimator()(rows)
-    assert found.tolist() == pytest.approx([r - baseline for r in rewards])
+    advantage_n, metrics = ShrunkEstimator()(rows)
+    assert advantage_n.tolist() == pytest.approx([r - baseline for r in rewards])
     assert metrics["trust_in_group"] == pytest.approx(trust)
 
 
@@ -242,25 +246,25 @@ def test_remax_takes_the_greedy_reward_off():
 @pytest.mark.parametrize("over", ["sequence", "token"])
 def test_whitening(over):
     rows = make_rows([[1, 0, 3], [2]], lengths=[1, 4, 2, 3])
-    found, _ = Estimator(baseline="none", whiten=over)(rows)
+    whitened, _ = Estimator(baseline="none", whiten=over)(rows)
     repeated = rows.reward_n if over == "sequence" else rows.reward_n[rows.seq_r]
     expected = (rows.reward_n - repeated.mean()) / (repeated.std() + 1e-6)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(whitened, expected)
 
 
 def test_grao_weights_are_the_derivatives_of_its_objective():
     rows = make_rows([[1, 0, 0, 1]])
-    given = torch.tensor([False, False, False, True])
+    demonstration_n = torch.tensor([False, False, False, True])
     imitate, align = 0.7, 0.3
-    found, _ = ReferenceAnswerEstimator(imitate=imitate, align=align, eps=0.0)(
-        rows.with_columns(demonstration_n=given)
+    weight_n, _ = ReferenceAnswerEstimator(imitate=imitate, align=align, eps=0.0)(
+        rows.with_columns(demonstration_n=demonstration_n)
     )
     advantage = torch.tensor([1.0, -1, -1, 1])
     mean_logp = torch.zeros(4, requires_grad=True)
     own, reference = mean_logp[:3], mean_logp[3]
     objective = (advantage[:3] * own).mean() + imitate * advantage[3] * reference
     objective = objective + align * (advantage[:3] * (own - reference)).mean()
-    torch.testing.assert_close(found / 3, torch.autograd.grad(objective, mean_logp)[0])
+    torch.testing.assert_close(weight_n / 3, torch.autograd.grad(objective, mean_logp)[0])
 
 
 def test_rank_grpo_gives_every_item_its_own_advantage():

@@ -210,7 +210,7 @@ def test_a_step_whose_responses_are_all_dropped_has_no_effective_samples():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "importance", "said"),
+    ("recipe", "importance", "problem"),
     [
         ("gvpo", "truncate", "loss gvpo has no such option .its optimum is the same for every sampler"),
         ("dpo", "truncate", "loss dpo has no such option .its source defines none.; the losses pg, ppo"),
@@ -221,8 +221,8 @@ def test_a_step_whose_responses_are_all_dropped_has_no_effective_samples():
         ("grpo", "clip", "does not match any of the expected tags: 'mask', 'reject', 'truncate'"),
     ],
 )
-def test_what_means_nothing_is_refused(recipe, importance, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_means_nothing_is_refused(recipe, importance, problem):
+    with pytest.raises(ValueError, match=problem):
         AlgorithmConfig.model_validate({"recipe": recipe, "loss": {"importance": importance}})
 
 

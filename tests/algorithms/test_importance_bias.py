@@ -116,8 +116,8 @@ def test_the_cap_trades_bias_for_variance():
     ]
     caps = [1.1, 1.5, 2.0, 3.0]
     moments = [sum(p * min(ratio, cap) ** 2 for ratio, p in ratios) for cap in caps]
-    found = [bias({"level": "sequence", "cap": cap}) for cap in caps]
-    assert moments == sorted(moments) and found == sorted(found, reverse=True)
+    biases = [bias({"level": "sequence", "cap": cap}) for cap in caps]
+    assert moments == sorted(moments) and biases == sorted(biases, reverse=True)
     assert max(ratio for ratio, _ in ratios) > 2
 
 

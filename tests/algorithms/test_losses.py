@@ -64,9 +64,9 @@ def test_shares_add_up_over_any_split_by_groups(loss):
         summed = dict.fromkeys(whole, 0.0)
         for part in parts:
             index = [i for g in part for i in range(len(rows)) if rows.group_n[i] == g]
-            mine = rows.select(index)
+            selected = rows.select(index)
             tokens = [t for i in index for t in range(rows.offsets[i], rows.offsets[i + 1])]
-            weight_r, metrics = token_weights(loss, mine, logp_r[tokens], totals)
+            weight_r, metrics = token_weights(loss, selected, logp_r[tokens], totals)
             torch.testing.assert_close(weight_r, whole_r[tokens])
             summed = {name: summed[name] + float(value) for name, value in metrics.items()}
         assert summed == pytest.approx({name: float(value) for name, value in whole.items()}, abs=1e-6)
@@ -138,9 +138,9 @@ def test_disco_holds_the_policy_by_the_kl_of_the_whole_step():
     totals = BatchTotals.of(rows)
     logp_r = (rows.old_logp_r - 0.3).requires_grad_()  # KL = 0.3
     free, _ = token_weights(DisCO(kl_coef=0.0), rows, logp_r, totals)
-    held, metrics = token_weights(DisCO(kl_coef=10.0, kl_limit=0.1), rows, logp_r, totals)
+    constrained, metrics = token_weights(DisCO(kl_coef=10.0, kl_limit=0.1), rows, logp_r, totals)
     assert float(metrics["kl_step"]) == pytest.approx(0.3, abs=1e-6)
-    torch.testing.assert_close(held - free, torch.full_like(held, -10.0 * 0.2 / totals.tokens))
+    torch.testing.assert_close(constrained - free, torch.full_like(constrained, -10.0 * 0.2 / totals.tokens))
 
 
 def test_no_reward_in_a_pair_of_equals():

@@ -129,7 +129,7 @@ def test_the_example_is_the_loss_that_it_says():
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "problem"),
     [
         ("algorithm.loss.function=nowhere:loss", "algorithm.loss: importing nowhere failed"),
         (f"algorithm.loss.function={OWN}/method.py:los", "has no function 'los'; it has: best_only"),
@@ -144,15 +144,15 @@ def test_the_example_is_the_loss_that_it_says():
         ("algorithm.estimator=null", "algorithm: estimator is missing: the loss custom is weighed by"),
     ],
 )
-def test_a_method_that_cannot_be_called_is_refused_before_loading(task, tmp_path, override, said):
+def test_a_method_that_cannot_be_called_is_refused_before_loading(task, tmp_path, override, problem):
     file, *_ = own(tmp_path)
     with pytest.raises(ConfigError) as refused:
         load_config([task / "run.yaml", file], [f"output_dir={tmp_path}", override])
-    assert said in str(refused.value)
+    assert problem in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("block", "function", "said"),
+    ("block", "function", "problem"),
     [
         (
             "loss",
@@ -171,13 +171,13 @@ def test_a_method_that_cannot_be_called_is_refused_before_loading(task, tmp_path
         ),
     ],
 )
-def test_what_a_function_returns_is_checked(tmp_path, block, function, said):
+def test_what_a_function_returns_is_checked(tmp_path, block, function, problem):
     (tmp_path / "mine.py").write_text(function)
     spec = {"name": "custom", "function": f"{tmp_path}/mine.py:f"}
     values = {"recipe": None, "estimator": "group", "loss": "pg", block: spec}
     algorithm = AlgorithmConfig.model_validate(values)
     rows = make_rows([[1, 0, 1]])
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=problem):
         if block == "estimator":
             algorithm.estimator(rows)
         else:

@@ -46,11 +46,11 @@ def test_a_file_of_other_settings_is_not_continued(tmp_path, monkeypatch):
 
 
 def test_the_table_has_means_errors_and_seeds():
-    found = [
+    results = [
         {"correction": "none", "scenario": "exact", "seed": seed, "pass_at_1": value}
         for seed, value in enumerate((0.5, 0.6))
     ] + [{"correction": "token mask", "scenario": "fp8", "seed": 0, "pass_at_1": 0.4}]
-    rows = mismatch.table(found).splitlines()
+    rows = mismatch.table(results).splitlines()
     assert rows[0] == "| correction | exact | fp8 |"
     assert "| none | 55.0 ± 5.0 (2) | - |" in rows
     assert "| token mask | - | 40.0 (1) |" in rows

@@ -20,14 +20,14 @@ from megatron_gvpo.sampling.shaping import run_shaper
 from megatron_gvpo.types import BatchTotals, LossInputs
 
 
-def mine(directory: Path, arguments: str, body: str) -> str:
+def write_function(directory: Path, arguments: str, body: str) -> str:
     file = directory / "mine.py"
     file.write_text(f"import json\nimport torch\n\ndef f({arguments}):\n    {body}\n")
     return f"{file}:f"
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "problem"),
     [
         ("return inputs.rows.no_such_column", r"AttributeError: .*no_such_column.* \(mine\.py, line 5\)"),
         ("return json.loads('{')", r"JSONDecodeError: .* \(mine\.py, line 5\)"),
@@ -49,17 +49,19 @@ def mine(directory: Path, arguments: str, body: str) -> str:
         ("return inputs.logp_r.sum(), None", r"expected metrics as \{name: number\}, it returned NoneType"),
     ],
 )
-def test_a_loss(tmp_path, body, said):
-    loss = CustomLoss(function=mine(tmp_path, "inputs", body), reads=("reward",))
+def test_a_loss(tmp_path, body, problem):
+    loss = CustomLoss(function=write_function(tmp_path, "inputs", body), reads=("reward",))
     rows = make_rows([[1.0, 0.0]])
     inputs = LossInputs(rows, make_logp(rows).requires_grad_(), BatchTotals.of(rows))
-    with pytest.raises(UserFunctionError, match=rf"^loss\.function={tmp_path}/mine\.py:f: .*{said}") as error:
+    with pytest.raises(
+        UserFunctionError, match=rf"^loss\.function={tmp_path}/mine\.py:f: .*{problem}"
+    ) as error:
         loss(inputs)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "problem"),
     [
         (
             "return rows.reward_n / 0 * 0",
@@ -75,14 +77,14 @@ def test_a_loss(tmp_path, body, said):
         ),
     ],
 )
-def test_an_estimator(tmp_path, body, said):
-    estimator = CustomEstimator(function=mine(tmp_path, "rows", body))
-    with pytest.raises(UserFunctionError, match=rf"^estimator\.function={tmp_path}/mine\.py:f: .*{said}"):
+def test_an_estimator(tmp_path, body, problem):
+    estimator = CustomEstimator(function=write_function(tmp_path, "rows", body))
+    with pytest.raises(UserFunctionError, match=rf"^estimator\.function={tmp_path}/mine\.py:f: .*{problem}"):
         estimator(make_rows([[1.0, 0.0]]))
 
 
 def test_a_file_whose_import_raises_an_error_without_a_text(tmp_path):
-    function = mine(tmp_path, "rows", "pass")
+    function = write_function(tmp_path, "rows", "pass")
     lines = "class Mute(Exception):\n    def __str__(self): raise ValueError\nraise Mute\n"
     (tmp_path / "mine.py").write_text(lines)
     with pytest.raises(ValueError, match=r"mine\.py failed: Mute: \(its message cannot be shown\)"):
@@ -91,14 +93,14 @@ def test_a_file_whose_import_raises_an_error_without_a_text(tmp_path):
 
 def test_os_exit_in_a_file_that_is_imported(tmp_path):
     """The command ended there, and its exit code said that it had done its work."""
-    function = mine(tmp_path, "rows", "pass")
+    function = write_function(tmp_path, "rows", "pass")
     (tmp_path / "mine.py").write_text("import os\nos._exit(0)\n")
     with pytest.raises(ValueError, match=r"program \(SystemExit: os\._exit\(0\) \(mine\.py, line 2"):
         load_function(function)
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "problem"),
     [
         ("import ctypes; ctypes.CDLL(None)._exit(0)", r"SystemExit: _exit of C \(mine\.py, line 5\)"),
         ("import ctypes; ctypes.CDLL(None).exit(0)", r"SystemExit: exit of C \(mine\.py, line 5\)"),
@@ -110,10 +112,10 @@ def test_os_exit_in_a_file_that_is_imported(tmp_path):
         ("import os; os.execlp('true', 'true')", r"SystemExit: os\.exec of .*true"),
     ],
 )
-def test_other_ways_to_end_the_process(tmp_path, body, said):
+def test_other_ways_to_end_the_process(tmp_path, body, problem):
     """Each ended the command with exit code 0, and without a word."""
-    with pytest.raises(UserFunctionError, match=said):
-        call_function("key", mine(tmp_path, "", body))
+    with pytest.raises(UserFunctionError, match=problem):
+        call_function("key", write_function(tmp_path, "", body))
 
 
 def test_a_program_in_place_of_a_fork_is_users_own_business(tmp_path):
@@ -122,13 +124,13 @@ def test_a_program_in_place_of_a_fork_is_users_own_business(tmp_path):
         "    if not pid: os.execv('/bin/sh', ['sh', '-c', 'exit 7'])\n"
         "    return os.waitpid(pid, 0)[1]"
     )
-    assert call_function("key", mine(tmp_path, "", body)) == 7 << 8
+    assert call_function("key", write_function(tmp_path, "", body)) == 7 << 8
 
 
 def test_os_exit_is_the_systems_own_outside_of_users_code_and_in_a_fork(tmp_path):
     body = "import os; pid = os.fork(); pid or os._exit(7); return os.waitpid(pid, 0)[1]"
-    assert call_function("key", mine(tmp_path, "", body)) == 7 << 8
-    done = subprocess.run([sys.executable, "-c", OUTSIDE, mine(tmp_path, "", "pass")], check=False)
+    assert call_function("key", write_function(tmp_path, "", body)) == 7 << 8
+    done = subprocess.run([sys.executable, "-c", OUTSIDE, write_function(tmp_path, "", "pass")], check=False)
     assert done.returncode == 3
 
 
@@ -142,7 +144,7 @@ os._exit(3)
 
 
 def test_a_member_and_what_passes_through_it(tmp_path):
-    member = CustomMember(function=mine(tmp_path, "groups, sampling", "return sampling.ask()"))
+    member = CustomMember(function=write_function(tmp_path, "groups, sampling", "return sampling.ask()"))
 
     class Engine:
         def ask(self) -> None:
@@ -156,14 +158,14 @@ def test_a_member_and_what_passes_through_it(tmp_path):
 
 @pytest.mark.parametrize("body", ["return 'high'", "return float('nan')", "raise KeyError('x')"])
 def test_a_prior(tmp_path, body):
-    prior = FunctionPrior(function=mine(tmp_path, "prompt", body))
+    prior = FunctionPrior(function=write_function(tmp_path, "prompt", body))
     with pytest.raises(UserFunctionError, match=r"^prior\.function=.*\(mine\.py, line [45]\)$"):
         prior.expected(make_group([1.0]).prompt)
 
 
 @pytest.mark.parametrize("body", ["return None", "return ['a', 'b']", "return [10 ** 400, 1.0]", "return 3"])
 def test_a_shaper(tmp_path, body):
-    shaper = CustomShaper(function=mine(tmp_path, "group", body))
+    shaper = CustomShaper(function=write_function(tmp_path, "group", body))
     with pytest.raises(
         RolloutError, match=r"^step 7: algorithm\.shapers: custom: .*expected a list of numbers"
     ):
@@ -171,7 +173,7 @@ def test_a_shaper(tmp_path, body):
 
 
 def test_a_judge_without_a_finite_verdict(tmp_path):
-    judge = WinRate(function=mine(tmp_path, "prompt, a, b", "return float('nan')"))
+    judge = WinRate(function=write_function(tmp_path, "prompt, a, b", "return float('nan')"))
     with pytest.raises(
         RolloutError, match=r"algorithm\.shapers: win_rate: .*expected a number, it returned nan"
     ):

@@ -92,8 +92,8 @@ def test_gpg_correction_is_the_mean_over_valid_samples(age, aggregation, ranks, 
 
     gradient_r = torch.zeros(totals.tokens)
     of_rank = torch.arange(len(rows)).chunk(ranks)
-    for mine in of_rank:
-        for micro_batch in mine.chunk(accumulation):
+    for indices in of_rank:
+        for micro_batch in indices.chunk(accumulation):
             tokens = torch.isin(rows.seq_r, micro_batch)
             weight_r, _ = token_weights(
                 loss, rows.select(micro_batch.tolist()), make_logp(rows)[tokens], totals
@@ -110,7 +110,7 @@ def test_gpg_correction_is_the_mean_over_valid_samples(age, aggregation, ranks, 
 
     if age == "sample":
         ddp_r = torch.zeros(totals.tokens)
-        for mine in of_rank:
-            tokens = torch.isin(rows.seq_r, mine)
-            ddp_r[tokens] = -plain_n[rows.seq_r][tokens] / (len(mine) * length_r[tokens]) / ranks
+        for indices in of_rank:
+            tokens = torch.isin(rows.seq_r, indices)
+            ddp_r[tokens] = -plain_n[rows.seq_r][tokens] / (len(indices) * length_r[tokens]) / ranks
         torch.testing.assert_close(metrics["age_alpha"].float() * ddp_r, gradient_r)

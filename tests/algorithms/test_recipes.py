@@ -51,7 +51,7 @@ def test_an_estimator_under_another_name_replaces_the_recipes():
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "problem"),
     [
         ({"recipe": "remax", "prior": "none"}, "needs an expected reward: prior=greedy, tracker or function"),
         ({"recipe": "grpo", "members": ["one_more"]}, "members: one_more needs an expected reward"),
@@ -73,8 +73,8 @@ def test_an_estimator_under_another_name_replaces_the_recipes():
         ({"recipe": "gvpo_history", "reference_logprobs": "engine"}, "the present engine did not sample"),
     ],
 )
-def test_compositions_that_mean_nothing_are_refused(values, said):
-    with pytest.raises(ValueError, match=said):
+def test_compositions_that_mean_nothing_are_refused(values, problem):
+    with pytest.raises(ValueError, match=problem):
         AlgorithmConfig.model_validate(values)
 
 

@@ -161,8 +161,8 @@ def test_demonstrations_have_no_old_policy(how, ratio):
 
 def test_expo_adds_the_likelihood_of_what_was_given():
     rows = make_rows([[0, 0]], lengths=[1, 3])
-    given = torch.tensor([False, True])
-    rows = rows.with_columns(demonstration_n=given, advantage_n=torch.ones(2))
+    demonstration_n = torch.tensor([False, True])
+    rows = rows.with_columns(demonstration_n=demonstration_n, advantage_n=torch.ones(2))
     logp_r = rows.old_logp_r.clone()
     loss = PPO(demonstrations="likelihood", likelihood_coef=0.2)
     weight_r, _ = token_weights(loss, rows, logp_r, BatchTotals.of(rows))

@@ -90,8 +90,8 @@ def test_format_length_vector():
 )
 def test_c_grpo_vector(options, expected):
     group = make_group([1, 1, 0, 0], components={"outcome": [1, 1, 0, 0], "rubric": [0.6, 0.3, 0.6, 0]})
-    found = shaped(Gate(outcome="outcome", bonus="rubric", **options), group)
-    assert found == [pytest.approx(expected)]
+    rewards = shaped(Gate(outcome="outcome", bonus="rubric", **options), group)
+    assert rewards == [pytest.approx(expected)]
 
 
 def test_a_thinking_reward_counts_only_behind_the_tests():
@@ -108,9 +108,9 @@ def test_a_stage_counts_when_the_one_before_it_passed():
 
 def test_soft_log_is_continuous_and_flat_above_its_turn():
     block = SoftLog(tau=0.5)
-    (found,) = shaped(block, make_group([0.5, 0.5 + 1e-6, 0.5 - 1e-6, 1.0, 0.0]))
-    assert found[:3] == pytest.approx([0.5] * 3, abs=1e-5)
-    assert found[3] - 0.5 < 0.5 < 0.5 - found[4]
+    (rewards,) = shaped(block, make_group([0.5, 0.5 + 1e-6, 0.5 - 1e-6, 1.0, 0.0]))
+    assert rewards[:3] == pytest.approx([0.5] * 3, abs=1e-5)
+    assert rewards[3] - 0.5 < 0.5 < 0.5 - rewards[4]
     assert shaped(block, make_group([-1000.0])) > [[-1e9]]
 
 
@@ -135,14 +135,14 @@ def test_similarity_to_the_others_or_to_answers_to_paraphrases():
     first = make_group([1, 1], texts=["a", "b"], record={"topic": 1})
     second = make_group([0], texts=["a"], record={"topic": 1})
     third = make_group([0], texts=["a"], record={"topic": 2})
-    found = shaped(GroupSimilarity(function=overlap, across="topic", weight=0.5), first, second, third)
-    assert found == [pytest.approx([1.5, 0.5]), [pytest.approx(0.5)], [0]]
+    rewards = shaped(GroupSimilarity(function=overlap, across="topic", weight=0.5), first, second, third)
+    assert rewards == [pytest.approx([1.5, 0.5]), [pytest.approx(0.5)], [0]]
     nameless = make_group([1], texts=["a"]), make_group([1], texts=["a"])
     assert shaped(GroupSimilarity(function=overlap, across="topic"), *nameless) == [[0], [0]]
 
 
 @pytest.mark.parametrize(
-    ("block", "said"),
+    ("block", "problem"),
     [
         (
             {"name": "win_rate", "function": "helpers.inputs.rows:rewards_of"},
@@ -158,23 +158,23 @@ def test_similarity_to_the_others_or_to_answers_to_paraphrases():
         ),
     ],
 )
-def test_a_judge_that_cannot_be_called_is_refused_before_loading(block, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_a_judge_that_cannot_be_called_is_refused_before_loading(block, problem):
+    with pytest.raises(ValueError, match=re.escape(problem)):
         AlgorithmConfig.model_validate({"recipe": "grpo", "shapers": [block]})
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "problem"),
     [
         ("raise KeyError('no such tool')", r"KeyError: 'no such tool' \(mine.py, line 2\)"),
         ("return group.rewards[1:]", "2 responses, and it returned 1 rewards"),
         ("return [1.0, float('nan')]", r"expected a list of numbers: nan \(mine.py, line 1\)"),
     ],
 )
-def test_a_shaper_of_the_users_that_fails_is_named(tmp_path, body, said):
+def test_a_shaper_of_the_users_that_fails_is_named(tmp_path, body, problem):
     (tmp_path / "mine.py").write_text(f"def f(group):\n    {body}\n")
     shaper = CustomShaper(function=f"{tmp_path}/mine.py:f")
-    with pytest.raises(RolloutError, match=f"algorithm.shapers: custom: .*{said}"):
+    with pytest.raises(RolloutError, match=f"algorithm.shapers: custom: .*{problem}"):
         run_shaper(shaper, [make_group([1, 0])], 1)
 
 
@@ -219,9 +219,9 @@ def test_knapsack_vectors_and_budget():
     assert knapsack_value(8, 0.1) == pytest.approx(0.046132, abs=1e-6)
     assert knapsack_value(32, 0.1) == pytest.approx(0.078219, abs=1e-6)
     success = [0.5, 0.1, 0.0, 1.0, None]
-    given = Knapsack(low=2).shares(success, 8)
-    assert sum(given) == 40 and given[4] == 8 and min(given) >= 2
-    assert given[1] > given[0] > given[3] == 2
+    shares = Knapsack(low=2).shares(success, 8)
+    assert sum(shares) == 40 and shares[4] == 8 and min(shares) >= 2
+    assert shares[1] > shares[0] > shares[3] == 2
     assert Equal().shares(success, 8) == [8] * 5
 
 
@@ -229,8 +229,8 @@ def test_knapsack_gives_nobody_more_than_the_most():
     """Responses that gain nothing go to the prompt that never succeeded, up to the limit, then to the
     others.
     """
-    given = Knapsack(low=2, high=12).shares([1.0, 1.0, 1.0, 0.0], 8)
-    assert given == [7, 7, 6, 12]
+    shares = Knapsack(low=2, high=12).shares([1.0, 1.0, 1.0, 0.0], 8)
+    assert shares == [7, 7, 6, 12]
     assert Knapsack(low=2, high=5).shares([1.0, 0.5], 8) == [5, 5], "more than all may have is not sampled"
     with pytest.raises(ValueError, match="low=8 exceeds high=4"):
         Knapsack(low=8, high=4)
@@ -238,13 +238,13 @@ def test_knapsack_gives_nobody_more_than_the_most():
 
 def test_knapsack_is_optimal_where_all_can_be_tried():
     success, n = [0.3, 0.7, 0.05], 4
-    given = Knapsack(low=1, high=12).shares(success, n)
+    shares = Knapsack(low=1, high=12).shares(success, n)
     worth = {
         (a, b, 12 - a - b): sum(map(knapsack_value, (a, b, 12 - a - b), success))
         for a in range(1, 11)
         for b in range(1, 12 - a)
     }
-    assert sum(map(knapsack_value, given, success)) == pytest.approx(max(worth.values()))
+    assert sum(map(knapsack_value, shares, success)) == pytest.approx(max(worth.values()))
 
 
 def test_spo_is_unsure_of_what_it_saw_once():
@@ -252,8 +252,8 @@ def test_spo_is_unsure_of_what_it_saw_once():
     rule = Tracker(weight=8)
     counts = rule.updated(rule.start, [1.0])
     v, weight = rule.posterior(counts), sum(counts)
-    found = SuccessRate(favour="unsure", floor=0.0).weight(PromptHistory(1.0, v, weight))
-    assert found == pytest.approx((4.6 / 8.2 * 3.6 / 8.2 / 8.2) ** 0.5)
+    sampling_weight = SuccessRate(favour="unsure", floor=0.0).weight(PromptHistory(1.0, v, weight))
+    assert sampling_weight == pytest.approx((4.6 / 8.2 * 3.6 / 8.2 / 8.2) ** 0.5)
 
 
 def test_a_tracker_forgets_what_was_imagined():

@@ -101,7 +101,7 @@ def pairs(rows: TrainBatch) -> list[int]:
     return chosen + rejected
 
 
-def given(name: str) -> tuple[TrainBatch, torch.Tensor]:
+def inputs_of(name: str) -> tuple[TrainBatch, torch.Tensor]:
     """Rows with the advantages of a method, and the policy's log-probs.
 
     For RLOO the policy is the one that sampled: TRL, unlike the paper, clips the ratios of whole sequences,
@@ -114,12 +114,12 @@ def given(name: str) -> tuple[TrainBatch, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, torch.Tensor]]:
+def by_trl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, torch.Tensor]]:
     import step_vs_trl
 
     directory, cases = tmp_path_factory.mktemp("trl"), {}
     for name in OURS:
-        rows, logp_r = given(name)
+        rows, logp_r = inputs_of(name)
         columns = {"logp": logp_r, "old": rows.old_logp_r, "ref": rows.ref_logp_r}
         columns["engine"] = rows.engine_logp_r
         data = {key: padded(rows, value_r) for key, value_r in columns.items()}
@@ -141,10 +141,10 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, t
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_loss_and_gradient_are_trls(theirs, name):
-    rows, logp_r = given(name)
+def test_loss_and_gradient_are_trls(by_trl, name):
+    rows, logp_r = inputs_of(name)
     weight_r, metrics = token_weights(OURS[name][0], rows, logp_r, BatchTotals.of(rows))
-    loss, gradient = theirs[name]
+    loss, gradient = by_trl[name]
     used("TRL's losses")
     share = 2 / 3 if name == "dpo" else 1.0  # TRL has no group without a pair; ours counts in the mean
     torch.testing.assert_close(padded(rows, weight_r), share * gradient, atol=1e-7, rtol=1e-5)

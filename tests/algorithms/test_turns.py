@@ -61,12 +61,12 @@ def advantages_by_definition(
     steps = [(paid or 0.0) if i == tokens - 1 else 0.0 for tokens, paid in talk.turns for i in range(tokens)]
     rewards = [talk.weight * paid - kl_coef * k for paid, k in zip(steps, kl, strict=True)]
     rewards[-1] += talk.others
-    found, ahead, next_value = list[float](), 0.0, 0.0
+    advantages, ahead, next_value = list[float](), 0.0, 0.0
     for reward, value in reversed(list(zip(rewards, values, strict=True))):
         ahead = reward + gamma * next_value - value + gamma * lam * ahead
         next_value = value
-        found.insert(0, ahead)
-    return found
+        advantages.insert(0, ahead)
+    return advantages
 
 
 @settings(max_examples=40, deadline=None)
@@ -96,9 +96,12 @@ def test_the_rewards_of_the_steps_add_up_to_the_conversations_reward() -> None:
     """With gamma and lambda 1 and no values, the first token's advantage is the sum of all rewards."""
     talks = [Talk([(2, 0.25), (1, None), (3, 1.0)], 2.0, 0.5), Talk([(1, 0.5)], 2.0, -1.0)]
     rows = batch(talks)
-    found, _ = GAE(values="zero", lam=1.0, whiten="none")(rows)
-    assert found[rows.offsets[0]].item() == 3.0 == talks[0].reward and found[rows.offsets[1]].item() == 0.0
-    assert found[:6].tolist() == [3.0, 3.0, 2.5, 2.5, 2.5, 2.5], "a turn is paid where it ends"
+    advantage_r, _ = GAE(values="zero", lam=1.0, whiten="none")(rows)
+    assert (
+        advantage_r[rows.offsets[0]].item() == 3.0 == talks[0].reward
+        and advantage_r[rows.offsets[1]].item() == 0.0
+    )
+    assert advantage_r[:6].tolist() == [3.0, 3.0, 2.5, 2.5, 2.5, 2.5], "a turn is paid where it ends"
     assert rows.reward_n.tolist() == [3.0, 0.0]
     shaped = rows.with_columns(reward_n=rows.reward_n - 1)  # by a shaper: paid at the end
     assert GAE(values="zero", lam=1.0, whiten="none")(shaped)[0][:6].tolist() == [2.0, 2.0, *[1.5] * 4]
@@ -164,8 +167,8 @@ def test_a_ratio_of_a_turn_is_the_geometric_mean_of_its_tokens() -> None:
     assert metrics["loss"].item() == pytest.approx(sum(wanted), rel=1e-5)
     whole = PPO(ratio="sequence", clip_high=0.5, aggregation="token_mean")
     single = replace(rows, turns=None)
-    found = [token_weights(block, single, logp_r, BatchTotals.of(single))[0] for block in (loss, whole)]
-    assert torch.equal(*found), "a single response is one turn"
+    weights = [token_weights(block, single, logp_r, BatchTotals.of(single))[0] for block in (loss, whole)]
+    assert torch.equal(*weights), "a single response is one turn"
 
 
 def test_the_parts_of_responses_are_told_apart_without_a_wait_for_the_device() -> None:

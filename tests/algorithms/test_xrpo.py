@@ -9,7 +9,7 @@ from statistics import stdev
 import pytest
 from helpers.inputs.rows import make_group, rewards_of
 from scipy import stats
-from test_members import Asked
+from test_members import Engine
 
 from megatron_gvpo.algorithms.members.exemplars import Exemplars, alike
 from megatron_gvpo.algorithms.members.more_responses import Rounds, half_width, student_quantile
@@ -55,7 +55,7 @@ def test_rounds_look_at_what_the_one_before_found():
     certain.
     """
     strong, weak = make_group([1, 0], "strong"), make_group([0, 0], "weak")
-    sampling = Asked()
+    sampling = Engine()
     grown, kept = Rounds(rounds=2, extra=2, explore=0)([strong, weak], sampling)
     assert sampling.prompts == ["strong"] * 8 and rewards_of(grown) == [1, 0] + [1] * 8 and kept == weak
     assert all(rollout.source == "policy" for rollout in grown.rollouts)
@@ -72,7 +72,7 @@ def test_unsolved_problems_are_asked_behind_the_solved_ones_like_them():
     corpus = Exemplars(count=2, n=3, template=TEMPLATE).build()
     known = [solved("a", "two strong plus {solution}"), solved("b", "two plus"), solved("c", "one minus two")]
     failed = make_group([0, 0], "p", record={"prompt": "two plus two"})
-    *others, seeded = corpus([*known, failed], sampling := Asked())
+    *others, seeded = corpus([*known, failed], sampling := Engine())
     assert others == known
     assert sampling.prompts == ["[two strong plus {solution}=so a][two plus=so b]p"], "the likest comes last"
     assert rewards_of(seeded) == [0, 0, 1, 1, 1] and seeded.prompt == failed.prompt
@@ -81,18 +81,18 @@ def test_unsolved_problems_are_asked_behind_the_solved_ones_like_them():
 
 def test_a_problem_is_no_exemplar_of_itself_and_the_oldest_is_forgotten():
     corpus = Exemplars(count=5, n=1, keep=2, template=TEMPLATE).build()
-    corpus([solved("a", "x"), solved("b", "x"), solved("c", "x")], Asked())
+    corpus([solved("a", "x"), solved("b", "x"), solved("c", "x")], Engine())
     failed = solved("c", "x", reward=0)
     resumed = Exemplars(count=5, n=1, template=TEMPLATE).build()
     resumed.load_state_dict(json.loads(json.dumps(corpus.state_dict())))
-    for held in (corpus, resumed):
-        held([failed], sampling := Asked())
+    for exemplars in (corpus, resumed):
+        exemplars([failed], sampling := Engine())
         assert sampling.prompts == ["[x=so b]c"]
-    assert Exemplars().build()([failed], Asked()) == [failed], "nobody has solved anything yet"
+    assert Exemplars().build()([failed], Engine()) == [failed], "nobody has solved anything yet"
 
 
 def test_as_many_exemplars_as_fit():
-    class Short(Asked):
+    class Short(Engine):
         def extended(self, prompt, text, *, before=False):
             return super().extended(prompt, text, before=before) if len(text) < 9 else None
 

@@ -62,7 +62,7 @@ checkpoint: {{export_hf: false}}
 @pytest.fixture(scope="module")
 def trained(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[float, dict[str, Any]]:
     """Metrics of the only step of two runs, by the scale of their loss."""
-    directory, found = tmp_path_factory.mktemp("own"), {}
+    directory, metrics = tmp_path_factory.mktemp("own"), {}
     file = directory / "mine.py"
     file.write_text(MINE)
     for scale in (1.0, 3.0):
@@ -72,8 +72,8 @@ def trained(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[float,
             fit(load_config([task / "run.yaml", directory / f"{scale}.yaml"], [f"output_dir={out}"]))
         finally:
             parallel.shut_down()
-        found[scale] = records(out)[-1]
-    return found
+        metrics[scale] = records(out)[-1]
+    return metrics
 
 
 def test_a_reward_is_in_the_metrics(trained):
