@@ -43,9 +43,9 @@ def checked(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_odd_one_out_is_named(checked: Path, fault: str):
-    said = [json.loads(file.read_text()) for file in checked.glob(f"{fault}-*.json")]
-    assert len(said) == 4 and all(one == said[0] for one in said), "every rank must say the same"
-    measured, problems = said[0]
+    reports = [json.loads(file.read_text()) for file in checked.glob(f"{fault}-*.json")]
+    assert len(reports) == 4 and all(one == reports[0] for one in reports), "every rank must say the same"
+    measured, problems = reports[0]
     assert re.match(r"between pairs of ranks: \d+\.\d+ GB/s", measured[0])
     assert re.match(r"all-reduce over 4 ranks: \d+\.\d+ GB/s", measured[1])
     for words in FAULTS[fault]:
@@ -103,8 +103,8 @@ def test_wrong_input_is_one_line(options, environment, words, monkeypatch, capsy
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert main(["doctor", *options]) == 2
-    said = capsys.readouterr()
-    assert words in said.err and said.err.count("\n") == 1 and not said.out
+    printed = capsys.readouterr()
+    assert words in printed.err and printed.err.count("\n") == 1 and not printed.out
 
 
 def test_a_directory_that_is_nowhere_is_said_once(tmp_path: Path):

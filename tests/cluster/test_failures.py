@@ -14,18 +14,18 @@ from helpers.paths import ROOT
 from megatron_gvpo.cluster import failures
 
 
-def run(program: str, place: Path) -> int:
+def run(program: str, folder: Path) -> int:
     """Run as rank 3; returns the exit code."""
-    file = place / "program.py"
+    file = folder / "program.py"
     file.write_text(program)
-    return run_rank(place, str(file))
+    return run_rank(folder, str(file))
 
 
-def run_rank(place: Path, *given: str) -> int:
-    logs = place / "logs"
+def run_rank(folder: Path, *arguments: str) -> int:
+    logs = folder / "logs"
     logs.mkdir()
     environment = {**os.environ, "RANK": "3", "MEGATRON_GVPO_LOGS": str(logs), "SLURMD_NODENAME": "node7"}
-    command = [sys.executable, "-m", "megatron_gvpo.cli.rank", *given]
+    command = [sys.executable, "-m", "megatron_gvpo.cli.rank", *arguments]
     return subprocess.run(command, env=environment, timeout=120).returncode
 
 
@@ -37,10 +37,10 @@ def test_a_rank_that_raises_ends_at_once_and_is_named(disk: str, tmp_path: Path)
     """It does not wait for exit handlers of libraries, which could wait for the other ranks."""
     waits = "import atexit, time; atexit.register(time.sleep, 1000)"
     assert run(f"{waits}\n{disk}\nraise RuntimeError('an error of this rank')", tmp_path) == 1
-    said = failures.describe(tmp_path / "logs")
-    assert said is not None and said.startswith("first failure: rank 3 on node7 at ")
+    description = failures.describe(tmp_path / "logs")
+    assert description is not None and description.startswith("first failure: rank 3 on node7 at ")
     words = "it could not write down why" if disk == FULL_DISK else "RuntimeError: an error of this rank"
-    assert words in said
+    assert words in description
 
 
 def test_a_rank_that_ends_before_it_has_a_log_is_named(tmp_path: Path):
@@ -51,10 +51,10 @@ def test_a_rank_that_ends_before_it_has_a_log_is_named(tmp_path: Path):
     with (tmp_path / "node_0.log").open("w") as log:
         command = [*torchrun, "-m", "megatron_gvpo.cli.rank", "train", "run.yaml"]
         assert subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=120).returncode == 1
-    said = failures.describe(tmp_path)
-    assert said is not None
-    assert re.match(r"first failure: rank 0 on \S+ at .*: exit code 1, before it began its log", said)
-    assert "FileNotFoundError" in said and "nowhere/rank_00000.log" in said
+    description = failures.describe(tmp_path)
+    assert description is not None
+    assert re.match(r"first failure: rank 0 on \S+ at .*: exit code 1, before it began its log", description)
+    assert "FileNotFoundError" in description and "nowhere/rank_00000.log" in description
 
 
 def test_a_rank_that_ends_well_is_no_failure(tmp_path: Path):
@@ -65,9 +65,9 @@ def test_a_rank_that_ends_well_is_no_failure(tmp_path: Path):
 def test_what_one_rank_alone_refuses_is_said(tmp_path: Path):
     """One node does not see the file."""
     assert run_rank(tmp_path, "train", str(tmp_path / "nowhere.yaml")) == 2
-    said = failures.describe(tmp_path / "logs")
-    assert said is not None and said.startswith("first failure: rank 3 on node7 at ")
-    assert "exit code 2" in said and "nowhere.yaml" in said
+    description = failures.describe(tmp_path / "logs")
+    assert description is not None and description.startswith("first failure: rank 3 on node7 at ")
+    assert "exit code 2" in description and "nowhere.yaml" in description
 
 
 def test_the_launcher_names_a_killed_rank_and_ends_the_others_at_once(tmp_path: Path):

@@ -34,12 +34,12 @@ KEPT = ["parallel.recompute=none", "train.max_tokens_per_micro_batch=32768", "tr
 def shipped() -> list[str]:
     """Files in examples/ of a model that is known by name: the others train tiny models that they make."""
     known = {name.rpartition("/")[2] for name in made_model.known_models()}
-    found = []
+    names = []
     for file in sorted(EXAMPLES.rglob("*.yaml")):
         path = (yaml.safe_load(file.read_text()).get("model") or {}).get("path", "")
         if Path(path).name in known:
-            found.append(str(file.relative_to(EXAMPLES).with_suffix("")))
-    return [name for name in found if name not in EVALUATE]
+            names.append(str(file.relative_to(EXAMPLES).with_suffix("")))
+    return [name for name in names if name not in EVALUATE]
 
 
 def loaded(name: str, folder: Path, *changes: str) -> Config:
@@ -87,13 +87,13 @@ def test_train_warns_on_a_gpu_that_is_too_small(monkeypatch, tmp_path, capsys):
     from megatron_gvpo.cli import train
 
     config = loaded("papers/gpg_math_7b", tmp_path, *KEPT)
-    for memory, said in ((79.6, "warning: the update needs about 1"), (139.8, "")):
+    for memory, warning in ((79.6, "warning: the update needs about 1"), (139.8, "")):
         monkeypatch.setattr(
             "megatron_gvpo.checks.preflight.torch_gpus",
             lambda memory=memory: [LocalGpu(0, "H", memory, (9, 0), 18)],
         )
         train._warn_of_memory(config, 8)
-        assert capsys.readouterr().err.startswith(said) and bool(said) == (memory < 100)
+        assert capsys.readouterr().err.startswith(warning) and bool(warning) == (memory < 100)
 
 
 @pytest.mark.parametrize("changes", [KEPT, []], ids=["kept", "recomputed"])

@@ -43,8 +43,8 @@ def test_unknown_keys_are_found_by_the_schemas(tmp_path: Path):
     wrong["spec"]["restarts"] = 1
     wrong["spec"]["replicatedJobs"][0]["template"]["spec"]["nodes"] = 2
     (tmp_path / "wrong.yaml").write_text(yaml.dump(wrong))
-    said = checked(tmp_path / "wrong.yaml").stdout
-    assert ".spec.restarts" in said and ".nodes" in said and "'containers' is a required" not in said
+    printed = checked(tmp_path / "wrong.yaml").stdout
+    assert ".spec.restarts" in printed and ".nodes" in printed and "'containers' is a required" not in printed
 
 
 def checked(file: Path) -> subprocess.CompletedProcess[str]:
@@ -119,8 +119,8 @@ def test_what_the_jobset_asks_of_the_cluster(task: Path, capsys):
 )
 def test_what_cannot_run_is_refused_in_one_line(task: Path, capsys, arguments: list[str], words: str):
     assert k8s(task, "--nodes", "1", *arguments, "--dry-run") == 2
-    said = capsys.readouterr()
-    assert words in said.err and said.err.count("\n") == 1 and not said.out
+    printed = capsys.readouterr()
+    assert words in printed.err and printed.err.count("\n") == 1 and not printed.out
 
 
 def test_a_reward_outside_the_volumes_is_refused(task: Path, tmp_path: Path, capsys):
@@ -128,8 +128,8 @@ def test_a_reward_outside_the_volumes_is_refused(task: Path, tmp_path: Path, cap
     reward = f'rewards.components=[{{"name": "v", "function": "{tmp_path}/reward.py:reward"}}]'
     job = ("--nodes", "1", "--container", "a/b", "--mount", f"data={task}", "--dry-run")
     assert main(["k8s", str(task / "run.yaml"), f"output_dir={task}/run", reward, *job]) == 2
-    said = capsys.readouterr().err
-    assert f"rewards.components.0.function={tmp_path}/reward.py: is not on a volume" in said
+    printed = capsys.readouterr().err
+    assert f"rewards.components.0.function={tmp_path}/reward.py: is not on a volume" in printed
 
 
 def test_a_secrets_value_is_never_in_the_file(task: Path, monkeypatch, capsys):
@@ -138,8 +138,8 @@ def test_a_secrets_value_is_never_in_the_file(task: Path, monkeypatch, capsys):
     reward = f"{task}/reward.py:reward"
     component = f'[{{"name": "v", "function": "{reward}", "options": {{"api_key": {{"env": "JUDGE_KEY"}}}}}}]'
     assert k8s(task, "--nodes", "1", "--secret", "keys", f"rewards.components={component}", "--dry-run") == 0
-    said = capsys.readouterr().out
-    assert "sk-1234567890abcdef" not in said and "JUDGE_KEY" in said
+    printed = capsys.readouterr().out
+    assert "sk-1234567890abcdef" not in printed and "JUDGE_KEY" in printed
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

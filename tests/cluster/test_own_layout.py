@@ -41,10 +41,10 @@ def config(tmp_path: Path) -> str:
 
 def test_a_layout_that_does_not_fit_names_the_part_and_changes_that_are_enough(config, tmp_path, capsys):
     assert main(["plan", config, "--nodes", "4", "--gpu", "h100", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert not found["fits"] and found["gpus"] == 32 and found["needed_gib"] > found["usable_gib"]
-    assert max(found["parts_gib"], key=found["parts_gib"].get) == "activations"
-    first = found["changes"][0]
+    reported = json.loads(capsys.readouterr().out)
+    assert not reported["fits"] and reported["gpus"] == 32 and reported["needed_gib"] > reported["usable_gib"]
+    assert max(reported["parts_gib"], key=reported["parts_gib"].get) == "activations"
+    first = reported["changes"][0]
     assert first["fits"] and first["settings"].startswith("train.max_tokens_per_micro_batch=")
     path = made_model.prepare("Qwen2.5-7B", "model.path", tmp_path)
     changed = load_config([config], [*first["settings"].split(), f"model.path={path}"])
@@ -84,8 +84,8 @@ def test_servers_of_fp8_weights_need_half_the_room(config, capsys, tmp_path):
         values = KNOWN["deepseek-ai/DeepSeek-V3"] | ({"quantization_config": quantised} if quantised else {})
         (tmp_path / "fp8" / "config.json").write_text(json.dumps(values))
         main(["plan", config, *large[:3], f"rollout.servers.model_path={tmp_path / 'fp8'}", *large[3:]])
-        found = json.loads(capsys.readouterr().out)
-        assert found["server"] is None if problem is None else problem in found["server"]
+        reported = json.loads(capsys.readouterr().out)
+        assert reported["server"] is None if problem is None else problem in reported["server"]
 
 
 @pytest.mark.parametrize("gpu", ["a100", "A100", "b200"])
@@ -111,9 +111,9 @@ def test_what_is_written_keeps_engine_and_paths_and_replaces_the_rest(config, tm
 
 
 def test_a_search_for_an_engine_and_colocated_servers(capsys, tmp_path):
-    asked = ["--model", "Qwen/Qwen2.5-7B", "--gpus", "32", "--gpu", "h100", "--k", "8", "--prompts", "64"]
+    options = ["--model", "Qwen/Qwen2.5-7B", "--gpus", "32", "--gpu", "h100", "--k", "8", "--prompts", "64"]
     out = tmp_path / "plan.yaml"
-    words = [*asked, "--response-length", "800", "--engine", "vllm", "--colocated"]
+    words = [*options, "--response-length", "800", "--engine", "vllm", "--colocated"]
     assert main(["plan", *words, "--write", str(out), "--json"]) == 0
     layouts = [one["layout"] for one in json.loads(capsys.readouterr().out)["best"]]
     assert layouts and all("colocated" in layout for layout in layouts)

@@ -51,18 +51,18 @@ def test_the_chosen_layout_is_a_configuration(task: Path, tmp_path: Path, capsys
 def test_optimizer_states_in_host_memory_make_room(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """72.7 B weights on the 8 GPUs of a node, with 16 bytes for each weight."""
     out = tmp_path / "plan.yaml"
-    asked = ("plan", "--model", "Qwen/Qwen2.5-72B", *ASKED, "--gpus", "8", "--offload", "1")
-    assert main([*asked, "--write", str(out), "--json"]) == 0
+    command = ("plan", "--model", "Qwen/Qwen2.5-72B", *ASKED, "--gpus", "8", "--offload", "1")
+    assert main([*command, "--write", str(out), "--json"]) == 0
     for one in json.loads(capsys.readouterr().out)["best"]:
         assert one["predicted_gib"]["optimizer"] == 0 and "offload1" in one["layout"]
         assert one["predicted_host_gib_of_a_node"] == pytest.approx(16 * 72.7e9 / 2**30, rel=1e-3)
     assert load_config([task / "run.yaml", out], ["output_dir=x"]).optimizer.offload_fraction == 1
-    assert main(list(asked)) == 0
+    assert main(list(command)) == 0
     assert "in host memory, for the optimizer: 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "keys"),
+    ("name", "options", "keys"),
     [
         ("Qwen/Qwen2.5-7B", ["--gpus", "8"], ("colocated: true", "transport: colocated")),
         ("Qwen/Qwen2.5-7B", ["--gpus", "64", "--fp8"], ("recipe: blockwise",)),
@@ -74,26 +74,26 @@ def test_optimizer_states_in_host_memory_make_room(task: Path, tmp_path: Path, c
     ],
 )
 def test_a_plan_goes_into_a_job_with_the_command_that_it_names(
-    name: str, asked: list[str], keys: tuple[str, ...], task, tmp_path, capsys
+    name: str, options: list[str], keys: tuple[str, ...], task, tmp_path, capsys
 ):
     """`megatron-gvpo slurm` checks the layout against the model and the machines."""
     config = tmp_path / "model" / "config.json"
     config.parent.mkdir()
     config.write_text(json.dumps(KNOWN[name]))
     out = tmp_path / "plan.yaml"
-    assert main(["plan", "--model", str(config.parent), *ASKED, *asked, "--write", str(out)]) == 0
+    assert main(["plan", "--model", str(config.parent), *ASKED, *options, "--write", str(out)]) == 0
     written = out.read_text()
     assert all(key in written for key in keys), written
     command = shlex.split(written.splitlines()[1].removeprefix("# megatron-gvpo"))
     files = {"CONFIG.yaml": str(task / "run.yaml"), "THIS.yaml": str(out)}
-    given = [files.get(word, word) for word in command]
+    arguments = [files.get(word, word) for word in command]
     own = [f"model.path={config.parent}", "model.dtype=bfloat16", f"output_dir={tmp_path / 'run'}"]
-    assert main([*given, *own, "--dry-run"]) == 0, capsys.readouterr().err
+    assert main([*arguments, *own, "--dry-run"]) == 0, capsys.readouterr().err
     assert "-m megatron_gvpo serve" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("gpus", "asked", "taken", "command"),
+    ("gpus", "options", "taken", "command"),
     [
         (8, ["--reward-gpus", "2"], 2, "train CONFIG.yaml THIS.yaml --nproc 6"),
         (24, ["--reward-gpus", "2"], 8, "slurm CONFIG.yaml THIS.yaml --nodes "),
@@ -103,7 +103,7 @@ def test_a_plan_goes_into_a_job_with_the_command_that_it_names(
 )
 def test_servers_leave_the_other_gpus(
     gpus: int,
-    asked: list[str],
+    options: list[str],
     taken: int,
     command: str,
     task: Path,
@@ -112,19 +112,19 @@ def test_servers_leave_the_other_gpus(
 ):
     """The plan is that of so many GPUs fewer, and its servers fit on them."""
     model = ["--model", "Qwen/Qwen2.5-7B", *ASKED]
-    taught = ["--recipe", "opd", "--teacher", "Qwen/Qwen2.5-1.5B"] if "--teacher-gpus" in asked else []
-    out, found = tmp_path / "plan.yaml", []
-    for words in (["--gpus", str(gpus), *asked], ["--gpus", str(gpus - taken)]):
+    taught = ["--recipe", "opd", "--teacher", "Qwen/Qwen2.5-1.5B"] if "--teacher-gpus" in options else []
+    out, plans = tmp_path / "plan.yaml", []
+    for words in (["--gpus", str(gpus), *options], ["--gpus", str(gpus - taken)]):
         assert main(["plan", *model, *taught, *words, "--json"]) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    assert [plan["server_gpus"] for plan in found] == [taken, 0]
+        plans.append(json.loads(capsys.readouterr().out))
+    assert [plan["server_gpus"] for plan in plans] == [taken, 0]
     if not taught:  # without servers of its own a teacher would be the trainer's
-        assert found[0]["best"] == found[1]["best"]
-    assert main(["plan", *model, *taught, "--gpus", str(gpus), *asked, "--write", str(out)]) == 0
+        assert plans[0]["best"] == plans[1]["best"]
+    assert main(["plan", *model, *taught, "--gpus", str(gpus), *options, "--write", str(out)]) == 0
     assert f"{gpus - taken} train and generate" in " ".join(capsys.readouterr().out.split())
     assert f"# megatron-gvpo {command}" in out.read_text()
-    given = ["output_dir=x", *(["algorithm=opd", f"teacher.path={tmp_path}"] if taught else [])]
-    config = load_config([task / "run.yaml", out], given)
+    overrides = ["output_dir=x", *(["algorithm=opd", f"teacher.path={tmp_path}"] if taught else [])]
+    config = load_config([task / "run.yaml", out], overrides)
     servers = config.rollout.servers
     assert servers.count * servers.tp <= min(8, gpus - taken)
     if taught and gpus <= 8:
@@ -185,8 +185,8 @@ def test_what_cannot_be_planned(changes: list[str], words: str, capsys: pytest.C
 
 def test_a_model_of_ones_own(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     for model in (task / "model", task / "model" / "config.json"):
-        asked = [*ASKED[:-2], "--response-length", "20", "--gpus", "1", "--prompt-tokens", "8"]
-        assert main(["plan", "--model", str(model), *asked]) == 0
+        options = [*ASKED[:-2], "--response-length", "20", "--gpus", "1", "--prompt-tokens", "8"]
+        assert main(["plan", "--model", str(model), *options]) == 0
     assert main(["plan", "--model", str(tmp_path), *ASKED]) == 2
     assert f"--model={tmp_path}: no config.json there" in capsys.readouterr().err
 
@@ -214,10 +214,10 @@ def test_a_model_that_cannot_be_trained_is_not_planned(config: object, words: st
     """The message is the trainer's; a file that is not a config.json is refused, too."""
     file = tmp_path / "config.json"
     file.write_text(config if isinstance(config, str) else json.dumps(config))
-    for given in (tmp_path, file):
-        assert main(["plan", "--model", str(given), *ASKED]) == 2
-        said = capsys.readouterr()
-        assert words in said.err and not said.out
+    for path in (tmp_path, file):
+        assert main(["plan", "--model", str(path), *ASKED]) == 2
+        printed = capsys.readouterr()
+        assert words in printed.err and not printed.out
 
 
 @pytest.mark.parametrize("option", ["--top", "--prompts", "--gpus"])
@@ -244,8 +244,8 @@ def test_lengths_that_nobody_gave_are_named(tmp_path: Path, capsys: pytest.Captu
         "8",
     ]
     assert main([*words, "--response-length", "50000"]) == 2
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert (
         "a prompt has 256 (--prompt-tokens), the longest response 250000 (--response-length MEAN,max=N"
-        in said
+        in printed
     )

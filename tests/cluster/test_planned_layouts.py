@@ -53,12 +53,12 @@ def _options(gpus: int, engine: str, **more: object) -> Namespace:
     return Namespace(**values | more)
 
 
-def _refusal(files: list[Path], given: list[str], gpus: int) -> str | None:
+def _refusal(files: list[Path], overrides: list[str], gpus: int) -> str | None:
     """The error of `slurm`, or of `train` before it starts servers, for the command that the plan names."""
     command_line = shlex.split(files[-1].read_text().splitlines()[1].removeprefix("# megatron-gvpo"))
     counts = {name: int(count) for name, count in re.findall(r"--([\w-]+) (\d+)", " ".join(command_line))}
     try:
-        config = load_config(files, given)
+        config = load_config(files, overrides)
         if command_line[0] == "train":
             check(config, Job(1, ranks_per_node=counts["nproc"], gpus=False), shown=True)
             server_gpus(config.rollout.servers, gpus, counts["nproc"])
@@ -103,7 +103,7 @@ def test_every_layout_of_a_plan_is_accepted(
     card = tmp_path / "model" / "config.json"
     card.parent.mkdir()
     card.write_text(json.dumps(KNOWN[name]))
-    given = [f"model.path={card.parent}", "model.dtype=bfloat16", f"output_dir={tmp_path / 'run'}"]
+    overrides = [f"model.path={card.parent}", "model.dtype=bfloat16", f"output_dir={tmp_path / 'run'}"]
     earlier = tmp_path / "earlier.yaml"
     plan = tmp_path / "plan.yaml"
     layers, walked, refused = architecture.load(name).layers, 0, []
@@ -114,7 +114,7 @@ def test_every_layout_of_a_plan_is_accepted(
                 earlier.write_text(yaml.safe_dump(EARLIER[before]))
                 options = _options(gpus, ("sglang", "vllm")[walked % 2])
                 plan.write_text(command.overlay(candidate, layers, WORK, options))
-                why = _refusal([task / "run.yaml", earlier, plan], given, gpus)
+                why = _refusal([task / "run.yaml", earlier, plan], overrides, gpus)
                 refused += [f"{candidate.layout.name} after {before}: {why}"] if why else []
                 walked += 1
     assert walked >= 4 and not refused, f"{len(refused)} of {walked}:\n" + "\n".join(refused[:10])
@@ -127,9 +127,9 @@ def test_a_plan_replaces_each_layout_before_it(before: str, task: Path, tmp_path
     earlier, plan = tmp_path / "earlier.yaml", tmp_path / "plan.yaml"
     earlier.write_text(yaml.safe_dump(EARLIER[before]))
     plan.write_text(command.overlay(candidate, 28, WORK, _options(8, "vllm")))
-    given = [f"output_dir={tmp_path / 'run'}", "train.share_prompts=false"]
-    alone = load_config([task / "run.yaml", plan], given)
-    assert load_config([task / "run.yaml", earlier, plan], given) == alone
+    overrides = [f"output_dir={tmp_path / 'run'}", "train.share_prompts=false"]
+    alone = load_config([task / "run.yaml", plan], overrides)
+    assert load_config([task / "run.yaml", earlier, plan], overrides) == alone
 
 
 def test_servers_that_a_run_starts_for_itself_leave_fewer_gpus(
@@ -146,13 +146,13 @@ def test_servers_that_a_run_starts_for_itself_leave_fewer_gpus(
         yaml.safe_dump({"rewards": {"components": [{"name": "math"}, {"name": "grade", "judge": judge}]}})
     )
     files = [str(task / "run.yaml"), str(judged)]
-    given = [f"model.path={card.parent}", "model.dtype=bfloat16", f"output_dir={tmp_path / 'run'}"]
+    overrides = [f"model.path={card.parent}", "model.dtype=bfloat16", f"output_dir={tmp_path / 'run'}"]
     own = ["rollout.engine=vllm", "rollout.servers.colocated=true", "rollout.weights.transport=colocated"]
-    asked = ["plan", *files, *given, *own, "--write", str(plan)]
+    arguments = ["plan", *files, *overrides, *own, "--write", str(plan)]
     for size in (["--nodes", "1"], ["--nodes", "2"]):
-        assert main([*asked, *size]) == 2
+        assert main([*arguments, *size]) == 2
         refusal = capsys.readouterr().err
         assert "servers on 2 GPUs (rewards.components.1.judge.servers) beside its ranks" in refusal
         assert "give --gpus 6, or start these servers elsewhere" in refusal
-    assert main([*asked, "--gpus", "6"]) == 0
-    assert _refusal([*map(Path, files), plan], given, 6) is None
+    assert main([*arguments, "--gpus", "6"]) == 0
+    assert _refusal([*map(Path, files), plan], overrides, 6) is None

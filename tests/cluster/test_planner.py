@@ -145,11 +145,11 @@ def test_the_stages_of_a_pipeline_hold_the_model_together(name: str):
         layout = Layout(pp, pp=pp)
         assert sum(sizes := layout.stage_layers(model.layers)) == model.layers
         assert max(sizes) - min(sizes) <= 1 and sizes[-1] == min(sizes)
-        held = sum(memory.shard(model, layout, stage).total for stage in range(pp))
+        total = sum(memory.shard(model, layout, stage).total for stage in range(pp))
         critic = sum(memory.shard(model, layout, stage, critic=True).total for stage in range(pp))
         again = model.embedding if model.tied and pp > 1 else 0  # the last stage's copy
-        assert held == model.parameters + again
-        assert critic == held - again - (0 if model.tied else model.embedding) + model.hidden + 1
+        assert total == model.parameters + again
+        assert critic == total - again - (0 if model.tied else model.embedding) + model.hidden + 1
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -177,9 +177,9 @@ def test_the_memory_is_that_of_the_micro_batches_that_the_trainer_makes():
     """With context parallelism, train.max_tokens_per_micro_batch is a rank's part of a micro-batch."""
     model, gpu = architecture.load("Qwen/Qwen2.5-7B"), workload.gpu("h800")
     work = Workload(256, 8, 500, Lengths(8000, 15000, 30000))
-    found = [c for c in search.search(model, gpu, 64, work).best if c.layout.cp > 1]
-    assert len(found) > 20
-    for candidate in found:
+    candidates = [c for c in search.search(model, gpu, 64, work).best if c.layout.cp > 1]
+    assert len(candidates) > 20
+    for candidate in candidates:
         layout, share = candidate.layout, work.tokens / candidate.layout.dp
         budget = candidate.micro_tokens * layout.cp  # of Policy
         assert budget >= work.longest
@@ -305,16 +305,16 @@ def test_rollout_time_is_that_of_every_single_step():
 def test_shared_prompts_save_what_a_count_by_hand_says(prompt, response, k, tokens, pairs):
     model = architecture.load("Qwen/Qwen2.5-7B")
     fixed = Lengths(response - 1e-6, response - 1e-7, response)
-    found = sharing.sharing(model, Workload(1, k, prompt, fixed)).to_dict()
+    savings = sharing.sharing(model, Workload(1, k, prompt, fixed)).to_dict()
     width = 28 * 128
     layer = 2 * 3584 * width + 2 * 3584 * 4 * 128 + 3 * 3584 * 18944
     for kind, t, p in zip(("whole", "shared"), tokens, pairs, strict=True):
-        assert found["tokens"][kind] == pytest.approx(t)
-        assert found["pairs"][kind] == pytest.approx(p)
+        assert savings["tokens"][kind] == pytest.approx(t)
+        assert savings["pairs"][kind] == pytest.approx(p)
         flops = 6 * 28 * layer * t + 12 * 28 * width * p + 6 * 3584 * 152_064 * k * response
-        assert found["flops"][kind] == pytest.approx(flops, rel=1e-3)  # and biases and norms
+        assert savings["flops"][kind] == pytest.approx(flops, rel=1e-3)  # and biases and norms
     ratio = tokens[1] / tokens[0]
-    assert found["activation_gib"]["ratio"] == found["tokens"]["ratio"] == pytest.approx(ratio, abs=1e-4)
+    assert savings["activation_gib"]["ratio"] == savings["tokens"]["ratio"] == pytest.approx(ratio, abs=1e-4)
 
 
 def test_the_documented_savings_are_the_planners_and_the_measured_ones():
@@ -324,13 +324,13 @@ def test_the_documented_savings_are_the_planners_and_the_measured_ones():
         prompt, response, k = map(int, re.findall(r"\d+", name))
         fixed = Lengths(response - 1e-3, response - 1e-4, response)
         model = architecture.load("Qwen/Qwen2.5-7B")
-        found = sharing.sharing(model, Workload(1, k, prompt, fixed)).to_dict()
-        cells = [f"{prompt} + {response}, k={k}", *(f"{found[cost]['ratio']:.2f}" for cost in found)]
+        savings = sharing.sharing(model, Workload(1, k, prompt, fixed)).to_dict()
+        cells = [f"{prompt} + {response}, k={k}", *(f"{savings[cost]['ratio']:.2f}" for cost in savings)]
         measured, predicted = case["cpu_s"]["ratio"], case["predicted"]["flops"]["ratio"]
         cells += [f"{case['lengths_divided_by']}", f"{measured:.2f} ({predicted:.2f})"]
         cells += [f"{case['activation_mib']['ratio']:.2f}"]
         assert f"| {' | '.join(cells)} |" in document
-        assert case["Qwen/Qwen2.5-7B"] == found
+        assert case["Qwen/Qwen2.5-7B"] == savings
 
 
 def test_a_plan_with_shared_prompts_trains_faster_and_keeps_groups_whole():

@@ -55,12 +55,12 @@ def test_gradients_and_optimizer_states_are_those_of_adapters(layout: Layout) ->
     adapted = replace(model, adapter_rank=RANK)
     stages = range(layout.pp)
     trained = [memory_model.trained_shard(adapted, layout, stage).total for stage in stages]
-    held = sum(
+    total = sum(
         memory_model.trained_shard(adapted, layout, s).dense * layout.tp
         + memory_model.trained_shard(adapted, layout, s).experts * layout.ep
         for s in stages
     )
-    assert held == pytest.approx(adapted.adapters)
+    assert total == pytest.approx(adapted.adapters)
     for stage in stages:
         whole, ours = (memory_model.state(m, layout, stage) for m in (model, adapted))
         assert ours[0] == pytest.approx(whole[0] + 2 * trained[stage])
@@ -78,10 +78,14 @@ def test_a_critic_trains_all_of_its_weights() -> None:
 def test_a_plan_with_adapters_is_a_configuration(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    asked = "--model Qwen/Qwen2.5-7B --gpus 8 --gpu h800 --k 5 --prompts 1024 --response-length 850,p95=2000"
+    options = (
+        "--model Qwen/Qwen2.5-7B --gpus 8 --gpu h800 --k 5 --prompts 1024 --response-length 850,p95=2000"
+    )
     out, answers = tmp_path / "plan.yaml", []
     for rank in (0, 32):
-        assert main(["plan", *asked.split(), "--adapter-rank", str(rank), "--write", str(out), "--json"]) == 0
+        assert (
+            main(["plan", *options.split(), "--adapter-rank", str(rank), "--write", str(out), "--json"]) == 0
+        )
         answers.append(json.loads(capsys.readouterr().out))
     whole, adapted = (answer["best"][0]["predicted_gib"] for answer in answers)
     assert adapted["optimizer"] < 0.1 * whole["optimizer"] and adapted["gradients"] < 0.1 * whole["gradients"]
@@ -91,5 +95,5 @@ def test_a_plan_with_adapters_is_a_configuration(
     )
     adapter = load_config([task / "run.yaml", out], ["output_dir=x"]).model.adapter
     assert adapter is not None and (adapter.rank, adapter.alpha) == (32, 32)
-    assert main(["plan", *asked.split(), "--adapter-rank", "32"]) == 0
+    assert main(["plan", *options.split(), "--adapter-rank", "32"]) == 0
     assert "MiB of adapters alone" in " ".join(capsys.readouterr().out.split())

@@ -41,14 +41,14 @@ def every_token(work: Workload, extra: int, oldest: int) -> list[float]:
     """Seconds of the rollouts of each step on one engine, a token at a time."""
     generator, step = random.Random(0), step_time.DecodeStep(B7, H800, 1)
     groups: list[list[list[float]]] = []  # of each response its length, and its tokens so far
-    asked: list[int] = []
+    first_steps: list[int] = []
     seconds = []
     for number in range(partial_rollouts._STEPS):
         lengths = work.lengths.sample((work.prompts + extra - len(groups)) * work.k)
         generator.shuffle(lengths)
         while lengths:
             groups.append([[lengths.pop(0), 0.0] for _ in range(work.k)])
-            asked.append(number)
+            first_steps.append(number)
         unfinished = [[r for r in group if r[1] < r[0]] for group in groups]
         tokens = sum(bool(own) * work.prompt_tokens + sum(r[1] for r in own) for own in unfinished)
         count = sum(map(len, unfinished))
@@ -56,7 +56,9 @@ def every_token(work: Workload, extra: int, oldest: int) -> list[float]:
         took = B7.layer_flops(tokens, mean / 2) / (H800.flops(False) * step_time.PREFILL_FRACTION)
         while True:
             complete = [all(r[1] >= r[0] for r in group) for group in groups]
-            due = [done for done, since in zip(complete, asked, strict=True) if since <= number - oldest]
+            due = [
+                done for done, since in zip(complete, first_steps, strict=True) if since <= number - oldest
+            ]
             if sum(complete) >= work.prompts and all(due):
                 break
             running = [r for group in groups for r in group if r[1] < r[0]]
@@ -65,7 +67,7 @@ def every_token(work: Workload, extra: int, oldest: int) -> list[float]:
                 response[1] += 1
         leaving = [i for i, done in enumerate(complete) if done][: work.prompts]
         groups = [group for i, group in enumerate(groups) if i not in leaving]
-        asked = [since for i, since in enumerate(asked) if i not in leaving]
+        first_steps = [since for i, since in enumerate(first_steps) if i not in leaving]
         seconds.append(took)
     return seconds
 
@@ -119,7 +121,7 @@ def test_the_page_has_what_is_predicted(name: str):
 
 
 def test_the_command_says_what_is_saved(capsys: pytest.CaptureFixture[str]):
-    asked = [
+    command = [
         "plan",
         "--model",
         "Qwen/Qwen2.5-7B",
@@ -132,11 +134,11 @@ def test_the_command_says_what_is_saved(capsys: pytest.CaptureFixture[str]):
         "--prompts",
         "64",
     ]
-    asked += ["--response-length", "850,p95=3000", "--colocated"]
-    assert main(asked) == 0
+    command += ["--response-length", "850,p95=3000", "--colocated"]
+    assert main(command) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "with rollout.over_sampling_prompts=16 and rollout.async_steps=1: rollouts of" in printed
-    assert main([*asked, "--json"]) == 0
+    assert main([*command, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     choices, seconds = printed["partial_rollouts"], printed["best"][0]["predicted_seconds"]["rollout"]
     assert [choice["prompts"] for choice in choices] == [16, 32]
@@ -147,7 +149,7 @@ def test_what_is_written_keeps_partial_rollouts(task: Path, tmp_path: Path):
     servers = ["rollout.engine=vllm", "rollout.servers.colocated=true", "rollout.weights.transport=colocated"]
     words = [*servers, "rollout.async_steps=2", "rollout.over_sampling_prompts=3"]
     words += ["rollout.max_tokens=64", "model.dtype=bfloat16", f"output_dir={tmp_path}/run"]
-    asked = [
+    options = [
         "--gpus",
         "4",
         "--prompt-tokens",
@@ -157,7 +159,7 @@ def test_what_is_written_keeps_partial_rollouts(task: Path, tmp_path: Path):
         "--response-length",
         "4,p95=8",
     ]
-    assert main(["plan", str(task / "run.yaml"), *words, *asked]) == 0
+    assert main(["plan", str(task / "run.yaml"), *words, *options]) == 0
     files = [task / "run.yaml", tmp_path / "plan.yaml"]
     written = load_config(files, [*servers, f"output_dir={tmp_path}/run"]).rollout
     assert (written.over_sampling_prompts, written.async_steps) == (3, 2)

@@ -87,10 +87,10 @@ WITH_ALL_LAYERS = [row["row"] for row in COMMITTED if not re.search("pp=|cp=|VL"
 
 
 def _committed(name: str, folder: Path) -> tuple[dict[str, Any], Architecture, Layout]:
-    [found] = [row for row in COMMITTED if row["row"] == name]
+    [committed] = [row for row in COMMITTED if row["row"] == name]
     config = rehearsals.configuration(ROWS[name], folder)
     model = architecture.load(str(Path(config.model.path) / "config.json"))
-    return found, model, layout_of(config, ROWS[name].world)
+    return committed, model, layout_of(config, ROWS[name].world)
 
 
 @pytest.mark.parametrize("name", WITH_ALL_LAYERS)

@@ -76,7 +76,7 @@ def test_a_large_batch_gains_less() -> None:
 def test_the_command_predicts_the_gain_and_writes_it(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    asked = [
+    command = [
         "plan",
         "--model",
         "Qwen/Qwen3-8B",
@@ -89,12 +89,12 @@ def test_the_command_predicts_the_gain_and_writes_it(
         "--k",
         "8",
     ]
-    asked += ["--response-length", "2500,p95=7500,max=8192", "--speculate", "3,acceptance=0.77"]
-    assert main([*asked, "--write", str(tmp_path / "plan.yaml")]) == 0
-    found = re.search(
+    command += ["--response-length", "2500,p95=7500,max=8192", "--speculate", "3,acceptance=0.77"]
+    assert main([*command, "--write", str(tmp_path / "plan.yaml")]) == 0
+    match = re.search(
         r"rollouts: ([\d.]+) s in place of ([\d.]+) s, with 3.31 tokens", capsys.readouterr().out
     )
-    assert found and 1.4 < float(found[2]) / float(found[1]) < 2.3
+    assert match and 1.4 < float(match[2]) / float(match[1]) < 2.3
     chosen = load_config([task / "run.yaml", tmp_path / "plan.yaml"], ["output_dir=x"]).rollout.speculation
     assert chosen is not None and (chosen.method, chosen.tokens) == ("mtp", 3)
 

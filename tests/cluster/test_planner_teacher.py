@@ -112,8 +112,8 @@ def test_the_host_keeps_a_teacher_of_every_rank():
     assert search._teacher_host_gib(LOGPROBS, Layout(8)) == pytest.approx(8 * 2 * ALL / GIB)
     stage = 2 * (16 * (WEIGHTS / 2 + NORMS) + TABLE / 2 + 5120)  # the last of four on two nodes
     before = stage - 2 * TABLE / 2 - 2 * 5120
-    there = search._teacher_host_gib(LOGPROBS, Layout(16, tp=2, pp=4))
-    assert there == pytest.approx(4 * (stage + before) / GIB)
+    host_gib = search._teacher_host_gib(LOGPROBS, Layout(16, tp=2, pp=4))
+    assert host_gib == pytest.approx(4 * (stage + before) / GIB)
     assert search._teacher_host_gib(replace(LOGPROBS, gpus=2), Layout(8)) == 0
 
 
@@ -186,7 +186,7 @@ def test_a_teacher_passes_as_often_as_it_is_planned_to(
         seen["scored"] += len(rows)
         return score(self, rows)
 
-    def given(self, packs):
+    def counted_states(self, packs):
         seen["states"] += sum(map(len, packs))
         return states(self, packs)
 
@@ -195,7 +195,7 @@ def test_a_teacher_passes_as_often_as_it_is_planned_to(
         return update(self, rows, **options)
 
     monkeypatch.setattr(HeldTeacher, "score", scored)
-    monkeypatch.setattr(HeldTeacher, "states", given)
+    monkeypatch.setattr(HeldTeacher, "states", counted_states)
     monkeypatch.setattr(Policy, "update", updated)
     overrides = [f"algorithm={recipe}", f"teacher.path={task / 'model'}", "train.steps=1", "data.eval=null"]
     fit(configure(task, tmp_path / "run", *overrides, "train.mini_batches=4", f"train.batch_epochs={epochs}"))
@@ -239,10 +239,12 @@ def test_a_plan_with_a_teacher_shows_it_and_becomes_a_configuration(task: Path, 
 
 
 def test_the_page_shows_what_its_commands_print(capsys: pytest.CaptureFixture):
-    found = [block for block in blocks("docs/howto/distillation.md") if "megatron-gvpo plan" in block.text]
+    command_blocks = [
+        block for block in blocks("docs/howto/distillation.md") if "megatron-gvpo plan" in block.text
+    ]
     shown = [block for block in blocks("docs/howto/distillation.md") if block.language == "text"]
-    assert len(found) == len(shown) == 2
-    for block, printed in zip(found, shown, strict=True):
+    assert len(command_blocks) == len(shown) == 2
+    for block, printed in zip(command_blocks, shown, strict=True):
         [words] = commands(block)
         assert main(words[1:]) == 0
         lines = capsys.readouterr().out.splitlines()
@@ -250,7 +252,7 @@ def test_the_page_shows_what_its_commands_print(capsys: pytest.CaptureFixture):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "problem"),
     [
         (["--recipe", "opd"], "--recipe opd: name the model that it compares with, --teacher"),
         ([*BY], "--recipe gvpo compares with no teacher; try --recipe opd"),
@@ -270,7 +272,7 @@ def test_the_page_shows_what_its_commands_print(capsys: pytest.CaptureFixture):
         ),
     ],
 )
-def test_a_teacher_that_cannot_be_planned_is_refused(given: list[str], said: str, capsys):
-    assert main([*ASKED, *LONG, *given]) == 2
+def test_a_teacher_that_cannot_be_planned_is_refused(options: list[str], problem: str, capsys):
+    assert main([*ASKED, *LONG, *options]) == 2
     printed = capsys.readouterr().err
-    assert said in printed and printed.count("\n") == 1
+    assert problem in printed and printed.count("\n") == 1

@@ -118,8 +118,8 @@ def test_a_volume_that_cannot_be_written_ends_the_job_at_once(task: Path, tmp_pa
     (tmp_path / "run" / "k8s").touch()  # root may write everywhere, but not in a file
     with pods.running(tmp_path / "written" / file.name, tmp_path / "logs") as jobset:
         assert jobset.follow() == "Failed" and jobset.start == 0, jobset.logs()
-        said = [(jobset.directory / f"trainer_{index}.0.log").read_text() for index in range(2)]
-    assert any(f"user {os.getuid()} cannot write {tmp_path}/run/k8s/{pods.UID}.0" in log for log in said)
+        logs = [(jobset.directory / f"trainer_{index}.0.log").read_text() for index in range(2)]
+    assert any(f"user {os.getuid()} cannot write {tmp_path}/run/k8s/{pods.UID}.0" in log for log in logs)
 
 
 def test_refused_input_ends_the_job_at_once(task: Path, tmp_path: Path):
@@ -147,15 +147,15 @@ def test_the_trainer_and_the_servers_agree_on_addresses(task: Path, tmp_path: Pa
         logs = tmp_path / "run" / "k8s" / f"{pods.UID}.0"
         trainers = [(logs / f"said.{node}.").read_text().split() for node in range(2)]
         served = [(logs / f"said.{node}.servers").read_text().split() for node in range(2)]
-    ports = [word.partition("=")[2] for said in served for word in said if "servers.port=" in word]
+    ports = [word.partition("=")[2] for arguments in served for word in arguments if "servers.port=" in word]
     urls = ",".join(f"http://127.0.0.1:{port}" for port in (ports if over == 1 else ports[:1]))
-    for said in trainers:
-        assert f"rollout.servers.urls=[{urls}]" in said
-    for said in (*trainers, *served):
-        assert "rollout.servers.api_key_env=ROLLOUT_KEY" in said
+    for arguments in trainers:
+        assert f"rollout.servers.urls=[{urls}]" in arguments
+    for arguments in (*trainers, *served):
+        assert "rollout.servers.api_key_env=ROLLOUT_KEY" in arguments
     if over == 2:
-        for node, said in enumerate(served):
-            assert {f"rollout.servers.node={node}", "rollout.servers.leader=127.0.0.1"} < set(said)
+        for node, arguments in enumerate(served):
+            assert {f"rollout.servers.node={node}", "rollout.servers.leader=127.0.0.1"} < set(arguments)
 
 
 def test_servers_serve_until_the_trainer_has_saved(task: Path, tmp_path: Path):

@@ -31,8 +31,8 @@ def row(name: str, gpus: int) -> str:
         best = search(model, gpu, gpus, work).best[0]
     except ConfigError as error:
         reasons = str(error).removeprefix("no layout can run: ").split("; ")
-        told = [reason for reason in reasons if "layouts: " not in reason]
-        return f"{begin} none: {'; '.join(told)} | | | | | |"
+        other_reasons = [reason for reason in reasons if "layouts: " not in reason]
+        return f"{begin} none: {'; '.join(other_reasons)} | | | | | |"
     layout = best.layout
     parts = push_time.predicted(model, gpu, layout)
     shards = f"{parts.seconds:.2f} | {parts.busiest_trainer / 1e9:.2f} | {parts.server / 1e9:.1f}"
@@ -63,8 +63,8 @@ def test_the_predicted_bytes_are_those_of_a_plan():
     half = model.layers * (model.attention + model.mlp) // 2 + model.embedding
     tables = [Table("split", 2, half, 2), Table("all", model.layers * model.replicated + model.hidden, 1, 2)]
     everything = [Box(0, tables[1].rows, 0, 1)]
-    held = [{0: [Box(rank % 2, rank % 2 + 1, 0, half)], 1: everything} for rank in range(4)]
-    plan = plan_push(tables, held, [held[:2], held[2:]], 2**28)
+    shards = [{0: [Box(rank % 2, rank % 2 + 1, 0, half)], 1: everything} for rank in range(4)]
+    plan = plan_push(tables, shards, [shards[:2], shards[2:]], 2**28)
     predicted = push_time.sharded(model, workload.gpu("h800"), layout)
     sent, links = plan.sent_bytes(), plan.link_bytes()
     got = sum(size for (_, target), size in links.items() if target == 4)
@@ -80,12 +80,12 @@ def test_the_predicted_bytes_of_a_colocated_push_are_those_of_a_plan():
     stages = [shard(model, layout, stage).dense * layout.tp for stage in range(2)]
     tables = [Table(f"stage {stage}", 8, round(size / 8), 2) for stage, size in enumerate(stages)]
     halves = [[Box(4 * half, 4 * half + 4, 0, table.columns) for half in range(2)] for table in tables]
-    held = [{rank // 8: [halves[rank // 8][rank % 2]]} for rank in range(16)]
+    shards = [{rank // 8: [halves[rank // 8][rank % 2]]} for rank in range(16)]
     server = [
         {n: [Box(row, row + 1, 0, table.columns)] for n, table in enumerate(tables)} for row in range(8)
     ]
     seats = [(rank, rank // 8) for rank in range(16)]
-    plan = plan_push(tables, held, [server, server], 2**28, seats * 2)
+    plan = plan_push(tables, shards, [server, server], 2**28, seats * 2)
     far = [p for p in plan.parcels if seats[p.owner][1] != seats[p.first - 16][1]]
     gets, sends = Counter[int](), Counter[int]()
     for parcel in far:

@@ -59,8 +59,8 @@ def test_the_task_agrees_with_skypilots_own_reader(task: Path, tmp_path: Path, c
 )
 def test_what_cannot_run_is_refused_in_one_line(task: Path, capsys, arguments: list[str], words: str):
     assert sky(task, "--nodes", "1", *arguments, "--dry-run") == 2
-    said = capsys.readouterr()
-    assert words in said.err and said.err.count("\n") == 1 and not said.out
+    printed = capsys.readouterr()
+    assert words in printed.err and printed.err.count("\n") == 1 and not printed.out
 
 
 class Nodes:

@@ -89,9 +89,9 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
         yield running
 
 
-def reward(place: Path, **faults: object) -> str:
+def reward(folder: Path, **faults: object) -> str:
     """An override that sets the reward above, with `start_<n>=(step, action)` for faults."""
-    file = place / "reward.py"
+    file = folder / "reward.py"
     file.write_text(REWARD)
     component = {"name": "variety", "function": f"{file}:reward", "options": faults}
     return f"rewards.components={json.dumps([component])}"
@@ -107,11 +107,11 @@ def job_of(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout.split()[1].rstrip(";")
 
 
-def asked(place: Path) -> dict[int, set[str]]:
+def prompts_by_step(folder: Path) -> dict[int, set[str]]:
     """The prompts of every step in the start that completed it; equal responses ask for a reward only
     once.
     """
-    rows = [line.split() for file in place.glob("asked.*") for line in file.read_text().splitlines()]
+    rows = [line.split() for file in folder.glob("asked.*") for line in file.read_text().splitlines()]
     last = {step: max(start for start, other, _ in rows if other == step) for _, step, _ in rows}
     by_step: dict[int, set[str]] = {}
     for start, step, prompt in rows:
@@ -123,28 +123,28 @@ def asked(place: Path) -> dict[int, set[str]]:
 @pytest.fixture(scope="module")
 def uninterrupted(task: Path, tmp_path_factory) -> Path:
     """The same run on two ranks of this machine, without Slurm."""
-    place = tmp_path_factory.mktemp("uninterrupted")
+    folder = tmp_path_factory.mktemp("uninterrupted")
     launch(
-        "helpers.workers.trainer_worker:fit_once", [2], str(task), str(place / "run"), *SHORT, reward(place)
+        "helpers.workers.trainer_worker:fit_once", [2], str(task), str(folder / "run"), *SHORT, reward(folder)
     )
-    return place
+    return folder
 
 
-def with_an_error_of_rank_1(slurm: Slurm, place: Path) -> Slurm:
+def with_an_error_of_rank_1(slurm: Slurm, folder: Path) -> Slurm:
     """The same Slurm, whose jobs raise an error in the rank that gets SIGUSR2."""
-    (place / "sitecustomize.py").write_text(
+    (folder / "sitecustomize.py").write_text(
         "import signal\n"
         "def fail(*_):\n    raise RuntimeError('an error of rank 1 alone')\n"
         "signal.signal(signal.SIGUSR2, fail)\n"
     )
-    there = Slurm(slurm.base)
-    there.environment |= {"PYTHONPATH": f"{place}:{slurm.environment.get('PYTHONPATH', '')}"}
-    return there
+    failing = Slurm(slurm.base)
+    failing.environment |= {"PYTHONPATH": f"{folder}:{slurm.environment.get('PYTHONPATH', '')}"}
+    return failing
 
 
-def assert_rank_1_is_named(slurm: Slurm, job: str, place: Path) -> None:
+def assert_rank_1_is_named(slurm: Slurm, job: str, folder: Path) -> None:
     """The job ended soon after its fault, and its output names the error."""
-    assert slurm.ended(job) - (place / "acted").stat().st_mtime < SOON
+    assert slurm.ended(job) - (folder / "acted").stat().st_mtime < SOON
     end = slurm.output(job).read_text()[-10_000:]  # tracebacks name long paths
     assert "first failure: rank 1 on gvpo-node" in end
     assert "Traceback" in end and "RuntimeError: an error of rank 1 alone" in end
@@ -154,12 +154,12 @@ def test_a_job_that_is_told_to_stop_goes_on_until_a_rank_raises(
     slurm: Slurm, task: Path, uninterrupted: Path, tmp_path: Path
 ):
     """The first start gets Slurm's signal before the time limit; in the second, a rank raises an error."""
-    out, there = tmp_path / "run", with_an_error_of_rank_1(slurm, tmp_path)
+    out, failing = tmp_path / "run", with_an_error_of_rank_1(slurm, tmp_path)
     faults = reward(tmp_path, start_0=(3, STOP), start_1=(5, "SIGUSR2"), by_rank=1)
-    job = job_of(submit(there, str(task / "run.yaml"), *SHORT, f"output_dir={out}", faults, *TWO_NODES))
+    job = job_of(submit(failing, str(task / "run.yaml"), *SHORT, f"output_dir={out}", faults, *TWO_NODES))
     slurm.wait_for_start(job, 1)
-    said = slurm.logs(job)
-    assert "stopped on request; the checkpoint is complete" in said and "requeued" in said
+    logs = slurm.logs(job)
+    assert "stopped on request; the checkpoint is complete" in logs and "requeued" in logs
     assert slurm.end(job) == "FAILED", slurm.logs(job)
     assert_rank_1_is_named(slurm, job, tmp_path)
     assert [record["step"] for record in records(out)] == [0, 1, 2, 3, 4]
@@ -177,8 +177,8 @@ def test_a_job_that_is_told_to_stop_and_loses_a_node_ends_as_if_nothing_had_been
     faults = reward(tmp_path, start_0=(3, STOP), **lost)
     job = job_of(submit(slurm, str(task / "run.yaml"), *SHORT, f"output_dir={out}", faults, *TWO_NODES))
     slurm.wait_for_start(job, 1)
-    said = slurm.logs(job)
-    assert "stopped on request; the checkpoint is complete" in said and "requeued" in said
+    logs = slurm.logs(job)
+    assert "stopped on request; the checkpoint is complete" in logs and "requeued" in logs
     if loses_a_node:
         slurm.wait_for_start(job, 2)
     assert slurm.end(job) == "COMPLETED", slurm.logs(job)
@@ -192,13 +192,13 @@ def test_a_step_that_is_longer_than_the_time_limit_ends_the_job(slurm: Slurm, ta
     out = tmp_path / "run"
     stop = (3, STOP_WITHIN_A_STEP % out)
     faults = reward(tmp_path, start_0=stop, start_1=stop)
-    given = (*SHORT, f"output_dir={out}", faults, "rewards.timeout=600")
-    job = job_of(submit(slurm, str(task / "run.yaml"), *given, *TWO_NODES))
+    overrides = (*SHORT, f"output_dir={out}", faults, "rewards.timeout=600")
+    job = job_of(submit(slurm, str(task / "run.yaml"), *overrides, *TWO_NODES))
     slurm.wait_for_start(job, 1)
     assert slurm.end(job) == "FAILED", slurm.logs(job)
-    said = slurm.output(job).read_text()
-    assert "not requeued: start 1 ends with the checkpoint that it began with" in said, slurm.logs(job)
-    assert "--sbatch=--time" in said and records(out)[-1]["step"] == 2
+    output = slurm.output(job).read_text()
+    assert "not requeued: start 1 ends with the checkpoint that it began with" in output, slurm.logs(job)
+    assert "--sbatch=--time" in output and records(out)[-1]["step"] == 2
 
 
 @pytest.mark.proof
@@ -206,10 +206,10 @@ def test_a_step_that_is_longer_than_the_time_limit_ends_the_job(slurm: Slurm, ta
 def test_a_rank_that_fails_ends_the_job_in_seconds_and_is_named(
     slurm: Slurm, task: Path, tmp_path: Path, how: str
 ):
-    there = with_an_error_of_rank_1(slurm, tmp_path)
+    failing = with_an_error_of_rank_1(slurm, tmp_path)
     fault = reward(tmp_path, start_0=(3, "SIGKILL" if how == "killed" else "SIGUSR2"), by_rank=1)
     out = f"output_dir={tmp_path / 'run'}"
-    job = job_of(submit(there, str(task / "run.yaml"), *SHORT, out, fault, *TWO_NODES))
+    job = job_of(submit(failing, str(task / "run.yaml"), *SHORT, out, fault, *TWO_NODES))
     assert slurm.end(job) == "FAILED", slurm.logs(job)
     if how == "killed":
         assert slurm.ended(job) - (tmp_path / "acted").stat().st_mtime < SOON
@@ -224,26 +224,26 @@ def test_names_with_spaces_and_an_environment_of_its_own(slurm: Slurm, task: Pat
     """Python, configuration, output and options have spaces in them. Only part of the environment is passed
     on, it belongs to another job, and nodes have names that other nodes do not know.
     """
-    place = tmp_path / "a place"
-    place.mkdir()
-    (place / "an environment").symlink_to(sys.prefix)
-    (place / "sitecustomize.py").write_text("import socket\nsocket.getfqdn = lambda *_: 'nowhere.invalid'\n")
-    (place / "run it.yaml").write_text((task / "run.yaml").read_text())
-    there = Slurm(slurm.base)
-    path = [str(place), *filter(None, [slurm.environment.get("PYTHONPATH")])]
-    there.environment |= {"PYTHONPATH": ":".join(path), "SLURM_RESTART_COUNT": "5"}
+    folder = tmp_path / "a place"
+    folder.mkdir()
+    (folder / "an environment").symlink_to(sys.prefix)
+    (folder / "sitecustomize.py").write_text("import socket\nsocket.getfqdn = lambda *_: 'nowhere.invalid'\n")
+    (folder / "run it.yaml").write_text((task / "run.yaml").read_text())
+    isolated = Slurm(slurm.base)
+    path = [str(folder), *filter(None, [slurm.environment.get("PYTHONPATH")])]
+    isolated.environment |= {"PYTHONPATH": ":".join(path), "SLURM_RESTART_COUNT": "5"}
     exported = "--sbatch=--export=PATH,PYTHONPATH,HOME,SLURM_CONF,SLURM_RESTART_COUNT,GLOO_SOCKET_IFNAME"
     options = (*TWO_NODES, exported, "--sbatch=--comment=two words # and more", "--submit")
-    prompts = f"data.train.path={shutil.copy(task / 'data' / 'train.jsonl', place / 'its prompts.jsonl')}"
-    words = (str(place / "run it.yaml"), *SHORT, "train.steps=2", f"output_dir={place / 'my run'}", prompts)
-    python = str(place / "an environment" / "bin" / Path(sys.executable).name)
+    prompts = f"data.train.path={shutil.copy(task / 'data' / 'train.jsonl', folder / 'its prompts.jsonl')}"
+    words = (str(folder / "run it.yaml"), *SHORT, "train.steps=2", f"output_dir={folder / 'my run'}", prompts)
+    python = str(folder / "an environment" / "bin" / Path(sys.executable).name)
     command = [python, "-m", "megatron_gvpo", "slurm", *words, "rewards.timeout=\n10", *options]
-    done = subprocess.run(command, env=there.environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=isolated.environment, capture_output=True, text=True, timeout=120)
     number = job_of(done)
-    assert there.end(number) == "COMPLETED", there.logs(number)
-    assert records(place / "my run")[-1]["step"] == 2
-    assert (place / "my run" / "slurm" / f"{number}.0" / "rank_00001.log").is_file(), "its first start"
-    details = there("scontrol", "show", "job", number)
+    assert isolated.end(number) == "COMPLETED", isolated.logs(number)
+    assert records(folder / "my run")[-1]["step"] == 2
+    assert (folder / "my run" / "slurm" / f"{number}.0" / "rank_00001.log").is_file(), "its first start"
+    details = isolated("scontrol", "show", "job", number)
     assert "Comment=two words # and more" in details and "JobName=my run" in details
 
 
@@ -251,7 +251,7 @@ def test_names_with_spaces_and_an_environment_of_its_own(slurm: Slurm, task: Pat
 def test_servers_on_nodes_of_their_own(slurm: Slurm, task: Path, uninterrupted: Path, tmp_path: Path):
     """The job is told to stop in the middle of a step; afterwards no group is missing, doubled or stale."""
     out = tmp_path / "run"
-    given = (
+    overrides = (
         *SHORT,
         f"output_dir={out}",
         reward(tmp_path, start_0=(3, STOP_TWICE)),
@@ -259,14 +259,14 @@ def test_servers_on_nodes_of_their_own(slurm: Slurm, task: Path, uninterrupted: 
         f"rollout.servers.python={engine_python('vllm')}",
         "rollout.servers.context_length=256",
     )
-    job = job_of(submit(slurm, str(task / "run.yaml"), *given, *TWO_NODES, "--rollout-nodes", "1"))
+    job = job_of(submit(slurm, str(task / "run.yaml"), *overrides, *TWO_NODES, "--rollout-nodes", "1"))
     slurm.wait_for_start(job, 1)
     assert slurm.end(job) == "COMPLETED", slurm.logs(job)
     used("vllm server")
     kept = records(out)
     assert [record["step"] for record in kept] == list(range(STEPS + 1))
     assert all(record["mismatch/abs_max"] < 2e-3 for record in kept[1:])
-    assert asked(tmp_path) == asked(uninterrupted)
+    assert prompts_by_step(tmp_path) == prompts_by_step(uninterrupted)
 
 
 @pytest.mark.proof
@@ -284,8 +284,8 @@ def test_a_scaling_benchmark_measures_its_points_in_jobs(slurm: Slurm, task: Pat
     size = ("--nodes", "2", "--ranks-per-node", "1", "--no-gpus", "--modes", "strong")
     short = ("--prompts", "4", "--steps", "1", "--points", "points")
     layouts = ("--layout", "parallel.tp=2", "--layout", "data.train.path=nowhere.jsonl")
-    said = scaling(str(task / "run.yaml"), *size, *short, *layouts)
-    fine, failed = re.findall(r"^strong-2-\S+: job (\d+)$", said, re.MULTILINE)
+    printed = scaling(str(task / "run.yaml"), *size, *short, *layouts)
+    fine, failed = re.findall(r"^strong-2-\S+: job (\d+)$", printed, re.MULTILINE)
     assert slurm.end(fine) == "COMPLETED", slurm.logs(fine)
     assert "| strong-2-tp2 |" in scaling("--report", "points", "--out", "scaling.json")
     (point,) = json.loads((tmp_path / "scaling.json").read_text())["points"]
@@ -323,8 +323,8 @@ def test_what_slurm_refuses(slurm: Slurm, task: Path, tmp_path: Path, options, w
 
 def page_command(program: str) -> str:
     """The command of docs/howto/slurm.md that begins with `program`."""
-    found = [block for block in blocks("docs/howto/slurm.md") if f"\n{program}" in f"\n{block.text}"]
-    lines = found[0].text.replace("\\\n", "").splitlines()
+    page_blocks = [block for block in blocks("docs/howto/slurm.md") if f"\n{program}" in f"\n{block.text}"]
+    lines = page_blocks[0].text.replace("\\\n", "").splitlines()
     return next(line.split("#")[0].strip() for line in lines if line.startswith(program))
 
 
@@ -336,10 +336,10 @@ def test_the_pages_commands_for_a_cluster_are_understood(task: Path, tmp_path: P
     assert main([*plan[1:-1], str(tmp_path / "plan.yaml")]) == 0
     assert "All numbers are predicted" in capsys.readouterr().out
     job = shlex.split(page_command("megatron-gvpo slurm"))
-    given = [str(task / "run.yaml") if word == "gvpo.yaml" else word for word in job[1:]]
-    given = [word for word in given if word not in ("plan.yaml", "--submit")]
+    arguments = [str(task / "run.yaml") if word == "gvpo.yaml" else word for word in job[1:]]
+    arguments = [word for word in arguments if word not in ("plan.yaml", "--submit")]
     served = ["rollout.engine=sglang", f"output_dir={tmp_path / 'run'}"]
-    assert main([*given, *served, "--dry-run"]) == 0
+    assert main([*arguments, *served, "--dry-run"]) == 0
     assert "#SBATCH --partition=h800" in capsys.readouterr().out
 
 
@@ -347,9 +347,9 @@ def test_the_pages_doctor_compares_the_nodes(slurm: Slurm):
     """The command runs on two nodes instead of eight, with one rank each and no GPUs."""
     command = page_command("srun")
     sizes = {"--nodes 8": "--nodes 2", "--nnodes 8": "--nnodes 2", "--nproc-per-node 8": "--nproc-per-node 1"}
-    for there, here in (sizes | {"--gpus-per-node 8 ": "", " --gpu h800": ""}).items():
-        assert there in command
-        command = command.replace(there, here)
+    for documented, local in (sizes | {"--gpus-per-node 8 ": "", " --gpu h800": ""}).items():
+        assert documented in command
+        command = command.replace(documented, local)
     path = f"{Path(sys.executable).parent}:{slurm.environment['PATH']}"
     done = subprocess.run(
         ["bash", "-c", command],

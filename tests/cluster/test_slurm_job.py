@@ -118,9 +118,9 @@ def test_a_directory_that_cannot_be_written_is_said(task: Path, tmp_path: Path, 
         (tmp_path, "cannot write .*job.sbatch: (Not a directory|File exists)"),
     ):
         assert main(["slurm", str(task / "run.yaml"), f"output_dir={output_dir}", "--nodes", "1"]) == 2
-        said = capsys.readouterr()
-        assert re.search(f"error: output_dir=.*: .*{words}", said.err)
-        assert not said.out
+        printed = capsys.readouterr()
+        assert re.search(f"error: output_dir=.*: .*{words}", printed.err)
+        assert not printed.out
 
 
 def test_a_job_without_its_reward_is_refused_before_it_waits(task: Path, tmp_path: Path, capsys):
@@ -137,14 +137,14 @@ def test_a_job_asks_for_the_gpus_of_the_servers_that_the_run_starts(task: Path, 
         judge = f'rewards.components=[{{"name": "j", "judge": {{{path}"servers": {servers}}}}}]'
         job = ["--nodes=1", "--rollout-nodes=1", "--ranks-per-node=6", "--dry-run", "rollout.engine=sglang"]
         assert main(["slurm", str(task / "run.yaml"), f"output_dir={tmp_path}", judge, *job]) == 0
-        said = capsys.readouterr()
-        return re.findall(r"#SBATCH --gpus-per-node=(\d+)", said.out), said.err
+        printed = capsys.readouterr()
+        return re.findall(r"#SBATCH --gpus-per-node=(\d+)", printed.out), printed.err
 
-    asked, said = script('{"tp": 2}')
-    assert asked == ["8", "6"] and "8 GPUs a node: 6 for ranks and 2" in said
-    assert "for rewards.components.0.judge.servers." in said
-    asked, said = script('{"urls": ["http://judge:1"]}')
-    assert asked == ["6", "6"] and "GPUs a node" not in said
+    gpus, notes = script('{"tp": 2}')
+    assert gpus == ["8", "6"] and "8 GPUs a node: 6 for ranks and 2" in notes
+    assert "for rewards.components.0.judge.servers." in notes
+    gpus, notes = script('{"urls": ["http://judge:1"]}')
+    assert gpus == ["6", "6"] and "GPUs a node" not in notes
 
 
 def test_every_node_of_a_server_gets_its_part(task: Path, tmp_path: Path, capsys):
@@ -166,22 +166,24 @@ def test_every_node_of_a_server_gets_its_part(task: Path, tmp_path: Path, capsys
     words = ["bash", "-c", f"{slurm}\n{lines}\nwait; echo $ROLLOUT_URLS"]
     *served, urls = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
     assert urls == "[http://a:20000,http://c:20006]" and len(served) == 4
-    for node, said in enumerate(served):
+    for node, arguments in enumerate(served):
         part = {
             "host": f"node{node}",
             "node": node % 2,
             "leader": "aacc"[node],
             "port": 20000 + node // 2 * 6,
         }
-        assert {f"rollout.servers.{key}={value}" for key, value in part.items()} < set(said.split()), said
+        assert {f"rollout.servers.{key}={value}" for key, value in part.items()} < set(arguments.split()), (
+            arguments
+        )
 
 
 def test_without_slurm_the_script_is_written_and_it_says_where_to_submit_it(
     task: Path, tmp_path: Path, monkeypatch, capsys
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
-    given = [str(task / "run.yaml"), f"output_dir={tmp_path / 'my run'}", "--nodes", "1", "--submit"]
-    assert main(["slurm", *given]) == 1
+    arguments = [str(task / "run.yaml"), f"output_dir={tmp_path / 'my run'}", "--nodes", "1", "--submit"]
+    assert main(["slurm", *arguments]) == 1
     script = tmp_path / "my run" / "slurm" / "job.sbatch"
     assert (
         "error: there is no sbatch on this machine: run this command where Slurm is installed, or submit "
@@ -194,9 +196,9 @@ def test_what_a_container_would_not_see_is_said(task: Path, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     job = [str(task / "run.yaml"), "output_dir=run", "--nodes", "1", "--container", "registry/trainer"]
     assert main(["slurm", *job, "--dry-run"]) == 0
-    said = capsys.readouterr().err
-    assert f"note: containers see {tmp_path} and what --mount names" in said
-    assert f"model.path={task / 'model'}" in said and "output_dir" not in said
+    printed = capsys.readouterr().err
+    assert f"note: containers see {tmp_path} and what --mount names" in printed
+    assert f"model.path={task / 'model'}" in printed and "output_dir" not in printed
     assert main(["slurm", *job, "--mount", str(task), "--dry-run"]) == 0
     shown = capsys.readouterr()
     assert "note: containers see" not in shown.err
@@ -228,8 +230,8 @@ def test_a_container_without_a_home_gets_one(tmp_path: Path):
     """
     (tmp_path / "file").touch()
 
-    def home(given: Path, temporary: Path) -> Path:
-        environment = {"PATH": os.environ["PATH"], "HOME": str(given), "TMPDIR": str(temporary)}
+    def home(configured: Path, temporary: Path) -> Path:
+        environment = {"PATH": os.environ["PATH"], "HOME": str(configured), "TMPDIR": str(temporary)}
         command = ["bash", "-c", f"{in_container('split')}touch $HOME/written && echo $HOME"]
         return Path(subprocess.run(command, env=environment, capture_output=True, text=True).stdout.strip())
 
@@ -259,8 +261,8 @@ def test_a_new_image_brings_its_own_triton_cache(tmp_path: Path):
             f"{read_only}{in_container('split')}ls $TRITON_CACHE_DIR; echo $TRITON_CACHE_DIR",
         ]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        file, place = done.stdout.split()
-        assert file == f"{image}.so" and place != str(tmp_path / image), done.stderr
+        file, directory = done.stdout.split()
+        assert file == f"{image}.so" and directory != str(tmp_path / image), done.stderr
 
 
 def test_the_signal_passes_apptainers_own_processes(tmp_path: Path):
@@ -273,8 +275,8 @@ def test_the_signal_passes_apptainers_own_processes(tmp_path: Path):
     assert outside and inside
     state = "grep -E SigBlk|SigIgn /proc/self/status"
     for command, blocked, ignored in ((outside[0], True, False), (f"{outside[0]} {inside[1]}", False, True)):
-        said = subprocess.run([*command.split(), *state.split()], capture_output=True, text=True).stdout
-        masks = {key: int(mask, 16) for key, mask in re.findall(r"(\w+):\s*([0-9a-f]+)", said)}
+        status = subprocess.run([*command.split(), *state.split()], capture_output=True, text=True).stdout
+        masks = {key: int(mask, 16) for key, mask in re.findall(r"(\w+):\s*([0-9a-f]+)", status)}
         bit = 1 << (signal.SIGUSR1 - 1)
         assert (bool(masks["SigBlk"] & bit), bool(masks["SigIgn"] & bit)) == (blocked, ignored)
 
@@ -284,8 +286,8 @@ class Starts:
 
     def __init__(self, task: Path, out: Path, capsys: pytest.CaptureFixture[str], *how: str) -> None:
         self.out = out
-        given = [str(task / "run.yaml"), f"output_dir={out}", "--nodes", "1", *how, "--dry-run"]
-        assert main(["slurm", *given]) == 0
+        arguments = [str(task / "run.yaml"), f"output_dir={out}", "--nodes", "1", *how, "--dry-run"]
+        assert main(["slurm", *arguments]) == 0
         script = capsys.readouterr().out
         self.part = script[script.index("# A job that starts again") : script.index("# One torchrun a node")]
 
@@ -359,17 +361,17 @@ def test_the_examples_are_what_is_rendered_and_bash_can_read_them(
     (tmp_path / "trainer.sif").touch()
     run = tmp_path / "gvpo.yaml"
     run.write_text((task / "run.yaml").read_text())
-    given = [str(run), "output_dir=runs/seven", *EXAMPLES[name], "--dry-run"]
-    assert main(["slurm", *given]) == 0
+    arguments = [str(run), "output_dir=runs/seven", *EXAMPLES[name], "--dry-run"]
+    assert main(["slurm", *arguments]) == 0
     script = capsys.readouterr().out
-    for here, there in (
+    for local, documented in (
         (str(run), "gvpo.yaml"),
         (sys.executable, "/opt/venv/bin/python"),
         (str(Path.cwd()), "/home/me/project"),
     ):
-        script = script.replace(here, there)
+        script = script.replace(local, documented)
     script = re.sub(
-        "# Written by: .*", f"# Written by: megatron-gvpo slurm gvpo.yaml {' '.join(given[1:-1])}", script
+        "# Written by: .*", f"# Written by: megatron-gvpo slurm gvpo.yaml {' '.join(arguments[1:-1])}", script
     )
     example = ROOT / "slurm" / f"{name}.sbatch"
     if os.environ.get("REWRITE_EXAMPLES"):
