@@ -175,9 +175,9 @@ def test_a_slow_template_has_less_time_for_its_next_chats(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("template", HONEST.values(), ids=HONEST)
 def test_an_honest_template_is_rendered_as_transformers_renders_it(template: str) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"x": "integer"}}}]
-    given = {"messages": CHAT, "tools": tools, "documents": None, "add_generation_prompt": True}
-    expected = bounded_templates._compile(template).render(**given)
-    assert expected and compiled(template).render(**given) == expected
+    variables = {"messages": CHAT, "tools": tools, "documents": None, "add_generation_prompt": True}
+    expected = bounded_templates._compile(template).render(**variables)
+    assert expected and compiled(template).render(**variables) == expected
 
 
 def test_a_long_prompt_is_still_written() -> None:

@@ -135,9 +135,9 @@ def test_chat_template(tmp_path: Path, chat_tokenizer: Any) -> None:
     path = jsonl(tmp_path / "a.jsonl", *({"prompt": p, "answer": "x"} for p in prompts))
     plain = "<user>Hi\n<assistant>"
     assert [p.text for p in load(path, chat_tokenizer)] == [plain, plain, f"<system>Own.\n{plain}"]
-    told = load(path, chat_tokenizer, system_prompt="Be.")
-    assert [p.text for p in told] == [f"<system>Be.\n{plain}"] * 2 + [f"<system>Own.\n{plain}"]
-    assert chat_tokenizer.decode(told[0].token_ids) == told[0].text
+    with_system = load(path, chat_tokenizer, system_prompt="Be.")
+    assert [p.text for p in with_system] == [f"<system>Be.\n{plain}"] * 2 + [f"<system>Own.\n{plain}"]
+    assert chat_tokenizer.decode(with_system[0].token_ids) == with_system[0].text
 
 
 @pytest.mark.parametrize("prompt", ["", " \n", [{"role": "user", "content": " "}]])
@@ -226,7 +226,7 @@ def test_slow_work_shows_itself(
     monkeypatch.setattr(slow_work, "AGAIN", 0.001)
     path = jsonl(tmp_path / "a.jsonl", *[ASK] * 1100)
     load(path, tokenizer)
-    assert f"reading {path}: " in (told := capfd.readouterr().err) and " records so far" in told
+    assert f"reading {path}: " in (printed := capfd.readouterr().err) and " records so far" in printed
     monkeypatch.setenv("RANK", "1")
     load(path, tokenizer)
     assert capfd.readouterr().err == ""
@@ -239,9 +239,9 @@ def test_characters_that_the_tokenizer_drops_are_named(
     path = jsonl(tmp_path / "a.jsonl", ASK, ASK | {"prompt": "1 \U0001f600 é"}, ASK | {"prompt": "é"})
     with caplog.at_level(logging.WARNING):
         load(path, tokenizer)
-    [said] = [record.getMessage() for record in own_records(caplog)]
-    assert said.startswith(f"{path}, line 2: the tokenizer has no token for ") and "U+1F600" in said
-    assert said.endswith("and writes <pad> for them")
+    [warning] = [record.getMessage() for record in own_records(caplog)]
+    assert warning.startswith(f"{path}, line 2: the tokenizer has no token for ") and "U+1F600" in warning
+    assert warning.endswith("and writes <pad> for them")
     known = {"<end>": 0, "one": 1, "<unk>": 2}  # the word, and no letter of it
     words = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -286,8 +286,8 @@ def test_a_system_prompt_needs_a_chat_template(tmp_path: Path, tokenizer: Any, c
 
 @pytest.mark.parametrize("prompt", [[], ["Hi"], [{"role": "user"}], [{"role": "user", "content": 1}], 3])
 def test_bad_messages(tmp_path: Path, chat_tokenizer: Any, prompt: Any) -> None:
-    said = r"line 2: (the prompt is neither a string nor a list of|message 0 of the prompt)"
-    with pytest.raises(DataError, match=said):
+    problem = r"line 2: (the prompt is neither a string nor a list of|message 0 of the prompt)"
+    with pytest.raises(DataError, match=problem):
         load(jsonl(tmp_path / "a.jsonl", ASK, {"prompt": prompt, "answer": "x"}), chat_tokenizer)
 
 
@@ -321,8 +321,8 @@ def test_a_prompt_with_more_text_is_written_like_the_others(
     tmp_path: Path, tokenizer: Any, chat_tokenizer: Any
 ) -> None:
     """The text goes before or after the last user message."""
-    said = [{"role": "user", "content": "1+1"}, {"role": "system", "content": "2"}]
-    path = jsonl(tmp_path / "a.jsonl", {"prompt": "2+2", "answer": "4"}, {"prompt": said, "answer": "2"})
+    messages = [{"role": "user", "content": "1+1"}, {"role": "system", "content": "2"}]
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "2+2", "answer": "4"}, {"prompt": messages, "answer": "2"})
     data = DataConfig(train=DatasetConfig(path=path))
     plain, chat = load(path, chat_tokenizer)
     write = PromptWriter(data.train, data, chat_tokenizer, 40).extended

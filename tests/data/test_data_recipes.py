@@ -92,30 +92,32 @@ DAPO_SAMPLE = "Solve the following math problem step by step."
 
 def rows(form: str) -> list[dict[str, Any]]:
     """Ten records in a data set's schema."""
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for i in range(10):
         text = f"Problem {i}?"
         match form:
             case "gsm8k":
-                found.append({"question": text, "answer": f"One step.\n#### {GSM8K[i][0]}"})
+                records.append({"question": text, "answer": f"One step.\n#### {GSM8K[i][0]}"})
             case "math":
                 solution = rf"It is $\boxed{{{MATH[i][0]}}}$."
-                found.append({"problem": text, "level": "Level 5", "solution": solution, "type": "Algebra"})
+                records.append({"problem": text, "level": "Level 5", "solution": solution, "type": "Algebra"})
             case "math500":
                 solution = rf"It is $\boxed{{{MATH[i][0]}}}$."
                 own = {"answer": MATH[i][0], "subject": "Algebra", "level": 5, "unique_id": f"test/{i}.json"}
-                found.append({"problem": text, "solution": solution, **own})
+                records.append({"problem": text, "solution": solution, **own})
             case "deepscaler":
-                found.append({"problem": text, "answer": MATH[i][0], "solution": "" if i % 2 else "Thus."})
+                records.append({"problem": text, "answer": MATH[i][0], "solution": "" if i % 2 else "Thus."})
             case "aime24":
                 own = {"solution": "Long.", "answer": AIME[i][0], "url": "https://a.b", "year": "2024"}
-                found.append({"id": 60 + i, "problem": text, **own})
+                records.append({"id": 60 + i, "problem": text, **own})
             case "aime25":
-                found.append({"problem": text, "answer": AIME[i][0], "id": str(i)})
+                records.append({"problem": text, "answer": AIME[i][0], "id": str(i)})
             case "dapo":
                 reward = {"ground_truth": DAPO[i][0], "style": "rule-lighteval/MATH_v2"}
                 own = {"data_source": "math_dapo", "ability": "MATH", "reward_model": reward}
-                found.append({"prompt": text, "solution": DAPO[i][0], **own, "extra_info": {"index": str(i)}})
+                records.append(
+                    {"prompt": text, "solution": DAPO[i][0], **own, "extra_info": {"index": str(i)}}
+                )
             case "openmath":
                 own = {
                     "problem_type": "has_answer_extracted",
@@ -124,14 +126,16 @@ def rows(form: str) -> list[dict[str, Any]]:
                 }
                 own |= {"pass_rate_72b_tir": "0.5", "problem": text, "generated_solution": "<think>"}
                 own |= {"inference_mode": "cot", "used_in_kaggle": "no"}
-                found.append({"expected_answer": OPEN_MATH[i][0], **own})
+                records.append({"expected_answer": OPEN_MATH[i][0], **own})
             case "ultrafeedback":
-                asked = {"content": text, "role": "user"}
-                chats = [[asked, {"content": said, "role": "assistant"}] for said in (f"Good {i}.", "Bad.")]
+                question = {"content": text, "role": "user"}
+                chats = [
+                    [question, {"content": answer, "role": "assistant"}] for answer in (f"Good {i}.", "Bad.")
+                ]
                 own = {"score_chosen": 8.5, "score_rejected": 6.0, "messages": chats[0]}
                 pair = {"chosen": chats[0], "rejected": chats[1]}
-                found.append({"prompt": text, "prompt_id": f"{i:064x}", **pair, **own})
-    return found
+                records.append({"prompt": text, "prompt_id": f"{i:064x}", **pair, **own})
+    return records
 
 
 def parquet(form: str) -> bytes:
@@ -199,16 +203,16 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
     """The prompts of every recipe, by its name and the part of the data."""
     home = tmp_path_factory.mktemp("hub")
     with hub_of(HUB) as (url, read):
-        place = {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        environment = {**os.environ, **place, "PYTHONPATH": IMPORTS}
+        hub = {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        environment = {**os.environ, **hub, "PYTHONPATH": IMPORTS}
         command = [sys.executable, str(HELPERS / "programs" / "read_recipes.py"), *LOADED]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     fetched = " ".join(read)
     assert "main/train" in fetched and "socratic" not in fetched, "other subsets stay there"
     assert "cot-00000" in fetched and "cot-00001" not in fetched, "a limit reads only the first files"
-    found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
-    return found
+    prompts: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
+    return prompts
 
 
 CASES = {
@@ -231,12 +235,14 @@ def test_records_become_prompts_whose_answers_are_judged_rightly(part: str, load
     assert len(prompts) == 10
     [reward] = load_config([RECIPES / f"{part.partition('/')[0]}.yaml"]).rewards.components
     verdicts = {
-        (gold, said): verify_math(prompt, Rollout([5], [-0.5], said, "stop"), **reward.options)
+        (gold, response): verify_math(prompt, Rollout([5], [-0.5], response, "stop"), **reward.options)
         for prompt, (gold, right, wrong) in zip(prompts, CASES[part], strict=True)
-        for said in (right, wrong)
+        for response in (right, wrong)
     }
     expected = {
-        (gold, said): float(said == right) for gold, right, wrong in CASES[part] for said in (right, wrong)
+        (gold, response): float(response == right)
+        for gold, right, wrong in CASES[part]
+        for response in (right, wrong)
     }
     assert verdicts == expected
 

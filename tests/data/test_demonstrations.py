@@ -37,14 +37,14 @@ SOLUTION: list[dict[str, Any]] = [
 def test_a_chat_is_the_tokens_that_the_template_writes() -> None:
     of = tokenizer(WITH_CALLS)
     shown = DemonstrationReader(of, (END,), chat=True, tools=())(SOLUTION)
-    asked = [{"role": "user", "content": "a"}]
+    question = [{"role": "user", "content": "a"}]
     spelled = [{**m, "content": m["content"].replace("<|im_end|>", "< |im_end|>")} for m in SOLUTION]
-    whole = of.apply_chat_template([*asked, *spelled], tokenize=False).removesuffix("\n")
-    prompt = ids(of, of.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
+    whole = of.apply_chat_template([*question, *spelled], tokenize=False).removesuffix("\n")
+    prompt = ids(of, of.apply_chat_template(question, tokenize=False, add_generation_prompt=True))
     assert shown.chat is not None
     [segment] = segments(prompt, shown.token_ids, shown.chat.turns)
     assert tuple(segment.ids) == ids(of, whole)
-    own = [of.decode(segment.ids[place : place + count]) for place, _, count in segment.own]
+    own = [of.decode(segment.ids[position : position + count]) for position, _, count in segment.own]
     call = '{"name": "add", "arguments": {"a": 1}}'
     assert own == ["hello<|im_end|>", f"llo<call>{call}</call><|im_end|>", "he<|im_end|>"]
 
@@ -89,7 +89,7 @@ def test_texts_follow_each_other_without_a_chat_template() -> None:
 
 
 @pytest.mark.parametrize(
-    ("solution", "said"),
+    ("solution", "problem"),
     [
         ("", "is empty: it has no tokens"),
         (7, "is neither a string nor a list of chat messages like"),
@@ -101,8 +101,8 @@ def test_texts_follow_each_other_without_a_chat_template() -> None:
         ([SOLUTION[0], {"role": "tool", "content": "\ud800"}, SOLUTION[0]], "tokenizer cannot write"),
     ],
 )
-def test_what_is_no_solution_is_refused(solution: Any, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_what_is_no_solution_is_refused(solution: Any, problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
         DemonstrationReader(tokenizer(), (END,), chat=True, tools=())(solution)
 
 
@@ -112,8 +112,8 @@ def test_a_prompt_with_a_chat_survives_a_checkpoint() -> None:
     fields = {name: getattr(prompt, name) for name in Prompt.__slots__}
     again = prompt_of(json.loads(json.dumps({**fields, "record": {}})))
     assert again == prompt and isinstance(again.demonstration_chat, Chat)
-    given = sum(len(turn.given) for turn in shown.chat.turns) if shown.chat else 0
-    assert prompt.demonstration_length == len(shown.token_ids) + given
+    environment_tokens = sum(len(turn.given) for turn in shown.chat.turns) if shown.chat else 0
+    assert prompt.demonstration_length == len(shown.token_ids) + environment_tokens
     assert demonstrated(prompt, 1.0, "demonstration", -1).messages == SOLUTION
 
 
@@ -121,8 +121,11 @@ def test_a_prompt_with_a_chat_survives_a_checkpoint() -> None:
 def test_training_counts_the_assistants_tokens_alone(task: Path, tmp_path: Path) -> None:
     """The first loss is the mean over the assistant's tokens of transformers' own negative log-prob."""
     chats = [
-        {"prompt": "7+5=", "solution": [said("7+5="), told("12"), said("3-1"), told("2"), said("9")]},
-        {"prompt": "3-1=", "solution": [said("3"), told("-1="), said("22")]},
+        {
+            "prompt": "7+5=",
+            "solution": [assistant("7+5="), tool("12"), assistant("3-1"), tool("2"), assistant("9")],
+        },
+        {"prompt": "3-1=", "solution": [assistant("3"), tool("-1="), assistant("22")]},
     ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     keys = {"demonstration_key": "solution", "answer_key": None}
@@ -148,14 +151,14 @@ def test_training_counts_the_assistants_tokens_alone(task: Path, tmp_path: Path)
             tokens += new
         with torch.no_grad():
             logp = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
-        losses += [-logp[place - 1, tokens[place]].item() for place in own]
+        losses += [-logp[position - 1, tokens[position]].item() for position in own]
     [record] = [line for line in records(tmp_path / "run") if line["step"] == 1]
     assert record["train/loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
-def said(content: str) -> dict[str, str]:
+def assistant(content: str) -> dict[str, str]:
     return {"role": "assistant", "content": content}
 
 
-def told(content: str) -> dict[str, str]:
+def tool(content: str) -> dict[str, str]:
     return {"role": "tool", "content": content}

@@ -37,9 +37,12 @@ def test_a_field_that_is_missing_is_named_with_those_that_are_there(refusal, tmp
     (tmp_path / "a.jsonl").write_text(json.dumps(RECORD))
     assert "a.jsonl, line 1: field 'prompt' is missing; fields there: question, label" in refusal("a.jsonl")
     assert refusal("a.jsonl", *NAMED) is None
-    said = refusal("a.jsonl", NAMED[0], "data.train.answer_key=lable")
-    assert "field 'lable' is missing" in said and "answer_key, beside the file's path, names another" in said
-    assert "is null where no reward needs an answer" in said
+    problem = refusal("a.jsonl", NAMED[0], "data.train.answer_key=lable")
+    assert (
+        "field 'lable' is missing" in problem
+        and "answer_key, beside the file's path, names another" in problem
+    )
+    assert "is null where no reward needs an answer" in problem
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([RECORD]), tmp_path / "a.parquet")
     assert "a.parquet, row 1: field 'prompt' is missing" in refusal("a.parquet")
     assert refusal("a.parquet", *NAMED) is None

@@ -42,10 +42,10 @@ def refused(path: object) -> str:
 
 @pytest.mark.parametrize("name", OTHER_FORMATS)
 def test_a_file_of_another_format_says_which(tmp_path: Path, name: str) -> None:
-    content, said = OTHER_FORMATS[name]
+    content, expected = OTHER_FORMATS[name]
     (tmp_path / name).write_bytes(content)
     problem = refused(tmp_path / name)
-    assert problem.startswith(str(tmp_path / name)) and said in problem
+    assert problem.startswith(str(tmp_path / name)) and expected in problem
 
 
 def test_json_lines_are_read_in_every_usual_writing(tmp_path: Path) -> None:
@@ -58,15 +58,15 @@ def test_json_lines_are_read_in_every_usual_writing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "expected"),
     [
         ("data/*.jsonl", "patterns are not expanded"),
         ("s3://bucket/a.jsonl", "addresses are not read"),
         ("https://example.org/a", "addresses are not read"),
     ],
 )
-def test_addresses_and_patterns_are_not_names_of_the_hub(path: str, said: str) -> None:
-    assert is_local(path) and said in refused(path)
+def test_addresses_and_patterns_are_not_names_of_the_hub(path: str, expected: str) -> None:
+    assert is_local(path) and expected in refused(path)
 
 
 def test_hidden_files_of_a_directory_are_not_data(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_column_that_comes_twice_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said"),
+    ("prompt", "expected"),
     [
         (["1+1="], "message 0 of the prompt is str '1+1='"),
         ([{"content": "?"}], "message 0 of the prompt has no role as text; fields there: content"),
@@ -98,8 +98,8 @@ def test_a_column_that_comes_twice_is_refused(tmp_path: Path) -> None:
         ([], "neither a string nor a list of chat messages"),
     ],
 )
-def test_a_chat_names_the_message_that_is_none(prompt: Any, said: str) -> None:
-    assert said in (not_a_prompt(prompt, takes_images=False) or "")
+def test_a_chat_names_the_message_that_is_none(prompt: Any, expected: str) -> None:
+    assert expected in (not_a_prompt(prompt, takes_images=False) or "")
     assert (
         not_a_prompt([{"role": "user", "content": [{"type": "text", "text": "?"}]}], takes_images=True)
         is None

@@ -32,7 +32,7 @@ def test_problems_are_generated_the_same_each_time_and_scored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "problem"),
     [
         (
             "reasoning_gym:chain_summ",
@@ -43,8 +43,8 @@ def test_problems_are_generated_the_same_each_time_and_scored() -> None:
         ("reasoning_gym:chain_sum?min_terms=0", "min_terms must be positive"),
     ],
 )
-def test_wrong_generators_are_named(path: str, said: str) -> None:
-    with pytest.raises(DataError, match=rf"^reasoning_gym:.*: {said}"):
+def test_wrong_generators_are_named(path: str, problem: str) -> None:
+    with pytest.raises(DataError, match=rf"^reasoning_gym:.*: {problem}"):
         list(read_records(path))
 
 

@@ -172,7 +172,7 @@ def test_a_prompts_length_counts_its_images(
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("record", "problem"),
     [
         ({"images": ["gone.png"]}, r"line 2: field 'images', image 1: .*gone.png: No such file"),
         ({"images": ["data.jsonl"]}, r"image 1: .*data.jsonl: not an image that Pillow knows"),
@@ -210,9 +210,9 @@ def test_errors_name_the_line_and_the_image(
     tokenizer: PreTrainedTokenizerBase,
     images: PromptImages,
     record: dict[str, Any],
-    said: str,
+    problem: str,
 ) -> None:
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=problem):
         load(tmp_path, tokenizer, images, {"prompt": "fine"}, {"prompt": "x", **record})
 
 
@@ -248,8 +248,8 @@ def test_a_field_of_images_that_no_record_has(
 def test_a_chat_as_demonstration_of_a_prompt_with_images_is_refused(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, images: PromptImages
 ) -> None:
-    said = [{"role": "assistant", "content": "a"}]
-    record = {"prompt": "x", "images": [data_url(png(16, 16))], "solution": said}
+    solution = [{"role": "assistant", "content": "a"}]
+    record = {"prompt": "x", "images": [data_url(png(16, 16))], "solution": solution}
     (tmp_path / "data.jsonl").write_text(json.dumps(record) + "\n")
     keys = {"images_key": "images", "demonstration_key": "solution", "answer_key": None}
     dataset = DatasetConfig(path=str(tmp_path / "data.jsonl"), **keys)
@@ -302,6 +302,6 @@ def test_both_forms_of_a_config_json_give_the_language_models_keys() -> None:
     text = {"hidden_size": 8, "vocab_size": 32, "model_type": "text", "tie_word_embeddings": True}
     new = {"model_type": "m", "vision_config": {"hidden_size": 4}, "text_config": text}
     old = {"model_type": "m", "vision_config": {"hidden_size": 4}, "hidden_size": 8, "vocab_size": 32}
-    for found in (text_values(new), text_values(old)):
-        assert (found["hidden_size"], found["vocab_size"], found["model_type"]) == (8, 32, "m")
+    for values in (text_values(new), text_values(old)):
+        assert (values["hidden_size"], values["vocab_size"], values["model_type"]) == (8, 32, "m")
     assert text_values({**new, "tie_word_embeddings": False})["tie_word_embeddings"] is False

@@ -60,12 +60,12 @@ def test_a_checkpoints_code_does_not_run(malicious: Path, tmp_path: Path):
 @pytest.mark.parametrize("engine", DIALECTS)
 def test_servers_get_the_option_from_one_key(engine: str, good: Path, task: Path):
     own = [good], [f"rollout.engine={engine}", f"model.path={task / 'model'}"]
-    for given, there in ((False, False), (True, True)):
-        config = load_config(own[0], [*own[1], f"model.trust_remote_code={str(given).lower()}"])
+    for is_trusted in (False, True):
+        config = load_config(own[0], [*own[1], f"model.trust_remote_code={str(is_trusted).lower()}"])
         command = (
             DIALECTS[engine].launch(config.model, config.rollout, ModelCards(config), 1, None, False).command
         )
-        assert ("--trust-remote-code" in command) is there
+        assert ("--trust-remote-code" in command) is is_trusted
     with pytest.raises(
         ConfigError, match=r"servers\.args: --trust-remote-code, and model\.trust_remote_code"
     ):

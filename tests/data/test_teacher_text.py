@@ -244,9 +244,9 @@ def test_a_response_that_the_teachers_context_does_not_hold_is_excluded():
 def conversation(second: Sequence[int], agent: str = "") -> Rollout:
     """The policy says hello, is told to go on, and says `second`."""
     first = [*ids(POLICY, "hello"), END]
-    told = ids(POLICY, "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n")
+    between = ids(POLICY, "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n")
     rollout = rollout_of([*first, *second])
-    rollout.turns = [Turn(0), Turn(len(first), after=0, given=told, agent=agent)]
+    rollout.turns = [Turn(0), Turn(len(first), after=0, given=between, agent=agent)]
     rollout.messages = [
         {"role": "assistant", "content": "hello"},
         {"role": "user", "content": "go on"},

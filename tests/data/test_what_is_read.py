@@ -129,8 +129,8 @@ def test_a_field_that_a_block_reads_and_no_record_has(
     config = load_config([task / "run.yaml"], [*of_run, f"algorithm={algorithm}"])
     with pytest.raises(DataError) as error:
         read(config)
-    said = f"algorithm.{key}: no record of {config.data.train.path} has this field; fields of the first: "
-    assert str(error.value).startswith(said)
+    problem = f"algorithm.{key}: no record of {config.data.train.path} has this field; fields of the first: "
+    assert str(error.value).startswith(problem)
 
 
 def test_a_field_that_a_judge_reads_and_no_record_has(task: Path, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_field_that_a_judge_reads_and_no_record_has(task: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("template", "records", "said"),
+    ("template", "records", "problem"),
     [
         ("{rubric}", [{"rubric": "short"}, {}], r"b.jsonl:2 has no field 'rubric' .*\(1 of 2 records\)"),
         ("{rubric}", [{"rubric": None}, {"rubric": "short"}], r"b.jsonl:1 has no field 'rubric'"),
@@ -153,22 +153,22 @@ def test_a_field_that_a_judge_reads_and_no_record_has(task: Path, tmp_path: Path
     ],
 )
 def test_a_judge_grades_by_what_every_record_has(
-    task: Path, tmp_path: Path, template: str, records: list[Any], said: str | None
+    task: Path, tmp_path: Path, template: str, records: list[Any], problem: str | None
 ) -> None:
     """It would read `{rubric}` or `None` in place of a rubric, and no answer where it is told to compare."""
     lines = [json.dumps({"prompt": "1+1=", **record}) + "\n" for record in records]
     (tmp_path / "b.jsonl").write_text("".join(lines))
     judge = {"template": "{response} " + template, "model": "m", "servers": {"urls": ["http://h:1"]}}
-    given = [f"rewards.components={json.dumps([{'name': 'quality', 'judge': judge}])}", "data.eval=null"]
-    given += [
+    overrides = [f"rewards.components={json.dumps([{'name': 'quality', 'judge': judge}])}", "data.eval=null"]
+    overrides += [
         f"output_dir={tmp_path}",
         f"data.train={{path: {tmp_path}/b.jsonl, answer_key: null, demonstration_key: null}}",
     ]
-    config = load_config([task / "run.yaml"], given)
-    if said is None:
+    config = load_config([task / "run.yaml"], overrides)
+    if problem is None:
         read(config)
         return
-    with pytest.raises(DataError, match=rf"rewards.components.0.judge.template:? .*{said}"):
+    with pytest.raises(DataError, match=rf"rewards.components.0.judge.template:? .*{problem}"):
         read(config)
 
 
@@ -178,14 +178,14 @@ def test_demonstrations_of_turns_are_not_trained_in_other_contexts(task: Path, t
     written = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
     written += "{% endfor %}"
     (tmp_path / "model" / "chat_template.jinja").write_text(written)
-    said = [{"role": role, "content": "1"} for role in ("assistant", "user", "assistant")]
-    record = {"prompt": "1+1=", "solution": said, "answer": "2"}
+    solution = [{"role": role, "content": "1"} for role in ("assistant", "user", "assistant")]
+    record = {"prompt": "1+1=", "solution": solution, "answer": "2"}
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
-    given = [f"output_dir={tmp_path}", f"model.path={tmp_path}/model", "algorithm=sft", "data.eval=null"]
-    given += [f"data.train={{path: {tmp_path}/a.jsonl, demonstration_key: solution}}"]
-    given += ["rollout.conversation={environment: 'm:E', history: template}"]
+    overrides = [f"output_dir={tmp_path}", f"model.path={tmp_path}/model", "algorithm=sft", "data.eval=null"]
+    overrides += [f"data.train={{path: {tmp_path}/a.jsonl, demonstration_key: solution}}"]
+    overrides += ["rollout.conversation={environment: 'm:E', history: template}"]
     with pytest.raises(DataError, match=r"have several turns, and they are written turn after turn"):
-        read(load_config([task / "run.yaml"], given))
+        read(load_config([task / "run.yaml"], overrides))
 
 
 def test_an_empty_answer_is_none(task: Path, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_an_empty_answer_is_none(task: Path, tmp_path: Path) -> None:
     records = [{"prompt": "1+1=", "answer": answer} for answer in ("2", " ", "")]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     data = f"data.train={{path: {tmp_path}/a.jsonl, demonstration_key: null}}"
-    given = [f"output_dir={tmp_path}", data, "data.eval=null"]
-    read(load_config([task / "run.yaml"], given))  # rewards variety alone
+    overrides = [f"output_dir={tmp_path}", data, "data.eval=null"]
+    read(load_config([task / "run.yaml"], overrides))  # rewards variety alone
     with pytest.raises(DataError, match=r"a.jsonl:2: its answer is empty, and the reward math .*2 of 3 prom"):
-        read(load_config([task / "run.yaml"], [*given, "rewards.components=[{name: math}]"]))
+        read(load_config([task / "run.yaml"], [*overrides, "rewards.components=[{name: math}]"]))
