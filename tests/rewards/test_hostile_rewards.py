@@ -135,21 +135,24 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def score(file: str, function: str, *texts: str, record: Any = None, timeout: float = 30.0) -> list[Rollout]:
-    mine = RewardConfig(name=function, function=f"{file}:{function}")
+    component = RewardConfig(name=function, function=f"{file}:{function}")
     rollouts = [Rollout([i], [-0.5], text, "stop") for i, text in enumerate(texts)]
-    with RewardPool(RewardsConfig(components=(mine,), timeout=timeout)) as pool:
+    with RewardPool(RewardsConfig(components=(component,), timeout=timeout)) as pool:
         used("reward workers")
         pool.score([Group(Prompt("p", (1,), "?", record=record or {}), rollouts)])
     return rollouts
 
 
 def assert_scored(rollouts: list[Rollout], name: str, wanted: dict[str, float | str]) -> None:
-    found = {r.text: r.reward_errors.get(name, r.rewards[name]) for r in rollouts}
+    outcomes = {r.text: r.reward_errors.get(name, r.rewards[name]) for r in rollouts}
     for text, value in wanted.items():
         if isinstance(value, str):
-            assert str(found[text]).startswith(value) and len(str(found[text])) < 700, (text, found[text])
+            assert str(outcomes[text]).startswith(value) and len(str(outcomes[text])) < 700, (
+                text,
+                outcomes[text],
+            )
         else:
-            assert found[text] == value, (text, found[text])
+            assert outcomes[text] == value, (text, outcomes[text])
 
 
 def test_every_type_of_number_is_a_number_and_nothing_else(functions):
@@ -292,14 +295,14 @@ def test_a_function_sees_the_records_values(functions):
     deep: Any = []
     for _ in range(2000):
         deep = [deep]
-    said = "its data record cannot be sent to a worker: "
-    assert_scored(score(functions, "sees", "x", record={"deep": deep}), "sees", {"x": said})
+    problem = "its data record cannot be sent to a worker: "
+    assert_scored(score(functions, "sees", "x", record={"deep": deep}), "sees", {"x": problem})
 
 
 def test_a_sum_that_overflows_costs_its_response(functions):
-    mine = RewardConfig(name="returns", function=f"{functions}:returns", weight=1e12)
+    component = RewardConfig(name="returns", function=f"{functions}:returns", weight=1e12)
     rollouts = [Rollout([i], [0.0], text, "stop") for i, text in enumerate(["3e38", "1.0"])]
-    with RewardPool(RewardsConfig(components=(mine,))) as pool:
+    with RewardPool(RewardsConfig(components=(component,))) as pool:
         pool.score([Group(Prompt("p", (1,), "?"), rollouts)])
     assert rollouts[0].reward_errors == {"returns": "3e+38 times its weight 1e+12 is beyond 3.4e+38"}
     assert [rollout.reward for rollout in rollouts] == [0.0, 1e12]

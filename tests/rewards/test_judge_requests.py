@@ -38,14 +38,14 @@ def whole_request(client: socket.socket) -> bytes:
 @contextmanager
 def judge(answer: bytes, pause: float = 0.0) -> Iterator[tuple[str, list[bytes]]]:
     """(URL, requests) of a judge that gives this answer, byte by byte where it pauses in between."""
-    asked: list[bytes] = []
+    requests: list[bytes] = []
 
     def run() -> None:
         try:
             while True:
                 client, _ = server.accept()
                 with client:
-                    asked.append(whole_request(client))
+                    requests.append(whole_request(client))
                     for part in [answer] if not pause else [answer[i : i + 1] for i in range(len(answer))]:
                         client.sendall(part)
                         time.sleep(pause)
@@ -56,7 +56,7 @@ def judge(answer: bytes, pause: float = 0.0) -> Iterator[tuple[str, list[bytes]]
         server.bind(("127.0.0.1", 0))
         server.listen(16)
         threading.Thread(target=run, daemon=True).start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}", asked
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", requests
         server.shutdown(socket.SHUT_RDWR)
 
 
@@ -67,7 +67,7 @@ def asked_for_a_preference(url: str, **options: Any) -> float:
 
 
 @pytest.mark.parametrize(
-    ("said", "reason", "won"),
+    ("text", "reason", "won"),
     [
         ("B, not A", "stop", 0.0),
         ("<think>A is short, but B is right.</think>\n\n**B**", "stop", 0.0),
@@ -76,8 +76,8 @@ def asked_for_a_preference(url: str, **options: Any) -> float:
         ("B. It is right, and", "length", 0.0),
     ],
 )
-def test_a_preference_is_read_behind_the_judges_thoughts(said: str, reason: str, won: float):
-    answer = json.dumps({"choices": [{"text": said, "finish_reason": reason}]}).encode()
+def test_a_preference_is_read_behind_the_judges_thoughts(text: str, reason: str, won: float):
+    answer = json.dumps({"choices": [{"text": text, "finish_reason": reason}]}).encode()
     with judge(OK + answer) as (url, _):
         assert asked_for_a_preference(url) == won
 
@@ -87,17 +87,17 @@ def test_a_key_follows_no_redirect(monkeypatch: pytest.MonkeyPatch):
     with judge(FIRST) as (elsewhere, stolen):
         for status in (301, 302, 303, 307, 308):
             moved = f"HTTP/1.0 {status} Moved\r\nLocation: {elsewhere}/x\r\n\r\n".encode()
-            with judge(moved) as (url, asked), pytest.raises(ApiModelError, match=rf"HTTP Error {status}"):
+            with judge(moved) as (url, requests), pytest.raises(ApiModelError, match=rf"HTTP Error {status}"):
                 asked_for_a_preference(url, api_key_env="JUDGE_KEY")
-            assert KEY.encode() in asked[0]
+            assert KEY.encode() in requests[0]
         assert stolen == []
         assert asked_for_a_preference(elsewhere, api_key_env="JUDGE_KEY") == 1.0
 
 
 def test_a_user_in_the_url_goes_into_a_header_and_into_no_message():
-    with judge(FIRST) as (url, asked):
+    with judge(FIRST) as (url, requests):
         assert asked_for_a_preference(url.replace("//", "//me:p%40ss@")) == 1.0
-        assert base64.b64encode(b"me:p@ss") in asked[0]
+        assert base64.b64encode(b"me:p@ss") in requests[0]
     with pytest.raises(ApiModelError) as failed:
         asked_for_a_preference("http://me:p%40ss@127.0.0.1:9/v1")
     assert "p%40ss" not in str(failed.value) and "127.0.0.1:9/v1" in str(failed.value)
@@ -106,9 +106,9 @@ def test_a_user_in_the_url_goes_into_a_header_and_into_no_message():
 def test_a_proxy_of_the_environment_gets_nothing_that_is_for_this_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    with judge(OK) as (proxy, asked), judge(FIRST) as (url, _):
+    with judge(OK) as (proxy, requests), judge(FIRST) as (url, _):
         monkeypatch.setenv("http_proxy", proxy)
-        assert asked_for_a_preference(url) == 1.0 and asked == []
+        assert asked_for_a_preference(url) == 1.0 and requests == []
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_an_endless_answer_ends(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_key_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    with judge(FIRST) as (url, asked):
+    with judge(FIRST) as (url, requests):
         with pytest.raises(ApiModelError, match=r"api_key_env: \$JUDGE_KEY is not set"):
             asked_for_a_preference(url, api_key_env="JUDGE_KEY")
-        assert asked == []
+        assert requests == []

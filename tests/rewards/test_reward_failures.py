@@ -46,20 +46,22 @@ def test_failures_are_told_at_first_and_when_their_share_doubles(tmp_path: Path)
     with pool(tmp_path / "strict.py", STRICT) as rewards:
         used("reward workers")
 
-        def told(*texts: str) -> list[str]:
+        def warnings_of(*texts: str) -> list[str]:
             rollouts = [Rollout([i], [0.0], text, "stop") for i, text in enumerate(texts)]
             rewards.score([group := Group(Prompt("p", (1,), "?"), rollouts)])
             return rewards.warnings([group])
 
-        assert told("fine") == []
-        assert told("other", "fine", "fine", "fine") == [
+        assert warnings_of("fine") == []
+        assert warnings_of("other", "fine", "fine", "fine") == [
             "rewards.components.1 (mine) failed for 1 of 4 responses, and counts 0 for them: "
             "KeyError: 'other' (strict.py, line 3)"
         ]
-        assert told("none", "fine", "fine") == []
-        [said] = told("other", "none", "none", "fine")
-        assert "failed for 3 of 4 responses" in said and "it returned NoneType instead of a number" in said
-        assert told("none") == []
+        assert warnings_of("none", "fine", "fine") == []
+        [warning] = warnings_of("other", "none", "none", "fine")
+        assert (
+            "failed for 3 of 4 responses" in warning and "it returned NoneType instead of a number" in warning
+        )
+        assert warnings_of("none") == []
 
 
 def test_a_job_whose_worker_was_killed_is_tried_once_more(tmp_path: Path) -> None:
@@ -128,11 +130,11 @@ def test_a_worker_that_is_replaced_has_the_imports_that_the_run_began_with(tmp_p
 
 def test_a_function_that_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_gvpo.workers.process.START", 0.1)
-    said = (
+    problem = (
         r"not ready after 0\.1 seconds: importing .*endless\.py:strict takes longer, or waits for something"
     )
     with (
-        pytest.raises(ConfigError, match=said),
+        pytest.raises(ConfigError, match=problem),
         pool(tmp_path / "endless.py", "import time\ntime.sleep(3600)\n") as rewards,
     ):
         rewards.score([])

@@ -56,8 +56,8 @@ def test_scores_equal_the_models_logits(
     engine: str, family: str, other: str, form: dict[str, Any], kill: bool, good: Path, tmp_path: Path
 ):
     model = make_reward_model(tmp_path / "reward_model", family)
-    places = [{"engine": name, "python": engine_python(name)} for name in (engine, other)]
-    scores = {"path": str(model), "dtype": "float32", "batch_size": 5, "servers": places[0]}
+    servers = [{"engine": name, "python": engine_python(name)} for name in (engine, other)]
+    scores = {"path": str(model), "dtype": "float32", "batch_size": 5, "servers": servers[0]}
     template = "Grade {response} as an answer to {prompt}, which is {answer}."
     judges = {"path": str(make_judge(tmp_path / "judge")), "dtype": "float32", "template": template}
     components = [
@@ -65,7 +65,7 @@ def test_scores_equal_the_models_logits(
         {
             "name": "rubric",
             "weight": 0.5,
-            "judge": {**judges, **LOOSE, "servers": places[1], **form},
+            "judge": {**judges, **LOOSE, "servers": servers[1], **form},
         },
     ]
     overrides = [f"rewards.components={json.dumps(components)}", f"output_dir={tmp_path / 'run'}"]
@@ -81,11 +81,11 @@ def test_scores_equal_the_models_logits(
         served.score(first, lambda: None)
         check(first, expected)
         assert served.metrics["reward/quality/failed_requests"] == 0
-        for place in (scorer.servers._addresses for scorer in served._served):
-            assert place.supervisor is not None and place.api_key is not None
-            [process] = place.supervisor.processes
-            assert_key_is_wanted(process, place.api_key)
-            assert_key_is_hidden(process, place.api_key)
+        for addresses in (scorer.servers._addresses for scorer in served._served):
+            assert addresses.supervisor is not None and addresses.api_key is not None
+            [process] = addresses.supervisor.processes
+            assert_key_is_wanted(process, addresses.api_key)
+            assert_key_is_hidden(process, addresses.api_key)
         if kill:
             for scorer in served._served:
                 assert scorer.servers._addresses.supervisor is not None

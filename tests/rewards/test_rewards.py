@@ -55,7 +55,7 @@ def test_boxed(text: str, content: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "given"),
+    ("answer", "content"),
     [
         ("41", "41"),
         ("41", " 41 "),
@@ -89,8 +89,8 @@ def test_boxed(text: str, content: str | None) -> None:
         ("9" * 5000, "9" * 5000),  # more digits than Python turns into an integer
     ],
 )
-def test_equal_answers(answer: str, given: str) -> None:
-    assert verify_math(prompt(answer), response(rf"so \boxed{{{given}}}")) == 1.0
+def test_equal_answers(answer: str, content: str) -> None:
+    assert verify_math(prompt(answer), response(rf"so \boxed{{{content}}}")) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -144,10 +144,10 @@ def test_the_answer_follows_the_last_marker(text: str, reward: float) -> None:
     assert verify_math(prompt("41"), response(text), marker="Answer:") == reward
 
 
-@pytest.mark.parametrize("given", ["12+34-5", "46-5", "12+34-5=41", "41=46-5", "40+1", r"\frac{82}{1}-41"])
-def test_the_question_is_no_answer(given: str) -> None:
+@pytest.mark.parametrize("content", ["12+34-5", "46-5", "12+34-5=41", "41=46-5", "40+1", r"\frac{82}{1}-41"])
+def test_the_question_is_no_answer(content: str) -> None:
     r"""All of these equal 41; a policy that boxes its prompt must not earn a reward for it."""
-    assert verify_math(prompt("41"), response(rf"\boxed{{{given}}}")) == 0.0
+    assert verify_math(prompt("41"), response(rf"\boxed{{{content}}}")) == 0.0
 
 
 def test_format() -> None:
@@ -359,7 +359,7 @@ def _note_earlier_processes() -> None:
 
 def children() -> list[int]:
     """The running processes that this one has started since the test began."""
-    found = []
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
@@ -367,8 +367,8 @@ def children() -> list[int]:
         except OSError:
             continue
         if int(parent) == os.getpid() and state != "Z" and b"multiprocessing.resource_tracker" not in command:
-            found.append(int(process.name))
-    return [pid for pid in found if pid not in _earlier]
+            pids.append(int(process.name))
+    return [pid for pid in pids if pid not in _earlier]
 
 
 def test_nothing_outlives_its_pool(functions: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,8 +36,8 @@ def config_of(good: Path, component: dict[str, Any]) -> Config:
 
 
 def a_model(model: Path, *urls: str, patience: float = 0.2, **own: Any) -> dict[str, Any]:
-    place = {"urls": list(urls), "start_timeout": patience, "request_timeout": 60}
-    return {"model": {"path": str(model), "dtype": "float32", "servers": place, **own}}
+    servers = {"urls": list(urls), "start_timeout": patience, "request_timeout": 60}
+    return {"model": {"path": str(model), "dtype": "float32", "servers": servers, **own}}
 
 
 def groups_of(*texts: str) -> list[Group]:
@@ -54,29 +54,32 @@ def scored(config: Config, *texts: str) -> list[Rollout]:
 
 def test_a_judge_reads_the_calls_of_a_programs_messages() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-    said = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "5"}]
-    assert as_text(said) == 'assistant: {"name": "add", "arguments": "{}"}\n\ntool: 5'
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "5"},
+    ]
+    assert as_text(messages) == 'assistant: {"name": "add", "arguments": "{}"}\n\ntool: 5'
 
 
 def test_a_reward_model_reads_the_chat_of_a_program_once() -> None:
     """Two messages of the user in a row are refused by many templates."""
     [group] = groups_of("2")
     [rollout] = group.rollouts
-    asked, answered = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
-    for rollout.messages in ([], [answered], [asked, answered]):
-        assert scored_chat(group.prompt, rollout, ["prompt"]) == [asked, answered]
+    question, answer = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+    for rollout.messages in ([], [answer], [question, answer]):
+        assert scored_chat(group.prompt, rollout, ["prompt"]) == [question, answer]
 
 
 def test_scores_reach_their_responses_and_equal_ones_are_asked_once(good: Path, model: Path):
-    asked: list[int] = []
+    lengths: list[int] = []
 
     def length(ids: list[int]) -> float:
-        asked.append(len(ids))
+        lengths.append(len(ids))
         return len(ids) / 8
 
     with standing_in(scores(length)) as url:
         rollouts = scored(config_of(good, a_model(model, url, batch_size=2)), "a", "bbb", "a", "bb", "c")
-    assert len(asked) == 1 + 4, "the probe, and each different response"
+    assert len(lengths) == 1 + 4, "the probe, and each different response"
     rewards = [rollout.reward for rollout in rollouts]
     assert rewards[1] == rewards[0] + 2 / 8 and rewards[3] == rewards[0] + 1 / 8
     assert rewards[2] == rewards[0] == rewards[4]
@@ -207,8 +210,8 @@ def test_what_is_too_long_is_refused_by_name_or_dropped_and_never_cut_off(good: 
         rollouts = scored(config_of(good, a_model(model, url, too_long="drop")), "a", long)
         assert [rollout.finish_reason for rollout in rollouts] == ["stop", LOST]
     cut = scores(len, counted=lambda ids: min(len(ids), 20))
-    said = r"has read 20 tokens, and \d+ were sent: the server cuts off"
-    with standing_in(cut) as url, pytest.raises(RolloutError, match=said):
+    problem = r"has read 20 tokens, and \d+ were sent: the server cuts off"
+    with standing_in(cut) as url, pytest.raises(RolloutError, match=problem):
         scored(config_of(good, a_model(model, url)), "a")
 
 
@@ -224,10 +227,10 @@ def test_one_response_that_a_server_refuses_costs_no_other(good: Path, model: Pa
 
 
 def test_servers_of_different_models_are_refused(good: Path, model: Path):
-    said = r"gives a fixed text the score 1(\.5)?, and it had .* another model"
+    problem = r"gives a fixed text the score 1(\.5)?, and it had .* another model"
     with standing_in(scores(lambda ids: 1.0)) as one, standing_in(scores(lambda ids: 1.5)) as other:
         config = config_of(good, a_model(model, one, other))
-        with pytest.raises(RolloutError, match=said):
+        with pytest.raises(RolloutError, match=problem):
             scored(config, "a")
 
 
@@ -252,34 +255,34 @@ def test_a_server_that_comes_back_with_another_model_ends_the_run(good: Path, mo
 
 def verdicts(*texts: str, reason: str = "stop") -> tuple[Answer, list[Any]]:
     """A judge that says these, one after the other, and the requests that it got."""
-    left, asked = list(texts), []
+    left, requests = list(texts), []
 
     def answer(path: str, body: Any) -> Any:
         if path == "/v1/models":
             return {"data": [{"id": "a-judge"}]}
         assert path == "/v1/chat/completions"
-        asked.append(body)
+        requests.append(body)
         return {"choices": [{"message": {"content": left.pop(0)}, "finish_reason": reason}]}
 
-    return answer, asked
+    return answer, requests
 
 
 def a_judge(url: str, **own: Any) -> dict[str, Any]:
-    place = {"urls": [url], "start_timeout": 0.2}
-    return {"judge": {"model": "a-judge", "servers": {**place, **own.pop("servers", {})}, **own}}
+    servers = {"urls": [url], "start_timeout": 0.2}
+    return {"judge": {"model": "a-judge", "servers": {**servers, **own.pop("servers", {})}, **own}}
 
 
 def test_a_verdict_becomes_a_reward_with_its_explanation(good: Path):
-    answer, asked = verdicts('{"explanation": "It is right.", "score": 7}')
+    answer, requests = verdicts('{"explanation": "It is right.", "score": 7}')
     with standing_in(answer) as url:
         [rollout] = scored(
             config_of(good, a_judge(url, template="{prompt} {answer} {response} {highest}")), "{answer}"
         )
     assert rollout.reward == 0.7 and rollout.explanations == {"quality": "It is right."}
-    assert asked[0]["messages"] == [{"role": "user", "content": "1+1= 2 {answer} 10"}], (
+    assert requests[0]["messages"] == [{"role": "user", "content": "1+1= 2 {answer} 10"}], (
         "one pass of filling in"
     )
-    form = asked[0]["response_format"]
+    form = requests[0]["response_format"]
     assert form["type"] == "json_schema"
     assert form["json_schema"]["schema"]["properties"]["score"] == {
         "type": "integer",
@@ -304,20 +307,20 @@ def test_a_verdict_becomes_a_reward_with_its_explanation(good: Path):
     ],
 )
 def test_an_invalid_verdict_is_asked_for_again_with_the_reason(good: Path, invalid: str, problem: str):
-    answer, asked = verdicts(invalid, '{"score": 3}')
+    answer, requests = verdicts(invalid, '{"score": 3}')
     with standing_in(answer) as url:
         [rollout] = scored(config_of(good, a_judge(url)), "2")
     assert rollout.reward == 0.3
-    said, told = asked[1]["messages"][1:]
-    assert said == {"role": "assistant", "content": invalid.strip()}
-    assert told["role"] == "user" and f"This is not a valid verdict: {problem}" in told["content"]
+    verdict, correction = requests[1]["messages"][1:]
+    assert verdict == {"role": "assistant", "content": invalid.strip()}
+    assert correction["role"] == "user" and f"This is not a valid verdict: {problem}" in correction["content"]
 
 
 def test_a_response_without_a_valid_verdict_leaves_its_group(good: Path):
-    answer, asked = verdicts(*["seven"] * 2)
+    answer, requests = verdicts(*["seven"] * 2)
     with standing_in(answer) as url:
         [rollout] = scored(config_of(good, a_judge(url, tries=2)), "2")
-    assert rollout.finish_reason == LOST and len(asked) == 2 and not rollout.rewards
+    assert rollout.finish_reason == LOST and len(requests) == 2 and not rollout.rewards
     assert "rewards.components.0.judge: no valid verdict in 2 tries: not JSON" in rollout.text
     answer, _ = verdicts('{"score": 3', reason="length")
     with standing_in(answer) as url:
@@ -327,12 +330,12 @@ def test_a_response_without_a_valid_verdict_leaves_its_group(good: Path):
 
 @pytest.mark.parametrize(("engine", "key"), [("sglang", "regex"), ("vllm", "structured_outputs")])
 def test_a_regular_expression_goes_to_the_server_and_reads_the_score(good: Path, engine: str, key: str):
-    answer, asked = verdicts("Score: 4")
+    answer, requests = verdicts("Score: 4")
     with standing_in(answer) as url:
         own = {"regex": r"Score: (\d+)", "scale": [0, 5], "servers": {"engine": engine}}
         [rollout] = scored(config_of(good, a_judge(url, **own)), "2")
     assert rollout.reward == pytest.approx(0.8) and rollout.explanations == {"quality": "Score: 4"}
-    assert key in asked[0] and "response_format" not in asked[0]
+    assert key in requests[0] and "response_format" not in requests[0]
 
 
 def test_a_server_without_the_judge_is_refused(good: Path):

@@ -49,15 +49,15 @@ def expected(path: Path, rows: TrainBatch) -> torch.Tensor:
 
 def test_log_probs_are_those_of_transformers(served: SharedServer, task: Path, good: Path):
     rows = batch()
-    with teacher(good, task / "model", {"engine": served.engine, "urls": [served.url]}) as asked:
-        asked.ask([rows])
-        torch.testing.assert_close(asked.score(rows), expected(task / "model", rows), rtol=0, atol=2e-4)
-        assert asked.metrics["teacher/failed_requests"] == 0
+    with teacher(good, task / "model", {"engine": served.engine, "urls": [served.url]}) as scorer:
+        scorer.ask([rows])
+        torch.testing.assert_close(scorer.score(rows), expected(task / "model", rows), rtol=0, atol=2e-4)
+        assert scorer.metrics["teacher/failed_requests"] == 0
         too_long = TrainBatch.from_groups(
             [Group(Prompt("p", (5,), ""), [Rollout([7] * 300, [], "", "stop")])]
         )
         with pytest.raises(RolloutError, match=r"status 400: .*(256|context)"):
-            asked.score(too_long)
+            scorer.score(too_long)
 
 
 def test_a_response_of_another_tokenizer_is_scored_as_text(served: SharedServer, task: Path, good: Path):
@@ -72,9 +72,9 @@ def test_a_response_of_another_tokenizer_is_scored_as_text(served: SharedServer,
     assert [rollout.trained for rollout in group.rollouts] == [True, True, False]
     assert len(warnings) == 1 and "the teacher's tokenizer does not give back" in warnings[0]
     rows = TrainBatch.from_groups([group]).trained()
-    with teacher(good, task / "model", {"engine": served.engine, "urls": [served.url]}) as asked:
-        asked.ask([text.rows(rows)])
-        sums_n = rows.sequence_sum(text.spread(rows, asked.score(text.rows(rows))))
+    with teacher(good, task / "model", {"engine": served.engine, "urls": [served.url]}) as scorer:
+        scorer.ask([text.rows(rows)])
+        sums_n = rows.sequence_sum(text.spread(rows, scorer.score(text.rows(rows))))
     first = own("7+5-9=")["input_ids"]
     answers = [[*own(ended)["input_ids"], own.eos_token_id], own(cut)["input_ids"]]
     expected_n = torch.stack([logprobs(task / "model", first, ids).sum() for ids in answers])
@@ -104,13 +104,13 @@ def test_a_server_that_the_run_started_answers_again_after_it_was_killed(
 ):
     model = make_judge(tmp_path / "model")
     rows, own = batch(), {"engine": engine, "python": engine_python(engine)}
-    with teacher(good, model, own, f"output_dir={tmp_path / 'run'}") as asked:
-        torch.testing.assert_close(asked.score(rows), expected(model, rows), rtol=0, atol=2e-4)
-        assert asked._servers is not None and asked._servers._addresses.supervisor is not None
-        [process] = asked._servers._addresses.supervisor.processes
+    with teacher(good, model, own, f"output_dir={tmp_path / 'run'}") as scorer:
+        torch.testing.assert_close(scorer.score(rows), expected(model, rows), rtol=0, atol=2e-4)
+        assert scorer._servers is not None and scorer._servers._addresses.supervisor is not None
+        [process] = scorer._servers._addresses.supervisor.processes
         assert process.pid is not None
         os.killpg(process.pid, signal.SIGKILL)
-        asked.ask([])  # a new step: nothing is known any more
-        torch.testing.assert_close(asked.score(rows), expected(model, rows), rtol=0, atol=2e-4)
-        assert asked.metrics["teacher/failed_requests"] > 0
+        scorer.ask([])  # a new step: nothing is known any more
+        torch.testing.assert_close(scorer.score(rows), expected(model, rows), rtol=0, atol=2e-4)
+        assert scorer.metrics["teacher/failed_requests"] > 0
     used(f"{engine} server")
