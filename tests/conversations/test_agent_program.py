@@ -16,9 +16,11 @@ from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 EXAMPLE = ROOT / "examples" / "agent_program"
 
 
-@pytest.mark.parametrize(("said", "answer"), [("47*86", "4042"), ("4-12", "-8"), ("4/2", "E"), ("", "E")])
-def test_the_calculator_answers(said: str, answer: str) -> None:
-    assert runpy.run_path(str(EXAMPLE / "agent.py"))["calculate"](said) == answer
+@pytest.mark.parametrize(
+    ("expression", "answer"), [("47*86", "4042"), ("4-12", "-8"), ("4/2", "E"), ("", "E")]
+)
+def test_the_calculator_answers(expression: str, answer: str) -> None:
+    assert runpy.run_path(str(EXAMPLE / "agent.py"))["calculate"](expression) == answer
 
 
 @pytest.mark.usefixtures("leave_the_process_group")

@@ -26,12 +26,12 @@ from megatron_gvpo.conversations import Reply
 
 class Remembers:
     def reset(self, prompt, seed):
-        self.said = []
+        self.texts = []
 
-    def step(self, said):
-        self.said.append(said)
-        paid = len("".join(self.said)) / 10
-        return Reply(None if len(self.said) == 3 else "+".join(self.said), reward=paid)
+    def step(self, response):
+        self.texts.append(response)
+        paid = len("".join(self.texts)) / 10
+        return Reply(None if len(self.texts) == 3 else "+".join(self.texts), reward=paid)
 """
 SAID = ["hello", "llo he", "h"]
 
@@ -39,12 +39,12 @@ SAID = ["hello", "llo he", "h"]
 class Policy:
     """Says these texts turn by turn."""
 
-    def __init__(self, said: list[str]) -> None:
-        self._said, self.contexts = list(said), list[tuple[int, ...]]()
+    def __init__(self, texts: list[str]) -> None:
+        self._texts, self.contexts = list(texts), list[tuple[int, ...]]()
 
     async def respond(self, conversation: int, request: Request) -> Rollout:
         self.contexts.append(request.prompt_ids)
-        tokens = [*ids(OF, self._said.pop(0)), END]
+        tokens = [*ids(OF, self._texts.pop(0)), END]
         return Rollout(tokens, [-0.5] * len(tokens), "", "stop", 1)
 
     def end(self, conversation: int) -> None:
@@ -83,7 +83,7 @@ def test_every_beginning_of_a_conversation_goes_on_with_one_turn_as_it_went_on(t
         rollout = hold(conversations, record, whole)
     assert [turn.reward for turn in rollout.turns] == pytest.approx([0.5, 1.1, 1.2])
     cut = beginnings(record, rollout)
-    assert [found["earlier"] for found in cut] == [[], SAID[:1], SAID[:2]] and cut[2]["id"] == 3
+    assert [beginning["earlier"] for beginning in cut] == [[], SAID[:1], SAID[:2]] and cut[2]["id"] == 3
     with opened(tmp_path, turns=1) as conversations:
         for i, beginning in enumerate(cut):
             policy = Policy(SAID[i : i + 1])

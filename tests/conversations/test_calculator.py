@@ -24,7 +24,7 @@ EXAMPLE = ROOT / "examples" / "calculator"
 
 
 @pytest.mark.parametrize(
-    ("said", "reply"),
+    ("text", "reply"),
     [
         ("(47*86)", Reply("[4042]", counts={"calls": 1})),
         ("so (4-12)", Reply("[-8]", counts={"calls": 1})),
@@ -35,10 +35,10 @@ EXAMPLE = ROOT / "examples" / "calculator"
         ("", Reply(None, 0.0)),
     ],
 )
-def test_the_calculator_answers(said: str, reply: Reply) -> None:
+def test_the_calculator_answers(text: str, reply: Reply) -> None:
     made = runpy.run_path(str(EXAMPLE / "environment.py"))["Calculator"]()
     made.reset(Prompt("p", (1,), "47*86+12*9=", "4150"), seed=0)
-    assert made.step(said) == reply
+    assert made.step(text) == reply
 
 
 @pytest.mark.usefixtures("leave_the_process_group")
@@ -55,9 +55,9 @@ def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def files_have_the_conversations(out: Path) -> None:
     for talk in read_rollouts(out).to_pylist():
-        turns, said = talk["turns"], [m["content"] for m in talk["messages"] if m["role"] == "assistant"]
+        turns, texts = talk["turns"], [m["content"] for m in talk["messages"] if m["role"] == "assistant"]
         assert sum(turn["tokens"] for turn in turns) == talk["response_tokens"]
-        assert [turn["text"] for turn in turns] == said
+        assert [turn["text"] for turn in turns] == texts
         paid = [turn["reward"] for turn in turns if turn["reward"] is not None]
         assert sum(paid) == talk["reward"] == talk["rewards"]["environment"]
         for before, turn in pairwise(turns):
@@ -78,9 +78,11 @@ def report_shows_the_conversations(out: Path, base: Path) -> None:
         page.wait(f"Boolean({card})", "the conversation with the most turns")
         turns = page.look(f"[...{card}.querySelectorAll('.turn')].map(turn => turn.innerText)")
         assert len(turns) == len(longest["turns"]) > 1
-        given = page.look(f"[...{card}.querySelectorAll('.given')].map(given => given.lastChild.textContent)")
+        observations = page.look(
+            f"[...{card}.querySelectorAll('.given')].map(given => given.lastChild.textContent)"
+        )
         candidates = [[turn["given"] for turn in talk["turns"][1:]] for talk in talks]
-        assert given in candidates
+        assert observations in candidates
         assert all("turn" in turn and "token" in turn for turn in turns)
         own = page.look(f"{card}.querySelectorAll('.turn .text [data-i]').length")
         assert own == page.look("item(0, entries[selected].at).tokens"), "every own token, and no other"

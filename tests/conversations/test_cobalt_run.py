@@ -23,9 +23,9 @@ class Counts:
     def reset(self, prompt, seed):
         self.heard = 0
 
-    def step(self, said):
+    def step(self, response):
         self.heard += 1
-        return Reply(str(self.heard), reward=len(set(said)) / 10, counts={"heard": self.heard})
+        return Reply(str(self.heard), reward=len(set(response)) / 10, counts={"heard": self.heard})
 """
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
@@ -63,14 +63,14 @@ def test_cobalt_trains_the_next_turn_of_recorded_conversations(task: Path, tmp_p
     whole = (talks(environment, 3), "algorithm=grpo", "train.steps=2")
     recorded = run(task, tmp_path / "recorded", model, *whole)
     cut = [
-        found
+        beginning
         for group in recorded
         for rollout in group.rollouts
-        for found in beginnings({**group.prompt.record, "answer": "0"}, rollout)
+        for beginning in beginnings({**group.prompt.record, "answer": "0"}, rollout)
     ]
-    assert {len(found["earlier"]) for found in cut} == {0, 1, 2}
+    assert {len(beginning["earlier"]) for beginning in cut} == {0, 1, 2}
     data = tmp_path / "beginnings.jsonl"
-    data.write_text("".join(json.dumps(found) + "\n" for found in cut))
+    data.write_text("".join(json.dumps(beginning) + "\n" for beginning in cut))
     next_turn = talks(environment, 1, earlier_key="earlier")
     cobalt = ("algorithm=cobalt", f"data.train.path={data}", "data.train.demonstration_key=null")
     groups = run(task, tmp_path / "run", model, next_turn, *cobalt, "train.steps=3")
@@ -79,11 +79,11 @@ def test_cobalt_trains_the_next_turn_of_recorded_conversations(task: Path, tmp_p
     assert all(line["mismatch/kl"] < 1e-5 for line in lines), "scored in the contexts that were sampled"
     earlier = set[int]()
     for group in groups:
-        said = group.prompt.record["earlier"]
-        earlier.add(len(said))
+        history = group.prompt.record["earlier"]
+        earlier.add(len(history))
         for rollout in group.rollouts:
             assert len(rollout.turns) == 1 and rollout.turns[0].begin == 0
             if rollout.turns[0].reward is not None:  # else it was cut off before the environment heard it
-                assert rollout.counts["heard"] == len(said) + 1
+                assert rollout.counts["heard"] == len(history) + 1
                 assert rollout.reward == rollout.turns[0].reward
     assert len(earlier) > 1

@@ -115,15 +115,15 @@ def test_servers_hold_conversations_in_the_contexts_that_are_trained(
     rollouts = [(p, r) for p, group in zip(prompts, groups, strict=True) for r in group]
     assert len(rollouts) == 12 and max(len(r.turns) for _, r in rollouts) > 1
     for prompt, rollout in rollouts:
-        given = sum(len(turn.given) for turn in rollout.turns)
-        assert len(rollout.token_ids) + given <= 24
+        environment_tokens = sum(len(turn.given) for turn in rollout.turns)
+        assert len(rollout.token_ids) + environment_tokens <= 24
         [segment] = segments(prompt.token_ids, rollout.token_ids, rollout.turns)
-        for place, first, count in segment.own:
-            context, said = segment.ids[:place], segment.ids[place : place + count]
-            expected = logprobs(task / "model", context, said, temperature=0.7)
-            found = torch.tensor(rollout.logprobs[first : first + count])
-            assert torch.allclose(found, expected, atol=2e-4)
-            assert said[-1] in stops or place + count == len(segment.ids)
+        for position, first, count in segment.own:
+            context, sampled = segment.ids[:position], segment.ids[position : position + count]
+            expected = logprobs(task / "model", context, sampled, temperature=0.7)
+            recorded = torch.tensor(rollout.logprobs[first : first + count])
+            assert torch.allclose(recorded, expected, atol=2e-4)
+            assert sampled[-1] in stops or position + count == len(segment.ids)
 
 
 @pytest.mark.proof
@@ -166,7 +166,7 @@ def test_a_colocated_server_holds_conversations_in_its_turns(engine: str, task: 
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "problem"),
     [
         ("rollout.engine=vllm rollout.router_replay=true", "not possible with rollout.router_replay=true"),
         ("train.share_prompts=true", "rollout.conversation is not possible with train.share_prompts=true"),
@@ -176,7 +176,7 @@ def test_a_colocated_server_holds_conversations_in_its_turns(engine: str, task: 
     ],
 )
 def test_what_cannot_be_combined_is_refused_by_name(
-    task: Path, tmp_path: Path, change: str, said: str
+    task: Path, tmp_path: Path, change: str, problem: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=problem):
         configure(task, tmp_path / "out", *TALK, talks(), *change.split(" "))

@@ -24,7 +24,7 @@ def counts(of: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("talk", "components", "said"),
+    ("talk", "components", "problem"),
     [
         (
             TOOLS,
@@ -39,9 +39,9 @@ def counts(of: str) -> str:
     ],
 )
 def test_what_no_conversation_counts_is_refused_at_the_start(
-    task: Path, tmp_path: Path, talk: str, components: str, said: str
+    task: Path, tmp_path: Path, talk: str, components: str, problem: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=problem):
         configure(task, tmp_path / "out", *TALK, talk, components)
 
 
@@ -50,8 +50,8 @@ def test_a_misspelt_count_of_an_environment_ends_the_run_at_its_first_batch(
     task: Path, tmp_path: Path
 ) -> None:
     settings = (*GVPO, *SHORT, *TALK, talks(), "train.steps=2")
-    said = r"components.0.options.of=evne: none of \d+ conversations has such a count; .*: turns, .*even"
-    with pytest.raises(RolloutError, match=said):
+    problem = r"components.0.options.of=evne: none of \d+ conversations has such a count; .*: turns, .*even"
+    with pytest.raises(RolloutError, match=problem):
         fit(configure(task, tmp_path / "run", *settings, counts("evne")))
 
 
@@ -60,7 +60,7 @@ def test_the_first_batch_in_which_a_conversation_ended_shows_what_is_counted() -
     known = ("turns", "observations_dropped")
 
     def batch(*talks: tuple[str, dict[str, float]]) -> list[Group]:
-        rollouts = [Rollout([5], [0.0], "", end, turns=[Turn(0)], counts=found) for end, found in talks]
+        rollouts = [Rollout([5], [0.0], "", end, turns=[Turn(0)], counts=values) for end, values in talks]
         return [Group(Prompt("p", (1,), "?"), rollouts)]
 
     pool = RewardPool(RewardsConfig(components=(component,)), known)

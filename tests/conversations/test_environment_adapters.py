@@ -24,7 +24,7 @@ from megatron_gvpo.settings.sections import SamplingConfig
 ADAPTERS = "megatron_gvpo.conversations.adapters"
 
 
-def hold(environment: str, options: dict[str, Any], prompt: Prompt, said: Sequence[str]) -> list[Rollout]:
+def hold(environment: str, options: dict[str, Any], prompt: Prompt, texts: Sequence[str]) -> list[Rollout]:
     """Two conversations at once, in which the policy says these texts."""
     of = tokenizer()
 
@@ -33,7 +33,7 @@ def hold(environment: str, options: dict[str, Any], prompt: Prompt, said: Sequen
             self.turns = [0, 0]
 
         async def respond(self, conversation: int, request: Request) -> Rollout:
-            text = said[self.turns[conversation]]
+            text = texts[self.turns[conversation]]
             self.turns[conversation] += 1
             own = [*ids(of, text), END]
             return Rollout(own, [-0.5] * len(own), "", "stop", 0)
@@ -48,8 +48,8 @@ def hold(environment: str, options: dict[str, Any], prompt: Prompt, said: Sequen
     ):
         used("environment workers")
         request = Request(prompt.token_ids, 2, seed=3)
-        held = conversations.run_all(Script(), [prompt], [request], SamplingConfig(max_tokens=4000))
-        [group] = runner.run(held)
+        running = conversations.run_all(Script(), [prompt], [request], SamplingConfig(max_tokens=4000))
+        [group] = runner.run(running)
     return group
 
 

@@ -39,8 +39,8 @@ class Scripted:
     async def reset(self, prompt, seed):
         self.prompt, self.seed, self.heard = prompt, seed, []
 
-    def step(self, said):
-        self.heard.append(said)
+    def step(self, response):
+        self.heard.append(response)
         does = self.prompt.record["does"]
         act = does[min(len(self.heard), len(does)) - 1]
         mark = pathlib.Path(self.prompt.record.get("mark", "."))
@@ -82,9 +82,9 @@ class Scripted:
         return "1"
 
 class Waiting(Scripted):
-    async def step(self, said):
+    async def step(self, response):
         await asyncio.sleep(60 if self.prompt.record["does"][0] == "wait" else 0.5)
-        return f"{os.getpid()}" if super().step(said) == "1" else "+".join(self.heard)
+        return f"{os.getpid()}" if super().step(response) == "1" else "+".join(self.heard)
 """
 SECONDS = 3.0  # of a step that hangs; a busy machine may need one for a step that does not
 
@@ -131,14 +131,14 @@ def prompt(name: str, *does: str, **record: Any) -> Prompt:
     return Prompt(name, (5, 6, 7), "?", record={"does": list(does), **record})
 
 
-class Held:
+class Harness:
     """Conversations that are open for a test."""
 
     def __init__(self, task: Task, config: ConversationConfig) -> None:
         self.task, self._runner = task, asyncio.Runner()
         self.conversations = Conversations(config, task)
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> Harness:
         used("environment workers")
         self.conversations.__enter__()
         return self
@@ -157,15 +157,15 @@ class Held:
 
 
 @pytest.fixture
-def held(material: Task, file: Path) -> Iterator[Held]:
-    with Held(material, patient(file)) as opened:
+def harness(material: Task, file: Path) -> Iterator[Harness]:
+    with Harness(material, patient(file)) as opened:
         yield opened
 
 
 @pytest.fixture
-def hasty(material: Task, file: Path) -> Iterator[Held]:
+def hasty(material: Task, file: Path) -> Iterator[Harness]:
     """For steps that hang."""
-    with Held(material, patient(file).model_copy(update={"step_timeout": SECONDS})) as opened:
+    with Harness(material, patient(file).model_copy(update={"step_timeout": SECONDS})) as opened:
         yield opened
 
 
@@ -174,12 +174,12 @@ def patient(file: Path) -> ConversationConfig:
     return ConversationConfig(**own, step_timeout=200)
 
 
-def test_a_conversation_is_the_tokens_that_the_policy_saw_and_said(held: Held) -> None:
-    [[rollout]] = held.hold([prompt("a", "echo", "echo", "end")], ["1+2", "3", "4*5"])
-    task, end = held.task, held.task.end_token_ids[0]
-    said = [[*encoded(task, text), end] for text in ("1+2", "3", "4*5")]
+def test_a_conversation_is_the_tokens_that_the_policy_saw_and_said(harness: Harness) -> None:
+    [[rollout]] = harness.hold([prompt("a", "echo", "echo", "end")], ["1+2", "3", "4*5"])
+    task, end = harness.task, harness.task.end_token_ids[0]
+    sampled = [[*encoded(task, text), end] for text in ("1+2", "3", "4*5")]
     heard = [tuple(encoded(task, text)) for text in ("1+2", "1+2+3")]
-    assert rollout.token_ids == [t for ids in said for t in ids]
+    assert rollout.token_ids == [t for ids in sampled for t in ids]
     assert rollout.turns == [
         Turn(0, reward=0.0),
         Turn(4, 0, None, heard[0], reward=0.0),
@@ -190,33 +190,33 @@ def test_a_conversation_is_the_tokens_that_the_policy_saw_and_said(held: Held) -
     assert [m["role"] for m in rollout.messages] == ["assistant", "user"] * 2 + ["assistant"]
     assert rollout.counts == {"environment_reward": 0.5, "observation_tokens": 8.0, "heard": 3.0}
     [segment] = segments((5, 6, 7), rollout.token_ids, rollout.turns)
-    contexts = held.policy.contexts[0]
-    assert [segment.ids[:place] for place, _, _ in segment.own] == contexts, "trained as it was sampled"
+    contexts = harness.policy.contexts[0]
+    assert [segment.ids[:position] for position, _, _ in segment.own] == contexts, "trained as it was sampled"
     assert unpack(pack([[rollout]])) == [[rollout]]
 
 
-def test_members_of_a_group_face_the_same_seed_and_others_another(held: Held) -> None:
-    first, second = held.hold([prompt("a", "seed", "end"), prompt("b", "seed", "end")], ["1", "2"], n=3)
+def test_members_of_a_group_face_the_same_seed_and_others_another(harness: Harness) -> None:
+    first, second = harness.hold([prompt("a", "seed", "end"), prompt("b", "seed", "end")], ["1", "2"], n=3)
     seeds = [[r.messages[1]["content"] for r in group] for group in (first, second)]
     assert len(set(seeds[0])) == len(set(seeds[1])) == 1 and seeds[0] != seeds[1]
 
 
-def test_limits_end_a_conversation_and_are_never_lost(held: Held) -> None:
-    [[turns]] = held.hold([prompt("a", "go")], ["1"] * 9)
+def test_limits_end_a_conversation_and_are_never_lost(harness: Harness) -> None:
+    [[turns]] = harness.hold([prompt("a", "go")], ["1"] * 9)
     assert (len(turns.turns), turns.finish_reason) == (4, "length")
-    [[tokens]] = held.hold([prompt("a", "go")], ["1"] * 9, max_tokens=7)
+    [[tokens]] = harness.hold([prompt("a", "go")], ["1"] * 9, max_tokens=7)
     assert (len(tokens.turns), tokens.finish_reason) == (3, "length")  # 2 + 1 + 2 + 1, and 1 for the third
-    assert tokens.token_ids[-1] != held.task.end_token_ids[0]
+    assert tokens.token_ids[-1] != harness.task.end_token_ids[0]
     assert [turn.reward for turn in tokens.turns] == [0.0, 0.0, None], "it never heard the last"
-    [[long]] = held.hold([prompt("a", "long", "end")], ["1", "2"])
+    [[long]] = harness.hold([prompt("a", "long", "end")], ["1", "2"])
     assert long.messages[1]["content"] == "[300 tokens: too long to be shown]"
     assert (long.counts["observations_dropped"], long.finish_reason) == (1.0, "stop")
-    [[flood]] = held.hold([prompt("a", "flood", "end")], ["1", "2"])
+    [[flood]] = harness.hold([prompt("a", "flood", "end")], ["1", "2"])
     assert flood.messages[1]["content"] == "[10000000 characters: too long to be shown]"
 
 
 @pytest.mark.parametrize(
-    ("act", "said"),
+    ("act", "problem"),
     [
         ("raise", "RuntimeError: the service is down (scripted.py, line 27)"),
         # The second attempt repeats the turn before.
@@ -229,13 +229,13 @@ def test_limits_end_a_conversation_and_are_never_lost(held: Held) -> None:
     ],
 )
 def test_failures_of_the_environment_lose_the_conversation_and_no_other(
-    request: pytest.FixtureRequest, act: str, said: str
+    request: pytest.FixtureRequest, act: str, problem: str
 ) -> None:
-    held = request.getfixturevalue("hasty" if act == "hang" else "held")
+    harness = request.getfixturevalue("hasty" if act == "hang" else "harness")
     prompts = [prompt("bad", "echo", act), prompt("good", "echo", "echo", "end")]
-    [bad], [good] = held.hold(prompts, ["1", "2", "3"])
-    assert bad.finish_reason == LOST and said in bad.text and not bad.token_ids
-    assert act not in ("lie", "nan") or bad.text.endswith(said), "no line of this package"
+    [bad], [good] = harness.hold(prompts, ["1", "2", "3"])
+    assert bad.finish_reason == LOST and problem in bad.text and not bad.token_ids
+    assert act not in ("lie", "nan") or bad.text.endswith(problem), "no line of this package"
     assert good.finish_reason == "stop" and good.messages[3]["content"] == "1+2"
 
 
@@ -243,24 +243,28 @@ def test_failures_of_the_environment_lose_the_conversation_and_no_other(
 def test_a_worker_that_is_gone_once_is_replaced_and_the_conversation_goes_on(
     request: pytest.FixtureRequest, tmp_path: Path, act: str
 ) -> None:
-    held = request.getfixturevalue("hasty" if act == "hang once" else "held")
-    [[rollout]] = held.hold([prompt("a", "echo", act, "echo", "end", mark=str(tmp_path / "m"))], list("1234"))
+    harness = request.getfixturevalue("hasty" if act == "hang once" else "harness")
+    [[rollout]] = harness.hold(
+        [prompt("a", "echo", act, "echo", "end", mark=str(tmp_path / "m"))], list("1234")
+    )
     assert rollout.finish_reason == "stop"
     assert rollout.messages[5]["content"] == "1+2+3", "it has heard every turn once"
 
 
 def test_a_worker_that_is_replaced_has_the_environment_that_the_run_began_with(
-    held: Held, file: Path, tmp_path: Path
+    harness: Harness, file: Path, tmp_path: Path
 ) -> None:
     """A file that is edited while a run goes on is for the next run."""
     file.write_text(ENVIRONMENT.replace('"+".join', '"-".join'))
-    [[rollout]] = held.hold([prompt("a", "exit once", "echo", "end", mark=str(tmp_path / "m"))], list("123"))
+    [[rollout]] = harness.hold(
+        [prompt("a", "exit once", "echo", "end", mark=str(tmp_path / "m"))], list("123")
+    )
     assert (tmp_path / "m").exists() and rollout.messages[3]["content"] == "1+2"
 
 
 def test_a_conversation_has_so_many_seconds_for_its_answers(material: Task, file: Path) -> None:
     config = ConversationConfig(environment=f"{file}:Scripted", turns=9, rollout_timeout=3.0)
-    with Held(material, config) as opened:
+    with Harness(material, config) as opened:
         [slow], [quick] = opened.hold([prompt("slow", "slow"), prompt("quick", "seed")], ["1"] * 9)
     assert slow.finish_reason == quick.finish_reason == "length"
     assert 1 <= len(slow.turns) <= 2 and len(quick.turns) == 9
@@ -271,7 +275,7 @@ def test_failures_do_not_count_in_the_time_of_a_conversation(
 ) -> None:
     """Otherwise a worker that failed would end it as if the policy had taken too long."""
     own = {"environment": f"{file}:Scripted", "turns": 4, "step_timeout": SECONDS, "rollout_timeout": SECONDS}
-    with Held(material, ConversationConfig(**own)) as opened:
+    with Harness(material, ConversationConfig(**own)) as opened:
         acts = ["echo", "hang once", "end"]
         [[rollout]] = opened.hold([prompt("a", *acts, mark=str(tmp_path / "m"))], list("123"))
     assert (rollout.finish_reason, len(rollout.turns)) == ("stop", 3)
@@ -293,7 +297,7 @@ def test_a_process_that_has_ended_is_not_waited_for(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "said"),
+    ("act", "problem"),
     [
         ("wait", f"it took longer than {SECONDS:g} seconds"),
         ("hang", f"it took longer than {SECONDS:g} seconds"),
@@ -301,7 +305,7 @@ def test_a_process_that_has_ended_is_not_waited_for(file: Path) -> None:
     ],
 )
 def test_asynchronous_steps_overlap_and_a_bad_one_costs_no_other(
-    material: Task, file: Path, act: str, said: str
+    material: Task, file: Path, act: str, problem: str
 ) -> None:
     """One after the other, 120 steps of half a second would take a minute."""
     config = ConversationConfig(environment=f"{file}:Waiting", turns=3, step_timeout=SECONDS)
@@ -309,13 +313,13 @@ def test_asynchronous_steps_overlap_and_a_bad_one_costs_no_other(
         prompt("bad", act),
         *(prompt(f"p{i}", "go", "echo") for i in range(60 if act == "wait" else 6)),
     ]
-    with Held(material, config) as opened:
+    with Harness(material, config) as opened:
         [process] = [worker.process for worker in opened.conversations._environments._workers]
         begin = time.monotonic()
         [bad], *good = opened.hold(prompts, ["1", "2", "3"])
         seconds = time.monotonic() - begin
         [after] = [worker.process for worker in opened.conversations._environments._workers]
-    assert bad.finish_reason == LOST and said in bad.text
+    assert bad.finish_reason == LOST and problem in bad.text
     for [rollout] in good:
         assert len(rollout.turns) == 3 and rollout.messages[3]["content"] == "1+2"
     assert (after is process) == (act == "wait"), "a step that only waits can be given up"
@@ -346,7 +350,7 @@ def test_an_environment_is_closed_however_its_conversation_ends(
     marks = {does: file.parent / does for does in acts}
     prompts = [prompt(does, *acts[does], closed=str(mark)) for does, mark in marks.items()]
     config = ConversationConfig(environment=f"{file}:{name}", turns=3, step_timeout=200)
-    with Held(material, config) as opened:
+    with Harness(material, config) as opened:
         groups = opened.hold(prompts, list("123"))
         assert [r.finish_reason for [r] in groups] == ["stop", "length", LOST]
         deadline = time.monotonic() + 100
@@ -359,23 +363,23 @@ def test_an_environment_is_closed_however_its_conversation_ends(
     assert "[environment] close: RuntimeError: the container does not answer" in capfd.readouterr().err
 
 
-def test_workers_end_with_their_environments(held: Held) -> None:
-    workers = held.conversations._environments._workers
+def test_workers_end_with_their_environments(harness: Harness) -> None:
+    workers = harness.conversations._environments._workers
     guards = [psutil.Process(worker.process.pid) for worker in workers]
     assert len(guards) == 2 and all("workers.reaper" in " ".join(command_of(guard)) for guard in guards)
-    held.conversations.__exit__(None, None, None)
+    harness.conversations.__exit__(None, None, None)
     assert not any(guard.is_running() for guard in guards)
 
 
-def test_numbers_of_other_types_are_paid_and_halves_of_surrogate_pairs_are_replaced(held: Held) -> None:
+def test_numbers_of_other_types_are_paid_and_halves_of_surrogate_pairs_are_replaced(harness: Harness) -> None:
     prompts = [prompt("paid", "paid"), prompt("surrogate", "surrogate", "end")]
-    [[paid], [told]] = held.hold(prompts, ["1", "2"])
+    [[paid], [surrogate]] = harness.hold(prompts, ["1", "2"])
     assert paid.counts["environment_reward"] == 1.0 and paid.counts["half"] == 0.5
-    assert told.messages[1]["content"] == "1?2" and told.finish_reason == "stop"
+    assert surrogate.messages[1]["content"] == "1?2" and surrogate.finish_reason == "stop"
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "problem"),
     [
         ("Nothing", "has no function 'Nothing'"),
         ("half", "it lacks reset and step"),
@@ -386,19 +390,19 @@ def test_numbers_of_other_types_are_paid_and_halves_of_surrogate_pairs_are_repla
     ],
 )
 def test_what_is_no_environment_is_an_error_at_the_start(
-    material: Task, tmp_path: Path, name: str, said: str
+    material: Task, tmp_path: Path, name: str, problem: str
 ) -> None:
     (tmp_path / "mine.py").write_text(
         "def half(): pass\nclass Half:\n    def reset(self, prompt, seed): pass\n"
-        "class Picky(Half):\n    def __init__(self, size): pass\n    def step(self, said): pass\n"
+        "class Picky(Half):\n    def __init__(self, size): pass\n    def step(self, response): pass\n"
         "class Deaf(Half):\n    def step(self): pass\n"
-        "class Down(Half):\n    def step(self, said): pass\n"
+        "class Down(Half):\n    def step(self, response): pass\n"
         "    def prepare(): raise ConnectionRefusedError('no service')\n"
     )
     config = ConversationConfig(environment=f"{tmp_path}/mine.py:{name}")
     with (
         pytest.raises(ConfigError, match=r"rollout\.conversation\.environment=") as error,
-        Held(material, config),
+        Harness(material, config),
     ):
         pass
-    assert said in str(error.value)
+    assert problem in str(error.value)

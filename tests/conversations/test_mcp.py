@@ -17,7 +17,7 @@ import pytest
 import yaml
 from helpers.machine.processes import command_of
 from helpers.suite.real_parts import used
-from test_environments import Held
+from test_environments import Harness
 
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import LOST, Prompt, Rollout
@@ -145,7 +145,7 @@ def talk(
     used("MCP server")
     settings = {"turns": 20, "observation_tokens": 300, "step_timeout": 200.0, **settings}
     config = ConversationConfig(mcp=[server], parser="json", **settings)
-    with Held(material, config) as held:
+    with Harness(material, config) as harness:
         texts = iter([*turns, "done"])
         heard: list[str] = []
 
@@ -155,8 +155,8 @@ def talk(
             heard.append(next(texts))
             return heard[-1]
 
-        held.conversations._template.text = text
-        [[rollout]] = held.hold([Prompt("p", (5,), "?")], ["1"] * 20, max_tokens=4000)
+        harness.conversations._template.text = text
+        [[rollout]] = harness.hold([Prompt("p", (5,), "?")], ["1"] * 20, max_tokens=4000)
     return rollout
 
 
@@ -166,7 +166,7 @@ def running(program: Path) -> list[psutil.Process]:
     return [p for p in psutil.Process().children(recursive=True) if command_of(p) == command]
 
 
-def said(rollout: Rollout) -> list[str]:
+def tool_answers(rollout: Rollout) -> list[str]:
     return [message["content"] for message in rollout.messages if message["role"] == "tool"]
 
 
@@ -184,7 +184,7 @@ def test_a_server_answers_and_its_errors_are_told(
         call("refuse"),
     ]
     rollout = talk(material, server, turns)
-    answers = said(rollout)
+    answers = tool_answers(rollout)
     assert answers[0] == "5"
     assert answers[1] == "Error executing tool fail"
     assert "validation" in answers[2] or "Field required" in answers[2]
@@ -199,17 +199,17 @@ def test_a_server_that_dies_once_is_started_again(material: Task, program: Path,
     server = {"command": [sys.executable, str(program)]}
     turns = [call("add", a=1, b=1), call("die", mark=str(tmp_path / "mark")), call("add", a=2, b=2)]
     rollout = talk(material, server, turns)
-    assert said(rollout) == ["2", "alive", "4"] and rollout.finish_reason == "stop"
+    assert tool_answers(rollout) == ["2", "alive", "4"] and rollout.finish_reason == "stop"
 
 
 def test_a_server_that_is_killed_in_a_conversation_is_started_again(material: Task, program: Path) -> None:
     def kill() -> None:
-        [found] = running(program)
-        found.kill()
+        [process] = running(program)
+        process.kill()
 
     turns = [call("add", a=1, b=1), call("add", a=2, b=2)]
     rollout = talk(material, {"command": [sys.executable, str(program)]}, turns, kill)
-    assert said(rollout) == ["2", "4"] and rollout.finish_reason == "stop"
+    assert tool_answers(rollout) == ["2", "4"] and rollout.finish_reason == "stop"
 
 
 def test_a_server_that_dies_always_loses_the_conversation(material: Task, program: Path) -> None:
@@ -227,7 +227,7 @@ def test_http_that_ends_and_comes_back(material: Task, program: Path) -> None:
             server.stop()
             server.start()
 
-        assert said(talk(material, server.config, turns, restart)) == ["2", "4"]
+        assert tool_answers(talk(material, server.config, turns, restart)) == ["2", "4"]
         lost = talk(material, server.config, turns, server.stop)
         assert lost.finish_reason == LOST and "ServerFailed: MCP server http://127.0.0.1" in lost.text
     finally:
@@ -257,7 +257,7 @@ def test_a_tool_that_hangs_is_told_and_the_server_ended(material: Task, program:
     server = {"command": [sys.executable, str(program)]}
     turns = [call("sleep", seconds=600), call("add", a=1, b=1)]
     rollout = talk(material, server, turns, step_timeout=6.0)
-    assert said(rollout) == ["Error: it took longer than 6 seconds", "2"]
+    assert tool_answers(rollout) == ["Error: it took longer than 6 seconds", "2"]
     assert running(program) == []
 
 
@@ -267,7 +267,10 @@ def test_a_server_sees_only_the_variables_that_it_is_given(
     monkeypatch.setenv("RUN_TOKEN", "the secret of the run")
     server = {"command": [sys.executable, str(program)], "env": {"GIVEN": "yes"}}
     names = ["RUN_TOKEN", "GIVEN"]
-    assert said(talk(material, server, [call("variable", key=name) for name in names])) == ["none", "yes"]
+    assert tool_answers(talk(material, server, [call("variable", key=name) for name in names])) == [
+        "none",
+        "yes",
+    ]
 
 
 def test_schemas_reach_the_template_and_names_are_unique(program: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_tools_answer_is_written_as_the_models_template_does(templates: dict[s
     of = of_model(templates[name], TAKEN[name])
     template = Template(of, (of.eos_token_id,), chat=True, tools=[SCHEMA])
     answer = tool_message("add", "42", "000000001")
-    given = template.tokens_between(of.eos_token_id, [answer])
+    between = template.tokens_between(of.eos_token_id, [answer])
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": CALL}, answer]
 
     def rendered(messages: list[dict[str, str]]) -> tuple[int, ...]:
@@ -90,10 +90,10 @@ def test_a_tools_answer_is_written_as_the_models_template_does(templates: dict[s
         return ids(of, str(text))
 
     whole = rendered(chat)
-    assert "42" in of.decode(given)
-    assert whole[-len(given) :] == given
+    assert "42" in of.decode(between)
+    assert whole[-len(between) :] == between
     if name not in THINKING:
-        assert whole == (*rendered(chat[:1]), *ids(of, CALL), of.eos_token_id, *given)
+        assert whole == (*rendered(chat[:1]), *ids(of, CALL), of.eos_token_id, *between)
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_a_text_that_is_given_ends_as_the_models_template_ends_a_turn(
     of.add_special_tokens({"additional_special_tokens": list(ends[1:])})
     numbers = of.convert_tokens_to_ids(list(ends))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": numbers}))
-    found = end_token_ids(str(tmp_path), ModelCard({}), of, chat=True)
-    assert of.convert_ids_to_tokens(found[0]) == last and set(found) == set(numbers)
+    end_ids = end_token_ids(str(tmp_path), ModelCard({}), of, chat=True)
+    assert of.convert_ids_to_tokens(end_ids[0]) == last and set(end_ids) == set(numbers)
 
 
 def test_glm_ends_a_turn_with_the_beginning_of_the_next(templates: dict[str, str]) -> None:
@@ -138,9 +138,9 @@ def test_glm_ends_a_turn_with_the_beginning_of_the_next(templates: dict[str, str
 def test_templates_that_want_calls_apart_from_the_text_are_refused(
     templates: dict[str, str], name: str
 ) -> None:
-    end, said = REFUSED[name]
+    end, problem = REFUSED[name]
     of = of_model(templates[name], end)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=problem):
         Template(of, (of.eos_token_id,), chat=True, tools=[SCHEMA])
 
 
@@ -151,12 +151,12 @@ def test_qwen3_keeps_thoughts_or_strips_them(templates: dict[str, str], name: st
     text = str(of.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
     prompt, answer = ids(of, text), {"role": "user", "content": "so?"}
     thought = "hm\n</think>\n\n42" if text.endswith("<think>\n") else "<think>\nhm\n</think>\n\n42"
-    said = {"role": "assistant", "content": thought}
+    reply = {"role": "assistant", "content": thought}
     ended = (*prompt, *ids(of, thought), of.eos_token_id)
     kept, stripped = (
-        Template(of, (of.eos_token_id,), chat=True, again=again).followed(prompt, ended, [said], [answer])
+        Template(of, (of.eos_token_id,), chat=True, again=again).followed(prompt, ended, [reply], [answer])
         for again in (False, True)
     )
     assert kept[: len(ended)] == ended and "hm" in of.decode(kept)
-    whole = of.apply_chat_template([*chat, said, answer], tokenize=False, add_generation_prompt=True)
+    whole = of.apply_chat_template([*chat, reply, answer], tokenize=False, add_generation_prompt=True)
     assert stripped == ids(of, str(whole)) and "hm" not in of.decode(stripped)

@@ -39,16 +39,16 @@ def test_a_member_that_asks_gets_an_empty_group_where_all_were_lost() -> None:
         def begin(self, prompts: Sequence[Prompt], seed: int) -> Sequence[Prompt]:
             return prompts
 
-        def finish(self, asked: Sequence[Prompt]) -> list[Group]:
-            held = [Rollout([5], [-0.5], "", "stop"), Rollout([5], [-0.5], "", "stop")]
+        def finish(self, prompts: Sequence[Prompt]) -> list[Group]:
+            rollouts = [Rollout([5], [-0.5], "", "stop"), Rollout([5], [-0.5], "", "stop")]
             gone = [Rollout([], [], "down", LOST)] * 2
-            groups = [Group(p, gone if p.id == "b" else list(held)) for p in asked]
+            groups = [Group(p, gone if p.id == "b" else list(rollouts)) for p in prompts]
             return Outages(most=None).taken_out(groups)
 
     unused: Any = None
     losing: Any = Losing()
     context = BatchContext(1, 0, lambda n: losing, unused, 0, unused)
-    asked = [Prompt(name, (5,), "?") for name in "abac"]
-    found = context.ask(asked, 2)
-    assert [g.prompt for g in found] == asked and [len(g.rollouts) for g in found] == [2, 0, 2, 2]
-    assert context.ask(asked[1:2], 2) == [Group(asked[1], [])]
+    questions = [Prompt(name, (5,), "?") for name in "abac"]
+    replies = context.ask(questions, 2)
+    assert [g.prompt for g in replies] == questions and [len(g.rollouts) for g in replies] == [2, 0, 2, 2]
+    assert context.ask(questions[1:2], 2) == [Group(questions[1], [])]

@@ -38,26 +38,26 @@ SHARED = AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="-", max_retries=
 
 async def run(prompt, endpoint, stop=""):
     client = SHARED.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
-    messages, said = [{"role": "user", "content": prompt.text}], []
-    while len(said) < 3:
+    messages, answers = [{"role": "user", "content": prompt.text}], []
+    while len(answers) < 3:
         answer = await client.chat.completions.create(model="policy", messages=messages)
-        said.append(answer.choices[0].message.content)
-        if stop and len(said) == 2:
+        answers.append(answer.choices[0].message.content)
+        if stop and len(answers) == 2:
             try:
                 pathlib.Path(stop).unlink()
             except FileNotFoundError:  # another of the programs that run at once was first
                 pass
             else:
                 os.kill(psutil.Process(os.getppid()).parents()[1].pid, signal.SIGTERM)
-        text = "/".join([str(endpoint.seed), *said])
+        text = "/".join([str(endpoint.seed), *answers])
         number = int(hashlib.sha256(text.encode()).hexdigest(), 16) % 100
         messages += [answer.choices[0].message, {"role": "user", "content": str(number)}]
         if number < 20:
             break
     sub = [{"role": "user", "content": prompt.text + str(number)}]
     answer = await client.chat.completions.create(model="policy", messages=sub, user="sub")
-    said.append(answer.choices[0].message.content)
-    return Reply(None, sum(len(set(text)) for text in said) / 10, {"asked": len(said)})
+    answers.append(answer.choices[0].message.content)
+    return Reply(None, sum(len(set(text)) for text in answers) / 10, {"asked": len(answers)})
 """
 TALK = (
     "rollout.max_tokens=32",
@@ -106,14 +106,14 @@ def test_m_grpo_compares_the_sub_agents_calls_with_one_another(
 ) -> None:
     """The program's turns and the sub-agent's have advantages of their own, and every reward counts."""
     used("agent programs")
-    found: list[TrainBatch] = []
+    batches: list[TrainBatch] = []
 
     class Keep(Callback):
         def on_start(self, trainer: Trainer) -> None:
             update = trainer._update
 
             def kept(rows: TrainBatch, *more: object) -> object:
-                found.append(rows)
+                batches.append(rows)
                 return update(rows, *more)  # type: ignore[arg-type]
 
             trainer._update = kept  # type: ignore[method-assign, assignment]
@@ -121,7 +121,7 @@ def test_m_grpo_compares_the_sub_agents_calls_with_one_another(
     fit(configure(task, tmp_path / "run", "algorithm=m_grpo", *TALK, talks(program)), [Keep()])
     assert len(records(tmp_path / "run")) == 4
     differ = 0
-    for rows in found:
+    for rows in batches:
         assert rows.advantage_r is not None
         for row, turns in enumerate(rows.turns):
             values_i = rows.advantage_r[rows.offsets[row] : rows.offsets[row + 1]].tolist()
@@ -131,7 +131,7 @@ def test_m_grpo_compares_the_sub_agents_calls_with_one_another(
                 by_agent.setdefault(turn.agent, set()).update(values)
             assert {*by_agent} == {"", "sub"}
             differ += by_agent[""] != by_agent["sub"]
-    assert differ > len(found)
+    assert differ > len(batches)
 
 
 def test_servers_answer_programs_in_the_contexts_that_are_trained(
@@ -155,12 +155,12 @@ def test_servers_answer_programs_in_the_contexts_that_are_trained(
     assert len(rollouts) == 6 and all(r.turns[-1].agent == "sub" for _, r in rollouts)
     for prompt, rollout in rollouts:
         assert len(rollout.token_ids) + sum(len(turn.given) for turn in rollout.turns) <= 32
-        found = segments(prompt.token_ids, rollout.token_ids, rollout.turns)
-        assert len(found) == 2
-        for segment in found:
-            for place, first, count in segment.own:
-                context, said = segment.ids[:place], segment.ids[place : place + count]
-                expected = logprobs(task / "model", context, said, temperature=0.7)
+        sequences = segments(prompt.token_ids, rollout.token_ids, rollout.turns)
+        assert len(sequences) == 2
+        for segment in sequences:
+            for position, first, count in segment.own:
+                context, sampled = segment.ids[:position], segment.ids[position : position + count]
+                expected = logprobs(task / "model", context, sampled, temperature=0.7)
                 assert torch.allclose(
                     torch.tensor(rollout.logprobs[first : first + count]), expected, atol=2e-4
                 )

@@ -62,8 +62,8 @@ class Script:
     async def respond(self, conversation: int, request: Request) -> Rollout:
         await asyncio.sleep(0.01)
         calls = sum(number == conversation for number, _, _ in self.record)
-        said = self._answer(self.of.decode(list(request.prompt_ids)), calls)
-        own = [*ids(self.of, said), END] if isinstance(said, str) else said
+        answer = self._answer(self.of.decode(list(request.prompt_ids)), calls)
+        own = [*ids(self.of, answer), END] if isinstance(answer, str) else answer
         reason = "stop" if len(own) <= (request.max_tokens or 0) else "length"
         own = own[: request.max_tokens]
         self.record.append((conversation, request.prompt_ids, own))
@@ -74,7 +74,7 @@ class Script:
         self.left.add(conversation)
 
 
-class Held:
+class Harness:
     """Programs that are open for a test."""
 
     def __init__(self, **options: Any) -> None:
@@ -85,7 +85,7 @@ class Held:
         self.config = ConversationConfig(program=spec, **settings)
         self._programs, self._runner = ProgramRunner(self.config, spec, task), asyncio.Runner()
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> Harness:
         self._programs.__enter__()
         return self
 
@@ -104,8 +104,8 @@ class Held:
         self.policy = Script(answer)
         requests = [Request(p.token_ids, n, seed=100 + i) for i, p in enumerate(prompts)]
         sampling = SamplingConfig(max_tokens=most)
-        held = self._programs.run_all(self.policy, prompts, requests, sampling)
-        groups = self._runner.run(asyncio.wait_for(held, 500))
+        running = self._programs.run_all(self.policy, prompts, requests, sampling)
+        groups = self._runner.run(asyncio.wait_for(running, 500))
         used("agent programs")
         assert self.policy.left == set(range(n * len(prompts)))
         for number, (p, rollout) in enumerate(
@@ -118,23 +118,23 @@ class Held:
 
 def check_contexts(prompt: Prompt, rollout: Rollout, record: list[tuple[tuple[int, ...], list[int]]]) -> None:
     """Every own token occurs once, after exactly the context that the policy was asked with."""
-    found = segments(prompt.token_ids, rollout.token_ids, rollout.turns)
+    sequences = segments(prompt.token_ids, rollout.token_ids, rollout.turns)
     begins = [turn.begin for turn in rollout.turns] + [len(rollout.token_ids)]
     placed: list[int] = []
-    for segment in found:
-        for place, first, count in segment.own:
+    for segment in sequences:
+        for position, first, count in segment.own:
             turn = begins.index(first)
-            said = rollout.token_ids[first : begins[turn + 1]]
-            assert count == len(said) and segment.ids[place : place + count] == said
-            assert (tuple(segment.ids[:place]), said) in record
+            sampled = rollout.token_ids[first : begins[turn + 1]]
+            assert count == len(sampled) and segment.ids[position : position + count] == sampled
+            assert (tuple(segment.ids[:position]), sampled) in record
             placed += range(first, first + count)
     assert sorted(placed) == list(range(len(rollout.token_ids)))
     assert len(rollout.logprobs) == len(rollout.token_ids)
 
 
 @pytest.fixture(scope="module")
-def held() -> Iterator[Held]:
-    with Held() as opened:
+def harness() -> Iterator[Harness]:
+    with Harness() as opened:
         yield opened
 
 
@@ -147,11 +147,11 @@ def call(a: int, b: int) -> str:
     return f'so <tool_call>{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
 
 
-def test_an_openai_tool_loop_is_one_chat_of_the_tokens_that_were_sampled(held: Held) -> None:
-    of = held.of
+def test_an_openai_tool_loop_is_one_chat_of_the_tokens_that_were_sampled(harness: Harness) -> None:
+    of = harness.of
     drift = [*of.convert_tokens_to_ids(["he", "llo"]), *ids(of, call(5, 4)), END]  # "hello" is one token
     answers: list[str | list[int]] = [call(2, 3), drift, "9"]
-    [[rollout]] = held.hold([prompt("tool_loop")], lambda _, i: answers[i])
+    [[rollout]] = harness.hold([prompt("tool_loop")], lambda _, i: answers[i])
     assert [(t.after, t.keep) for t in rollout.turns][1:] == [(0, None), (1, None)]
     assert len(segments(prompt("x").token_ids, rollout.token_ids, rollout.turns)) == 1
     assert of.decode(rollout.turns[1].given).startswith(
@@ -205,14 +205,14 @@ def test_functions_in_their_former_form_are_refused() -> None:
     check_former({"functions": None})
 
 
-def test_sub_agents_ask_at_the_same_time_and_have_names(held: Held) -> None:
-    [group] = held.hold([prompt("sub_agents")], lambda context, i: f"{i}", n=3)
+def test_sub_agents_ask_at_the_same_time_and_have_names(harness: Harness) -> None:
+    [group] = harness.hold([prompt("sub_agents")], lambda context, i: f"{i}", n=3)
     for rollout in group:
         agents = [turn.agent for turn in rollout.turns]
         assert sorted(agents) == ["", "", "one", "one", "two", "two"] and agents[0] == agents[-1] == ""
         assert len(segments(prompt("x").token_ids, rollout.token_ids, rollout.turns)) == 3
         assert rollout.counts["environment_reward"] == 0.5
-    assert len(set(held.policy.seeds)) == 18
+    assert len(set(harness.policy.seeds)) == 18
 
 
 def test_an_agents_name_is_text_whatever_bytes_the_header_has() -> None:
@@ -239,34 +239,34 @@ def test_an_agents_name_is_text_whatever_bytes_the_header_has() -> None:
     assert names == ["one ?"]
 
 
-def test_of_retries_the_answer_counts_that_a_later_call_shows(held: Held) -> None:
-    [[rollout]] = held.hold([prompt("retries")], lambda _, i: f"try {i}")
-    texts = [held.of.decode(rollout.token_ids[t.begin : t.begin + 5]) for t in rollout.turns]
+def test_of_retries_the_answer_counts_that_a_later_call_shows(harness: Harness) -> None:
+    [[rollout]] = harness.hold([prompt("retries")], lambda _, i: f"try {i}")
+    texts = [harness.of.decode(rollout.token_ids[t.begin : t.begin + 5]) for t in rollout.turns]
     assert texts == ["try 0", "try 4"], "shown, and the last of two that are not"
     assert rollout.counts["retried_calls"] == 3
 
 
-def test_tools_that_are_made_for_every_task_are_forgotten(held: Held) -> None:
+def test_tools_that_are_made_for_every_task_are_forgotten(harness: Harness) -> None:
     """The run would grow with every task."""
     for number in range(300):
-        held._programs._template(json.dumps([{"type": "function", "function": {"name": f"f{number}"}}]))
-    assert len(held._programs._templates) < 250 and "" in held._programs._templates
+        harness._programs._template(json.dumps([{"type": "function", "function": {"name": f"f{number}"}}]))
+    assert len(harness._programs._templates) < 250 and "" in harness._programs._templates
 
 
 def test_a_long_chat_is_kept_once_and_not_once_for_every_call() -> None:
     """A batch of agents with a hundred turns would take gigabytes."""
     calls, chat = AnsweredCalls((5,)), [{"role": "user", "content": "a"}]
     for number in range(100):
-        said = Rollout([6, END], [-0.5] * 2, "", "stop")
+        response = Rollout([6, END], [-0.5] * 2, "", "stop")
         answer = {"role": "assistant", "content": f"{number}"}
-        calls.add(tuple(range(5, 6 + number)), said, messages=[dict(m) for m in (*chat, answer)])
+        calls.add(tuple(range(5, 6 + number)), response, messages=[dict(m) for m in (*chat, answer)])
         chat += [answer, {"role": "user", "content": "b"}]
     assert len({id(m) for call in calls.calls for m in call.messages}) < 300
     assert [len(call.messages) for call in calls.calls] == list(range(2, 202, 2))
 
 
-def test_compaction_and_stripped_thinking_begin_segments(held: Held) -> None:
-    [[cut], [forgets]] = held.hold(
+def test_compaction_and_stripped_thinking_begin_segments(harness: Harness) -> None:
+    [[cut], [forgets]] = harness.hold(
         [prompt("compaction"), prompt("forgetful")], lambda _, i: f"<think>{i}</think>it is {i}"
     )
     assert len(segments(prompt("x").token_ids, cut.token_ids, cut.turns)) == 2
@@ -276,48 +276,48 @@ def test_compaction_and_stripped_thinking_begin_segments(held: Held) -> None:
 
 
 def test_limits_are_errors_that_openai_clients_understand() -> None:
-    with Held(turns=3, turn_tokens=20) as held:
-        caught, careless = held.hold([prompt("limits"), prompt("careless")], lambda _, i: "x" * 9)
+    with Harness(turns=3, turn_tokens=20) as harness:
+        caught, careless = harness.hold([prompt("limits"), prompt("careless")], lambda _, i: "x" * 9)
         assert (len(caught[0].turns), caught[0].finish_reason) == (3, "length")
         assert (caught[0].counts["refused_turns"], caught[0].counts["environment_reward"]) == (1.0, 0.25)
         assert (len(careless[0].turns), careless[0].finish_reason) == (3, "length"), "it is scored, not lost"
         assert careless[0].counts["environment_reward"] == 0
-        [[killed]] = held.hold([prompt("killed_at_the_limit")], lambda _, i: "x" * 9)
+        [[killed]] = harness.hold([prompt("killed_at_the_limit")], lambda _, i: "x" * 9)
         assert killed.finish_reason == LOST and "signal 9" in killed.text, "it is lost, not scored"
-        [[full]] = held.hold([prompt("limits")], lambda _, i: "x" * 9, most=60)
+        [[full]] = harness.hold([prompt("limits")], lambda _, i: "x" * 9, most=60)
         assert full.finish_reason == "length" and full.counts["refused_context_length_exceeded"] == 1
-        given = sum(len(turn.given) for turn in full.turns)
-        assert 40 < len(full.token_ids) + given <= 60
-        held.hold([prompt("limits")], lambda _, i: "x" * 50)
-        assert [len(o) for _, _, o in held.policy.record] == [20, 20, 20]
+        environment_tokens = sum(len(turn.given) for turn in full.turns)
+        assert 40 < len(full.token_ids) + environment_tokens <= 60
+        harness.hold([prompt("limits")], lambda _, i: "x" * 50)
+        assert [len(o) for _, _, o in harness.policy.record] == [20, 20, 20]
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_made_into_tokens() -> None:
     """30 MB took seven gigabytes and minutes, in which nobody was served and no signal was heard."""
     begin = time.monotonic()
-    with Held() as held:
-        [[rollout]] = held.hold([prompt("shouts")], lambda _, i: "x", most=60)
+    with Harness() as harness:
+        [[rollout]] = harness.hold([prompt("shouts")], lambda _, i: "x", most=60)
     assert rollout.counts["environment_reward"] == 0.5 and rollout.finish_reason == "length"
     assert len(rollout.turns) == 1 and time.monotonic() - begin < 60
 
 
 def test_a_program_that_asks_for_ever_is_ended_and_scored() -> None:
     """It catches the refusals, as some loops do, and would never return."""
-    with Held(turns=2, step_timeout=5) as held:
-        [[rollout]] = held.hold([prompt("insists")], lambda _, i: "hm")
+    with Harness(turns=2, step_timeout=5) as harness:
+        [[rollout]] = harness.hold([prompt("insists")], lambda _, i: "hm")
     assert (rollout.finish_reason, rollout.counts["environment_reward"]) == ("length", 0)
 
 
 def test_a_program_has_so_many_seconds_between_its_answers() -> None:
-    with Held(turns=9, rollout_timeout=5) as held:
-        [[rollout]] = held.hold([prompt("slow")], lambda _, i: f"{i}")
+    with Harness(turns=9, rollout_timeout=5) as harness:
+        [[rollout]] = harness.hold([prompt("slow")], lambda _, i: f"{i}")
     assert (
         rollout.finish_reason == "length" and 1 <= rollout.counts["retried_calls"] + len(rollout.turns) <= 2
     )
 
 
 @pytest.mark.parametrize(
-    ("does", "said"),
+    ("does", "problem"),
     [
         ("exit", "it ended its process (exit code 3)"),
         ("fail", "RuntimeError: a bug (agent_programs.py, line "),
@@ -327,18 +327,18 @@ def test_a_program_has_so_many_seconds_between_its_answers() -> None:
         ("responses", "POST /v1/responses: Not Found; this endpoint has /v1/chat/completions, /inference"),
     ],
 )
-def test_a_program_that_fails_twice_is_lost_and_no_other(held: Held, does: str, said: str) -> None:
-    [bad], [good] = held.hold([prompt(does), prompt("late")], lambda _, i: "hm")
-    assert bad.finish_reason == LOST and said in bad.text and not bad.token_ids
+def test_a_program_that_fails_twice_is_lost_and_no_other(harness: Harness, does: str, problem: str) -> None:
+    [bad], [good] = harness.hold([prompt(does), prompt("late")], lambda _, i: "hm")
+    assert bad.finish_reason == LOST and problem in bad.text and not bad.token_ids
     assert good.finish_reason == "stop" and good.counts["environment_reward"] == 1
 
 
 def test_a_program_that_hangs_is_ended_and_lost() -> None:
-    with Held(step_timeout=3) as held:
-        [[rollout]] = held.hold([prompt("hang")], lambda _, i: "hm")
+    with Harness(step_timeout=3) as harness:
+        [[rollout]] = harness.hold([prompt("hang")], lambda _, i: "hm")
         assert rollout.finish_reason == LOST
-        said = "it neither asked the policy nor returned for 3 seconds (rollout.conversation.step_timeout)"
-        assert rollout.text == said
+        problem = "it neither asked the policy nor returned for 3 seconds (rollout.conversation.step_timeout)"
+        assert rollout.text == problem
         deadline = time.monotonic() + 50  # of the 60 s that it hangs
         while running_programs() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -355,23 +355,25 @@ def running_programs() -> list[psutil.Process]:
 
 def test_programs_wait_for_a_starter_that_has_no_time() -> None:
     """Its channel is full by then: four prompts of 60 kB. With another starter, all programs would end."""
-    with Held(workers=1) as held:
-        [started] = held._programs._starters
+    with Harness(workers=1) as harness:
+        [started] = harness._programs._starters
         [starter] = psutil.Process(started._process.pid).children()
         starter.suspend()
         threading.Timer(4, starter.resume).start()
-        groups = held.hold([prompt("late", pad="x" * 60_000) for _ in range(8)], lambda _, i: "hm")
+        groups = harness.hold([prompt("late", pad="x" * 60_000) for _ in range(8)], lambda _, i: "hm")
         assert starter.is_running() and all(r.finish_reason == "stop" for [r] in groups)
 
 
 @pytest.mark.parametrize("does", ["exit_once", "kill_starter_once"])
-def test_a_program_that_fails_once_is_started_again(held: Held, tmp_path: Path, does: str) -> None:
-    [[rollout], [other]] = held.hold(
+def test_a_program_that_fails_once_is_started_again(harness: Harness, tmp_path: Path, does: str) -> None:
+    [[rollout], [other]] = harness.hold(
         [prompt(does, mark=str(tmp_path / "m")), prompt("late")], lambda _, i: "hm"
     )
     assert len(rollout.turns) == 1 and rollout.counts["environment_reward"] == 1
     assert other.finish_reason == "stop"
-    seeds = [seed for seed, (i, _, _) in zip(held.policy.seeds, held.policy.record, strict=True) if i == 0]
+    seeds = [
+        seed for seed, (i, _, _) in zip(harness.policy.seeds, harness.policy.record, strict=True) if i == 0
+    ]
     assert len(seeds) == 2 and seeds[0] == seeds[1], "the same samples"
 
 
@@ -380,20 +382,20 @@ def test_a_program_that_always_kills_its_starter_costs_no_other() -> None:
 
     The policy answers in rounds, as the embedded engine does: no conversation may wait for another's end.
     """
-    with Held(workers=1) as held:
-        answer = [*ids(held.of, "hm"), END]
+    with Harness(workers=1) as harness:
+        answer = [*ids(harness.of, "hm"), END]
         policy = BatchedPolicy(
-            lambda asked: [[Rollout(answer, [-0.5] * len(answer), "", "stop", 7)] for _ in asked], 5
+            lambda batch: [[Rollout(answer, [-0.5] * len(answer), "", "stop", 7)] for _ in batch], 5
         )
         prompts = [prompt("kill_starter"), *[prompt("late") for _ in range(4)]]
         requests = [Request(p.token_ids, 1, seed=i) for i, p in enumerate(prompts)]
-        running = held._programs.run_all(policy, prompts, requests, SamplingConfig(max_tokens=4000))
-        [[killer], *others] = held._runner.run(asyncio.wait_for(running, 120))
+        running = harness._programs.run_all(policy, prompts, requests, SamplingConfig(max_tokens=4000))
+        [[killer], *others] = harness._runner.run(asyncio.wait_for(running, 120))
     assert [rollout.finish_reason for [rollout] in others] == ["stop"] * 4
     assert killer.finish_reason == LOST and "the process that starts programs" in killer.text
 
 
-def test_other_ways_to_ask(held: Held) -> None:
+def test_other_ways_to_ask(harness: Harness) -> None:
     errors = {
         "n": "n=2: one answer a call; ask several times for more",
         "image": "a message has content that is not a text, which the policy cannot read",
@@ -402,26 +404,26 @@ def test_other_ways_to_ask(held: Held) -> None:
         "tokens": "max_tokens: Input should be greater than 0",
     }
     prompts = [prompt("environment"), prompt("tokens"), prompt("refused", **errors)]
-    [[variables], [tokens], [refused]] = held.hold(prompts, lambda _, i: "abc")
+    [[variables], [tokens], [refused]] = harness.hold(prompts, lambda _, i: "abc")
     assert len(variables.token_ids) == 2 and variables.finish_reason == "length"
     assert [(t.after, t.keep, t.given) for t in tokens.turns] == [(-1, None, ()), (0, None, (7, 8))]
     assert tokens.counts["overridden_calls"] == 2
     assert all(refused.counts[name] == 1 for name in errors)
 
 
-def test_random_programs_are_trained_in_the_contexts_that_were_sampled(held: Held) -> None:
-    """`Held.hold` compares every rollout with the policy's own record."""
+def test_random_programs_are_trained_in_the_contexts_that_were_sampled(harness: Harness) -> None:
+    """`Harness.hold` compares every rollout with the policy's own record."""
     rng = random.Random(5)
     used_tokens = set[tuple[int, ...]]()
 
     def say(context: str, _: int) -> list[int]:
-        while (said := tuple(rng.randrange(5, 200) for _ in range(rng.randrange(1, 6)))) in used_tokens:
+        while (tokens := tuple(rng.randrange(5, 200) for _ in range(rng.randrange(1, 6)))) in used_tokens:
             pass
-        used_tokens.add(said)
-        return [*said, END]
+        used_tokens.add(tokens)
+        return [*tokens, END]
 
     prompts = [prompt("anything", seed=seed) for seed in range(24)]
-    groups = held.hold(prompts, say)
+    groups = harness.hold(prompts, say)
     assert all(r.finish_reason == "stop" for [r] in groups), [r.text for [r] in groups]
     several = [
         len(segments(p.token_ids, r.token_ids, r.turns)) for p, [r] in zip(prompts, groups, strict=True)
@@ -451,14 +453,14 @@ def test_whatever_the_policy_writes_in_a_call_reaches_the_other_ranks(value: str
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "problem"),
     [
         ("Agent", "it is a class; a program is a function run(prompt, endpoint)"),
         ("short", "it is called as run(prompt, endpoint) with options {}: too many positional arguments"),
         ("nothing", "has no function 'nothing'"),
     ],
 )
-def test_what_is_no_program_is_an_error_at_the_start(tmp_path: Path, name: str, said: str) -> None:
+def test_what_is_no_program_is_an_error_at_the_start(tmp_path: Path, name: str, problem: str) -> None:
     file = tmp_path / "mine.py"
     file.write_text("class Agent:\n    pass\n\n\ndef short(prompt):\n    pass\n")
     spec = f"{file}:{name}"
@@ -467,7 +469,9 @@ def test_what_is_no_program_is_an_error_at_the_start(tmp_path: Path, name: str, 
     )
     with pytest.raises(ConfigError) as error, programs:
         pass
-    assert str(error.value).startswith(f"rollout.conversation.program={spec}: ") and said in str(error.value)
+    assert str(error.value).startswith(f"rollout.conversation.program={spec}: ") and problem in str(
+        error.value
+    )
 
 
 def test_a_program_is_the_only_partner(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from helpers.machine.debian import install
 from helpers.machine.processes import command_of
 from helpers.suite.real_parts import used
 from helpers.tiny_run import GVPO, SHORT, configure, fit, records
-from test_environments import Held
+from test_environments import Harness
 
 from megatron_gvpo.checks.preflight import preflight
 from megatron_gvpo.core.errors import ConfigError
@@ -49,7 +49,7 @@ def sandbox() -> Sandbox:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "expected"),
     [
         ("print(2 + 3)", "5\n"),
         ("x = 1", "[no output]"),
@@ -61,17 +61,17 @@ def sandbox() -> Sandbox:
         ("print('a'); print(1 / 0)", None),
     ],
 )
-def test_programs_print(sandbox: Sandbox, source: str, said: str | None) -> None:
-    found = str(sandbox.run(source))
+def test_programs_print(sandbox: Sandbox, source: str, expected: str | None) -> None:
+    printed = str(sandbox.run(source))
     if "__name__" in source:
-        said = "__main__\n/tmp/program.py\n['/tmp/program.py']\n"
+        expected = "__main__\n/tmp/program.py\n['/tmp/program.py']\n"
     if "1 / 0" in source:
-        said = (
+        expected = (
             'a\nTraceback (most recent call last):\n  File "/tmp/program.py", line 1, in <module>\n'
             "    print('a'); print(1 / 0)\n                      ~~^~~\n"
             "ZeroDivisionError: division by zero\n[exit code 1]"
         )
-    assert found == said
+    assert printed == expected
 
 
 def test_packages_can_be_imported_and_not_changed(tmp_path: Path) -> None:
@@ -98,21 +98,26 @@ def test_a_hundred_hostile_programs_stay_inside(
         port = tcp.getsockname()[1]
         file.bind(str(tmp_path / "socket"))
         name.bind(f"\0gvpo{port}")
-        places = {"@PORT@": str(port), "@SECRET@": str(secret), "@DIR@": str(tmp_path), "@PID@": str(me.pid)}
+        replacements = {
+            "@PORT@": str(port),
+            "@SECRET@": str(secret),
+            "@DIR@": str(tmp_path),
+            "@PID@": str(me.pid),
+        }
         before = sorted(tmp_path.iterdir())
 
         def attempt(program: dict[str, str]) -> str | None:
             """The reason why the sandbox failed; None for none."""
             code = program["code"]
-            for place, value in places.items():
-                code = code.replace(place, value)
-            said = str(sandbox.run(code))
-            if "ESCAPED" in said.partition("Traceback")[0] or SECRET in said:
-                return f"{program['name']}: got out: {said[-500:]}"
-            if re.search(program["says"], said.rstrip("\n")) is None:
-                return f"{program['name']}: want {program['says']!r}, not {said[-500:]!r}"
-            if len(said) > OUTPUT + 100:
-                return f"{program['name']}: {len(said)} characters"
+            for placeholder, value in replacements.items():
+                code = code.replace(placeholder, value)
+            printed = str(sandbox.run(code))
+            if "ESCAPED" in printed.partition("Traceback")[0] or SECRET in printed:
+                return f"{program['name']}: got out: {printed[-500:]}"
+            if re.search(program["says"], printed.rstrip("\n")) is None:
+                return f"{program['name']}: want {program['says']!r}, not {printed[-500:]!r}"
+            if len(printed) > OUTPUT + 100:
+                return f"{program['name']}: {len(printed)} characters"
             after = str(sandbox.run("print(6 * 7)"))
             return None if after == "42\n" else f"after {program['name']}: {after}"
 
@@ -141,13 +146,13 @@ def test_a_machine_that_cannot_make_sandboxes_is_refused_at_the_start(
     with pytest.raises(ConfigError, match=r"tools: python: bubblewrap is not installed: apt-get install"):
         preflight(config, "train", 1)
     preflight(config, "slurm", 1)  # the job's nodes may have it
-    for said, remedy in (
+    for message, remedy in (
         ("Unknown option --disable-userns", "0.8 or newer is needed"),
         ("No permissions to create new namespace", "must be allowed to make namespaces"),
     ):
-        (tmp_path / "bwrap").write_text(f"#!/bin/sh\necho 'bwrap: {said}' >&2\nexit 1\n")
+        (tmp_path / "bwrap").write_text(f"#!/bin/sh\necho 'bwrap: {message}' >&2\nexit 1\n")
         (tmp_path / "bwrap").chmod(0o755)
-        with pytest.raises(ConfigError, match=rf"bwrap: {said}: .*{remedy}"):
+        with pytest.raises(ConfigError, match=rf"bwrap: {message}: .*{remedy}"):
             preflight(config, "train", 1)
 
 
@@ -184,16 +189,16 @@ def test_the_policy_sees_what_its_programs_did_wrong(task: Path) -> None:
     programs = ["print(6 * 7)", "while True: pass", "1 / 0", "import os; os.kill(os.getpid(), 9)", "print(1)"]
     turns = [CALL.format(json.dumps({"code": code})) for code in programs]
     turns += [CALL.format('{"code": 3}'), CALL.format('{"kode": "1"}'), "done"]
-    with Held(material, config) as held:
+    with Harness(material, config) as harness:
         texts = iter(turns)  # the tiny tokenizer knows no letters
-        held.conversations._template.text = lambda ids: next(texts)
-        [[rollout]] = held.hold([Prompt("p", (5,), "?")], ["1"] * 9, max_tokens=4000)
-    said = [message["content"] for message in rollout.messages if message["role"] == "tool"]
-    assert said[0] == "42\n"
-    assert said[1] in (f"[it took longer than {SECONDS:g} seconds]", "[too much computing time]")
-    assert said[2].endswith("ZeroDivisionError: division by zero\n[exit code 1]")
-    assert said[3] == "[signal 9, Killed]" and said[4] == "1\n"
-    assert said[5:] == ["Error: python: it takes one argument, code, which is a text"] * 2
+        harness.conversations._template.text = lambda ids: next(texts)
+        [[rollout]] = harness.hold([Prompt("p", (5,), "?")], ["1"] * 9, max_tokens=4000)
+    answers = [message["content"] for message in rollout.messages if message["role"] == "tool"]
+    assert answers[0] == "42\n"
+    assert answers[1] in (f"[it took longer than {SECONDS:g} seconds]", "[too much computing time]")
+    assert answers[2].endswith("ZeroDivisionError: division by zero\n[exit code 1]")
+    assert answers[3] == "[signal 9, Killed]" and answers[4] == "1\n"
+    assert answers[5:] == ["Error: python: it takes one argument, code, which is a text"] * 2
     assert (rollout.finish_reason, rollout.counts["tool_calls"]) == ("stop", 7)
     assert rollout.counts["tool_errors"] == 5
 
@@ -203,10 +208,10 @@ def test_a_sandbox_that_does_not_start_loses_the_conversation(task: Path, tmp_pa
     packages = tmp_path / "packages"
     packages.mkdir()
     config = ConversationConfig(tools=("python",), parser="json", sandbox={"packages": str(packages)})
-    with Held(Task(tokenizer, (end_token_id(tokenizer),), [], []), config) as held:
+    with Harness(Task(tokenizer, (end_token_id(tokenizer),), [], []), config) as harness:
         packages.rmdir()
-        held.conversations._template.text = lambda ids: CALL.format('{"code": "print(1)"}')
-        [[rollout]] = held.hold([Prompt("p", (5,), "?")], ["1"] * 9)
+        harness.conversations._template.text = lambda ids: CALL.format('{"code": "print(1)"}')
+        [[rollout]] = harness.hold([Prompt("p", (5,), "?")], ["1"] * 9)
     assert rollout.finish_reason == LOST
     assert "SandboxFailed: a sandbox did not start: bwrap: Can't find source path" in rollout.text
 
@@ -222,11 +227,11 @@ class Hostile:
     def reset(self, prompt, seed):
         self.sandbox, self.next = Sandbox({SECONDS}, 256), seed
 
-    def step(self, said):
-        outcome = self.sandbox.run(PROGRAMS[(self.next + len(said)) % len(PROGRAMS)])
+    def step(self, response):
+        outcome = self.sandbox.run(PROGRAMS[(self.next + len(response)) % len(PROGRAMS)])
         self.next += 1
         says = str(len(str(outcome)) % 10)
-        return Reply(says, reward=len(said), counts={{"bad": bool(outcome.problem) + 0}})
+        return Reply(says, reward=len(response), counts={{"bad": bool(outcome.problem) + 0}})
 """
 
 

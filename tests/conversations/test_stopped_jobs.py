@@ -96,7 +96,7 @@ async def job():
     return "done" if answer.messages is None else answer
 """,
     "program": f"""
-from conversations.test_programs import Held, Prompt, ids, tokenizer, WITH_CALLS, ProgramRunner, Task, END
+from conversations.test_programs import Harness, Prompt, ids, tokenizer, WITH_CALLS, ProgramRunner, Task, END
 from conversations.test_programs import ConversationConfig, Script, Request, SamplingConfig
 
 config = ConversationConfig(program=f"{{file}}:run", step_timeout={LIMIT})

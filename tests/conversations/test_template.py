@@ -102,8 +102,8 @@ def test_tools_reach_the_template_and_their_answers_are_messages(tmp_path: Path)
         '        a: One.\n        b: Two.\n    """\n'
         "def bare(a):\n    pass\n"
         + "".join(
-            f'def {name}({given}):\n    """Does.\n\n    Args:\n        {word}: Any.\n    """\n'
-            for name, given, word in (
+            f'def {name}({signature}):\n    """Does.\n\n    Args:\n        {word}: Any.\n    """\n'
+            for name, signature, word in (
                 ("many", "*args: int", "args"),
                 ("named", "**kwargs: int", "kwargs"),
                 ("placed", "a: int, /", "a"),
@@ -120,20 +120,20 @@ def test_tools_reach_the_template_and_their_answers_are_messages(tmp_path: Path)
     assert template.tokens_between(END, [answer]) == ids(of, text)
     with pytest.raises(ValueError, match=r"tools\.py:bare: "):
         tool_schemas([f"{tmp_path}/tools.py:bare"])
-    for name, said in (
+    for name, problem in (
         ("many", r"tools\.py:many: no schema can describe its argument \*args, .* without \*, \*\* and /"),
         ("named", r"tools\.py:named: no schema can describe its argument \*\*kwargs, "),
         ("placed", r"tools\.py:placed: no schema can describe its argument a, "),
         ("Class", r"tools\.py:Class: it is a class; a tool is a function"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=problem):
             tool_schemas([f"{tmp_path}/tools.py:{name}"])
     with pytest.raises(DataError, match="tools need a chat template"):
         Template(tokenizer(None), (END,), chat=False, tools=[schema])
 
 
 @pytest.mark.parametrize(
-    ("written", "said"),
+    ("written", "problem"),
     [
         (NUMBERED, "differently after different histories"),
         (OTHER_END, "ends a turn with '</call>"),
@@ -142,8 +142,8 @@ def test_tools_reach_the_template_and_their_answers_are_messages(tmp_path: Path)
         ("{{ raise_exception('no') }}", "refuses a conversation: no"),
     ],
 )
-def test_templates_that_cannot_go_on_are_refused(written: str, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_templates_that_cannot_go_on_are_refused(written: str, problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
         Template(tokenizer(written), (END,), chat=True)
 
 
@@ -166,9 +166,9 @@ class Echo:
     def __init__(self) -> None:
         self.heard: list[str] = []
 
-    async def step(self, said: str) -> Answer:
-        self.heard.append(said)
-        return Answer([{"role": "user", "content": said}] if len(self.heard) < 3 else None)
+    async def step(self, response: str) -> Answer:
+        self.heard.append(response)
+        return Answer([{"role": "user", "content": response}] if len(self.heard) < 3 else None)
 
     def end(self) -> None:
         pass
@@ -179,10 +179,10 @@ def test_tokens_that_the_tokenizer_would_not_write_stay_as_they_were_sampled() -
     parts = {text: of.convert_tokens_to_ids(text) for text in ("he", "llo", "h", "e", "l", "o")}
     drift = [parts["he"], parts["llo"], END]  # the tokenizer writes "hello" as one token
     assert ids(of, "hello") != tuple(drift[:-1]) and of.decode(drift[:-1]) == "hello"
-    asked: list[tuple[int, ...]] = []
+    prompt_ids: list[tuple[int, ...]] = []
 
     async def say(request: Request) -> Rollout:
-        asked.append(request.prompt_ids)
+        prompt_ids.append(request.prompt_ids)
         return Rollout(list(drift), [-1.0] * 3, "", "stop")
 
     echo: Any = Echo()
@@ -191,7 +191,7 @@ def test_tokens_that_the_tokenizer_would_not_write_stay_as_they_were_sampled() -
     rollout = asyncio.run(converse(say, echo, Template(of, (END,), chat=True), tuple(prompt), 0, limits))
     assert echo.heard == ["hello"] * 3 and rollout.token_ids == drift * 3
     [segment] = segments(prompt, rollout.token_ids, rollout.turns)
-    assert [tuple(segment.ids[:place]) for place, _, _ in segment.own] == asked
+    assert [tuple(segment.ids[:position]) for position, _, _ in segment.own] == prompt_ids
     text = of.decode(segment.ids)
     assert of(text, add_special_tokens=False)["input_ids"] != segment.ids, "rendered again, it would drift"
 
@@ -237,14 +237,14 @@ def test_a_turn_that_ends_at_a_stop_string_is_ended_by_the_template() -> None:
 def test_a_history_that_the_template_writes_again(written: str, drift: bool, count: int) -> None:
     """A part that is written in another way than it was sampled, as without thoughts, begins a segment."""
     of = tokenizer(written)
-    said = ids(of, "hm</think>hello")
+    reply = ids(of, "hm</think>hello")
     if drift:
-        said = (*said[:-1], of.convert_tokens_to_ids("he"), of.convert_tokens_to_ids("llo"))
-    asked: list[tuple[int, ...]] = []
+        reply = (*reply[:-1], of.convert_tokens_to_ids("he"), of.convert_tokens_to_ids("llo"))
+    prompt_ids: list[tuple[int, ...]] = []
 
     async def say(request: Request) -> Rollout:
-        asked.append(request.prompt_ids)
-        return Rollout([*said, END], [-1.0] * (len(said) + 1), "", "stop")
+        prompt_ids.append(request.prompt_ids)
+        return Rollout([*reply, END], [-1.0] * (len(reply) + 1), "", "stop")
 
     echo: Any = Echo()
     limits = ConversationLimits(turns=9, max_tokens=500, turn_tokens=500, observation_tokens=100)
@@ -252,28 +252,28 @@ def test_a_history_that_the_template_writes_again(written: str, drift: bool, cou
     prompt = ids(of, of.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
     template = Template(of, (END,), chat=True, again=True)
     rollout = asyncio.run(converse(say, echo, template, prompt, 0, limits))
-    for number, context in enumerate(asked):
+    for number, context in enumerate(prompt_ids):
         whole = [*chat, *rollout.messages[: 2 * number]]
         text = of.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
         assert context == ids(of, text), "as an application that keeps messages would ask"
-    assert rollout.token_ids == [*said, END] * 3
-    found = segments(prompt, rollout.token_ids, rollout.turns)
-    contexts = {first: segment.ids[:place] for segment in found for place, first, _ in segment.own}
-    assert [tuple(contexts[first]) for first in sorted(contexts)] == asked
-    assert len(found) == count
+    assert rollout.token_ids == [*reply, END] * 3
+    sequences = segments(prompt, rollout.token_ids, rollout.turns)
+    contexts = {first: segment.ids[:position] for segment in sequences for position, first, _ in segment.own}
+    assert [tuple(contexts[first]) for first in sorted(contexts)] == prompt_ids
+    assert len(sequences) == count
 
 
 @pytest.mark.parametrize(
-    ("written", "chat", "said"),
+    ("written", "chat", "problem"),
     [
         (None, False, "history=template needs a chat template"),
         (REWRITES, True, "writes a prompt differently when messages follow it"),
     ],
 )
 def test_templates_that_cannot_write_a_history_again_are_refused(
-    written: str | None, chat: bool, said: str
+    written: str | None, chat: bool, problem: str
 ) -> None:
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=problem):
         Template(tokenizer(written), (END,), chat=chat, again=True)
 
 
@@ -285,8 +285,8 @@ def test_messages_that_the_template_refuses_lose_the_conversation() -> None:
     )
 
     class Bot(Echo):
-        async def step(self, said: str) -> Answer:
-            return Answer([{"role": "bot", "content": said}])
+        async def step(self, response: str) -> Answer:
+            return Answer([{"role": "bot", "content": response}])
 
     async def say(request: Request) -> Rollout:
         return Rollout([END], [-1.0], "", "stop")

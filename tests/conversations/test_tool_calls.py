@@ -7,12 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-from test_environments import SECONDS, Held, Script
+from test_environments import SECONDS, Harness
 
 from megatron_gvpo.data.task import Task
-from megatron_gvpo.groups import LOST, Prompt, Rollout
+from megatron_gvpo.groups import LOST, Prompt
 from megatron_gvpo.huggingface.tokenizer import end_token_id, load_tokenizer
-from megatron_gvpo.servers.request import Request
 from megatron_gvpo.settings.conversation import ConversationConfig
 from megatron_gvpo.workers.tools import _call_function
 
@@ -62,23 +61,17 @@ def test_tools_answer_calls_and_tell_the_policy_of_its_mistakes(material: Task, 
         "5",
     ]
 
-    class Told(Script):
-        async def respond(self, conversation: int, request: Request) -> Rollout:
-            rollout = await super().respond(conversation, request)
-            rollout.text = self._turns[len(self.contexts[conversation]) - 1]
-            return rollout
-
-    with Held(chatty, config) as opened:
-        template = opened.conversations._template
+    with Harness(chatty, config) as harness:
+        template = harness.conversations._template
         texts = iter(turns)  # the tiny tokenizer knows no letters
         template.text = lambda ids: next(texts)
-        [[rollout]] = opened.hold([Prompt("p", (5,), "?")], ["1"] * 9)
-    said = [m["content"] for m in rollout.messages if m["role"] == "tool"]
-    assert said[0] == "5"
-    assert said[1].startswith("Error: add: missing a required argument: 'b'")
-    assert said[2] == "Error: there is no tool 'sub'; there are: add, slow"
-    assert said[3].startswith("Error: TypeError") and said[4].startswith("Error: the call is not JSON")
-    assert said[5:] == [f"Error: it took longer than {SECONDS:g} seconds", "done"]
+        [[rollout]] = harness.hold([Prompt("p", (5,), "?")], ["1"] * 9)
+    answers = [m["content"] for m in rollout.messages if m["role"] == "tool"]
+    assert answers[0] == "5"
+    assert answers[1].startswith("Error: add: missing a required argument: 'b'")
+    assert answers[2] == "Error: there is no tool 'sub'; there are: add, slow"
+    assert answers[3].startswith("Error: TypeError") and answers[4].startswith("Error: the call is not JSON")
+    assert answers[5:] == [f"Error: it took longer than {SECONDS:g} seconds", "done"]
     assert rollout.finish_reason == "stop"
     assert (rollout.counts["tool_calls"], rollout.counts["tool_errors"]) == (7.0, 5.0)
 
@@ -109,9 +102,9 @@ def test_an_outage_behind_a_tool_is_not_the_policys_doing(
     mark = f"{tmp_path}/mark" if again else "never"
     texts = iter([json.dumps({"name": "search", "arguments": {"mark": mark}}), "done"])
     config = ConversationConfig(tools=(f"{tmp_path}/search.py:search",), parser="json", turns=3)
-    with Held(material, config) as opened:
-        opened.conversations._template.text = lambda ids: next(texts)
-        [[rollout]] = opened.hold([Prompt("p", (5,), "?")], ["1"] * 3)
+    with Harness(material, config) as harness:
+        harness.conversations._template.text = lambda ids: next(texts)
+        [[rollout]] = harness.hold([Prompt("p", (5,), "?")], ["1"] * 3)
     if again:
         assert rollout.finish_reason == "stop" and rollout.messages[1]["content"] == "found"
     else:
@@ -139,9 +132,9 @@ def test_only_the_answer_that_is_too_long_is_left_out(
     calls = [{"name": "read", "arguments": {"pages": pages}} for pages in (1, pages, 2)]
     texts = iter([json.dumps(calls), "done"])
     own = {"tools": (f"{tmp_path}/reads.py:read",), "observation_tokens": 200}
-    with Held(material, ConversationConfig(**own, parser="json", turns=3)) as opened:
-        opened.conversations._template.text = lambda ids: next(texts)
-        [[rollout]] = opened.hold([Prompt("p", (5,), "?")], ["1"] * 3, max_tokens=500)
+    with Harness(material, ConversationConfig(**own, parser="json", turns=3)) as harness:
+        harness.conversations._template.text = lambda ids: next(texts)
+        [[rollout]] = harness.hold([Prompt("p", (5,), "?")], ["1"] * 3, max_tokens=500)
     answers = [message for message in rollout.messages if message["role"] == "tool"]
     assert [answer["tool_call_id"] for answer in answers] == ["000000000", "000000001", "000000002"]
     assert answers[0]["content"] == '["页"]' and answers[2]["content"] == '["页", "页"]'
@@ -173,7 +166,7 @@ def leaves() -> str:
 def environments() -> int:
     """Counts the conversations that this process knows."""
     time.sleep(0.02)
-    return sum(isinstance(found, Tools) for found in gc.get_objects())
+    return sum(isinstance(value, Tools) for value in gc.get_objects())
 '''
 
 
@@ -184,13 +177,15 @@ def test_a_tool_may_not_end_its_process_and_workers_forget_conversations(
     (tmp_path / "leaves.py").write_text(LEAVES)
     specs = tuple(f"{tmp_path}/leaves.py:{name}" for name in ("leaves", "environments"))
     config = ConversationConfig(tools=specs, parser="json", turns=3, workers=2)
-    with Held(material, config) as opened:
-        opened.conversations._template.text = lambda ids: '[{"name": "leaves"}, {"name": "environments"}]'
+    with Harness(material, config) as harness:
+        harness.conversations._template.text = lambda ids: '[{"name": "leaves"}, {"name": "environments"}]'
         for _ in range(4):
-            groups = opened.hold([Prompt("p", (5,), "?")] * 6, ["1"] * 3)
-    said = [[m["content"] for m in r.messages if m["role"] == "tool"] for [r] in groups]
-    assert all(len(texts) == 4 and texts[::2] == ["Error: SystemExit: 3"] * 2 for texts in said)
-    assert max(int(text) for texts in said for text in texts[1::2]) <= 12, "of this round and the one before"
+            groups = harness.hold([Prompt("p", (5,), "?")] * 6, ["1"] * 3)
+    answers = [[m["content"] for m in r.messages if m["role"] == "tool"] for [r] in groups]
+    assert all(len(texts) == 4 and texts[::2] == ["Error: SystemExit: 3"] * 2 for texts in answers)
+    assert max(int(text) for texts in answers for text in texts[1::2]) <= 12, (
+        "of this round and the one before"
+    )
     shown = capfd.readouterr().err
     assert "[tools] leaves: SystemExit: 3 (leaves.py, line 7): the policy is told, and this is shown" in shown
     assert shown.count("SystemExit") <= 2, "once in each process"

@@ -34,10 +34,10 @@ def test_places_are_those_of_a_search_through_everything() -> None:
         for _ in range(8):
             before = rng.choice(whole)
             context = (*before[: rng.randint(0, len(before))], *tokens(0)) or (1,)
-            place, said = ends.shared_prefix(context), tokens(1)
-            assert place == searched(whole, context)
-            ends.add(place, context[place.length :], said)
-            whole.append((*context, *said))
+            prefix, sampled = ends.shared_prefix(context), tokens(1)
+            assert prefix == searched(whole, context)
+            ends.add(prefix, context[prefix.length :], sampled)
+            whole.append((*context, *sampled))
             assert [ends.end(turn) for turn in range(len(whole) - 1)] == whole[1:]
 
 
@@ -46,12 +46,12 @@ def test_a_long_chat_is_kept_once() -> None:
     tracemalloc.start()
     calls, context, chat = AnsweredCalls((5,) * 100), (5,) * 100, []
     for i in range(60):
-        said = Rollout([i] * 80, [-0.5] * 80, "", "stop", 1)
+        response = Rollout([i] * 80, [-0.5] * 80, "", "stop", 1)
         chat = [*chat, {"role": "user", "content": f"{i}" * 2000}]
         # A program sends its messages anew with every call.
         sent = [{**m, "content": "".join(list(m["content"]))} for m in chat]
-        calls.add(context, said, messages=sent)
-        context = (*context, *said.token_ids, *(7,) * 80)
+        calls.add(context, response, messages=sent)
+        context = (*context, *response.token_ids, *(7,) * 80)
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     rollout = calls.rollout(calls.without_retries())

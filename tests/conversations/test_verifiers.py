@@ -76,6 +76,6 @@ def test_a_rollout_of_verifiers_is_trained_as_it_was_sampled(folder: Path) -> No
         [[rollout]] = asyncio.run(programs.run_all(policy, [prompt], [request], sampling))
     assert rollout.finish_reason == "stop" and rollout.counts["environment_reward"] == 1, rollout.text
     [segment] = segments(prompt.token_ids, rollout.token_ids, rollout.turns)
-    [(place, _, _)] = segment.own
-    assert [tuple(segment.ids[:place])] == policy.contexts
-    assert "What is 6*7?" in policy.tokenizer.decode(segment.ids[:place])
+    [(position, _, _)] = segment.own
+    assert [tuple(segment.ids[:position])] == policy.contexts
+    assert "What is 6*7?" in policy.tokenizer.decode(segment.ids[:position])
