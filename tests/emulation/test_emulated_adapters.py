@@ -126,20 +126,20 @@ def rounded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("job_in_bf16", [pytest.param(j, id=j.name) for j in JOBS_IN_BF16])
 def test_in_bf16_the_error_is_that_of_peft(rounded: Path, job_in_bf16: Job) -> None:
     job = job_in_bf16
-    ours, exact = on_cpu.result_of(rounded, job.file), on_cpu.expected(rounded, job.adapter)
+    result, exact = on_cpu.result_of(rounded, job.file), on_cpu.expected(rounded, job.adapter)
     logp_r, gradients = peft_in_bf16(rounded, job)
     bound = 2 * max(relative_errors(gradients, exact.gradients).values())
-    errors = relative_errors(ours["gradients"], exact.gradients)
+    errors = relative_errors(result["gradients"], exact.gradients)
     print(f"{job.name}: {max(errors.values()):.2g}, bound {bound:.2g}")
     assert max(errors.values()) <= bound, max(errors, key=errors.__getitem__)
     # The norm of a sum differs by at most the norm of the difference.
-    assert ours["grad_norm"] == pytest.approx(exact.norm, rel=bound)
-    assert error_of(ours["logp_r"], exact) <= 2 * error_of(logp_r, exact)
-    assert ours["base_kept"]
+    assert result["grad_norm"] == pytest.approx(exact.norm, rel=bound)
+    assert error_of(result["logp_r"], exact) <= 2 * error_of(logp_r, exact)
+    assert result["base_kept"]
     on_cpu.test_memory_is_lent_and_given_back(rounded, job)
     on_cpu.test_only_adapters_have_gradients_and_optimizer_states(rounded, job)
     loaded = peft_weights(rounded, job)
-    assert all(torch.equal(tensor.cpu(), loaded[name]) for name, tensor in ours["adapters"].items())
+    assert all(torch.equal(tensor.cpu(), loaded[name]) for name, tensor in result["adapters"].items())
 
 
 @pytest.fixture(scope="module")
@@ -159,23 +159,23 @@ def rounded_experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 def test_in_bf16_experts_err_as_transformers_does(rounded_experts: Path, experts_in_bf16: Job) -> None:
     """The worst tensor, and all together, where a small one that cancels does not count, err as there."""
     job, directory = experts_in_bf16, rounded_experts
-    ours = on_cpu.result_of(directory, job.file)
+    result = on_cpu.result_of(directory, job.file)
     inputs = (directory / job.model, directory / job.adapter, REPLAYED, shared_in(job.adapter))
     exact = adapter_reference.expected(*inputs)
     logp_r, gradients = adapter_reference.merged_in_bf16(*inputs)
     for measure in (worst_error, whole_error):
-        bound, error = 2 * measure(gradients, exact), measure(ours["gradients"], exact)
+        bound, error = 2 * measure(gradients, exact), measure(result["gradients"], exact)
         print(f"{job.name}, {measure.__name__}: {error:.2g}, bound {bound:.2g}")
         assert error <= bound
-    assert ours["grad_norm"] == pytest.approx(exact.norm, rel=2 * whole_error(gradients, exact))
-    assert error_of(ours["logp_r"], exact) <= 2 * error_of(logp_r, exact)
-    assert ours["base_kept"]
+    assert result["grad_norm"] == pytest.approx(exact.norm, rel=2 * whole_error(gradients, exact))
+    assert error_of(result["logp_r"], exact) <= 2 * error_of(logp_r, exact)
+    assert result["base_kept"]
     on_cpu.test_memory_is_lent_and_given_back(directory, job)
     on_cpu.test_only_adapters_have_gradients_and_optimizer_states(directory, job)
     loaded = peft_weights(directory, job)
-    assert ours["adapters"].keys() == loaded.keys()
-    assert all(torch.equal(tensor.cpu(), loaded[name]) for name, tensor in ours["adapters"].items())
-    assert_merged(ours["merged"], exact, directory / job.model)
+    assert result["adapters"].keys() == loaded.keys()
+    assert all(torch.equal(tensor.cpu(), loaded[name]) for name, tensor in result["adapters"].items())
+    assert_merged(result["merged"], exact, directory / job.model)
 
 
 @pytest.mark.proof

@@ -178,64 +178,64 @@ def result_of(directory: Path, file: str) -> dict[str, Any]:
 @each_job
 def test_log_probs_with_and_without_adapters_are_those_of_transformers(directory: Path, job: Job) -> None:
     """Without: the fixed reference policy, which needs no second copy of the weights."""
-    ours, wanted = result_of(directory, job.file), expected(directory, job.adapter)
-    torch.testing.assert_close(ours["logp_r"], wanted.logp_r.float(), rtol=0, atol=2e-5)
-    torch.testing.assert_close(ours["base_logp_r"], wanted.base_logp_r.float(), rtol=0, atol=1e-5)
+    result, wanted = result_of(directory, job.file), expected(directory, job.adapter)
+    torch.testing.assert_close(result["logp_r"], wanted.logp_r.float(), rtol=0, atol=2e-5)
+    torch.testing.assert_close(result["base_logp_r"], wanted.base_logp_r.float(), rtol=0, atol=1e-5)
     assert (wanted.logp_r - wanted.base_logp_r).abs().max() > 0.1, "the adapters would change nothing"
 
 
 @each_job
 def test_gradients_and_their_norm_are_those_of_the_reference(directory: Path, job: Job) -> None:
-    ours, wanted = result_of(directory, job.file), expected(directory, job.adapter)
-    assert ours["loss"] == pytest.approx(wanted.loss, rel=2 * TOLERANCE, abs=1e-6)
-    assert ours["gradients"].keys() == wanted.gradients.keys()
+    result, wanted = result_of(directory, job.file), expected(directory, job.adapter)
+    assert result["loss"] == pytest.approx(wanted.loss, rel=2 * TOLERANCE, abs=1e-6)
+    assert result["gradients"].keys() == wanted.gradients.keys()
     nothing = 1e-8 * max(g.abs().max() for g in wanted.gradients.values())
     for name, gradient in wanted.gradients.items():
-        difference = (ours["gradients"][name] - gradient).abs().max()
+        difference = (result["gradients"][name] - gradient).abs().max()
         assert difference <= 3 * TOLERANCE * gradient.abs().max() + nothing, name
-    assert ours["grad_norm"] == pytest.approx(wanted.norm, rel=TOLERANCE)
+    assert result["grad_norm"] == pytest.approx(wanted.norm, rel=TOLERANCE)
 
 
 @each_job
 def test_an_update_is_that_of_torch_adamw_and_keeps_the_base(directory: Path, job: Job) -> None:
-    ours, wanted = result_of(directory, job.file), expected(directory, job.adapter)
+    result, wanted = result_of(directory, job.file), expected(directory, job.adapter)
     for name, tensor in wanted.updated.items():
-        assert (ours["updated"][name] - tensor).abs().max() < 5e-3 * UPDATE["lr"], name
+        assert (result["updated"][name] - tensor).abs().max() < 5e-3 * UPDATE["lr"], name
     moved = (wanted.updated_logp_r - wanted.logp_r).abs().max()
-    assert (ours["updated_logp_r"] - wanted.updated_logp_r).abs().max() < 1e-2 * moved
-    assert ours["base_kept"]
+    assert (result["updated_logp_r"] - wanted.updated_logp_r).abs().max() < 1e-2 * moved
+    assert result["base_kept"]
 
 
 @each_job
 def test_memory_is_lent_and_given_back(directory: Path, job: Job) -> None:
     """While a colocated engine generates, the base, the adapters and their states are on the host."""
-    ours = result_of(directory, job.file)
-    assert ours["held"] == 0
-    assert torch.equal(ours["restored_logp_r"], ours["updated_logp_r"])
+    result = result_of(directory, job.file)
+    assert result["held"] == 0
+    assert torch.equal(result["restored_logp_r"], result["updated_logp_r"])
 
 
 @each_job
 def test_only_adapters_have_gradients_and_optimizer_states(directory: Path, job: Job) -> None:
-    ours = result_of(directory, job.file)
-    assert ours["trained"] > 0
-    assert ours["buffers"] <= 2 * ours["trained"] + 2048, "every parameter is padded to 64 elements"
+    result = result_of(directory, job.file)
+    assert result["trained"] > 0
+    assert result["buffers"] <= 2 * result["trained"] + 2048, "every parameter is padded to 64 elements"
     if not job.layout.offload:
-        assert ours["optimizer"] <= 3 * (2 * ours["trained"] + 2048)
+        assert result["optimizer"] <= 3 * (2 * result["trained"] + 2048)
 
 
 @each_job
 def test_adapters_and_merged_weights_are_exported_as_they_were_read(directory: Path, job: Job) -> None:
     from safetensors.torch import load_file
 
-    ours = result_of(directory, job.file)
+    result = result_of(directory, job.file)
     stored = load_file(directory / job.adapter / "adapter_model.safetensors")
-    assert ours["adapters"].keys() == stored.keys()
-    assert all(torch.equal(ours["adapters"][name], tensor) for name, tensor in stored.items())
+    assert result["adapters"].keys() == stored.keys()
+    assert all(torch.equal(result["adapters"][name], tensor) for name, tensor in stored.items())
     saved = load_file(directory / f"{job.file}-saved" / "adapter_model.safetensors")
     assert saved.keys() == stored.keys() and all(torch.equal(saved[n], t) for n, t in stored.items())
     merged = expected(directory, job.adapter).merged
-    assert ours["merged"].keys() == merged.keys()
-    assert max((ours["merged"][name] - tensor).abs().max() for name, tensor in merged.items()) < 1e-6
+    assert result["merged"].keys() == merged.keys()
+    assert max((result["merged"][name] - tensor).abs().max() for name, tensor in merged.items()) < 1e-6
 
 
 @each_job

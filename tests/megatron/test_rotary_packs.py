@@ -141,12 +141,12 @@ for rank in range(ranks):
     fk, fv = fused.fused_apply_mla_rope_for_kv(
         kv.clone(), k_rope.clone(), cos, sin, rope, nope, v, ends, rank, ranks)
     upstream = [torch.randn_like(x) for x in wanted]
-    for ours, theirs in zip((fq, fk, fv), wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    for got, exact in zip((fq, fk, fv), wanted, strict=True):
+        torch.testing.assert_close(got, exact, rtol=0, atol=1e-12)
     gradients = [torch.autograd.grad(out, leaves, [u.clone() for u in upstream])
                  for out in ((fq, fk, fv), tuple(wanted))]
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    for got, exact in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, exact, rtol=0, atol=1e-12)
 print("equal")
 """
 

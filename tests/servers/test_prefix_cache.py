@@ -17,18 +17,18 @@ class Holding:
     url = "http://127.0.0.1:1"
 
     def __init__(self, refusals: float, **answer: Any) -> None:
-        self.refusals, self.answer, self.asked = refusals, answer, 0
+        self.refusals, self.answer, self.calls = refusals, answer, 0
 
     async def post(self, path: str, *_: Any, **__: Any) -> Any:
         assert path == "/reset_prefix_cache"
-        self.asked += 1
-        return self.answer or {"success": self.asked > self.refusals}
+        self.calls += 1
+        return self.answer or {"success": self.calls > self.refusals}
 
 
 def test_it_is_asked_until_the_cache_is_dropped() -> None:
     http = Holding(2)
     asyncio.run(VLLM(http).flush_cache(10.0))  # type: ignore[arg-type]
-    assert http.asked == 3
+    assert http.calls == 3
 
 
 def test_a_cache_that_stays_is_an_error() -> None:

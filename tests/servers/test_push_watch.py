@@ -41,12 +41,12 @@ class Engine:
     """Stands for an engine's application: it is paused or not, and its pause may fail."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.paused = self.refuses = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope["path"]
-        self.asked.append(path)
+        self.requests.append(path)
         if path in ("/pause", "/pause_generation") and not self.refuses:
             self.paused = True
         if path in ("/resume", "/continue_generation"):
@@ -127,12 +127,12 @@ def test_a_server_that_has_loaded_nothing_serves_as_before(clock: Clock, paths: 
         assert (await server.post(pause))[0] == 200
         waiting = asyncio.create_task(server.post(generate, trainer=False))
         await clock.pass_by(0.9 * SILENCE)
-        assert server.engine.asked == [pause]
+        assert server.engine.requests == [pause]
         await clock.pass_by(0.2 * SILENCE)
         assert (await waiting)[0] == 200
-        assert server.engine.asked == [pause, resume, generate]
+        assert server.engine.requests == [pause, resume, generate]
         status, words = await server.post(load)
-        assert status == 409 and "begin the push again" in words and server.engine.asked[-1] == generate
+        assert status == 409 and "begin the push again" in words and server.engine.requests[-1] == generate
         assert [(await server.post(path))[0] for path in (pause, load, resume, generate)] == [200] * 4
 
     asyncio.run(run())
@@ -149,7 +149,7 @@ def test_a_server_with_half_loaded_weights_says_so_until_the_next_push(clock: Cl
         await clock.pass_by(1.1 * SILENCE)
         assert "half loaded" in (await waiting)[1]
         status, _ = await server.post(generate, trainer=False)
-        assert status == 503 and server.engine.paused and server.engine.asked == [pause, load]
+        assert status == 503 and server.engine.paused and server.engine.requests == [pause, load]
         for path in (pause, load, resume):
             assert (await server.post(path))[0] == 200
         assert (await server.post(generate, trainer=False))[0] == 200
@@ -186,7 +186,7 @@ def test_others_pauses_and_pauses_that_fail_are_no_pushes(clock: Clock, paths: t
         server.engine.refuses = True
         assert (await server.post(pause))[0] == 500
         assert (await server.post(generate))[0] == 500
-        assert server.engine.asked == [pause, generate, pause, generate]
+        assert server.engine.requests == [pause, generate, pause, generate]
 
     asyncio.run(run())
 
@@ -198,7 +198,7 @@ def test_a_server_of_several_http_processes_takes_no_trainer() -> None:
         server = Server()
         status, words = await server.post("/version", processes=4)
         assert status == 409 and "has 4 HTTP processes" in words and "--api-server-count 1" in words
-        assert server.engine.asked == []
+        assert server.engine.requests == []
         assert (await server.post("/v1/completions", trainer=False, processes=4))[0] == 200
         assert (await server.post("/version", processes=1))[0] == 200
 

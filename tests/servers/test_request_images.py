@@ -161,12 +161,12 @@ class Waiting(ImageSender):
 
     def __init__(self, path: str, model: dict[str, Any], threads: int) -> None:
         super().__init__(path, model)
-        self.told, self._all = threading.Event(), threading.Barrier(threads)
+        self.is_told_to_write, self._all = threading.Event(), threading.Barrier(threads)
         write = self._processor.png
 
         def png(image: Image) -> bytes:
             self._all.wait(60.0)
-            assert self.told.wait(60.0)
+            assert self.is_told_to_write.wait(60.0)
             return write(image)
 
         self._processor.png = png  # type: ignore[method-assign]
@@ -183,7 +183,7 @@ def test_a_server_that_gets_weights_is_asked_for_no_response_to_an_image(directo
         responses = asyncio.create_task(pool.generate([request], SamplingConfig()))
         await asyncio.sleep(0.1)
         assert await pool.take_out(1, abort=True) == pool.handles
-        sender.told.set()
+        sender.is_told_to_write.set()
         await asyncio.sleep(0.5)
         assert http.bodies == []
         pool.admit(pool.handles[0], 0)
@@ -196,7 +196,7 @@ def test_a_server_that_gets_weights_is_asked_for_no_response_to_an_image(directo
 def test_an_image_that_several_threads_write_is_kept_once(directory: Path) -> None:
     """Counted once for each sample of a prompt, it would soon leave no room for any other."""
     sender = Waiting(str(directory), {"image_token_id": IMAGE}, 4)
-    sender.told.set()
+    sender.is_told_to_write.set()
     image = sender.picture()
     with ThreadPoolExecutor(4) as threads:
         [[url], *others] = [[each.url for each in sent] for sent in threads.map(sender.sent, [[image]] * 4)]
