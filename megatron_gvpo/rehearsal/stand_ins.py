@@ -1,7 +1,7 @@
 """Values that a rehearsal makes up: sizes depend on them, and kernels or other ranks would compute them.
 
 Every expert gets equally many tokens; weights that no file has are zeros; Triton's autotuner takes its first
-configuration. Image grids, tokens and lengths have their values where a vision tower reads them.
+configuration. The lengths of sequences have their values where gated delta nets read them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from megatron_gvpo.rehearsal.integers import with_integers, without_integers
+from megatron_gvpo.rehearsal.integers import with_integers
 
 
 def install(made_weights: bool) -> None:
@@ -24,8 +24,8 @@ def install(made_weights: bool) -> None:
     take_first_configuration()
     _balance_experts()
     _leave_adapters()
-    _know_images()
     _know_delta_nets()
+    _do_without_cudnn()
     if made_weights:
         _read_zeros()
 
@@ -85,24 +85,6 @@ def _on_device(numbers: list[Any], device: torch.device) -> torch.Tensor:
     """Copy from pinned memory: another copy would count as a wait of the host, which a router has not."""
     tensor = torch.tensor(numbers)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def _know_images() -> None:
-    """Give vision-language models the tokens and grids from which they compute positions (Bridge 0.6.2)."""
-    from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import text_model, transformer_block
-    from megatron.core.models.gpt import GPTModel
-    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
-
-    from megatron_gvpo.megatron.vision import VisionInputs
-
-    VisionInputs.run = with_integers(VisionInputs.run)  # type: ignore[method-assign]
-    tower, layers = transformer_block.Qwen3VLVisionTransformerBlock, transformer_block.Qwen3VLTransformerBlock
-    for compiled in (GPTModel, text_model.Qwen3VLGPTModel, tower):
-        compiled.forward = without_integers(compiled.forward)
-    layers._deepstack_process = with_integers(layers._deepstack_process)
-    attention = modeling_qwen2_5_vl.Qwen2_5_VLVisionAttention
-    attention.forward = with_integers(attention.forward)  # also for the recomputation in the backward pass
-    _do_without_cudnn()
 
 
 def _know_delta_nets() -> None:

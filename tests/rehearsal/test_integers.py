@@ -1,4 +1,4 @@
-"""Inside `with_integers` integers on the null CUDA have the values of a CPU, and masks their sizes."""
+"""Inside `with_integers` integers on the null CUDA have the values of a CPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from helpers import on_null_cuda
 
 CODE = """
 import torch
-from megatron_gvpo.rehearsal.integers import with_integers, without_integers
+from megatron_gvpo.rehearsal.integers import with_integers
 
 def numbers(device):
     grid = torch.tensor([[1, 4, 6], [1, 2, 2]], device=device)
@@ -25,30 +25,16 @@ def numbers(device):
         bool((tokens % 5 != 0).any()), torch.unique(types).tolist(), ends.max().item(),
     ]
 
-def masked(device):
-    tokens = torch.arange(8, device=device)
-    states = torch.zeros(8, 4, device=device, requires_grad=True)
-    images = torch.zeros(3, 4, device=device, requires_grad=True)
-    scattered = states.masked_scatter((tokens > 4)[:, None], images)
-    placed = scattered.clone()
-    placed[tokens < 3] = images
-    loss = placed.sum() + scattered[tokens > 2, :].sum()
-    return states, images, loss, scattered[tokens > 2, :].shape[0]
-
 result = {"cpu": numbers("cpu"), "null": with_integers(numbers)("cuda")}
-states, images, loss, rows = with_integers(masked)("cuda")
-loss.backward()  # outside: no mode sees it
-result["gradients"] = [list(states.grad.shape), list(images.grad.shape), rows]
 
 def added(n):
     return (torch.full((3,), n, device="cuda") + 1).tolist() == [n + 1] * 3
 
-result["within"] = [with_integers(added)(40), with_integers(without_integers(added))(50), added(60)]
+result["within"] = [with_integers(added)(40), added(50)]
 """
 
 
 def test_they_are_those_of_a_cpu() -> None:
     values = on_null_cuda.run_code(CODE)
     assert values["null"] == values["cpu"]
-    assert values["gradients"] == [[8, 4], [3, 4], 5]
-    assert values["within"] == [True, False, False]
+    assert values["within"] == [True, False]
