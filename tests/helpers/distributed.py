@@ -41,6 +41,8 @@ IS_EMULATED = __name__ == "__main__" and sys.argv[1:] == ["emulated"]
 # A rank with an emulated GPU may compute for minutes on a busy machine while the others wait for it.
 COLLECTIVE_TIMEOUT = timedelta(seconds=900 if IS_EMULATED else 120)
 
+FAILED_PATIENCE = 5.0  # seconds; ranks that fail together reach the end of a run within them
+
 
 def launch(
     target: str,
@@ -127,15 +129,20 @@ def _answer(server: subprocess.Popen[bytes], timeout: float) -> int | None:
     return int(line)
 
 
-def forget_layout() -> None:
+def forget_layout(has_failed: bool = False) -> None:
     """Tear down a Megatron layout so that the next one can be built; megatron-core leaves its groups behind.
 
-    Every group has its own threads: hundreds for many layouts, which would crowd the machine.
+    Every group has its own threads: hundreds for many layouts, which would crowd the machine. `has_failed`:
+    an error is on its way, perhaps on this rank alone, and does not wait long for the others.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    from megatron_gvpo.core.collectives import all_have_failed
+
     parallel_state.destroy_model_parallel()
+    if has_failed and not all_have_failed(FAILED_PATIENCE):
+        return  # the others wait elsewhere, and end with this rank
     dist.barrier()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:

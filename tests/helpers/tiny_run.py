@@ -149,6 +149,7 @@ def fit(config: Config, callbacks: Sequence[Callback] = (), **how: Any) -> Train
     """
     if how.get("resume"):
         how["allow_change"] = ("rewards", *how.get("allow_change", ()))
+    has_failed = True
     try:
         trainer = Trainer(config, [Recorder(), *callbacks], **how)
         used("megatron-core and Megatron-Bridge, 1 rank")
@@ -158,10 +159,11 @@ def fit(config: Config, callbacks: Sequence[Callback] = (), **how: Any) -> Train
                 used("embedded rollout engine")
         with suppress(Interrupted):
             trainer.fit()
+        has_failed = False
         return trainer
     finally:
         if dist.is_initialized():
-            forget_layout()
+            forget_layout(has_failed)
 
 
 def records(out: Path) -> list[dict[str, Any]]:

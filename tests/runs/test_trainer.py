@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 
 import pytest
 import torch
@@ -269,6 +270,15 @@ def test_a_reward_that_one_rank_lacks_is_heard_of_by_all(task, tmp_path):
     errors = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
     assert errors[0] == errors[1]
     assert errors[0].endswith(f"missing.py:reward: there is no file {task}/missing.py (on rank 1)")
+
+
+def test_an_error_of_one_rank_is_shown_at_once(task, tmp_path):
+    """The tests' `fit` waited on that rank for the others, two minutes long, before its error was shown."""
+    with pytest.raises(AssertionError, match="OSError: only rank 1 has this error"):
+        launch(
+            "helpers.workers.trainer_worker:fail_on_one_rank", [2], str(task), str(tmp_path), *GVPO, *SHORT
+        )
+    assert time.time() - float((tmp_path / "failed_at").read_text()) < 60
 
 
 def test_an_earlier_run_is_neither_mixed_nor_lost(task, tmp_path):

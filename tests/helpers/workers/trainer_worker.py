@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -30,6 +31,19 @@ def fit_once(task: str, out: str, *overrides: str) -> None:
     """Run to the end."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
     fit(configure(Path(task), Path(out), *overrides))
+
+
+def fail_on_one_rank(task: str, out: str, *overrides: str) -> None:
+    """Rank 1 fails after the first step, and notes when; rank 0 goes on."""
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
+
+    class Failing(Callback):
+        def on_step(self, trainer: Trainer, step: int, metrics: object) -> None:
+            if step == 1 and dist.get_rank() == 1:
+                Path(out, "failed_at").write_text(str(time.time()))
+                raise OSError("only rank 1 has this error")
+
+    fit(configure(Path(task), Path(out), *overrides), [Failing()])
 
 
 def replay_step(out: str, told_to: str, *layout: str) -> None:
