@@ -13,6 +13,7 @@ from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.core.user_functions import contents
 from megatron_gvpo.groups import Prompt, utf8
 from megatron_gvpo.settings.conversation import ConversationConfig
+from megatron_gvpo.workers import environments as handler
 from megatron_gvpo.workers.environments import TOOLS, took_longer
 from megatron_gvpo.workers.messages import Begin, Function, Step, WireError, prompt_bytes
 from megatron_gvpo.workers.output import Printout
@@ -141,7 +142,7 @@ class Environments:
         self._printout.end_step()
 
     def _start(self) -> EnvironmentProcess:
-        return EnvironmentProcess("environments", self._function, self._files, self._printout)
+        return EnvironmentProcess(handler, self._function, self._files, self._printout)
 
     def begin(self, prompt: Prompt, seed: int) -> Episode:
         """A conversation about `prompt`. Workers learn of the conversation with its first step.

@@ -19,6 +19,7 @@ from megatron_gvpo.groups import LOST, Prompt, Rollout
 from megatron_gvpo.servers.request import Request, derived_seed
 from megatron_gvpo.settings.conversation import ConversationConfig
 from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.workers import programs as handler
 from megatron_gvpo.workers.messages import CallResult, Endpoint, Function, RunProgram, WireError, prompt_bytes
 from megatron_gvpo.workers.output import Printout
 from megatron_gvpo.workers.process import AsyncWorkerProcess, CallFailed
@@ -186,7 +187,7 @@ class Starter:
             self.load -= 1
 
     def _start_process(self) -> AsyncWorkerProcess:
-        return AsyncWorkerProcess("programs", self._function, self._files, self._printout)
+        return AsyncWorkerProcess(handler, self._function, self._files, self._printout)
 
     async def _live_process(self) -> AsyncWorkerProcess:
         """The worker process, which is started again if it has ended. Raises RolloutError."""

@@ -21,6 +21,7 @@ from megatron_gvpo.core.user_functions import contents
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.rewards.conversation_rewards import NamedCounts
 from megatron_gvpo.settings.rewards import BUILT_IN, RewardConfig, RewardsConfig
+from megatron_gvpo.workers import rewards as handler
 from megatron_gvpo.workers.messages import (
     HUNG_UP,
     CallError,
@@ -232,7 +233,7 @@ class _RewardWorker:
         self, functions: Sequence[Function], files: Mapping[str, bytes], timeout: float, printout: Printout
     ) -> None:
         notice = min(NOTICE, timeout / 4)
-        self.process = WorkerProcess("rewards", "rewards", functions, files, printout, notice)
+        self.process = WorkerProcess(handler, "rewards", functions, files, printout, notice)
         self.pending: deque[_Job] = deque()
         # The reason for which the first job in `pending`, and every later one, gets no answer.
         self.failure: _Failure | None = None

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from multiprocessing.connection import wait
+from types import ModuleType
 
 from megatron_gvpo.core.clock import running_seconds
 from megatron_gvpo.core.errors import ConfigError, RolloutError
@@ -43,14 +44,14 @@ _AGAIN = 0.05  # seconds until an order is sent again after the socket was full
 class WorkerProcess:
     """A process under a reaper, the socket to it, and its output. The caller waits for `descriptors`.
 
-    `handler` is a module beside this file (see `worker.py`), `section` the configuration's section that
+    `handler` is the module that serves its calls (`worker.py`), `section` the configuration's section that
     errors name, and `files` the contents of users' files at the start of the run. `notice` is the time in
     seconds between two Importing messages.
     """
 
     def __init__(
         self,
-        handler: str,
+        handler: ModuleType,
         section: str,
         functions: Sequence[Function],
         files: Mapping[str, bytes],
@@ -66,7 +67,7 @@ class WorkerProcess:
         reaper = [sys.executable, "-P", "-u", "-m", "megatron_gvpo.workers.reaper"]
         try:
             self._process = subprocess.Popen(
-                [*reaper, str(channel_of_worker.fileno()), str(end), f"megatron_gvpo.workers.{handler}"],
+                [*reaper, str(channel_of_worker.fileno()), str(end), handler.__name__],
                 pass_fds=[channel_of_worker.fileno(), end],
                 stdin=subprocess.DEVNULL,
                 stdout=output_of_worker,
@@ -199,7 +200,7 @@ class AsyncWorkerProcess(WorkerProcess):
 
     def __init__(
         self,
-        handler: str,
+        handler: ModuleType,
         function: Function,
         files: Mapping[str, bytes],
         printout: Printout,
