@@ -124,11 +124,11 @@ class ServedEngine:
         if self._version < 0:
             self._weights.connect(self.servers)
         # The probe is computed now, because the push may release the memory of the weights.
-        expected = self._weights.expected_probe()
+        expected = self._weights.probe.expected()
         self._push(version)
         self._version = version
         if expected is not None:
-            self._weights.prove(version, expected)
+            self._weights.probe.prove(version, expected)
 
     def submit(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingConfig, seed: int

@@ -1,25 +1,22 @@
-"""Sends the policy's weights to all servers of a run, and proves that they have arrived.
+"""Sends the policy's weights to all servers of a run.
 
 `WeightSync` is on every rank. It opens the weight stream, a collective, and has rank 0's `Publisher` send it
-to the servers that lack the weights, again and again until every healthy server has them. After the first
-pushes it compares the servers' log-probs of a probe with the policy's.
+to the servers that lack the weights, again and again until every healthy server has them. `probe.py` proves
+that they have arrived.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.core.errors import ConfigError, RolloutError
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_of, adapter_shapes
 from megatron_gvpo.huggingface.complete_weights import needless, stored_tensors
@@ -31,9 +28,9 @@ from megatron_gvpo.servers.launch.start import report
 from megatron_gvpo.servers.leader import BackgroundLoop, Command, Done, Failed, Push, Wait, lead
 from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.settings.servers import WeightSyncConfig
-from megatron_gvpo.types import TrainBatch
 from megatron_gvpo.weights.bucket import DoubleBuffer, buckets
 from megatron_gvpo.weights.fp8 import Fp8Layout, fp8_layout
+from megatron_gvpo.weights.probe import TOLERANCE, Probe, lowest_precision
 from megatron_gvpo.weights.receivers import receiver_class
 from megatron_gvpo.weights.transport import (
     Follower,
@@ -48,32 +45,11 @@ if TYPE_CHECKING:
     from megatron_gvpo.groups import Prompt
     from megatron_gvpo.megatron.scorer import ScoredModel
     from megatron_gvpo.servers.session import ServerSession
-    from megatron_gvpo.settings.sections import ModelConfig
 
 
 RETRY_AFTER = 2.0  # seconds; by then the pool has noticed a server that died
-PROBE_TOKENS = 48
-# The largest mean absolute difference, in nats a token, that rounding in trainer and server explains. On a
-# prompt of SmolLM2-135M, whose 30 layers make it a sensitive model, bfloat16 alone moves transformers'
-# log-probs by 0.04 to 0.05 on average, and FP8 in blocks of 128 by 0.16 to 0.17; in bfloat16, SGLang was 0.06
-# and vLLM 0.08 from the trainer. Weights that are wrong in one of those layers are off by 0.14 to 10, those
-# of another model by more. A smaller fault shows in `mismatch/kl` at every step. "tf32" is float32 on a GPU:
-# Transformer Engine's products of float32 matrices have TF32's 10 bits, 3 more than bfloat16's.
-TOLERANCE = {"float32": 1e-3, "tf32": 2.5e-2, "bfloat16": 0.2, "fp8": 0.5}
-# The first push of a run is probed, and the first with changed weights, because a push that does nothing
-# passes the first probe.
-PROOFS = 2
-
 Stream = Iterable[tuple[str, Tensor]]
 Weights = Iterator[tuple[str, Tensor]] | OwnWeights
-
-
-@dataclass(frozen=True)
-class ProbeOutcome:
-    """The result of a probe: the server has the pushed weights, has been lost, or has other weights."""
-
-    outcome: Literal["right", "lost", "wrong"]
-    problem: str = ""  # the error, if the outcome is "wrong"
 
 
 class WeightSync:
@@ -103,14 +79,10 @@ class WeightSync:
                 f"{'shared' if settings.rollout.servers.colocated else 'broadcast'}"
             )
         precision = lowest_precision(model, self._fp8 is not None, torch.cuda.is_available())
-        self._tolerance = TOLERANCE[precision]
-        self._probe = _probe(prompts)
-        self._servers: ServerSession | None = None  # exists on rank 0 alone, like the publisher
-        self._publisher: Publisher | None = None
+        self.probe = Probe(policy, prompts, TOLERANCE[precision], settings.rollout.weights.timeout)
+        self._publisher: Publisher | None = None  # exists on rank 0 alone
         # Another rank's part in a push, and its buffers; rank 0's are the publisher's.
         self._follower: tuple[Follower, DoubleBuffer] | None = None
-        self._proved = 0
-        self._proved_version = -1  # the version that the last probe has proved
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -119,21 +91,12 @@ class WeightSync:
 
     def connect(self, servers: ServerSession | None) -> None:
         """Prepare the first push to `servers`, which rank 0 has."""
-        self._servers = servers
+        self.probe.servers = servers
         if servers is not None:
             self._publisher = self._new_publisher(servers)
         elif (follower := self._transport_class.follower(self._settings)) is not None:
             limit = self._settings.rollout.weights.bucket_bytes
             self._follower = follower, DoubleBuffer(limit, self._settings.device)
-
-    def expected_probe(self) -> Tensor | None:
-        """Log-probs that a server with the present weights gives the probe, fp32 [tokens - 1].
-
-        None after enough pushes have been proved, or if the prompts give no probe.
-        """
-        if self._proved >= PROOFS or len(self._probe) < 2:
-            return None
-        return self._policy.score(_rows(self._probe), temperature=1.0)
 
     def push(self, version: int) -> None:
         """Give all healthy servers the present weights. Raises RolloutError."""
@@ -173,48 +136,6 @@ class WeightSync:
             halves.rest()
             if torch.cuda.is_available():
                 torch.cuda.ipc_collect()
-
-    def prove(self, version: int, expected: Tensor) -> None:
-        """Compare the servers' log-probs of the probe with the policy's. Raises RolloutError."""
-        outcomes: list[ProbeOutcome] = []
-        if self._servers is not None:
-            handles = [handle for handle in self._servers.pool.handles if handle.has(version)]
-            outcomes = self._servers.loop.run(self._compare_all(handles, version, expected))
-        fields = broadcast_msgpack([astuple(outcome) for outcome in outcomes])
-        outcomes = [ProbeOutcome(*each_fields) for each_fields in fields]
-        for result in outcomes:
-            if result.outcome == "wrong":
-                raise RolloutError(result.problem)
-        # Colocated servers get the same weights again before the first step: only new weights count as a
-        # second push.
-        if version != self._proved_version and any(result.outcome == "right" for result in outcomes):
-            self._proved, self._proved_version = self._proved + 1, version
-
-    async def _compare_all(
-        self, handles: Sequence[ServerHandle], version: int, expected: Tensor
-    ) -> list[ProbeOutcome]:
-        return await asyncio.gather(*(self._compare(handle, version, expected) for handle in handles))
-
-    async def _compare(self, handle: ServerHandle, version: int, expected: Tensor) -> ProbeOutcome:
-        assert self._servers is not None
-        where, limit = f"rollout server {handle.server.url}", self._tolerance
-        try:
-            logprobs = await handle.server.score(self._probe, self._settings.rollout.weights.timeout)
-        except (ServerGone, ServerRefused) as error:
-            if isinstance(error, ServerRefused) and error.is_request:
-                return ProbeOutcome("wrong", f"{where} refuses the probe that proves a push: {error}")
-            self._servers.pool.lose(handle, str(error))
-            return ProbeOutcome("lost")
-        gap = (torch.tensor(logprobs) - expected).abs()
-        if gap.mean() <= limit:
-            return ProbeOutcome("right")
-        return ProbeOutcome(
-            "wrong",
-            f"{where} does not have the weights that were sent: after push {version} its log-probs of "
-            f"{len(expected)} probe tokens differ from the trainer's by {gap.mean():.3g} on average "
-            f"(allowed: {limit:g}), {gap.max():.3g} at most. Does it serve the same model, in the same "
-            "dtype, at a tested version?",
-        )
 
     def _new_publisher(self, servers: ServerSession) -> Publisher:
         settings, model = self._settings, self._settings.model
@@ -485,30 +406,3 @@ def not_pushed(served: Mapping[str, Any], stored: Iterable[str]) -> frozenset[st
     """
     tied = ["lm_head.weight"] if served.get("tie_word_embeddings") else []
     return frozenset(tied) | frozenset(filter(needless(served), stored))
-
-
-def lowest_precision(model: ModelConfig, served_in_fp8: bool, on_gpu: bool) -> str:
-    """The lower of the trainer's and the servers' precision, a key of TOLERANCE."""
-    if served_in_fp8 or model.fp8 is not None:
-        return "fp8"
-    return "tf32" if on_gpu and model.dtype == "float32" else model.dtype
-
-
-def _probe(prompts: Sequence[Prompt]) -> list[int]:
-    """Tokens of the first prompts, one after another."""
-    tokens: list[int] = []
-    for prompt in prompts:
-        if len(tokens) >= PROBE_TOKENS:
-            break
-        tokens += prompt.token_ids
-    return tokens[:PROBE_TOKENS]
-
-
-def _rows(tokens: list[int]) -> TrainBatch:
-    return TrainBatch(
-        prompt_ids=[tokens[:1]],
-        response_ids=[tokens[1:]],
-        group_n=torch.zeros(1, dtype=torch.int64),
-        reward_n=torch.zeros(1),
-        truncated_n=torch.zeros(1, dtype=torch.bool),
-    )

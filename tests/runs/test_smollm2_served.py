@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from megatron_gvpo.core.json_files import read_metrics
 from megatron_gvpo.observe.mismatch import THRESHOLDS
-from megatron_gvpo.weights.publisher import TOLERANCE
+from megatron_gvpo.weights.probe import TOLERANCE
 
 EXAMPLE = ROOT / "examples" / "smollm2"
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]  # it fetches 94 MB

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_gvpo.settings.sections import FP8Config, ModelConfig
-from megatron_gvpo.weights.publisher import TOLERANCE, lowest_precision
+from megatron_gvpo.weights.probe import TOLERANCE, lowest_precision
 
 
 @pytest.mark.parametrize(

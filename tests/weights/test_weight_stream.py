@@ -14,15 +14,16 @@ from helpers.servers.fake_servers import itself
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_gvpo.groups import Prompt
 from megatron_gvpo.megatron.model.own_weights import OwnPart, OwnWeights
 from megatron_gvpo.servers.handle import ServerHandle, Serving
 from megatron_gvpo.servers.http import ServerGone
 from megatron_gvpo.servers.leader import BackgroundLoop
 from megatron_gvpo.servers.server import PLUGINS
-from megatron_gvpo.settings.sections import RolloutConfig
 from megatron_gvpo.weights.bucket import Bucket, DoubleBuffer, TensorSpec, buckets
 from megatron_gvpo.weights.delta import Delta
-from megatron_gvpo.weights.publisher import WeightSync, not_pushed
+from megatron_gvpo.weights.probe import Probe
+from megatron_gvpo.weights.publisher import not_pushed
 from megatron_gvpo.weights.shard_plan import Box, Cell, Message
 from megatron_gvpo.weights.sharded import Sender
 from megatron_gvpo.weights.transport import PushFailed
@@ -203,15 +204,16 @@ def test_two_versions_of_the_weights_are_proved_however_often_the_first_is_sent(
         async def score(self, token_ids: list[int], timeout: float) -> list[float]:
             return [0.0, 0.0]
 
-    sync, loop = WeightSync.__new__(WeightSync), BackgroundLoop("test")
-    sync._proved, sync._proved_version, sync._probe, sync._tolerance = 0, -1, [1, 2, 3], 1e-3
-    sync._policy, sync._settings = Policy(), SimpleNamespace(rollout=RolloutConfig())
+    probe, loop = (
+        Probe(Policy(), [Prompt("p", (1, 2, 3), "")], tolerance=1e-3, timeout=30.0),
+        BackgroundLoop("test"),
+    )
     proved = []
     for version in versions:
         handle = ServerHandle(Server(), state=Serving(version))
-        sync._servers = SimpleNamespace(pool=SimpleNamespace(handles=[handle]), loop=loop)
-        if (expected := sync.expected_probe()) is not None:
-            sync.prove(version, expected)
+        probe.servers = SimpleNamespace(pool=SimpleNamespace(handles=[handle]), loop=loop)
+        if (expected := probe.expected()) is not None:
+            probe.prove(version, expected)
             proved.append(version)
     assert proved == [version for version in versions if version < 2]
     loop.close()
@@ -229,13 +231,14 @@ def test_all_servers_are_compared_at_once():
             return [0.0, 0.0]
 
     everyone = asyncio.Barrier(count)
-    sync, loop = WeightSync.__new__(WeightSync), BackgroundLoop("test")
-    sync._proved, sync._proved_version, sync._probe, sync._tolerance = 0, -1, [1, 2, 3], 1e-3
-    sync._settings = SimpleNamespace(rollout=RolloutConfig())
+    probe, loop = (
+        Probe(None, [Prompt("p", (1, 2, 3), "")], tolerance=1e-3, timeout=30.0),
+        BackgroundLoop("test"),
+    )
     handles = [ServerHandle(Server(), state=Serving(0)) for _ in range(count)]
-    sync._servers = SimpleNamespace(pool=SimpleNamespace(handles=handles), loop=loop)
-    sync.prove(0, torch.zeros(2))
-    assert sync._proved == 1
+    probe.servers = SimpleNamespace(pool=SimpleNamespace(handles=handles), loop=loop)
+    probe.prove(0, torch.zeros(2))
+    assert probe.proved == 1
     loop.close()
 
 

@@ -206,10 +206,10 @@ def ended(engine: str, url: str, task: str, out: str, pid: str) -> None:
         rollouts._push = push_and_end
         rollouts.sync(0)
         handles = rollouts.servers.pool.handles
-        assert [m.is_lost for m in handles] == [True] and rollouts._weights._proved == 0
+        assert [m.is_lost for m in handles] == [True] and rollouts._weights.probe.proved == 0
         rollouts._push = push
         rollouts.sync(1)
-        assert [m.has(1) for m in handles] == [True] and rollouts._weights._proved == 1
+        assert [m.has(1) for m in handles] == [True] and rollouts._weights.probe.proved == 1
 
 
 def unopened(task: str, out: str) -> None:
