@@ -77,7 +77,7 @@ def test_in_bf16_the_error_is_that_of_transformers(
         model.zero_grad(set_to_none=True)
         references[name] = exact, on_cpu.computed(model.bfloat16(), rounded, case.model)
     (logp_r, _, exact, _), (other_r, _, other, _) = references[name]
-    result = on_cpu.found_of(rounded, case)
+    result = on_cpu.result_of(rounded, case)
     assert result.gradients.keys() == exact.keys()
     bound = 2 * max(relative_errors(other, exact).values())
     errors = relative_errors(result.gradients, exact)

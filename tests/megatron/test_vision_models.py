@@ -27,7 +27,7 @@ from helpers.distributed import launch
 from helpers.references.bf16_errors import round_weights
 from helpers.suite.selected import selected
 from helpers.workers.gradient_worker import UPDATE, Layout
-from helpers.workers.vision_worker import Found
+from helpers.workers.vision_worker import VisionResult
 from safetensors.torch import load_file
 
 from megatron_gvpo.data.image_processor import ImageProcessor
@@ -99,9 +99,9 @@ def computed(model: Any, directory: Path, model_name: str) -> Any:
     return torch.cat(logp).detach(), loss.item(), gradients, weights
 
 
-def found_of(directory: Path, case: VisionCase) -> Found:
-    found: Found = torch.load(directory / f"found-{case}.pt", weights_only=False)
-    return found
+def result_of(directory: Path, case: VisionCase) -> VisionResult:
+    result: VisionResult = torch.load(directory / f"found-{case}.pt", weights_only=False)
+    return result
 
 
 @each_case
@@ -109,9 +109,9 @@ def test_scores_are_those_of_transformers(
     directory: Path, references: dict[str, Any], case: VisionCase
 ) -> None:
     logp_r, loss, *_ = reference(directory, case.model, references)
-    found = found_of(directory, case)
-    torch.testing.assert_close(found.logp_r.double(), logp_r, rtol=0, atol=1e-5)
-    assert found.loss == pytest.approx(loss, rel=TOLERANCE)
+    result = result_of(directory, case)
+    torch.testing.assert_close(result.logp_r.double(), logp_r, rtol=0, atol=1e-5)
+    assert result.loss == pytest.approx(loss, rel=TOLERANCE)
 
 
 @each_case
@@ -119,8 +119,8 @@ def test_placeholders_that_a_policy_samples_are_ordinary_tokens(directory: Path,
     model = load(directory / case.model)
     rows = with_placeholders(rows_of(directory))
     wanted_r = torch.cat(decoded_log_probs(model, rows, directory / case.model))
-    found = found_of(directory, case)
-    torch.testing.assert_close(found.marked_logp_r.double(), wanted_r, rtol=0, atol=1e-5)
+    result = result_of(directory, case)
+    torch.testing.assert_close(result.marked_logp_r.double(), wanted_r, rtol=0, atol=1e-5)
 
 
 @each_case
@@ -128,14 +128,14 @@ def test_every_gradient_and_their_norm_are_those_of_transformers(
     directory: Path, references: dict[str, Any], case: VisionCase
 ) -> None:
     _, _, gradients, _ = reference(directory, case.model, references)
-    found = found_of(directory, case)
-    assert found.gradients.keys() == gradients.keys()
+    result = result_of(directory, case)
+    assert result.gradients.keys() == gradients.keys()
     trained = trained_of(gradients, case)
     for name, wanted in gradients.items():
         wanted = wanted if name in trained else torch.zeros_like(wanted)
-        assert (found.gradients[name] - wanted).abs().max() <= TOLERANCE * wanted.abs().max() + 1e-9, name
+        assert (result.gradients[name] - wanted).abs().max() <= TOLERANCE * wanted.abs().max() + 1e-9, name
     norm = torch.stack([gradients[name].norm() for name in trained]).norm().item()
-    assert found.grad_norm == pytest.approx(norm, rel=TOLERANCE)
+    assert result.grad_norm == pytest.approx(norm, rel=TOLERANCE)
 
 
 def trained_of(named: dict[str, Any], case: VisionCase) -> list[str]:
@@ -147,7 +147,7 @@ def test_an_update_is_that_of_torch_adamw(
     directory: Path, references: dict[str, Any], case: VisionCase
 ) -> None:
     _, _, gradients, weights = reference(directory, case.model, references)
-    found = found_of(directory, case)
+    result = result_of(directory, case)
     trained = trained_of(gradients, case)
     norm = torch.stack([gradients[name].norm() for name in trained]).norm().item()
     weights = {name: weight.clone() for name, weight in weights.items()}
@@ -158,21 +158,21 @@ def test_an_update_is_that_of_torch_adamw(
     options = {key: UPDATE[key] for key in ("lr", "eps", "betas", "weight_decay")}
     torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], **options).step()
     for name, weight in weights.items():
-        assert (found.updated[name] - weight).abs().max() < 5e-3 * UPDATE["lr"], name
+        assert (result.updated[name] - weight).abs().max() < 5e-3 * UPDATE["lr"], name
         if name not in trained:
-            assert torch.equal(found.updated[name], found.exported[name]), name
+            assert torch.equal(result.updated[name], result.exported[name]), name
 
 
 @each_case
 def test_a_score_waits_for_the_weights_of_an_update(directory: Path, case: VisionCase) -> None:
-    found = found_of(directory, case)
-    moved = (found.next_logp_r - found.updated_logp_r).abs().max()
-    assert (found.settled_logp_r - found.next_logp_r).abs().max() < 1e-4 * moved
+    result = result_of(directory, case)
+    moved = (result.next_logp_r - result.updated_logp_r).abs().max()
+    assert (result.settled_logp_r - result.next_logp_r).abs().max() < 1e-4 * moved
 
 
 @each_case
 def test_export_is_what_was_loaded_bit_for_bit(directory: Path, case: VisionCase) -> None:
-    exported = found_of(directory, case).exported
+    exported = result_of(directory, case).exported
     loaded = load_file(directory / case.model / "model.safetensors")
     assert exported.keys() == loaded.keys()
     for name, tensor in loaded.items():
@@ -182,7 +182,7 @@ def test_export_is_what_was_loaded_bit_for_bit(directory: Path, case: VisionCase
 def test_a_frozen_tower_has_no_gradients_and_no_optimizer_states(directory: Path) -> None:
     """Each data-parallel rank's optimizer has a shard."""
     case = VisionCase("qwen2_5_vl", Layout(2, overlap=True), trained=False)
-    found = found_of(directory, case)
-    of_text = sum(t.numel() for n, t in found.exported.items() if "visual." not in n)
-    assert of_text <= found.with_gradient < of_text + 1000  # rounded up to whole shards
-    assert found.optimizer_parameters <= found.with_gradient / 2
+    result = result_of(directory, case)
+    of_text = sum(t.numel() for n, t in result.exported.items() if "visual." not in n)
+    assert of_text <= result.with_gradient < of_text + 1000  # rounded up to whole shards
+    assert result.optimizer_parameters <= result.with_gradient / 2

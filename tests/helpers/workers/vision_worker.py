@@ -17,7 +17,7 @@ from megatron_gvpo.settings.config import Config, build_config
 
 
 @dataclass(frozen=True)
-class Found:
+class VisionResult:
     logp_r: Tensor
     marked_logp_r: Tensor  # log-probs of responses with placeholders of images
     loss: float
@@ -66,7 +66,7 @@ def run(directory: str) -> None:
     forget_layout()
 
 
-def _measured(policy: Any, rows: Any) -> Found:
+def _measured(policy: Any, rows: Any) -> VisionResult:
     from megatron_gvpo.megatron.gradient_export import export_gradients
 
     logp_r = policy.score(rows)
@@ -90,7 +90,7 @@ def _measured(policy: Any, rows: Any) -> Found:
     next_logp_r = policy.score(rows)
     for _ in policy.weights():
         pass
-    return Found(
+    return VisionResult(
         logp_r=logp_r,
         marked_logp_r=marked_logp_r,
         loss=result.metrics["loss"],
