@@ -23,6 +23,7 @@ from megatron_gvpo.servers.request import Request, pack, unpack
 from megatron_gvpo.settings.conversation import ConversationConfig
 from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.turns import Turn, segments
+from megatron_gvpo.workers import environments as handler
 from megatron_gvpo.workers.messages import Function
 from megatron_gvpo.workers.output import Printout
 from megatron_gvpo.workers.process import CallFailed
@@ -284,7 +285,7 @@ def test_failures_do_not_count_in_the_time_of_a_conversation(
 def test_a_process_that_has_ended_is_not_waited_for(file: Path) -> None:
     """Such a step took all of its time, and then the policy was told that its tool was slow."""
     function = Function("environment", f"{file}:Scripted", {})
-    process = EnvironmentProcess("environments", function, {}, Printout(["environment"]))
+    process = EnvironmentProcess(handler, function, {}, Printout(["environment"]))
     process.wait_ready()
 
     async def late() -> None:
