@@ -82,11 +82,12 @@ JOBS = {
     "environment": f"""
 from megatron_gvpo.conversations.environments import EnvironmentProcess
 from megatron_gvpo.groups import Prompt
+from megatron_gvpo.workers import environments as handler
 from megatron_gvpo.workers.messages import Begin, Function, prompt_bytes
 from megatron_gvpo.workers.output import Printout
 
 process = EnvironmentProcess(
-    "environments", Function("environment", f"{{file}}:Slow", {{}}), {{}}, Printout(["environment"])
+    handler, Function("environment", f"{{file}}:Slow", {{}}), {{}}, Printout(["environment"])
 )
 process.wait_ready()
 begin = Begin(prompt_bytes(Prompt("p", (1,), "?", answer=mark)), 0, [])
