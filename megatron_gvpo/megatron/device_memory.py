@@ -41,7 +41,7 @@ class DeviceMemory:
         them, because the weights may change then.
         """
         if "weights" not in self._released:
-            self._finish_with_weights()
+            self._finish_background_work()
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
@@ -51,9 +51,11 @@ class DeviceMemory:
         """Offload a part and free its device memory; does nothing if the part is released already."""
         if part in self._released:
             return
-        self._finish_with_weights()
+        self._finish_background_work()
         weights = self._weights()
         if part == "weights":
+            for model in self._models:
+                model.drop_fp8_copies()
             released = self._ahead if self._ahead is not None else self._copies(part, weights)
             self._ahead = None
         else:  # in fp32 the model's weights are themselves the master weights
@@ -82,11 +84,9 @@ class DeviceMemory:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    def _finish_with_weights(self) -> None:
-        """Wait for gathers of weights in the background, and drop what is derived from the weights."""
+    def _finish_background_work(self) -> None:
         for model in self._models:
             model.finish_background_work()
-            model.drop_fp8_copies()
 
     def _weights(self) -> dict[int, torch.UntypedStorage]:
         return storages(weight for model in self._models for weight in model.weights())
