@@ -16,6 +16,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.secrets import read_variable
 from megatron_gvpo.settings.servers import EngineServers, ServersConfig
 
+# Only looked for, never listened at: who listens at one of these has the port at every address.
 WILDCARDS = ("0.0.0.0", "::")
 _OWN_NAME = "127.0.1.1"
 
