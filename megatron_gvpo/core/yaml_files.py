@@ -119,15 +119,33 @@ def _not_a_file(file: Path) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """A value as in a file; the text itself if it is not YAML. Raises ValueError as check_plain does."""
+    """A value as in a file; the text itself if it is not YAML. Raises ValueError as check_plain does.
+
+    In a value of one line, `#` begins no comment: on a command line it belongs to the value.
+    """
     try:
-        value = _parse(text)
+        value = text if _ends_in_comment(text) else _parse(text)
     except _NotYamlError:
         value = text
     if isinstance(value, str) and "\n" in text and text.lstrip()[:1] not in ('"', "'", "|", ">"):
         value = text  # YAML would join the lines by spaces
     check_plain(value, finite=False)
     return value
+
+
+def _ends_in_comment(text: str) -> bool:
+    """True if YAML would leave out the end of a line, or all of it, as a comment."""
+    if "#" not in text or "\n" in text.strip():
+        return False
+    try:
+        ends = [token.end_mark.index for token in yaml.scan(text, Loader) if _has_text(token)]
+    except yaml.YAMLError:
+        return False
+    return bool(text[max(ends, default=0) :].strip())
+
+
+def _has_text(token: yaml.Token) -> bool:
+    return bool(token.start_mark.index < token.end_mark.index)
 
 
 class _NotYamlError(Exception):

@@ -67,13 +67,34 @@ def _keys_of(values: Any, *path: str) -> dict[str, Any] | None:
 
 
 def merged_values(files: Sequence[str | Path], overrides: Iterable[str]) -> dict[str, Any]:
-    """Merge YAML files, of which later ones win, and then `key.sub=value` overrides. Raises ConfigError."""
+    """Merge YAML files, of which later ones win, and then `key.sub=value` overrides. Raises ConfigError.
+
+    An override that replaces a block, such as algorithm=grpo, must come before those of the block's keys.
+    """
     merged: dict[str, Any] = {}
     for file in files:
         merged = merge(merged, read_yaml(Path(file)))
+    before: list[str] = []
     for override in overrides:
         merged = merge(merged, parse_override(override))
+        if lost := [key for key in before if _is_lost(key, merged)]:
+            raise ConfigError(
+                f"override {cut(lost[0])}: {cut(override)} comes after it and replaces what it changes: give "
+                f"{cut(override)} first"
+            )
+        before.append(override.partition("=")[0])
     return merged
+
+
+def _is_lost(key: str, values: Any) -> bool:
+    """True if a key is no longer in the values; False if a section around it is null, or a name is given."""
+    for part in key.split("."):
+        if isinstance(values, list):
+            values = {str(number): item for number, item in enumerate(values)}
+        if not isinstance(values, Mapping) or part not in values:
+            return values is not None and part not in ("name", "recipe")
+        values = values[part]
+    return False
 
 
 def load_config(files: Sequence[str | Path], overrides: Iterable[str] = ()) -> Config:

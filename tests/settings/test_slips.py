@@ -58,6 +58,59 @@ def test_an_address_with_v1_and_a_key_in_place_of_its_variables_name(good: Path,
     assert "api_key_env: expected the name of an environment variable" in problem and "abc123" not in problem
 
 
+@pytest.mark.parametrize("text", ["Solve # it", "# Task", "####"])
+def test_an_override_has_no_comments(good: Path, text: str) -> None:
+    """YAML would read the text after a space and `#` as a comment, and leave it out without a word."""
+    assert load_config([good], [f"data.system_prompt={text}"]).data.system_prompt == text
+    quoted = load_config([good], ["rollout.stop=['# a', '#']", "optimizer.lr=1e-4"])
+    assert quoted.rollout.stop == ("# a", "#")
+    assert "(given: '1e-4 # low')" in message(good, "optimizer.lr=1e-4 # low")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lost"),
+    [
+        (["algorithm.loss.kl_coef=0", "algorithm=grpo"], "algorithm.loss.kl_coef"),
+        (
+            ["algorithm.recipe=gvpo", "algorithm.loss.kl_coef=0", "algorithm.recipe=grpo"],
+            "algorithm.loss.kl_coef",
+        ),
+        (
+            ["algorithm=dapo", "algorithm.shapers.0.weight=1", "algorithm.shapers=[]"],
+            "algorithm.shapers.0.weight",
+        ),
+    ],
+)
+def test_an_override_that_a_later_one_would_drop(good: Path, overrides: list[str], lost: str) -> None:
+    last = overrides[-1]
+    wanted = f"override {lost}: {last} comes after it and replaces what it changes: give {last} first"
+    assert message(good, *overrides) == wanted
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm=grpo", "algorithm.loss.kl_coef=0"],
+        [
+            "algorithm.recipe=gpg",
+            "algorithm=grpo",
+            "algorithm.loss.clip_low=0.1",
+            "algorithm.loss={kl_coef: 0}",
+        ],
+        ["data.eval.path=held_out.jsonl", "eval.every=5", "data.eval=null"],
+        [
+            "algorithm=grpo",
+            "algorithm.loss.kl_coef=0",
+            "algorithm.loss.kl_coef=0.1",
+            "rollout.stop=[a]",
+            "rollout.stop=[b]",
+        ],
+    ],
+)
+def test_a_later_override_of_the_same_key_wins(good: Path, overrides: list[str]) -> None:
+    load_config([good], overrides)
+
+
 def test_a_rate_that_changes_nothing_is_warned_of(good: Path) -> None:
     assert "changes no weight" in (advice(load_config([good], ["optimizer.lr=1e-40"])) or "")
     assert "changes no weight" not in (advice(load_config([good], ["optimizer.lr=1e-9"])) or "")
