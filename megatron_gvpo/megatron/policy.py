@@ -279,6 +279,12 @@ class Policy(Scorer):
         for _, optimizer in self._trained:
             optimizer.scheduler.step(count)
 
+    def follow_schedule(self, updates: int) -> None:
+        """Set the learning rates to those after this many updates of the whole run."""
+        for _, optimizer in self._trained:
+            optimizer.scheduler.num_steps = 0  # Megatron adds to it
+            optimizer.scheduler.step(updates)
+
     def end_step(self) -> None:
         """Update a moving reference."""
         if self.reference is not None:

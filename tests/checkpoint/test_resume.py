@@ -59,6 +59,17 @@ def test_a_resumed_run_equals_an_uninterrupted_one(task, tmp_path, method):
         assert records(parts)[-1]["train/importance"] == pytest.approx(1, abs=1e-5)
 
 
+def test_the_learning_rate_follows_the_present_number_of_updates(task, tmp_path):
+    """A run of two updates a step would be at the end of its decay after half of its steps with one."""
+    whole, parts, one = tmp_path / "whole", tmp_path / "parts", ("algorithm=ppo", *SHORT)
+    fit(configure(task, whole, *one))
+    fit(configure(task, parts, *one, "train.mini_batches=2"), [StopAfter(2)])
+    resumed = fit(configure(task, parts, *one), resume=True, allow_change=("train.mini_batches",))
+    assert [r["train/lr"] for r in records(parts)[3:]] == [r["train/lr"] for r in records(whole)[3:]]
+    policy = resumed.components.policy
+    assert policy.critic.optimizer.scheduler.num_steps == policy.optimizer.scheduler.num_steps == 4
+
+
 def test_lost_and_repeated_records_of_steps_are_told_and_mended(task, tmp_path, caplog):
     fit(configure(task, tmp_path, *GVPO, reward_options(task, signal_in=3)))
     metrics = tmp_path / "metrics.jsonl"
