@@ -200,7 +200,7 @@ class SGLang:
             self._drafts += Drafts(*(answer["meta_info"].get(name, 0) for name in DRAFTS))
             if images:
                 check_prompt(self, token_ids, answer.get("prompt_token_ids"), images)
-            return _completion(answer, sampling.wants_support)
+            return _completion(answer, len(token_ids), sampling.wants_support)
 
     async def score(self, token_ids: Sequence[int], timeout: float, first: int = 1) -> list[float]:
         # SGLang 0.5.23 gives the last input token the entry of token 0, so one more token is sent, and its
@@ -268,7 +268,7 @@ class SGLang:
         await self.http.post("/resume_memory_occupation", {"tags": tags}, timeout=timeout)
 
 
-def _completion(answer: dict[str, Any], has_support: bool) -> Completion:
+def _completion(answer: dict[str, Any], prompt_tokens: int, has_support: bool) -> Completion:
     """The tokens and log-probs of an answer of /generate. Raises ValueError for log-probs of other tokens."""
     meta = answer["meta_info"]
     entries = meta["output_token_logprobs"]
@@ -281,17 +281,23 @@ def _completion(answer: dict[str, Any], has_support: bool) -> Completion:
         logprobs = meta.get("output_token_sampling_logprobs", [])
         members = meta.get("output_token_sampling_mask", [])
     matched = meta["finish_reason"].get("matched")  # a stop string or a token
-    experts = meta.get("routed_experts")  # experts of all tokens but the last, in all layers
+    experts = meta.get("routed_experts")
     return Completion(
         token_ids=answer["output_ids"],
         logprobs=logprobs,
         finish_reason=finish(meta["finish_reason"]["type"]),
         version=meta["weight_version"],
-        experts=None if experts is None else np.frombuffer(base64.b64decode(experts), "<i4"),
+        experts=None if experts is None else _by_token(experts, prompt_tokens + len(entries) - 1),
         cached=meta.get("cached_tokens"),
         support=None if members is None else Support.of(members),
         stop_string=matched if isinstance(matched, str) else None,
     )
+
+
+def _by_token(experts: str, tokens: int) -> np.ndarray:
+    """The experts of all tokens but the last, in all layers: a row a token. A wrong number stays one row."""
+    flat = np.frombuffer(base64.b64decode(experts), "<i4")
+    return flat if tokens < 1 or flat.size % tokens else flat.reshape(tokens, -1)
 
 
 def _serving_adapters(model: ModelConfig, colocated: bool, card: ModelCard, on_gpu: bool) -> list[str]:

@@ -177,6 +177,13 @@ def test_wrong_weights_of_a_users_function_are_refused(weights: Path, name: str,
         loss(LossInputs(rows, logp_r, BatchTotals.of(rows)))
 
 
+def test_a_users_weight_is_not_called_on_a_rank_without_rows(weights: Path) -> None:
+    rows, _ = ragged(seed=3)
+    inputs = LossInputs(rows.select([]), torch.zeros(0, dtype=torch.float64), BatchTotals.of(rows))
+    share, _ = GVPOPlusPlus(function=f"{weights}:short")(inputs)
+    assert share == 0
+
+
 def test_options_without_an_effect_are_refused(weights: Path) -> None:
     for options in ({"alpha": 1.0, "function": f"{weights}:by_first_token"}, {"options": {"power": 2}}):
         with pytest.raises(ValueError, match="no effect"):

@@ -60,6 +60,17 @@ def test_a_loss(tmp_path, body, problem):
     assert "\n" not in str(error.value)
 
 
+def test_a_loss_is_not_called_without_rows(tmp_path):
+    """One of two ranks has no rows of a mini-batch of one group, and a maximum of nothing is an error."""
+    loss = CustomLoss(function=write_function(tmp_path, "inputs", "return inputs.logp_r.max()"))
+    rows = make_rows([[1.0, 0.0]])
+    none = rows.select([])
+    logp_r = make_logp(none).requires_grad_()
+    share, metrics = loss(LossInputs(none, logp_r, BatchTotals.of(rows)))
+    share.backward()
+    assert share == 0 and metrics == {} and logp_r.grad is not None
+
+
 @pytest.mark.parametrize(
     ("body", "problem"),
     [

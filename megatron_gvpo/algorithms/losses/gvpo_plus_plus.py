@@ -99,7 +99,7 @@ class GVPOPlusPlus(Loss):
 
     def _weights(self, rows: TrainBatch) -> Tensor:
         """The weight f of every response, [n]. Raises UserFunctionError for a function's wrong values."""
-        if self.function is None:
+        if self.function is None or not len(rows):  # a rank may have no rows of a mini-batch
             return rows.length_n.clamp(min=1).to(rows.reward_n.dtype) ** -self.alpha
         where = ("loss.function", self.function)
         value = call_function(*where, rows, **self.options)
