@@ -269,8 +269,10 @@ class TinkerApp:
             return self._later(session, request_id, operation, partial(_json, {**answer, "path": path.uri}))
         if request_id in session.pending:
             return self._accepted(session.pending[request_id])
+        if body.sampling_session_seq_id is None:
+            raise Refusal("save_weights_for_sampler needs a path, or sampling_session_seq_id", 422)
         sampler = self._new_sampler(
-            session, body.sampling_session_seq_id or 0, snapshot=f"{model.model_id}/{self._unnamed(model)}"
+            session, body.sampling_session_seq_id, snapshot=f"{model.model_id}/{self._unnamed(model)}"
         )
         model.snapshots.append(sampler.snapshot)
         self._drop_snapshots(session, model)
@@ -350,8 +352,16 @@ class TinkerApp:
     def _new_sampler(
         session: Session, number: int, snapshot: str, path: CheckpointPath | None = None
     ) -> ClientSampler:
+        """The session's sampler of this number, which a repeated request finds. Raises Refusal for another's."""
         sampler = ClientSampler(f"{session.session_id}:sample:{number}", session.session_id, snapshot, path)
-        return session.samplers.setdefault(sampler.sampler_id, sampler)
+        known = session.samplers.setdefault(sampler.sampler_id, sampler)
+        # The same path may have another snapshot's name, if its checkpoint was saved anew meanwhile.
+        if known.path != path or (path is None and known.snapshot != snapshot):
+            raise Refusal(
+                f"sampling_session_seq_id={number}: the session has another sampler of this number; give each "
+                "its own"
+            )
+        return known
 
     async def _get_sampler(self, request: web.Request) -> web.Response:
         _, sampler = self._sessions.of_sampler(request.match_info["sampler_id"])

@@ -1,12 +1,18 @@
 """Requests that no client of the SDK sends: the application answers each with a sentence, and lives on."""
 
 import asyncio
+import json
+import re
+import socket
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
 
-from megatron_gvpo.settings.tinker import load_tinker_config
+from megatron_gvpo.settings.tinker import TinkerConfig, load_tinker_config
+from megatron_gvpo.tinker import serve
 from megatron_gvpo.tinker.app import TinkerApp
 from megatron_gvpo.tinker.queue import FairQueue
 from megatron_gvpo.tinker.served_model import ServedModel
@@ -18,13 +24,16 @@ MODEL = ServedModel("name", "path", "Qwen2ForCausalLM", 50, 20, (7,), None, ())
 
 
 @pytest.fixture
-def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinkerApp:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TinkerConfig:
     monkeypatch.setenv("KEY_OF_A_TEST", KEY)
-    file = tmp_path / "server.yaml"
-    file.write_text(
-        f"{{output_dir: {tmp_path}, model: {{path: {tmp_path}}}, serve: {{key: {{env: KEY_OF_A_TEST}}}}}}"
-    )
-    return TinkerApp(load_tinker_config([file]), MODEL, FairQueue())
+    file, serving = tmp_path / "server.yaml", "serve: {port: 0, key: {env: KEY_OF_A_TEST}}"
+    file.write_text(f"{{output_dir: {tmp_path}, model: {{path: {tmp_path}}}, {serving}}}")
+    return load_tinker_config([file])
+
+
+@pytest.fixture
+def app(config: TinkerConfig) -> TinkerApp:
+    return TinkerApp(config, MODEL, FairQueue())
 
 
 async def answers(app: TinkerApp, *requests: bytes) -> list[tuple[int, str]]:
@@ -95,3 +104,52 @@ def test_a_failed_operation_names_whose_fault_it_is(
         return body
 
     assert asyncio.run(settled())["category"] == category
+
+
+def test_a_sampler_keeps_its_number_and_its_weights(app: TinkerApp) -> None:
+    """Weights under the number of the base model's sampler would become the base model of all clients."""
+    session = app._sessions.open().session_id
+    model = {"model_id": f"{session}:train:0"}
+    sent = [
+        ("create_model", {"session_id": session, "model_seq_id": 0, "base_model": "name"}),
+        *[("create_sampling_session", of_base(session, 0))] * 2,  # repeated, as if its answer had been lost
+        ("save_weights_for_sampler", {**model, "seq_id": 1, "sampling_session_seq_id": 0}),
+        ("save_weights_for_sampler", {**model, "seq_id": 2}),
+        ("save_weights_for_sampler", {**model, "seq_id": 3, "sampling_session_seq_id": 1}),
+        ("create_sampling_session", of_base(session, 1)),
+    ]
+    results = asyncio.run(answers(app, *(request(path, json.dumps(body).encode()) for path, body in sent)))
+    assert [status for status, _ in results] == [200, 200, 200, 400, 422, 200, 400], results
+    assert "sampling_session_seq_id=0: the session has another sampler" in results[3][1]
+    created, saved = [job.operation for _ in range(2) for job in app._queue.take(1)]
+    assert created["kind"] == "create"
+    assert saved["kind"] == "snapshot" and saved["snapshot"].startswith(f"{session}:train:0/unnamed-")
+
+
+def of_base(session: str, number: int) -> dict[str, Any]:
+    return {"session_id": session, "sampling_session_seq_id": number, "base_model": "name"}
+
+
+def test_the_server_ends_while_a_client_waits_for_a_result(
+    config: TinkerConfig, app: TinkerApp, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = app._sessions.open()
+    model = {"session_id": session.session_id, "model_seq_id": 0, "base_model": "name"}
+    request_id = f"{session.session_id}:train:0:create"
+    with serve._http(config, app):
+        printed = re.search(r"http://(.*):(\d+)", capsys.readouterr().out)
+        assert printed is not None
+        address = printed[1], int(printed[2])
+        with socket.create_connection(address) as client:
+            client.sendall(request("create_model", json.dumps(model).encode()))
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+        session.seen = 0.0  # the request for the result sets it
+        waiting = socket.create_connection(address)
+        waiting.sendall(request("retrieve_future", json.dumps({"request_id": request_id}).encode()))
+        deadline = time.monotonic() + 60
+        while not session.seen and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert session.seen
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 5  # not the 20 s for which the client may wait
+    waiting.close()
