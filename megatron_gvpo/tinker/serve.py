@@ -88,7 +88,8 @@ def _http(config: TinkerConfig, app: TinkerApp) -> Iterator[None]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="tinker-http", daemon=True)
     thread.start()
-    runner = web.AppRunner(app.application(), access_log=None)
+    # Clients wait for results for up to 20 s (retrieve_future). At the end of the server their requests are cut.
+    runner = web.AppRunner(app.application(), access_log=None, shutdown_timeout=0.1)
     serving = config.serve
 
     async def start() -> Any:
