@@ -24,7 +24,7 @@ from aiohttp import web
 from megatron_gvpo.servers.request import derived_seed
 from megatron_gvpo.settings.tinker import TinkerConfig
 from megatron_gvpo.tinker import checkpoint_routes, requests, wire
-from megatron_gvpo.tinker.checkpoints import CheckpointPath, read_info
+from megatron_gvpo.tinker.checkpoints import CheckpointPath, read_info, snapshot_name
 from megatron_gvpo.tinker.losses import RequestedLoss
 from megatron_gvpo.tinker.operations import BASE, Operation, Outcome
 from megatron_gvpo.tinker.queue import FairQueue, QueuedOperation
@@ -342,7 +342,7 @@ class TinkerApp:
             path = CheckpointPath.parse(body.model_path)
             info = read_info(self._root, path)
             self._model.check_weights(info)
-            snapshot = f"{path.uri}@{info['time']}"
+            snapshot = snapshot_name(path, info)
             sampler = self._new_sampler(session, body.sampling_session_seq_id, snapshot, path)
         return web.json_response(
             {"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id}

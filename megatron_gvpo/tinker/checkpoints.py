@@ -83,6 +83,19 @@ def read_info(root: Path, path: CheckpointPath) -> dict[str, Any]:
     return info
 
 
+def snapshot_name(path: CheckpointPath, info: dict[str, Any]) -> str:
+    """The name of a checkpoint's weights, which are others when it is saved again."""
+    return f"{path.uri}@{info['time']}"
+
+
+def check_snapshot(root: Path, path: CheckpointPath, snapshot: str) -> None:
+    """Raises Refusal if the checkpoint no longer has the weights of this name."""
+    if snapshot_name(path, _facts(_file(root, path))) != snapshot:
+        raise Refusal(
+            f"{path.uri} was saved again, and the sampler's weights are gone: make a sampler of the present ones"
+        )
+
+
 def remove(root: Path, path: CheckpointPath) -> None:
     """Remove a checkpoint, also one that has expired. Raises Refusal where there is none."""
     shutil.rmtree(_file(root, path).parent)

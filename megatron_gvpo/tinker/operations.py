@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron_gvpo.core.collectives import all_ranks_agree
 from megatron_gvpo.core.errors import CheckpointError
 from megatron_gvpo.huggingface.tokenizer import load_tokenizer
 from megatron_gvpo.megatron import parallel
@@ -163,8 +165,12 @@ class Operations:
             return
         if path is None:
             raise Refusal("the sampler's weights are gone: newer ones of its model took their place")
+        checkpoint = CheckpointPath(*path)
+        with all_ranks_agree(Refusal):
+            if dist.get_rank() == 0:
+                checkpoints.check_snapshot(self._root, checkpoint, snapshot)
         self._slot.write(self._new)
-        checkpoints.load(self._slot, self._root, CheckpointPath(*path), with_optimizer=False)
+        checkpoints.load(self._slot, self._root, checkpoint, with_optimizer=False)
         self._snapshots[snapshot] = self._slot.read_weights()
         self._read.append(snapshot)
         if len(self._read) > MOST_READ:

@@ -228,8 +228,8 @@ def check_life(updated: dict[str, Any]) -> None:
     near(updated["weights"], updated["first"])
     near(updated["copy later"], updated["first later"])
     assert max(abs(a - b) for a, b in zip(updated["first later"], updated["first"], strict=True)) > 1e-4
-    gone, unreadable, unloaded, infinite = updated["refusals"]
-    assert "weights are gone" in gone and "cannot read" in unreadable
+    gone, replaced, unreadable, unloaded, infinite = updated["refusals"]
+    assert "weights are gone" in gone and "was saved again" in replaced and "cannot read" in unreadable
     assert "there is no model first" in unloaded and "the gradient is not finite" in infinite
     near(updated["copy at the end"], updated["copy later"])
     near(updated["second at the end"], updated["second"])

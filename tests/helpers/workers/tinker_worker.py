@@ -110,7 +110,7 @@ def _after_steps(operations: Any, work: Any) -> dict[str, Any]:
         both("alone")
     both("first"), both("second"), both("first")
     path = ["first", "weights", "one"]
-    operations.run({"kind": "save", "model": "first", "path": path, "info": {"time": 1.0}})
+    operations.run({"kind": "save", "model": "first", "path": path, "info": {"time": 1.0, "expires": None}})
     operations.run({"kind": "load", "model": "copy", "path": path, "optimizer": True})
     operations.run({"kind": "load", "model": "weights", "path": path, "optimizer": False})
     result = {name: logprobs(name) for name in ("alone", "first", "second", "copy", "weights")}
@@ -132,12 +132,14 @@ def _after_steps(operations: Any, work: Any) -> dict[str, Any]:
     result["sampled"] = [logps for _, logps, _ in answer["sequences"]], trained
     operations.run({"kind": "forget", "models": ["first"], "snapshots": ["s"]})
     again = {"kind": "sample", "snapshot": "s", "orders": [order], "sampling": {}}
+    replaced = {**again, "snapshot": "tinker://first/weights/one@0.5", "path": path}
     unreadable = {"kind": "load", "model": "copy", "path": ["no", "weights", "one"], "optimizer": True}
     broken = {"kind": "forward_backward", "model": "first", "body": request}
     infinite = {"kind": "optim_step", "model": "second", "step": {**step, "lr": 0.0}}
     operations._enter("second")
     operations._slot.gradients[0].fill_(float("inf"))
-    result["refusals"] = [_refusal(operations, o) for o in (again, unreadable, broken, infinite)]
+    result["refusals"] = [_refusal(operations, o) for o in (again, replaced, unreadable, broken, infinite)]
+    assert not _refusal(operations, {**replaced, "snapshot": "tinker://first/weights/one@1.0"})
     result["copy at the end"] = logprobs("copy")
     result["second at the end"] = logprobs("second")
     return result
