@@ -352,14 +352,17 @@ class TinkerApp:
     def _new_sampler(
         session: Session, number: int, snapshot: str, path: CheckpointPath | None = None
     ) -> ClientSampler:
-        """The session's sampler of this number, which a repeated request finds. Raises Refusal for another's."""
+        """The session's sampler of this number, which a repeated request finds.
+
+        Raises Refusal where the number is another sampler's.
+        """
         sampler = ClientSampler(f"{session.session_id}:sample:{number}", session.session_id, snapshot, path)
         known = session.samplers.setdefault(sampler.sampler_id, sampler)
         # The same path may have another snapshot's name, if its checkpoint was saved anew meanwhile.
         if known.path != path or (path is None and known.snapshot != snapshot):
             raise Refusal(
-                f"sampling_session_seq_id={number}: the session has another sampler of this number; give each "
-                "its own"
+                f"sampling_session_seq_id={number}: the session has another sampler of this number; give "
+                "each its own"
             )
         return known
 

@@ -92,7 +92,7 @@ def check_snapshot(root: Path, path: CheckpointPath, snapshot: str) -> None:
     """Raises Refusal if the checkpoint no longer has the weights of this name."""
     if snapshot_name(path, _facts(_file(root, path))) != snapshot:
         raise Refusal(
-            f"{path.uri} was saved again, and the sampler's weights are gone: make a sampler of the present ones"
+            f"{path.uri} was saved again, and the sampler's weights are gone: make a sampler of the new ones"
         )
 
 

@@ -88,7 +88,7 @@ def _http(config: TinkerConfig, app: TinkerApp) -> Iterator[None]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="tinker-http", daemon=True)
     thread.start()
-    # Clients wait for results for up to 20 s (retrieve_future). At the end of the server their requests are cut.
+    # Clients may wait 20 s for a result (retrieve_future). At the server's end their requests are cut off.
     runner = web.AppRunner(app.application(), access_log=None, shutdown_timeout=0.1)
     serving = config.serve
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,20 @@ from transformers import AutoTokenizer
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.groups import Rollout
 from megatron_gvpo.huggingface.end_tokens import StopStrings
+from megatron_gvpo.servers.answers import Routers
 from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.servers.request import Request
 from megatron_gvpo.servers.server import Completion
 from megatron_gvpo.servers.sglang import SGLang
 from megatron_gvpo.servers.vllm import VLLM
-from megatron_gvpo.settings.sections import SamplingConfig
+from megatron_gvpo.settings.sections import RolloutConfig, SamplingConfig
 from megatron_gvpo.settings.servers import ServersConfig
 
 KINDS = {"sglang": SGLang, "vllm": VLLM}
 OF = tokenizer()
 LETTERS = {letter: OF.convert_tokens_to_ids(letter) for letter in "abchelo"}
 STOP, MOST = ("hello", "b"), 20
+ROUTERS = Routers(layers=3, sparse=(1, 2), per_token=2, experts=4)
 
 
 def reply(kind: str, text: str, reason: str, string: str | None = None) -> dict[str, Any]:
@@ -43,7 +47,10 @@ def reply(kind: str, text: str, reason: str, string: str | None = None) -> dict[
 
 
 def response(
-    kind: str, *answers: dict[str, Any], stop: tuple[str, ...] = STOP
+    kind: str,
+    *answers: dict[str, Any],
+    stop: tuple[str, ...] = STOP,
+    sampling: SamplingConfig | None = None,
 ) -> tuple[Rollout, list[dict[str, Any]]]:
     """The pool's response where the server gives these answers in turn, and the requests."""
     later = iter(answers)
@@ -52,13 +59,14 @@ def response(
 
     async def ask() -> Rollout:
         settings = ServersConfig(start_timeout=0.01)
-        pool = ServerPool([server], settings, [1], print, stop_strings=StopStrings(OF))
+        strings = StopStrings(OF)
+        pool = ServerPool([server], settings, [1], print, routers=ROUTERS, stop_strings=strings)
         admit_at_once(pool, 3)
         [handle] = pool.handles
         # A push that stops a response takes the server out; here it may go on at once.
         handle.has = lambda version: False  # type: ignore[method-assign]
-        sampling = SamplingConfig(max_tokens=MOST, stop=stop)
-        [[rollout]] = await asyncio.wait_for(pool.generate([Request((5, 6), 1, 0)], sampling), 5)
+        how = sampling or SamplingConfig(max_tokens=MOST, stop=stop)
+        [[rollout]] = await asyncio.wait_for(pool.generate([Request((5, 6), 1, 0)], how), 5)
         return rollout
 
     return asyncio.run(ask()), connection.bodies
@@ -121,13 +129,21 @@ def test_a_string_that_nobody_asked_for_costs_the_server(kind: str, monkeypatch:
         response(kind, reply(kind, "acc", "stop", "acc"))
 
 
-def test_experts_are_those_of_the_tokens_that_are_kept():
-    experts = np.arange(2 + 5 - 1)
-    sample = Completion([5, 6, 7, 8, 9], [-1.0] * 5, "length", experts=experts)
-    assert sample.first(5).experts is experts
-    kept = sample.first(3)
-    assert kept.token_ids == [5, 6, 7] and kept.finish_reason == "stop"
-    assert kept.experts is not None and kept.experts.tolist() == [0, 1, 2, 3]
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_are_those_of_the_tokens_that_are_kept(kind: str):
+    """SGLang sends the experts of all tokens in one row, and vLLM an array by token, layer and choice."""
+    answer = reply(kind, ("achelloacc" + MOST * "c")[:MOST], "length")
+    numbers = np.indices((2 + MOST - 1, ROUTERS.layers, ROUTERS.per_token)).sum(0)
+    experts = (numbers % ROUTERS.experts).astype("<i4")
+    if kind == "sglang":
+        answer["meta_info"]["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
+    else:
+        np.save(file := io.BytesIO(), experts)
+        answer["choices"][0]["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+    sampling = RolloutConfig(max_tokens=MOST, stop=STOP, router_replay=True)
+    rollout, _ = response(kind, answer, sampling=sampling)
+    assert (text(rollout), rollout.finish_reason) == ("achello", "stop")
+    assert rollout.routing == ROUTERS.pack(experts[: 2 + len("achello") - 1], 2 + len("achello"))
 
 
 # ---------------------------------------------------------------- real servers
