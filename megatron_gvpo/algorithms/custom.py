@@ -65,6 +65,8 @@ class CustomLoss(WithFunction, Loss):
         return {column: policy for column, policy in policies.items() if column in self.reads}
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
+        if not len(inputs.rows):  # a rank may have no rows of a mini-batch
+            return 0 * inputs.logp_r.sum(), {}
         where = ("loss.function", self.function)
         result = call_function(*where, inputs, **self.options)
         share, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
