@@ -34,13 +34,16 @@ class BuiltIn(NamedTuple):
     function: str
     needs_answer: bool = False  # the reward compares with `prompt.answer`
     pays_turns: bool = False  # the reward sums an environment's rewards for the turns
+    option: str | None = None  # the only option, which is a text
     check: Callable[[], None] = lambda: None  # raises ValueError, with a remedy, for a missing package
 
 
 BUILT_IN = {
-    "math": BuiltIn("megatron_gvpo.rewards.math_answer:verify_math", needs_answer=True),
-    "format": BuiltIn("megatron_gvpo.rewards.math_format:verify_format"),
-    "reasoning_gym": BuiltIn("megatron_gvpo.rewards.math_answer:score_generated", check=check_installed),
+    "math": BuiltIn("megatron_gvpo.rewards.math_answer:verify_math", needs_answer=True, option="marker"),
+    "format": BuiltIn("megatron_gvpo.rewards.math_format:verify_format", option="pattern"),
+    "reasoning_gym": BuiltIn(
+        "megatron_gvpo.rewards.math_answer:score_generated", check=check_installed, option="tag"
+    ),
     "environment": BuiltIn("megatron_gvpo.rewards.conversation_rewards:environment_reward", pays_turns=True),
 }
 
@@ -55,14 +58,24 @@ def check_built_in(name: str) -> None:
 
 
 def _check_options(name: str, options: dict[str, Any]) -> None:
-    """Raises ValueError for an option of a built-in reward with which it could never be paid."""
-    if isinstance(pattern := options.get("pattern"), str) and name == "format":
+    """Raises ValueError for an option that a built-in reward does not have, or with which it never pays."""
+    known = BUILT_IN[name].option
+    for option, value in options.items():
+        if option != known:
+            has = "no options" if known is None else f"the option {known} alone"
+            raise ValueError(f"options.{option}: no such option; the reward {name} has {has}")
+        if value is None or value == "":
+            raise ValueError(
+                f"options.{option} is empty: want a text, such as '####' with its quotes (YAML reads # after a "
+                "space as a comment); to have none, leave it out"
+            )
+        if not isinstance(value, str):
+            raise ValueError(f"options.{option}: want a text, and {value!r} is none: put it into quotes")
+    if name == "format" and (pattern := options.get("pattern")) is not None:
         try:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(f"options.pattern={pattern!r} is not a regular expression: {error}") from None
-    if name == "math" and options.get("marker") == "":
-        raise ValueError("options.marker is empty: name the text before an answer, such as '####'")
 
 
 def _free_name(name: str) -> str:

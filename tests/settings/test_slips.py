@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.inputs.good_config import message
+from helpers.inputs.good_config import GOOD, message
 
 from megatron_gvpo.checks.files import check_data_files
 from megatron_gvpo.core.errors import ConfigError, DataError
@@ -39,6 +39,9 @@ SIZES = {
         ("logging.profile_steps=[30,40]", "the run ends before, with train.steps=20"),
         ("rewards.components=[{name: format, options: {pattern: '('}}]", "'(' is not a regular expression"),
         ("rewards.components=[{name: math, options: {marker: ''}}]", "options.marker is empty"),
+        ("rewards.components=[{name: math, options: {marker: null}}]", "such as '####' with its quotes"),
+        ("rewards.components=[{name: math, options: {marker: 4}}]", "want a text, and 4 is none"),
+        ("rewards.components=[{name: math, options: {markr: '#'}}]", "options.markr: no such option; the"),
     ],
 )
 def test_a_value_that_cannot_be_meant_shows_the_slip(good: Path, override: str, problem: str) -> None:
@@ -56,6 +59,15 @@ def test_an_address_with_v1_and_a_key_in_place_of_its_variables_name(good: Path,
     assert "'https://api.example/v1': give the address without /v1" in problem
     problem = message(good, *words, f"{section}.api_key_env=sk-abc123")
     assert "api_key_env: expected the name of an environment variable" in problem and "abc123" not in problem
+
+
+def test_a_marker_that_yaml_reads_as_a_comment(tmp_path: Path) -> None:
+    """With `marker: ####` in a file, every response without a box was wrong."""
+    (file := tmp_path / "run.yaml").write_text(
+        f"{GOOD}rewards:\n  components:\n    - name: math\n      options:\n        marker: ####\n"
+    )
+    with pytest.raises(ConfigError, match="rewards.components.0: options.marker is empty: want a text"):
+        load_config([file])
 
 
 @pytest.mark.parametrize("text", ["Solve # it", "# Task", "####"])
