@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from megatron_gvpo.core.metric_names import check_key, own_names
+from megatron_gvpo.core.plain_values import cut
 from megatron_gvpo.core.section import EVERY_KEY, Processes, Seconds, Section
 from megatron_gvpo.settings.reward_servers import JudgeConfig, RewardModelConfig
 
@@ -66,11 +67,11 @@ def _check_options(name: str, options: dict[str, Any]) -> None:
             raise ValueError(f"options.{option}: no such option; the reward {name} has {has}")
         if value is None or value == "":
             raise ValueError(
-                f"options.{option} is empty: want a text, such as '####' with its quotes (YAML reads # after a "
-                "space as a comment); to have none, leave it out"
+                f"options.{option} is empty: want a text, such as '####' with its quotes, because # begins a "
+                "comment in YAML; to have none, leave it out"
             )
         if not isinstance(value, str):
-            raise ValueError(f"options.{option}: want a text, and {value!r} is none: put it into quotes")
+            raise ValueError(f"options.{option}: want a text in quotes, not {cut(repr(value))}")
     if name == "format" and (pattern := options.get("pattern")) is not None:
         try:
             re.compile(pattern)

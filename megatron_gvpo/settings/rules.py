@@ -6,7 +6,7 @@ import re
 from math import lcm
 
 from megatron_gvpo.core.metric_names import entry
-from megatron_gvpo.settings.idle_keys import check_idle_keys, keys_of_sampling
+from megatron_gvpo.settings.idle_keys import check_idle_keys
 from megatron_gvpo.settings.rewards import COUNT
 from megatron_gvpo.settings.run_sections import RunSections
 
@@ -38,87 +38,6 @@ def cross_check(config: RunSections) -> None:
         check_idle_keys,
     ):
         check(config)
-
-
-def advice(config: RunSections) -> str | None:
-    """Warnings about a configuration that is legal but usually unintended; None without any.
-
-    There is a warning for each of these:
-    - a step with one update whose reference is the policy at step start: the reference is then the policy
-      that trains, and GVPO's d is 0;
-    - responses of older weights, in a loss that could correct for that and takes them for the present
-      policy's;
-    - an evaluation that does not count right answers, although a component of the reward judges them;
-    - more patience than the run has evaluations, so that train.stop_early ends nothing;
-    - a learning rate that changes no weight;
-    - keys of sampling in a run that samples nothing.
-    """
-    checks = (_one_update, _older_weights, _counted, _too_patient, _no_step, keys_of_sampling)
-    warnings = [check(config) for check in checks]
-    return "\n".join(text for text in warnings if text is not None) or None
-
-
-def _one_update(config: RunSections) -> str | None:
-    train, algorithm, loss = config.train, config.algorithm, config.algorithm.loss
-    if train.updates_per_step > 1:
-        return None
-    is_older = config.rollout.async_steps and algorithm.reference_logprobs == "engine"
-    if is_older or not loss.reference_sums_only or not loss.known_at_step_start or loss.linear:
-        return None
-    return (
-        f"train.mini_batches=1: a step's only update is its own reference, which makes {loss.name} "
-        "a plain policy gradient, its Var and Cov 0; use 2 or more, or train.batch_epochs=2, or another "
-        "algorithm.loss.reference"
-    )
-
-
-def _older_weights(config: RunSections) -> str | None:
-    loss = config.algorithm.loss
-    has_correction = "importance" in type(loss).model_fields
-    if not config.rollout.async_steps or not has_correction or getattr(loss, "importance", None) is not None:
-        return None
-    return (
-        f"rollout.async_steps={config.rollout.async_steps}: responses come from older weights, and "
-        f"{loss.name} takes them for samples of the policy at step start, with which it compares: set "
-        "algorithm.loss.importance=truncate"
-    )
-
-
-def _counted(config: RunSections) -> str | None:
-    components = config.rewards.components
-    if config.data.eval is None or not components or components[0].needs_answer:
-        return None
-    judge = next((component.name for component in components if component.needs_answer), None)
-    if judge is None:
-        return None
-    return (
-        f"rewards.components: evaluation counts the first, {components[0].name}, and {judge} judges the "
-        f"answers: put {judge} first"
-    )
-
-
-def _too_patient(config: RunSections) -> str | None:
-    stop, best, steps = config.train.stop_early, config.checkpoint.keep_best, config.train.steps
-    if stop is None or best is None:
-        return None
-    between = config.eval.every if best.metric.startswith("eval/") else 1
-    after_the_first = (steps - 1) // between
-    if stop.patience <= after_the_first:
-        return None
-    return (
-        f"train.stop_early.patience={stop.patience} ends nothing: before the last of train.steps={steps} "
-        f"there are {after_the_first} evaluations after the first one"
-    )
-
-
-def _no_step(config: RunSections) -> str | None:
-    """Warn of a rate that changes no weight.
-
-    AdamW moves a weight by about the rate, and 0.01 and the next number in float32 differ by 1e-9.
-    """
-    if config.optimizer.lr >= 1e-12:
-        return None
-    return f"optimizer.lr={config.optimizer.lr:g} changes no weight: float32 rounds such a step away"
 
 
 def _batch(config: RunSections) -> None:

@@ -29,8 +29,8 @@ from megatron_gvpo.observe.step_records import StepRecord, UpdateRecord
 from megatron_gvpo.runs.directory import RunDirectory
 from megatron_gvpo.runs.existing_run import earlier_of, exported_step, finished_message, lacks_summary
 from megatron_gvpo.runs.hub import prepare_repository, upload_export
+from megatron_gvpo.settings.advice import advice
 from megatron_gvpo.settings.config import Config, as_config
-from megatron_gvpo.settings.rules import advice
 from megatron_gvpo.training.checkpoints import Checkpoints
 from megatron_gvpo.training.components import Components
 from megatron_gvpo.training.session import SingleTrainer, naming_the_step, running

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_gvpo.settings.advice import advice
 from megatron_gvpo.settings.config import load_config
-from megatron_gvpo.settings.rules import advice
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,25 @@ def test_a_user_is_told_where_there_are_too_few_evaluations_to_stop_early(good, 
     stop = f"train.stop_early={{patience: {patience}}}"
     text = advice(load_config([good], [*keys, best, stop, "train.mini_batches=2"])) or ""
     assert (f"train.stop_early.patience={patience} ends nothing" in text) == is_told
+
+
+@pytest.mark.parametrize(
+    ("override", "word"),
+    [
+        ("data.chat_template_kwargs.enable_thinking=no", "data.chat_template_kwargs.enable_thinking=no"),
+        (
+            "rewards.components=[{name: r, function: 'r.py:f', options: {strict: Off}}]",
+            "0.options.strict=Off",
+        ),
+        (
+            "rewards.components=[{name: r, judge: {model: m, request: {chat_template_kwargs: {think: no}}, "
+            "servers: {engine: openai, urls: ['http://h']}}}]",
+            "judge.request.chat_template_kwargs.think=no",
+        ),
+    ],
+)
+def test_a_word_that_nobody_turns_into_false(good, override, word):
+    """Qwen3's template tests `enable_thinking is false`, and the text `no` is not false."""
+    text = advice(load_config([good], [override])) or ""
+    assert f"{word}: a text here, which counts as true: write false" in text
+    assert advice(load_config([good], [override.replace("no", "false").replace("Off", "false")])) is None

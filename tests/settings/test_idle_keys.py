@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from helpers.inputs.good_config import message
 
+from megatron_gvpo.settings.advice import advice
 from megatron_gvpo.settings.config import load_config
-from megatron_gvpo.settings.rules import advice
 
 SFT = ("algorithm=sft", "data.train.demonstration_key=solution")
 DPO = ("algorithm=dpo", "data.train.responses_key=responses")

@@ -78,7 +78,9 @@ def test_a_literal_secret_is_redacted_and_refused_on_a_command_line(options: str
 
 def test_a_file_with_a_literal_secret_is_noted(good: Path, capsys: pytest.CaptureFixture[str]):
     file = good.with_name("judge.yaml")
-    file.write_text("rewards: {components: [{name: format, options: {password: 'pass w0rd'}}]}\n")
+    file.write_text(
+        "rewards: {components: [{name: r, function: 'r.py:f', options: {password: 'pass w0rd'}}]}\n"
+    )
     assert main(["eval", str(good), str(file)]) == 2  # for want of data.eval
     error = capsys.readouterr().err
     assert "note: rewards.components.0.options.password: a secret in a configuration file" in error
