@@ -36,16 +36,19 @@ class Checkpoints:
         self._best = Best(self._options.keep_best)
         self.early_stop = EarlyStop(components.config.train.stop_early, self._options.keep_best)
         self._pending: Path | None = None  # a checkpoint that may not be complete yet
-        self.last: Path | None = None  # the last complete checkpoint that this process wrote
-        self.last_step = 0  # the step of the last checkpoint, written or resumed from
+        self.last: Path | None = None  # the last complete checkpoint, written or resumed from
+        self.last_step = 0  # the step of the last checkpoint
         # The state at a step's end, from which a run continues: a step that fails half-way is trained again
         # from here.
         self._resume_point: dict[str, Any] = {}
+        self._marks = 0  # the number of states that were recorded
+        self._saved: tuple[int, bool] | None = None  # that of the last checkpoint's, and its `is_reported`
         self.mark()
 
     def mark(self) -> None:
         """Record the present state of samplers and blocks for the next checkpoint."""
         self._resume_point = self._state.state_dict()
+        self._marks += 1
 
     def resume(self) -> tuple[int, Metrics | None] | None:
         """Restore the newest checkpoint that is not damaged. Raises CheckpointError, DataError.
@@ -54,6 +57,7 @@ class Checkpoints:
         """
 
         def load(directory: Path) -> dict[str, Any]:
+            self.last = directory
             return load_policy(directory, self._components.policy)
 
         directory = self._out / "checkpoints"
@@ -75,16 +79,20 @@ class Checkpoints:
         updates_per_step = self._components.config.train.updates_per_step
         self._components.policy.follow_schedule(self.last_step * updates_per_step)
         self.mark()
+        self._saved = self._marks, "unreported" not in state
         return self.last_step, state.get("unreported")
 
     def save(self, step: int, metrics: Metrics, is_reported: bool) -> None:
         """Write, or begin to write, a checkpoint, from which a resumed run continues exactly as this run.
 
+        Nothing is written if the last checkpoint has this state: a signal leaves no time to write it again.
         `metrics` of the step decide whether its checkpoint is the best. The checkpoint keeps them: as
         `reported`, by which metrics.jsonl is known to be of the same run, or without `is_reported` as
         `unreported`, so that the resumed run reports the step.
         """
         self.finish()
+        if self._saved == (self._marks, is_reported):
+            return
         # Ranks may differ in metrics such as times and memory: rank 0 decides.
         is_best = broadcast_msgpack(self._best.offer(step, metrics if step else {}))
         state = self._resume_point | {"reported" if is_reported else "unreported": metrics}
@@ -99,7 +107,7 @@ class Checkpoints:
                 asynchronous=self._options.asynchronous,
                 best=self._best.step,
             )
-        self.last_step = step
+        self.last_step, self._saved = step, (self._marks, is_reported)
         self._export_all(self._directories(step, is_best), step)
         if not self._options.asynchronous:
             self.finish()

@@ -115,12 +115,11 @@ class Trainer:
                     with naming_the_step(self, step):
                         self._train_step(step)
                     self._report()
-                    is_due = step == steps or (every > 0 and step % every == 0)
-                    if is_due:
+                    if step == steps or (every > 0 and step % every == 0):
                         self.save()
                     reason = self._reason_to_stop()
                     if self.interrupt.check_and_agree(reason is not None) and step < steps:
-                        self._stop_here(reason, is_saved=is_due)
+                        self._stop_here(reason)
                         break
                 self._finish()
             if self.is_main:  # other ranks do not wait, because it may take long
@@ -476,10 +475,9 @@ class Trainer:
             return None
         return reason + ("" if best is None else f"; the best checkpoint is of step {best}")
 
-    def _stop_here(self, reason: str | None, is_saved: bool) -> None:
+    def _stop_here(self, reason: str | None) -> None:
         """Save the step, and report why the run ends with it. A collective."""
-        if not is_saved:
-            self.save()
+        self.save()
         why = next(text for text in all_gather_msgpack(reason) if text is not None)
         self._warn(f"stopped after step {self.step} of {self.config.train.steps}: {why}; --resume goes on")
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from helpers.distributed import launch
@@ -68,6 +69,32 @@ def test_the_learning_rate_follows_the_present_number_of_updates(task, tmp_path)
     assert [r["train/lr"] for r in records(parts)[3:]] == [r["train/lr"] for r in records(whole)[3:]]
     policy = resumed.components.policy
     assert policy.critic.optimizer.scheduler.num_steps == policy.optimizer.scheduler.num_steps == 4
+
+
+def test_a_signal_does_not_write_a_checkpoint_again(task, tmp_path):
+    """A large checkpoint takes minutes, which the job that gets the signal may not have."""
+
+    class Written(StopAfter):
+        def __init__(self, step: int) -> None:
+            super().__init__(step)
+            self.names: list[str] = []
+
+        def on_start(self, trainer: Trainer) -> None:
+            self.on_step(trainer, trainer.step, {})
+
+        def on_checkpoint(self, trainer: Trainer, directory: Path) -> None:
+            self.names.append(directory.name)
+
+    options = (*GVPO, *SHORT, "checkpoint.every=1")
+    fit(configure(task, tmp_path, *options), [written := Written(2)])
+    assert written.names == ["step_00000001", "step_00000002"]
+    state = tmp_path / "checkpoints" / "step_00000002" / "state.json"
+    content, before = state.read_bytes(), state.stat()
+    again = fit(configure(task, tmp_path, *options), [written := Written(2)], resume=True)
+    assert again.step == 2 and written.names == [] and again.checkpoints.last == state.parent
+    assert state.read_bytes() == content and state.stat().st_ino == before.st_ino
+    fit(configure(task, tmp_path, *options), [written := Written(9)], resume=True)
+    assert written.names == ["step_00000003", "step_00000004"]
 
 
 def test_lost_and_repeated_records_of_steps_are_told_and_mended(task, tmp_path, caplog):
