@@ -3,9 +3,9 @@
 `chat` is for `algorithm.members: [{name: teacher}]`, and `prefers` is the judge of
 `algorithm.shapers: [{name: win_rate}]`. `url` is the API's, such as http://localhost:8000/v1; `key` is the
 field of the data record that holds the problem. With `plain` the model continues the text (/completions),
-without a chat template. All raise ApiModelError for a request that fails or exceeds `timeout` seconds. The
-key is in the environment variable `api_key_env`. Grades are for judges (`rewards.components.N.judge`), and
-log-probs for `teacher`.
+without a chat template. A request that an outage fails is repeated while its `timeout` seconds last. All
+raise ApiModelError for one that fails otherwise, or has no answer in time. The key is in the environment
+variable `api_key_env`. Grades are for judges (`rewards.components.N.judge`), and log-probs for `teacher`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from typing import Any
+from urllib.error import HTTPError
 
 from megatron_gvpo.core.redaction import hide
 from megatron_gvpo.core.secrets import read_variable
@@ -27,6 +29,8 @@ from megatron_gvpo.rewards.judge import as_text
 
 log = logging.getLogger(__name__)
 _LINE = 300  # characters of an answer in an error message
+PAUSE = 1.0  # seconds before a request is repeated
+_BUSY = (408, 425, 429)  # statuses of a service that will take the request later, as those from 500 on
 
 
 class ApiModelError(RuntimeError):
@@ -139,7 +143,7 @@ def _texts(
     endpoint = f"{url.rstrip('/')}/{'completions' if plain else 'chat/completions'}"
     try:
         key = None if api_key_env is None else read_variable(api_key_env, "api_key_env")
-        choices = post_json(endpoint, {**options, **request}, timeout, key)["choices"]
+        choices = _answer(endpoint, {**options, **request}, timeout, key)["choices"]
         texts = [choice["text"] if plain else choice["message"]["content"] for choice in choices]
         is_complete = [choice.get("finish_reason") != "length" for choice in choices]
     except json.JSONDecodeError as error:
@@ -152,3 +156,20 @@ def _texts(
     if not all(isinstance(text, str) for text in texts):
         raise ApiModelError(hide(f"{what}: a response without text, as of a model that refuses"))
     return list(zip(texts, is_complete, strict=True))
+
+
+def _answer(endpoint: str, body: Mapping[str, Any], timeout: float, key: str | None) -> Any:
+    """The decoded answer. An outage, such as a busy or restarting service, ends no run of many hours.
+
+    Raises as `post_json`.
+    """
+    deadline, remaining = time.monotonic() + timeout, timeout
+    while True:
+        try:
+            return post_json(endpoint, body, remaining, key)
+        except (OSError, HTTPException) as error:
+            remaining = deadline - time.monotonic() - PAUSE
+            is_refusal = isinstance(error, HTTPError) and error.code < 500 and error.code not in _BUSY
+            if is_refusal or remaining <= 0:
+                raise
+        time.sleep(PAUSE)

@@ -36,12 +36,18 @@ ANSWERS = {
     "too many": choices("a", "b"),
     "deep": b"[" * 100_000,
     "cut": json.dumps({"choices": CUT}).encode(),
+    "recovers": choices("at last"),
 }
+outages: list[int | None] = []  # the next answers to the model "recovers": statuses, or None for no answer
 
 
 class Service(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         model = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["model"]
+        if model == "recovers" and outages:
+            if (status := outages.pop()) is None:
+                return self.connection.close()
+            return self._send(status, b"later")
         if model == "fails":
             return self._send(500, b"<html>\n  out of memory\n</html>")
         if model == "redirects":
@@ -112,7 +118,7 @@ def url() -> Iterator[str]:
 )
 def test_a_service_that_gives_no_answer_is_told_in_one_line(url, model, problem, monkeypatch):
     monkeypatch.setenv("KEY_OF_THE_JUDGE", KEY)
-    begin, timeout = time.monotonic(), 1 if model in ("hangs", "drips") else 30
+    begin, timeout = time.monotonic(), 1 if model in ("fails", "hangs", "drips") else 30
     with pytest.raises(api_model.ApiModelError) as error:
         api_model.chat(
             [make_group([1.0], record=ASKED)], 1, url, model, timeout=timeout, api_key_env="KEY_OF_THE_JUDGE"
@@ -121,6 +127,19 @@ def test_a_service_that_gives_no_answer_is_told_in_one_line(url, model, problem,
     assert text.startswith(f"{url}: prompt p: {problem}") and "\n" not in text and len(text) < 500
     assert time.monotonic() - begin < 30 and KEY not in text
     assert heard == [], "the key does not follow a redirect"
+
+
+def test_a_request_is_repeated_after_an_outage(url, monkeypatch):
+    """A service that is busy or restarts for a moment would have ended a run of many hours."""
+    monkeypatch.setattr(api_model, "PAUSE", 0.01)
+    outages.extend([503, None, 429])
+    group = make_group([1.0], record=ASKED)
+    assert api_model.chat([group], 1, url, "recovers", timeout=30) == [["at last"]] and not outages
+    outages.extend([503, 404])
+    with pytest.raises(api_model.ApiModelError, match="HTTP Error 404"):
+        api_model.chat([group], 1, url, "recovers", timeout=30)
+    assert outages == [503], "a request that the service refuses is not repeated"
+    outages.clear()
 
 
 def test_a_service_that_floods(url):

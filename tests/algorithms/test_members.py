@@ -289,7 +289,7 @@ def test_a_chat_model_is_asked_over_http():
     assert requests[0] == ("/v1/chat/completions", "m", "1+1: good, not bad")
     assert wins == [0.0, 0.5] and "A:\nbad\n\nB:\ngood" in requests[2][2]
     with pytest.raises(api_model.ApiModelError, match=r"/v1: prompt p: "):
-        api_model.chat([group], 1, url=url, model="m", timeout=5)
+        api_model.chat([group], 1, url=url, model="m", timeout=1)
 
 
 def test_shapers_see_the_text_of_a_demonstration():
