@@ -245,9 +245,11 @@ class ServedEngine:
         if self._memory is None:
             self._weights.push(version)
             return
-        self.asleep = False
+        is_awake, self.asleep = not self.asleep, False
         try:
             self._memory.release("training")
+            if is_awake:  # a server has come back; the others have the memory of the trainer's weights
+                self._offload_servers()
             self._memory.restore("weights")
             self._memory.copy_weights_ahead()
             if self.servers is not None:
@@ -258,6 +260,12 @@ class ServedEngine:
         except BaseException:
             self._sleep()
             raise
+
+    def _offload_servers(self) -> None:
+        """Awake servers give their memory back; their responses stop, and continue after the push."""
+        if self.servers is not None:
+            self.servers.loop.run(self.servers.pool.offload())
+        broadcast_msgpack(None)  # the other ranks take their memory back after rank 0's servers gave it
 
     def _give_weights(self) -> None:
         """Return when every rank has released the memory of its weights, so that servers may take it."""

@@ -149,11 +149,15 @@ class ServerPool:
         """All healthy servers give their memory to a colocated trainer, and lose their weights."""
         self._is_asleep = True
         await self._hold()
+        await self.offload()
+        await self._hold()  # ends servers that did not give their memory away
+
+    async def offload(self) -> None:
+        """As `sleep`, but servers that are starting go on: only a push needs the memory."""
         async with asyncio.TaskGroup() as group:
             for handle in self.handles:
                 if not handle.is_lost:
                     group.create_task(self._offload(handle))
-        await self._hold()  # ends servers that did not give their memory away
 
     async def _hold(self) -> None:
         """End the processes of lost servers, and start none until `wake`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from helpers.parts_of_a_run import weights_directory
 from helpers.servers.fake_servers import itself
 
+from megatron_gvpo.sampling.served import ServedEngine
 from megatron_gvpo.servers.handle import Pending
 from megatron_gvpo.servers.http import ServerRefused
 from megatron_gvpo.servers.leader import BackgroundLoop, Failed, Push
@@ -23,7 +25,7 @@ from megatron_gvpo.settings.servers import ServersConfig, WeightSyncConfig
 from megatron_gvpo.weights import publisher
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.disk import Disk
-from megatron_gvpo.weights.publisher import Publisher
+from megatron_gvpo.weights.publisher import Publisher, push_until_done
 
 
 class Refusing:
@@ -168,6 +170,74 @@ def test_responses_that_a_push_has_stopped_go_on_where_they_were():
     for server in servers:
         first, second = server.prompts[:8], server.prompts[8:]
         assert sorted([*prompt, 5] for prompt in first) == sorted(second), server.url
+    loop.close()
+
+
+class OnTheTrainersGpus(Serving):
+    """A server that has the trainer's memory in its turns."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.parts = {"weights", "cache"}  # of its own memory
+
+    async def weight_version(self, timeout: float) -> str:
+        return "0"
+
+    async def offload_memory(self, timeout: float) -> None:
+        self.parts.clear()
+
+    async def onload_memory(self, part: str, timeout: float) -> None:
+        self.parts.add(part)
+
+
+def test_the_trainers_weights_return_when_no_server_has_their_memory():
+    """A server that came back while others generated made the trainer take the memory of the others."""
+    loop, servers = BackgroundLoop("test"), [OnTheTrainersGpus(f"http://server{i}") for i in range(2)]
+    pool = ServerPool(servers, ServersConfig(), [7], print)  # type: ignore[arg-type]
+    pushes = Publisher(
+        pool,
+        loop,
+        Nowhere(),  # type: ignore[arg-type]
+        WeightSyncConfig(transport="colocated"),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        expected={},
+        optional=frozenset(),
+        fp8=None,
+        colocated=True,
+        report=print,
+    )
+
+    def restore(part: str) -> None:
+        assert not any(server.parts for server in servers), part
+
+    engine = ServedEngine.__new__(ServedEngine)
+    engine.servers, engine.asleep = SimpleNamespace(pool=pool, loop=loop), False  # type: ignore[assignment]
+    engine._memory = SimpleNamespace(release=print, restore=restore, copy_weights_ahead=print)  # type: ignore[assignment]
+    engine._weights = SimpleNamespace(  # type: ignore[assignment]
+        push=lambda version: push_until_done(pushes, lambda: iter(()), version), open_servers=pushes.open
+    )
+
+    async def healthy() -> None:
+        for handle in pool.handles:
+            handle.to(Pending())
+
+    async def begun_and_one_came_back() -> None:
+        while not servers[0].prompts:
+            await asyncio.sleep(0.001)
+        pool.lose(pool.handles[1], "it ended")
+        pool.handles[1].to(Pending())
+
+    loop.run(healthy())
+    engine._sleep()
+    engine._push(1)
+    response = loop.submit(pool.generate([Request((1,), 1, 1)], SamplingConfig(max_tokens=4)))
+    loop.run(begun_and_one_came_back())
+    assert pool.wants_weights
+    engine._push(1)
+    assert [server.parts for server in servers] == [{"weights", "cache"}] * 2
+    [[rollout]] = response.result(5.0)
+    assert (rollout.token_ids, rollout.spans) == ([5, 7], [(1, 0, 2)])
     loop.close()
 
 
