@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from megatron_gvpo.data.converters import boxed
+from megatron_gvpo.data.final_answer import final_answer
 from megatron_gvpo.groups import Group, Rollout
+from megatron_gvpo.settings.rewards import RewardConfig
 from megatron_gvpo.supports import Support
 
 
@@ -137,7 +138,9 @@ def is_correct(score: float, right_at: float) -> bool:
     return score >= right_at - 1e-6 * max(1.0, abs(right_at))
 
 
-def summarise(groups: Sequence[Group], k: Sequence[int], right_at: float = 1.0) -> dict[str, float]:
+def summarise(
+    groups: Sequence[Group], k: Sequence[int], right_at: float = 1.0, judge: RewardConfig | None = None
+) -> dict[str, float]:
     """Computes an evaluation's metrics. Each is a mean over prompts, so groups of any size weigh the same.
 
     - eval/pass@1 and eval/pass@k for every k: unbiased estimate from the numbers of correct responses;
@@ -147,6 +150,8 @@ def summarise(groups: Sequence[Group], k: Sequence[int], right_at: float = 1.0) 
     - eval/response_length: mean length in tokens;
     - eval/truncated: fraction of responses that hit the token limit;
     - eval/errors: fraction of responses with a failed reward, which counts as 0.
+
+    `judge`: the first reward component, which tells where a response's answer is.
 
     The score of a rollout is its first reward component (the verifier comes first by convention), or its
     reward if it has no components. A rollout is correct if its score is `right_at` or more. Raises
@@ -160,7 +165,7 @@ def summarise(groups: Sequence[Group], k: Sequence[int], right_at: float = 1.0) 
         f"eval/pass@{i}": fmean(pass_at_k(len(c), sum(c), i) for c in correct) for i in sorted({1, *k})
     }
     metrics |= {f"eval/all@{i}": fmean(all_at_k(len(c), sum(c), i) for c in correct) for i in {*k} - {1}}
-    answers = [[final_answer(rollout.text) for rollout in group.rollouts] for group in groups]
+    answers = [[final_answer(rollout.text, judge) for rollout in group.rollouts] for group in groups]
     metrics["eval/avg@n"] = fmean(map(fmean, scores))
     metrics["eval/maj@n"] = fmean(map(maj_at_n, answers, correct))
     metrics["eval/response_length"] = fmean(fmean(len(r.token_ids) for r in g.rollouts) for g in groups)
@@ -191,9 +196,3 @@ def maj_at_n(answers: Sequence[str], correct: Sequence[bool]) -> bool:
 def score(rollout: Rollout) -> float:
     """Returns the rollout's first reward component, or its reward if it has no components."""
     return next(iter(rollout.rewards.values()), rollout.reward)
-
-
-def final_answer(text: str) -> str:
-    r"""Returns the content of the last `\boxed{}`, or else the whole text, stripped."""
-    answer = boxed(text)
-    return text.strip() if answer is None else answer

@@ -12,6 +12,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Add, Basic, Function, Mul, Pow
 
 from megatron_gvpo.data.converters import boxed
+from megatron_gvpo.data.final_answer import marked
 from megatron_gvpo.data.generated import entry_of
 from megatron_gvpo.groups import Prompt, Rollout
 
@@ -27,8 +28,6 @@ _NO_UNITS = re.compile(
     r"or|and|to|not|no|plus|minus|times|over|squared|cubed|mod|pi|dozen|hundred|thousand|[mbtr]+illion|half|"
     r"halves|quarters?|thirds?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?"
 )
-# Between a marker and its answer: white space with line ends, bold type, and the beginnings of formulas.
-_OPENING = re.compile(r"(?:[\s*$]|\\[\[(])*")
 _LATEX = [LatexExtractionConfig()]
 
 
@@ -44,7 +43,7 @@ def verify_math(prompt: Prompt, rollout: Rollout, marker: str | None = None) -> 
     if prompt.answer is None:
         raise ValueError("the prompt has no answer to compare with")
     gold = boxed(prompt.answer) or prompt.answer.strip()
-    answer = boxed(rollout.text) if marker is None else _marked(rollout.text, marker)
+    answer = boxed(rollout.text) if marker is None else marked(rollout.text, marker)
     if not answer:
         return 0.0
     if answer == gold:
@@ -57,18 +56,6 @@ def verify_math(prompt: Prompt, rollout: Rollout, marker: str | None = None) -> 
         return 1.0
     without_sign = answer.removesuffix("%").removesuffix("\\").rstrip()
     return float(answer.endswith("%") and _is_equal(gold, without_sign))
-
-
-def _marked(text: str, marker: str) -> str | None:
-    """Return the answer after the last `marker`, without markup and box."""
-    *_, last = [None, *re.finditer(re.escape(marker), text, re.IGNORECASE)]
-    if last is None:
-        return None
-    opening = _OPENING.match(text, last.end())
-    assert opening is not None, "it matches the empty text"
-    line = text[opening.end() :].partition("\n")[0].rstrip("*$. ")
-    line = line.removesuffix(r"\)").removesuffix(r"\]").rstrip("*$. ")
-    return boxed(line) or line
 
 
 def _plain(text: str) -> str:

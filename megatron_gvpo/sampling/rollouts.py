@@ -138,7 +138,7 @@ class Rollouts:
         complete = [group for group in groups if len(group.rollouts) >= max(options.k, default=1)]
         if not complete:
             raise RolloutError("evaluation: every held-out prompt lost responses to outages")
-        metrics = summarise(complete, options.k, options.right_at)
+        metrics = summarise(complete, options.k, options.right_at, *self._config.rewards.components[:1])
         if self._served is not None or self._most_lost is not None:
             wanted = options.n * len(self._task.eval_prompts)
             metrics["eval/lost"] = 1 - sum(len(group.rollouts) for group in complete) / wanted

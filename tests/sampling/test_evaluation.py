@@ -5,16 +5,17 @@ from math import comb
 
 import pytest
 
+from megatron_gvpo.data.final_answer import final_answer
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.observe.rollout_metrics import (
     all_at_k,
-    final_answer,
     is_correct,
     maj_at_n,
     pass_at_k,
     score,
     summarise,
 )
+from megatron_gvpo.settings.rewards import RewardConfig
 
 
 def rollout(text: str, value: float, tokens: int = 2, finish: str = "stop") -> Rollout:
@@ -62,6 +63,24 @@ def test_final_answer():
     assert final_answer(r"cut off \boxed{12") == r"cut off \boxed{12"
     assert final_answer(r"\boxed{}") == ""
     assert final_answer(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
+
+
+def test_the_majority_is_of_answers_where_the_reward_reads_them():
+    """Without the marker each text was an answer of its own, and maj@n was pass@1 of the first sample."""
+    texts = [("I guess.\n#### 6", 0.0), ("1 + 6 = 7\n#### 7", 1.0), ("6 + 1 = 7\n#### 7", 1.0)]
+    answered = [group(*(rollout(text, value) for text, value in texts))]
+    marker = RewardConfig(name="math", options={"marker": "####"})
+    assert summarise(answered, [], judge=marker)["eval/maj@n"] == 1
+    assert (
+        final_answer(
+            "Answer: **7.** So:\nanswer:\n$8$", RewardConfig(name="math", options={"marker": "Answer:"})
+        )
+        == "8"
+    )
+    generated = RewardConfig(name="reasoning_gym")
+    assert final_answer("<answer>6</answer>, no: <answer>\n7 </answer>.", generated) == "7"
+    own = RewardConfig(name="mine", function="r.py:f", options={"marker": "####"})
+    assert final_answer(r"#### 6 and \boxed{7}", own) == "7"
 
 
 def is_right(rollout: Rollout) -> bool:
