@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import fmean
 
 from megatron_gvpo.data.task import Task
@@ -15,8 +16,9 @@ from megatron_gvpo.settings.config import Config
 
 RECORDS = 8
 SLOW = 1.0  # seconds for one response above which a reward counts as slow
+Form = Callable[[str], str]
 # Forms in which tasks expect an answer; the best of them counts.
-_FORMS: tuple[Callable[[str], str], ...] = (
+_FORMS: tuple[Form, ...] = (
     lambda answer: answer,
     lambda answer: f"The answer is {answer}.",
     lambda answer: f"The answer is \\boxed{{{answer}}}.",
@@ -26,7 +28,9 @@ _FORMS: tuple[Callable[[str], str], ...] = (
 )
 
 _KINDS = ("own", "wrong", "empty", "cut off")
-_TRIED = "the answer alone, in a sentence, boxed, after ####, in <answer> marks"
+_TRIED = (
+    "the answer alone, in a sentence, boxed, after ####, in <answer> marks, after the option marker of math"
+)
 
 
 def inspect_rewards(config: Config, task: Task) -> list[RunVerdict]:
@@ -37,15 +41,26 @@ def inspect_rewards(config: Config, task: Task) -> list[RunVerdict]:
         return [not_tried("reward", "it is a model on a server, which is not started here")]
     if config.rollout.conversation is not None:
         return [not_tried("reward", "responses are conversations: their environment decides")]
+    if all(component.built_in and component.name == "format" for component in config.rewards.components):
+        return [not_tried("reward", "format reads no answers, with which it could be tried")]
     prompts = [p for p in task.prompts if _solution(p, task) is not None]
     others = {_solution(prompt, task) for prompt in prompts}
     if len(others) < 2:
         return [not_tried("reward", "the records have no answers (data.train.answer_key) that differ")]
-    prompts = prompts[:RECORDS]
+    prompts, forms = prompts[:RECORDS], _forms(config)
     with RewardPool(config.rewards) as pool:
-        seconds, groups = _scored(pool, prompts, task)
-    scores = _scores(groups)
-    return [_own_is_best(scores, task), *_own_is_right(groups, config), _time(seconds)]
+        seconds, groups = _scored(pool, prompts, task, forms)
+    scores = _scores(groups, len(forms))
+    return [_own_is_best(scores, task), *_own_is_right(groups, len(forms), config), _time(seconds)]
+
+
+def _forms(config: Config) -> list[Form]:
+    """The usual forms, and those of the options of built-in rewards."""
+    built_in = [component for component in config.rewards.components if component.built_in]
+    markers = [component.options["marker"] for component in built_in if "marker" in component.options]
+    tags = [component.options["tag"] for component in built_in if "tag" in component.options]
+    after = [partial("{} {}".format, marker) for marker in markers]
+    return [*_FORMS, *after, *(partial("<{0}>{1}</{0}>".format, tag) for tag in tags)]
 
 
 def _solution(prompt: Prompt, task: Task) -> str | None:
@@ -62,22 +77,28 @@ def _other(prompt: Prompt, task: Task) -> str:
     return next(s for p in task.prompts if (s := _solution(p, task)) not in (None, own))
 
 
-def _scored(pool: RewardPool, prompts: Sequence[Prompt], task: Task) -> tuple[float, list[Group]]:
+def _scored(
+    pool: RewardPool, prompts: Sequence[Prompt], task: Task, forms: Sequence[Form]
+) -> tuple[float, list[Group]]:
     """Seconds for a response; for each prompt a scored group of every kind of response in every form."""
     groups = []
     for prompt in prompts:
         own, other = _solution(prompt, task) or "", _other(prompt, task)
-        texts = [form(own) for form in _FORMS] + [form(other) for form in _FORMS] + [""]
-        texts += [form(own)[: len(form(own)) // 3] for form in _FORMS]
-        groups.append(Group(prompt, [_response(text, task, i) for i, text in enumerate(texts)]))
+        complete = [form(own) for form in forms] + [form(other) for form in forms] + [""]
+        cut = [form(own)[: len(form(own)) // 3] for form in forms]
+        rollouts = [_response(text, task) for text in complete]
+        groups.append(Group(prompt, rollouts + [_response(text, task, is_cut=True) for text in cut]))
     begin = time.perf_counter()
     pool.score(groups)
     return (time.perf_counter() - begin) / sum(len(group.rollouts) for group in groups), groups
 
 
-def _scores(groups: Sequence[Group]) -> list[tuple[Prompt, dict[str, float], dict[str, str]]]:
-    """Return each record's scores by kind of response, and the errors of rewards."""
-    count, scores = len(_FORMS), []
+def _scores(groups: Sequence[Group], count: int) -> list[tuple[Prompt, dict[str, float], dict[str, str]]]:
+    """Return each record's scores by kind of response, and the errors of rewards.
+
+    `count`: the forms of each kind.
+    """
+    scores = []
     for group in groups:
         rewards = group.rewards
         bounds = (slice(0, count), slice(count, 2 * count), slice(2 * count, 2 * count + 1))
@@ -87,10 +108,10 @@ def _scores(groups: Sequence[Group]) -> list[tuple[Prompt, dict[str, float], dic
     return scores
 
 
-def _own_is_right(groups: Sequence[Group], config: Config) -> list[RunVerdict]:
+def _own_is_right(groups: Sequence[Group], count: int, config: Config) -> list[RunVerdict]:
     """A warning if evaluations would count no record's own answer as right; else nothing."""
     first, right_at = config.rewards.components[0].name, config.eval.right_at
-    own = [rollout for group in groups for rollout in group.rollouts[: len(_FORMS)]]
+    own = [rollout for group in groups for rollout in group.rollouts[:count]]
     highest = max(rollout.rewards.get(first, 0.0) for rollout in own)
     if config.data.eval is None or is_correct(highest, right_at) or highest <= 0:
         return []
@@ -104,10 +125,10 @@ def _own_is_right(groups: Sequence[Group], config: Config) -> list[RunVerdict]:
     ]
 
 
-def _response(text: str, task: Task, index: int) -> Rollout:
-    """A response of this text. The last responses are cut off and have no end token."""
+def _response(text: str, task: Task, is_cut: bool = False) -> Rollout:
+    """A response of this text, which has no end token where it is cut off."""
     token_ids = task.tokenizer(text, add_special_tokens=False)["input_ids"]
-    if index > 2 * len(_FORMS):
+    if is_cut:
         return Rollout(list(token_ids), [], text, "length")
     return Rollout([*token_ids, task.end_token_ids[0]], [], text, "stop")
 

@@ -19,7 +19,8 @@ from megatron_gvpo.inspection.responses import inspect_responses
 from megatron_gvpo.inspection.rewards import inspect_rewards
 from megatron_gvpo.inspection.rules import inspect_engine, inspect_learning_rate, inspect_memory
 from megatron_gvpo.inspection.tiny_step import TinyStep
-from megatron_gvpo.inspection.verdict import RunVerdict, failure, ok
+from megatron_gvpo.inspection.verdict import RunVerdict, failure, ok, warning
+from megatron_gvpo.settings.advice import warnings_of
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.workers.tools import configured_schemas
 
@@ -63,7 +64,7 @@ def inspect(config: Config, world: int, gpu_gib: float, tell: Callable[[RunVerdi
             tell(verdict)
 
     layout = _layout(config, world)
-    add(layout, inspect_engine(config))
+    add(layout, inspect_engine(config), *(warning("settings", text) for text in warnings_of(config)))
     if layout.level == "failure":  # all further checks need the model
         return inspection
     cards = ModelCards(config)

@@ -31,7 +31,7 @@ def ok(topic: str, sentence: str) -> RunVerdict:
     return RunVerdict(topic, "ok", sentence)
 
 
-def warning(topic: str, sentence: str, remedy: str) -> RunVerdict:
+def warning(topic: str, sentence: str, remedy: str = "") -> RunVerdict:
     return RunVerdict(topic, "warning", sentence, remedy)
 
 

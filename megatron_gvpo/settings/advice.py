@@ -9,7 +9,12 @@ from megatron_gvpo.settings.run_sections import RunSections
 
 
 def advice(config: RunSections) -> str | None:
-    """Warnings about a configuration that is legal but usually unintended; None without any.
+    """The warnings about a configuration, one a line; None without any."""
+    return "\n".join(warnings_of(config)) or None
+
+
+def warnings_of(config: RunSections) -> list[str]:
+    """Warnings about a configuration that is legal but usually unintended.
 
     There is a warning for each of these:
     - a step with one update whose reference is the policy at step start: the reference is then the policy
@@ -24,7 +29,7 @@ def advice(config: RunSections) -> str | None:
     """
     checks = (_one_update, _older_weights, _counted, _too_patient, _no_step, keys_of_sampling, _words)
     warnings = [check(config) for check in checks]
-    return "\n".join(text for text in warnings if text is not None) or None
+    return [text for text in warnings if text is not None]
 
 
 def _one_update(config: RunSections) -> str | None:

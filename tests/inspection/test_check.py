@@ -22,6 +22,7 @@ from megatron_gvpo.inspection.prompts import inspect_prompts, shown_solutions
 from megatron_gvpo.inspection.responses import inspect_responses
 from megatron_gvpo.inspection.rewards import inspect_rewards
 from megatron_gvpo.inspection.rules import inspect_engine, inspect_learning_rate, inspect_memory
+from megatron_gvpo.inspection.run import inspect
 from megatron_gvpo.inspection.verdict import RunVerdict
 from megatron_gvpo.settings.config import Config, build_config
 
@@ -176,6 +177,32 @@ def test_rewards_are_judged_by_responses_whose_quality_is_known(
     judged = inspect_rewards(config, load_task(config, ModelCards(config).policy))[0]
     assert judged.level == level
     assert words in judged.sentence + judged.remedy
+
+
+@pytest.mark.parametrize(
+    ("component", "level"),
+    [
+        ({"name": "math"}, "ok"),
+        ({"name": "math", "options": {"marker": "####"}}, "ok"),
+        ({"name": "math", "options": {"marker": "Answer:"}}, "ok"),  # of examples/recipes/dapo_math_17k.yaml
+        ({"name": "math", "options": {"marker": "So it is"}}, "ok"),
+        ({"name": "format"}, "not tried"),
+        ({"name": "format", "options": {"pattern": ".*</think>.*"}}, "not tried"),
+    ],
+)
+def test_a_built_in_reward_is_tried_in_its_own_form(
+    task: Path, component: dict[str, Any], level: str
+) -> None:
+    """Marked answers were not tried, and a reward that reads no answer failed: the run could not work."""
+    config = configure(task, rewards={"components": [component]})
+    assert inspect_rewards(config, load_task(config, ModelCards(config).policy))[0].level == level
+
+
+def test_the_warnings_of_a_run_are_verdicts(task: Path) -> None:
+    verdicts: list[RunVerdict] = []
+    inspect(configure(task, train={"mini_batches": 1}, parallel={"tp": 2}), 3, 79.6, verdicts.append)
+    assert verdict(verdicts, "configuration").level == "failure", "the rest is not tried"
+    assert "a plain policy gradient" in verdict(verdicts, "settings").sentence
 
 
 @pytest.mark.parametrize(
