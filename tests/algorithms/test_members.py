@@ -75,7 +75,7 @@ def test_history_mixes_the_newest_earlier_responses_in():
 
 
 def test_history_survives_a_checkpoint():
-    whole, interrupted, resumed = (Replay(count=3, keep=4).build() for _ in range(3))
+    whole, interrupted, resumed = (Replay(count=3).build() for _ in range(3))
     for history in (whole, interrupted):
         history([make_group([1, 2]), make_group([3], "q")], Engine())
     snapshot = interrupted.state_dict()

@@ -80,23 +80,21 @@ class Replay(Member):
     """The `count` newest earlier responses to the same prompt join each group.
 
     A prompt that is new in the run has no earlier responses, so its group is smaller. Rewards are stored with
-    the response. Log-probs under the reference, which GVPO needs, are computed again. `keep`: how many
-    responses to a prompt the run remembers and writes into checkpoints.
+    the response. Log-probs under the reference, which GVPO needs, are computed again.
     """
 
     name: Literal["replay"] = "replay"
     count: PositiveInt = 1
-    keep: PositiveInt | None = None  # null: as many as `count`
 
     def build(self) -> History:
-        return History(self.count, max(self.count, self.keep or self.count))
+        return History(self.count)
 
 
 class History:
     """The newest responses to every prompt, as dicts of `Rollout`'s fields, which checkpoints can store."""
 
-    def __init__(self, count: int, keep: int) -> None:
-        self._count, self._keep = count, keep
+    def __init__(self, count: int) -> None:
+        self._count = count
         self._stored: dict[str, tuple[dict[str, Any], ...]] = {}
 
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
@@ -105,7 +103,7 @@ class History:
             stored = self._stored.get(group.prompt.id, ())
             own = [r for r in group.rollouts if r.source == "policy"]
             new = tuple(rollout_fields(replace(r, source="replay", routing=None)) for r in own)
-            self._stored[group.prompt.id] = (*stored, *new)[-self._keep :]
+            self._stored[group.prompt.id] = (*stored, *new)[-self._count :]
             earlier = [rollout_of(fields) for fields in stored[-self._count :]]
             joined.append(replace(group, rollouts=[*group.rollouts, *earlier]))
         return joined
