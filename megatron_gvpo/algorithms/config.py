@@ -18,7 +18,7 @@ from megatron_gvpo.algorithms.members.base import Member
 from megatron_gvpo.algorithms.recipe import merge, read_recipe
 from megatron_gvpo.algorithms.registry import choice
 from megatron_gvpo.algorithms.shapers.base import Shaper
-from megatron_gvpo.algorithms.shapers.filters import MaskTruncated
+from megatron_gvpo.algorithms.shapers.filters import Keep, MaskTruncated
 
 if TYPE_CHECKING:
     AnyPrompts = PromptChoice
@@ -156,6 +156,11 @@ class AlgorithmConfig(Block):
             raise ValueError(
                 f"loss.{loss.reads_members} has no effect without members: it is for the responses they bring"
             )
+        if self.needs_group and any(isinstance(s, Keep) and s.which == "best" for s in self.shapers):
+            raise ValueError(
+                "shapers: keep with which=best leaves one response of each group, and this algorithm compares"
+                " the responses of a group: nothing would be learned; loss=nll learns from the best alone"
+            )
         if loss.needs_items and not (estimator is not None and estimator.finds_items):
             raise ValueError("loss.ratio=item needs the estimator rank, which finds the items")
         if early := [member.name for member in self.members[:-1] if member.adds_groups]:
@@ -174,19 +179,22 @@ class AlgorithmConfig(Block):
 
     def _unread_shaper(self) -> str | None:
         """The shaper whose rewards no later block reads, with the reason; None without one."""
-        estimator = self.estimator
-        distils = isinstance(estimator, distillation.Distillation) and estimator.rewards is None
-        if estimator is None or self.batch_policy.needs_rewards or not (estimator.by_components or distils):
-            return None
         last = self.shapers[-1] if self.shapers else None
         # a shaper that keeps or drops responses may read rewards
-        if last is None or not last.changes_rewards:
+        if last is None or not last.changes_rewards or self.batch_policy.needs_rewards:
             return None
-        reads = "components of the reward" if estimator.by_components else "no reward"
-        return (
-            f"shapers.{len(self.shapers) - 1}: {last.name} has no effect: it changes the reward, and the "
-            f"estimator {estimator.name} reads {reads}"
-        )
+        loss, estimator = self.loss, self.estimator
+        distils = isinstance(estimator, distillation.Distillation) and estimator.rewards is None
+        if estimator is not None and estimator.by_components:
+            reader = f"the estimator {estimator.name} reads components of the reward"
+        elif estimator is not None and distils:
+            reader = f"the estimator {estimator.name} reads no reward"
+        elif loss.signal == "none" and not isinstance(loss, custom.CustomLoss):
+            reader = f"the loss {loss.name} reads no reward"
+        else:
+            return None
+        number = len(self.shapers) - 1
+        return f"shapers.{number}: {last.name} has no effect: it changes the reward, and {reader}"
 
     def _learns_from_itself(self) -> str | None:
         """The key of the only reference to learn from, if the policy starts equal to it; otherwise None."""

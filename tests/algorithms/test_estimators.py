@@ -96,6 +96,14 @@ def test_no_signal_gives_exactly_zero(baseline, scale, age):
     assert values == [0.0] * 14
 
 
+def test_whitening_leaves_a_group_without_signal_its_zeros():
+    """The mean of all advantages is 0 up to rounding, and train/clip_fraction counted the rounding's sign."""
+    rows = make_rows([[0.1] * 3, [0.7, 0.2, 0.4], [0.3, 0.9]])
+    whitened, _ = Estimator(scale="group_std", whiten="sequence")(rows)
+    assert whitened[:3].tolist() == [0.0] * 3
+    assert whitened[3:].std() > 0.5
+
+
 def test_batch_std_is_over_all_rewards():
     rewards = torch.tensor([1.0, 0, 0, 2, 0])
     expected = torch.tensor([2 / 3, -1 / 3, -1 / 3, 1, -1]) / (rewards.std() + 1e-6)

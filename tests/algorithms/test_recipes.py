@@ -37,8 +37,8 @@ def test_the_provenance_of_formulas_has_a_former_key(key):
 def test_one_item_of_a_recipes_list_can_be_changed():
     values = {"recipe": "dapo", "shapers": {"0": {"buffer": 100}}}
     assert AlgorithmConfig.model_validate(values).shapers == (Overlong(buffer=100, weight=0.5),)
-    replaced = {"recipe": "dapo", "shapers": {0: {"name": "keep", "which": "best"}}}
-    assert AlgorithmConfig.model_validate(replaced).shapers == (Keep(which="best"),)
+    replaced = {"recipe": "dapo", "shapers": {0: {"name": "keep", "right": 0.9}}}
+    assert AlgorithmConfig.model_validate(replaced).shapers == (Keep(right=0.9),)
     with pytest.raises(ValueError, match="shapers"):
         AlgorithmConfig.model_validate({"recipe": "dapo", "shapers": {"1": {"buffer": 100}}})
 

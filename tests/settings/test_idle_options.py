@@ -31,6 +31,21 @@ from megatron_gvpo.settings.config import load_config
         ("{recipe: disco, loss: {kl_coef: 0, kl_limit: 1}}", "it goes with kl_coef above 0"),
         ("{recipe: gpg, estimator: {ddof: 0}}", "ddof=0 has no effect: it goes with a scale or whiten"),
         ("{recipe: gpg, estimator: {eps: 0.1}}", "eps=0.1 has no effect: it goes with a scale or whiten"),
+        ("{recipe: gpg, estimator: {whiten: token}}", "age=sample has no effect: it goes with whiten=none"),
+        (
+            "{recipe: grpo, estimator: {scale: batch_std, whiten: sequence}}",
+            "scale=batch_std has no effect: it goes with whiten=none",
+        ),
+        ("{recipe: rejection_sampling, shapers: [keep, overlong]}", "and the loss nll reads no reward"),
+        (
+            "{recipe: opd_full, shapers: [overlong]}",
+            "shapers.0: overlong has no effect: it changes the reward",
+        ),
+        ("{recipe: gvpo, shapers: [{name: keep, which: best}]}", "leaves one response of each group, and"),
+        (
+            "{recipe: grpo, shapers: [overlong, {name: keep, which: best}]}",
+            "leaves one response of each group",
+        ),
         ("{members: [{name: demonstration, slot: longest}]}", "it goes with place=replace"),
         ("{members: [{name: demonstration, right: 0.5}]}", "it goes with when=all_wrong"),
         ("{members: [{name: teacher, function: 'math:sqrt', right: 0.5}]}", "when=all_wrong"),

@@ -61,7 +61,10 @@ class Estimator(Advantage):
     @property
     def ineffective_options(self) -> dict[str, str]:
         divides = self.scale != "none" or self.whiten != "none", "a scale or whiten"
-        return only_with(ddof=divides, eps=divides)
+        # whiten divides by the std of all advantages, and a factor that they share with them
+        shared = self.whiten == "none", "whiten=none"
+        over_batch = shared if self.scale == "batch_std" else (True, "")
+        return only_with(ddof=divides, eps=divides, age=shared, scale=over_batch)
 
     @property
     def needs_group(self) -> bool:
@@ -159,6 +162,8 @@ def whitened(
     """(value - mean) / (std + eps) over the trained rows, each counted once or once a token, [n]."""
     count_n = _trained(rows) * (rows.length_n if over == "token" else 1)
     mean, std = _mean_and_std(value_n, count_n, ddof)
+    # The mean of centred advantages is 0 up to rounding: a group without signal keeps its zeros.
+    mean = mean.where(mean.abs() > 1e-12 * std, 0)
     return (value_n - mean) / (std + eps)
 
 
