@@ -178,9 +178,10 @@ def _locate(loc: Sequence[int | str], root: type[BaseModel]) -> tuple[str, list[
     for part in loc:
         fields = [section.model_fields[str(part)] for section in sections if part in section.model_fields]
         tagged = [s for s in sections if "name" in s.model_fields and s.model_fields["name"].default == part]
-        if tagged and not fields:
+        # pydantic adds a union's tag to the path, which may be the name of an option of another block, too
+        if tagged and (not fields or len(sections) > 1):
             choice = sections
-            sections = tagged  # pydantic adds a union's tag to the path; the file has no level for it
+            sections = tagged  # the file has no level for it
             continue
         if not sections and part in _ALTERNATIVES:
             continue  # an alternative of a union: the file has no level for it either

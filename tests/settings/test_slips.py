@@ -37,6 +37,8 @@ SIZES = {
         ("optimizer={lr: 1,0e-4}", "is there a comma in a number, in place of a point?"),
         ("optimizer.lr=''", "optimizer.lr: Input should be a valid number (given: '')"),
         ("logging.profile_steps=[30,40]", "the run ends before, with train.steps=20"),
+        ("algorithm={recipe: gdpo, estimator: {ddof: 7}}", "algorithm.estimator.ddof: Input should be less"),
+        ("algorithm={recipe: gdpo, estimator: {wheights: 7}}", "did you mean 'algorithm.estimator.weights'?"),
         ("rewards.components=[{name: format, options: {pattern: '('}}]", "'(' is not a regular expression"),
         ("rewards.components=[{name: math, options: {marker: ''}}]", "options.marker is empty"),
         ("rewards.components=[{name: math, options: {marker: null}}]", "such as '####' with its quotes"),
