@@ -39,7 +39,7 @@ CPU_SHAPE = (4096, 896, 151_936)
 CPU_TARGETS = {"recompute": {"extra_mb": 450, "ratio": 1.2}, "weights_first": {"extra_mb": 450, "ratio": 1.0}}
 GPU_HEADS = (
     *("naive", "compiled", "torch_linear_ce", "liger", "quack", "cce", "cce_exact"),
-    *("recompute", "weights_first", "stash_2gb", "stash_10gb"),
+    *("recompute", "weights_first", "stash_2gb", "stash_10gb", "stash_quack"),
 )
 GPU_MODELS = {"Qwen2.5-1.5B": (1536, 151_936), "Qwen2.5-7B": (3584, 152_064), "Qwen2.5-72B": (8192, 152_064)}
 GPU_TOKENS = (4096, 8192, 32_768)

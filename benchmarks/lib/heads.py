@@ -13,7 +13,7 @@ from megatron_gvpo.kernels.linear_logprob import linear_logprob
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (hidden_th, weight_vh, labels_t, g_t) -> scalar
 
-OURS = ("recompute", "weights_first", "stash", "stash_2gb", "stash_10gb")
+OURS = ("recompute", "weights_first", "stash", "stash_2gb", "stash_10gb", "stash_quack")
 PEERS = ("compiled", "torch_linear_ce", "liger", "quack", "cce", "cce_exact")
 NOTES = {
     "naive": "full logits, log_softmax, gather, autograd",
@@ -28,6 +28,7 @@ NOTES = {
     "stash": "linear_logprob, weights with the backward, exponentials kept (at most --stash-mib)",
     "stash_2gb": "stash, 2 GB at most",
     "stash_10gb": "stash, 10 GB at most",
+    "stash_quack": "stash_10gb, with QuACK's product on Hopper",
 }
 
 
@@ -47,6 +48,8 @@ def head(name: str, stash_bytes: int, logits_bytes: int | None) -> Loss:
             return partial(weights_last, stash_bytes=2 * 10**9)
         case "stash_10gb":
             return partial(weights_last, stash_bytes=10 * 10**9)
+        case "stash_quack":
+            return partial(weights_last, stash_bytes=10 * 10**9, backend="quack")
         case "weights_first":
             return partial(_weights_first, logits_bytes=logits_bytes)
         case "torch_linear_ce":

@@ -42,6 +42,7 @@ from megatron_gvpo.workers.programs import check_program
 from megatron_gvpo.workers.rewards import check_reward
 from megatron_gvpo.workers.sandbox import Sandbox
 
+_QUACK_COLUMNS = 64  # STEP of kernels/quack_tiles.py, which loads torch
 _ENVIRONMENT = "name the one of the engine's own environment (docs/howto/rollout_servers.md)"
 Command = Literal["train", "eval", "named eval", "export", "slurm"]
 
@@ -75,6 +76,7 @@ def preflight(
     if command in ("train", "eval", "named eval"):
         _check_attention(config, cards, is_training)
     if is_training:
+        _check_head(config, cards, command == "train")
         check_teacher(config, cards)
         check_output_dir(config)
         if command == "train":  # a queued job may wait until the earlier run has ended
@@ -152,6 +154,26 @@ def _check_attention(config: Config, cards: ModelCards, is_training: bool) -> No
                 raise ConfigError(f"{named}{error}") from None
         if config.train.requires_shared_prompts:
             check_shared_prompts(attentions[""], capability)
+
+
+def _check_head(config: Config, cards: ModelCards, is_here: bool) -> None:
+    """Check what the head's product with QuACK needs of model and machine; `is_here`: this machine trains."""
+    if config.train.head_backend != "quack":
+        return
+    reason = None
+    vocabulary = int(cards.policy.get("vocab_size", 0))
+    capabilities = sorted({gpu.compute_capability or (0, 0) for gpu in torch_gpus()})
+    if config.model.dtype != "bfloat16":
+        reason = f"it computes in bfloat16, and this is model.dtype={config.model.dtype}"
+    elif vocabulary % _QUACK_COLUMNS:
+        reason = f"it takes vocabularies that {_QUACK_COLUMNS} divides, and this is vocab_size={vocabulary}"
+    elif is_here and capabilities != [(9, 0)]:
+        named = ", ".join(f"{major}.{minor}" for major, minor in capabilities) or "no GPU that torch uses"
+        reason = f"it needs GPUs of compute capability 9.0 (H100, H200), and this machine has {named}"
+    elif is_here and find_spec("quack") is None:
+        reason = "QuACK is not installed (pip install 'megatron-gvpo[quack]')"
+    if reason is not None:
+        raise ConfigError(f"train.head_backend=quack: {reason}; leave it out")
 
 
 def check_interpreter(config: Config) -> None:

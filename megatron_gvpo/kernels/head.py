@@ -15,7 +15,7 @@ from megatron_gvpo.kernels.mathematics import accumulator, addmm_, merge_statist
 from megatron_gvpo.kernels.supports import Supports
 from megatron_gvpo.kernels.tiles import Tiles, TorchTiles
 
-Backend = Literal["auto", "reference", "chunked", "triton"]
+Backend = Literal["auto", "reference", "chunked", "triton", "quack"]
 
 CHUNK_ROWS = 4096
 _CPU_LOGITS, _CUDA_LOGITS = 288 << 20, 512 << 20  # bytes of one tile; a GPU needs more rows in a product
@@ -164,8 +164,10 @@ def longest(parts: list[slice]) -> int:
 
 def _tiles_of(backend: Backend, weight_vh: Tensor) -> Tiles:
     """Return the operations of a backend. Raises ValueError for one that does not exist or fit."""
-    if backend not in ("auto", "chunked", "triton"):
-        raise ValueError(f"backend {backend!r}: want 'auto', 'reference', 'chunked' or 'triton'")
+    if backend not in ("auto", "chunked", "triton", "quack"):
+        raise ValueError(f"backend {backend!r}: want 'auto', 'reference', 'chunked', 'triton' or 'quack'")
+    if backend == "quack":
+        return _quack_tiles(weight_vh)
     possible = weight_vh.dtype != torch.float64
     if backend == "triton":
         if not possible:
@@ -183,3 +185,25 @@ def _triton_tiles() -> Tiles:
     except ImportError as error:
         raise ValueError(f"backend='triton' needs Triton, which comes with torch for CUDA: {error}") from None
     return TritonTiles()
+
+
+def _quack_tiles(weight_vh: Tensor) -> Tiles:
+    """Raises ValueError if QuACK, its dtype or its GPU is missing."""
+    if weight_vh.dtype != torch.bfloat16:
+        raise ValueError(
+            f"backend='quack' computes in bf16, and the inputs are {weight_vh.dtype}: use 'auto'"
+        )
+    if not weight_vh.is_cuda or torch.cuda.get_device_capability(weight_vh.device) != (9, 0):
+        raise ValueError("backend='quack' needs a GPU of compute capability 9.0 (Hopper): use 'auto'")
+    return _quack_tiles_of_hopper()
+
+
+@cache
+def _quack_tiles_of_hopper() -> Tiles:
+    try:
+        from megatron_gvpo.kernels.quack_product import product
+    except ImportError as error:
+        raise ValueError(f"backend='quack' needs `pip install 'megatron-gvpo[quack]'`: {error}") from None
+    from megatron_gvpo.kernels.quack_tiles import QuackTiles
+
+    return QuackTiles(product)

@@ -17,6 +17,8 @@ class Tiles(ABC):
     number outside the tile means that another tile has the label. mathematics.py defines the statistics.
     """
 
+    has_product = False  # True if `product_` computes exponentials without a tile of logits
+
     @abstractmethod
     def statistics_(self, z_rv: Tensor, labels_r: Tensor, entropy: bool) -> Tensor:
         """Return the statistics of the tile's columns."""
@@ -37,6 +39,15 @@ class Tiles(ABC):
         dtype: torch.dtype,
     ) -> Tensor:
         """e^(z - max) (offset + slope (z - max)) + 1[label] g in `dtype`."""
+
+    def product_(
+        self, x_rh: Tensor, w_vh: Tensor, labels_r: Tensor, temperature: float | Tensor, out_rv: Tensor
+    ) -> Tensor:
+        """out_rv <- e^(z - an offset of the row), z = x_rh w_vh^T / T; returns the statistics.
+
+        The offset takes the maximum's part in them. It is at most ln(2) / 2 from it. Without entropy.
+        """
+        raise NotImplementedError
 
 
 class TorchTiles(Tiles):

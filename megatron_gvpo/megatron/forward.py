@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from megatron_gvpo.kernels.head import Backend
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob, linear_logprob
 from megatron_gvpo.kernels.truncated_logprob import truncated_logprob
 from megatron_gvpo.megatron.attention.core import OwnPackedSeqParams, frequencies
@@ -156,6 +157,7 @@ class LogprobHead:
     stash_bytes: int = 0
     memory_profile: MemoryProfile | None = None  # measures the head's memory
     divergence: HeadDivergence | None = None  # a term of the loss
+    backend: Backend = "auto"
 
     def __call__(
         self, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, batch: PackedBatch
@@ -202,6 +204,7 @@ class LogprobHead:
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             vocab_size=self.vocab_size,
             stash_bytes=self.stash_bytes,
+            backend=self.backend,
             upstream=loss_factor(),
         )
 

@@ -97,6 +97,7 @@ class Policy(Scorer):
         self.memory = DeviceMemory(*self._trained)
         self._loss: Loss = algorithm.loss.sized(rollout.max_tokens)
         self._stash_bytes = train.head_stash_bytes
+        self._head_backend = train.head_backend
         self._is_measured = False
         self._background_group: dist.ProcessGroup | None = None
         self._timeout = timedelta(seconds=layout.timeout_seconds)
@@ -184,7 +185,9 @@ class Policy(Scorer):
         assert rows.weight_r is not None, "the gradient of what"
         share = my_share(self.model, rows, self._budget, keep_groups=False)
         self.optimizer.zero_grad()
-        head = LogprobHead(self._temperature, self.model.vocab_size, False, self._stash_bytes)
+        head = LogprobHead(
+            self._temperature, self.model.vocab_size, False, self._stash_bytes, backend=self._head_backend
+        )
 
         def weighted(_: TrainBatch, values: tuple[Any, ...]) -> tuple[Tensor, None]:
             surrogate = LinearLogprob(*values).surrogate
@@ -220,6 +223,7 @@ class Policy(Scorer):
             self._stash_bytes,
             profile,
             divergence,
+            self._head_backend,
         )
         with profile or contextlib.nullcontext():
             results = forward.run(self.model, packs, loss_pass, head=head)

@@ -117,6 +117,11 @@ def _checked(options: argparse.Namespace, device: Device, folder: Path) -> tuple
             )
         saved_rows.load(options.rollouts)
     config, added, made = _with_models(files, overrides, folder)
+    if config.train.head_backend != "auto":
+        raise ConfigError(
+            f"train.head_backend={config.train.head_backend}: a rehearsal has no stand-in for QuACK's "
+            "product; add train.head_backend=auto"
+        )
     card = check_layout(config, options.world).policy
     attention = Attention.of(config.model, config.parallel, config.train.deterministic, card)
     major, minor = divmod(device.capability, 10)

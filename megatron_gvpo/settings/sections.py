@@ -286,6 +286,7 @@ class TrainConfig(Section):
         "max_empty_batches",
         "share_prompts",
         "head_stash_mb",
+        "head_backend",
         "deterministic",
     )
 
@@ -311,6 +312,9 @@ class TrainConfig(Section):
     # MiB that a rank may keep between a micro-batch's forward and backward for the output layer's gradient; 0
     # keeps nothing and recomputes (docs/explanation/head.md).
     head_stash_mb: NonNegativeInt = 1024
+    # What computes the output layer's log-probs. `quack`: on Hopper, in bfloat16, for the tokens whose
+    # exponentials are kept, a product of quack-kernels that writes no logits. No GPU has run it yet.
+    head_backend: Literal["auto", "quack"] = "auto"
     seed: Seed = 0  # Seed of sampling, order and initialisation.
     deterministic: bool = False  # Repeat the metrics bit for bit under the same layout; slower on a GPU.
 

@@ -69,6 +69,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         (["parallel.tp=3"], "parallel.tp=3"),
         (["parallel.typo=3"], "parallel.typo"),
         (["--gpu", "a100"], "install flash-attn"),
+        (["train.head_backend=quack"], "a rehearsal has no stand-in for QuACK's product"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -141,7 +141,7 @@ def test_evaluation_samples_as_training_does(good):
         ),
         (
             "train.quux=1",
-            "train.quux: no such key; known: batch_epochs, deterministic, head_stash_mb, ",
+            "train.quux: no such key; known: batch_epochs, deterministic, head_backend, head_stash_mb, ",
         ),
         (
             "tr\u0430in.steps=1",

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from helpers.inputs import family_task
@@ -85,6 +85,36 @@ def test_the_torch_of_this_environment_says_what_it_is_built_for() -> None:
     import torch
 
     assert gpu_packages.cuda_of_torch() == torch.version.cuda
+
+
+def test_quack_where_it_cannot_run_is_refused(
+    h100: None, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster's job is checked for its model alone, because its nodes have other GPUs and packages."""
+    monkeypatch.setattr("megatron_gvpo.checks.preflight.check_gpu_packages", lambda: None)
+    shutil.copytree(configure(task, tmp_path / "out", *GVPO).model.path, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+
+    def refused(command: Literal["train", "slurm"], vocab_size: int, *overrides: str) -> str:
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": vocab_size}))
+        words = (f"model.path={tmp_path}/model", "model.dtype=bfloat16", "train.head_backend=quack")
+        try:
+            preflight(configure(task, tmp_path / "out", *GVPO, *words, *overrides), command, 1)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    assert refused("slurm", 256) == refused("train", 256) == ""
+    assert "64 divides, and this is vocab_size=250; leave it out" in refused("slurm", 250)
+    assert "this is model.dtype=float32; leave" in refused("slurm", 256, "model.dtype=float32")
+    monkeypatch.setattr("megatron_gvpo.checks.preflight.find_spec", lambda name: None)
+    assert "not installed (pip install 'megatron-gvpo[quack]')" in refused("train", 256)
+    b200 = LocalGpu(0, "B200", 180.0, (10, 0), 18)
+    monkeypatch.setattr("megatron_gvpo.checks.preflight.list_gpus", lambda: [b200])
+    assert "capability 9.0 (H100, H200), and this machine has 10.0" in refused("train", 256)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "and this machine has no GPU that torch uses" in refused("train", 256)
+    assert refused("slurm", 256) == ""
 
 
 def test_gpus_that_torch_does_not_find_end_a_run(h100: None, monkeypatch: pytest.MonkeyPatch) -> None:
