@@ -52,11 +52,7 @@ class TinyStep:
         except ConfigError as error:
             self._reason = str(error)
             return
-        values = laptop_values(config, **_sizes(config, self._folder))
-        values["data"].pop("eval", None)
-        values.pop("eval", None)
-        values["checkpoint"] = {"export_hf": False}
-        values["output_dir"] = str(self._folder / "run")
+        values = tiny_values(config, self._folder)
         file = self._folder / "tiny.yaml"
         file.write_text(json.dumps(values))  # JSON is YAML
         self._begin = time.perf_counter()
@@ -91,6 +87,20 @@ class TinyStep:
             self._process.wait()
 
 
+def tiny_values(config: Config, folder: Path) -> dict[str, Any]:
+    """The keys of the run's configuration with which a step takes seconds, its model and output in `folder`.
+
+    `train.stop_early` goes with `checkpoint.keep_best`, which the step lacks.
+    """
+    values = laptop_values(config, **_sizes(config, folder))
+    values["data"].pop("eval", None)
+    values.pop("eval", None)
+    values["checkpoint"] = {"export_hf": False}
+    values["train"].pop("stop_early", None)
+    values["output_dir"] = str(folder / "run")
+    return values
+
+
 def _sizes(config: Config, folder: Path) -> dict[str, dict[str, Any]]:
     """The settings with which a step takes seconds; they do not change the method."""
     prompts = config.train.mini_batches * (2 if config.train.mini_batches < 8 else 1)
@@ -105,7 +115,11 @@ def _sizes(config: Config, folder: Path) -> dict[str, dict[str, Any]]:
         "optimizer": {"warmup_steps": 0},
     }
     if config.algorithm.samples_from_policy:
-        changes["rewards"] = {"components": [{"name": "made_up", "function": _REWARD}]}
+        # Blocks may read components by name.
+        names = [(component.name, component.weight) for component in config.rewards.components]
+        changes["rewards"] = {
+            "components": [{"name": n, "weight": weight, "function": _REWARD} for n, weight in names]
+        }
     return changes
 
 

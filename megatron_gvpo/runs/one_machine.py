@@ -80,6 +80,12 @@ def laptop_values(config: Config, **changes: dict[str, Any]) -> dict[str, Any]:
     values["logging"] = {"progress": "off"}
     for section, own in changes.items():
         values[section] = {**values.get(section, {}), **own}
+    algorithm = values.get("algorithm", {})
+    if "max_tokens" in changes.get("rollout", {}):
+        for shaper in algorithm.get("shapers", ()):
+            shaper.pop("buffer", None)  # it may be longer than these responses
+    if config.train.updates_per_step == 1:
+        algorithm.pop("reference_logprobs", None)  # it needs the responses of older weights
     return values
 
 

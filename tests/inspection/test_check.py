@@ -23,7 +23,9 @@ from megatron_gvpo.inspection.responses import inspect_responses
 from megatron_gvpo.inspection.rewards import inspect_rewards
 from megatron_gvpo.inspection.rules import inspect_engine, inspect_learning_rate, inspect_memory
 from megatron_gvpo.inspection.run import inspect
+from megatron_gvpo.inspection.tiny_step import tiny_values
 from megatron_gvpo.inspection.verdict import RunVerdict
+from megatron_gvpo.runs.one_machine import laptop_config
 from megatron_gvpo.settings.config import Config, build_config
 
 REWARD = """
@@ -270,6 +272,40 @@ def test_an_engine_that_is_not_there_is_found(task: Path) -> None:
     assert "has no package sglang" in inspect_engine(configure(task, rollout=servers)).sentence
     servers["servers"] = {"count": 1, "python": "/no/such/python"}
     assert "no such program" in inspect_engine(configure(task, rollout=servers)).sentence
+
+
+COMPONENTS = ["format", "right", "rubric", "stratum", *(f"rank_{p}" for p in range(1, 21))]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        *(
+            {"algorithm": {"recipe": recipe}}
+            for recipe in ("c_grpo", "fgrpo", "format_length", "prs", "rank_grpo", "stratified_grpo")
+        ),
+        {"algorithm": {"recipe": "dapo", "batch_policy": {"by": "right"}}},
+        {"algorithm": {"recipe": "dapo", "shapers": {"0": {"buffer": 128}}}, "rollout": {"max_tokens": 256}},
+        {
+            "algorithm": {"reference_logprobs": "engine"},
+            "rollout": {"engine": "sglang", "async_steps": 1},
+            "train": {"mini_batches": 1},
+        },
+        {
+            "data": {"eval": {"path": "test.jsonl"}},
+            "eval": {"every": 1},
+            "checkpoint": {"every": 1, "keep_best": {"metric": "eval/pass@1"}},
+            "train": {"stop_early": {"patience": 1}},
+        },
+    ],
+    ids=str,
+)
+def test_a_run_that_is_possible_has_a_tiny_step(task: Path, sections: dict[str, dict[str, Any]]) -> None:
+    """The step's configuration lacked what these runs have, was refused, and the run `could not work`."""
+    own = {"components": [{"name": name, "function": f"{task}/reward.py:right"} for name in COMPONENTS]}
+    config = configure(task, rewards=own, **sections)
+    build_config(tiny_values(config, task / "step"))
+    laptop_config(config, rollout={"max_tokens": 8})  # as the start model is sampled
 
 
 def check(task: Path, *words: str) -> subprocess.CompletedProcess[str]:
