@@ -238,12 +238,16 @@ class TinkerApp:
         )
 
     async def _unload(self, request: web.Request) -> web.Response:
-        body = requests.read(requests.ModelRequest, await request.read())
-        session, model = self._sessions.of_model(body.model_id)
-        del session.models[model.model_id]
-        operation = {"kind": "forget", "models": [model.model_id], "snapshots": model.snapshots}
-        done = partial(_json, {"type": "unload_model", "model_id": model.model_id})
-        return self._later(session, f"{model.model_id}:unload", operation, done)
+        model_id = requests.read(requests.ModelRequest, await request.read()).model_id
+        session, request_id = self._sessions.get(model_id.partition(":")[0]), f"{model_id}:unload"
+        if request_id in session.pending:
+            return self._accepted(session.pending[request_id])
+        session, model = self._sessions.of_model(model_id)
+        del session.models[model_id]
+        operation = {"kind": "forget", "models": [model_id], "snapshots": model.snapshots}
+        return self._later(
+            session, request_id, operation, partial(_json, {"type": "unload_model", "model_id": model_id})
+        )
 
     # Checkpoints.
 

@@ -126,6 +126,21 @@ def test_a_sampler_keeps_its_number_and_its_weights(app: TinkerApp) -> None:
     assert saved["kind"] == "snapshot" and saved["snapshot"].startswith(f"{session}:train:0/unnamed-")
 
 
+def test_a_model_is_unloaded_once_however_often_its_client_asks(app: TinkerApp) -> None:
+    session = app._sessions.open().session_id
+    created = {"session_id": session, "model_seq_id": 0, "base_model": "name"}
+    sent = [
+        ("create_model", created),
+        *[("unload_model", {"model_id": f"{session}:train:0"})] * 2,  # as if its answer had been lost
+        ("unload_model", {"model_id": f"{session}:train:1"}),
+    ]
+    results = asyncio.run(answers(app, *(request(path, json.dumps(body).encode()) for path, body in sent)))
+    assert [status for status, _ in results] == [200, 200, 200, 404], results
+    assert results[1] == results[2]
+    operations = [job.operation["kind"] for _ in range(2) for job in app._queue.take(1)]
+    assert operations == ["create", "forget"] and not app._queue.take(0)
+
+
 def of_base(session: str, number: int) -> dict[str, Any]:
     return {"session_id": session, "sampling_session_seq_id": number, "base_model": "name"}
 
