@@ -184,31 +184,45 @@ class RewardPool:
         retried: set[int] = set()
         todo = deque(batched([job for job in jobs if isinstance(job, _Job)], _CHUNK))
         while len(answers) < len(jobs):
-            for i, worker in enumerate(self._workers):
-                if todo and worker.is_free:
-                    chunk = todo.popleft()
-                    try:
-                        worker.give(chunk)
-                    except OSError as error:  # the worker ended while idle, so no job is the cause
-                        todo.appendleft(chunk)
-                        self._note_death(f"a worker cannot be given its jobs: {error}")
-                        self._replace(i)
+            self._give(todo)
             self._wait()
             for i, worker in enumerate(self._workers):
                 answers |= (taken := worker.take())
                 if taken or worker.pending:
                     self._deaths = 0
                 if worker.failure is not None:
-                    if not worker.pending:
-                        self._note_death(worker.failure.reason)
-                    elif worker.failure.is_killed and worker.pending[0].number not in retried:
-                        retried.add(worker.pending[0].number)
-                    else:
-                        answers[worker.pending.popleft().number] = worker.failure
+                    answers |= self._without_answer(worker.pending, worker.failure, retried)
                     if worker.pending:
                         todo.appendleft(tuple(worker.pending))
                     self._replace(i)
         return [answers[number] for number in range(len(jobs))]
+
+    def _give(self, todo: deque[tuple[_Job, ...]]) -> None:
+        """Give each free worker some of the jobs."""
+        for i, worker in enumerate(self._workers):
+            if todo and worker.is_free:
+                chunk = todo.popleft()
+                try:
+                    worker.give(chunk)
+                except OSError as error:  # the worker ended while idle, so no job is the cause
+                    todo.appendleft(chunk)
+                    self._note_death(f"a worker cannot be given its jobs: {error}")
+                    self._replace(i)
+
+    def _without_answer(
+        self, pending: deque[_Job], failure: _Failure, retried: set[int]
+    ) -> dict[int, _Failure]:
+        """Take the job that made a worker fail out of its `pending` jobs; returns the failure by its number.
+
+        Empty if no job is the cause, or if the job is tried again.
+        """
+        if not pending:
+            self._note_death(failure.reason)
+            return {}
+        if failure.is_killed and pending[0].number not in retried:
+            retried.add(pending[0].number)
+            return {}
+        return {pending.popleft().number: failure}
 
     def _wait(self) -> None:
         """Wait a second, or until a worker replies, prints, ends or is late."""

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron_gvpo.core.clock import running_seconds
 from megatron_gvpo.core.errors import RolloutError
@@ -52,6 +52,36 @@ class PendingRequest:
     request: Request
     preferred: ServerHandle | None = None
     images: tuple[RequestImage, ...] = ()
+
+
+@dataclass
+class _ResponseSoFar:
+    """A response whose parts may come from several servers and weight versions."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    support: Support = field(default_factory=lambda: Support(b"", b""))
+    spans: list[tuple[int, int, int]] = field(default_factory=list)  # as in Rollout
+    seconds: float = 0.0  # time of all requests, also of those that failed
+
+    def add(self, answer: Completion, version: int) -> None:
+        """Add the tokens of an answer, which the weights of `version` sampled."""
+        if not answer.token_ids:
+            return
+        continues = bool(self.spans) and self.spans[-1][0] == version
+        first = self.spans.pop()[1] if continues else len(self.token_ids)
+        self.token_ids += answer.token_ids
+        self.logprobs += answer.logprobs
+        self.support = self.support.then(answer.support or Support.whole_vocabulary(len(answer.token_ids)))
+        self.spans.append((version, first, len(self.token_ids)))
+
+    def rollout(self, reason: str, server: str, has_support: bool) -> Rollout:
+        """The complete response; `server`: the URL of the one that sampled its end."""
+        oldest = min(version for version, _, _ in self.spans)
+        rollout = Rollout(self.token_ids, self.logprobs, "", reason, oldest, spans=self.spans)
+        rollout.seconds, rollout.server = self.seconds, server
+        rollout.support = self.support if has_support else None
+        return rollout
 
 
 class ServerPool:
@@ -248,45 +278,40 @@ class ServerPool:
         """Sample one response, from several servers and weight versions if necessary."""
         # Fetch images first: weights may change meanwhile.
         pending.images = await images_of(pending.request, self._images)
-        token_ids, logprobs, failures = list[int](), list[float](), list[str]()
-        support = Support(b"", b"")
-        spans: list[tuple[int, int, int]] = []
-        seconds = 0.0
+        response, failures = _ResponseSoFar(), list[str]()
         while len(failures) < ATTEMPTS:
             async with self._connections:
                 handle = await self._choose(pending)
                 begin, version = running_seconds(), handle.version
-                answer = await self._ask(handle, pending, index, token_ids, sampling)
-            seconds += running_seconds() - begin
+                answer = await self._ask(handle, pending, index, response.token_ids, sampling)
+            response.seconds += running_seconds() - begin
             if isinstance(answer, SampleFailure):
                 failures.append(answer.why)
                 self.lose(handle, answer.why)
                 continue
-            self.prefix_cache.count(len(pending.request.prompt_ids) + len(token_ids), answer.cached)
-            aborted = answer.finish_reason == "abort"
-            answer = self._up_to_stop_string(token_ids, answer, sampling)
-            if answer.token_ids:
-                start = spans.pop()[1] if spans and spans[-1][0] == version else len(token_ids)
-                token_ids += answer.token_ids
-                logprobs += answer.logprobs
-                support = support.then(answer.support or Support.whole_vocabulary(len(answer.token_ids)))
-                spans.append((version, start, len(token_ids)))
-            is_ended = answer.finish_reason == "stop"
-            is_ended |= bool(token_ids) and token_ids[-1] in sampling.stops(self._end_token_ids)
-            is_full = len(token_ids) >= pending.request.longest(sampling)
-            if is_ended or is_full or answer.finish_reason == "length":
-                reason = "stop" if is_ended else "length"
-                oldest = min(version for version, _, _ in spans)
-                rollout = Rollout(token_ids, logprobs, "", reason, oldest, spans=spans)
-                rollout.seconds, rollout.server = seconds, handle.server.url
-                rollout.support = support if sampling.wants_support else None
-                if sampling.wants_routing and not aborted:
-                    rollout.routing = self._routing(handle, pending.request, rollout, answer)
+            self.prefix_cache.count(len(pending.request.prompt_ids) + len(response.token_ids), answer.cached)
+            last = self._up_to_stop_string(response.token_ids, answer, sampling)
+            response.add(last, version)
+            if (reason := self._end(response.token_ids, last, pending.request, sampling)) is not None:
+                rollout = response.rollout(reason, handle.server.url, sampling.wants_support)
+                if sampling.wants_routing and answer.finish_reason != "abort":
+                    rollout.routing = self._routing(handle, pending.request, rollout, last)
                 return rollout
         raise RolloutError(
             f"a prompt of {len(pending.request.prompt_ids)} tokens was lost with {ATTEMPTS} servers in turn; "
             f"at last: {failures[-1]}"
         )
+
+    def _end(
+        self, token_ids: Sequence[int], last: Completion, request: Request, sampling: SamplingConfig
+    ) -> str | None:
+        """Why a response ends with its last answer, "stop" or "length"; None if it goes on."""
+        if last.finish_reason == "stop":
+            return "stop"
+        if token_ids and token_ids[-1] in sampling.stops(self._end_token_ids):
+            return "stop"
+        is_full = len(token_ids) >= request.longest(sampling)
+        return "length" if is_full or last.finish_reason == "length" else None
 
     def _up_to_stop_string(
         self, prefix: Sequence[int], answer: Completion, sampling: SamplingConfig

@@ -306,9 +306,16 @@ def _shares(
     remaining = float(size)
     for rank in sorted(owners, key=order):
         most = room[rank] + slack
-        if remaining > 0 and (most if rank in linked else room[rank]) > 0:
-            shares[rank] = remaining if remaining <= most else max(room[rank], 0.0) or min(most, remaining)
-            remaining -= shares[rank]
+        may_send = (most if rank in linked else room[rank]) > 0
+        if remaining <= 0 or not may_send:
+            continue
+        if remaining <= most:  # with the slack, this owner sends the rest, and no other needs a link
+            shares[rank] = remaining
+        elif room[rank] > 0:
+            shares[rank] = room[rank]
+        else:  # the owner is full, and has a link already, so that its slack costs none
+            shares[rank] = most
+        remaining -= shares[rank]
     if remaining > 0:  # some bytes remain because of rounding
         rank = next(iter(shares), min(owners, key=lambda rank: load[rank]))
         shares[rank] = shares.get(rank, 0.0) + remaining
