@@ -277,11 +277,17 @@ def _reader(dataset: DatasetConfig, render: _Renderer) -> Callable[[Record], tup
 
 def _records(dataset: DatasetConfig, recognise: Callable[[Record], Record]) -> Iterator[Record]:
     """The records of a data set, converted by the user's function, or recognised."""
+    count = left_out = 0
     for record in read_records(dataset.path, dataset.split, dataset.subset, dataset.limit):
+        count += 1
         if dataset.convert is None:
             yield recognise(record)
         elif (changed := converted(record, dataset.convert)) is not None:
             yield changed
+        else:
+            left_out += 1
+    if left_out and is_first_process():
+        log.warning(f"{dataset.path}: convert={dataset.convert} left out {left_out} of {count} records")
 
 
 def _tokens(

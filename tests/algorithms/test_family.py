@@ -56,6 +56,9 @@ def test_bnpo_density_is_scipys_and_flat_groups_have_no_signal():
     assert advantage_n[15:].tolist() == [0.0] * 5
     with pytest.raises(ValueError, match=r"rewards in \[0, 1\].* from -1 to 1"):
         BNPO()(make_rows([[-1, 1]]))
+    rows = make_rows([[0, 1]]).with_columns(component_n={"length": torch.tensor([3.0, 5.0])})
+    with pytest.raises(ValueError, match=r"components of the reward in \[0, 1\].*: components=false takes"):
+        BNPO(components=True)(rows)
 
 
 def test_bnpo_averages_the_advantages_of_components():

@@ -349,6 +349,20 @@ def test_long_prompts_can_be_dropped(
         load(path, tokenizer, max_prompt_tokens=2, prompt_too_long="drop")
 
 
+def test_records_that_a_function_leaves_out_are_counted(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A function for other records may leave out nearly all of them, and the run would train on the rest."""
+    (tmp_path / "own.py").write_text(
+        "def some(record): return record if record['prompt'] == 'xx' else None\n"
+    )
+    path = jsonl(tmp_path / "a.jsonl", *({"prompt": "x" * n, "answer": "x"} for n in (1, 2, 3)))
+    with caplog.at_level(logging.WARNING):
+        prompts = load(path, tokenizer, convert=f"{tmp_path}/own.py:some")
+    assert [prompt.text for prompt in prompts] == ["xx"]
+    assert caplog.text.rstrip().endswith("own.py:some left out 2 of 3 records")
+
+
 def test_bad_files(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "folder.jsonl").mkdir()

@@ -186,9 +186,11 @@ class BNPO(Advantage):
 
     def _advantage(self, rows: TrainBatch, reward_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if reward_n.min() < 0 or reward_n.max() > 1:
+            what = "components of the reward" if self.components else "rewards"
+            remedy = "components=false takes the whole reward" if self.components else "map them by `affine`"
             raise ValueError(
-                f"BNPO needs rewards in [0, 1], and there are some from {float(reward_n.min()):g} to "
-                f"{float(reward_n.max()):g}: map them with the shaper `affine`"
+                f"BNPO needs {what} in [0, 1], and there are some from {float(reward_n.min()):g} to "
+                f"{float(reward_n.max()):g}: {remedy}"
             )
         p_n = rows.group_mean(reward_n)
         index_n, size_g = rows.groups
