@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -176,29 +176,44 @@ def optimizer_shards(megatron: Any, weights: dict[str, Any]) -> dict[str, Sharde
     """
     # Megatron's ShardedObject, a value that is not a tensor, has no `data` that is a parameter.
     of_parameter = {id(base.data): base for base in nested_values(weights) if hasattr(base, "data")}
-    shards: dict[str, ShardedTensor] = {}
-    for optimizer in megatron.chained_optimizers:
-        for parameter, begin, end in _runs(optimizer):
-            for stored, index, elements in _parts(of_parameter[id(parameter)], parameter):
-                start = int(elements.storage_offset())
-                low, high = max(begin, start), min(end, start + elements.numel())
-                for name, run in _states(optimizer, parameter):
-                    at = low - begin
-                    for offset, size in boxes(tuple(elements.shape), low - start, high - start):
-                        box = (*index, *offset), (*(1 for _ in index), *size)
-                        numel = math.prod(size)
-                        shards[f"{len(shards)}"] = _shard(name, stored, box, run[at : at + numel])
-                        at += numel
-    return shards
+    shards = [
+        shard
+        for optimizer in megatron.chained_optimizers
+        for run in _runs(optimizer)
+        for part in _parts(of_parameter[id(run.parameter)], run.parameter)
+        for name, flat in _states(optimizer, run.parameter)
+        for shard in _shards(name, flat, run, part)
+    ]
+    return {f"{i}": shard for i, shard in enumerate(shards)}
 
 
-def _runs(optimizer: Any) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield (parameter, first element, last element + 1) of every range that this rank updates."""
+class _Run(NamedTuple):
+    """The elements `begin` to `end` of a flattened parameter, which this rank updates."""
+
+    parameter: Tensor
+    begin: int
+    end: int
+
+
+class _Part(NamedTuple):
+    """A contiguous run of a parameter's elements that are stored in one tensor.
+
+    `first_index`: where in the stored tensor they are, along its first axes. `elements` are on the meta
+    device, and their offset is that in the flattened parameter.
+    """
+
+    stored: ShardedTensor
+    first_index: tuple[int, ...]
+    elements: Tensor
+
+
+def _runs(optimizer: Any) -> Iterator[_Run]:
+    """Yield every range that this rank updates."""
     for of_dtypes in getattr(optimizer, "gbuf_ranges", ()):  # Megatron omits it on a rank without parameters
         for buckets in of_dtypes.values():
             for bucket in buckets:
                 for parameter, ranges in bucket["param_map"].items():
-                    yield parameter, ranges["param"].start, ranges["param"].end
+                    yield _Run(parameter, ranges["param"].start, ranges["param"].end)
 
 
 def _states(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -212,21 +227,19 @@ def _states(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor.detach().view(-1)
 
 
-def _parts(
-    base: ShardedTensor | ShardedTensorFactory, parameter: Tensor
-) -> Iterator[tuple[ShardedTensor, tuple[int, ...], Tensor]]:
-    """Yield (stored tensor, index in it, elements there): contiguous runs of a parameter's elements.
+def _parts(base: ShardedTensor | ShardedTensorFactory, parameter: Tensor) -> Iterator[_Part]:
+    """Yield the parts of a parameter, for which the model's sharded state has `base`.
 
     A parameter that fuses gate and up is stored as two tensors, and as two runs of every expert where it also
-    holds all experts. The elements are on the meta device, and their offset is that in the parameter.
+    holds all experts.
     """
     shape = torch.empty(parameter.shape, device="meta")
     if isinstance(base, ShardedTensor):
-        yield base, (), shape
+        yield _Part(base, (), shape)
         return
-    for part in nested_values(replace(base, data=shape).build()):
-        for index, elements in contiguous_parts(part.data):
-            yield part, index, elements
+    for stored in nested_values(replace(base, data=shape).build()):
+        for index, elements in contiguous_parts(stored.data):
+            yield _Part(stored, index, elements)
 
 
 def contiguous_parts(tensor: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
@@ -237,6 +250,18 @@ def contiguous_parts(tensor: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]
     for i, row in enumerate(tensor):
         for index, elements in contiguous_parts(row):
             yield (i, *index), elements
+
+
+def _shards(name: str, flat: Tensor, run: _Run, part: _Part) -> Iterator[ShardedTensor]:
+    """Yield the shards of one of the optimizer's tensors, `flat` for the whole run, that lie in the part."""
+    first = int(part.elements.storage_offset())  # in the flattened parameter, as the run's `begin`
+    low, high = max(run.begin, first), min(run.end, first + part.elements.numel())
+    at = low - run.begin
+    for offset, size in boxes(tuple(part.elements.shape), low - first, high - first):
+        box = (*part.first_index, *offset), (*(1 for _ in part.first_index), *size)
+        end = at + math.prod(size)
+        yield _shard(name, part.stored, box, flat[at:end])
+        at = end
 
 
 def _shard(name: str, stored: ShardedTensor, box: Box, flat: Tensor) -> ShardedTensor:
