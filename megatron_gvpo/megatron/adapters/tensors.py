@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,54 +69,75 @@ def place_tensors(
     drawn (`is_drawn`), and must have equal values otherwise. A collective. Returns the problem with a tensor
     of another shape, or with two that should be the same, or None.
     """
-    adapters = [p for c in chunks for name, p in c.named_parameters() if is_adapter(name)]
-    weights = [p.data for p in adapters]
-    # Float64 holds these numbers exactly, and every collective takes it.
-    first, sizes = dist.get_rank() << 40, [w.numel() for w in weights]
-    new = torch.zeros(sum(sizes), dtype=torch.float32)
-    done = torch.zeros(sum(sizes), dtype=torch.bool)
-    problem = None
-    try:
-        _number(adapters, first)
+    own = _OwnElements([p for c in chunks for name, p in c.named_parameters() if is_adapter(name)])
+    problems: list[str] = []
+    with own.numbered():
         for name, numbers in export_tensors(bridge, chunks, on_host=True):
             tensor = value(name, tuple(numbers.shape))
             if tensor is None:
                 continue
             if tensor.shape != numbers.shape:
-                problem = problem or (
+                problems.append(
                     f"{name} has shape {list(tensor.shape)}, and the model's is {list(numbers.shape)}"
                 )
-                continue
-            is_local = (numbers >= first) & (numbers < first + len(new))
-            index, values = (numbers[is_local] - first).long(), tensor[is_local].float()
-            is_done = done[index]
-            if not is_drawn and not torch.equal(new[index][is_done], values[is_done]):
-                problem = problem or (
+            elif not own.take(tensor, numbers, is_drawn):
+                problems.append(
                     f"{name} differs from that of a layer with which it shares one under type=lora: use "
                     "type=canonical_lora; gate and up of experts share one on GPUs under every type"
                 )
-            new[index[~is_done]], done[index] = values[~is_done], True
-    finally:
-        for parameter, weight in zip(adapters, weights, strict=True):
-            parameter.data = weight
-    at = 0
-    for weight in weights:
-        part, known = new[at : at + weight.numel()], done[at : at + weight.numel()]
-        if known.all():
-            weight.copy_(part.view(weight.shape))
-        elif known.any():
-            problem = problem or "only a part of an adapter's tensor is given"
-        at += weight.numel()
-    return problem
+    if not own.fill():
+        problems.append("only a part of an adapter's tensor is given")
+    return next(iter(problems), None)
 
 
-def _number(adapters: Sequence[torch.nn.Parameter], first: int) -> None:
-    """Number the elements of the adapters from `first` on, in place of their values."""
-    for parameter in adapters:
-        weight = parameter.data
-        numbers = torch.arange(first, first + weight.numel(), dtype=torch.float64, device=weight.device)
-        parameter.data = numbers.view(weight.shape)
-        first += weight.numel()
+class _OwnElements:
+    """The elements of this rank's adapters, numbered one after the other, and the values that they get."""
+
+    def __init__(self, adapters: Sequence[torch.nn.Parameter]) -> None:
+        self._adapters, self._weights = adapters, [parameter.data for parameter in adapters]
+        # Float64 holds these numbers exactly, and every collective takes it.
+        self._first = dist.get_rank() << 40
+        count = sum(weight.numel() for weight in self._weights)
+        self._value = torch.zeros(count, dtype=torch.float32)
+        self._has_value = torch.zeros(count, dtype=torch.bool)
+
+    @contextmanager
+    def numbered(self) -> Iterator[None]:
+        """Context in which the adapters have the numbers of their elements in place of their weights."""
+        try:
+            first = self._first
+            for parameter, weight in zip(self._adapters, self._weights, strict=True):
+                end = first + weight.numel()
+                numbers = torch.arange(first, end, dtype=torch.float64, device=weight.device)
+                parameter.data, first = numbers.view(weight.shape), end
+            yield
+        finally:
+            for parameter, weight in zip(self._adapters, self._weights, strict=True):
+                parameter.data = weight
+
+    def take(self, tensor: Tensor, numbers: Tensor, is_drawn: bool) -> bool:
+        """Take this rank's elements of a tensor; `numbers` are those of its elements, on all ranks.
+
+        An element keeps its first value. False if it has another one, unless the values are drawn.
+        """
+        is_own = (numbers >= self._first) & (numbers < self._first + len(self._value))
+        index, values = (numbers[is_own] - self._first).long(), tensor[is_own].float()
+        is_known = self._has_value[index]
+        is_same = is_drawn or torch.equal(self._value[index][is_known], values[is_known])
+        self._value[index[~is_known]], self._has_value[index] = values[~is_known], True
+        return is_same
+
+    def fill(self) -> bool:
+        """Give the weights of which all elements have a value their values; False if one has only a part."""
+        sizes = [weight.numel() for weight in self._weights]
+        is_complete = True
+        columns = self._value.split(sizes), self._has_value.split(sizes)
+        for weight, values, has_value in zip(self._weights, *columns, strict=True):
+            if has_value.all():
+                weight.copy_(values.view(weight.shape))
+            elif has_value.any():
+                is_complete = False
+        return is_complete
 
 
 LEAST = 0.9  # share of the change below which a warning is due
