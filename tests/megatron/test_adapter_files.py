@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_gvpo.cluster.job import MOST_RANKS
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.checked_weights import HEADER
 from megatron_gvpo.megatron.adapters.directory import adapter_config, read_adapter
+from megatron_gvpo.megatron.adapters.tensors import OwnElements
 from megatron_gvpo.settings.adapter import AdapterConfig
 
 OPTIONS = AdapterConfig(rank=2, alpha=4, targets=("q_proj",))
@@ -46,3 +48,12 @@ def test_a_spoilt_one_is_named(tmp_path: Path, tensor: Tensor, header: str, erro
     with pytest.raises(ConfigError, match=error) as refused:
         read(tmp_path, tensor, header)
     assert "adapter_model.safetensors" in str(refused.value)
+
+
+def test_the_last_of_many_ranks_tells_its_elements_apart() -> None:
+    adapter = torch.nn.Parameter(torch.zeros(3, 2))
+    own, wanted = OwnElements([adapter], MOST_RANKS - 1), torch.arange(6.0).view(3, 2)
+    with own.numbered():
+        numbers = adapter.data.clone()
+    assert own.take(wanted, numbers, is_drawn=False) and own.fill()
+    assert torch.equal(adapter.data, wanted)

@@ -69,7 +69,8 @@ def place_tensors(
     drawn (`is_drawn`), and must have equal values otherwise. A collective. Returns the problem with a tensor
     of another shape, or with two that should be the same, or None.
     """
-    own = _OwnElements([p for c in chunks for name, p in c.named_parameters() if is_adapter(name)])
+    adapters = [p for c in chunks for name, p in c.named_parameters() if is_adapter(name)]
+    own = OwnElements(adapters, dist.get_rank())
     problems: list[str] = []
     with own.numbered():
         for name, numbers in export_tensors(bridge, chunks, on_host=True):
@@ -90,13 +91,13 @@ def place_tensors(
     return next(iter(problems), None)
 
 
-class _OwnElements:
+class OwnElements:
     """The elements of this rank's adapters, numbered one after the other, and the values that they get."""
 
-    def __init__(self, adapters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self, adapters: Sequence[torch.nn.Parameter], rank: int) -> None:
         self._adapters, self._weights = adapters, [parameter.data for parameter in adapters]
-        # Float64 holds these numbers exactly, and every collective takes it.
-        self._first = dist.get_rank() << 40
+        # Float64, which every collective takes, holds the numbers of 2**17 ranks of 2**36 elements exactly.
+        self._first = rank << 36
         count = sum(weight.numel() for weight in self._weights)
         self._value = torch.zeros(count, dtype=torch.float32)
         self._has_value = torch.zeros(count, dtype=torch.bool)
