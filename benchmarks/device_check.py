@@ -4,6 +4,7 @@
     python benchmarks/device_check.py --smoke    # tiny sizes; also on a CPU, which has no FP8 and no kernels
 
   head       the fused log-prob head on the device against fp64: log-probs and both gradients, every mode
+  quack      the same on Hopper with train.head_backend=quack, if QuACK is installed
   layers     this machine's layers (Transformer Engine's on a GPU) against the local layers of CPU runs, which
              a process without a GPU computes: the same weights, one pack, log-probs and gradients; and with
              shared prompts here, by PyTorch's FlashAttention on a GPU
@@ -61,6 +62,7 @@ PEAK_TFLOPS = {"H200": 989, "H100": 989, "H800": 989, "A100": 312, "A800": 312, 
 # By check: the proof on CPU of the same code, and the part that only a GPU can prove.
 PROOFS = {
     "head": "tests/kernels/test_triton_head.py, under Triton's interpreter against fp64: the kernels run",
+    "quack": "tests/kernels/test_quack_head.py, a transcription against fp64, and compiled: the kernel runs",
     "layers": "tests/megatron/test_gradient_invariance.py, local layers against transformers, and "
     "test_attention_kernel.py: Transformer Engine's layers against those",
     "shared": "tests/megatron/test_shared_prompts.py and test_merged_attention.py, the merge in fp64: "
@@ -90,6 +92,10 @@ def main() -> None:
     if not torch.cuda.is_available():
         report["missing"]["gpu"] = "torch finds no CUDA device, so the checks ran on the CPU"
     attempt(report, "head", partial(fused_head.head, args.smoke))
+    if reason := fused_head.no_quack():
+        report["missing"]["quack"] = reason
+    else:
+        attempt(report, "quack", partial(fused_head.quack, args.smoke))
     attempt(report, "layers", layers)
     attempt(report, "shared", partial(shared.times, args.smoke))
     attempt(report, "offload", partial(offload.offload, args.smoke))

@@ -26,7 +26,7 @@ def test_each_check_names_proofs_that_exist() -> None:
     [table] = re.findall(r"^PROOFS = (\{.*?^\})", text, re.MULTILINE | re.DOTALL)
     proofs: dict[str, str] = ast.literal_eval(table)
     checks = set(re.findall(r'attempt\(report, "(\w+)"', text))
-    assert proofs.keys() == checks | {"fp8", "train"} and len(checks) == 5
+    assert proofs.keys() == checks | {"fp8", "train"} and len(checks) == 6
     tests = {file.name for file in (SCRIPT.parents[1] / "tests").rglob("test_*.py")}
     for proof in proofs.values():
         named = {Path(file).name for file in re.findall(r"[\w/]*test_\w+\.py", proof)}
@@ -60,7 +60,7 @@ def test_the_smoke_form_runs_what_there_is_and_names_what_is_missing(tmp_path: P
             "head_share"
         ] < 1
     if not torch.cuda.is_available():
-        assert report["missing"].keys() == {"gpu", "fp8", "ipc"}
+        assert report["missing"].keys() == {"gpu", "fp8", "ipc", "quack"}
         assert results["layers"]["float32"] == {"logp": 0.0, "gradient": 0.0}, "the same layers, twice"
         assert 0 < results["layers"]["float32, shared prompts"]["gradient"] < 1e-5
     for line in (*_TRAINED, "missing: fp8", "memory_gib head"):

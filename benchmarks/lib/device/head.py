@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_gvpo.core.gpu_packages import REHEARSAL
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob, linear_logprob
 from megatron_gvpo.megatron.parallel import device
 
+Ways = Callable[[Tensor], Iterator[tuple[str, dict[str, Any]]]]  # of the tokens' weights
+
 EVERYTHING = 1 << 40  # bytes of stash
+TEMPERATURE = 0.7
 
 
 def ways(weight_r: Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -25,16 +31,56 @@ def ways(weight_r: Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def head(smoke: bool) -> dict[str, Any]:
     """Return the largest errors of a forward and backward, relative to the largest value, and GPU memory."""
-    tokens, hidden, vocab = (64, 32, 500) if smoke else (4096, 1536, 32_768)
+    sizes = (64, 32, 500) if smoke else (4096, 1536, 32_768)
+    result = _errors(
+        {"float32": (torch.float32, sizes, 1e-4), "bfloat16": (torch.bfloat16, sizes, 2e-2)}, ways
+    )
+    if torch.cuda.is_available():  # the peak is this head's, because nothing has used the GPU before
+        result["memory_gib"] = {"peak": torch.cuda.max_memory_allocated() / 2**30}
+    return result
+
+
+# Vocabularies whose largest divisors among a tile's columns (kernels/quack_tiles.py) are 192, 128 and 64.
+QUACK_VOCABULARIES = {True: (1152, 896, 832), False: (49_152, 32_768, 32_704)}
+
+
+def quack(smoke: bool) -> dict[str, Any]:
+    """Return the errors of the backend `quack`; the last tile of rows is ragged."""
+    tokens, hidden = (83, 32) if smoke else (5001, 1536)
+    cases = {
+        f"{vocab} tokens": (torch.bfloat16, (tokens, hidden, vocab), 2e-2)
+        for vocab in QUACK_VOCABULARIES[smoke]
+    }
+
+    def with_quack(weight_r: Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
+        options = {"backend": "quack", "stash_dtype": torch.bfloat16, "temperature": TEMPERATURE}
+        return ((way, arguments | options) for way, arguments in ways(weight_r) if way != "recompute")
+
+    return _errors(cases, with_quack, TEMPERATURE)
+
+
+def no_quack() -> str:
+    """Return the reason why the backend `quack` cannot run here, or an empty string if it can."""
+    if not torch.cuda.is_available() or os.environ.get(REHEARSAL):
+        return "no GPU"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "the GPU is not of compute capability 9.0 (Hopper)"
+    return "" if find_spec("quack") else "QuACK is not installed: pip install 'megatron-gvpo[quack]'"
+
+
+def _errors(
+    cases: dict[str, tuple[torch.dtype, tuple[int, int, int], float]], ways: Ways, temperature: float = 1.0
+) -> dict[str, Any]:
+    """Compare with fp64. `cases`: dtype, (tokens, hidden size, vocabulary) and limit of the errors."""
     where = device()
     result: dict[str, Any] = {"right": True}
-    for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
+    for case, (dtype, (tokens, hidden, vocab), limit) in cases.items():
         torch.manual_seed(0)
         x = torch.randn(tokens, hidden, dtype=dtype, device=where).requires_grad_()
         w = (torch.randn(vocab, hidden, dtype=dtype, device=where) / hidden**0.5).requires_grad_()
         labels, weight = torch.randint(vocab, (tokens,), device=where), torch.randn(tokens, device=where)
         x64, w64 = (t.detach().double().requires_grad_() for t in (x, w))
-        exact = torch.log_softmax(x64 @ w64.T, -1).gather(1, labels[:, None])[:, 0]
+        exact = torch.log_softmax(x64 @ w64.T / temperature, -1).gather(1, labels[:, None])[:, 0]
         reference = (exact.detach(), *torch.autograd.grad((weight.double() * exact).sum(), (x64, w64)))
         for way, arguments in ways(weight):
             out = linear_logprob(x, w, labels, **arguments)
@@ -44,10 +90,8 @@ def head(smoke: bool) -> dict[str, Any]:
                 name: float((a.double() - b).abs().max() / b.abs().max())
                 for name, a, b in zip(("logp", "d_hidden", "d_weight"), computed, reference, strict=True)
             }
-            result[f"{str(dtype).removeprefix('torch.')} {way}"] = errors
+            result[f"{case} {way}"] = errors
             result["right"] = result["right"] and max(errors.values()) < limit
-    if torch.cuda.is_available():  # the peak is this head's, because nothing has used the GPU before
-        result["memory_gib"] = {"peak": torch.cuda.max_memory_allocated() / 2**30}
     return result
 
 

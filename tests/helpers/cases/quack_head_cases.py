@@ -5,6 +5,7 @@ The rest is the backend's own code: Triton's interpreter runs the kernel that re
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from helpers.paths import ROOT
 from helpers.references import quack_transcription
 from helpers.references.head_reference import (
     error,
@@ -129,6 +131,18 @@ def test_non_finite_hidden_states_show(fused, bad: float):
     assert not out.logp_r[2].isfinite()
     assert torch.equal(dx_.isfinite().all(1), dx.isfinite().all(1))
     assert not dw_.isfinite().all()
+
+
+def test_the_check_of_a_gpu_has_every_tile():
+    """benchmarks/device_check.py, whose limits the transcription keeps."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    from lib.device import head as check
+
+    for vocabularies in check.QUACK_VOCABULARIES.values():
+        assert [quack_tiles.tile_columns(vocab) for vocab in vocabularies] == [192, 128, 64]
+    result = check.quack(smoke=True)
+    assert result.pop("right") and len(result) == 6
+    assert check.no_quack() == "no GPU"
 
 
 def test_a_vocabulary_that_no_tile_divides_is_refused():
