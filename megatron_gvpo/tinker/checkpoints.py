@@ -23,7 +23,7 @@ import torch
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.json_files import read_json_object
 from megatron_gvpo.core.plain_values import finite_number
-from megatron_gvpo.megatron.checkpoint.directory import PARTIAL, run_on_all_ranks, run_on_rank_0
+from megatron_gvpo.megatron.checkpoint.directory import PARTIAL, REPLACED, run_on_all_ranks, run_on_rank_0
 from megatron_gvpo.megatron.checkpoint.load import load_shards
 from megatron_gvpo.megatron.checkpoint.save import Writer, save_shards
 from megatron_gvpo.megatron.checkpoint.state import load_weights, optimizer_shards, weights_state
@@ -33,6 +33,7 @@ from megatron_gvpo.tinker.wire import Refusal
 
 Kind = Literal["weights", "sampler_weights"]
 INFO = "info.json"
+_UNFINISHED = (PARTIAL, REPLACED)  # suffixes of directories beside a checkpoint that is being saved
 _NAME = re.compile(r"[A-Za-z0-9][\w.:-]{0,127}", re.ASCII)
 
 
@@ -63,8 +64,8 @@ class CheckpointPath(NamedTuple):
                 raise Refusal(
                     f"{part[:200]!r}: a checkpoint's name has up to 128 letters, digits and . _ : - only"
                 )
-        if name.endswith(PARTIAL):  # a later save would remove such a directory as unfinished
-            raise Refusal(f"{name!r}: a checkpoint's name does not end with {PARTIAL}")
+        if name.endswith(_UNFINISHED):  # a later save would remove such a directory as unfinished
+            raise Refusal(f"{name!r}: a checkpoint's name does not end with {' or '.join(_UNFINISHED)}")
         return CheckpointPath(model_id, kind, name)
 
     @property
@@ -133,7 +134,8 @@ def list_checkpoints(root: Path, model_id: str) -> list[tuple[CheckpointPath, di
     kinds: tuple[Kind, ...] = ("weights", "sampler_weights")
     for kind in kinds:
         for file in (root / model_id / kind).glob(f"*/{INFO}"):
-            if not _has_expired(info := _facts(file)):
+            is_complete = not file.parent.name.endswith(_UNFINISHED)
+            if is_complete and not _has_expired(info := _facts(file)):
                 checkpoints.append((CheckpointPath(model_id, kind, file.parent.name), info))
     return sorted(checkpoints, key=lambda item: float(item[1]["time"]))
 
@@ -196,6 +198,11 @@ def _make_empty(partial: Path) -> None:
 
 
 def _finish(partial: Path, final: Path, info: dict[str, Any]) -> None:
+    """Put a checkpoint in the place of an earlier one, which is removed last: a kill loses neither."""
     (partial / INFO).write_text(json.dumps(info))
-    shutil.rmtree(final, ignore_errors=True)
+    earlier = final.with_name(final.name + REPLACED)
+    shutil.rmtree(earlier, ignore_errors=True)
+    if final.exists():
+        os.replace(final, earlier)
     os.replace(partial, final)
+    shutil.rmtree(earlier, ignore_errors=True)

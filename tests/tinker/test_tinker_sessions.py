@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import shutil
 import time
 from pathlib import Path
 
 import pytest
 
+from megatron_gvpo.tinker import checkpoints
 from megatron_gvpo.tinker.checkpoints import CheckpointPath, list_checkpoints, read_info, remove
 from megatron_gvpo.tinker.sessions import KEPT_SECONDS, ClientModel, PendingResult, Sessions, WireAnswer
 from megatron_gvpo.tinker.wire import Refusal
@@ -67,6 +69,7 @@ def test_answers_stay_until_they_were_fetched_long_ago(monkeypatch: pytest.Monke
         "tinker://model/weights/",
         "tinker://model/weights/\u00e9",
         "tinker://model/weights/one.partial",  # where a save of `one` is not finished yet
+        "tinker://model/weights/one.replaced",  # and where the checkpoint before it waits for its end
         "/etc/passwd",
     ],
 )
@@ -102,6 +105,32 @@ def test_an_expired_checkpoint_is_hidden_and_can_be_removed(tmp_path: Path):
     assert not expired.directory(tmp_path).exists() and kept.directory(tmp_path).exists()
     with pytest.raises(Refusal, match="there is no checkpoint"):
         remove(tmp_path, expired)
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_loses_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = CheckpointPath.parse("tinker://model/weights/one")
+    final = path.directory(tmp_path)
+    partial = final.with_name("one.partial")
+
+    def save(content: str) -> None:
+        partial.mkdir(parents=True)
+        (partial / "weights").write_text(content)
+        checkpoints._finish(partial, final, {"time": 1.0, "expires": None})
+
+    def killed(directory: Path, **_: object) -> None:
+        rmtree(directory, ignore_errors=True)
+        if directory.name == "one":
+            raise InterruptedError
+
+    save("first")
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    save("second")
+    assert (final / "weights").read_text() == "second"
+    assert [file.name for file in final.parent.iterdir()] == ["one"]
+    (final.parent / "one.replaced").mkdir()
+    (final / "info.json").rename(final.parent / "one.replaced" / "info.json")
+    assert list_checkpoints(tmp_path, "model") == []
 
 
 def test_a_path_is_read_as_it_is_written():
