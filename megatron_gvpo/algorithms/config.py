@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import model_validator
@@ -94,7 +95,7 @@ class AlgorithmConfig(Block):
         self._check_references()
         self._check_readers()
         if (unread := self._unread_shaper()) is not None:
-            raise ValueError(f"{unread}: leave it out, or make it a component (rewards.components)")
+            raise ValueError(unread)
         if self.reference_logprobs == "engine":
             self._engine_may_be_reference()
         return self
@@ -179,6 +180,13 @@ class AlgorithmConfig(Block):
 
     def _unread_shaper(self) -> str | None:
         """The shaper whose rewards no later block reads, with the reason; None without one."""
+        for number, (one, following) in enumerate(pairwise(self.shapers)):
+            # affine also changes the prior
+            if one.changes_rewards and following.replaces_rewards and not self.prior.gives_prior:
+                return (
+                    f"shapers.{number}: {one.name} has no effect: {following.name} after it computes the "
+                    "reward anew; give it later in the list"
+                )
         last = self.shapers[-1] if self.shapers else None
         # a shaper that keeps or drops responses may read rewards
         if last is None or not last.changes_rewards or self.batch_policy.needs_rewards:
@@ -194,7 +202,10 @@ class AlgorithmConfig(Block):
         else:
             return None
         number = len(self.shapers) - 1
-        return f"shapers.{number}: {last.name} has no effect: it changes the reward, and {reader}"
+        return (
+            f"shapers.{number}: {last.name} has no effect: it changes the reward, and {reader}: leave it "
+            "out, or make it a component (rewards.components)"
+        )
 
     def _learns_from_itself(self) -> str | None:
         """The key of the only reference to learn from, if the policy starts equal to it; otherwise None."""

@@ -41,6 +41,10 @@ from megatron_gvpo.settings.config import load_config
             "{recipe: opd_full, shapers: [overlong]}",
             "shapers.0: overlong has no effect: it changes the reward",
         ),
+        (
+            "{recipe: grpo, shapers: [overlong, {name: staged, stages: [[math, 1]]}]}",
+            "shapers.0: overlong has no effect: staged after it computes the reward anew; give it later",
+        ),
         ("{recipe: gvpo, shapers: [{name: keep, which: best}]}", "leaves one response of each group, and"),
         (
             "{recipe: grpo, shapers: [overlong, {name: keep, which: best}]}",

@@ -25,6 +25,11 @@ class Shaper(Block):
 
     name: str
 
+    @property
+    def replaces_rewards(self) -> bool:
+        """True if the new rewards do not depend on those before."""
+        return False
+
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         raise NotImplementedError
 

@@ -68,6 +68,10 @@ class GroupSimilarity(WithFunction, Shaper):
     def record_fields(self) -> dict[str, str]:
         return {} if self.across is None else {"across": self.across}
 
+    @property
+    def replaces_rewards(self) -> bool:
+        return self.weight == 0
+
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         return [self._shaped(group, self._others(groups, g)) for g, group in enumerate(groups)]
 

@@ -116,6 +116,10 @@ class FormatLength(SizedShaper):
     def components_read(self) -> tuple[Component, ...]:
         return (self.format,)
 
+    @property
+    def replaces_rewards(self) -> bool:
+        return True
+
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         def reward(rollout: Rollout) -> float:
             x, p = len(rollout.token_ids) / self.limit, self.turn

@@ -80,6 +80,10 @@ class Gate(Shaper):
     def components_read(self) -> tuple[Component, ...]:
         return (self.outcome, self.bonus)
 
+    @property
+    def replaces_rewards(self) -> bool:
+        return self.how == "blend"
+
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         return [rewarded(group, self._rewards(group)) for group in groups]
 
@@ -110,6 +114,10 @@ class Staged(Shaper):
     @property
     def components_read(self) -> tuple[Component, ...]:
         return tuple(component for component, _ in self.stages)
+
+    @property
+    def replaces_rewards(self) -> bool:
+        return True
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         def reward(rollout: Rollout) -> float:
