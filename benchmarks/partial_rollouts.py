@@ -72,7 +72,7 @@ def smollm2() -> Task:
     settings = (
         *(f"model.path={cached_model()}", f"data.train.path={RUNS}/smollm2/train.jsonl"),
         *(f"data.eval.path={RUNS}/smollm2/test.jsonl", "rollout.servers.context_length=256"),
-        *("train.mini_batches=1", "algorithm.reference_logprobs=trainer"),
+        *("train.steps=12", "train.mini_batches=1", "algorithm.reference_logprobs=trainer"),
     )
     return Task((SMOLLM2 / "gvpo.yaml",), settings, "partial_rollouts_smollm2_cpu.jsonl", prepare)
 

@@ -64,8 +64,8 @@ def meet(backend: str, timeout: timedelta) -> None:
     except dist.DistError:
         raise ConfigError(
             f"{address_shown}: rank {rank} did not meet all ranks of WORLD_SIZE={world} there within "
-            f"parallel.timeout_seconds={timeout.seconds}: see why the others did not come; if nobody "
-            "has started them, these variables are another job's: unset them"
+            f"parallel.timeout_seconds={timeout.total_seconds():.0f}: see why the others did not come; if "
+            "nobody has started them, these variables are another job's: unset them"
         ) from None
 
 
