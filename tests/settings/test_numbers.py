@@ -155,7 +155,8 @@ def test_a_step_has_an_end(good):
 
 def test_python_values_are_checked_too(good):
     values = load_config([good]).model_dump()
-    values["rewards"]["components"] = [{"name": "math", "options": {"seen": {1, 2}}}]
+    component = {"name": "own", "function": "x:y", "options": {"seen": {1, 2}}}
+    values["rewards"]["components"] = [component]
     with pytest.raises(ConfigError, match=r"rewards\.components\.0\.options\.seen: expected text, a number"):
         build_config(values)
     check_plain({"a": [1, 2.5, None, True, "x", ("y",)], 3: {"b": {}}})
