@@ -76,17 +76,7 @@ def preflight(
     if command in ("train", "eval", "named eval"):
         _check_attention(config, cards, is_training)
     if is_training:
-        _check_head(config, cards, command == "train")
-        check_teacher(config, cards)
-        check_output_dir(config)
-        if command == "train":  # a queued job may wait until the earlier run has ended
-            check_unlocked(config.output_dir)
-        if earlier is not None:
-            check_earlier_run(config, earlier)
-            if allowed and earlier in ("refuse", "overwrite"):
-                raise ConfigError(f"--allow-change {allowed[0]}: nothing is compared without --resume")
-            if earlier in ("resume", "auto") and newest_step(Path(config.output_dir)) is not None:
-                check_unchanged(config, allowed)
+        _check_training(config, cards, command, earlier, allowed)
     if command == "train":  # a job's nodes, or its container, may have packages that this machine lacks
         _check_loggers(config)
     if command != "export":
@@ -104,6 +94,23 @@ def preflight(
         if not torch_gpus():
             check_rollout_model(config.model, config.rollout, cards)
     return cards
+
+
+def _check_training(
+    config: Config, cards: ModelCards, command: Command, earlier: Earlier | None, allowed: Sequence[str]
+) -> None:
+    """Check the head, the teacher, and the output directory with an earlier run in it."""
+    _check_head(config, cards, command == "train")
+    check_teacher(config, cards)
+    check_output_dir(config)
+    if command == "train":  # a queued job may wait until the earlier run has ended
+        check_unlocked(config.output_dir)
+    if earlier is not None:
+        check_earlier_run(config, earlier)
+        if allowed and earlier in ("refuse", "overwrite"):
+            raise ConfigError(f"--allow-change {allowed[0]}: nothing is compared without --resume")
+        if earlier in ("resume", "auto") and newest_step(Path(config.output_dir)) is not None:
+            check_unchanged(config, allowed)
 
 
 def preflight_on_ranks(

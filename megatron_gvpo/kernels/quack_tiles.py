@@ -52,8 +52,6 @@ def rescale_kernel(
 class QuackTiles(TritonTiles):
     """Triton's tiles, and exponentials by a product that writes no logits."""
 
-    has_product = True
-
     def __init__(self, product: Product) -> None:
         self._product = product
 

@@ -45,9 +45,11 @@ def exponentials_(
     if not stash_rv.numel():
         return stats_sr
     w_vh = operand(weight_vh[: head.columns])
-    if head.tiles.has_product and head.supports is None and not head.entropy:
+    if head.supports is None and not head.entropy:
         temperature = head.temperature_of(slice(first, first + len(x_rh)))
-        return head.tiles.product_(x_rh, w_vh, labels_r, temperature, stash_rv)
+        statistics_sr = head.tiles.product_(x_rh, w_vh, labels_r, temperature, stash_rv)
+        if statistics_sr is not None:
+            return statistics_sr
     in_place = head.stash_dtype == dtype
     slices = head.slices(len(x_rh), head.columns, dtype.itemsize)
     buffer = Buffer(x_rh, 0 if in_place else longest(slices) * head.columns)

@@ -17,8 +17,6 @@ class Tiles(ABC):
     number outside the tile means that another tile has the label. mathematics.py defines the statistics.
     """
 
-    has_product = False  # True if `product_` computes exponentials without a tile of logits
-
     @abstractmethod
     def statistics_(self, z_rv: Tensor, labels_r: Tensor, entropy: bool) -> Tensor:
         """Return the statistics of the tile's columns."""
@@ -42,12 +40,13 @@ class Tiles(ABC):
 
     def product_(
         self, x_rh: Tensor, w_vh: Tensor, labels_r: Tensor, temperature: float | Tensor, out_rv: Tensor
-    ) -> Tensor:
-        """out_rv <- e^(z - an offset of the row), z = x_rh w_vh^T / T; returns the statistics.
+    ) -> Tensor | None:
+        """out_rv <- e^(z - an offset of the row), z = x_rh w_vh^T / T, without logits; return the statistics.
 
         The offset takes the maximum's part in them. It is at most ln(2) / 2 from it. Without entropy.
+        Returns None, and writes nothing, where the backend has no such product.
         """
-        raise NotImplementedError
+        return None
 
 
 class TorchTiles(Tiles):

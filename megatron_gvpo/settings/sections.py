@@ -312,7 +312,7 @@ class TrainConfig(Section):
     # MiB that a rank may keep between a micro-batch's forward and backward for the output layer's gradient; 0
     # keeps nothing and recomputes (docs/explanation/head.md).
     head_stash_mb: NonNegativeInt = 1024
-    # What computes the output layer's log-probs. `quack`: on Hopper, in bfloat16, for the tokens whose
+    # The kernels of the output layer's log-probs. `quack`: on Hopper, in bfloat16, for the tokens whose
     # exponentials are kept, a product of quack-kernels that writes no logits. No GPU has run it yet.
     head_backend: Literal["auto", "quack"] = "auto"
     seed: Seed = 0  # Seed of sampling, order and initialisation.
