@@ -65,17 +65,25 @@ ROWS = {
     "GVPO, 4 steps old": Row(GVPO, stale=4),
     "GRPO, 4 steps old": Row(GRPO, stale=4),
     "GRPO with importance, 4 steps old": Row(WEIGHTED_GRPO, stale=4),
-    "GVPO, lr 1e-5": Row(GVPO, lr=1e-5),
-    "GVPO, lr 1e-4": Row(GVPO, lr=1e-4),
-    "GRPO, lr 1e-5": Row(GRPO, lr=1e-5),
-    "GRPO, lr 1e-4": Row(GRPO, lr=1e-4),
 }
+METHODS = ("GVPO", "GRPO", "GPG with AGE", "Dr. GRPO", "GSPO", "RLOO", "REINFORCE++", "DAPO")
+OTHER_RATES = {"lr 1e-5": 1e-5, "lr 1e-4": 1e-4}
+ROWS |= {
+    f"{name}, {rate}": ROWS[name]._replace(lr=lr) for name in METHODS for rate, lr in OTHER_RATES.items()
+}
+
+
+def method_of(name: str) -> str:
+    """The row's name without its learning rate."""
+    return name.split(", lr ")[0]
+
+
 TABLES = {  # in the order in which cells run
     "GVPO Table 2": tuple(ROWS)[:4],
     "GVPO, GRPO and GPG": ("GVPO", "GRPO", "GPG without AGE", "GPG with AGE"),
     "Other methods": ("GVPO", "GRPO", "Dr. GRPO", "GSPO", "RLOO", "REINFORCE++", "DAPO"),
     "Stale samples": ("GVPO", "GRPO", *(name for name in ROWS if name.endswith("steps old"))),
-    "Learning rates": ("GVPO", "GRPO", *(name for name in ROWS if ", lr " in name)),
+    "Learning rates": tuple(name for name in ROWS if method_of(name) in METHODS),
 }
 CLAIMS = {  # table: [(better row, worse row)] according to the papers
     "GVPO Table 2": [("GVPO", name) for name in tuple(ROWS)[1:4]],
@@ -245,8 +253,28 @@ def report(results: Mapping[tuple[str, int], Mapping[str, Any]], args: argparse.
             pair = [[cell["strict"] for cell in by_row[name]] for name in (better, worse)]
             if all(pair):
                 lines.append(f"- {better} above {worse}: {verdict(*pair)}")
+        if table == "Learning rates":
+            lines += best_rates(by_row)
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def best_rates(by_row: Mapping[str, list[Mapping[str, Any]]]) -> list[str]:
+    """A line for each method: its learning rate with the best mean, over the seeds that all rates have."""
+    lines = []
+    for method in METHODS:
+        cells_of_rate = {
+            ROWS[name].lr: {cell["seed"]: cell["strict"] for cell in cells}
+            for name, cells in by_row.items()
+            if method_of(name) == method and cells
+        }
+        seeds = set.intersection(*map(set, cells_of_rate.values())) if len(cells_of_rate) > 1 else set()
+        if seeds:
+            means = {lr: fmean(cells[seed] for seed in seeds) for lr, cells in sorted(cells_of_rate.items())}
+            best = max(means, key=means.__getitem__)
+            shown = ", ".join(f"{100 * mean:.1f} with {lr:.0e}" for lr, mean in means.items())
+            lines.append(f"- {method}: best with {best:.0e} ({shown}; seeds in common: {len(seeds)})")
+    return lines
 
 
 def cells_of(results: Mapping[tuple[str, int], Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
@@ -268,7 +296,7 @@ def draw(results: Mapping[tuple[str, int], Mapping[str, Any]], png: Path) -> Non
     finished = {name for name, _ in results}
     rows = {table: finished & set(names) for table, names in TABLES.items()}
     tables = list[str]()
-    for table in TABLES:  # draw only the tables with rows that no table before them shows
+    for table in tuple(TABLES)[:-1]:  # draw only the tables with rows that no table before them shows
         if len(rows[table]) > 1 and not any(rows[table] <= rows[shown] for shown in tables):
             tables.append(table)
     if not tables:

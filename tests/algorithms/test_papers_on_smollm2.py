@@ -77,3 +77,23 @@ def test_the_tables_have_means_errors_verdicts_and_what_did_not_run(args):
     assert "Not run, of 2 seeds each: GVPO without Var (2), GVPO without Var and Cov (2)." in text
     papers.draw(results, args.out / "curves.png")
     assert (args.out / "curves.png").is_file()
+
+
+def test_the_best_learning_rate_of_a_method_is_judged_on_the_seeds_that_all_its_rates_have(args):
+    write(
+        args,
+        [
+            *(line("GRPO", seed, strict) for seed, strict in enumerate((0.4, 1.0))),
+            line("GRPO, lr 1e-4", 0, 0.5),
+            line("GVPO", 0, 0.5),
+        ],
+    )
+    text = papers.report(papers.read(args), args)
+    assert "- GRPO: best with 1e-04 (40.0 with 3e-05, 50.0 with 1e-04; seeds in common: 1)" in text
+    assert "- GVPO: best" not in text
+
+
+def test_every_method_of_the_comparison_has_three_learning_rates():
+    for method in papers.METHODS:
+        rows = [name for name in papers.TABLES["Learning rates"] if papers.method_of(name) == method]
+        assert sorted(papers.ROWS[name].lr for name in rows) == [1e-5, 3e-5, 1e-4]
