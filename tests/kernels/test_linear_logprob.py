@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from helpers.references.head_reference import (
     SMALL_TILE,
     error,
@@ -13,7 +12,10 @@ from helpers.references.head_reference import (
     fused_weights_first,
     fused_weights_last,
     naive,
+    on_tensor_parallel_ranks,
+    own_shard,
     problem,
+    problem_at_edges,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -274,46 +276,31 @@ def test_tensor_parallel_equals_one_process(tmp_path):
     """Four ranks are one group (shards of 5 columns) and two groups (shards of 10): without padding, with
     part of a shard and with a whole shard of padding. Labels lie on both sides of every shard's edge.
     """
-    mp.spawn(_tensor_parallel_rank, (str(tmp_path / "store"),), nprocs=4)
-
-
-def _tensor_parallel_rank(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
-    try:
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        for group in (dist.group.WORLD, pairs[rank // 2]):
-            for vocab_size in (20, 17, 13):
-                _check_tensor_parallel(group, vocab_size)
-    finally:
-        dist.destroy_process_group()
+    sizes = (20, 17, 13)
+    on_tensor_parallel_ranks(_check_tensor_parallel, tmp_path, vocab_sizes_of_2=sizes, vocab_sizes_of_4=sizes)
 
 
 def _check_tensor_parallel(group: dist.ProcessGroup, vocab_size: int) -> None:
-    tp, rank = group.size(), group.rank()
-    shard = 20 // tp
-    edges = {i * shard + side for i in range(tp + 1) for side in (-1, 0)}
-    labels = torch.tensor(sorted({*edges, 0, vocab_size - 1} & set(range(vocab_size))))
-    hidden, weight, _, g, e = problem(len(labels), 6, 20, 3.0, torch.float64)
+    hidden, weight, labels, g, e = problem_at_edges(group, 20, vocab_size, torch.float64)
     weight[:7] -= 200 * hidden.sign().mean(0)  # some shards are hopeless for some tokens, labels or not
-    weight[vocab_size:] = 1e3  # padding that would take the whole softmax if it were not masked
-    own_weight = weight[rank * shard : (rank + 1) * shard]
+    shard = own_shard(group, 20)
+    own_weight, columns = weight[shard], 20 // group.size()
 
     options = {"temperature": 0.8, "vocab_size": vocab_size}
-    parallel = {**options, "tp_group": group, "logits_bytes": 8 * 3 * shard}
+    parallel = {**options, "tp_group": group, "logits_bytes": 8 * 3 * columns}
     for mode in ("recompute", "stash", "partly stashed", "weights_first"):
         e_r = e if mode == "recompute" else None
         logp, entropy, dx, dw = naive(hidden, weight, labels, g, e_r, **options)
         if mode == "weights_first":
             out, dx_, dw_ = fused_weights_first(hidden, own_weight, labels, g, entropy=True, **parallel)
         else:
-            stash = {"recompute": 0, "stash": 1 << 20, "partly stashed": 8 * shard * 3}[mode]
+            stash = {"recompute": 0, "stash": 1 << 20, "partly stashed": 8 * columns * 3}[mode]
             out, dx_, dw_ = fused_weights_last(
                 hidden, own_weight, labels, g, e_r, stash_bytes=stash, **parallel
             )
             assert out.mode == ("recompute" if mode == "recompute" else "stash")
         dist.all_reduce(dx_, group=group)
-        expected = [(out.logp_r, logp), (dx_, dx), (dw_, dw[rank * shard : (rank + 1) * shard])]
+        expected = [(out.logp_r, logp), (dx_, dx), (dw_, dw[shard])]
         if out.entropy_r is not None:
             expected.append((out.entropy_r, entropy))
         for got, want in expected:

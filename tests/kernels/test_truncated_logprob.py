@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from helpers.references.head_reference import error, problem
+from helpers.references.head_reference import error, on_tensor_parallel_ranks, own_shard, problem
 from helpers.references.support_reference import made_supports, masked
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,36 +137,28 @@ def test_as_many_supports_as_labels_are_wanted():
 
 def test_tensor_parallel_equals_one_process(tmp_path):
     """Four ranks are one group and two groups; supports lie within one shard and across all of them."""
-    mp.spawn(_tensor_parallel_rank, (str(tmp_path / "store"),), nprocs=4)
+    sizes = (20, 17, 13)
+    on_tensor_parallel_ranks(_check_tensor_parallel, tmp_path, vocab_sizes_of_2=sizes, vocab_sizes_of_4=sizes)
 
 
-def _tensor_parallel_rank(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
-    try:
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        for group in (dist.group.WORLD, pairs[rank // 2]):
-            for vocab_size in (20, 17, 13):
-                for narrow in (0, 3, 20):
-                    _check_tensor_parallel(group, vocab_size, narrow)
-    finally:
-        dist.destroy_process_group()
+def _check_tensor_parallel(group: dist.ProcessGroup, vocab_size: int) -> None:
+    for narrow in (0, 3, 20):
+        _check_narrow(group, vocab_size, narrow)
 
 
-def _check_tensor_parallel(group: dist.ProcessGroup, vocab_size: int, narrow: int) -> None:
-    tp, rank = group.size(), group.rank()
-    shard = 20 // tp
+def _check_narrow(group: dist.ProcessGroup, vocab_size: int, narrow: int) -> None:
+    shard = own_shard(group, 20)
+    logits_bytes = 8 * 3 * 20 // group.size()
     labels = torch.arange(vocab_size)
     x, w, _, g, e = problem(vocab_size, 6, 20, 3.0, torch.float64)
     w[vocab_size:] = 1e3  # padding that would take the whole softmax if it were not masked
     supports = made_supports(labels, vocab_size, [1, 2, 5, 13, 0])
-    own = w[rank * shard : (rank + 1) * shard]
     options = {"temperature": 0.8, "vocab_size": vocab_size, "tp_group": group, "narrow": narrow}
     for mode in MODES:
         logp, entropy, dx, dw = masked(x, w, labels, supports, g, e * (mode == "entropy"), 0.8, vocab_size)
-        out, dx_, dw_ = fused(mode, x, own, labels, supports, g, e, logits_bytes=8 * 3 * shard, **options)
+        out, dx_, dw_ = fused(mode, x, w[shard], labels, supports, g, e, logits_bytes=logits_bytes, **options)
         dist.all_reduce(dx_, group=group)
-        pairs = [(out.logp_r, logp), (dx_, dx), (dw_, dw[rank * shard : (rank + 1) * shard])]
+        pairs = [(out.logp_r, logp), (dx_, dx), (dw_, dw[shard])]
         pairs += [(out.entropy_r, entropy)] if mode == "entropy" else []
         for got, want in pairs:
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)

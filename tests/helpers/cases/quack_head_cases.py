@@ -11,7 +11,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from helpers.paths import ROOT
 from helpers.references import quack_transcription
@@ -21,7 +20,10 @@ from helpers.references.head_reference import (
     fused_weights_first,
     fused_weights_last,
     naive,
+    on_tensor_parallel_ranks,
+    own_shard,
     problem,
+    problem_at_edges,
 )
 from helpers.references.support_reference import made_supports, masked
 from megatron_gvpo.kernels import head, quack_tiles
@@ -153,36 +155,24 @@ def test_a_vocabulary_that_no_tile_divides_is_refused():
 
 def test_tensor_parallel_equals_one_process(tmp_path):
     """Four ranks are one group and two groups. The last shard has all columns, some, or none."""
-    mp.spawn(_tensor_parallel_rank, (str(tmp_path / "store"),), nprocs=4)
-
-
-def _tensor_parallel_rank(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    transcribe(setattr)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
-    try:
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        _check_tensor_parallel(pairs[rank // 2], 512)
-        for vocab_size in (512, 448, 384):
-            _check_tensor_parallel(dist.group.WORLD, vocab_size)
-    finally:
-        dist.destroy_process_group()
+    on_tensor_parallel_ranks(
+        _check_tensor_parallel,
+        tmp_path,
+        vocab_sizes_of_2=[512],
+        vocab_sizes_of_4=[512, 448, 384],
+        prepare=transcribe,
+    )
 
 
 def _check_tensor_parallel(group: dist.ProcessGroup, vocab_size: int) -> None:
     """Statistics are merged after the first product, and weights come after that."""
-    tp, rank = group.size(), group.rank()
-    shard = 512 // tp
-    edges = {i * shard + side for i in range(tp + 1) for side in (-1, 0)}
-    labels = torch.tensor(sorted({*edges, 0, vocab_size - 1} & set(range(vocab_size))))
-    hidden, weight, _, g, _ = problem(len(labels), 6, 512, 3.0)
-    weight[vocab_size:] = 1e3  # padding that would take the whole softmax if it were not masked
-    own = weight[rank * shard : (rank + 1) * shard]
+    hidden, weight, labels, g, _ = problem_at_edges(group, 512, vocab_size)
+    shard = own_shard(group, 512)
     options = {"temperature": 0.8, "vocab_size": vocab_size}
     logp, _, dx, dw = naive(hidden, weight, labels, g, **options)
     for fused in (fused_stash, fused_weights_first):
-        out, dx_, dw_ = fused(hidden, own, labels, g, tp_group=group, **options, **QUACK)
+        out, dx_, dw_ = fused(hidden, weight[shard], labels, g, tp_group=group, **options, **QUACK)
         dist.all_reduce(dx_, group=group)
         assert error(out.logp_r, logp) < 1e-6
         assert error(dx_, dx) < ROUNDED
-        assert float((dw_ - dw[rank * shard : (rank + 1) * shard]).abs().max() / dw.abs().max()) < ROUNDED
+        assert float((dw_ - dw[shard]).abs().max() / dw.abs().max()) < ROUNDED

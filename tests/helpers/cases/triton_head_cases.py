@@ -9,7 +9,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +18,10 @@ from helpers.references.head_reference import (
     fused_weights_first,
     fused_weights_last,
     naive,
+    on_tensor_parallel_ranks,
+    own_shard,
     problem,
+    problem_at_edges,
 )
 from helpers.references.support_reference import made_supports, masked
 from megatron_gvpo.kernels import triton_tiles
@@ -130,36 +132,25 @@ def test_tensor_parallel_equals_one_process(tmp_path):
     """Four ranks are one group and two groups. Shards are ragged: another shard's label meets columns that
     are padding here, and must not match one.
     """
-    mp.spawn(_tensor_parallel_rank, (str(tmp_path / "store"),), nprocs=4)
-
-
-def _tensor_parallel_rank(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    set_small_blocks(setattr)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
-    try:
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        _check_tensor_parallel(pairs[rank // 2], 61)
-        for vocab_size in (53, 41):  # the last shard has some columns, or none
-            _check_tensor_parallel(dist.group.WORLD, vocab_size)
-    finally:
-        dist.destroy_process_group()
+    on_tensor_parallel_ranks(
+        _check_tensor_parallel,
+        tmp_path,
+        vocab_sizes_of_2=[61],
+        vocab_sizes_of_4=[53, 41],  # the last shard has some columns, or none
+        prepare=set_small_blocks,
+    )
 
 
 def _check_tensor_parallel(group: dist.ProcessGroup, vocab_size: int) -> None:
-    tp, rank = group.size(), group.rank()
-    shard = 80 // tp
-    edges = {i * shard + side for i in range(tp + 1) for side in (-1, 0)}
-    labels = torch.tensor(sorted({*edges, 0, vocab_size - 1} & set(range(vocab_size))))
-    hidden, weight, _, g, e = problem(len(labels), 6, 80, 3.0)
-    weight[vocab_size:] = 1e3  # padding that would take the whole softmax if it were not masked
-    own = weight[rank * shard : (rank + 1) * shard]
+    hidden, weight, labels, g, e = problem_at_edges(group, 80, vocab_size)
+    shard = own_shard(group, 80)
+    own, columns = weight[shard], 80 // group.size()
     options = {"temperature": 0.8, "vocab_size": vocab_size}
-    parallel = {**options, **TRITON, "tp_group": group, "logits_bytes": 4 * 5 * shard}
+    parallel = {**options, **TRITON, "tp_group": group, "logits_bytes": 4 * 5 * columns}
     for mode in ("recompute", "stash", "partly stashed", "weights_first"):
         e_r = e if mode == "recompute" else None
         logp, _, dx, dw = naive(hidden, weight, labels, g, e_r, **options)
-        stash = {"recompute": 0, "stash": 1 << 20, "partly stashed": 4 * shard * 3}
+        stash = {"recompute": 0, "stash": 1 << 20, "partly stashed": 4 * columns * 3}
         if mode == "weights_first":
             out, dx_, dw_ = fused_weights_first(hidden, own, labels, g, **parallel)
         else:
@@ -167,5 +158,5 @@ def _check_tensor_parallel(group: dist.ProcessGroup, vocab_size: int) -> None:
                 hidden, own, labels, g, e_r, stash_bytes=stash[mode], **parallel
             )
         dist.all_reduce(dx_, group=group)
-        for got, want in ((out.logp_r, logp), (dx_, dx), (dw_, dw[rank * shard : (rank + 1) * shard])):
+        for got, want in ((out.logp_r, logp), (dx_, dx), (dw_, dw[shard])):
             torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
 
 from megatron_gvpo.kernels.linear_logprob import LinearLogprob, linear_logprob
@@ -76,3 +81,62 @@ def error(got: Tensor, want: Tensor) -> float:
     if not want.numel():
         return 0.0
     return float((got.detach().double() - want).abs().max() / want.abs().max().clamp(min=1e-30))
+
+
+SetAttr = Callable[[object, str, object], None]  # `setattr`, or a monkeypatch's
+
+
+def on_tensor_parallel_ranks(
+    check: Callable[[dist.ProcessGroup, int], None],
+    directory: Path,
+    *,
+    vocab_sizes_of_2: Sequence[int],
+    vocab_sizes_of_4: Sequence[int],
+    prepare: Callable[[SetAttr], None] | None = None,
+) -> None:
+    """Call `check(group, vocab_size)` on four processes: as two groups of 2 ranks, and as a group of 4.
+
+    `prepare(setattr)` replaces functions and constants of the kernels in every process first.
+    """
+    arguments = (str(directory / "store"), check, vocab_sizes_of_2, vocab_sizes_of_4, prepare)
+    mp.spawn(_tensor_parallel_rank, arguments, nprocs=4)
+
+
+def _tensor_parallel_rank(
+    rank: int,
+    store: str,
+    check: Callable[[dist.ProcessGroup, int], None],
+    vocab_sizes_of_2: Sequence[int],
+    vocab_sizes_of_4: Sequence[int],
+    prepare: Callable[[SetAttr], None] | None,
+) -> None:
+    torch.set_num_threads(1)
+    if prepare is not None:
+        prepare(setattr)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
+    try:
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        for vocab_size in vocab_sizes_of_2:
+            check(pairs[rank // 2], vocab_size)
+        for vocab_size in vocab_sizes_of_4:
+            check(dist.group.WORLD, vocab_size)
+    finally:
+        dist.destroy_process_group()
+
+
+def own_shard(group: dist.ProcessGroup, v: int) -> slice:
+    """The rows of a weight of `v` rows that this rank of the tensor-parallel group has."""
+    shard = v // group.size()
+    return slice(group.rank() * shard, (group.rank() + 1) * shard)
+
+
+def problem_at_edges(
+    group: dist.ProcessGroup, v: int, vocab_size: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """A problem whose labels lie on both sides of every shard's edge; rows from `vocab_size` on are padding."""
+    shard = v // group.size()
+    edges = {i * shard + side for i in range(group.size() + 1) for side in (-1, 0)}
+    labels = torch.tensor(sorted({*edges, 0, vocab_size - 1} & set(range(vocab_size))))
+    hidden, weight, _, g, e = problem(len(labels), 6, v, 3.0, dtype)
+    weight[vocab_size:] = 1e3  # padding that would take the whole softmax if it were not masked
+    return hidden, weight, labels, g, e
