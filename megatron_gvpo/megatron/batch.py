@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,41 +56,33 @@ class PackedBatch:
         A conversation's row is as many sequences as it has segments (`TrainBatch.segments`).
         """
         assert rows.routing is None or rows.turns is None, "the experts of conversations cannot be replayed"
+        followers: list[int] = []
         if share_prompts:
             assert padding.sequence == 1, "share_prompts: a shared prompt cannot be cut over context ranks"
             assert rows.routing is None, (
                 "share_prompts: responses may route the tokens of a prompt differently"
             )
             assert rows.turns is None, "share_prompts: the turns of a conversation have contexts of their own"
-            return _pack_shared(rows, padding)
-        tokens: list[int] = []
-        response_r = torch.zeros(rows.offsets[-1], dtype=torch.int64)
-        lengths: list[int] = []
-        # A CPU computes the attention of neighbours of equal length together.
-        order = sorted(range(len(rows)), key=rows.tokens.__getitem__)
-        for i in order:
-            offset = rows.offsets[i]
-            for segment in rows.segments(i):
-                begin = len(tokens)
-                for position, first, count in segment.own:  # the hidden state before a token predicts it
-                    predicting_r = torch.arange(begin + position - 1, begin + position - 1 + count)
-                    response_r[offset + first : offset + first + count] = predicting_r
-                tokens += segment.ids[:-1] or segment.ids  # no label follows the last token
-                tokens += [0] * (-(len(tokens) - begin) % padding.sequence)
-                lengths.append(len(tokens) - begin)
-        pad = -len(tokens) % padding.pack if tokens else padding.pack
-        if pad:
-            tokens += [0] * pad
-            lengths.append(pad)
+            order = _by_prompt(rows)
+            sequences, followers = _shared_sequences(rows, order)
+        else:
+            # A CPU computes the attention of neighbours of equal length together.
+            order = sorted(range(len(rows)), key=rows.tokens.__getitem__)
+            sequences = [s for i in order for s in _separate_sequences(rows, i, padding.sequence)]
+        tokens = sum(len(sequence.ids) for sequence in sequences)
+        if pad := -tokens % padding.pack if tokens else padding.pack:
+            sequences.append(_Sequence([0] * pad, []))
+        lengths = [len(sequence.ids) for sequence in sequences]
         return PackedBatch(
             rows=rows,
             order=order,
-            token_t=torch.tensor(tokens, dtype=torch.int64),
-            position_t=torch.cat([torch.arange(length) for length in lengths]),
-            response_r=response_r,
+            token_t=torch.tensor([token for s in sequences for token in s.ids], dtype=torch.int64),
+            position_t=torch.cat([torch.arange(len(s.ids)) + s.first_position for s in sequences]),
+            response_r=_predicting_tokens(sequences, rows.offsets[-1]),
             index_r=torch.arange(rows.offsets[-1]),
             label_r=_labels(rows),
             lengths=lengths,
+            followers=followers,
             experts_t=_experts(None if rows.routing is None else [rows.routing[i] for i in order], lengths),
             supports=_supports(rows),
         )
@@ -97,9 +90,11 @@ class PackedBatch:
     @property
     def positions(self) -> int:
         """The number of positions that tokens have: 1 + the largest."""
-        begins = [n for n, count in zip(self.lengths, self.followers, strict=False) for _ in range(count)]
-        begins = [0] * len(self.followers) + begins
-        return max(begin + n for begin, n in zip_longest(begins, self.lengths, fillvalue=0))
+        of_prompts = [0] * len(self.followers)
+        prompts = zip(self.lengths, self.followers, strict=False)  # the other sequences come after them
+        of_responses = [length for length, count in prompts for _ in range(count)]
+        first_positions = zip_longest([*of_prompts, *of_responses], self.lengths, fillvalue=0)
+        return max(first + length for first, length in first_positions)
 
     def cut(self, parts: int, part: int) -> PackedBatch:
         """Return the tokens of context-parallel rank `part` of `parts`, in all columns."""
@@ -177,96 +172,98 @@ def _decoded(routing: Routing) -> Tensor:
     return flat.view(-1, routing.layers, routing.per_token)
 
 
+class _Prediction(NamedTuple):
+    """Neighbouring tokens of a sequence that predict neighbouring response tokens of a row."""
+
+    first: int  # index in the sequence of the first token that predicts
+    response: int  # index in the rows' token columns of the first token that is predicted
+    length: int
+
+
 @dataclass
 class _Sequence:
-    """One sequence of a pack, before the pack is put together."""
+    """One sequence of a pack. It lacks a response's last token, which predicts nothing."""
 
-    ids: Sequence[int]
-    first_position: int
-    begin: int = -1  # index of its first token in the pack
-
-
-# A sequence of a pack, the index in it of the first token that predicts, the index in the rows' token columns
-# of the first predicted token, and the number of predicted tokens.
-_Prediction = tuple[_Sequence, int, int, int]
+    ids: list[int]
+    predictions: list[_Prediction]
+    first_position: int = 0
 
 
-def _pack_shared(rows: TrainBatch, padding: Padding) -> PackedBatch:
-    """Pack rows that share prompts: each shared prompt once, and the responses behind all of these prompts.
+def _separate_sequences(rows: TrainBatch, i: int, multiple: int) -> list[_Sequence]:
+    """Return the sequences of row `i` with a prompt of their own, padded to a `multiple` of tokens."""
+    sequences = []
+    for segment in rows.segments(i):
+        ids = segment.ids[:-1] or segment.ids
+        padding = [0] * (-len(ids) % multiple)
+        predictions = [
+            _Prediction(begin - 1, rows.offsets[i] + own, count) for begin, own, count in segment.own
+        ]
+        sequences.append(_Sequence(ids + padding, predictions))
+    return sequences
 
-    The prompt's last token predicts the first token of all its responses.
+
+def _shared_sequences(rows: TrainBatch, order: list[int]) -> tuple[list[_Sequence], list[int]]:
+    """Return the sequences of rows that share prompts, and `PackedBatch.followers`.
+
+        prompt A | prompt B | A's responses | B's responses | rows with a prompt of their own
+
+    Neighbours in `order` with the same prompt share it. The prompt's last token predicts the first token of
+    every response, and a response's positions continue the prompt's.
     """
     prompts: list[_Sequence] = []
     responses: list[_Sequence] = []
-    others: list[_Sequence] = []  # rows without a shared prompt: prompt and response in one sequence
+    others: list[_Sequence] = []
     followers: list[int] = []
-    predicts: list[_Prediction] = []
-    order = _by_prompt(rows)
-    for prompt, run in groupby(order, key=lambda i: rows.prompt_ids[i]):
-        members = list(run)
-        inputs = [rows.response_ids[i][:-1] for i in members]  # no label follows the last token
-        if len(members) == 1:
-            [i] = members
-            others.append(_Sequence([*prompt, *inputs[0]], 0))
-            predicts.append((others[-1], len(prompt) - 1, rows.offsets[i], len(rows.response_ids[i])))
+    for prompt, sharing_rows in groupby(order, key=lambda i: rows.prompt_ids[i]):
+        last = len(prompt) - 1
+        row_responses = [(rows.offsets[i], rows.response_ids[i]) for i in sharing_rows]
+        if len(row_responses) == 1:
+            [(offset, response)] = row_responses
+            others.append(_Sequence([*prompt, *response[:-1]], [_Prediction(last, offset, len(response))]))
             continue
-        shared = _Sequence(prompt, 0)
-        followers += [count] if (count := sum(map(bool, inputs))) else []
-        (prompts if count else others).append(shared)
-        for i, tokens in zip(members, inputs, strict=True):
-            predicts.append((shared, len(prompt) - 1, rows.offsets[i], len(rows.response_ids[i][:1])))
-            if tokens:
-                responses.append(_Sequence(tokens, len(prompt)))
-                predicts.append((responses[-1], 0, rows.offsets[i] + 1, len(tokens)))
-    sequences = _joined([*prompts, *responses, *others], padding.pack)
-    lengths = [len(sequence.ids) for sequence in sequences]
-    return PackedBatch(
-        rows=rows,
-        order=order,
-        token_t=torch.tensor([token for sequence in sequences for token in sequence.ids], dtype=torch.int64),
-        position_t=torch.cat(
-            [torch.arange(n) + s.first_position for s, n in zip(sequences, lengths, strict=True)]
-        ),
-        response_r=_predicting_tokens(predicts, rows.offsets[-1]),
-        index_r=torch.arange(rows.offsets[-1]),
-        label_r=_labels(rows),
-        lengths=lengths,
-        followers=followers,
-        supports=_supports(rows),
-    )
+        shared = _Sequence(
+            list(prompt),
+            [_Prediction(last, offset, min(len(response), 1)) for offset, response in row_responses],
+        )
+        continuations = [
+            _Sequence(list(response[:-1]), [_Prediction(0, offset + 1, len(response) - 1)], len(prompt))
+            for offset, response in row_responses
+            if len(response) > 1
+        ]
+        if continuations:
+            prompts.append(shared)
+            followers.append(len(continuations))
+            responses += continuations
+        else:  # all responses have one token, which the prompt predicts
+            others.append(shared)
+    return [*prompts, *responses, *others], followers
 
 
-def _predicting_tokens(predicts: Sequence[_Prediction], count: int) -> torch.Tensor:
-    """Return the index in the pack of the token that predicts each of `count` tokens, int64 [r]."""
+def _predicting_tokens(sequences: list[_Sequence], count: int) -> Tensor:
+    """Return the index in the pack of the token that predicts each of `count` response tokens, int64 [r]."""
     response_r = torch.zeros(count, dtype=torch.int64)
-    for sequence, first, offset, length in predicts:
-        response_r[offset : offset + length] = torch.arange(length) + sequence.begin + first
-    return response_r
-
-
-def _joined(sequences: list[_Sequence], multiple: int) -> list[_Sequence]:
-    """Give the sequences their positions in the pack, and add one of padding up to the `multiple`."""
-    total = sum(len(sequence.ids) for sequence in sequences)
-    if pad := -total % multiple if total else multiple:
-        sequences.append(_Sequence([0] * pad, 0))
-    begin = 0
+    begin = 0  # index in the pack of the sequence's first token
     for sequence in sequences:
-        sequence.begin = begin
+        for first, response, length in sequence.predictions:
+            response_r[response : response + length] = torch.arange(length) + begin + first
         begin += len(sequence.ids)
-    return sequences
+    return response_r
 
 
 def _by_prompt(rows: TrainBatch) -> list[int]:
     """Return the rows so that those of a group that share a prompt are neighbours, the shortest first."""
-    keys: list[tuple[int, int, int]] = []
-    last: dict[int, int] = {}  # last row seen of every group
+    sharing: list[int] = []  # for each row, the first row of its group whose prompt it shares
+    previous: dict[int, int] = {}  # for each group, its previous row
     for i, group in enumerate(rows.group_n.tolist()):
-        before = last.get(group)
-        shares = before is not None and rows.prompt_ids[before] == rows.prompt_ids[i]
-        first = keys[before][1] if before is not None and shares else i
-        last[group] = i
-        keys.append((len(rows.prompt_ids[i]), first, len(rows.response_ids[i])))
-    return sorted(range(len(rows)), key=keys.__getitem__)
+        before = previous.get(group)
+        if before is not None and rows.prompt_ids[before] == rows.prompt_ids[i]:
+            sharing.append(sharing[before])
+        else:
+            sharing.append(i)
+        previous[group] = i
+    return sorted(
+        range(len(rows)), key=lambda i: (len(rows.prompt_ids[i]), sharing[i], len(rows.response_ids[i]))
+    )
 
 
 def context_parallel_indices(lengths: list[int], parts: int, part: int) -> Tensor:

@@ -276,8 +276,8 @@ def test_tensor_parallel_equals_one_process(tmp_path):
     """Four ranks are one group (shards of 5 columns) and two groups (shards of 10): without padding, with
     part of a shard and with a whole shard of padding. Labels lie on both sides of every shard's edge.
     """
-    sizes = (20, 17, 13)
-    on_tensor_parallel_ranks(_check_tensor_parallel, tmp_path, vocab_sizes_of_2=sizes, vocab_sizes_of_4=sizes)
+    vocab_sizes = {2: [20, 17, 13], 4: [20, 17, 13]}
+    on_tensor_parallel_ranks(_check_tensor_parallel, tmp_path, vocab_sizes)
 
 
 def _check_tensor_parallel(group: dist.ProcessGroup, vocab_size: int) -> None:

@@ -137,8 +137,8 @@ def test_as_many_supports_as_labels_are_wanted():
 
 def test_tensor_parallel_equals_one_process(tmp_path):
     """Four ranks are one group and two groups; supports lie within one shard and across all of them."""
-    sizes = (20, 17, 13)
-    on_tensor_parallel_ranks(_check_tensor_parallel, tmp_path, vocab_sizes_of_2=sizes, vocab_sizes_of_4=sizes)
+    vocab_sizes = {2: [20, 17, 13], 4: [20, 17, 13]}
+    on_tensor_parallel_ranks(_check_tensor_parallel, tmp_path, vocab_sizes)
 
 
 def _check_tensor_parallel(group: dist.ProcessGroup, vocab_size: int) -> None:

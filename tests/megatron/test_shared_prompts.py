@@ -125,6 +125,37 @@ groups_of_rows = st.lists(
 )
 
 
+def contexts(batch: PackedBatch) -> list[list[int]]:
+    """For every token of the pack, the tokens that it attends to: a shared prompt, and its own sequence."""
+    sequences = [part.tolist() for part in batch.token_t.split(batch.lengths)]
+    prompts = sequences[: len(batch.followers)]
+    shared = [prompt for prompt, count in zip(prompts, batch.followers, strict=True) for _ in range(count)]
+    before = [[] for _ in prompts] + shared
+    before += [[] for _ in sequences[len(before) :]]
+    return [
+        prompt + sequence[: i + 1]
+        for prompt, sequence in zip(before, sequences, strict=True)
+        for i in range(len(sequence))
+    ]
+
+
+@given(groups_of_rows, st.sampled_from([1, 8]))
+def test_every_response_token_is_predicted_in_the_context_of_its_row(groups, multiple: int) -> None:
+    rows = rows_of(groups)
+    batch = PackedBatch.pack(rows, Padding(1, multiple), share_prompts=True)
+    of_token = contexts(batch)
+    assert batch.position_t.tolist() == [len(context) - 1 for context in of_token]
+    assert batch.label_r.tolist() == [token for response in rows.response_ids for token in response]
+    wanted = [
+        [*prompt, *response[:i]]
+        for prompt, response in zip(rows.prompt_ids, rows.response_ids, strict=True)
+        for i in range(len(response))
+    ]
+    assert [of_token[i] for i in batch.response_r.tolist()] == wanted
+    tokens = sum(prompt + sum(count - 1 for count in counts) for prompt, counts in groups)
+    assert len(batch.token_t) == tokens + -tokens % multiple, "every prompt once"
+
+
 @given(groups_of_rows, st.integers(8, 60), st.integers(1, 3))
 def test_packs_keep_to_the_budget_and_hold_every_row_once(groups, budget, ranks) -> None:
     rows = rows_of(groups)

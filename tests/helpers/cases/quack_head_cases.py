@@ -155,13 +155,8 @@ def test_a_vocabulary_that_no_tile_divides_is_refused():
 
 def test_tensor_parallel_equals_one_process(tmp_path):
     """Four ranks are one group and two groups. The last shard has all columns, some, or none."""
-    on_tensor_parallel_ranks(
-        _check_tensor_parallel,
-        tmp_path,
-        vocab_sizes_of_2=[512],
-        vocab_sizes_of_4=[512, 448, 384],
-        prepare=transcribe,
-    )
+    vocab_sizes = {2: [512], 4: [512, 448, 384]}
+    on_tensor_parallel_ranks(_check_tensor_parallel, tmp_path, vocab_sizes, transcribe)
 
 
 def _check_tensor_parallel(group: dist.ProcessGroup, vocab_size: int) -> None:

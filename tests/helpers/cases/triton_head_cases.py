@@ -132,13 +132,8 @@ def test_tensor_parallel_equals_one_process(tmp_path):
     """Four ranks are one group and two groups. Shards are ragged: another shard's label meets columns that
     are padding here, and must not match one.
     """
-    on_tensor_parallel_ranks(
-        _check_tensor_parallel,
-        tmp_path,
-        vocab_sizes_of_2=[61],
-        vocab_sizes_of_4=[53, 41],  # the last shard has some columns, or none
-        prepare=set_small_blocks,
-    )
+    vocab_sizes = {2: [61], 4: [53, 41]}  # of four shards, the last has some columns, or none
+    on_tensor_parallel_ranks(_check_tensor_parallel, tmp_path, vocab_sizes, set_small_blocks)
 
 
 def _check_tensor_parallel(group: dist.ProcessGroup, vocab_size: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -83,32 +83,22 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.detach().double() - want).abs().max() / want.abs().max().clamp(min=1e-30))
 
 
-SetAttr = Callable[[object, str, object], None]  # `setattr`, or a monkeypatch's
+Check = Callable[[dist.ProcessGroup, int], None]  # of a tensor-parallel group and a vocabulary's size
+Prepare = Callable[[Callable[..., None]], None]  # gets `setattr`, for functions and constants of kernels
 
 
 def on_tensor_parallel_ranks(
-    check: Callable[[dist.ProcessGroup, int], None],
-    directory: Path,
-    *,
-    vocab_sizes_of_2: Sequence[int],
-    vocab_sizes_of_4: Sequence[int],
-    prepare: Callable[[SetAttr], None] | None = None,
+    check: Check, directory: Path, vocab_sizes: dict[int, list[int]], prepare: Prepare | None = None
 ) -> None:
-    """Call `check(group, vocab_size)` on four processes: as two groups of 2 ranks, and as a group of 4.
+    """Run `check` on four processes, with the vocabularies for groups of 2 ranks and for one of 4 ranks.
 
-    `prepare(setattr)` replaces functions and constants of the kernels in every process first.
+    Every process calls `prepare` first.
     """
-    arguments = (str(directory / "store"), check, vocab_sizes_of_2, vocab_sizes_of_4, prepare)
-    mp.spawn(_tensor_parallel_rank, arguments, nprocs=4)
+    mp.spawn(_tensor_parallel_rank, (str(directory / "store"), check, vocab_sizes, prepare), nprocs=4)
 
 
 def _tensor_parallel_rank(
-    rank: int,
-    store: str,
-    check: Callable[[dist.ProcessGroup, int], None],
-    vocab_sizes_of_2: Sequence[int],
-    vocab_sizes_of_4: Sequence[int],
-    prepare: Callable[[SetAttr], None] | None,
+    rank: int, store: str, check: Check, vocab_sizes: dict[int, list[int]], prepare: Prepare | None
 ) -> None:
     torch.set_num_threads(1)
     if prepare is not None:
@@ -116,10 +106,10 @@ def _tensor_parallel_rank(
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
     try:
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        for vocab_size in vocab_sizes_of_2:
-            check(pairs[rank // 2], vocab_size)
-        for vocab_size in vocab_sizes_of_4:
-            check(dist.group.WORLD, vocab_size)
+        groups = {2: pairs[rank // 2], 4: dist.group.WORLD}
+        for size, vocab_sizes_of_group in vocab_sizes.items():
+            for vocab_size in vocab_sizes_of_group:
+                check(groups[size], vocab_size)
     finally:
         dist.destroy_process_group()
 
@@ -133,7 +123,7 @@ def own_shard(group: dist.ProcessGroup, v: int) -> slice:
 def problem_at_edges(
     group: dist.ProcessGroup, v: int, vocab_size: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A problem whose labels lie on both sides of every shard's edge; rows from `vocab_size` on are padding."""
+    """A problem with labels on both sides of every shard's edge; rows from `vocab_size` on are padding."""
     shard = v // group.size()
     edges = {i * shard + side for i in range(group.size() + 1) for side in (-1, 0)}
     labels = torch.tensor(sorted({*edges, 0, vocab_size - 1} & set(range(vocab_size))))
