@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
+from megatron_gvpo.core.clock import running_seconds
 from megatron_gvpo.servers.request import derived_seed
 from megatron_gvpo.settings.tinker import TinkerConfig
 from megatron_gvpo.tinker import checkpoint_routes, requests, wire
@@ -456,7 +457,7 @@ class TinkerApp:
         if pending.answer.cancelled():
             raise Refusal(f"the request was cancelled: {session.ended or 'by its client'}", 410)
         result = pending.answer.result()
-        result.fetched = result.fetched or time.monotonic()
+        result.fetched = result.fetched or running_seconds()
         if isinstance(result.body, bytes):
             return web.Response(body=result.body, content_type=wire.CONTENT_TYPE)
         return web.json_response(result.body)

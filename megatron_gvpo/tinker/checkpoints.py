@@ -15,19 +15,22 @@ import os
 import re
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.errors import CheckpointError, ConfigError
 from megatron_gvpo.core.json_files import read_json_object
 from megatron_gvpo.core.plain_values import finite_number
 from megatron_gvpo.megatron.checkpoint.directory import PARTIAL, REPLACED, run_on_all_ranks, run_on_rank_0
-from megatron_gvpo.megatron.checkpoint.load import load_shards
+from megatron_gvpo.megatron.checkpoint.load import check_adapters, check_model, load_shards
 from megatron_gvpo.megatron.checkpoint.save import Writer, save_shards
 from megatron_gvpo.megatron.checkpoint.state import load_weights, optimizer_shards, weights_state
+from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.parallel import megatron_device
+from megatron_gvpo.runs.written import json_object
 from megatron_gvpo.tinker.state import Slot
 from megatron_gvpo.tinker.wire import Refusal
 
@@ -102,6 +105,14 @@ def remove(root: Path, path: CheckpointPath) -> None:
     shutil.rmtree(_file(root, path).parent)
 
 
+def remove_expired(root: Path) -> None:
+    """Remove the checkpoints of all models whose time is over; one that cannot be read stays."""
+    for file in root.glob(f"*/*/*/{INFO}"):
+        with suppress(Refusal, OSError):
+            if not file.parent.name.endswith(_UNFINISHED) and _has_expired(_facts(file)):
+                shutil.rmtree(file.parent)
+
+
 def _file(root: Path, path: CheckpointPath) -> Path:
     """The info.json. Raises Refusal where there is no such checkpoint."""
     file = path.directory(root) / INFO
@@ -141,10 +152,27 @@ def list_checkpoints(root: Path, model_id: str) -> list[tuple[CheckpointPath, di
 
 
 def save(slot: Slot, root: Path, path: CheckpointPath, info: dict[str, Any]) -> None:
-    """Write the model in `slot`. A collective. Raises CheckpointError on all ranks."""
+    """Write the model in `slot`. A collective. Raises CheckpointError on all ranks.
+
+    A save that fails, as on a full disk, leaves no files: no client could remove them. Expired checkpoints of
+    all models are removed first.
+    """
     final = path.directory(root)
     partial = final.with_name(final.name + PARTIAL)
-    what, writer = f"cannot write {final}", Writer(deferred=True)
+    run_on_rank_0("", lambda: remove_expired(root))
+    try:
+        _write(slot, partial, path.kind, f"cannot write {final}")
+        adapters = {} if slot.model.adapters is None else {"adapter": slot.model.adapters.identity()}
+        complete = {**info, "updates": slot.optimizer.steps, "model": slot.model.facts, **adapters}
+        run_on_rank_0(f"cannot write {final}", lambda: _finish(partial, final, complete))
+    except CheckpointError:
+        run_on_rank_0("", lambda: shutil.rmtree(partial, ignore_errors=True))
+        raise
+
+
+def _write(slot: Slot, partial: Path, kind: Kind, what: str) -> None:
+    """Write the tensors. `what` begins an error's message."""
+    writer = Writer(deferred=True)
     run_on_rank_0(what, lambda: _make_empty(partial))
     model, optimizer = slot.model, slot.optimizer
     model.finish_param_gather()
@@ -155,12 +183,11 @@ def save(slot: Slot, root: Path, path: CheckpointPath, info: dict[str, Any]) -> 
 
     with megatron_device():
         save_shards(what, lambda: weights_state(model), partial / "weights", writer)
-        if path.kind == "weights":
+        if kind == "weights":
             save_shards(what, optimizer_state, partial / "optimizer", writer)
     run_on_all_ranks(what, writer.write)
-    if path.kind == "sampler_weights":
+    if kind == "sampler_weights":
         run_on_all_ranks(what, lambda: export(slot, partial))
-    run_on_rank_0(what, lambda: _finish(partial, final, info))
 
 
 def export(slot: Slot, directory: Path) -> None:
@@ -177,6 +204,7 @@ def load(slot: Slot, root: Path, path: CheckpointPath, with_optimizer: bool) -> 
     what = f"cannot read {directory}"
     model, optimizer = slot.model, slot.optimizer
     model.finish_background_work()
+    run_on_all_ranks("", lambda: _check_function(directory, model))
     with megatron_device(), torch.no_grad():
         loaded = load_shards(what, lambda: weights_state(model), directory / "weights")
         run_on_all_ranks(what, lambda: load_weights(model, loaded))
@@ -189,6 +217,17 @@ def load(slot: Slot, root: Path, path: CheckpointPath, with_optimizer: bool) -> 
 
         state = load_shards(what, wanted, directory / "optimizer")  # loads in place
         optimizer.steps = state["optimizer"]["step"]
+
+
+def _check_function(directory: Path, model: Model) -> None:
+    """Raises CheckpointError for weights that fit the model here and belong to another function.
+
+    Tensors of another alpha, or for another base with the same shapes, have the same names and sizes. Versions
+    before 30 November 2026 did not write what is compared.
+    """
+    if "model" in (info := json_object(directory / INFO)):
+        check_model(directory, info, model)
+        check_adapters(directory, info, model)
 
 
 def _make_empty(partial: Path) -> None:

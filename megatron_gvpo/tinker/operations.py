@@ -135,8 +135,7 @@ class Operations:
     def _save(self, operation: Operation) -> Outcome:
         path = CheckpointPath(*operation["path"])
         self._enter(operation["model"])
-        info = operation["info"] | {"updates": self._slot.optimizer.steps}
-        checkpoints.save(self._slot, self._root, path, info)
+        checkpoints.save(self._slot, self._root, path, operation["info"])
         return {}
 
     def _load(self, operation: Operation) -> Outcome:

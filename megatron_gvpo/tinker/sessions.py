@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_gvpo.core.clock import running_seconds
 from megatron_gvpo.tinker.checkpoints import CheckpointPath
 from megatron_gvpo.tinker.wire import Refusal
 
@@ -65,7 +65,7 @@ class Session:
     """One client."""
 
     session_id: str
-    seen: float  # the monotonic time of the client's last request
+    seen: float  # the time of the client's last request, by `running_seconds`: a stopped server hears nobody
     models: dict[str, ClientModel] = field(default_factory=dict)
     samplers: dict[str, ClientSampler] = field(default_factory=dict)
     pending: dict[str, PendingResult] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Sessions:
         self._ended: dict[str, str] = {}  # why sessions have ended
 
     def open(self) -> Session:
-        session = Session(str(uuid.uuid4()), time.monotonic())
+        session = Session(str(uuid.uuid4()), running_seconds())
         self._sessions[session.session_id] = session
         return session
 
@@ -93,7 +93,7 @@ class Sessions:
             raise Refusal(
                 f"there is no session {session_id[:80]!r}: it may be of an earlier start of this server", 404
             )
-        session.seen = time.monotonic()
+        session.seen = running_seconds()
         return session
 
     def of_model(self, model_id: str) -> tuple[Session, ClientModel]:
@@ -124,12 +124,12 @@ class Sessions:
 
     def silent(self) -> list[str]:
         """The sessions whose clients have sent nothing for too long."""
-        now = time.monotonic()
+        now = running_seconds()
         return [s.session_id for s in self._sessions.values() if now - s.seen > self._seconds]
 
     def drop_fetched(self) -> None:
         """Forget results that were fetched long ago, and results that their clients have dropped."""
-        now = time.monotonic()
+        now = running_seconds()
         for session in self._sessions.values():
             for request_id in [name for name, p in session.pending.items() if p.is_over(now)]:
                 del session.pending[request_id]

@@ -4,6 +4,7 @@ The losses are written here anew, for one sequence after the other.
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,7 @@ def check_life(updated: dict[str, Any]) -> None:
     near(updated["copy later"], updated["first later"])
     assert max(abs(a - b) for a, b in zip(updated["first later"], updated["first"], strict=True)) > 1e-4
     gone, replaced, unreadable, unloaded, infinite = updated["refusals"]
+    assert updated["full disk"] == ["cannot write", "No space left on device", "one"]
     assert "weights are gone" in gone and "was saved again" in replaced and "cannot read" in unreadable
     assert "there is no model first" in unloaded and "the gradient is not finite" in infinite
     near(updated["copy at the end"], updated["copy later"])
@@ -276,3 +278,24 @@ def test_adapters_have_the_gradient_of_transformers(
             near(exported[f"{layer}lora_B.weight"], 2 * weight @ adapters[f"{layer}lora_A.weight"].double().T)
             assert not exported[f"{layer}lora_A.weight"].any()
     check_life(results["updated"])
+
+
+def test_a_checkpoint_is_loaded_by_a_server_of_the_same_function_alone(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tensors fit another alpha and another rope_theta too, with which they are another model."""
+    monkeypatch.setenv("TINKER_TEST_KEY", "tml-a-key-of-tests")
+    rotated = tmp_path / "rotated"
+    shutil.copytree(task / "model", rotated)
+    card = json.loads((rotated / "config.json").read_text())
+    (card.get("rope_parameters") or card)["rope_theta"] = 777.0
+    (rotated / "config.json").write_text(json.dumps(card))
+    whole, turned = {"path": str(task / "model")}, {"path": str(rotated)}
+    adapted, halved = ({**whole, "adapter": {"rank": RANK, "alpha": alpha}} for alpha in (2 * RANK, RANK))
+    pairs = [(adapted, halved), (whole, turned), (adapted, adapted)]
+    (tmp_path / "work.json").write_text(json.dumps(pairs))
+    launch("helpers.workers.tinker_worker:restart", [1], str(tmp_path))
+    by_alpha, by_rotation, same = json.loads((tmp_path / "refusals.json").read_text())
+    assert all("alpha=8" in refusal and "model.adapter has 4" in refusal for refusal in by_alpha)
+    assert all("rope_theta" in refusal and "777" in refusal for refusal in by_rotation)
+    assert same == ["", ""]

@@ -3,29 +3,56 @@
 import asyncio
 import json
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from megatron_gvpo.core.clock import running_seconds
 from megatron_gvpo.tinker import checkpoints
+from megatron_gvpo.tinker import sessions as sessions_of_tinker
 from megatron_gvpo.tinker.checkpoints import CheckpointPath, list_checkpoints, read_info, remove
 from megatron_gvpo.tinker.sessions import KEPT_SECONDS, ClientModel, PendingResult, Sessions, WireAnswer
 from megatron_gvpo.tinker.wire import Refusal
 
 
 def test_a_silent_session_ends_and_one_that_speaks_lives(monkeypatch: pytest.MonkeyPatch):
-    sessions, now = Sessions(seconds=10), time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+    sessions, now = Sessions(seconds=10), running_seconds()
+    monkeypatch.setattr(sessions_of_tinker, "running_seconds", lambda: now)
     silent, alive = sessions.open(), sessions.open()
-    monkeypatch.setattr(time, "monotonic", lambda: now + 8)
+    monkeypatch.setattr(sessions_of_tinker, "running_seconds", lambda: now + 8)
     sessions.get(alive.session_id)
-    monkeypatch.setattr(time, "monotonic", lambda: now + 11)
+    monkeypatch.setattr(sessions_of_tinker, "running_seconds", lambda: now + 11)
     assert sessions.silent() == [silent.session_id]
     sessions.end(silent.session_id, "its client was silent")
     with pytest.raises(Refusal, match="its client was silent") as refusal:
         sessions.get(silent.session_id)
     assert refusal.value.status == 410
+
+
+STOPPED = """
+import time
+from megatron_gvpo.tinker.sessions import Sessions
+
+sessions = Sessions(seconds=2)
+session = sessions.open()
+print("open", flush=True)
+time.sleep(1)
+print(len(sessions.silent()), flush=True)
+"""
+
+
+def test_a_session_outlives_the_time_in_which_the_server_is_stopped():
+    """Ctrl-Z and `scontrol suspend` stop the server, which then hears none of its living clients."""
+    with subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and server.stdout.readline() == "open\n"
+        server.send_signal(signal.SIGSTOP)
+        time.sleep(4)
+        server.send_signal(signal.SIGCONT)
+        assert server.stdout.readline() == "0\n"
 
 
 def test_what_a_session_does_not_have_is_not_found():
@@ -44,7 +71,7 @@ def test_what_a_session_does_not_have_is_not_found():
 
 
 def test_answers_stay_until_they_were_fetched_long_ago(monkeypatch: pytest.MonkeyPatch):
-    sessions, loop, now = Sessions(seconds=10), asyncio.new_event_loop(), time.monotonic()
+    sessions, loop, now = Sessions(seconds=10), asyncio.new_event_loop(), running_seconds()
     session = sessions.open()
     for name in ("waits", "is new", "was fetched", "was given up"):
         session.pending[name] = PendingResult(name, loop.create_future())
@@ -53,7 +80,7 @@ def test_answers_stay_until_they_were_fetched_long_ago(monkeypatch: pytest.Monke
     session.pending["was given up"].answer.cancel()
     sessions.drop_fetched()
     assert set(session.pending) == {"waits", "is new", "was fetched"}
-    monkeypatch.setattr(time, "monotonic", lambda: now + KEPT_SECONDS + 1)
+    monkeypatch.setattr(sessions_of_tinker, "running_seconds", lambda: now + KEPT_SECONDS + 1)
     sessions.drop_fetched()
     assert set(session.pending) == {"waits", "is new"}
     loop.close()
@@ -105,6 +132,24 @@ def test_an_expired_checkpoint_is_hidden_and_can_be_removed(tmp_path: Path):
     assert not expired.directory(tmp_path).exists() and kept.directory(tmp_path).exists()
     with pytest.raises(Refusal, match="there is no checkpoint"):
         remove(tmp_path, expired)
+
+
+def test_expired_checkpoints_of_all_models_are_removed_before_a_save(tmp_path: Path):
+    soon, past = time.time() + 3600, time.time() - 1
+    for model, name, text in (
+        ("a", "stays", json.dumps({"time": 1.0, "expires": None})),
+        ("a", "later", json.dumps({"time": 1.0, "expires": soon})),
+        ("a", "gone", json.dumps({"time": 1.0, "expires": past})),
+        ("b", "gone", json.dumps({"time": 1.0, "expires": past})),
+        ("b", "damaged", "{"),
+        ("b", "one.partial", json.dumps({"time": 1.0, "expires": past})),
+    ):
+        directory = tmp_path / model / "weights" / name
+        (directory / "weights").mkdir(parents=True)
+        (directory / "info.json").write_text(text)
+    checkpoints.remove_expired(tmp_path)
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*/*"))
+    assert left == ["a/weights/later", "a/weights/stays", "b/weights/damaged", "b/weights/one.partial"]
 
 
 def test_a_kill_while_a_checkpoint_is_replaced_loses_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_gvpo.settings.tinker import TinkerConfig
-from megatron_gvpo.tinker import wire
+from megatron_gvpo.tinker import checkpoints, wire
 from megatron_gvpo.tinker.wire import Refusal
 
 Request = dict[str, Any]  # loss, config, data: [{"tokens": ..., input: ...}, ...]
@@ -140,9 +143,24 @@ def _after_steps(operations: Any, work: Any) -> dict[str, Any]:
     operations._slot.gradients[0].fill_(float("inf"))
     result["refusals"] = [_refusal(operations, o) for o in (again, replaced, unreadable, broken, infinite)]
     assert not _refusal(operations, {**replaced, "snapshot": "tinker://first/weights/one@1.0"})
+    result["full disk"] = _saved_on_a_full_disk(operations)
     result["copy at the end"] = logprobs("copy")
     result["second at the end"] = logprobs("second")
     return result
+
+
+def _saved_on_a_full_disk(operations: Any) -> list[str]:
+    """Words of the refusal, and the names beside the checkpoint that is there."""
+
+    def write(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    info = {"time": 1.0, "expires": None}
+    saving = {"kind": "save", "model": "second", "path": ["first", "weights", "two"], "info": info}
+    with mock.patch.object(checkpoints.Writer, "write", write):
+        refusal = _refusal(operations, saving)
+    words = [text for text in ("cannot write", "No space left on device") if text in refusal]
+    return [*words, *sorted(path.name for path in (operations._root / "first" / "weights").iterdir())]
 
 
 def _refusal(operations: Any, operation: dict[str, Any]) -> str:
@@ -151,3 +169,36 @@ def _refusal(operations: Any, operation: dict[str, Any]) -> str:
     except Refusal as refusal:
         return str(refusal)
     return ""
+
+
+def restart(directory: str) -> None:
+    """Save a model on one server and load it on the next, for each pair of servers in DIRECTORY/work.json.
+
+    Writes the refusals of a load and of a sample, or "" for none.
+    """
+    from megatron_gvpo.megatron import parallel
+    from megatron_gvpo.tinker.operations import Operations
+
+    folder = Path(directory)
+    order = {"prompt": [9], "n": 1, "seed": 5, "max_tokens": 1, "prompt_logprobs": False}
+    paths = {kind: ["m", kind, "one"] for kind in ("weights", "sampler_weights")}
+    loading = {"kind": "load", "model": "copy", "path": paths["weights"], "optimizer": True}
+    sampling = {
+        "kind": "sample",
+        "snapshot": "tinker://m/sampler_weights/one@1.0",
+        "path": paths["sampler_weights"],
+        "orders": [order],
+        "sampling": {"max_tokens": 1},
+    }
+    refusals = []
+    for first, second in json.loads((folder / "work.json").read_text()):
+        operations = Operations(config_of(first["path"], directory, {}, model=first))
+        operations.run({"kind": "create", "model": "m"})
+        for path in paths.values():
+            info = {"time": 1.0, "expires": None}
+            operations.run({"kind": "save", "model": "m", "path": path, "info": info})
+        parallel.release()
+        operations = Operations(config_of(second["path"], directory, {}, model=second))
+        refusals.append([_refusal(operations, operation) for operation in (loading, sampling)])
+        parallel.release()
+    (folder / "refusals.json").write_text(json.dumps(refusals))
