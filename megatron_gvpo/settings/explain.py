@@ -74,6 +74,12 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
                 lines.append(f"{key}: expected settings as `key: value`, found {_shown(value)}{instead}")
             case "invalid_key":
                 lines.append(f"{key}: a key is text; is there a comma in a number, in place of a point?")
+            case "string_type" if isinstance(value, Mapping):
+                colon = "YAML reads a colon and a space as a key and its value"
+                lines.append(
+                    f"{key}: expected a text, found {_shown(value)}; {colon}: put the text in quotes, on a "
+                    f"command line as '{key}=\"TEXT\"'"
+                )
             case "tuple_type" | "list_type":
                 lines.append(_not_a_list(key, value))
             case "int_type" | "float_type" if isinstance(value, str) and (odd := _not_ascii(value)):
