@@ -327,6 +327,12 @@ def _checkpoints(config: RunSections) -> None:
     # Users' code may log its own metrics under train/ and advantage/.
     if entry(metric) is None and not metric.startswith(("train/", "advantage/")):
         raise ValueError(f"checkpoint.keep_best.metric={metric}: no metric has this name")
+    of_k = {f"eval/pass@{k}" for k in (1, *config.eval.k)} | {f"eval/all@{k}" for k in config.eval.k if k > 1}
+    if metric.startswith(("eval/pass@", "eval/all@")) and metric not in of_k:
+        raise ValueError(
+            f"checkpoint.keep_best.metric={metric}: with eval.k={list(config.eval.k)} evaluations report "
+            f"{', '.join(sorted(of_k))}: name one of them, or change eval.k"
+        )
     if metric.startswith("eval/") and config.data.eval is None:
         raise ValueError(f"checkpoint.keep_best.metric={metric} needs held-out prompts: set data.eval")
     if metric.startswith("eval/") and not 0 < lcm(options.every, config.eval.every) < steps:

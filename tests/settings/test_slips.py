@@ -36,6 +36,8 @@ SIZES = {
         ("optimizer.lr=1e−4", "expected a number, and '−' in it is U+2212 (MINUS SIGN)"),
         ("optimizer={lr: 1,0e-4}", "is there a comma in a number, in place of a point?"),
         ("optimizer.lr=''", "optimizer.lr: Input should be a valid number (given: '')"),
+        ("data.system_prompt=Note: be brief", "found {'Note': 'be brief'}; YAML reads a colon and a space as"),
+        ("data.system_prompt=Note: be brief", """as 'data.system_prompt="TEXT"'"""),
         ("logging.profile_steps=[30,40]", "the run ends before, with train.steps=20"),
         ("algorithm={recipe: gdpo, estimator: {ddof: 7}}", "algorithm.estimator.ddof: Input should be less"),
         ("algorithm={recipe: gdpo, estimator: {wheights: 7}}", "did you mean 'algorithm.estimator.weights'?"),
@@ -48,6 +50,17 @@ SIZES = {
 )
 def test_a_value_that_cannot_be_meant_shows_the_slip(good: Path, override: str, problem: str) -> None:
     assert problem in message(good, override)
+
+
+@pytest.mark.parametrize("metric", ["eval/pass@8", "eval/all@1", "eval/all@2", "eval/pass@n"])
+def test_the_best_checkpoint_is_chosen_by_a_metric_that_evaluations_report(good: Path, metric: str) -> None:
+    """By any other, none would be the best, stop_early would end nothing, and hf would be pushed."""
+    words = ["data.eval={path: held_out.jsonl}", "eval={every: 5, k: [1, 4]}"]
+    best = ["checkpoint.every=5", f"checkpoint.keep_best.metric={metric}"]
+    problem = message(good, *words, *best)
+    assert f"keep_best.metric={metric}: with eval.k=[1, 4] evaluations report eval/all@4, eval/pass@1, " in problem
+    for k in ("pass@4", "all@4", "pass@1", "maj@n"):
+        load_config([good], [*words, best[0], f"checkpoint.keep_best.metric=eval/{k}"])
 
 
 @pytest.mark.parametrize("section", ["rollout.servers", "rewards.components.0.judge.servers"])
