@@ -194,6 +194,20 @@ def exported_step(directory: Path) -> int | None:
     return step if type(step) is int else None
 
 
+def best_of_lost_step(directory: Path, step: int, best: int | None) -> str | None:
+    """A warning if hf_best is of a step after `step`, from which the run goes on; None if it is not.
+
+    `best`: the best step up to there. The checkpoint of hf_best's step was damaged, or somebody removed it.
+    """
+    if (later := exported_step(directory / "hf_best")) is None or later <= step:
+        return None
+    known = "no step up to there has the metric" if best is None else f"the best step up to there is {best}"
+    return (
+        f"{directory / 'hf_best'} is of step {later}, whose checkpoint is lost, and the run goes on from step "
+        f"{step}: {known}; hf_best stays until a later checkpoint is better, so copy it if you want to keep it"
+    )
+
+
 def lacks_summary(directory: Path, step: int) -> bool:
     """True if a run that writes records was ended after `step` before the last of them, summary.json."""
     has_records = (directory / "metrics.jsonl").exists()

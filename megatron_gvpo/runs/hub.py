@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.runs.existing_run import exported_step
 
 if TYPE_CHECKING:
     from megatron_gvpo.settings.sections import CheckpointConfig, HubConfig
@@ -32,7 +33,7 @@ def prepare_repository(settings: HubConfig) -> None:
         raise ConfigError(f"checkpoint.push_to_hub.repo={settings.repo}: {error}") from None
 
 
-def upload_export(options: CheckpointConfig, out: Path, step: int) -> None:
+def upload_export(options: CheckpointConfig, out: Path) -> None:
     """If the settings ask for it, upload the export in `out`: the best one if the run keeps it.
 
     Raises HubError.
@@ -40,7 +41,8 @@ def upload_export(options: CheckpointConfig, out: Path, step: int) -> None:
     if options.push_to_hub is not None:
         best = out / "hf_best"
         directory = best if options.keep_best is not None and best.is_dir() else out / "hf"
-        url = upload(options.push_to_hub, directory, f"megatron_gvpo: {directory.name} after step {step}")
+        message = f"megatron_gvpo: {directory.name} after step {exported_step(directory)}"
+        url = upload(options.push_to_hub, directory, message)
         log.warning("pushed %s to %s", directory, url)
 
 

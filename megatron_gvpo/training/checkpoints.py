@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.core.errors import CheckpointError, DataError
 from megatron_gvpo.megatron.checkpoint.load import load_newest, load_policy
 from megatron_gvpo.megatron.checkpoint.save import save_policy
-from megatron_gvpo.runs.existing_run import exported_step
+from megatron_gvpo.runs.existing_run import best_of_lost_step, exported_step
 from megatron_gvpo.runs.record import Best, EarlyStop
 from megatron_gvpo.runs.written import step_name
 from megatron_gvpo.training.conversion import write_hugging_face
@@ -18,6 +21,8 @@ from megatron_gvpo.training.run_state import RunState
 
 if TYPE_CHECKING:
     from megatron_gvpo.training.components import Components
+
+log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
@@ -117,6 +122,16 @@ class Checkpoints:
         """The step of the checkpoint that `checkpoint.keep_best` keeps."""
         return self._best.step
 
+    def without_best(self) -> str | None:
+        """A warning if `checkpoint.keep_best` has kept none; None if it has, or is not set."""
+        best = self._options.keep_best
+        if best is None or self._best.step is not None:
+            return None
+        return (
+            f"checkpoint.keep_best.metric={best.metric}: no step that has a checkpoint had this metric, so no "
+            f"checkpoint is the best, and {self._out / 'hf_best'} was not written"
+        )
+
     def finish(self) -> None:
         """Wait for a checkpoint that is still being written. Raises CheckpointError if writing fails."""
         if self._pending is not None:
@@ -139,6 +154,9 @@ class Checkpoints:
         exports = self._directories(step, self._best.step == step)
         missing = broadcast_msgpack([i for i, path in enumerate(exports) if exported_step(path) != step])
         self._export_all([exports[i] for i in missing], step)
+        warning = best_of_lost_step(self._out, step, self._best.step)
+        if self._options.keep_best is not None and warning is not None and dist.get_rank() == 0:
+            log.warning(warning)
 
     def export(self, directory: Path, step: int) -> None:
         """Write a Hugging Face checkpoint of `step`: weights, configuration, tokenizer.

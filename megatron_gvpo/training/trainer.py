@@ -123,7 +123,7 @@ class Trainer:
                         break
                 self._finish()
             if self.is_main:  # other ranks do not wait, because it may take long
-                upload_export(self.config.checkpoint, Path(self.config.output_dir), self.step)
+                upload_export(self.config.checkpoint, Path(self.config.output_dir))
             return self._metrics
 
     def _train_step(self, step: int) -> None:
@@ -483,6 +483,7 @@ class Trainer:
 
     def _finish(self) -> None:
         self.checkpoints.finish()
+        self._warn(self.checkpoints.without_best())
         if self.config.checkpoint.export_hf:
             self.checkpoints.export(Path(self.config.output_dir) / "hf", self.step)
         self.notify("on_end")

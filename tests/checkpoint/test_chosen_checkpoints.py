@@ -8,19 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from helpers.inputs.good_config import GOOD
 from helpers.tiny_run import GVPO, StopAfter, configure, fit, records
 from safetensors.torch import load_file
 
 from megatron_gvpo.cli import main
-from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megatron_gvpo.core.yaml_files import Loader
+from megatron_gvpo.megatron.checkpoint.load import load_newest
 from megatron_gvpo.runs.existing_run import exported_step
 from megatron_gvpo.runs.record import Best
 from megatron_gvpo.settings.config import build_config
-from megatron_gvpo.settings.sections import BestConfig
+from megatron_gvpo.settings.sections import BestConfig, CheckpointConfig
+from megatron_gvpo.training import checkpoints
 from megatron_gvpo.training.callbacks import Callback
+from megatron_gvpo.training.checkpoints import Checkpoints
 
 LOWEST = "checkpoint.keep_best={metric: reward/mean, order: lowest}"
 HOW = (*GVPO, "data.eval=null", "checkpoint.every=1", "checkpoint.keep=1", "checkpoint.export_every=2")
@@ -92,6 +96,40 @@ def test_exports_that_a_kill_has_left_out_are_written_on_resume(task, tmp_path):
     fit(configure(task, tmp_path, *how, "train.steps=2"), [exports], resume=True)
     for export, tensors in exports.seen.items():
         assert all(torch.equal(tensors[name], expected[export][name]) for name in expected[export]), export
+
+
+def test_a_best_model_of_a_lost_checkpoint_is_named(tmp_path, monkeypatch, caplog):
+    """As a damaged newest checkpoint leaves it: the run goes on from step 2, and hf_best is of step 4."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(checkpoints, "broadcast_msgpack", lambda missing: missing)
+    (tmp_path / "hf_best").mkdir()
+    written = object.__new__(Checkpoints)
+    written._out, written._best = tmp_path, Best(BestConfig(metric="reward/mean"))
+    written._options = CheckpointConfig(every=1, keep_best={"metric": "reward/mean"})
+    assert "metric=reward/mean: no step that has a checkpoint had this metric" in str(written.without_best())
+    written._best.offer(1, {"reward/mean": 0.5})
+    assert written.without_best() is None
+    for step, warned in ((2, False), (4, True)):
+        (tmp_path / "hf_best" / "export.json").write_text(f'{{"step": {step}}}')
+        written.complete_exports(2)
+        assert ("hf_best is of step 4, whose checkpoint is lost" in caplog.text) is warned
+    assert "from step 2: the best step up to there is 1; hf_best stays until" in caplog.text
+
+
+def test_a_damaged_checkpoint_that_was_named_tells_of_the_others(tmp_path, monkeypatch):
+    """`--overwrite`, the remedy where no checkpoint is intact, would remove them."""
+    for step in (2, 4, 6):
+        (tmp_path / f"step_{step:08d}").mkdir()
+        (tmp_path / f"step_{step:08d}" / "state.json").write_text("{}")
+
+    def damaged(directory: Path) -> None:
+        raise DamagedCheckpointError(f"{directory}: a tensor is damaged")
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    with pytest.raises(CheckpointError, match=r"_00000004: a tensor is damaged; .*of the steps 2, 6$"):
+        load_newest(tmp_path, damaged, step=4)
+    with pytest.raises(CheckpointError, match="no checkpoint in .* is intact .*--overwrite"):
+        load_newest(tmp_path, damaged)
 
 
 @pytest.mark.usefixtures("leave_the_process_group")

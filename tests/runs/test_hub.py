@@ -20,7 +20,9 @@ from helpers.servers.hub_server import TOKEN, Hub, running_hub
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.secrets import as_written
 from megatron_gvpo.core.yaml_files import Loader
+from megatron_gvpo.runs import hub as hub_of_runs
 from megatron_gvpo.settings.config import build_config
+from megatron_gvpo.settings.sections import CheckpointConfig
 
 PROGRAM = """
 import json, sys
@@ -82,6 +84,21 @@ def test_a_run_pushes_its_export(hub: Hub, task: Path, tmp_path: Path):
     sent = {path.name: path.read_bytes() for path in (tmp_path / "run" / "hf").iterdir()}
     assert repository["files"] == sent and "model.safetensors" in sent
     assert TOKEN not in "".join(path.read_text() for path in (tmp_path / "run").glob("*.[jy]*"))
+
+
+def test_the_commit_of_the_best_model_names_the_step_of_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    sent: list[str] = []
+    monkeypatch.setattr(hub_of_runs, "upload", lambda _, directory, message: sent.append(message))
+    options = {"push_to_hub": {"repo": "me/model"}, "keep_best": {"metric": "eval/pass@1"}}
+    for name, step in (("hf_best", 2), ("hf", 5)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "export.json").write_text(json.dumps({"step": step}))
+    hub_of_runs.upload_export(CheckpointConfig(**options), tmp_path)
+    del options["keep_best"]
+    hub_of_runs.upload_export(CheckpointConfig(**options), tmp_path)
+    assert sent == ["megatron_gvpo: hf_best after step 2", "megatron_gvpo: hf after step 5"]
 
 
 def test_a_repository_that_exists_stays_as_it_is(hub: Hub, tmp_path: Path):

@@ -75,7 +75,7 @@ def load_newest[Loaded](
 
     A collective.
 
-    `step`: load only the checkpoint of this step.
+    `step`: load only the checkpoint of this step, whose damage does not make another one the newest.
 
     `load` is a collective that raises DamagedCheckpointError on every rank, or on none; a later call must
     replace everything that a failed one has loaded. Every damaged checkpoint is named in a warning.
@@ -111,6 +111,10 @@ def load_newest[Loaded](
             newest_first = sorted(damaged, reverse=True)
             log.warning("%s is used; %s newer, and damaged", directory, _names(newest_first))
         return loaded
+    if damaged and step is not None:
+        others = ", ".join(str(int(path.stem[5:])) for path in paths if path.name not in names)
+        remedy = f"there are checkpoints of the steps {others}" if others else "there is no other checkpoint"
+        raise CheckpointError(f"{problem}; copy it from a backup, or give another --step: {remedy}")
     if damaged:
         raise CheckpointError(
             f"{problem}; no checkpoint in {root} is intact ({_names(damaged)} damaged): copy one from a "
