@@ -203,8 +203,8 @@ def best_of_lost_step(directory: Path, step: int, best: int | None) -> str | Non
         return None
     known = "no step up to there has the metric" if best is None else f"the best step up to there is {best}"
     return (
-        f"{directory / 'hf_best'} is of step {later}, whose checkpoint is lost, and the run goes on from step "
-        f"{step}: {known}; hf_best stays until a later checkpoint is better, so copy it if you want to keep it"
+        f"{directory / 'hf_best'} is of step {later}, whose checkpoint is lost, and the run goes on from "
+        f"step {step}: {known}; hf_best stays until a later checkpoint is better, so copy it to keep it"
     )
 
 

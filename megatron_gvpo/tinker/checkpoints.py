@@ -222,8 +222,8 @@ def load(slot: Slot, root: Path, path: CheckpointPath, with_optimizer: bool) -> 
 def _check_function(directory: Path, model: Model) -> None:
     """Raises CheckpointError for weights that fit the model here and belong to another function.
 
-    Tensors of another alpha, or for another base with the same shapes, have the same names and sizes. Versions
-    before 30 November 2026 did not write what is compared.
+    Tensors of another alpha, or for another base with the same shapes, have the same names and sizes.
+    Versions before 30 November 2026 did not write what is compared.
     """
     if "model" in (info := json_object(directory / INFO)):
         check_model(directory, info, model)

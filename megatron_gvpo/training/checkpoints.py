@@ -128,8 +128,8 @@ class Checkpoints:
         if best is None or self._best.step is not None:
             return None
         return (
-            f"checkpoint.keep_best.metric={best.metric}: no step that has a checkpoint had this metric, so no "
-            f"checkpoint is the best, and {self._out / 'hf_best'} was not written"
+            f"checkpoint.keep_best.metric={best.metric}: no step that has a checkpoint had this metric, so "
+            f"no checkpoint is the best, and {self._out / 'hf_best'} was not written"
         )
 
     def finish(self) -> None:

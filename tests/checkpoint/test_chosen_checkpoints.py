@@ -128,7 +128,7 @@ def test_a_damaged_checkpoint_that_was_named_tells_of_the_others(tmp_path, monke
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     with pytest.raises(CheckpointError, match=r"_00000004: a tensor is damaged; .*of the steps 2, 6$"):
         load_newest(tmp_path, damaged, step=4)
-    with pytest.raises(CheckpointError, match="no checkpoint in .* is intact .*--overwrite"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is intact .*--overwrite"):
         load_newest(tmp_path, damaged)
 
 

@@ -36,7 +36,7 @@ SIZES = {
         ("optimizer.lr=1e−4", "expected a number, and '−' in it is U+2212 (MINUS SIGN)"),
         ("optimizer={lr: 1,0e-4}", "is there a comma in a number, in place of a point?"),
         ("optimizer.lr=''", "optimizer.lr: Input should be a valid number (given: '')"),
-        ("data.system_prompt=Note: be brief", "found {'Note': 'be brief'}; YAML reads a colon and a space as"),
+        ("data.system_prompt=Note: be brief", "found {'Note': 'be brief'}; YAML reads a colon and a space"),
         ("data.system_prompt=Note: be brief", """as 'data.system_prompt="TEXT"'"""),
         ("logging.profile_steps=[30,40]", "the run ends before, with train.steps=20"),
         ("algorithm={recipe: gdpo, estimator: {ddof: 7}}", "algorithm.estimator.ddof: Input should be less"),
@@ -58,7 +58,7 @@ def test_the_best_checkpoint_is_chosen_by_a_metric_that_evaluations_report(good:
     words = ["data.eval={path: held_out.jsonl}", "eval={every: 5, k: [1, 4]}"]
     best = ["checkpoint.every=5", f"checkpoint.keep_best.metric={metric}"]
     problem = message(good, *words, *best)
-    assert f"keep_best.metric={metric}: with eval.k=[1, 4] evaluations report eval/all@4, eval/pass@1, " in problem
+    assert f"metric={metric}: with eval.k=[1, 4] evaluations report eval/all@4, eval/pass@1, " in problem
     for k in ("pass@4", "all@4", "pass@1", "maj@n"):
         load_config([good], [*words, best[0], f"checkpoint.keep_best.metric=eval/{k}"])
 
