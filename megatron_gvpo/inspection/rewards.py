@@ -32,6 +32,8 @@ _TRIED = (
     "the answer alone, in a sentence, boxed, after ####, in <answer> marks, after the option marker of math"
 )
 
+_NO_ANSWER = "if it is to ignore the answer, set data.train.answer_key=null, and this is not tried"
+
 
 def inspect_rewards(config: Config, task: Task) -> list[RunVerdict]:
     """Score made-up responses to the first records that have an answer or a demonstration."""
@@ -144,7 +146,7 @@ def _own_is_best(scores: Sequence[tuple[Prompt, dict[str, float], dict[str, str]
         return failure(
             "reward",
             f"it is the same for the record's own answer, a wrong, an empty and a cut-off one ({means})",
-            f"the reward ignores the answer, or wants it in a form that is not among those tried: {_TRIED}",
+            f"the reward wants the answer in a form that is not among those tried: {_TRIED}; {_NO_ANSWER}",
         )
     if same:
         answer = _short(_solution(same[0], task) or "")
@@ -161,7 +163,7 @@ def _own_is_best(scores: Sequence[tuple[Prompt, dict[str, float], dict[str, str]
             "reward",
             f"a wrong answer scores as much as the record's own ({beaten[0]}; {len(beaten)} of "
             f"{len(scores)} records): {means}",
-            "look at the reward with this record",
+            f"look at the reward with this record; {_NO_ANSWER}",
         )
     high = [p.id for p, values, _ in scores if max(values["empty"], values["cut off"]) >= values["own"]]
     if high:

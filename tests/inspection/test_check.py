@@ -163,7 +163,9 @@ def test_held_out_prompts_that_are_trained_on_are_found(task: Path) -> None:
         ("right", "ok", "best"),
         ("strict", "ok", "best"),
         ("blind", "failure", "the same"),
+        ("blind", "failure", "set data.train.answer_key=null, and this is not tried"),
         ("kind", "failure", "wrong answer scores as much"),
+        ("kind", "failure", "set data.train.answer_key=null, and this is not tried"),
         ("broken", "failure", "no such field"),
         ("short", "warning", "stop early"),
         ("cut", "warning", "as much as the record's own answer"),
@@ -179,6 +181,12 @@ def test_rewards_are_judged_by_responses_whose_quality_is_known(
     judged = inspect_rewards(config, load_task(config, ModelCards(config).policy))[0]
     assert judged.level == level
     assert words in judged.sentence + judged.remedy
+
+
+def test_a_reward_that_ignores_answers_is_not_tried_without_them(task: Path) -> None:
+    data = {"train": {"path": str(task / "train.jsonl"), "answer_key": None}}
+    config = configure(task, "blind", data=data)
+    assert inspect_rewards(config, load_task(config, ModelCards(config).policy))[0].level == "not tried"
 
 
 @pytest.mark.parametrize(
