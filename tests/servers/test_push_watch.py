@@ -55,8 +55,16 @@ class Engine:
             ]
             self.paused = False
         status = 500 if self.refuses else 200
+        if path == "/health" and self.paused and "/pause_generation" in self.requests:
+            status = await self._status_of_paused_sglang()
         await send({"type": "http.response.start", "status": status, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
+        await send({"type": "http.response.body", "body": b"a key" if path == "/server_info" else b""})
+
+    async def _status_of_paused_sglang(self) -> int:
+        """SGLang's /health waits for any answer of its schedulers, which generate nothing now."""
+        asked_before = self.requests.count("/server_info")
+        await asyncio.sleep(0.05)
+        return 200 if self.requests.count("/server_info") > asked_before else 503
 
 
 class Server:
@@ -175,6 +183,21 @@ def test_a_push_of_a_trainer_that_lives_is_left_alone(clock: Clock, paths: tuple
     asyncio.run(run())
 
 
+def test_a_server_paused_by_a_killed_trainer_is_healthy(clock: Clock, paths: tuple[str, ...]):
+    """Otherwise the next trainer would wait for ever, and `serve` would restart the server."""
+    pause, _, load, _ = paths
+
+    async def run() -> None:
+        server = Server()
+        await server.post(pause)
+        await server.post(load)
+        await clock.pass_by(1.1 * SILENCE)
+        for is_trainer in (False, True):
+            assert await server.post("/health", trainer=is_trainer) == (200, "")
+
+    asyncio.run(run())
+
+
 def test_others_pauses_and_pauses_that_fail_are_no_pushes(clock: Clock, paths: tuple[str, ...]):
     pause, _, _, generate = paths
 
@@ -268,6 +291,7 @@ def test_a_real_server_outlives_a_killed_trainer(served: SharedServer, task: Pat
         assert push(end) == -9
         with pytest.raises(ServerRefused, match=r"503: the trainer .* half loaded"):
             generate()
+        served.client("check_health", timeout=30)
         assert push("whole") == 0
         assert generate().token_ids and served.client("weight_version") == "7"
         assert checksum(served.client.loop, served.client.server) == before

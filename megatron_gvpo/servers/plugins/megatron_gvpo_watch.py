@@ -13,6 +13,10 @@ Requests to generate that come during a push wait here, so that they can be answ
 middleware (`--middleware megatron_gvpo_watch.Watch`), and SGLang gets it as one of its plugins. A server with
 several HTTP processes, each of which sees only a part of the requests, is refused: in vLLM here, and SGLang's
 by megatron_gvpo.sampling.server_checks.
+
+SGLang's /health asks for a token, which a paused server does not generate, and counts any other answer of its
+schedulers in its place. So during a push the watch asks them a question that they answer while they are
+paused. Without it the next trainer would wait for a healthy server, and the server for the next trainer.
 """
 
 from __future__ import annotations
@@ -70,6 +74,11 @@ class WatchedPush:
         self.loads = False
 
     @property
+    def is_sglangs(self) -> bool:
+        """True if the server is SGLang's, by the request that paused it."""
+        return bool(self.pause["path"] == "/pause_generation")
+
+    @property
     def silent(self) -> float:
         """Seconds since the trainer's last request."""
         return time.monotonic() - self.heard
@@ -107,6 +116,9 @@ class Watch:
         elif path in RESUME_OF.values():
             if await self._forward(scope, receive, send):
                 self._push = None
+        elif path == "/health" and self._push is not None and self._push.is_sglangs:
+            # Its own answer begins first, because it counts only what the schedulers answer from then on.
+            await asyncio.gather(self._app(scope, receive, send), self._ask(dict(scope), "/server_info"))
         else:
             if path in LOADS and self._push is not None:
                 self._push.loads = True
@@ -145,10 +157,13 @@ class Watch:
                 _say("the server cannot be resumed; it stays paused until the next push")
 
     async def _resume(self, push: WatchedPush) -> bool:
-        """Send the engine the request that the trainer did not; it has the headers of the trainer's pause."""
-        path = RESUME_OF[push.pause["path"]]
-        headers = [(name, value) for name, value in push.pause["headers"] if name != b"content-length"]
-        scope = push.pause | {
+        """Send the engine the request that the trainer did not."""
+        return await self._ask(push.pause, RESUME_OF[push.pause["path"]])
+
+    async def _ask(self, other: dict[str, Any], path: str) -> bool:
+        """Send the engine a request with the headers and the method of another; True if it succeeds."""
+        headers = [(name, value) for name, value in other["headers"] if name != b"content-length"]
+        scope = other | {
             "path": path,
             "raw_path": path.encode(),
             "query_string": b"",
