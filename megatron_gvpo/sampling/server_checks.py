@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from megatron_gvpo.huggingface.end_tokens import ids_in_files
 from megatron_gvpo.huggingface.image_families import takes_images
 from megatron_gvpo.huggingface.vocabulary import vocabulary
 from megatron_gvpo.servers.answers import Routers
-from megatron_gvpo.servers.http import ServerRefused
-from megatron_gvpo.servers.request_images import ImageSender
-from megatron_gvpo.servers.server import Server, ServerInfo
+from megatron_gvpo.servers.http import TOO_EARLY, ServerRefused
+from megatron_gvpo.servers.request_images import ImageSender, RequestImage
+from megatron_gvpo.servers.server import Completion, Server, ServerInfo
 from megatron_gvpo.settings.sections import ModelConfig, RolloutConfig
 from megatron_gvpo.weights.receivers import receiver_class
 
@@ -63,14 +64,16 @@ async def check_server(
             f"{prompt} plus rollout.max_tokens={rollout.max_tokens} need {needed}"
         )
     await _check_speculation(server, rollout.speculation is not None)
-    if rollout.router_replay:
-        await _check_routing(server, rollout, cards.policy)
-    if rollout.wants_support:
-        await _check_support(server, rollout)
     if rollout.weights.traits.sends_adapter:
         await _check_adapters(server, model, rollout, cards.policy)
-    if takes_images(cards.policy):
-        await _check_image(server, model.path, rollout, cards.policy)
+    # A server that an earlier trainer left in mid push samples nothing yet. Its first responses are checked.
+    with contextlib.suppress(_WaitsForWeights):
+        if rollout.router_replay:
+            await _check_routing(server, rollout, cards.policy)
+        if rollout.wants_support:
+            await _check_support(server, rollout)
+        if takes_images(cards.policy):
+            await _check_image(server, model.path, rollout, cards.policy)
     served = Path(info.model_path)
     # A directory on another machine is not compared here; the first push compares log-probs.
     if (served / "config.json").is_file():
@@ -144,10 +147,30 @@ async def _check_speculation(server: Server, wanted: bool) -> None:
         )
 
 
+class _WaitsForWeights(Exception):  # noqa: N818 - a state of the server
+    """The server samples nothing before a whole push."""
+
+
+async def _sampled(
+    server: Server,
+    token_ids: Sequence[int],
+    rollout: RolloutConfig,
+    timeout: float,
+    images: Sequence[RequestImage] = (),
+) -> Completion:
+    """One token that the server samples. Raises ServerRefused, ServerGone, _WaitsForWeights."""
+    try:
+        return await server.sample(token_ids, 1, 0, rollout, (), timeout, images)
+    except ServerRefused as error:
+        if error.status == TOO_EARLY:
+            raise _WaitsForWeights from None
+        raise
+
+
 async def _check_routing(server: Server, rollout: RolloutConfig, card: ModelCard) -> None:
     """Sample one token, and check that the server returns the experts it was routed to."""
     try:
-        sample = await server.sample([0], 1, 0, rollout, (), TIMEOUT)
+        sample = await _sampled(server, [0], rollout, TIMEOUT)
         if sample.experts is None:
             raise ValueError("no experts: start it with --enable-return-routed-experts")
         Routers.of(card).pack(sample.experts, 1 + len(sample.token_ids))
@@ -160,7 +183,7 @@ async def _check_routing(server: Server, rollout: RolloutConfig, card: ModelCard
 async def _check_support(server: Server, rollout: RolloutConfig) -> None:
     """Sample one token, and check that the server returns the tokens from which it was sampled."""
     try:
-        sample = await server.sample([0], 1, 0, rollout, (), TIMEOUT)
+        sample = await _sampled(server, [0], rollout, TIMEOUT)
         if sample.support is None:
             raise ValueError("no tokens that it could have sampled")
     except (ServerRefused, ValueError) as error:
@@ -177,7 +200,7 @@ async def _check_image(server: Server, path: str, rollout: RolloutConfig, card: 
     prompt = [card["vision_start_token_id"], *[sender.placeholder] * images[0].tokens]
     prompt.append(card.get("vision_end_token_id") or card["vision_start_token_id"])
     try:
-        await server.sample(prompt, 1, 0, rollout, (), rollout.servers.request_timeout, images)
+        await _sampled(server, prompt, rollout, rollout.servers.request_timeout, images)
     except ServerRefused as error:
         raise ConfigError(f"rollout server {server.url} does not take an image: {error}") from None
 

@@ -18,6 +18,7 @@ SHOWN = 600  # the most characters of a server's answer that an error quotes
 CONNECT = 10.0  # seconds that a connection may take
 OPENING = 64  # connections that are opened at once; a server's queue of new ones may be as short as 128
 PUSHES = "X-Megatron-GVPO-Trainer"  # the header of clients that push weights
+TOO_EARLY = 425  # the status if such a client asks for a sample before it has pushed (megatron_gvpo_watch)
 FILES = 2**16  # the limit of open files to request; each connection is an open file
 
 

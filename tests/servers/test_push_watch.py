@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from megatron_gvpo.core.versions import REFERENCE
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.sampling.server_checks import check_server
-from megatron_gvpo.servers.http import PUSHES, ServerRefused
+from megatron_gvpo.servers.http import PUSHES, TOO_EARLY, ServerRefused
 from megatron_gvpo.servers.launch.start import DIALECTS
 from megatron_gvpo.servers.server import PLUGINS
 from megatron_gvpo.servers.sglang import SGLang
@@ -122,8 +123,8 @@ def paths(request: pytest.FixtureRequest) -> tuple[str, ...]:
     return PATHS[request.param]
 
 
-def test_trainers_and_servers_agree_on_the_header():
-    assert PUSHES.lower().encode() == HEADER
+def test_trainers_and_servers_agree_on_the_header_and_the_status():
+    assert PUSHES.lower().encode() == HEADER and megatron_gvpo_watch.TOO_EARLY == TOO_EARLY
 
 
 def test_a_server_that_has_loaded_nothing_serves_as_before(clock: Clock, paths: tuple[str, ...]):
@@ -198,6 +199,27 @@ def test_a_server_paused_by_a_killed_trainer_is_healthy(clock: Clock, paths: tup
     asyncio.run(run())
 
 
+def test_a_trainer_that_comes_after_a_killed_one_is_told_to_push_before_it_samples(
+    clock: Clock, paths: tuple[str, ...]
+):
+    """Its request to generate would wait for its own push. Others' requests wait for it."""
+    pause, resume, load, generate = paths
+
+    async def run() -> None:
+        server = Server()
+        await server.post(pause)
+        await server.post(load)
+        await clock.pass_by(1.1 * SILENCE)
+        status, words = await asyncio.wait_for(server.post(generate), 10.0)
+        assert status == TOO_EARLY and "push all weights to this server" in words
+        waiting = asyncio.create_task(server.post(generate, trainer=False))
+        for path in (pause, load, resume):
+            assert (await server.post(path))[0] == 200
+        assert (await waiting)[0] == 200 and (await server.post(generate))[0] == 200
+
+    asyncio.run(run())
+
+
 def test_others_pauses_and_pauses_that_fail_are_no_pushes(clock: Clock, paths: tuple[str, ...]):
     pause, _, _, generate = paths
 
@@ -266,6 +288,30 @@ def test_an_sglang_server_of_several_http_processes_is_refused(good: Path) -> No
                 SGLang(Answers()), config.model, config.rollout, ModelCards(config), Task(None, (), [], [])
             )
         )
+
+
+@pytest.mark.parametrize(("status", "is_refused"), [(TOO_EARLY, False), (500, True)])
+def test_a_server_that_waits_for_weights_is_not_asked_for_a_sample(
+    good: Path, status: int, is_refused: bool
+) -> None:
+    class Answers:
+        url = "http://elsewhere:1"
+        sampled = 0
+
+        async def get(self, path: str, *, timeout: float) -> Any:
+            info = {"version": REFERENCE["sglang"], "model_path": "m", "max_req_input_len": 4096}
+            return info | {"tp_size": 1, "pp_size": 1}
+
+        async def post(self, path: str, body: Any, *, timeout: float) -> Any:
+            self.sampled += 1
+            raise ServerRefused(f"status {status}", status)
+
+    config = load_config([good], ["rollout.engine=sglang", "rollout.top_p=0.9", "rollout.top_k=8"])
+    answers, task = Answers(), Task(None, (), [], [])
+    check = check_server(SGLang(answers), config.model, config.rollout, ModelCards(config), task)
+    with pytest.raises(ConfigError, match="status 500") if is_refused else contextlib.nullcontext():
+        asyncio.run(check)
+    assert answers.sampled == 1
 
 
 @pytest.mark.proof

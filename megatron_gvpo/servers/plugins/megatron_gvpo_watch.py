@@ -9,10 +9,11 @@ silence after which the trainer counts as dead. When that time has passed during
 - a server that has begun to load stays paused, and answers requests to generate with an error that says so,
   until a trainer has pushed all weights and resumed it.
 
-Requests to generate that come during a push wait here, so that they can be answered. In vLLM this is a
-middleware (`--middleware megatron_gvpo_watch.Watch`), and SGLang gets it as one of its plugins. A server with
-several HTTP processes, each of which sees only a part of the requests, is refused: in vLLM here, and SGLang's
-by megatron_gvpo.sampling.server_checks.
+Requests to generate that come during a push wait here, so that they can be answered. A trainer's own are
+refused, because they would wait for the push that it has yet to begin. In vLLM this is a middleware
+(`--middleware megatron_gvpo_watch.Watch`), and SGLang gets it as one of its plugins. A server with several
+HTTP processes, each of which sees only a part of the requests, is refused: in vLLM here, and SGLang's by
+megatron_gvpo.sampling.server_checks.
 
 SGLang's /health asks for a token, which a paused server does not generate, and counts any other answer of its
 schedulers in its place. So during a push the watch asks them a question that they answer while they are
@@ -58,6 +59,11 @@ HALF_LOADED = (
 SEVERAL = (
     "this server has {count} HTTP processes, each of which sees only a part of a weight push: start it with "
     "--api-server-count 1"
+)
+TOO_EARLY = 425  # the status for a trainer that samples before it pushes; megatron_gvpo.servers.http reads it
+EARLY = (
+    "a weight push to this server has not ended, perhaps of a trainer that died: push all weights to this "
+    "server before you sample"
 )
 LATE = (
     "this server takes no part of a weight push that did not pause it, or whose trainer was silent for so "
@@ -107,7 +113,9 @@ class Watch:
             return
         if self._push is not None and limit is not None:
             self._push.heard, self._push.limit = time.monotonic(), limit
-        if path in GENERATES and (refusal := await self._wait_for_weights()):
+        if path in GENERATES and limit is not None and self._push is not None:
+            await _answer(send, TOO_EARLY, EARLY)
+        elif path in GENERATES and (refusal := await self._wait_for_weights()):
             await _answer(send, 503, refusal)
         elif path in LOADS and limit is not None and self._push is None:
             await _answer(send, 409, LATE)
