@@ -16,6 +16,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 type Metrics = dict[str, Tensor]
+
+
+class RunSizes(NamedTuple):
+    """The sizes of a run on which it may depend whether an option has an effect."""
+
+    steps: int
+    prompts: int  # of a step
+    responses: int  # to a prompt, without those of members
+    max_tokens: int | None  # of a response; None for conversations, which may be longer
+
+
 # A component of the reward, by its name or its number; by convention 0 is the verifier's.
 Component = str | NonNegativeInt
 
@@ -43,6 +54,8 @@ class Block(Section):
     needs_rewards: ClassVar[bool] = False
     # True if the block gives responses rewards or advantages without a component of the reward.
     makes_rewards: ClassVar[bool] = False
+    # True if the block may keep responses from being trained that stay in the batch.
+    masks_responses: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -61,6 +74,15 @@ class Block(Section):
     def ineffective_options(self) -> dict[str, str]:
         """Options without effect beside other options, each with the setting that it needs (`only_with`)."""
         return {}
+
+    @property
+    def only_after_updates(self) -> tuple[str, ...]:
+        """Options with an effect only after a step's first update, when the policy is no longer the old one."""
+        return ()
+
+    def idle_in(self, run: RunSizes) -> str | None:
+        """The option that has no effect in a run of these sizes, with its value and the reason; else None."""
+        return None
 
     @property
     def needs_tracker(self) -> bool:
@@ -233,6 +255,9 @@ class FullDivergence(Block):
         return self.reference == TEACHER
 
 
+# The attributes of a member that tell which responses it may bring.
+MemberTrait = Literal["brings_demonstrations", "brings_hinted"]
+
 # The policies that a block compares with, by the column of log-probs (`old_logp_r`, `ref_logp_r`) of each.
 References = Mapping[Literal["old", "ref"], Reference]
 
@@ -352,9 +377,9 @@ class Loss(Block):
         return {}
 
     @property
-    def reads_members(self) -> str | None:
-        """The option, with its value, that has an effect only on responses of members; None without one."""
-        return None
+    def reads_members(self) -> dict[str, MemberTrait]:
+        """Options, with their values, that have an effect only on responses of members with some trait."""
+        return {}
 
     @property
     def needs_items(self) -> bool:

@@ -14,6 +14,7 @@ from megatron_gvpo.algorithms.base import STEP_START, TEACHER, Advantage, Block,
 from megatron_gvpo.algorithms.curriculum import batch_policy, prompts, tracker
 from megatron_gvpo.algorithms.curriculum.prompts import Allocation, Equal, InOrder, PromptChoice
 from megatron_gvpo.algorithms.curriculum.tracker import NoPrior, Prior, Tracker
+from megatron_gvpo.algorithms.losses.aggregation import Aggregation
 from megatron_gvpo.algorithms.losses.gvpo import GVPO
 from megatron_gvpo.algorithms.members.base import Member
 from megatron_gvpo.algorithms.recipe import merge, read_recipe
@@ -39,6 +40,12 @@ else:  # a new block is a new file in the folder of its kind; nothing here lists
     AnyBatchPolicy = choice(batch_policy, kind=batch_policy.BatchRule)
     AnyEstimator = choice(advantages, distillation, custom, kind=Advantage, default="group")
     AnyLoss = choice(losses, custom, kind=Loss)
+
+
+_BRINGING = {
+    "brings_demonstrations": "that bring solutions, such as demonstration or teacher",
+    "brings_hinted": "that train responses to another prompt, as hinted with prompt=own and exemplars do",
+}
 
 
 class AlgorithmConfig(Block):
@@ -153,10 +160,10 @@ class AlgorithmConfig(Block):
         loss, estimator = self.loss, self.estimator
         if not self.needs_tracker and self.tracker != Tracker():
             raise ValueError("tracker has no effect: no block reads it; prompts, allocation and prior do")
-        if loss.reads_members and not self.members:
-            raise ValueError(
-                f"loss.{loss.reads_members} has no effect without members: it is for the responses they bring"
-            )
+        for option, trait in loss.reads_members.items():
+            if not any(getattr(member, trait) for member in self.members):
+                raise ValueError(f"loss.{option} has no effect without members {_BRINGING[trait]}")
+        self._check_counts()
         if self.needs_group and any(isinstance(s, Keep) and s.which == "best" for s in self.shapers):
             raise ValueError(
                 "shapers: keep with which=best leaves one response of each group, and this algorithm compares"
@@ -177,6 +184,24 @@ class AlgorithmConfig(Block):
                 f"members: {added} adds groups of prompts that have no expected reward, and {of_estimator} "
                 "reads one: use an estimator with another baseline"
             )
+
+    def _check_counts(self) -> None:
+        """Refuse options that count what no block makes or reads."""
+        is_masked = any(entry.block.masks_responses for entry in self.blocks_inside())
+        for entry in self.blocks_inside():
+            if isinstance(entry.block, Aggregation) and entry.block.count_masked and not is_masked:
+                raise ValueError(
+                    f"{entry.key}.count_masked=true has no effect: no block masks responses; the shaper "
+                    "mask_truncated does"
+                )
+        is_expectation_read = self.prior.name == "tracker" or getattr(self.prompts, "favour", "") == "unsure"
+        for option in ("expected", "weight"):
+            value = getattr(self.tracker, option)
+            if value != getattr(Tracker(), option) and not is_expectation_read:
+                raise ValueError(
+                    f"tracker.{option}={value:g} has no effect: the success that the tracker expects is read "
+                    "by prior=tracker and prompts.favour=unsure, and other blocks read the rate so far"
+                )
 
     def _unread_shaper(self) -> str | None:
         """The shaper whose rewards no later block reads, with the reason; None without one."""

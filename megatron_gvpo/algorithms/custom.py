@@ -137,6 +137,9 @@ class CustomMember(WithFunction, Member):
     """
 
     arguments: ClassVar[tuple[str, ...]] = ("groups", "sampling")
+    masks_responses: ClassVar[bool] = True
+    brings_demonstrations: ClassVar[bool] = True
+    brings_hinted: ClassVar[bool] = True
 
     name: Literal["custom"] = "custom"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megatron_gvpo.algorithms.base import RunSizes
+from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.settings.idle_keys import keys_of_sampling
 from megatron_gvpo.settings.run_sections import RunSections
 
@@ -22,12 +24,17 @@ def warnings_of(config: RunSections) -> list[str]:
     - responses of older weights, in a loss that could correct for that and takes them for the present
       policy's;
     - an evaluation that does not count right answers, although a component of the reward judges them;
+    - options whose effect begins with a step's second update, in a run whose steps have one;
+    - options that the sizes of the run leave without effect;
     - more patience than the run has evaluations, so that train.stop_early ends nothing;
     - a learning rate that changes no weight;
     - keys of sampling in a run that samples nothing;
     - the words no and off where they stay texts, which a chat template or a function takes for true.
     """
-    checks = (_one_update, _older_weights, _counted, _too_patient, _no_step, keys_of_sampling, _words)
+    checks = (
+        *(_one_update, _later_updates, _idle_by_size, _older_weights, _counted),
+        *(_too_patient, _no_step, keys_of_sampling, _words),
+    )
     warnings = [check(config) for check in checks]
     return [text for text in warnings if text is not None]
 
@@ -44,6 +51,37 @@ def _one_update(config: RunSections) -> str | None:
         "a plain policy gradient, its Var and Cov 0; use 2 or more, or train.batch_epochs=2, or another "
         "algorithm.loss.reference"
     )
+
+
+def _later_updates(config: RunSections) -> str | None:
+    """Warn of clipping and the like where it never acts; a recipe's own values are for other runs, too."""
+    algorithm = config.algorithm
+    if config.train.updates_per_step > 1:
+        return None
+    recipe = {at.key: at.block for at in AlgorithmConfig(recipe=algorithm.recipe).blocks_inside()}
+    idle = []
+    for at in algorithm.blocks_inside():
+        usual = recipe.get(at.key)
+        for option in at.block.only_after_updates:
+            default = type(at.block).model_fields[option].get_default(call_default_factory=True)
+            known = getattr(usual, option) if type(usual) is type(at.block) else default
+            if (value := getattr(at.block, option)) != known:
+                idle.append(f"algorithm.{at.key}.{option}={value}")
+    if not idle:
+        return None
+    return (
+        f"{', '.join(idle)}: no effect with train.mini_batches=1, where the policy at step start makes a "
+        "step's only update; use 2 or more, or train.batch_epochs=2"
+    )
+
+
+def _idle_by_size(config: RunSections) -> str | None:
+    train, rollout = config.train, config.rollout
+    longest = rollout.max_tokens if rollout.conversation is None else None
+    sizes = RunSizes(train.steps, train.prompts_per_step, rollout.n, longest)
+    found = [(at, at.block.idle_in(sizes)) for at in config.algorithm.blocks_inside()]
+    lines = [f"algorithm.{at.key}: {text}: no effect" for at, text in found if text is not None]
+    return "\n".join(lines) or None
 
 
 def _older_weights(config: RunSections) -> str | None:

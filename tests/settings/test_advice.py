@@ -25,6 +25,65 @@ def test_a_user_is_told_where_gvpo_is_a_policy_gradient(good, overrides, is_advi
 
 
 @pytest.mark.parametrize(
+    ("algorithm", "option"),
+    [
+        ("{recipe: grpo, loss: {clip_high: 0.3}}", "loss.clip_high=0.3"),
+        ("{recipe: grpo, loss: {ratio: sequence, dual_clip: 3}}", "loss.dual_clip=3.0, algorithm.loss.ratio"),
+        ("{recipe: grpo, loss: {reference: step_start, kl_coef: 0.5}}", "loss.kl_coef=0.5"),
+        ("{recipe: cispo, loss: {clip_high: 2}}", "loss.clip_high=2.0"),
+        ("{recipe: ppo, critic: {clip: 0.5}}", "critic.clip=0.5"),
+        ("{recipe: disco, loss: {kl_limit: 0.5}}", "loss.kl_limit=0.5"),
+        ("{recipe: reg_grpo, loss: {ddof: 0}}", "loss.ddof=0"),
+        ("{recipe: dapo, loss: {clip_high: 0.28}}", None),  # the recipe's own
+        ("{recipe: grpo, loss: {kl_coef: 0.5}}", None),
+    ],
+)
+def test_options_that_act_from_the_second_update_on(good, algorithm, option):
+    words = "no effect with train.mini_batches=1"
+    one = advice(load_config([good], ["train.mini_batches=1", f"algorithm={algorithm}"])) or ""
+    assert (words in one) == (option is not None) and f"algorithm.{option or ''}" in f"{one}algorithm."
+    assert words not in (advice(load_config([good], [f"algorithm={algorithm}"])) or "")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "size", "enough", "text"),
+    [
+        ("knapsack_rl", "rollout.n=2", "rollout.n=3", "allocation: low=2: all prompts have rollout.n=2"),
+        ("v05", "rollout.n=16", "rollout.n=15", "members.0: high=16: a prompt has rollout.n=16 responses"),
+        ("arise", "train.steps=500", "train.steps=501", "members.0: after_step=500: in train.steps=500"),
+        (
+            "{members: [{name: hinted, fields: [h], after_step: 9}]}",
+            "train.steps=9",
+            "train.steps=10",
+            "members.0: after_step=9: no step of train.steps=9 gets hints",
+        ),
+        (
+            "{recipe: grpo, shapers: [length_curriculum]}",
+            "train.steps=150",
+            "train.steps=151",
+            "shapers.0: every=150: in train.steps=150 the budget stays",
+        ),
+        (
+            "grpo_lambda",
+            "train.prompts_per_step=2",
+            "train.prompts_per_step=4",
+            "shapers.0: top=0.2 of train",
+        ),
+        (
+            "{recipe: grpo, shapers: [{name: mask_truncated, repeat: 9}]}",
+            "rollout.max_tokens=17",
+            "rollout.max_tokens=18",
+            "shapers.0: repeat=9: no response of rollout.max_tokens=17 has twice as many",
+        ),
+    ],
+)
+def test_options_that_a_runs_sizes_leave_without_effect(good, algorithm, size, enough, text):
+    algorithm = f"algorithm={algorithm}"
+    assert f"algorithm.{text}" in (advice(load_config([good], [algorithm, size])) or "")
+    assert ": no effect" not in (advice(load_config([good], [algorithm, enough])) or "")
+
+
+@pytest.mark.parametrize(
     ("algorithm", "is_advised"),
     [("grpo", True), ("gpg", True), ("gvpo", False), ("{recipe: grpo, loss: {importance: truncate}}", False)],
 )

@@ -76,11 +76,54 @@ from megatron_gvpo.settings.config import load_config
             "{recipe: sft, prompts: success_rate}",
             "prompts=success_rate compares rewards, and sampler=dataset",
         ),
+        (
+            "{recipe: gpg_weighted, tracker: {expected: 0.9}}",
+            "tracker.expected=0.9 has no effect: the success that the tracker expects is read by",
+        ),
+        ("{recipe: knapsack_rl, tracker: {weight: 9}}", "tracker.weight=9 has no effect"),
+        (
+            "{recipe: reinforce_pp, estimator: {kl_coef: 0.1, reference: step_start}}",
+            "kl_coef=0.1 has no effect with reference=step_start",
+        ),
+        (
+            "{recipe: grpo, loss: {aggregation: {name: token_mean, count_masked: true}}}",
+            "loss.aggregation.count_masked=true has no effect: no block masks responses",
+        ),
+        (
+            "{recipe: grpo, loss: {cross_context: true}, members: [{name: replay}]}",
+            "loss.cross_context=true has no effect without members that train responses to another prompt",
+        ),
+        (
+            "{recipe: grpo, loss: {demonstrations: shaped}, members: [{name: hinted, fields: [h]}]}",
+            "loss.demonstrations=shaped has no effect without members that bring solutions",
+        ),
+        ("{members: [{name: hinted, fields: [h], when: always, right: 0.5}]}", "it goes with when=all_wrong"),
+        (
+            "{members: [{name: learned_hint, function: 'math:pow', penalty: -1}]}",
+            "penalty=-1.0 has no effect: it goes with hints of the policy",
+        ),
+        ("{members: [{name: exemplars, keep: 1}]}", "count=2 exceeds keep=1"),
         ("{tracker: {decay: 0.5}}", "algorithm: tracker has no effect: no block reads it"),
     ],
 )
 def test_an_option_of_a_block_that_its_others_switch_off(good, algorithm, problem):
     assert problem in message(good, f"algorithm={algorithm}")
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "{recipe: gpg_weighted, prompts: {favour: unsure}, tracker: {expected: 0.9}}",
+        "{recipe: spo, tracker: {weight: 9}}",
+        "{recipe: grpo, shapers: [mask_truncated], loss: {aggregation: {name: token_mean, count_masked: true}}}",
+        "{recipe: mc_grpo, loss: {aggregation: {name: token_mean, count_masked: true}}}",
+        "{recipe: grpo, loss: {cross_context: true}, members: [exemplars]}",
+        "{recipe: grpo, loss: {demonstrations: shaped}, members: [{name: teacher, function: 'math:pow'}]}",
+        "{recipe: grpo, members: [{name: hinted, fields: [h, i], when: always, right: 0.5}]}",
+    ],
+)
+def test_an_option_that_another_block_reads(good, algorithm):
+    load_config([good], ["rollout.n=4", f"algorithm={algorithm}"])
 
 
 def test_a_recipes_own_value_of_such_an_option_may_stay(good):

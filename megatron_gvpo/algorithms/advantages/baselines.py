@@ -35,6 +35,10 @@ class MedianEstimator(Advantage):
     age: bool = True
     drop_pivot: bool = True
 
+    @property
+    def masks_responses(self) -> bool:  # type: ignore[override]
+        return self.drop_pivot
+
     def __call__(self, rows: TrainBatch) -> tuple[Tensor, Metrics]:
         reward_n = rows.reward_n.double()
         centred_n = reward_n - group_median(rows, reward_n)

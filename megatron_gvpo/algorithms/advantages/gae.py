@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, model_validator
 
 from megatron_gvpo.algorithms.base import (
     STEP_START,
@@ -58,6 +58,15 @@ class GAE(Advantage):
         return only_with(
             reference=(self.kl_coef > 0, "kl_coef above 0"), eps=(self.whiten != "none", "whiten=token")
         )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.kl_coef and self.reference == STEP_START:
+            raise ValueError(
+                f"kl_coef={self.kl_coef:g} has no effect with reference=step_start: the advantages are those "
+                "of this policy, and its log-ratio to itself is 0; use fixed, ema or teacher"
+            )
+        return self
 
     @property
     def needs_values(self) -> bool:
@@ -143,6 +152,10 @@ class CriticOptions(Block):
     lr: float = Field(1e-5, gt=0)
     warmup_steps: NonNegativeInt = 0  # in optimizer updates
     clip: float | None = Field(0.2, gt=0)
+
+    @property
+    def only_after_updates(self) -> tuple[str, ...]:
+        return ("clip",)
 
     def loss(self, rows: TrainBatch, value_r: Tensor, totals: BatchTotals) -> tuple[Tensor, Metrics]:
         """The share of these rows in the loss of the optimizer step, and shares of metrics."""

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from megatron_gvpo.algorithms.base import Block, only_with
+from megatron_gvpo.algorithms.base import Block, RunSizes, only_with
 from megatron_gvpo.algorithms.curriculum.tracker import PromptHistory
 
 
@@ -132,6 +132,11 @@ class Knapsack(Allocation):
                 f"low={self.low} exceeds high={self.high}: a prompt has from low to high responses"
             )
         return self
+
+    def idle_in(self, run: RunSizes) -> str | None:
+        if self.low < run.responses:
+            return None
+        return f"low={self.low}: all prompts have rollout.n={run.responses} responses, and none are left over"
 
     def shares(self, success: Sequence[float | None], n: int) -> list[int]:
         known = [i for i, p in enumerate(success) if p is not None]

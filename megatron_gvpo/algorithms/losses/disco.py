@@ -52,6 +52,10 @@ class DisCO(Loss):
         )
 
     @property
+    def only_after_updates(self) -> tuple[str, ...]:
+        return ("kl_coef", "kl_limit")
+
+    @property
     def reference_policies(self) -> References:
         return {"old": STEP_START}
 

@@ -86,6 +86,10 @@ class CISPO(Loss):
         return {"old": STEP_START}
 
     @property
+    def only_after_updates(self) -> tuple[str, ...]:
+        return ("clip_high",)
+
+    @property
     def known_at_step_start(self) -> bool:
         return self.importance is None  # an importance block also reads log-probs by themselves
 

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from megatron_gvpo.algorithms.base import STEP_START, Loss, Metrics, Reference, References, only_with
+from megatron_gvpo.algorithms.base import (
+    STEP_START,
+    Loss,
+    MemberTrait,
+    Metrics,
+    Reference,
+    References,
+    only_with,
+)
 from megatron_gvpo.algorithms.importance.base import effective_share
 from megatron_gvpo.algorithms.losses import bounded
 from megatron_gvpo.algorithms.losses.aggregation import Aggregation
@@ -69,10 +77,20 @@ class PPO(Loss):
         return {"old": STEP_START, "ref": self.reference} if self.kl_coef else {"old": STEP_START}
 
     @property
-    def reads_members(self) -> str | None:
-        if self.cross_context:
-            return "cross_context=true"
-        return None if self.demonstrations == "ratio" else f"demonstrations={self.demonstrations}"
+    def only_after_updates(self) -> tuple[str, ...]:
+        of_ratio = ("clip_low", "clip_high", "dual_clip", "ratio")
+        of_kl = ("kl_coef",) if self.reference == STEP_START else ()
+        # Some responses of members have ratios to other policies than the old one.
+        has_own_ratios = self.cross_context or self.demonstrations in ("probability", "shaped")
+        return of_kl if has_own_ratios else (*of_ratio, *of_kl)
+
+    @property
+    def reads_members(self) -> dict[str, MemberTrait]:
+        of_hinted: dict[str, MemberTrait] = {"cross_context=true": "brings_hinted"}
+        of_given: dict[str, MemberTrait] = {f"demonstrations={self.demonstrations}": "brings_demonstrations"}
+        return (of_hinted if self.cross_context else {}) | (
+            of_given if self.demonstrations != "ratio" else {}
+        )
 
     @property
     def needs_items(self) -> bool:

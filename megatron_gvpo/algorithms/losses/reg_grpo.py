@@ -37,6 +37,10 @@ class RegGRPO(Loss):
         return only_with(reference=(self.kl_coef > 0, "kl_coef above 0"))
 
     @property
+    def only_after_updates(self) -> tuple[str, ...]:
+        return ("ddof", "kl_coef") if self.reference == STEP_START else ("ddof",)
+
+    @property
     def reference_policies(self) -> References:
         return {"old": STEP_START, "ref": self.reference} if self.kl_coef else {"old": STEP_START}
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from megatron_gvpo.algorithms.base import RunSizes
 from megatron_gvpo.algorithms.members.base import Member, MemberContext, any_right, ask_each
 from megatron_gvpo.groups import Group, Prompt, Rollout
 
@@ -69,6 +70,11 @@ class Skills(Member):
         if "{skill}" not in self.template or "{best}" not in self.summary_template:
             raise ValueError("template needs {skill} in it, and summary_template {best}")
         return self
+
+    def idle_in(self, run: RunSizes) -> str | None:
+        if self.after_step < run.steps:
+            return None
+        return f"after_step={self.after_step}: in train.steps={run.steps} skills are collected and never used"
 
     def build(self) -> Library:
         return Library(self)

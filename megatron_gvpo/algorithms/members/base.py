@@ -70,6 +70,10 @@ class Member(Block):
     takes_conversations: ClassVar[bool] = False
     # True if it adds groups whose prompts it has changed, with its own rewards.
     adds_groups: ClassVar[bool] = False
+    # True if it may bring solutions that no policy sampled (`TrainBatch.demonstration_n`).
+    brings_demonstrations: ClassVar[bool] = False
+    # True if it may bring responses that the policy sampled in another context than that of their training.
+    brings_hinted: ClassVar[bool] = False
     takes_images: ClassVar[bool] = True  # false if it refuses prompts with images
 
     name: str

@@ -24,6 +24,7 @@ class Exemplars(Member):
     `template` writes one solved problem; `key` is the field of the data record that has the problem.
     """
 
+    brings_hinted: ClassVar[bool] = True
     takes_images: ClassVar[bool] = False  # it writes the solved problems as text, without their images
 
     name: Literal["exemplars"] = "exemplars"
@@ -38,6 +39,8 @@ class Exemplars(Member):
     def _possible(self) -> Self:
         if "{problem}" not in self.template or "{solution}" not in self.template:
             raise ValueError("template needs {problem} and {solution} in it")
+        if self.count > self.keep:
+            raise ValueError(f"count={self.count} exceeds keep={self.keep}: so many problems are remembered")
         return self
 
     @property

@@ -68,7 +68,9 @@ class LearnedHint(Member):
     @property
     def ineffective_options(self) -> dict[str, str]:
         asks = self.function is None, "hints of the policy, function=null"
-        return only_with(options=(self.function is not None, "function"), template=asks, solution=asks)
+        return only_with(
+            options=(self.function is not None, "function"), template=asks, solution=asks, penalty=asks
+        )
 
     @property
     def record_fields(self) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from megatron_gvpo.algorithms.base import only_with
+from megatron_gvpo.algorithms.base import RunSizes, only_with
 from megatron_gvpo.algorithms.members.base import Member, MemberContext, any_right, ask_each, taught
 from megatron_gvpo.groups import Group, Prompt
 
@@ -61,8 +61,28 @@ class Hinted(Member):
     @property
     def ineffective_options(self) -> dict[str, str]:
         return only_with(
-            keep_group=(self.prompt == "hinted", "prompt=hinted"), source=(self.prompt == "own", "prompt=own")
+            keep_group=(self.prompt == "hinted", "prompt=hinted"),
+            source=(self.prompt == "own", "prompt=own"),
+            right=(self._reads_right, "when=all_wrong, place=replace, keep=right, or several fields"),
         )
+
+    @property
+    def _reads_right(self) -> bool:
+        several = not self.best_draft and len(self.fields) > 1
+        return several or self.when == "all_wrong" or self.place == "replace" or self.keep == "right"
+
+    def idle_in(self, run: RunSizes) -> str | None:
+        if self.after_step < run.steps:
+            return None
+        return f"after_step={self.after_step}: no step of train.steps={run.steps} gets hints"
+
+    @property
+    def brings_demonstrations(self) -> bool:  # type: ignore[override]
+        return self.prompt == "own" and self.source == "demonstration"
+
+    @property
+    def brings_hinted(self) -> bool:  # type: ignore[override]
+        return self.prompt == "own" and self.source == "policy"
 
     @property
     def adds_groups(self) -> bool:  # type: ignore[override]

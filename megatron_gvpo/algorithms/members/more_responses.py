@@ -16,6 +16,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from megatron_gvpo.algorithms.base import RunSizes
 from megatron_gvpo.algorithms.members.base import Member, MemberContext
 from megatron_gvpo.groups import Group
 
@@ -47,6 +48,11 @@ class OneMore(Member):
                 "measured between them"
             )
         return self
+
+    def idle_in(self, run: RunSizes) -> str | None:
+        if run.responses < self.high:
+            return None
+        return f"high={self.high}: a prompt has rollout.n={run.responses} responses already, and gets no more"
 
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         grown = list(groups)

@@ -27,6 +27,7 @@ class Demonstration(Member):
 
     needs_engine: ClassVar[bool] = False
     needs_demonstrations: ClassVar[bool] = True
+    brings_demonstrations: ClassVar[bool] = True
     gives_components: ClassVar[bool] = False
 
     name: Literal["demonstration"] = "demonstration"
@@ -132,6 +133,7 @@ class TeacherMember(WithFunction, Member):
     """
 
     arguments: ClassVar[tuple[str, ...]] = ("groups", "n")
+    brings_demonstrations: ClassVar[bool] = True
 
     name: Literal["teacher"] = "teacher"
     n: PositiveInt = 1

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
-from megatron_gvpo.algorithms.base import Component, only_with
+from megatron_gvpo.algorithms.base import Component, RunSizes, only_with
 from megatron_gvpo.algorithms.shapers.base import Shaper, value_of
 from megatron_gvpo.groups import Group, Rollout
 
@@ -84,6 +84,7 @@ class MaskTruncated(Shaper):
     """
 
     changes_rewards: ClassVar[bool] = False
+    masks_responses: ClassVar[bool] = True
 
     name: Literal["mask_truncated"] = "mask_truncated"
     only_wrong: bool = False  # leave right responses alone
@@ -94,6 +95,11 @@ class MaskTruncated(Shaper):
     @property
     def ineffective_options(self) -> dict[str, str]:
         return only_with(right=(self.only_wrong, "only_wrong=true"))
+
+    def idle_in(self, run: RunSizes) -> str | None:
+        if self.repeat is None or run.max_tokens is None or 2 * self.repeat <= run.max_tokens:
+            return None
+        return f"repeat={self.repeat}: no response of rollout.max_tokens={run.max_tokens} has twice as many"
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         def masked(rollout: Rollout) -> bool:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from megatron_gvpo.algorithms.base import Component
+from megatron_gvpo.algorithms.base import Component, RunSizes
 from megatron_gvpo.algorithms.shapers.base import Shaper, SizedShaper, each, rewarded, value_of
 from megatron_gvpo.groups import Group, Rollout
 
@@ -57,6 +57,11 @@ class ShortRight(Shaper):
     alpha: float = Field(0.6, ge=0)
     right: float = 0.5
 
+    def idle_in(self, run: RunSizes) -> str | None:
+        if round(self.top * run.prompts):
+            return None
+        return f"top={self.top:g} of train.prompts_per_step={run.prompts} groups is none"
+
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         accuracy = [fmean(r > self.right for r in group.rewards) for group in groups]
         best = sorted(range(len(groups)), key=lambda g: -accuracy[g])[: round(self.top * len(groups))]
@@ -89,6 +94,11 @@ class LengthCurriculum(Shaper):
     decay: float = Field(0.7, gt=0, le=1)
     every: PositiveInt = 150
     weight: float = 0.3
+
+    def idle_in(self, run: RunSizes) -> str | None:
+        if self.every < run.steps or self.decay == 1:
+            return None
+        return f"every={self.every}: in train.steps={run.steps} the budget stays at start={self.start:g}"
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         budget = max(1.0, self.start * self.decay ** ((step - 1) // self.every))
