@@ -77,7 +77,7 @@ class Block(Section):
 
     @property
     def only_after_updates(self) -> tuple[str, ...]:
-        """Options with an effect only after a step's first update, when the policy is no longer the old one."""
+        """Options that act only after a step's first update, when the policy differs from the old one."""
         return ()
 
     def idle_in(self, run: RunSizes) -> str | None:

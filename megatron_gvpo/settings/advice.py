@@ -79,8 +79,8 @@ def _idle_by_size(config: RunSections) -> str | None:
     train, rollout = config.train, config.rollout
     longest = rollout.max_tokens if rollout.conversation is None else None
     sizes = RunSizes(train.steps, train.prompts_per_step, rollout.n, longest)
-    found = [(at, at.block.idle_in(sizes)) for at in config.algorithm.blocks_inside()]
-    lines = [f"algorithm.{at.key}: {text}: no effect" for at, text in found if text is not None]
+    reasons = [(at, at.block.idle_in(sizes)) for at in config.algorithm.blocks_inside()]
+    lines = [f"algorithm.{at.key}: {text}: no effect" for at, text in reasons if text is not None]
     return "\n".join(lines) or None
 
 

@@ -115,8 +115,8 @@ def test_an_option_of_a_block_that_its_others_switch_off(good, algorithm, proble
     [
         "{recipe: gpg_weighted, prompts: {favour: unsure}, tracker: {expected: 0.9}}",
         "{recipe: spo, tracker: {weight: 9}}",
-        "{recipe: grpo, shapers: [mask_truncated], loss: {aggregation: {name: token_mean, count_masked: true}}}",
-        "{recipe: mc_grpo, loss: {aggregation: {name: token_mean, count_masked: true}}}",
+        "{recipe: grpo, shapers: [mask_truncated], loss: {aggregation: {count_masked: true}}}",
+        "{recipe: mc_grpo, loss: {aggregation: {count_masked: true}}}",
         "{recipe: grpo, loss: {cross_context: true}, members: [exemplars]}",
         "{recipe: grpo, loss: {demonstrations: shaped}, members: [{name: teacher, function: 'math:pow'}]}",
         "{recipe: grpo, members: [{name: hinted, fields: [h, i], when: always, right: 0.5}]}",
