@@ -28,6 +28,11 @@ _NO_UNITS = re.compile(
     r"or|and|to|not|no|plus|minus|times|over|squared|cubed|mod|pi|dozen|hundred|thousand|[mbtr]+illion|half|"
     r"halves|quarters?|thirds?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?"
 )
+# Operations that are gone when math-verify has read them: it computes fractions, and functions of numbers.
+_OPERATION = re.compile(
+    r"[0-9)}]\s*[/:]\s*[0-9({\\]"
+    r"|\\(?:[dtc]?frac|div|[dt]?binom|choose|sum|prod|int|lim|max|min|gcd|lcm|det|operatorname)(?![a-z])"
+)
 _LATEX = [LatexExtractionConfig()]
 
 
@@ -37,8 +42,8 @@ def verify_math(prompt: Prompt, rollout: Rollout, marker: str | None = None) -> 
     With `marker`, such as `####` or `Answer:`, the answer is the rest of the line after the last marker (in
     capitals or not), or the next line that has any text, instead of a box. math-verify compares. Beside a
     plain number, the unit after another one makes no difference (`50\%`, `12 dollars`). If the prompt's
-    answer is an integer, the response must state a number: `12+34` equals 46, but it only repeats the
-    question. Raises ValueError for a prompt without an answer.
+    answer is an integer, the response must state a number: `12+34`, `92/2` and `\gcd(46, 92)` equal 46, but
+    they only repeat the question. Raises ValueError for a prompt without an answer.
     """
     if prompt.answer is None:
         raise ValueError("the prompt has no answer to compare with")
@@ -72,6 +77,8 @@ def _without_unit(text: str, other: str) -> str:
 
 
 def _is_equal(gold: str, answer: str) -> bool:
+    if _INTEGER.fullmatch(gold) and _OPERATION.search(answer):
+        return False
     golds, answers = (parse(rf"\boxed{{{text}}}", _LATEX, parsing_timeout=None) for text in (gold, answer))
     if _INTEGER.fullmatch(gold):
         answers = [v for v in answers if isinstance(v, Basic) and not v.has(Add, Mul, Pow, Function)]

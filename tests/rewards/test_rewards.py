@@ -150,6 +150,36 @@ def test_the_question_is_no_answer(content: str) -> None:
     assert verify_math(prompt("41"), response(rf"\boxed{{{content}}}")) == 0.0
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(
+            "12/2",
+            "12 / 2",
+            "x = 12/2",
+            "12:2",
+            r"12 \div 2",
+            r"\frac{12}{2}",
+            r"\dfrac{6}{1}",
+            r"5\frac{2}{2}",
+        ),
+        *(r"\binom{4}{2}", r"{6 \choose 1}", r"\sum_{i=1}^{3} i", r"\prod_{i=1}^3 i", r"\int_0^6 1 dx"),
+        *(r"\lim_{x \to 6} x", r"\max(3,6)", r"\gcd(12,18)", r"\operatorname{lcm}(2,3)"),
+        r"\det\begin{pmatrix}3&0\\0&2\end{pmatrix}",
+    ],
+)
+def test_an_operation_is_no_answer(content: str) -> None:
+    """math-verify computes these when it reads them, so that only the number is left to look at."""
+    assert verify_math(prompt("6"), response(rf"\boxed{{{content}}}")) == 0.0
+
+
+@pytest.mark.parametrize(
+    "content", [r"6\text{ m/s}", r"6\,\mathrm{m/s}", r"n = 6", r"\left(6\right)", r"S_{10} = 6", r"6_{10}"]
+)
+def test_a_number_beside_signs_is_an_answer(content: str) -> None:
+    assert verify_math(prompt("6"), response(rf"\boxed{{{content}}}")) == 1.0
+
+
 def test_format() -> None:
     good = [r"\boxed{41}", "12+34=46\n\\boxed{41}\n", r"\boxed{\frac{1}{2}}", r"\boxed{x"[:-1] + "y}"]
     bad = ["", "41", r"\boxed{41", r"\boxed{}", r"\boxed{41}.", r"\boxed{1}\boxed{2}", r"\boxed{\boxed{1}}"]
