@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.chat_template import Template
-from megatron_gvpo.data.messages import check_names, check_tools
+from megatron_gvpo.data.messages import check_names, check_tools, unequal_weight
 from megatron_gvpo.groups import Chat
 from megatron_gvpo.huggingface.end_tokens import ended
 from megatron_gvpo.turns import Turn
@@ -92,6 +92,8 @@ class DemonstrationReader:
             raise DataError("must begin and end with a message of the assistant, after the prompt")
         with _named_messages():
             check_tools(solution)
+        if (problem := unequal_weight(solution)) is not None:
+            raise DataError(f"is a chat, and {problem} (data.train.convert)")
         for i, (one, other) in enumerate(pairwise(roles)):
             if one == other == "assistant":
                 raise DataError(f"has messages {i} and {i + 1} of the assistant with nothing in between")

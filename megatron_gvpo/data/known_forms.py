@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.converters import preference_pair
+from megatron_gvpo.data.messages import unequal_weight
 from megatron_gvpo.data.sources import Record
 from megatron_gvpo.data.tool_calls import thoughts
 from megatron_gvpo.settings.sections import DatasetConfig
@@ -118,6 +119,9 @@ def _has(fields: Fields, name: str) -> bool:
 def _with_solution(fields: Fields, prompt_key: str) -> Fields:
     _check_single(fields, prompt_key, SOLUTION)
     if (chat := _chat(fields)) is not None:
+        own = fields["messages" if isinstance(fields.get("messages"), list) else "conversations"]
+        if (problem := unequal_weight(own)) is not None:
+            raise ValueError(problem)
         prompt, solution = _divided(chat)
     elif "completion" in fields and prompt_key in fields:
         prompt, solution = fields[prompt_key], fields["completion"]

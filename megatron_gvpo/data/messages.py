@@ -107,6 +107,26 @@ def check_tools(messages: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
+# Fields with which OpenAI's data, axolotl's and ms-swift's leave a message out of the loss, or weigh it.
+_WEIGHTS = ("weight", "train", "loss")
+
+
+def unequal_weight(messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """A sentence about a message of a solution that the data set does not train like the others, or None.
+
+    `messages`: with `role`, or with ShareGPT's `from`. Here all of the assistant's are trained.
+    """
+    for index, message in enumerate(messages):
+        speaker = str(message.get("role") or message.get("from")).lower()
+        named = [name for name in _WEIGHTS if message.get(name) not in (None, 1)]
+        if named and speaker in ("assistant", "gpt", "chatgpt"):
+            return (
+                f"message {index} has {named[0]}={message[named[0]]!r}, and all of the assistant's messages "
+                "are trained alike: leave the record out, or end its prompt after that message"
+            )
+    return None
+
+
 def check_role(role: str, tokenizer: PreTrainedTokenizerBase | None, what: str) -> None:
     """Raise DataError, which begins with `what`, for a role that is not in ROLES and not in the template."""
     named = () if tokenizer is None else _template_roles(tokenizer)

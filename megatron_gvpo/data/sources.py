@@ -217,10 +217,27 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_as_json(item) for item in value]
+        items = [_as_json(item) for item in value]
+        return [_without_nulls(item) if _is_part_of_chat(item) else item for item in items]
     if isinstance(value, bytes):
         return value.decode(errors="backslashreplace")
     return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def _is_part_of_chat(value: Any) -> bool:
+    """True for a message, and for the JSON schema of a tool."""
+    return isinstance(value, dict) and not {"role", "from", "function"}.isdisjoint(value)
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without fields that are null.
+
+    Arrow gives the arguments of a call the names of all other calls' arguments, with null, and the policy
+    would learn to write them.
+    """
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _generate(path: str, split: str) -> Iterator[Record]:

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
-from helpers.inputs.chat_tokenizer import END, ids, tokenizer
+from helpers.inputs.chat_tokenizer import CHATML, END, ids, tokenizer
 
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.prompts import load_prompts
@@ -172,6 +174,66 @@ def test_a_record_of_two_forms_is_refused_and_a_key_chooses(tmp_path, record, sa
 def test_a_missing_field_names_convert(tmp_path):
     with pytest.raises(DataError, match=r"field 'prompt' is missing; .*; `convert` names a function"):
         load(tmp_path, {"question": "x", "answer": 1}, "engine")
+
+
+@pytest.mark.parametrize(
+    ("record", "keys"),
+    [
+        ({"messages": [ASKED, ANSWER | {"weight": 0}, ASKED, ANSWER]}, {}),
+        ({"messages": [ASKED, ANSWER | {"weight": 1}, ASKED, ANSWER | {"loss": False}]}, {}),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "a"},
+                    {"from": "gpt", "value": "he", "train": False},
+                ]
+            },
+            {},
+        ),
+        ({"prompt": "hello", "completion": [ANSWER | {"weight": 0.5}]}, {}),
+        (
+            {"prompt": "hello", "chat": [ANSWER | {"weight": 0}]},
+            {"demonstration_key": "chat", "answer_key": None},
+        ),
+    ],
+)
+def test_a_message_that_the_data_set_does_not_train_is_refused(tmp_path, record, keys):
+    with pytest.raises(DataError, match=r"line 1: .*message \d has (weight|loss|train)=.*convert"):
+        load(tmp_path, record, "dataset", **keys)
+
+
+def test_weights_of_equal_messages_and_of_a_prompt_count_nothing(tmp_path):
+    asked, answer = ASKED | {"weight": 0}, ANSWER | {"weight": 1, "train": True, "loss": None}
+    assert load(tmp_path, {"messages": [asked, answer]}, "dataset").demonstration is not None
+    unanswered = {"messages": [asked, ANSWER | {"weight": 0}, ASKED], "answer": "4"}
+    assert load(tmp_path, unanswered, "engine").answer == "4"
+
+
+def test_the_arguments_of_a_call_are_its_own_in_a_parquet_file(tmp_path):
+    """Arrow gives every call the names of all calls' arguments; the policy would learn to write the nulls."""
+
+    def record(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        return {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+    rows = [record("weather", {"city": "Paris"}), record("add", {"a": 1, "b": [2]}), record("now", {})]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
+    dataset = DatasetConfig(path=str(tmp_path / "data.parquet"))
+    of = tokenizer(
+        CHATML.replace(
+            "{{ m.content }}<|im",
+            "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|im",
+        )
+    )
+    prompts = load_prompts(
+        dataset, DataConfig(train=dataset), of, longest=900, end_token_ids=(END,), sampler="dataset"
+    )
+    calls = [json.loads(of.decode(prompt.demonstration[:-1])) for prompt in prompts]
+    assert [call[0]["function"]["arguments"] for call in calls] == [
+        {"city": "Paris"},
+        {"a": 1, "b": [2]},
+        {},
+    ]
 
 
 def test_an_unknown_role_is_refused(tmp_path):
