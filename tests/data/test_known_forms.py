@@ -203,9 +203,9 @@ def test_a_message_that_the_data_set_does_not_train_is_refused(tmp_path, record,
 
 
 def test_weights_of_equal_messages_and_of_a_prompt_count_nothing(tmp_path):
-    asked, answer = ASKED | {"weight": 0}, ANSWER | {"weight": 1, "train": True, "loss": None}
-    assert load(tmp_path, {"messages": [asked, answer]}, "dataset").demonstration is not None
-    unanswered = {"messages": [asked, ANSWER | {"weight": 0}, ASKED], "answer": "4"}
+    question, answer = ASKED | {"weight": 0}, ANSWER | {"weight": 1, "train": True, "loss": None}
+    assert load(tmp_path, {"messages": [question, answer]}, "dataset").demonstration is not None
+    unanswered = {"messages": [question, ANSWER | {"weight": 0}, ASKED], "answer": "4"}
     assert load(tmp_path, unanswered, "engine").answer == "4"
 
 
