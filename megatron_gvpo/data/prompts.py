@@ -23,6 +23,7 @@ from megatron_gvpo.data.demonstrations import DemonstrationReader
 from megatron_gvpo.data.known_forms import as_dataset, recogniser, solution_field
 from megatron_gvpo.data.messages import check_roles, not_a_message, not_a_prompt, shown_value
 from megatron_gvpo.data.prompt_images import MARK, PromptImages, as_parts, images_in, short_names
+from megatron_gvpo.data.record_tools import tools_of, unread_tools
 from megatron_gvpo.data.sources import Record, converted, field_of, read_records
 from megatron_gvpo.data.tool_calls import with_values
 from megatron_gvpo.data.unknown_characters import UnknownCharacters
@@ -72,16 +73,17 @@ def load_prompts(
     """
     recognise = recogniser(dataset, sampler)
     dataset = as_dataset(dataset, sampler)
-    render = _Renderer(data, tokenizer, tools, images)
+    render = _Renderer(data, tokenizer, tools, images, dataset.tools_key)
     reader = _PromptReader(dataset, data, tokenizer, render, longest, end_token_ids, positions, tools)
     prompts = Prompts()
-    records = pictured = 0
+    records = pictured = equipped = 0
     for record, text, ids, pictures in _encoded(dataset, recognise, render, tokenizer):
         records += 1
         pictured += bool(pictures)
+        equipped += bool(dataset.tools_key is not None and record.fields.get(dataset.tools_key))
         if (prompt := reader.read(record, text, ids, pictures)) is not None:
             prompts.append(prompt)
-    _check_records(dataset, records, pictured)
+    _check_records(dataset, records, pictured, equipped)
     if not prompts:
         raise DataError(
             f"{dataset.path}: every prompt is longer than data.max_prompt_tokens={longest} tokens"
@@ -93,7 +95,11 @@ def load_prompts(
                 f"{dataset.path}: dropped {prompts.dropped} of {records} prompts, longer than "
                 f"data.max_prompt_tokens={longest}"
             )
-        for warning in (reader.unknown.warning(), *_template_warnings(render, tokenizer, prompts[0])):
+        for warning in (
+            reader.unread_tools,
+            reader.unknown.warning(),
+            *_template_warnings(render, tokenizer, prompts[0]),
+        ):
             if warning is not None:
                 log.warning(warning)
     return prompts
@@ -115,8 +121,8 @@ def _template_warnings(
         )
 
 
-def _check_records(dataset: DatasetConfig, records: int, pictured: int) -> None:
-    """Raises DataError for no records, and for images_key if none of them has a picture."""
+def _check_records(dataset: DatasetConfig, records: int, pictured: int, equipped: int) -> None:
+    """Raises DataError for no records, and for images_key or tools_key if none of them has any."""
     if not records:
         left_out = f" that convert={dataset.convert} does not leave out" if dataset.convert else ""
         raise DataError(f"{dataset.path}: no records{left_out}")
@@ -124,6 +130,11 @@ def _check_records(dataset: DatasetConfig, records: int, pictured: int) -> None:
         raise DataError(
             f"{dataset.path}: no record has an image in the field {dataset.images_key!r} (images_key): name "
             "the field that has, or leave it out"
+        )
+    if dataset.tools_key is not None and not equipped:
+        raise DataError(
+            f"{dataset.path}: no record has tools in the field {dataset.tools_key!r} (tools_key): name the "
+            "field that has, or leave it out"
         )
 
 
@@ -151,6 +162,8 @@ class _PromptReader:
         self._longest, self._end_token_ids, self._positions = longest, end_token_ids, positions
         self._read_demonstration = DemonstrationReader(tokenizer, end_token_ids, render.chat, tools)
         self.unknown = UnknownCharacters(tokenizer)
+        self.unread_tools: str | None = None  # a warning, once a record has tools that no key names
+        self._shows_tools = not render.chat or bool(tools) or dataset.tools_key is not None
 
     def read(
         self, record: Record, text: str, ids: Sequence[int], pictures: tuple[Image, ...]
@@ -161,6 +174,8 @@ class _PromptReader:
         """
         dataset = self._dataset
         self.unknown.see(record.where, [text])
+        if not self._shows_tools and self.unread_tools is None:
+            self.unread_tools = unread_tools(record)
         if not self._has_room(record, text, ids):
             return None
         answer = None if dataset.answer_key is None else _answer(record, dataset.answer_key)
@@ -331,7 +346,8 @@ class PromptWriter:
         tools: Sequence[Mapping[str, Any]] = (),
         images: PromptImages | None = None,
     ) -> None:
-        self._render, self._tokenizer = _Renderer(data, tokenizer, tools, images), tokenizer
+        self._render = _Renderer(data, tokenizer, tools, images, dataset.tools_key)
+        self._tokenizer = tokenizer
         self._key = dataset.prompt_key
         self.longest = longest
 
@@ -406,8 +422,10 @@ class _Renderer:
         tokenizer: PreTrainedTokenizerBase,
         tools: Sequence[Mapping[str, Any]] = (),
         images: PromptImages | None = None,
+        tools_key: str | None = None,
     ) -> None:
-        self._tools = list(tools) or None
+        """`tools`: those of every prompt; `tools_key`: the field with those of a record's own."""
+        self._tools, self._tools_key = list(tools) or None, tools_key
         self.images = images
         self.chat = data.chat_template and bool(tokenizer.chat_template)
         self._tokenizer = tokenizer
@@ -421,6 +439,8 @@ class _Renderer:
             check_writes_content(tokenizer)
         if self._system and not self.chat:
             raise DataError(f"data.system_prompt needs a chat template, but {self._no_chat}")
+        if tools_key is not None and not self.chat:
+            raise DataError(f"tools_key={tools_key} needs a chat template, but {self._no_chat}")
 
     def leaves_tools_out(self) -> bool:
         """True if there are tools but the chat template ignores them."""
@@ -494,18 +514,19 @@ class _Renderer:
 
     def _by_template(self, record: Record, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text that the chat template writes."""
+        tools = self._tools if self._tools_key is None else tools_of(record, self._tools_key)
         try:
             try:
-                return self._written([*map(with_values, messages)])
+                return self._written([*map(with_values, messages)], tools)
             except Exception:  # a template may take the arguments of calls as text
-                return self._written(messages)
+                return self._written(messages, tools)
         except Exception as error:  # a template is a program, and may fail in any way
             problem = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             problem = " ".join(problem.split())
             raise DataError(f"{record.where}: the chat template refuses the prompt: {problem}") from None
 
-    def _written(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        return rendered(self._tokenizer, messages, tools=self._tools, add_generation_prompt=True)
+    def _written(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None) -> str:
+        return rendered(self._tokenizer, messages, tools=tools, add_generation_prompt=True)
 
 
 def _changed(content: Any, with_text: Callable[[str], str], before: bool) -> Any:

@@ -226,7 +226,7 @@ def _as_json(value: Any) -> Any:
 
 def _is_part_of_chat(value: Any) -> bool:
     """True for a message, and for the JSON schema of a tool."""
-    return isinstance(value, dict) and not {"role", "from", "function"}.isdisjoint(value)
+    return isinstance(value, dict) and not {"role", "from", "function", "parameters"}.isdisjoint(value)
 
 
 def _without_nulls(value: Any) -> Any:

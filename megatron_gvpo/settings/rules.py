@@ -25,6 +25,7 @@ def cross_check(config: RunSections) -> None:
         check_speculation,
         check_conversation,
         _data,
+        _tools_of_records,
         _rewards,
         _served_rewards,
         _components,
@@ -175,6 +176,17 @@ def _data(config: RunSections) -> None:
         if compares and dataset is not None and dataset.answer_key is None:
             raise ValueError(
                 f"data.{part}.answer_key is null, but the reward {compares[0]!r} compares with an answer"
+            )
+
+
+def _tools_of_records(config: RunSections) -> None:
+    """Refuse tools of records beside tools that the run calls, which every prompt shows."""
+    talks, data = config.rollout.conversation, config.data
+    for part, dataset in {"train": data.train, "eval": data.eval}.items():
+        if dataset is not None and dataset.tools_key is not None and talks is not None and talks.has_tools:
+            raise ValueError(
+                f"data.{part}.tools_key={dataset.tools_key}: with rollout.conversation.tools or mcp every "
+                "prompt shows the tools that the run calls: leave one of the two out"
             )
 
 

@@ -98,6 +98,7 @@ class DatasetConfig(Section):
         "convert",
         "prompt_key",
         "images_key",
+        "tools_key",
         "answer_key",
         "demonstration_key",
         "responses_key",
@@ -117,6 +118,9 @@ class DatasetConfig(Section):
     # The field with the images of a prompt, for a model that takes images: one, or a list, of paths (relative
     # to the data file) and data: URLs. Images of a hub data set or a Parquet file are taken as they are.
     images_key: str | None = None
+    # The field with the tools that the chat template shows in the record's prompt: a list of JSON schemas, or
+    # its JSON text. A record may have none. Tools that the run calls are rollout.conversation.tools.
+    tools_key: str | None = None
     # The field with the answer that rewards compare with; null where no reward needs one.
     answer_key: str | None = "answer"
     # The field with a worked solution, for SFT or as a member of the group: a string, or a list of chat

@@ -37,6 +37,16 @@ def test_floats_as_people_write_them(good, text):
     assert load_config([good], [f"optimizer.lr={text}"]).optimizer.lr == pytest.approx(1e-5)
 
 
+def test_tools_of_records_beside_tools_that_the_run_calls_are_refused(good):
+    load_config([good], ["data.train.tools_key=tools"])
+    talks = "rollout.conversation={tools: [tools.py:add]}"
+    rewards = "rewards.components=[{name: right, function: 'my.py:right'}]"
+    for part in ("data.train", "data.eval"):
+        changes = [talks, rewards, f"{part}.path=e.jsonl", f"{part}.tools_key=tools"]
+        error = message(good, *changes)
+        assert f"{part}.tools_key=tools: with rollout.conversation.tools" in error
+
+
 def test_words_as_people_write_them(good):
     """YAML 1.1 takes on, off, yes and no for booleans, wherever they stand."""
     config = load_config(
