@@ -6,6 +6,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from helpers.distributed import launch
 from helpers.parts_of_a_run import serve_run
 from helpers.tiny_run import configure
 
+from megatron_gvpo.core import clock
 from megatron_gvpo.core.errors import RolloutError
 from megatron_gvpo.sampling.served import ServedEngine
 from megatron_gvpo.servers.launch import first_turn, serve
@@ -124,3 +126,34 @@ def enter(logs: str) -> None:
         engine._memory.release("training")
         engine._give_weights()
     dist.barrier()
+
+
+class Stopped:
+    """Stands for the event that tells `serve` to stop: the process itself is stopped at the first look."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
+        self._monkeypatch, self._then, self._looks = monkeypatch, then, 0
+
+    def wait(self, _: float) -> bool:
+        self._looks += 1
+        if self._looks == 1:
+            now = time.monotonic()
+            self._monkeypatch.setattr(time, "monotonic", lambda: now + 100)  # as after `scontrol suspend`
+        elif self._looks == 2:
+            self._then()
+        return self._looks > 3
+
+
+def test_no_limit_of_a_start_counts_the_time_in_which_the_job_is_stopped(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(clock, "_clock", clock._Clock())
+    monkeypatch.setenv(first_turn.LOGS, str(tmp_path))
+    stop = Stopped(monkeypatch, first_turn.give_turn)
+    assert first_turn.wait_for_turn(stop, 10.0, print)
+
+    monkeypatch.setattr(clock, "_clock", clock._Clock())
+    healthy: list[bool] = []
+    server = SimpleNamespace(url="http://here:1", log="log", is_healthy=lambda _: bool(healthy))
+    supervisor = SimpleNamespace(processes=[server], failed=None, none_left=lambda: None)
+    stop = Stopped(monkeypatch, lambda: healthy.append(True))
+    assert serve._run_until_stopped(supervisor, SimpleNamespace(start_timeout=10.0, node=0), stop) == 0
+    assert "ready: rollout.servers.urls=[http://here:1]" in capsys.readouterr().out

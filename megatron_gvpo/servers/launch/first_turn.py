@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_gvpo.core.clock import running_seconds
 from megatron_gvpo.core.errors import RolloutError
 
 LOGS = "MEGATRON_GVPO_LOGS"
@@ -41,12 +41,12 @@ def wait_for_turn(is_told_to_stop: threading.Event, timeout: float, report: Call
     if (logs := os.environ.get(LOGS)) is None:
         return True
     trainer = f"the trainer of this job (its log: {Path(logs, TRAINERS_LOG)})"
-    begun = reported = time.monotonic()
+    begun = reported = running_seconds()
     # NFS asks the server for a directory that is opened, and may keep the answer about a file for a minute.
     while FILE not in os.listdir(logs):
         if is_told_to_stop.wait(POLL):
             return False
-        now = time.monotonic()
+        now = running_seconds()
         if now - begun > timeout:
             raise RolloutError(
                 f"{trainer} has not built its model and given its GPUs' memory away after "

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 
+from megatron_gvpo.core.clock import running_seconds
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.signals import handled_by
 from megatron_gvpo.huggingface.card import ModelCards
@@ -64,7 +64,7 @@ def serve(
 def _run_until_stopped(supervisor: Supervisor, settings: ServersConfig, stop: threading.Event) -> int:
     """Say when all servers are healthy; return the exit code after a signal to stop, or a failure."""
     waiting = list(supervisor.processes)
-    deadline = time.monotonic() + settings.start_timeout
+    deadline = running_seconds() + settings.start_timeout
     while not stop.wait(1.0):
         if (waiting and supervisor.failed) or supervisor.none_left():
             break
@@ -72,7 +72,7 @@ def _run_until_stopped(supervisor: Supervisor, settings: ServersConfig, stop: th
             urls = ",".join(process.url for process in supervisor.processes)
             message = f"started: {urls}" if settings.node else f"ready: rollout.servers.urls=[{urls}]"
             print(message, flush=True)
-        if waiting and time.monotonic() > deadline:
+        if waiting and running_seconds() > deadline:
             report(
                 f"{waiting[0].url} was not healthy after {settings.start_timeout:g} s; see {waiting[0].log}"
             )
