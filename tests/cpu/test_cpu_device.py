@@ -46,6 +46,31 @@ def test_a_group_starts_no_threads_for_its_copies() -> None:
     )
 
 
+def test_one_ranks_collectives_in_place_copy_nothing() -> None:
+    """The distributed optimizer of one rank exchanges whole buffers of gradients and weights with itself."""
+    alone(
+        """
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+        def collectives(output, source):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recording:
+                for function in (dist.all_gather_into_tensor, dist.reduce_scatter_tensor):
+                    with dist._coalescing_manager(), device.cuda_means_cpu():
+                        function(output, source, group=dist.group.WORLD)
+            return sum("c10d" in event.name for event in recording.events())
+
+        x, other = torch.arange(8.0), torch.empty(8)
+        assert collectives(x, x[:8]) == 0
+        assert collectives(other, x) >= 2 and torch.equal(other, x)
+        part = torch.empty(16)[8:]
+        assert collectives(part, x) >= 2 and torch.equal(part, x)
+        """,
+        threads=1,
+    )
+
+
 @pytest.mark.proof
 def test_freed_memory_is_kept_until_asked_for() -> None:
     alone(

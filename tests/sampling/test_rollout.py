@@ -402,6 +402,19 @@ def test_running_sums_without_a_cumsum(columns: int):
     torch.testing.assert_close(running_sum_by_products(p), p.cumsum(-1), rtol=1e-14, atol=0)
 
 
+@pytest.mark.parametrize("columns", [1, 23, 128, 300, 5000])
+def test_a_draw_inverts_the_distribution_function(columns: int):
+    """Also at both ends, where tokens without probability are beside the first and the last one."""
+    generator = torch.Generator().manual_seed(columns)
+    p = torch.softmax(6 * torch.randn(200, columns, generator=generator), -1)
+    p = p.masked_fill(p < 1e-4 * p.amax(-1, keepdim=True), 0.0)
+    uniform = torch.rand(200, dtype=torch.float64, generator=generator)
+    uniform[:40], uniform[40:80] = 0.0, 1 - 2**-53
+    sums = p.double().cumsum(-1)
+    expected = (sums <= uniform[:, None] * sums[:, -1:]).sum(-1)
+    assert torch.equal(draw(p, uniform), expected)
+
+
 def test_a_draw_leaves_out_the_unlikeliest_and_never_the_likeliest():
     p = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).expand(100, 4)
     uniform = torch.linspace(0, 1 - 1e-9, 100, dtype=torch.float64)

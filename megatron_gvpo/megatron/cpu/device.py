@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import HashStore, ProcessGroupGloo, distributed_c10d
 from torch.overrides import TorchFunctionMode
 
@@ -237,8 +238,26 @@ class OneDeviceGroup(ProcessGroupGloo):
             torch.set_num_threads(threads)
 
 
+def _unless_in_place(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a collective so that it does nothing where its output is its input: then its group has one rank.
+
+    Megatron's distributed optimizer gathers weights and reduces gradients in place, and gloo would copy them.
+    """
+
+    def wrapped(output: Tensor, source: Tensor, **named: Any) -> Any:
+        if output.is_set_to(source) and not named["async_op"]:
+            return None
+        return collective(output, source, **named)
+
+    return wrapped
+
+
+# torch 2.13 has the first two in place of the others, by which older versions go.
+_SINGLE = ("all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor")
+
 REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
     dist.all_gather: unequal_pieces.all_gather,
     dist.reduce_scatter: unequal_pieces.reduce_scatter,
+    **{getattr(dist, name): _unless_in_place(getattr(dist, name)) for name in _SINGLE if hasattr(dist, name)},
 }
 _replacements = dict(REPLACEMENTS)
