@@ -12,8 +12,8 @@ for every slice.
 The weight's gradient is added to Megatron's fp32 gradient buffer, if the weight has one. Megatron's data
 parallelism gives every parameter `main_grad`, a view of the buffer that it reduces, and a hook that adds
 `.grad` to it. A layer that adds to `main_grad` itself sets `grad_added_to_main_grad`. It must still return a
-tensor, because the hook runs only then. It returns zeros if `zero_out_wgrad` is set: the weight then has a
-second use (tied embeddings), and autograd adds that gradient to the returned tensor.
+tensor, because the hook runs only then. If `zero_out_wgrad` is set, the weight has a second use on this stage
+(tied embeddings): the hook runs with that gradient, and adds it, so that this one returns none.
 """
 
 from __future__ import annotations
@@ -47,12 +47,10 @@ def main_grad(weight_vh: Tensor) -> Tensor | None:
     return main_vh if main_vh.dtype == accumulator(weight_vh.dtype) else None
 
 
-def added(weight_vh: Tensor) -> Tensor:
+def added(weight_vh: Tensor) -> Tensor | None:
     """Return the autograd function's result for a weight whose gradient is already in `main_grad`."""
     weight_vh.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    if getattr(weight_vh, "zero_out_wgrad", False):
-        return torch.zeros_like(weight_vh)
-    return torch.empty_like(weight_vh)
+    return None if getattr(weight_vh, "zero_out_wgrad", False) else torch.empty_like(weight_vh)
 
 
 class WeightGradient:
@@ -81,7 +79,7 @@ class WeightGradient:
         if self._own_vh is not None:
             self._own_vh[columns] = dw_ch
 
-    def result(self) -> Tensor:
+    def result(self) -> Tensor | None:
         """Return the autograd function's result for the weight."""
         return added(self._weight_vh) if self._own_vh is None else self._own_vh
 

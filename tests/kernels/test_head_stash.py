@@ -135,16 +135,22 @@ def test_main_grad_gets_dw_in_fp32(mode: str, dtype: torch.dtype, tied: bool):
     assert error(parameter.main_grad, want) < 2e-6
 
 
-def test_the_hook_of_a_weight_runs_once_a_micro_batch():
-    """Megatron counts on it: it reduces a bucket's gradients when the hooks of all its weights have run."""
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_hook_of_a_weight_runs_once_a_micro_batch(tied: bool):
+    """Megatron counts on it: it reduces a bucket's gradients when the hooks of all its weights have run.
+
+    A tied weight has no gradient but its embedding's: zeros of its size need not be made and added.
+    """
     hidden, weight, labels, g, _ = problem(20, 8, 30)
     parameter, calls = Megatron(weight), []
-    parameter.prepare(tied=False)
+    parameter.prepare(tied)
     parameter.register_post_accumulate_grad_hook(calls.append)
     for options in ({"upstream": 1.0}, {}):
         out = linear_logprob(hidden.clone().requires_grad_(), parameter, labels, weight_r=g, **options)
-        assert not calls
-        out.surrogate.backward()
+        [alone] = torch.autograd.grad(out.surrogate, parameter, retain_graph=True, allow_unused=True)
+        assert (alone is None) == tied and not calls
+        out = linear_logprob(hidden.clone().requires_grad_(), parameter, labels, weight_r=g, **options)
+        (out.surrogate + (embedding(labels, parameter).sum() if tied else 0)).backward()
         assert len(calls) == 1
         calls.clear()
 
