@@ -69,9 +69,9 @@ _BLOCK = 128  # tokens
 def draw(p: Tensor, uniform: Tensor) -> Tensor:
     """One token per row by inverting the distribution function at `uniform`, fp64 in [0, 1).
 
-    `p` fp32 [rows, vocabulary], in any scale; the result is int64 [rows]. It finds a block of tokens, and then
-    the token within it: running sums over the whole vocabulary take as long as the head's product does on a
-    CPU. The running sums are fp64, where fp32 would lose the tail of a large vocabulary.
+    `p` fp32 [rows, vocabulary], in any scale; the result is int64 [rows]. A draw finds a block of tokens, and
+    then the token within it: on a CPU, running sums over the whole vocabulary take as long as the head's
+    product. The running sums are fp64, where fp32 would lose the tail of a large vocabulary.
     """
     columns = p.shape[1]
     padded = F.pad(p, (0, -columns % _BLOCK)) if columns % _BLOCK else p
