@@ -131,7 +131,10 @@ class Block(Section):
         return self.model_copy(update=changes)
 
     def problem(self) -> str | None:
-        """The reason why a block with its lengths filled in cannot work, option first; None if it can."""
+        """The reason why the block cannot work, which begins with the option's name; None if it can.
+
+        `sized` has set the lengths that users leave out.
+        """
         return None
 
     def blocks_inside(self, above: str = "") -> Iterator[BlockAt]:

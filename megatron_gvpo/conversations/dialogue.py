@@ -215,7 +215,7 @@ class Dialogue:
 
 
 def tools_text(tools: list[dict[str, Any]]) -> str:
-    """Tools as a text that is the same for the same tools."""
+    """Write tools as a text; equal tools give equal texts."""
     return json.dumps(tools) if tools else ""
 
 

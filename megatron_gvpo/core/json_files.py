@@ -19,7 +19,7 @@ from typing import Any
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.plain_values import finite_number
 
-LFS_POINTER = "version https://git-lfs"  # begins the file that stands for one which was not fetched
+LFS_POINTER = "version https://git-lfs"  # the begin of a pointer, which stands for a file until it is fetched
 LFS_REMEDY = "it is a pointer of Git LFS: fetch the file itself with `git lfs pull`"
 
 

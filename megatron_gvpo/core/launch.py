@@ -26,8 +26,9 @@ PATIENCE, PATIENCE_AFTER_KILL = 10.0, 1.0
 # Linux gives ports from 32768 on to outgoing connections. Such a connection could take a port before the
 # process listens on it, or while the process restarts.
 PORTS = range(20_000, 30_000)
-# Names the descriptor to which a rank writes its number when its command is done, or an error as JSON that
-# the first rank prints if it has it, too.
+# The environment variable with the file descriptor of a pipe to this process. A rank writes its number there
+# when its command is done. If the command fails with an error that the first rank may have as well, the rank
+# writes the error as JSON, and only the first rank prints it.
 REPORTS = "MEGATRON_GVPO_REPORTS"
 _LONGEST = 600  # characters of such an error: a pipe takes so much at once
 # The arguments of Python in each rank, before those of the command. On emulated GPUs it is another module.

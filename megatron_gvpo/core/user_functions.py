@@ -33,7 +33,7 @@ _PACKAGE = __package__.partition(".")[0]
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _exit = os._exit
 _EXITS = ("exit", "_exit", "_Exit", "quick_exit", "abort")  # functions of C
-_called = threading.local()  # its `process` is the process in which this thread runs users' code
+_called = threading.local()  # `process`: the id of the process in which this thread runs users' code
 _contents: dict[str, bytes] = {}  # the content of files as the run began with it, by path
 
 

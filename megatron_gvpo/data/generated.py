@@ -39,7 +39,7 @@ def generated_problems(path: str, split: str) -> Iterator[dict[str, Any]]:
             entry = problems[index]
             source = {"name": name, "options": json.dumps(options), "index": index}
             yield {"prompt": entry["question"], "answer": str(entry["answer"]), KEY: source}
-    except AssertionError as error:  # the generator checks its options, and its message names the wrong one
+    except AssertionError as error:  # the generator's message names the wrong option
         raise ValueError(
             " ".join(str(error).split()) or "a generator's check of its options failed"
         ) from None
@@ -55,7 +55,7 @@ def problems_of(name: str, options: str) -> Any:
 
 def _package() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # a package that it imports warns when it is compiled
+        warnings.simplefilter("ignore", SyntaxWarning)  # from a package that reasoning_gym imports
         import reasoning_gym
 
     return reasoning_gym

@@ -89,7 +89,7 @@ class _Draft:
     own: list[int]  # the policy's tokens without its end token
     ended: bool  # true if the response was not cut off
     text: str = ""
-    reason: str | None = None  # one of REASONS, once it is known that the teacher cannot score it
+    reason: str | None = None  # the reason in REASONS for which the teacher cannot score it, if any
 
 
 class TeacherText:
@@ -212,7 +212,10 @@ class TeacherText:
             return None
 
     def _openings(self, drafts: Sequence[_Draft]) -> list[tuple[str, list[int]] | None]:
-        """The teacher's text and tokens before each draft; None where it has none."""
+        """The text before each draft's response, as the teacher reads it, and its tokens.
+
+        None where the teacher cannot read what comes before.
+        """
         by_context = {(id(draft.prompt), id(draft.messages)): draft for draft in drafts}
         texts = {key: self._opening(draft.prompt, draft.messages) for key, draft in by_context.items()}
         different = list(dict.fromkeys(text for text in texts.values() if text is not None))

@@ -24,7 +24,7 @@ _TOOL_CALL = re.compile(r"<tool_call>")
 _FENCE = re.compile(r"```json\s*(.*?)```", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^<>\s]+)>")
 _PARAMETER = re.compile(r"<parameter=([^<>\s]+)>")
-_ID = re.compile(r"[0-9A-Za-z]{9}")  # Mistral's models write ids so, and its templates demand it
+_ID = re.compile(r"[0-9A-Za-z]{9}")  # the form of ids that Mistral's models write, and its templates demand
 
 
 Parser = Callable[[str], "list[ToolCall]"]

@@ -17,11 +17,12 @@ PACKAGES = ("lm_eval", "datasets", "langdetect", "immutabledict", "nltk")
 class NamedEvaluation:
     """One evaluation.
 
-    `definition`: the file of lm-eval's definition, below `lm_eval/tasks`; `chat_definition`: the file for
-    prompts that a chat template writes, if it differs. `dataset`, `subset`: of the Hugging Face hub. `split`:
-    of the problems; `examples`: of the solved problems that the prompt shows, if it shows any. `fields`:
-    those that every record of the data set has; `lists`: those of them that are lists. `metric`: the one that
-    is printed; the files of results have all. `package`: a Python package that ships the data.
+    `definition`: the file of lm-eval's definition, below `lm_eval/tasks`; `chat_definition`: another file for
+    prompts that a chat template writes. `dataset`, `subset`: the names on the Hugging Face hub. `split`: the
+    split with the problems; `examples`: the split with the solved problems that the prompt shows, if it shows
+    any. `fields`: the fields of every record; `lists`: the fields whose values are lists. `metric`: the
+    metric that is printed; the files of results have all metrics. `package`: a Python package that ships the
+    data.
     """
 
     name: str

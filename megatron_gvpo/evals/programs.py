@@ -53,7 +53,8 @@ def passes(programs: Sequence[str]) -> list[bool]:
 
 
 def _passes(sandbox: Sandbox, program: str) -> bool:
-    mark = secrets.token_hex(16)  # a program that ends the process before its tests cannot print it
+    # The mark is printed after the tests. A program that ends the process before them has not printed it.
+    mark = secrets.token_hex(16)
     outcome = sandbox.run(_CHECK.format(program=program, mark=mark))
     return outcome == (f"{mark}\n", "")
 

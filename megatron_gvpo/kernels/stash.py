@@ -1,8 +1,9 @@
 """Keeps the exponentials of softmax rows in memory, and computes both gradients from them.
 
-With D = softmax - onehot and g_i = dL/dlogp_i, dX_i = -g_i D_i W / T_i and dW = -D^T diag(g / T) X. D does
-not contain the weights g: they scale rows after the first product and before the second. So it is enough to
-keep E = e^(z - k), k the row's largest logit on this rank, in bf16 if the operands are bf16. Then
+With D = softmax - onehot and g_i = dL/dlogp_i, dX_i = -g_i D_i W / T_i and dW = -D^T diag(g / T) X. The
+weights g need not be known when D is computed: they scale the rows of the product D W, and the rows of X
+before the product with D^T. So it is enough to keep E = e^(z - k), k the row's largest logit on this rank, in
+bf16 if the operands are bf16. Then
 
     D_ij = u_i E_ij,  u_i = e^(k_i - m_i) / S_i   (m and S: maximum and sum over the whole vocabulary)
 

@@ -1,6 +1,6 @@
 """Times the phases of a step: `with timer.phase("rollout"): ...`, then `timer.take()` once a step.
 
-Markers mark the same phases for other tools: NVTX ranges for Nsight Systems, spans for OpenTelemetry.
+The same phases can be seen in other tools: as NVTX ranges in Nsight Systems, as spans with OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class PhaseTimer:
 
     A phase may be entered many times a step. Phases must not be nested. With `synchronize`, a phase waits
     for the GPU before its clock starts and stops, so that a kernel counts in the phase that launched it.
-    `markers` mark the phases for other tools.
+    `markers` show the phases to other tools.
     """
 
     def __init__(self, *, synchronize: bool = False, markers: Sequence[Marker] = ()) -> None:

@@ -296,7 +296,7 @@ class Activations:
         else:
             saved = sum(kind.saved * counts[mixture] for mixture, kind in kinds.items())
             saved += self.stream  # the first layer's input
-            saved -= 0 if is_last else self.stream  # a stage does not keep its output, which it sends
+            saved -= 0 if is_last else self.stream  # a stage sends its output, and does not keep it
         if is_last:  # the final norm's output, and its input; the states that predict the labels
             saved += self.stream * (2 if self._layout.recompute else 1)
             saved += _B * self._r * self._model.hidden

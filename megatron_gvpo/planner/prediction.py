@@ -125,7 +125,7 @@ class Size:
     prompt: int  # tokens of a prompt
     response: int
     micro_batches: int
-    micro_batches_of_run: int  # an update of the run has this many; its peak is the same
+    micro_batches_of_run: int  # micro-batches of an update in the run; the memory peak is the same
     divides_groups: bool  # a loss over groups then knows its weights before the forward
 
     @property

@@ -182,8 +182,8 @@ def _passes(
 ) -> tuple[float, float, float]:
     """Returns the seconds of the forward, the backward, and the recomputation over a step's tokens.
 
-    They include the communication that they cannot hide. `traffic` gives the bytes of tensor parallelism;
-    tests compare them with counts in real runs.
+    The seconds include the communication that does not run behind computation. `traffic` gives
+    the bytes of tensor parallelism; tests compare them with counts in real runs.
     """
     fraction = MIXTURE_FRACTION if model.moe_layers else 1.0
     reach = gpu.flops(layout.fp8) * fraction

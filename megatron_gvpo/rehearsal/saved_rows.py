@@ -54,7 +54,10 @@ class SavedRollouts:
 
 
 def sizes(policy: Policy, config: Config, rows: TrainBatch) -> dict[str, int]:
-    """Count an update's responses, this rank's micro-batches, and the tokens of all and of the fullest."""
+    """Count an update's groups and responses, and this rank's micro-batches and their tokens.
+
+    `fullest`: the tokens of the micro-batch that has the most.
+    """
     from megatron_gvpo.megatron.batch import PackedBatch
     from megatron_gvpo.megatron.microbatch import my_share
 

@@ -76,7 +76,7 @@ class FakeWorld:
             return str(get_backend(group))
 
         def keep_own_objects(*_: Any, **__: Any) -> None:
-            """Use this rank's objects in place of other ranks' objects, which nobody sends."""
+            """Leave this rank's objects as they are: no other rank exists that could send its own."""
 
         self._replace("broadcast_object_list", keep_own_objects)
         self._replace("new_group", fake_group)

@@ -93,7 +93,10 @@ def _without_images(rows: RowsReplay) -> str:
 
 
 def _model_findings(model: ModelReplay, rows: RowsReplay, step: int) -> Iterator[Finding]:
-    """Yield the model's findings in `step`, or only the first one that differs in an earlier step."""
+    """Yield the model's findings in `step`.
+
+    If the model already differs in a step before, its first difference there is the only finding.
+    """
     for number in range(model.start.step + 1, step):
         before = rows_of(rows.config, number, rows.limits)
         for finding in earlier_findings(model, before, number):

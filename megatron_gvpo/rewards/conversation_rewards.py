@@ -35,7 +35,7 @@ class NamedCounts:
         self._unseen = {name: i for name, i in names.items() if name not in known}
 
     def check(self, groups: Sequence[Group]) -> None:
-        """Check the first batch in which a conversation came to its end.
+        """Check the names in the first batch with a conversation that was not cut off.
 
         Raises ConfigError for a count that no conversation of the batch reports.
         """

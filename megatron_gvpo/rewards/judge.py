@@ -127,7 +127,7 @@ async def _complete(body: Mapping[str, Any], timeout: float, http: Http) -> Any:
 
 
 def _text(answer: Any) -> str:
-    """The judge's answer. Raises InvalidVerdict for one without text, or one that was cut off."""
+    """The text of the judge's answer. Raises InvalidVerdict if it has no text, or was cut off."""
     try:
         choice = answer["choices"][0]
         text, reason = choice["message"]["content"], choice["finish_reason"]

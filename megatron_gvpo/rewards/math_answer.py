@@ -16,7 +16,7 @@ from megatron_gvpo.data.final_answer import marked
 from megatron_gvpo.data.generated import entry_of
 from megatron_gvpo.groups import Prompt, Rollout
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its time limits are off
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # hides its warning about missing time limits
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 _NUMBER = re.compile(r"[+-]?[0-9][0-9,]{0,100}(?:\.[0-9]{1,100})?")

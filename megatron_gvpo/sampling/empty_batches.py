@@ -109,7 +109,10 @@ class EmptyBatches:
         return warnings
 
     def _count(self, step: int, problems: Mapping[str, Callable[[], str]], looked_for: Set[str]) -> list[str]:
-        """Count the kinds found in a batch, and reset those that were checked and not found."""
+        """Count how many batches in a row had each kind of problem; returns new warnings.
+
+        `looked_for`: the kinds that this batch could have had. Those that are not in `problems` count from 0.
+        """
         for kind in looked_for - problems.keys():
             self._in_a_row.pop(kind, None)
         self._in_a_row.update(problems.keys())

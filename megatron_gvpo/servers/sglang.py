@@ -301,7 +301,7 @@ def _by_token(experts: str, tokens: int) -> np.ndarray:
 
 
 def _serving_adapters(model: ModelConfig, colocated: bool, card: ModelCard, on_gpu: bool) -> list[str]:
-    """Options of a server that takes adapters. It refuses one of whose tensors it would use only a part."""
+    """Options of a server that takes adapters, and refuses an adapter with tensors that it would not use."""
     layers, adapter = adapted_layers(model, card), model.adapter
     assert adapter is not None, "checked with the configuration"
     options = ["--enable-lora", "--lora-strict-loading", "--max-lora-rank", str(adapter.rank)]

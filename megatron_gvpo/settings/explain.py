@@ -27,7 +27,7 @@ from megatron_gvpo.core.secrets import without_secret
 MOST, LONGEST = 40, 400  # the most errors, and the most characters of each
 _NUMBER = re.compile(r"[-+]?(0|[1-9]\d{0,20})?(\.\d{0,20})?([eE][-+]?\d{1,3})?")
 _ALTERNATIVES = ("str", "int", "constrained-int")  # parts of a union in the locations of pydantic's errors
-MOST_ELSEWHERE, DEEPEST = 3, 3  # keys of one name that are proposed, and the sections above them
+MOST_ELSEWHERE, DEEPEST = 3, 3  # most places of a key that are proposed, and most sections above it
 _MOST = 10  # names of other trainers' keys in one answer
 
 

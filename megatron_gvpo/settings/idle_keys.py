@@ -1,6 +1,6 @@
 """Refuses keys, or warns about them, that are set although nothing in the run reads them.
 
-A block itself checks its options that others of its options switch off.
+An option of a block that another option of the same block switches off is refused by the block.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def check_idle_keys(config: RunSections) -> None:
 def keys_of_sampling(config: RunSections) -> str | None:
     """A warning about keys of sampling and rewards in a run that samples nothing; None without any.
 
-    They are not refused, because the file may be for a method that samples, and an override may name this
-    one.
+    They are not refused, because the file may be for a method that samples, with this method given by an
+    override.
     """
     algorithm = config.algorithm
     if algorithm.samples_from_policy:

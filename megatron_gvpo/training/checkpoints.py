@@ -80,7 +80,7 @@ class Checkpoints:
                 f"{directory}: state.json of step {state['step']} is damaged: {type(error).__name__}: {error}"
             ) from None
         self.last_step = int(state["step"])
-        # The checkpoint counts updates, and its run may have had another number of them in a step.
+        # The number of updates in the checkpoint is not used: its run may have made others in a step.
         updates_per_step = self._components.config.train.updates_per_step
         self._components.policy.follow_schedule(self.last_step * updates_per_step)
         self.mark()

@@ -151,7 +151,11 @@ def _worst(computed: Mapping[str, Tensor], wanted: Mapping[str, Tensor], measure
 
 
 def _of_largest(difference: float, wanted: Tensor, floor: float) -> float:
-    """The difference relative to the largest entry. Terms may cancel, and an expert's gradient may be 0."""
+    """The difference relative to the tensor's largest entry.
+
+    The difference is not relative to its own entry, which may be near 0 because its terms cancel. `floor`
+    stands in for the largest entry where the whole tensor may be 0, as the gradient of an unused expert.
+    """
     return max(0.0, difference - floor) / max(float(wanted.abs().max()), floor)
 
 

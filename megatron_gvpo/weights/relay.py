@@ -1,8 +1,8 @@
 """Relays offer buckets to rollout servers that share no memory with rank 0: on other GPUs, on other nodes.
 
-Rank 0 speaks to all servers. The other ranks take part in the weight stream's collectives in any case. Relays
-are every other rank with a GPU; without GPUs, the first rank of every other node. They cut the same stream
-into the same buckets, and offer each bucket to the servers beside them when rank 0 orders it. Orders and
+Rank 0 speaks to all servers. Relays are all other ranks with a GPU; without GPUs, the first rank of each
+other node. All ranks take part in the weight stream's collectives. Relays cut the stream into the same
+buckets as rank 0, and offer each bucket to the servers beside them when rank 0 orders it. Orders and
 answers go through the store where the ranks have met.
 """
 

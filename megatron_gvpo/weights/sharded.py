@@ -458,7 +458,7 @@ class Sender:
         self._member.store.set(f"counted.{self._member.rank}", json.dumps(counted))
 
     def close(self) -> None:
-        """Leave the group. Other ranks' pending receives from this one fail."""
+        """Leave the group. Ranks that still wait for data of this rank get an error."""
         self._member.group.abort()
 
     def _connect(self, own: OwnWeights) -> None:

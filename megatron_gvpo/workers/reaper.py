@@ -62,7 +62,7 @@ def _be_first_to_die() -> None:
 def _follow(worker: int, leash: int, trainer: int) -> int:
     """Wait until the worker has ended, or end it with the trainer; returns its exit code (-n: signal n)."""
     ends = os.pidfd_open(worker)
-    watched = select.poll()  # not select: the trainer's number of the leash may be above 1,023
+    watched = select.poll()  # select takes only descriptors below 1,024, and the trainer may have more open
     watched.register(leash, select.POLLIN)
     watched.register(ends, select.POLLIN)
     while True:

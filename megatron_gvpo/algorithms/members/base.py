@@ -104,7 +104,8 @@ def taught(
     """Return copies of responses for training in another context than the one that they were sampled in.
 
     The engine's experts belong to the context of the sampling, so they are dropped. The engine's log-probs
-    and supports are kept only if the policy sampled the responses: `PPO.cross_context` needs them.
+    and supports are kept only if the policy sampled the responses: the option `cross_context` of PPO's loss
+    compares with them.
     """
     return [
         replace(

@@ -100,7 +100,8 @@ class LocalServer:
         """
         if self._starting is None or (self._starting.done() and self.problem() is not None):
             self._starting = asyncio.create_task(asyncio.to_thread(self.ensure))
-        return await asyncio.shield(self._starting)  # the start continues for other steps if this one is late
+        # A step that gives up waiting does not cancel the start, for which other steps may wait.
+        return await asyncio.shield(self._starting)
 
     def problem(self) -> str | None:
         """How its process ended, with the last lines that it printed; None while it runs."""

@@ -50,7 +50,7 @@ def main() -> None:
 
 def prepare(port: int, name: str, settings: Mapping[str, Any], everything: Any) -> None:
     """Let the entrypoint's `run_webserver` serve its class with these settings, on this port."""
-    # imported late, like NeMo-Gym, which takes seconds: a wrong configuration is refused before
+    # These imports take seconds. They come after the configuration is checked, so that it is refused at once.
     import uvicorn
     from nemo_gym.config_types import BaseServerConfig
     from nemo_gym.server_utils import ServerClient, SimpleServer

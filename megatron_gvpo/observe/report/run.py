@@ -103,7 +103,7 @@ def _config(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: this is not the configuration of a run")
     try:
         settings = dict(islice(_flat(values), _MOST_SETTINGS + 1))
-    except RecursionError:  # an alias within its own anchor
+    except RecursionError:  # a YAML alias inside the value that it names
         settings = None
     if settings is None or len(settings) > _MOST_SETTINGS:
         raise ConfigError(f"{file}: this is not the configuration of a run: its aliases make it endless")

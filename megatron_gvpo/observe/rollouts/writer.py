@@ -75,7 +75,7 @@ class RolloutWriter:
             raise OSError(f"{self._directory}: a file of rollouts took over {SECONDS:g} s") from None
 
     def close(self) -> None:
-        """Wait until all files are written. Raises OSError for one that takes too long, which may be lost."""
+        """Wait until all files are written. Raises OSError if a file takes too long; it may be lost."""
         with suppress(queue.Full):
             self._waiting.put(None, timeout=SECONDS)
             self._thread.join(SECONDS)
