@@ -69,8 +69,8 @@ def test_hill_rewards_hints_and_trains_the_best_ones_group():
     assert rewards_of(hints) == [-0.2, -0.2, pytest.approx(worth), 0.0]
     assert hints.prompt.text == "p failed: bad" and other == solved
     nothing = Scripted({"failed": [("", 0.0)]})
-    kept, hints = block([failed], nothing)
-    assert kept == failed and rewards_of(hints) == [-0.2] * 4
+    original, hints = block([failed], nothing)
+    assert original == failed and rewards_of(hints) == [-0.2] * 4
     with pytest.raises(ValueError, match=r"no \{hint\}"):
         LearnedHint(hint_template="none")
     with pytest.raises(ValueError, match=r"goes with \{solution\}"):

@@ -36,9 +36,9 @@ def test_masked_responses_may_count_in_the_denominator_as_in_trl(name):
     constant = 7 if name == "sequence_sum" else None
     block = Aggregation(name=name, constant=constant, count_masked=True)
     expected = []
-    for length, kept in zip([1, 3, 2, 4, 5], mask, strict=True):
+    for length, is_unmasked in zip([1, 3, 2, 4, 5], mask, strict=True):
         weight = {"token_mean": 1 / 15, "sequence_mean": 1 / (5 * length), "sequence_sum": 1 / (5 * 7)}[name]
-        expected += [weight] * length * kept
+        expected += [weight] * length * is_unmasked
     assert block(trained, BatchTotals.of(trained)).tolist() == pytest.approx(expected)
     plain = block.model_copy(update={"count_masked": False})
     assert (plain(trained, BatchTotals.of(trained)) > block(trained, BatchTotals.of(trained))).all()

@@ -61,14 +61,14 @@ def test_accumulation_gives_up_after_max_rounds_and_says_so():
 
 
 def test_pending_groups_survive_a_checkpoint():
-    interrupted, whole = Accumulate().build(3), Accumulate().build(3)
-    for policy in (interrupted, whole):
+    interrupted, uninterrupted = Accumulate().build(3), Accumulate().build(3)
+    for policy in (interrupted, uninterrupted):
         assert policy.offer([make_group(VALID, "a"), make_group(WRONG), make_group([0.5])]) is None
     resumed = Accumulate().build(3)
     resumed.load_state_dict(json.loads(json.dumps(interrupted.state_dict())))
     last = [make_group(VALID, "b"), make_group(RIGHT, "c"), make_group(RIGHT, "d")]
-    assert resumed.offer(last) == whole.offer(last)
-    assert resumed.metrics == whole.metrics
+    assert resumed.offer(last) == uninterrupted.offer(last)
+    assert resumed.metrics == uninterrupted.metrics
 
 
 def test_validity_is_decided_in_fp32_as_in_training():

@@ -46,9 +46,9 @@ def test_fgrpo_multipliers_rise_by_the_rate_times_what_is_missing():
     later = block.build()
     later.load_state_dict(running.state_dict())
     assert later.values == running.values
-    kept = constrained([[1, 1, 1, 1], [1, 1, 1, 1]])
+    satisfied = constrained([[1, 1, 1, 1], [1, 1, 1, 1]])
     for _ in range(20):
-        later.fill(kept)
+        later.fill(satisfied)
     assert later.values["format"] == 0.0, "a constraint that holds weighs nothing"
     assert block.moved(rows, {"format": 4.999})["format"] == 5.0
     with pytest.raises(ValueError, match="no reward component 'safety'; there are: format"):
@@ -69,8 +69,8 @@ def test_care_bonus_goes_to_right_answers_that_follow():
     assert block.bonus(rows).tolist() == [0.5, 0.0, 0.5, 0.0]
     shaped = rows.with_columns(reward_n=torch.tensor([1.5, 1.0, 1.5, 0.0]))
     torch.testing.assert_close(block(rows)[0], Estimator(scale="group_std")(shaped)[0])
-    whole = ConfidenceEstimator()  # no marker: the whole response
-    assert whole.confidence(rows)[1] == pytest.approx(math.exp((-9 + 2 * math.log(0.5)) / 3))
+    without_marker = ConfidenceEstimator()  # no marker: the whole response
+    assert without_marker.confidence(rows)[1] == pytest.approx(math.exp((-9 + 2 * math.log(0.5)) / 3))
 
 
 def test_care_asks_how_likely_the_answer_is_and_not_what_closes_it():
@@ -146,9 +146,9 @@ def test_v05_draws_one_more_while_it_is_worth_it():
         replace(make_group(r, name), prior=0.5) for name, r in (("strong", [1] * 4), ("q", [1, 0]))
     )
     even = replace(even, rollouts=even.rollouts * 2)
-    grown, kept = OneMore()([right, even], sampling := Engine())
+    grown, unchanged = OneMore()([right, even], sampling := Engine())
     k = next(k for k in range(4, 17) if k == 16 or expected_drop(1.0, k) <= 0.0039)
-    assert len(grown.rollouts) == k == 15 and kept == even
+    assert len(grown.rollouts) == k == 15 and unchanged == even
     assert sampling.prompts == ["strong"] * (k - 4)
     assert len(OneMore(high=6)([right], Engine())[0].rollouts) == 6
     with pytest.raises(ValueError, match=r"set algorithm\.prior"):

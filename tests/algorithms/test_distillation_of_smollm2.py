@@ -70,9 +70,9 @@ def test_the_template_of_gemma_ends_where_a_demonstration_begins():
     write = tokenizer(TEMPLATE).apply_chat_template
     before = write(chat, tokenize=False, add_generation_prompt=True)
     chat.append({"role": "assistant", "content": "2"})
-    whole = write(chat, tokenize=False)
+    chat_text = write(chat, tokenize=False)
     assert (
         before.endswith("1+1\nAnswer:")
-        and whole.startswith(before)
-        and whole.removeprefix(before)[:2] == " 2"
+        and chat_text.startswith(before)
+        and chat_text.removeprefix(before)[:2] == " 2"
     )

@@ -63,8 +63,8 @@ def expected(options: Options, rows: TrainBatch) -> tuple[list[float], list[bool
             cut.append(name == "truncate" and ratio > options["cap"])
             out = name != "truncate" and not options.get("low", 0) <= ratio <= options["high"]
             dropped.append(out or vetoed)
-            kept = 1.0 if name == "reject" else options["cap"] if cut[-1] else ratio
-            weights.append(0.0 if dropped[-1] else kept)
+            remaining_weight = 1.0 if name == "reject" else options["cap"] if cut[-1] else ratio
+            weights.append(0.0 if dropped[-1] else remaining_weight)
     return weights, cut, dropped
 
 
@@ -114,8 +114,8 @@ def expected_gradient(loss: Any, rows: TrainBatch, logp_r: torch.Tensor) -> torc
                 objective, k3 = min(float(ratio), 1 + loss.clip_high) * advantage * x[t], 0.0
             else:
                 clipped = min(max(float(ratio), 0.8), 1.2) * advantage
-                whole = ratio * advantage
-                objective = whole if float(whole) <= clipped else torch.tensor(clipped)
+                unclipped = ratio * advantage
+                objective = unclipped if float(unclipped) <= clipped else torch.tensor(clipped)
                 k3 = loss.kl_coef * ((ref[t] - x[t]).exp() - 1 - (ref[t] - x[t]))
             total = total - (weights[t] * objective - k3) / size
     return torch.autograd.grad(total, x)[0]
@@ -135,9 +135,11 @@ def test_dropped_tokens_stay_in_the_normaliser():
     logp_r, totals = make_logp(rows), BatchTotals.of(rows)
     weight_r, metrics = token_weights(masked, rows, logp_r, totals)
     _, _, dropped = expected(CORRECTIONS["sequence mask"], rows)
-    kept = [i for i in range(len(rows)) if not dropped[rows.offsets[i]]]
-    left = rows.select(kept)
-    of_left_r, _ = token_weights(masked, left, logp_r[~torch.tensor(dropped)], BatchTotals.of(left))
+    remaining_indices = [i for i in range(len(rows)) if not dropped[rows.offsets[i]]]
+    remaining_rows = rows.select(remaining_indices)
+    of_left_r, _ = token_weights(
+        masked, remaining_rows, logp_r[~torch.tensor(dropped)], BatchTotals.of(remaining_rows)
+    )
     factor = 1 / (1 - float(metrics["importance_masked"]))
     assert factor > 1.1
     torch.testing.assert_close(factor * weight_r[~torch.tensor(dropped)], of_left_r)
@@ -162,10 +164,10 @@ def test_an_engine_like_the_trainer_changes_nothing(options):
 def test_shares_of_metrics_add_up_over_micro_batches():
     rows, importance = sampled(), PPO(importance=CORRECTIONS["sequence mask, veto"]).importance
     totals = BatchTotals.of(rows)
-    whole_r, whole = importance(rows, totals)
+    whole_r, undivided = importance(rows, totals)
     parts = [importance(rows.select(index), totals) for index in ([0, 1, 2], [3], [4, 5, 6, 7, 8])]
     torch.testing.assert_close(torch.cat([weight_r for weight_r, _ in parts]), whole_r)
-    for name, value in whole.items():
+    for name, value in undivided.items():
         torch.testing.assert_close(sum(metrics[name] for _, metrics in parts), value)
 
 

@@ -59,9 +59,9 @@ OF_GROUPS = {name: loss for name, loss in LOSSES.items() if not loss.couples_ste
 def test_shares_add_up_over_any_split_by_groups(loss):
     rows = make_rows([[1, 0, 0, 1], [0.5, 0.5, 0.5], [2.0], [1, -3], [0, 1]])
     logp_r, totals = make_logp(rows), BatchTotals.of(rows)
-    whole_r, whole = token_weights(loss, rows, logp_r, totals)
+    whole_r, undivided = token_weights(loss, rows, logp_r, totals)
     for parts in ([[0], [1], [2], [3], [4]], [[4, 1], [], [0, 3, 2]], [[2], [0, 1, 3, 4]]):
-        summed = dict.fromkeys(whole, 0.0)
+        summed = dict.fromkeys(undivided, 0.0)
         for part in parts:
             index = [i for g in part for i in range(len(rows)) if rows.group_n[i] == g]
             selected = rows.select(index)
@@ -69,7 +69,7 @@ def test_shares_add_up_over_any_split_by_groups(loss):
             weight_r, metrics = token_weights(loss, selected, logp_r[tokens], totals)
             torch.testing.assert_close(weight_r, whole_r[tokens])
             summed = {name: summed[name] + float(value) for name, value in metrics.items()}
-        assert summed == pytest.approx({name: float(value) for name, value in whole.items()}, abs=1e-6)
+        assert summed == pytest.approx({name: float(value) for name, value in undivided.items()}, abs=1e-6)
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)

@@ -75,13 +75,13 @@ def test_history_mixes_the_newest_earlier_responses_in():
 
 
 def test_history_survives_a_checkpoint():
-    whole, interrupted, resumed = (Replay(count=3).build() for _ in range(3))
-    for history in (whole, interrupted):
+    uninterrupted, interrupted, resumed = (Replay(count=3).build() for _ in range(3))
+    for history in (uninterrupted, interrupted):
         history([make_group([1, 2]), make_group([3], "q")], Engine())
     snapshot = interrupted.state_dict()
     interrupted([make_group([8])], Engine())
     resumed.load_state_dict(json.loads(json.dumps(snapshot)))
-    assert resumed([make_group([5])], Engine()) == whole([make_group([5])], Engine())
+    assert resumed([make_group([5])], Engine()) == uninterrupted([make_group([5])], Engine())
 
 
 @pytest.mark.parametrize("rewards", [[0, 0, 0, 0], [0, 1, 0, 0]])
@@ -147,9 +147,9 @@ def test_the_lowest_hint_that_succeeds_stays():
 
 
 def test_a_response_to_a_hint_that_counts_as_given_has_no_log_probs_of_the_hints_context():
-    for source, kept in (("policy", True), ("demonstration", False)):
+    for source, has_logprobs in (("policy", True), ("demonstration", False)):
         [response] = taught([Rollout([5], [-0.5], "", "stop", 3)], source)
-        assert bool(response.logprobs) == kept and response.source == source
+        assert bool(response.logprobs) == has_logprobs and response.source == source
 
 
 def test_scaf_grpo_replaces_one_wrong_response_by_a_right_one():

@@ -46,9 +46,9 @@ def test_gspo_clips_whole_sequences(advantage):
 def test_cispo_keeps_the_gradient_that_ppo_clips_away():
     rows, logp_r = one_response([0.5, 0.0])
     clipped, _ = token_weights(PPO(aggregation="token_mean"), rows, logp_r, BatchTotals.of(rows))
-    kept, metrics = token_weights(CISPO(clip_high=0.2), rows, logp_r, BatchTotals.of(rows))
+    weight_r, metrics = token_weights(CISPO(clip_high=0.2), rows, logp_r, BatchTotals.of(rows))
     assert clipped.tolist() == pytest.approx([0, -0.5])
-    assert kept.tolist() == pytest.approx([-0.6, -0.5])
+    assert weight_r.tolist() == pytest.approx([-0.6, -0.5])
     assert metrics["clip_fraction"] == 0.5
 
 

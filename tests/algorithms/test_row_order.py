@@ -100,9 +100,9 @@ def test_a_recipe_gives_the_same_in_every_order_of_rows(recipe: str, name: str, 
         permuted, of_permuted = estimator.build().fill(rows.select(order))
         rows, metrics = estimator.build().fill(rows)
         assert_metrics(of_permuted, metrics)
-        for column, places in {"advantage_n": order, "advantage_r": of_tokens(rows, order)}.items():
+        for column, indices in {"advantage_n": order, "advantage_r": of_tokens(rows, order)}.items():
             if (wanted := getattr(rows, column)) is not None:
-                assert_same(getattr(permuted, column), wanted[places])
+                assert_same(getattr(permuted, column), wanted[indices])
     rows = rows.trained()  # which ones, mc_grpo chooses among equals by the order of the step
     assert_loss_ignores_order(algorithm.loss, rows, data.draw(permutations(rows)))
 

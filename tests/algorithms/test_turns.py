@@ -165,9 +165,11 @@ def test_a_ratio_of_a_turn_is_the_geometric_mean_of_its_tokens() -> None:
     loss = PPO(ratio="turn", clip_high=0.5, aggregation="token_mean")
     _, metrics = token_weights(loss, rows, logp_r, BatchTotals.of(rows))
     assert metrics["loss"].item() == pytest.approx(sum(wanted), rel=1e-5)
-    whole = PPO(ratio="sequence", clip_high=0.5, aggregation="token_mean")
+    by_sequence = PPO(ratio="sequence", clip_high=0.5, aggregation="token_mean")
     single = replace(rows, turns=None)
-    weights = [token_weights(block, single, logp_r, BatchTotals.of(single))[0] for block in (loss, whole)]
+    weights = [
+        token_weights(block, single, logp_r, BatchTotals.of(single))[0] for block in (loss, by_sequence)
+    ]
     assert torch.equal(*weights), "a single response is one turn"
 
 

@@ -56,8 +56,8 @@ def test_rounds_look_at_what_the_one_before_found():
     """
     strong, weak = make_group([1, 0], "strong"), make_group([0, 0], "weak")
     sampling = Engine()
-    grown, kept = Rounds(rounds=2, extra=2, explore=0)([strong, weak], sampling)
-    assert sampling.prompts == ["strong"] * 8 and rewards_of(grown) == [1, 0] + [1] * 8 and kept == weak
+    grown, unchanged = Rounds(rounds=2, extra=2, explore=0)([strong, weak], sampling)
+    assert sampling.prompts == ["strong"] * 8 and rewards_of(grown) == [1, 0] + [1] * 8 and unchanged == weak
     assert all(rollout.source == "policy" for rollout in grown.rollouts)
 
 

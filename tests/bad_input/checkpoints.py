@@ -16,17 +16,17 @@ from bad_input.weights import RunsCode
 FALLBACK = ("step_",)
 
 
-def kept(task: Path) -> list[Path]:
+def checkpoints_of(task: Path) -> list[Path]:
     """The checkpoints, the oldest first."""
     return sorted((task / "run" / "checkpoints").iterdir(), key=lambda path: int(path.name.split("_")[-1]))
 
 
 def in_newest(change: Callable[[Path], object]) -> Callable[[Path], object]:
-    return lambda task: change(kept(task)[-1])
+    return lambda task: change(checkpoints_of(task)[-1])
 
 
 def in_all(change: Callable[[Path], object]) -> Callable[[Path], object]:
-    return lambda task: [change(path) for path in kept(task)]
+    return lambda task: [change(path) for path in checkpoints_of(task)]
 
 
 def shard(checkpoint: Path) -> Path:

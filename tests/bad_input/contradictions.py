@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file
 
 from bad_input.case import RESUME, TRAIN, Case, Expected, with_line, with_text, with_values
-from bad_input.checkpoints import kept
+from bad_input.checkpoints import checkpoints_of
 from bad_input.data import converted, record
 from bad_input.weights import CONFIG, NORM, _sharded
 
@@ -89,7 +89,7 @@ def moved(name: str) -> Spoil:
 
 def dated_backwards(task: Path) -> None:
     """The older a checkpoint, the later its date."""
-    for number, directory in enumerate(reversed(kept(task))):
+    for number, directory in enumerate(reversed(checkpoints_of(task))):
         for path in (directory, *directory.rglob("*")):
             os.utime(path, (4e9 + number, 4e9 + number))
 
@@ -219,7 +219,7 @@ AFTER_A_CHANGE = [
     ),
     resumed(
         "metrics beyond the newest checkpoint",
-        lambda t: shutil.rmtree(kept(t)[-1]),
+        lambda t: shutil.rmtree(checkpoints_of(t)[-1]),
         expected="runs",
         after=each_step_once,
     ),

@@ -28,7 +28,7 @@ def line(
     )
 
 
-def whole(
+def file_case(
     name: str,
     spoil: Callable[[Path], object],
     *says: str,
@@ -110,55 +110,55 @@ DATA = [
     line("not UTF-8", b'{"prompt": "1+1=\xff\xfe"}'),
     line("a comment", "# the seventh"),
     line("a blank line", "", expected="either"),
-    whole("an empty file", with_text("data/train.jsonl", ""), "train.jsonl"),
-    whole("only blank lines", with_text("data/train.jsonl", "\n\n\n"), "train.jsonl"),
-    whole(
+    file_case("an empty file", with_text("data/train.jsonl", ""), "train.jsonl"),
+    file_case("only blank lines", with_text("data/train.jsonl", "\n\n\n"), "train.jsonl"),
+    file_case(
         "an empty directory",
         lambda t: (t / "data/none").mkdir(),
         "none",
         arguments=("data.train.path=data/none",),
     ),
-    whole(
+    file_case(
         "a directory of JSON lines and parquet",
         lambda t: None,
         expected="runs",
         arguments=("data.train.path=data",),
     ),
-    whole("a FIFO", fifo, "train.jsonl"),
-    whole(
+    file_case("a FIFO", fifo, "train.jsonl"),
+    file_case(
         "a link to itself",
         lambda t: ((t / "data/train.jsonl").unlink(), (t / "data/train.jsonl").symlink_to("train.jsonl")),
         "train.jsonl",
     ),
-    whole(
+    file_case(
         "a home that nobody has", lambda t: None, "~nosuch", arguments=("data.train.path=~nosuch/t.jsonl",)
     ),
-    whole(
+    file_case(
         "JSON lines called parquet",
         lambda t: (t / "data/train.jsonl").rename(t / "data/t.parquet"),
         "t.parquet",
         arguments=PARQUET,
     ),
-    whole(
+    file_case(
         "parquet called JSON lines",
         lambda t: (t / "data/test.parquet").rename(t / "data/train.jsonl"),
         "train.jsonl",
     ),
-    whole("parquet without the column", parquet(question=["1+1="]), "prompt", arguments=PARQUET),
-    whole(
+    file_case("parquet without the column", parquet(question=["1+1="]), "prompt", arguments=PARQUET),
+    file_case(
         "parquet with numbers as prompts",
         parquet(prompt=[1, 2, 3], answer=["1", "2", "3"]),
         "prompt",
         arguments=PARQUET,
     ),
-    whole(
+    file_case(
         "parquet with a null prompt",
         parquet(prompt=["1+1=", None], answer=["2", "2"]),
         "t.parquet",
         arguments=PARQUET,
     ),
-    whole("parquet without rows", parquet(prompt=[]), "t.parquet", arguments=PARQUET),
-    whole(
+    file_case("parquet without rows", parquet(prompt=[]), "t.parquet", arguments=PARQUET),
+    file_case(
         "parquet cut off",
         lambda t: (
             parquet(prompt=["1+1="])(t),
@@ -167,55 +167,57 @@ DATA = [
         "t.parquet",
         arguments=PARQUET,
     ),
-    whole(
+    file_case(
         "parquet with binary prompts",
         parquet(prompt=[b"1+1=\xff"], answer=["2"]),
         "prompt",
         arguments=PARQUET,
     ),
-    whole("a byte order mark", converted(lambda d: b"\xef\xbb\xbf" + d), expected="either"),
-    whole("CRLF", converted(lambda d: d.replace(b"\n", b"\r\n")), expected="runs"),
-    whole("UTF-16", converted(lambda d: d.decode().encode("utf-16")), "train.jsonl"),
-    whole("no newline at the end", converted(lambda d: d.rstrip(b"\n")), expected="runs"),
-    whole("one JSON array", converted(lambda d: b"[" + d.strip().replace(b"\n", b",") + b"]"), "train.jsonl"),
-    whole(
+    file_case("a byte order mark", converted(lambda d: b"\xef\xbb\xbf" + d), expected="either"),
+    file_case("CRLF", converted(lambda d: d.replace(b"\n", b"\r\n")), expected="runs"),
+    file_case("UTF-16", converted(lambda d: d.decode().encode("utf-16")), "train.jsonl"),
+    file_case("no newline at the end", converted(lambda d: d.rstrip(b"\n")), expected="runs"),
+    file_case(
+        "one JSON array", converted(lambda d: b"[" + d.strip().replace(b"\n", b",") + b"]"), "train.jsonl"
+    ),
+    file_case(
         "fewer prompts than a step", converted(lambda d: d.splitlines(keepends=True)[0]), expected="either"
     ),
-    whole(
+    file_case(
         "every prompt too long, dropped",
         lambda t: None,
         "max_prompt_tokens",
         arguments=("data.max_prompt_tokens=2", "data.prompt_too_long=drop"),
     ),
-    whole(
+    file_case(
         "a prompt key that is not there",
         lambda t: None,
         "question",
         arguments=("data.train.prompt_key=question",),
     ),
-    whole(
+    file_case(
         "an extension nobody knows",
         lambda t: (t / "data/train.jsonl").rename(t / "data/train.csv"),
         "train.csv",
         arguments=("data.train.path=data/train.csv",),
     ),
-    whole(
+    file_case(
         "a compressed file",
         lambda t: (t / "data/train.jsonl").rename(t / "data/train.jsonl.gz"),
         "train.jsonl.gz",
         arguments=("data.train.path=data/train.jsonl.gz",),
     ),
-    whole(
+    file_case(
         "a hub data set without a network",
         lambda t: None,
         "nosuch/dataset",
         arguments=("data.train.path=nosuch/dataset",),
     ),
-    whole(
+    file_case(
         "held-out data missing",
         lambda t: None,
         "nothere.parquet",
         arguments=("data.eval={path: data/nothere.parquet}",),
     ),
-    whole("DPO without pairs", lambda t: None, "pair", "responses", arguments=("algorithm=dpo",)),
+    file_case("DPO without pairs", lambda t: None, "pair", "responses", arguments=("algorithm=dpo",)),
 ]

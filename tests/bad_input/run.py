@@ -82,8 +82,8 @@ def main() -> int:
 
 
 def _drawn(cases: list[Any], share: float, draw: random.Random) -> list[Any]:
-    kept = set(draw.sample(range(len(cases)), math.ceil(share * len(cases))))
-    return [case for number, case in enumerate(cases) if number in kept]
+    drawn_numbers = set(draw.sample(range(len(cases)), math.ceil(share * len(cases))))
+    return [case for number, case in enumerate(cases) if number in drawn_numbers]
 
 
 def _import_libraries() -> None:

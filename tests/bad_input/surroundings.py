@@ -65,13 +65,13 @@ def disk(options: str) -> Callable[[], None]:
     return before
 
 
-def full(size: int, left: int) -> Callable[[], None]:
+def full(size: int, free: int) -> Callable[[], None]:
     """A disk of so many bytes, of which so many are left."""
 
     def before() -> None:
         disk(f"size={size}")()
         with open("disk/filled", "wb") as file:
-            file.write(b"x" * (size - left))
+            file.write(b"x" * (size - free))
 
     return before
 

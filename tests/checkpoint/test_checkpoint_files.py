@@ -104,9 +104,9 @@ def test_what_a_failed_save_left_makes_room_for_the_next(tmp_path: Path) -> None
 
 def test_flipped_bits_are_named_or_change_nothing(tmp_path: Path) -> None:
     """Bits anywhere in any file, and files that are cut off or gone."""
-    whole = write(tmp_path / "whole")
+    intact = write(tmp_path / "whole")
     draw, noticed = random.Random(0), 0
-    for file in sorted(whole.iterdir()):
+    for file in sorted(intact.iterdir()):
         content = file.read_bytes()
         for _ in range(60):
             changed = bytearray(content)
@@ -115,21 +115,21 @@ def test_flipped_bits_are_named_or_change_nothing(tmp_path: Path) -> None:
             cut = draw.random() < 0.1
             file.write_bytes(changed[:offset] if cut else changed)
             try:
-                assert_whole(read(whole))
+                assert_whole(read(intact))
             except DamagedCheckpointError as error:
                 noticed += 1
                 assert str(file) in str(error) or file.name == CHECKSUMS, error
                 assert "\n" not in str(error)
             file.write_bytes(content)
     assert noticed > 200
-    for file in sorted(whole.iterdir()):
+    for file in sorted(intact.iterdir()):
         if file.name != CHECKSUMS:
             content = file.read_bytes()
             file.unlink()
             with pytest.raises(DamagedCheckpointError, match=f"{file.name} is missing"):
-                read(whole)
+                read(intact)
             file.write_bytes(content)
-    assert_whole(read(whole))
+    assert_whole(read(intact))
 
 
 @pytest.mark.parametrize("value", ["1e39", "-2", "true", '"3"', "[]", "{}", "null"])

@@ -65,8 +65,8 @@ def test_exports_on_the_way(chosen, task, tmp_path):
     assert all(torch.equal(last[name], fourth[name]) for name in last)
     words = [str(task / "run.yaml"), f"output_dir={chosen}", *HOW, LOWEST, "--step", str(worst(chosen))]
     assert main(["export", *words, "--out", str(tmp_path / "hf")]) == 0
-    written, kept = (load_file(d / "model.safetensors") for d in (tmp_path / "hf", chosen / "hf_best"))
-    assert all(torch.equal(written[name], kept[name]) for name in kept)
+    written, best = (load_file(d / "model.safetensors") for d in (tmp_path / "hf", chosen / "hf_best"))
+    assert all(torch.equal(written[name], best[name]) for name in best)
     assert not all(torch.equal(written[name], last[name]) for name in last)
 
 

@@ -185,10 +185,10 @@ def test_an_export_that_cannot_be_written_takes_part_in_all_gathers(models, tmp_
     from megatron_gvpo.megatron.model.model import Model
 
     built = build(ModelConfig(path=str(models / "llama3"), dtype="float32"), ParallelConfig(), trained=False)
-    gathered, whole = [], list(built.export())
+    gathered, tensors = [], list(built.export())
 
     def export(self: Model) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in whole:
+        for name, tensor in tensors:
             yield name, tensor
             gathered.append(name)
 
@@ -199,7 +199,7 @@ def test_an_export_that_cannot_be_written_takes_part_in_all_gathers(models, tmp_
     monkeypatch.setattr(SafetensorsWriter, "add", add)
     with pytest.raises(MemoryError, match="for a copy"):
         built.save_hf(tmp_path / "exported")
-    assert gathered == [name for name, _ in whole]
+    assert gathered == [name for name, _ in tensors]
 
 
 def test_an_index_that_leaves_a_tensor_out(models, tmp_path, group):

@@ -95,26 +95,26 @@ def test_another_layout_goes_on_as_the_one_that_saved(
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4), (1, 5), (5, 1), (2, 1, 3)])
 def test_boxes_are_the_run_of_elements(shape: tuple[int, ...]) -> None:
-    whole = torch.arange(prod(shape)).view(shape)
-    for begin in range(whole.numel() + 1):
-        for end in range(begin, whole.numel() + 1):
+    tensor = torch.arange(prod(shape)).view(shape)
+    for begin in range(tensor.numel() + 1):
+        for end in range(begin, tensor.numel() + 1):
             parts = []
             for offset, size in boxes(shape, begin, end):
-                box = whole[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))]
+                box = tensor[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))]
                 assert box.shape == size and box.is_contiguous()
                 parts.append(box.flatten())
-            together = torch.cat(parts) if parts else whole.flatten()[:0]
-            assert torch.equal(together, whole.flatten()[begin:end])
+            together = torch.cat(parts) if parts else tensor.flatten()[:0]
+            assert torch.equal(together, tensor.flatten()[begin:end])
             assert len(parts) <= 2 * len(shape) - 1, "as few as possible"
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_a_half_is_cut_into_as_few_runs_as_possible(axis: int) -> None:
     """Grouped experts have gate and up in one tensor: the halves of its second axis."""
-    whole = torch.arange(48).view(2, 6, 4)
-    for half in whole.chunk(2, dim=axis):
+    tensor = torch.arange(48).view(2, 6, 4)
+    for half in tensor.chunk(2, dim=axis):
         parts = dict(contiguous_parts(half))
-        assert len(parts) == whole.shape[:axis].numel()
+        assert len(parts) == tensor.shape[:axis].numel()
         assert torch.equal(torch.cat([part.flatten() for part in parts.values()]), half.flatten())
         for index, part in parts.items():
             assert part.is_contiguous() and torch.equal(half[index], part)

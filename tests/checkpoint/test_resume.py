@@ -46,12 +46,12 @@ IN_TEST = ("gvpo", "saved in the background", "ppo")
     [pytest.param(name, marks=() if name in IN_TEST else pytest.mark.proof) for name in METHODS],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(task, tmp_path, method):
-    overrides, whole, parts = METHODS[method], tmp_path / "whole", tmp_path / "parts"
-    fit(configure(task, whole, *overrides))
+    overrides, uninterrupted, parts = METHODS[method], tmp_path / "whole", tmp_path / "parts"
+    fit(configure(task, uninterrupted, *overrides))
     stopped = fit(configure(task, parts, *overrides, reward_options(task, signal_in=2)))
     assert stopped.step == 2
     fit(configure(task, parts, *overrides), resume=True)
-    assert_same_run(whole, parts)
+    assert_same_run(uninterrupted, parts)
     if method != "gvpo":
         assert records(parts)[-1]["train/kl"] > 0, "the policy has left its reference"
     if method == "ppo":
@@ -62,11 +62,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(task, tmp_path, method):
 
 def test_the_learning_rate_follows_the_present_number_of_updates(task, tmp_path):
     """A run of two updates a step would be at the end of its decay after half of its steps with one."""
-    whole, parts, one = tmp_path / "whole", tmp_path / "parts", ("algorithm=ppo", *SHORT)
-    fit(configure(task, whole, *one))
+    uninterrupted, parts, one = tmp_path / "whole", tmp_path / "parts", ("algorithm=ppo", *SHORT)
+    fit(configure(task, uninterrupted, *one))
     fit(configure(task, parts, *one, "train.mini_batches=2"), [StopAfter(2)])
     resumed = fit(configure(task, parts, *one), resume=True, allow_change=("train.mini_batches",))
-    assert [r["train/lr"] for r in records(parts)[3:]] == [r["train/lr"] for r in records(whole)[3:]]
+    assert [r["train/lr"] for r in records(parts)[3:]] == [r["train/lr"] for r in records(uninterrupted)[3:]]
     policy = resumed.components.policy
     assert policy.critic.optimizer.scheduler.num_steps == policy.optimizer.scheduler.num_steps == 4
 
@@ -127,27 +127,31 @@ def test_a_checkpoint_with_the_name_of_another_step_is_not_read(task, tmp_path):
 
 
 def test_resume_of_sft(task, tmp_path, caplog):
-    overrides, whole, parts = ("algorithm=sft", "data.eval=null"), tmp_path / "whole", tmp_path / "parts"
-    fit(configure(task, whole, *overrides))
-    assert records(whole)[-1]["train/loss"] < records(whole)[1]["train/loss"]
+    overrides, uninterrupted, parts = (
+        ("algorithm=sft", "data.eval=null"),
+        tmp_path / "whole",
+        tmp_path / "parts",
+    )
+    fit(configure(task, uninterrupted, *overrides))
+    assert records(uninterrupted)[-1]["train/loss"] < records(uninterrupted)[1]["train/loss"]
     assert fit(configure(task, parts, *overrides), [StopAfter(2)]).step == 2
     fit(configure(task, parts, *overrides), resume=True)
     assert "prompts are not those" not in caplog.text
-    assert_same_run(whole, parts)
+    assert_same_run(uninterrupted, parts)
 
 
 def test_resume_while_groups_are_accumulated(task, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
     gpg = ("algorithm=gpg", "algorithm.batch_policy.threshold=1.0", "rollout.n=3", "data.eval=null")
-    fit(configure(task, whole, *gpg, reward_options(task, coarse=True)))
-    rounds = [int(line["batch/rounds"]) for line in records(whole)[1:]]
+    fit(configure(task, uninterrupted, *gpg, reward_options(task, coarse=True)))
+    rounds = [int(line["batch/rounds"]) for line in records(uninterrupted)[1:]]
     step = next(i for i, needed in enumerate(rounds) if i and needed > 1)
     signal = reward_options(task, coarse=True, signal_in=step + 1)
     assert fit(configure(task, parts, *gpg, signal)).step == step, "stopped within the step after it"
     (saved,) = complete_checkpoints(parts / "checkpoints")
     assert json.loads((saved / "state.json").read_text())["batch_policy"]["pending"]
     fit(configure(task, parts, *gpg, reward_options(task, coarse=True)), resume=True)
-    assert_same_run(whole, parts)
+    assert_same_run(uninterrupted, parts)
 
 
 def test_a_resumed_run_has_the_date_on_which_it_began(task, tmp_path, caplog):
@@ -194,12 +198,16 @@ def test_rewards_that_end_with_the_job_are_not_counted(task, tmp_path):
     """Slurm ends every process of a job, reward subprocesses too; their failure says nothing about the
     policy.
     """
-    whole, parts, every_step = tmp_path / "whole", tmp_path / "parts", ("checkpoint.every=1", "eval.every=0")
-    fit(configure(task, whole, *GVPO, *every_step))
+    uninterrupted, parts, every_step = (
+        tmp_path / "whole",
+        tmp_path / "parts",
+        ("checkpoint.every=1", "eval.every=0"),
+    )
+    fit(configure(task, uninterrupted, *GVPO, *every_step))
     killed = reward_options(task, signal_in=3, killed=True)
     assert fit(configure(task, parts, *GVPO, *every_step, killed)).step == 2
     fit(configure(task, parts, *GVPO, *every_step), resume=True)
-    assert_same_run(whole, parts)
+    assert_same_run(uninterrupted, parts)
 
 
 def test_a_checkpoint_of_other_data_is_refused(task, finished):

@@ -78,8 +78,8 @@ def changed_model(file: str, **changes: object) -> Callable[[Path, Path], list[s
     def make(task: Path, directory: Path) -> list[str]:
         shutil.copytree(task / "model", directory / "model")
         values = json.loads((directory / "model" / file).read_text()) | changes
-        kept = {key: value for key, value in values.items() if value is not None}
-        (directory / "model" / file).write_text(json.dumps(kept))
+        remaining_values = {key: value for key, value in values.items() if value is not None}
+        (directory / "model" / file).write_text(json.dumps(remaining_values))
         return [f"model.path={directory / 'model'}"]
 
     return make
@@ -307,9 +307,9 @@ sys.exit(cli.main())
     command = [sys.executable, "-c", program]
     usual = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert usual.returncode == 0 and usual.stdout.endswith("handled\n") and usual.stderr == ""
-    kept = subprocess.run([*command, "for ever"], capture_output=True, text=True, timeout=60)
-    assert kept.returncode == 0 and "gvpo" in kept.stdout
-    assert kept.stderr == "warning: the command is done; it ends without threads that still run: beats\n"
+    result = subprocess.run([*command, "for ever"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and "gvpo" in result.stdout
+    assert result.stderr == "warning: the command is done; it ends without threads that still run: beats\n"
 
 
 def test_a_rank_that_is_killed_costs_the_others_a_line_each(capfd, monkeypatch):

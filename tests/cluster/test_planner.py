@@ -198,11 +198,11 @@ def test_a_method_scores_as_often_as_it_is_planned_to(
     seen = dict.fromkeys(("scored", "valued", "trained", "critic"), 0)
 
     def count(owner: type, method: str, what: str) -> None:
-        whole = getattr(owner, method)
+        original = getattr(owner, method)
 
         def counted(self: object, rows: TrainBatch, *arguments: object, **options: object) -> object:
             seen[what] += len(rows)
-            return whole(self, rows, *arguments, **options)
+            return original(self, rows, *arguments, **options)
 
         monkeypatch.setattr(owner, method, counted)
 
@@ -335,16 +335,16 @@ def test_the_documented_savings_are_the_planners_and_the_measured_ones():
 
 def test_a_plan_with_shared_prompts_trains_faster_and_keeps_groups_whole():
     model, gpu = architecture.load("Qwen/Qwen2.5-7B"), workload.gpu("h800")
-    whole = Workload(256, 8, 4000, Lengths(1000, 1500, 2000))
-    shared = dataclasses.replace(whole, share_prompts=True)
-    took, less = (step_time.seconds(model, gpu, Layout(8, tp=2), work, 16384) for work in (whole, shared))
+    unshared = Workload(256, 8, 4000, Lengths(1000, 1500, 2000))
+    shared = dataclasses.replace(unshared, share_prompts=True)
+    took, less = (step_time.seconds(model, gpu, Layout(8, tp=2), work, 16384) for work in (unshared, shared))
     assert less.training < 0.36 * took.training and less.scoring == took.scoring == 0
     assert less.rollout == took.rollout and less.optimizer == took.optimizer
     best = search.search(model, gpu, 16, shared).best
     assert all(c.layout.cp == 1 for c in best)
     assert min(c.micro_tokens for c in best) >= 4000 + 8 * 1000
-    with_critic = dataclasses.replace(whole, critic=True)
-    of_critic = step_time.model_flops(model, with_critic) - step_time.model_flops(model, whole)
+    with_critic = dataclasses.replace(unshared, critic=True)
+    of_critic = step_time.model_flops(model, with_critic) - step_time.model_flops(model, unshared)
     both = step_time.model_flops(model, dataclasses.replace(with_critic, share_prompts=True))
     assert both == pytest.approx(step_time.model_flops(model, shared) + of_critic)  # which shares nothing
 

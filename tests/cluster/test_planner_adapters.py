@@ -62,10 +62,10 @@ def test_gradients_and_optimizer_states_are_those_of_adapters(layout: Layout) ->
     )
     assert total == pytest.approx(adapted.adapters)
     for stage in stages:
-        whole, ours = (memory_model.state(m, layout, stage) for m in (model, adapted))
-        assert ours[0] == pytest.approx(whole[0] + 2 * trained[stage])
-        assert ours[1] == 4 * trained[stage] < 0.1 * whole[1]
-        assert ours[2] < 0.1 * whole[2]
+        of_model, of_adapters = (memory_model.state(m, layout, stage) for m in (model, adapted))
+        assert of_adapters[0] == pytest.approx(of_model[0] + 2 * trained[stage])
+        assert of_adapters[1] == 4 * trained[stage] < 0.1 * of_model[1]
+        assert of_adapters[2] < 0.1 * of_model[2]
 
 
 def test_a_critic_trains_all_of_its_weights() -> None:
@@ -87,8 +87,11 @@ def test_a_plan_with_adapters_is_a_configuration(
             main(["plan", *options.split(), "--adapter-rank", str(rank), "--write", str(out), "--json"]) == 0
         )
         answers.append(json.loads(capsys.readouterr().out))
-    whole, adapted = (answer["best"][0]["predicted_gib"] for answer in answers)
-    assert adapted["optimizer"] < 0.1 * whole["optimizer"] and adapted["gradients"] < 0.1 * whole["gradients"]
+    of_model, adapted = (answer["best"][0]["predicted_gib"] for answer in answers)
+    assert (
+        adapted["optimizer"] < 0.1 * of_model["optimizer"]
+        and adapted["gradients"] < 0.1 * of_model["gradients"]
+    )
     assert (
         answers[1]["adapter_parameters"]
         == replace(architecture.load("Qwen/Qwen2.5-7B"), adapter_rank=32).adapters

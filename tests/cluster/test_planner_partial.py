@@ -106,10 +106,10 @@ def lines(name: str) -> list[str]:
     """The table's lines of one workload."""
     model, engines, tp, prompts, k, lengths = ROWS[name]
     sizes, work = architecture.load(model), Workload(prompts, k, 256, lengths)
-    whole = step_time.rollout_seconds(sizes, H800, engines, tp, work)
+    full_seconds = step_time.rollout_seconds(sizes, H800, engines, tp, work)
     return [
-        f"| {name} | {whole:.1f} | {choice.prompts}, {choice.oldest} | {choice.seconds:.1f} | "
-        f"{100 * (1 - choice.seconds / whole):.0f} % | {100 * choice.carried:.1f} % |"
+        f"| {name} | {full_seconds:.1f} | {choice.prompts}, {choice.oldest} | {choice.seconds:.1f} | "
+        f"{100 * (1 - choice.seconds / full_seconds):.0f} % | {100 * choice.carried:.1f} % |"
         for choice in partial_rollouts.choices(sizes, H800, engines, tp, work)
     ]
 

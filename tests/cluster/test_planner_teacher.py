@@ -99,8 +99,8 @@ def test_a_held_teacher_fills_the_gpu_in_its_pass():
 
     alone = memory_model.memory(SMALL, layout, tokens, 4)
     both = memory_model.memory(SMALL, layout, tokens, 4, teacher=LOGPROBS)
-    kept = alone.parameters + alone.gradients + alone.optimizer + alone.workspaces + alone.runtime
-    assert both.total == pytest.approx(kept + weights + layer + 800e6, rel=0.01) and both.activations == 0
+    resident = alone.parameters + alone.gradients + alone.optimizer + alone.workspaces + alone.runtime
+    assert both.total == pytest.approx(resident + weights + layer + 800e6, rel=0.01) and both.activations == 0
     assert both.total > alone.total
     # A small teacher's pass takes less than the policy's; its part in the head does not.
     small = PlannedTeacher(architecture.load("Qwen/Qwen2.5-0.5B"), 0, divergence=True)

@@ -36,8 +36,8 @@ def row(name: str, gpus: int) -> str:
     layout = best.layout
     parts = push_time.predicted(model, gpu, layout)
     shards = f"{parts.seconds:.2f} | {parts.busiest_trainer / 1e9:.2f} | {parts.server / 1e9:.1f}"
-    whole = push_time.broadcast(model, gpu, layout).seconds
-    return f"{begin} {layout.name} | {best.seconds.step:.0f} | {whole:.1f} | {shards} |"
+    broadcast_seconds = push_time.broadcast(model, gpu, layout).seconds
+    return f"{begin} {layout.name} | {best.seconds.step:.0f} | {broadcast_seconds:.1f} | {shards} |"
 
 
 def table() -> str:

@@ -263,9 +263,9 @@ def test_servers_on_nodes_of_their_own(slurm: Slurm, task: Path, uninterrupted: 
     slurm.wait_for_start(job, 1)
     assert slurm.end(job) == "COMPLETED", slurm.logs(job)
     used("vllm server")
-    kept = records(out)
-    assert [record["step"] for record in kept] == list(range(STEPS + 1))
-    assert all(record["mismatch/abs_max"] < 2e-3 for record in kept[1:])
+    run_records = records(out)
+    assert [record["step"] for record in run_records] == list(range(STEPS + 1))
+    assert all(record["mismatch/abs_max"] < 2e-3 for record in run_records[1:])
     assert prompts_by_step(tmp_path) == prompts_by_step(uninterrupted)
 
 

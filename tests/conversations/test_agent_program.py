@@ -44,9 +44,9 @@ def _shows_the_template_what_demonstrations_have(task: Path) -> None:
         chat.append({"role": "assistant", "content": "", "tool_calls": [{"function": function}]})
         chat.append({"role": "tool", "content": rest.split("<|tool|>")[1].split("<|end|>")[0]})
     chat.append({"role": "assistant", "content": record["answer"]})
-    whole = tokenizer.apply_chat_template(chat, tokenize=False)
+    chat_text = tokenizer.apply_chat_template(chat, tokenize=False)
     before = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
-    assert len(parts) == 3 and whole == before + record["demonstration"] + "<|end|>"
+    assert len(parts) == 3 and chat_text == before + record["demonstration"] + "<|end|>"
     calls = tokenizer(record["demonstration"])["input_ids"].count(
         tokenizer.convert_tokens_to_ids('"}}</tool_call>')
     )

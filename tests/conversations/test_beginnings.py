@@ -77,10 +77,10 @@ def hold(conversations: Conversations, record: dict[str, object], policy: Policy
 
 
 def test_every_beginning_of_a_conversation_goes_on_with_one_turn_as_it_went_on(tmp_path: Path) -> None:
-    whole = Policy(SAID)
+    full_policy = Policy(SAID)
     record = {"prompt": [{"role": "user", "content": "say"}], "earlier": [], "id": 3}
     with opened(tmp_path, turns=3) as conversations:
-        rollout = hold(conversations, record, whole)
+        rollout = hold(conversations, record, full_policy)
     assert [turn.reward for turn in rollout.turns] == pytest.approx([0.5, 1.1, 1.2])
     cut = beginnings(record, rollout)
     assert [beginning["earlier"] for beginning in cut] == [[], SAID[:1], SAID[:2]] and cut[2]["id"] == 3
@@ -88,7 +88,7 @@ def test_every_beginning_of_a_conversation_goes_on_with_one_turn_as_it_went_on(t
         for i, beginning in enumerate(cut):
             policy = Policy(SAID[i : i + 1])
             next_turn = hold(conversations, beginning, policy)
-            assert policy.contexts == [whole.contexts[i]], "the context in which the turn was sampled"
+            assert policy.contexts == [full_policy.contexts[i]], "the context in which the turn was sampled"
             assert [turn.reward for turn in next_turn.turns] == [rollout.turns[i].reward]
             assert next_turn.counts["environment_reward"] == rollout.turns[i].reward
     assert beginnings({"prompt": "say", "earlier": []}, rollout)[1]["prompt"] == cut[1]["prompt"]

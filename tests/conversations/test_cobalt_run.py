@@ -44,10 +44,10 @@ def talks(file: Path, turns: int, **more: object) -> str:
 
 
 def run(task: Path, out: Path, model: Path, *settings: str) -> Sequence[Group]:
-    kept = KeepGroups()
+    recorder = KeepGroups()
     config = configure(task, out, *TALK, f"model.path={model}", "data.max_prompt_tokens=64", *settings)
-    fit(config, [kept])
-    return kept.groups
+    fit(config, [recorder])
+    return recorder.groups
 
 
 @pytest.mark.proof
@@ -60,8 +60,8 @@ def test_cobalt_trains_the_next_turn_of_recorded_conversations(task: Path, tmp_p
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(model)
     environment.write_text(ENVIRONMENT)
-    whole = (talks(environment, 3), "algorithm=grpo", "train.steps=2")
-    recorded = run(task, tmp_path / "recorded", model, *whole)
+    overrides = (talks(environment, 3), "algorithm=grpo", "train.steps=2")
+    recorded = run(task, tmp_path / "recorded", model, *overrides)
     cut = [
         beginning
         for group in recorded

@@ -40,8 +40,8 @@ def test_a_resumed_run_of_conversations_equals_an_uninterrupted_one(
 ) -> None:
     """The trainer is stopped while it holds a step's conversations."""
     used("environment workers")
-    whole, parts, mark = tmp_path / "whole", tmp_path / "parts", tmp_path / "mark"
-    fit(configure(task, whole, *method, *TALK, talks()))
+    uninterrupted, parts, mark = tmp_path / "whole", tmp_path / "parts", tmp_path / "mark"
+    fit(configure(task, uninterrupted, *method, *TALK, talks()))
     stopping = configure(task, parts, *method, *TALK, talks(stop=str(mark)))
     stopped = fit(stopping, [AskToStop(mark)])
     assert stopped.step == 2 and not mark.exists()
@@ -50,8 +50,8 @@ def test_a_resumed_run_of_conversations_equals_an_uninterrupted_one(
         resume=True,
         allow_change=("rollout.conversation.options",),
     )
-    assert_same_run(whole, parts)
-    lines = records(whole)[1:]
+    assert_same_run(uninterrupted, parts)
+    lines = records(uninterrupted)[1:]
     assert all(1 < line["env/turns"] < 4 and line["env/lost"] == 0 for line in lines)
     assert all(line["env/observation_tokens"] > 0 and 0 < line["env/even"] < 3 for line in lines)
     assert lines[0]["reward/mean"] == pytest.approx(lines[0]["env/environment_reward"])

@@ -32,14 +32,14 @@ def test_a_history_that_is_written_anew_is_trained_as_it_was_sampled(task: Path,
     tokenizer.save_pretrained(model)
     talk = talks().replace('"turns": 4', '"turns": 4, "history": "template"')
     longer = ("rollout.max_tokens=60", "data.max_prompt_tokens=64", "data.eval=null", "train.steps=3")
-    kept = KeepGroups()
-    fit(configure(task, tmp_path / "run", *GVPO, *TALK, talk, f"model.path={model}", *longer), [kept])
+    recorder = KeepGroups()
+    fit(configure(task, tmp_path / "run", *GVPO, *TALK, talk, f"model.path={model}", *longer), [recorder])
     lines = records(tmp_path / "run")[1:]
     assert len(lines) == 3 and all(line["env/turns"] > 1 and line["env/lost"] == 0 for line in lines)
     assert all(line["mismatch/kl"] < 1e-5 for line in lines), "scored in the contexts that were sampled"
     counts = [
         len(segments(group.prompt.token_ids, rollout.token_ids, rollout.turns))
-        for group in kept.groups
+        for group in recorder.groups
         for rollout in group.rollouts
     ]
     assert min(counts) == 1 < max(counts), "some turns had a part that was left out"

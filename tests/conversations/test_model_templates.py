@@ -89,11 +89,11 @@ def test_a_tools_answer_is_written_as_the_models_template_does(templates: dict[s
         text = of.apply_chat_template(messages, tools=[SCHEMA], tokenize=False, add_generation_prompt=True)
         return ids(of, str(text))
 
-    whole = rendered(chat)
+    all_ids = rendered(chat)
     assert "42" in of.decode(between)
-    assert whole[-len(between) :] == between
+    assert all_ids[-len(between) :] == between
     if name not in THINKING:
-        assert whole == (*rendered(chat[:1]), *ids(of, CALL), of.eos_token_id, *between)
+        assert all_ids == (*rendered(chat[:1]), *ids(of, CALL), of.eos_token_id, *between)
 
 
 @pytest.mark.parametrize(
@@ -153,10 +153,10 @@ def test_qwen3_keeps_thoughts_or_strips_them(templates: dict[str, str], name: st
     thought = "hm\n</think>\n\n42" if text.endswith("<think>\n") else "<think>\nhm\n</think>\n\n42"
     reply = {"role": "assistant", "content": thought}
     ended = (*prompt, *ids(of, thought), of.eos_token_id)
-    kept, stripped = (
+    unstripped, stripped = (
         Template(of, (of.eos_token_id,), chat=True, again=again).followed(prompt, ended, [reply], [answer])
         for again in (False, True)
     )
-    assert kept[: len(ended)] == ended and "hm" in of.decode(kept)
-    whole = of.apply_chat_template([*chat, reply, answer], tokenize=False, add_generation_prompt=True)
-    assert stripped == ids(of, str(whole)) and "hm" not in of.decode(stripped)
+    assert unstripped[: len(ended)] == ended and "hm" in of.decode(unstripped)
+    chat_text = of.apply_chat_template([*chat, reply, answer], tokenize=False, add_generation_prompt=True)
+    assert stripped == ids(of, str(chat_text)) and "hm" not in of.decode(stripped)

@@ -18,8 +18,8 @@ def test_lost_conversations_leave_their_groups_before_anyone_sees_them() -> None
         return Group(Prompt("p", (5,), "?"), [Rollout([], [], "down", reason) for reason in reasons])
 
     outages = Outages(most=0.6)
-    kept = outages.taken_out([group("stop", "stop", LOST), group("stop", LOST), group("stop")])
-    assert [len(g.rollouts) for g in kept] == [2, 1], "a group of one by itself stays"
+    remaining = outages.taken_out([group("stop", "stop", LOST), group("stop", LOST), group("stop")])
+    assert [len(g.rollouts) for g in remaining] == [2, 1], "a group of one by itself stays"
     assert outages.metrics == {"env/lost": pytest.approx(1 / 3), "env/dropped_groups": 1.0}
     with pytest.raises(RolloutError, match=r"2 of 3 conversations were lost .* 2 of them to: down"):
         outages.taken_out([group("stop", LOST, LOST)])

@@ -85,14 +85,14 @@ def test_a_resumed_run_of_programs_equals_an_uninterrupted_one(
     task: Path, program: Path, tmp_path: Path
 ) -> None:
     used("agent programs")
-    whole, parts, mark = tmp_path / "whole", tmp_path / "parts", tmp_path / "mark"
-    fit(configure(task, whole, *GVPO, *TALK, talks(program)))
+    uninterrupted, parts, mark = tmp_path / "whole", tmp_path / "parts", tmp_path / "mark"
+    fit(configure(task, uninterrupted, *GVPO, *TALK, talks(program)))
     stopped = fit(configure(task, parts, *GVPO, *TALK, talks(program, stop=str(mark))), [AskToStop(mark)])
     assert stopped.step == 2 and not mark.exists()
     allowed = ("rollout.conversation.options",)
     fit(configure(task, parts, *GVPO, *TALK, talks(program)), resume=True, allow_change=allowed)
-    assert_same_run(whole, parts)
-    lines = records(whole)[1:]
+    assert_same_run(uninterrupted, parts)
+    lines = records(uninterrupted)[1:]
     assert len(lines) == 3 and all(line["env/lost"] == 0 for line in lines)
     assert all(1 < line["env/turns"] == line["env/asked"] <= 4 for line in lines)
     assert lines[0]["reward/mean"] == pytest.approx(lines[0]["env/environment_reward"])
@@ -112,11 +112,11 @@ def test_m_grpo_compares_the_sub_agents_calls_with_one_another(
         def on_start(self, trainer: Trainer) -> None:
             update = trainer._update
 
-            def kept(rows: TrainBatch, *more: object) -> object:
+            def recording_update(rows: TrainBatch, *more: object) -> object:
                 batches.append(rows)
                 return update(rows, *more)  # type: ignore[arg-type]
 
-            trainer._update = kept  # type: ignore[method-assign, assignment]
+            trainer._update = recording_update  # type: ignore[method-assign, assignment]
 
     fit(configure(task, tmp_path / "run", "algorithm=m_grpo", *TALK, talks(program)), [Keep()])
     assert len(records(tmp_path / "run")) == 4

@@ -57,7 +57,7 @@ class Script:
         self._answer, self.of = answer, tokenizer(WITH_CALLS)
         self.record: list[tuple[int, tuple[int, ...], list[int]]] = []
         self.seeds: list[int] = []
-        self.left: set[int] = set()
+        self.departed: set[int] = set()
 
     async def respond(self, conversation: int, request: Request) -> Rollout:
         await asyncio.sleep(0.01)
@@ -71,7 +71,7 @@ class Script:
         return Rollout(list(own), [-0.5] * len(own), "", reason, 7)
 
     def end(self, conversation: int) -> None:
-        self.left.add(conversation)
+        self.departed.add(conversation)
 
 
 class Harness:
@@ -107,7 +107,7 @@ class Harness:
         running = self._programs.run_all(self.policy, prompts, requests, sampling)
         groups = self._runner.run(asyncio.wait_for(running, 500))
         used("agent programs")
-        assert self.policy.left == set(range(n * len(prompts)))
+        assert self.policy.departed == set(range(n * len(prompts)))
         for number, (p, rollout) in enumerate(
             (p, r) for p, g in zip(prompts, groups, strict=True) for r in g
         ):

@@ -51,10 +51,10 @@ def test_given_tokens_are_the_templates_own(written: str) -> None:
         "a turn that a stop token ended"
     )
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, message]
-    whole = of.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    chat_text = of.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     before = of.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
     joined = (*ids(of, before), *ids(of, "b"), END, *template.tokens_between(END, [message]))
-    assert joined == ids(of, whole), "for a policy that writes the tokenizer's own tokens"
+    assert joined == ids(of, chat_text), "for a policy that writes the tokenizer's own tokens"
 
 
 def test_a_template_that_writes_the_time_writes_the_same_at_any_time() -> None:
@@ -253,8 +253,8 @@ def test_a_history_that_the_template_writes_again(written: str, drift: bool, cou
     template = Template(of, (END,), chat=True, again=True)
     rollout = asyncio.run(converse(say, echo, template, prompt, 0, limits))
     for number, context in enumerate(prompt_ids):
-        whole = [*chat, *rollout.messages[: 2 * number]]
-        text = of.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
+        history = [*chat, *rollout.messages[: 2 * number]]
+        text = of.apply_chat_template(history, tokenize=False, add_generation_prompt=True)
         assert context == ids(of, text), "as an application that keeps messages would ask"
     assert rollout.token_ids == [*reply, END] * 3
     sequences = segments(prompt, rollout.token_ids, rollout.turns)

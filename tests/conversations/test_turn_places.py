@@ -29,16 +29,16 @@ def test_places_are_those_of_a_search_through_everything() -> None:
         def tokens(least: int, rng: random.Random = rng) -> tuple[int, ...]:
             return tuple(rng.randrange(2) for _ in range(rng.randint(least, 4)))
 
-        whole = [tokens(1)]  # what the prompt and every turn ended with
-        ends = TurnEnds(whole[0])
+        sequences = [tokens(1)]  # what the prompt and every turn ended with
+        ends = TurnEnds(sequences[0])
         for _ in range(8):
-            before = rng.choice(whole)
+            before = rng.choice(sequences)
             context = (*before[: rng.randint(0, len(before))], *tokens(0)) or (1,)
             prefix, sampled = ends.shared_prefix(context), tokens(1)
-            assert prefix == searched(whole, context)
+            assert prefix == searched(sequences, context)
             ends.add(prefix, context[prefix.length :], sampled)
-            whole.append((*context, *sampled))
-            assert [ends.end(turn) for turn in range(len(whole) - 1)] == whole[1:]
+            sequences.append((*context, *sampled))
+            assert [ends.end(turn) for turn in range(len(sequences) - 1)] == sequences[1:]
 
 
 def test_a_long_chat_is_kept_once() -> None:
@@ -52,8 +52,8 @@ def test_a_long_chat_is_kept_once() -> None:
         sent = [{**m, "content": "".join(list(m["content"]))} for m in chat]
         calls.add(context, response, messages=sent)
         context = (*context, *response.token_ids, *(7,) * 80)
-    kept, _ = tracemalloc.get_traced_memory()
+    traced_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     rollout = calls.rollout(calls.without_retries())
     assert len(rollout.turns) == 60 and sum(len(turn.given) for turn in rollout.turns) == 59 * 80
-    assert kept < 1_500_000
+    assert traced_bytes < 1_500_000

@@ -339,11 +339,11 @@ def test_long_prompts_can_be_dropped(
     path = jsonl(tmp_path / "a.jsonl", *({"prompt": "x" * n, "answer": "x"} for n in (3, 4, 5, 6)))
     with caplog.at_level(logging.WARNING):
         monkeypatch.setenv("RANK", "3")
-        kept = load(path, tokenizer, max_prompt_tokens=4, prompt_too_long="drop")
+        short_prompts = load(path, tokenizer, max_prompt_tokens=4, prompt_too_long="drop")
         assert not caplog.text, "every rank reads the data, and one of them tells"
         monkeypatch.delenv("RANK")
-        assert load(path, tokenizer, max_prompt_tokens=4, prompt_too_long="drop") == kept
-    assert [p.id for p in kept] == ["a.jsonl:1", "a.jsonl:2"]
+        assert load(path, tokenizer, max_prompt_tokens=4, prompt_too_long="drop") == short_prompts
+    assert [p.id for p in short_prompts] == ["a.jsonl:1", "a.jsonl:2"]
     assert "dropped 2 of 4 prompts" in caplog.text
     with pytest.raises(DataError, match=r"every prompt is longer than data.max_prompt_tokens=2 tokens"):
         load(path, tokenizer, max_prompt_tokens=2, prompt_too_long="drop")
@@ -415,9 +415,9 @@ def test_every_epoch_visits_every_prompt_once_in_an_order_of_its_own() -> None:
 
 @pytest.mark.parametrize("k", [1, 3, 7, 16])
 def test_batches_straddle_epochs(k: int) -> None:
-    whole = PromptOrder(7, seed=0).take(7 * 48)
+    uninterrupted = PromptOrder(7, seed=0).take(7 * 48)
     order = PromptOrder(7, seed=0)
-    assert [i for _ in range(7 * 48 // k) for i in order.take(k)] == whole
+    assert [i for _ in range(7 * 48 // k) for i in order.take(k)] == uninterrupted
 
 
 def test_resuming_anywhere_is_exact() -> None:

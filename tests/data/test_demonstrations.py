@@ -39,11 +39,11 @@ def test_a_chat_is_the_tokens_that_the_template_writes() -> None:
     shown = DemonstrationReader(of, (END,), chat=True, tools=())(SOLUTION)
     question = [{"role": "user", "content": "a"}]
     spelled = [{**m, "content": m["content"].replace("<|im_end|>", "< |im_end|>")} for m in SOLUTION]
-    whole = of.apply_chat_template([*question, *spelled], tokenize=False).removesuffix("\n")
+    chat_text = of.apply_chat_template([*question, *spelled], tokenize=False).removesuffix("\n")
     prompt = ids(of, of.apply_chat_template(question, tokenize=False, add_generation_prompt=True))
     assert shown.chat is not None
     [segment] = segments(prompt, shown.token_ids, shown.chat.turns)
-    assert tuple(segment.ids) == ids(of, whole)
+    assert tuple(segment.ids) == ids(of, chat_text)
     own = [of.decode(segment.ids[position : position + count]) for position, _, count in segment.own]
     call = '{"name": "add", "arguments": {"a": 1}}'
     assert own == ["hello<|im_end|>", f"llo<call>{call}</call><|im_end|>", "he<|im_end|>"]

@@ -78,13 +78,16 @@ def test_only_the_policys_own_responses_are_learned_from():
 
 
 def test_draws_go_on_after_a_checkpoint():
-    whole, interrupted = (order(learned([0, 1]), favour="hard") for _ in range(2))
-    assert whole.take(2) == interrupted.take(2) and whole.seed_for_next() == interrupted.seed_for_next()
+    uninterrupted, interrupted = (order(learned([0, 1]), favour="hard") for _ in range(2))
+    assert (
+        uninterrupted.take(2) == interrupted.take(2)
+        and uninterrupted.seed_for_next() == interrupted.seed_for_next()
+    )
     tracker = SuccessTracker(Tracker())
     tracker.load_state_dict(json.loads(json.dumps(learned([0, 1]).state_dict())))
     resumed = order(tracker, favour="hard")
     resumed.load_state_dict(json.loads(json.dumps(interrupted.state_dict())))
-    assert [resumed.take(3) for _ in range(5)] == [whole.take(3) for _ in range(5)]
+    assert [resumed.take(3) for _ in range(5)] == [uninterrupted.take(3) for _ in range(5)]
     with pytest.raises(DataError, match="resume with the same settings"):
         resumed.load_state_dict({"count": 9, "draws": 1})
     with pytest.raises(DataError, match=r"drawn otherwise \(algorithm.prompts\)"):

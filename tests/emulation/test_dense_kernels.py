@@ -161,8 +161,8 @@ def test_products(dtype: torch.dtype, trans_a: bool, trans_b: bool) -> None:
     """The three products of a linear layer: its output, its input's gradient, its weight's."""
     a = random(24, 16, dtype=dtype) if trans_a or trans_b else random(16, 40, dtype=dtype)
     b = random(24, 32, dtype=dtype) if trans_b else random(3, 5, 16, dtype=dtype)
-    left = b.double().flatten(0, -2)
-    exact = (left.T if trans_b else left) @ (a.double().T if trans_a else a.double())
+    left_operand = b.double().flatten(0, -2)
+    exact = (left_operand.T if trans_b else left_operand) @ (a.double().T if trans_a else a.double())
     out = torch.empty(*([] if trans_b else [3, 5]), *exact.shape[-1 - trans_b :], dtype=dtype)
     gemm([out, None, None, None], a, trans_a, b, trans_b)
     assert_close(out.view(exact.shape), exact)

@@ -49,18 +49,18 @@ def made(rule: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, dict[str, An
 
 def fused(logits: Tensor, grad: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Weights, map and the logits' gradient, as the compiled functions are called for them."""
-    weights, chosen, kept = (
+    weights, chosen, intermediate = (
         torch.empty_like(logits),
         torch.empty(logits.shape).bool(),
         torch.empty(logits.shape),
     )
     names = ("topk", "use_pre_softmax", "num_groups", "group_topk", "scaling_factor", "score_function")
     arguments = [*(options[name] for name in names), options["expert_bias"]]
-    TABLE["fused_topk_with_score_function_fwd"]((weights, chosen, kept), logits, *arguments)
+    TABLE["fused_topk_with_score_function_fwd"]((weights, chosen, intermediate), logits, *arguments)
     d_logits = torch.empty_like(logits)
     of_backward = (options["topk"], options["use_pre_softmax"], options["scaling_factor"])
     backward = TABLE["fused_topk_with_score_function_bwd"]
-    backward(None, chosen, kept, grad, d_logits, *of_backward, options["score_function"])
+    backward(None, chosen, intermediate, grad, d_logits, *of_backward, options["score_function"])
     return weights, chosen, d_logits
 
 

@@ -86,8 +86,10 @@ def with_file(directory: Path, name: str, content: bytes, check: Callable[[], No
 @given(data=st.data())
 def test_files(checkpoint: Path, data: st.DataObject, name: str) -> None:
     content = data.draw(spoiled((checkpoint / name).read_bytes()))
-    whole = name != "checksums.json"  # another list may lack the checksum of something, and all is as it was
-    with_file(checkpoint, name, content, lambda: is_loaded_or_refused(checkpoint, whole))
+    must_be_intact = (
+        name != "checksums.json"
+    )  # another list may lack the checksum of something, and all is as it was
+    with_file(checkpoint, name, content, lambda: is_loaded_or_refused(checkpoint, must_be_intact))
 
 
 @pytest.mark.parametrize("name", ["state.json", "metadata.json", "checksums.json"])
@@ -103,12 +105,12 @@ def test_values(checkpoint: Path, data: st.DataObject, name: str) -> None:
 def test_lists_of_tensors(checkpoint: Path, data: st.DataObject) -> None:
     """Without checksums, as an earlier version wrote it: the list's values are all there is to go by."""
     listed = pickle.loads((checkpoint / ".metadata").read_bytes())
-    places, tensors = list(listed.storage_data.values()), list(listed.state_dict_metadata.values())
+    storage_entries, tensors = list(listed.storage_data.values()), list(listed.state_dict_metadata.values())
     parts = [part for tensor in tensors for part in getattr(tensor, "chunks", ())]
-    part = data.draw(st.sampled_from([listed, *places, *tensors, *parts]))
+    part = data.draw(st.sampled_from([listed, *storage_entries, *tensors, *parts]))
     name = data.draw(st.sampled_from(sorted(vars(part)) or ["x"]))
     near = st.tuples(st.integers(-2, 9)) | st.tuples(st.integers(0, 4), st.integers(0, 5)).map(torch.Size)
-    value = data.draw(st.sampled_from(ODD) | near | st.integers(-5, 5000) | st.sampled_from(places))
+    value = data.draw(st.sampled_from(ODD) | near | st.integers(-5, 5000) | st.sampled_from(storage_entries))
     object.__setattr__(part, name, value)
 
     def check() -> None:

@@ -203,8 +203,8 @@ def test_tokenizer_files(name: str, task: Path, tmp_path: Path, capsys: Any) -> 
     shutil.copytree(
         task / "model", model := tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors")
     )
-    whole = (model / name).read_bytes()
-    for text in (whole[: len(whole) // 2], b"", b"[]", b"{}", b"null", b"\xff\xfe", b"[" * 3000):
+    content = (model / name).read_bytes()
+    for text in (content[: len(content) // 2], b"", b"[]", b"{}", b"null", b"\xff\xfe", b"[" * 3000):
         (model / name).write_bytes(text)
         try:
             load_tokenizer(str(model))

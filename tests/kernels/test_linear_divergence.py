@@ -122,14 +122,14 @@ def test_a_teacher_that_is_the_student_has_no_divergence_and_no_gradient(kind: D
 def test_top_k_of_all_tokens_is_all_and_fewer_are_less():
     problem = Problem.make()
     for kind in ALL:
-        whole = problem.fused(kind)[0].divergence_r
+        of_all_tokens = problem.fused(kind)[0].divergence_r
         parts = [
             problem.fused(Divergence(kind.kind, kind.beta, k))[0].divergence_r for k in (1, 5, 20, 60, 99)
         ]
-        torch.testing.assert_close(parts[-1], whole)
-        torch.testing.assert_close(parts[-2], whole)
+        torch.testing.assert_close(parts[-1], of_all_tokens)
+        torch.testing.assert_close(parts[-2], of_all_tokens)
         assert all((less <= more + 1e-12).all() for less, more in pairwise(parts))
-        assert (parts[0] > 0).all() and (parts[2] < whole).all()
+        assert (parts[0] > 0).all() and (parts[2] < of_all_tokens).all()
 
 
 def test_no_tokens_and_frozen_inputs():

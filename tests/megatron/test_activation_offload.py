@@ -34,14 +34,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_run_with_offloaded_activations_is_the_run_without(results: Path, layout: Layout) -> None:
     """A scoring pass precedes updates with more and with fewer micro-batches than before, in other shapes."""
-    kept, moved = (
+    without_offload, moved = (
         torch.load(results / f"{layout}-{name}.pt", weights_only=False) for name in ("kept", "moved")
     )
-    assert not kept["moved_bytes"] and all(moved["moved_bytes"]), "by every update"
+    assert not without_offload["moved_bytes"] and all(moved["moved_bytes"]), "by every update"
     assert moved["left_bytes"] == 0, "no buffer stays for the next"
     for name in ("scores", "losses", "grad_norms"):
-        for got, wanted in zip(moved[name], kept[name], strict=True):
+        for got, wanted in zip(moved[name], without_offload[name], strict=True):
             # What comes back is contiguous, and may be multiplied in another order.
             torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(wanted), rtol=1e-5, atol=1e-5)
-    for name, weight in kept["weights"].items():
+    for name, weight in without_offload["weights"].items():
         assert (moved["weights"][name] - weight).abs().max() < 1e-2 * UPDATE["lr"], name

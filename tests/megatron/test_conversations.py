@@ -240,15 +240,17 @@ class Plain:
 
 def environment_tokens_in_the_sums(rows: TrainBatch) -> TrainBatch:
     """The mistake of a missing mask: what the environment said is trained as if the policy had said it."""
-    responses, places = [], list[int]()
+    responses, own_indices = [], list[int]()
     next_own = count()
     for talk in map(with_turns, TALKS):
         ids: list[int] = []
         for turn, (_, response) in zip(talk[2], contexts(talk), strict=True):
             ids += [*turn.given, *response]
-            places += [-1] * len(turn.given) + [next(next_own) for _ in response]
+            own_indices += [-1] * len(turn.given) + [next(next_own) for _ in response]
         responses.append(ids)
-    old, ref = ([0.0 if p < 0 else float(c[p]) for p in places] for c in (rows.old_logp_r, rows.ref_logp_r))
+    old, ref = (
+        [0.0 if p < 0 else float(c[p]) for p in own_indices] for c in (rows.old_logp_r, rows.ref_logp_r)
+    )
     return TrainBatch(
         *(rows.prompt_ids, responses, rows.group_n, rows.reward_n, rows.truncated_n),
         old_logp_r=torch.tensor(old),

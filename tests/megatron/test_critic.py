@@ -90,8 +90,8 @@ def test_gae_is_its_definition(lengths, gamma, lam, kl_coef):
 def test_the_ends_of_lambda():
     """lambda 1 gives the return less the value, lambda 0 the one-step error."""
     rows = make_rows([[2.0]], [3]).with_columns(value_r=torch.tensor([1.0, 3.0, 5.0]))
-    whole, _ = GAE(lam=1.0, whiten="none").fill(rows)
-    assert whole.advantage_r.tolist() == [1.0, -1.0, -3.0] and whole.return_r.tolist() == [2.0, 2.0, 2.0]
+    filled, _ = GAE(lam=1.0, whiten="none").fill(rows)
+    assert filled.advantage_r.tolist() == [1.0, -1.0, -3.0] and filled.return_r.tolist() == [2.0, 2.0, 2.0]
     step, metrics = GAE(lam=0.0, whiten="none").fill(rows)
     assert step.advantage_r.tolist() == [2.0, 2.0, -3.0]
     assert metrics["explained_variance"] == pytest.approx(1 - 50 / 9 / (14 / 9))

@@ -66,15 +66,15 @@ def supports(*counts: int) -> Supports:
 
 
 @pytest.mark.parametrize("entropy", [False, True], ids=["", "with entropy"])
-@pytest.mark.parametrize("kept", [None, (3,), (VOCABULARY,), (3, VOCABULARY, 0)], ids=str)
-def test_a_head_brings_no_number_to_the_host(kept: tuple[int, ...] | None, entropy: bool):
+@pytest.mark.parametrize("support_sizes", [None, (3,), (VOCABULARY,), (3, VOCABULARY, 0)], ids=str)
+def test_a_head_brings_no_number_to_the_host(support_sizes: tuple[int, ...] | None, entropy: bool):
     """Without supports, and with narrow and wide ones and both."""
     hidden_rh, weight_vh, label_r = head_inputs()
     of_head = {"temperature": 0.7, "entropy": entropy, "stash_bytes": 2**20}
-    if kept is None:
+    if support_sizes is None:
         output = linear_logprob(hidden_rh, weight_vh, label_r, **of_head)
     else:
-        output = truncated_logprob(hidden_rh, weight_vh, label_r, supports(*kept), **of_head)
+        output = truncated_logprob(hidden_rh, weight_vh, label_r, supports(*support_sizes), **of_head)
     results = [output.logp_r, *([output.entropy_r] if entropy else [])]
     torch.stack([result.sum() for result in results]).sum().backward()
     assert all(tensor.is_meta for tensor in (*results, hidden_rh.grad, weight_vh.grad))

@@ -26,17 +26,17 @@ def changed(task: Path, config: Config) -> set[str]:
 
 
 def test_frozen_weights_keep_their_values_and_the_others_train(task: Path, tmp_path: Path):
-    whole = configure(task, tmp_path / "whole", *GVPO, *EXPORTED)
-    fit(whole)
-    everything = changed(task, whole)
+    unfrozen = configure(task, tmp_path / "whole", *GVPO, *EXPORTED)
+    fit(unfrozen)
+    everything = changed(task, unfrozen)
     frozen = "model.freeze=[embedding, decoder.layers.0, '*.linear_fc2']"
     config = configure(task, tmp_path / "run", *GVPO, *EXPORTED, frozen)
     fit(config)
-    kept = everything - changed(task, config)
+    unchanged = everything - changed(task, config)
     expected = {
         name for name in everything if "embed_tokens" in name or ".layers.0." in name or "down_proj" in name
     }
-    assert kept == expected and len(kept) < len(everything)
+    assert unchanged == expected and len(unchanged) < len(everything)
 
 
 def test_the_gradient_passes_a_frozen_embedding_where_layers_are_computed_again(task: Path, tmp_path: Path):

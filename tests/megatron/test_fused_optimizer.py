@@ -79,9 +79,9 @@ def test_a_run_that_goes_on_repeats_the_one_that_was_saved(fused: type, tmp_path
         wanted = [policy.update(rows, at_step_start=False) for _ in updates]
         trained = states(policy)
     with bf16_policy(case, tmp_path, 0.0) as policy:
-        places = addresses(policy)
+        addresses_before = addresses(policy)
         load_policy(tmp_path / f"step_0000000{saved_at}", policy)
-        assert addresses(policy) == places, "loaded in place"
+        assert addresses(policy) == addresses_before, "loaded in place"
         results = [policy.update(rows, at_step_start=False) for _ in updates]
         assert [(r.metrics, r.update) for r in results] == [(r.metrics, r.update) for r in wanted]
         assert policy.optimizer.steps == 3
@@ -108,7 +108,10 @@ def test_its_moments_are_there_from_the_build_on(fused: type, tmp_path: Path, of
                     torch.testing.assert_close(state[moment], wanted, rtol=0, atol=0)
                     assert not wanted.any()
                 inner.state[parameter] = state
-        places, device_bytes = addresses(policy), sum(tensor.nbytes for tensor in policy.optimizer.tensors())
+        addresses_before, device_bytes = (
+            addresses(policy),
+            sum(tensor.nbytes for tensor in policy.optimizer.tensors()),
+        )
         weight_bytes = sum(weight.nbytes for weight in policy.model.weights())
         # A master and two moments in fp32, beside a weight in bf16.
         assert device_bytes == pytest.approx(6 * (1 - offload) * weight_bytes, rel=0.02 + 0.3 * offload)
@@ -116,7 +119,7 @@ def test_its_moments_are_there_from_the_build_on(fused: type, tmp_path: Path, of
         assert memory["memory/optimizer_gib"] * GIB == device_bytes
         parts = ("weights", "gradients", "optimizer", "activations")
         assert memory["memory/peak_gib"] >= sum(memory[f"memory/{part}_gib"] for part in parts)
-        assert addresses(policy) == places
+        assert addresses(policy) == addresses_before
         trained = states(policy)
         policy.memory.release("training")
         assert not any(tensor.untyped_storage().nbytes() for tensor in policy.optimizer.tensors())

@@ -51,10 +51,10 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_activation_outlives_its_pass(measured: Path, number: int) -> None:
     layout, _ = RUNS[number]
     for rank in range(layout.ranks):
-        left = torch.load(measured / f"{number}-{rank}.pt", weights_only=False)
-        assert left["peak"] > 50 * LEAST, "the passes were followed"
-        print(left)
-        assert left["update"] < LEAST and left["score"] < LEAST, left
+        remaining = torch.load(measured / f"{number}-{rank}.pt", weights_only=False)
+        assert remaining["peak"] > 50 * LEAST, "the passes were followed"
+        print(remaining)
+        assert remaining["update"] < LEAST and remaining["score"] < LEAST, remaining
 
 
 def test_attributes_inside_of_other_objects_are_dropped() -> None:

@@ -41,13 +41,13 @@ def copies(
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     out = torch.zeros_like(q)
 
-    def attend(places: Tensor, kept: Tensor) -> None:
+    def attend(positions: Tensor, output_rows: Tensor) -> None:
         nonlocal out
-        seen = torch.ones(len(places), len(places), dtype=torch.bool).tril()
-        scores = torch.einsum("qnd,knd->nqk", q[places], k[places]) * factor
+        seen = torch.ones(len(positions), len(positions), dtype=torch.bool).tril()
+        scores = torch.einsum("qnd,knd->nqk", q[positions], k[positions]) * factor
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        output = torch.einsum("nqk,knd->qnd", weights, v[places])
-        out = out.index_add(0, kept, output[len(places) - len(kept) :])
+        output = torch.einsum("nqk,knd->qnd", weights, v[positions])
+        out = out.index_add(0, output_rows, output[len(positions) - len(output_rows) :])
 
     begin, behind = 0, sum(prompt for prompt, _ in groups)
     for prompt, answers in groups:
@@ -128,13 +128,13 @@ def test_in_bf16_merging_costs_less_than_rounding_does(kernel: PartialAttention)
 
     def results(dtype: torch.dtype, followers: bool) -> list[Tensor]:
         leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
-        whole = Sequences.of(*pack, CPU) if followers else Sequences.of([sum(pack[0])], [], CPU)
-        out = merged_attention(*leaves, whole, kernel, None)
+        sequences = Sequences.of(*pack, CPU) if followers else Sequences.of([sum(pack[0])], [], CPU)
+        out = merged_attention(*leaves, sequences, kernel, None)
         return [out, *torch.autograd.grad(out, leaves, upstream.to(dtype))]
 
     def errors(followers: bool) -> list[float]:
         pairs = zip(results(torch.bfloat16, followers), results(torch.float64, followers), strict=True)
-        return [float((ours - exact).norm() / exact.norm()) for ours, exact in pairs]
+        return [float((result - exact).norm() / exact.norm()) for result, exact in pairs]
 
     for merged, plain in zip(errors(True), errors(False), strict=True):
         assert merged < 2 * plain and merged < 6e-3

@@ -67,7 +67,7 @@ def test_a_rotated_part_that_megatron_bridge_ignores_is_refused(key: str) -> Non
     [family] = [family for family in FAMILIES if family.architecture == "OlmoeForCausalLM"]
     share = {"partial_rotary_factor": 0.5}
     rope = {"rope_parameters": family.tiny["rope_parameters"] | share}
-    for whole in (1.0, None):
-        check_family(family.tiny | {"partial_rotary_factor": whole}, "model.path=m")
+    for factor in (1.0, None):
+        check_family(family.tiny | {"partial_rotary_factor": factor}, "model.path=m")
     with pytest.raises(ConfigError, match=r"^model\.path=m: partial_rotary_factor=0\.5 of the rope in"):
         check_family(family.tiny | (share if key == "partial_rotary_factor" else rope), "model.path=m")

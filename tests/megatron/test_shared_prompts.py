@@ -174,9 +174,9 @@ def test_rows_of_equal_length_are_neighbours(shared: bool) -> None:
     rows = rows_of([(3, [2, 7, 2, 5]), (1, [4, 2, 4]), (3, [6, 1, 6])])
     batch = PackedBatch.pack(rows, share_prompts=shared)
     lengths = [(len(rows.prompt_ids[i]), len(rows.response_ids[i])) for i in batch.order]
-    whole = [(1, 2), (3, 1), (3, 2), (3, 2), (1, 4), (1, 4), (3, 5), (3, 6), (3, 6), (3, 7)]
+    by_length = [(1, 2), (3, 1), (3, 2), (3, 2), (1, 4), (1, 4), (3, 5), (3, 6), (3, 6), (3, 7)]
     by_prompt = [(1, 2), (1, 4), (1, 4), (3, 2), (3, 2), (3, 5), (3, 7), (3, 1), (3, 6), (3, 6)]
-    assert lengths == (by_prompt if shared else whole)
+    assert lengths == (by_prompt if shared else by_length)
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,9 @@ def test_timer_splits_time_by_phase_and_starts_over_after_take():
 
 @pytest.mark.parametrize("torn", ["", '{"step": 7, "rew', '{"step": 7}'])
 def test_resumed_file_equals_an_uninterrupted_one(tmp_path, torn):
-    whole = MetricLogger(QUIET, tmp_path / "whole", resume_step=None)
-    log_steps(whole, 0, 9)
-    whole.close()
+    uninterrupted = MetricLogger(QUIET, tmp_path / "whole", resume_step=None)
+    log_steps(uninterrupted, 0, 9)
+    uninterrupted.close()
 
     killed = MetricLogger(QUIET, tmp_path / "resumed", resume_step=None)  # never closed
     log_steps(killed, 0, 6)

@@ -197,10 +197,14 @@ def test_a_writer_that_is_killed_leaves_whole_files_and_goes_on_without_doubles(
         while not (len(saved_steps(tmp_path)) > after and list(directory.glob("*.tmp"))):
             assert process.poll() is None and time.monotonic() < deadline
         process.kill()
-    left = saved_steps(tmp_path)
-    assert left == list(range(1, left[-1] + 1))
-    assert {path.name for path in directory.glob("*.tmp")} <= {file_name("train", left[-1] + 1) + ".tmp"}
-    assert [r["step"] for r in rows(tmp_path, columns=["step"])] == [step for step in left for _ in range(64)]
+    steps_on_disk = saved_steps(tmp_path)
+    assert steps_on_disk == list(range(1, steps_on_disk[-1] + 1))
+    assert {path.name for path in directory.glob("*.tmp")} <= {
+        file_name("train", steps_on_disk[-1] + 1) + ".tmp"
+    }
+    assert [r["step"] for r in rows(tmp_path, columns=["step"])] == [
+        step for step in steps_on_disk for _ in range(64)
+    ]
     files = RolloutWriter(tmp_path, RolloutFilesConfig(), ["a"], after)
     assert saved_steps(tmp_path) == list(range(1, after + 1)) and not list(directory.glob("*.tmp"))
     files.write(responses(after + 1))

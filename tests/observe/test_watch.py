@@ -62,21 +62,21 @@ def answer(server: WatchServer, path: str, host: str) -> tuple[int, bytes]:
 
 
 def test_the_page_follows_the_run_without_being_loaded_again(page: Page, tmp_path: Path):
-    whole = make_run(tmp_path / "whole", steps=4)
+    finished_run = make_run(tmp_path / "whole", steps=4)
     now = make_run(tmp_path / "now", steps=0, config={"train": {"steps": 4}})
     with watching(now) as server:
-        take_steps(whole, now, 2)
+        take_steps(finished_run, now, 2)
         page.open(server.url)
         page.look("window.mark = 1")
         page.look("document.querySelector('details.more').open = true")
         assert "2 of 4" in page.look("document.querySelector('.glance').innerText")
-        take_steps(whole, now, 3)
+        take_steps(finished_run, now, 3)
         page.wait("document.querySelector('.glance').innerText.includes('3 of 4')", "step 3")
         assert page.look("document.querySelector('details.more').open")
         page.look("view('samples')")
         page.wait("Boolean(document.querySelector('.card'))", "the responses of step 3")
         assert page.look("document.getElementById('step-name').textContent") == "step 3"
-        take_steps(whole, now, 4)
+        take_steps(finished_run, now, 4)
         page.wait("state.index.runs[0].step.at(-1) === 4", "step 4")
         assert page.look("document.getElementById('step-name').textContent") == "step 3"
         assert page.look("window.mark") == 1 and page.console == []

@@ -44,39 +44,43 @@ def test_weights_gradients_and_optimizer_have_the_bytes_of_a_cpu_world(name: str
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One rank that holds the whole small model, with colocated servers."""
     file = on_null_cuda.write_model(tmp_path_factory.mktemp("whole"))
     servers = ["rollout.engine=vllm", "rollout.servers.colocated=true", "rollout.weights.transport=shared"]
     return on_null_cuda.rehearse(str(file), *servers, "--world", "1")
 
 
-def test_the_products_of_a_scoring_pass_are_two_operations_a_weight_and_token(whole: dict[str, Any]) -> None:
+def test_the_products_of_a_scoring_pass_are_two_operations_a_weight_and_token(
+    small_run: dict[str, Any],
+) -> None:
     """The linear layers' for all tokens, the output layer's for the response tokens that it scores."""
     hidden, wide, layers = QWEN["hidden_size"], QWEN["intermediate_size"], QWEN["num_hidden_layers"]
     attention = hidden * hidden * 2 + hidden * 128 * 2
-    pack = whole["ranks"][0]["pack"]
+    pack = small_run["ranks"][0]["pack"]
     rows = pack["micro_batches"] * pack["rows_of_a_pack"]
     tokens = pack["micro_batches"] * pack["tokens"] - rows  # nothing follows a row's last token
     responses = rows * pack["response"]
     expected = (
         2 * tokens * layers * (attention + 3 * hidden * wide) + 2 * responses * QWEN["vocab_size"] * hidden
     )
-    assert phase(whole, "scoring")["counts"]["matrix_flops"] == expected
+    assert phase(small_run, "scoring")["counts"]["matrix_flops"] == expected
 
 
-def test_an_updates_backward_takes_twice_its_forward(whole: dict[str, Any]) -> None:
-    scored, updated = (phase(whole, name)["counts"]["matrix_flops"] for name in ("scoring", "first update"))
+def test_an_updates_backward_takes_twice_its_forward(small_run: dict[str, Any]) -> None:
+    scored, updated = (
+        phase(small_run, name)["counts"]["matrix_flops"] for name in ("scoring", "first update")
+    )
     assert updated == 3 * scored
 
 
-def test_servers_get_the_memory_back(whole: dict[str, Any]) -> None:
-    turn, update = phase(whole, "release, restore"), phase(whole, "second update")
-    state = sum(whole["ranks"][0]["parts"][part] for part in ("weights", "gradients", "optimizer"))
+def test_servers_get_the_memory_back(small_run: dict[str, Any]) -> None:
+    turn, update = phase(small_run, "release, restore"), phase(small_run, "second update")
+    state = sum(small_run["ranks"][0]["parts"][part] for part in ("weights", "gradients", "optimizer"))
     assert turn["results"]["stays_gib"] < update["reserved"] - 0.9 * state
     assert turn["allocated"] == pytest.approx(update["allocated"], rel=0.02)
 
 
-def test_an_export_has_all_weights(whole: dict[str, Any]) -> None:
-    results = phase(whole, "export")["results"]
-    assert results["parameters"] == phase(whole, "build")["results"]["parameters"]
+def test_an_export_has_all_weights(small_run: dict[str, Any]) -> None:
+    results = phase(small_run, "export")["results"]
+    assert results["parameters"] == phase(small_run, "build")["results"]["parameters"]

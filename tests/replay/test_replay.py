@@ -253,8 +253,8 @@ def lost_response_in_the_gradient(trainer: Trainer, patch: pytest.MonkeyPatch) -
 
     def call(self: LossPass, rows: TrainBatch, values: Any) -> Any:
         scalar, result = original(self, rows, values)
-        if rows.place_n is not None and 10 in (places := rows.place_n.tolist()):
-            begin, end = rows.offsets[places.index(10)], rows.offsets[places.index(10) + 1]
+        if rows.place_n is not None and 10 in (numbers := rows.place_n.tolist()):
+            begin, end = rows.offsets[numbers.index(10)], rows.offsets[numbers.index(10) + 1]
             assert result.weight_r is not None, "the second mini-batch has its weights from the forward"
             scalar = scalar - (result.weight_r[begin:end] * values[0][begin:end]).sum()
         return scalar, result

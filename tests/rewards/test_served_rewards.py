@@ -175,9 +175,9 @@ def test_an_outage_is_no_reward_of_zero(good: Path, model: Path):
     assert "reward quality: http://127.0.0.1" in lost[0].text and "status 503" in lost[0].text
     assert "for rewards.components.0.model.servers.start_timeout=0.2 s" in lost[0].text
     assert not any(rollout.rewards for rollout in lost)
-    kept = groups_of("d", "e", "f")
+    unaffected = groups_of("d", "e", "f")
     outages = Outages(0.6, REWARDS)
-    assert outages.taken_out([*groups, *kept, *kept]) == [*kept, *kept]
+    assert outages.taken_out([*groups, *unaffected, *unaffected]) == [*unaffected, *unaffected]
     assert outages.metrics == {"reward/lost": pytest.approx(1 / 3), "reward/dropped_groups": 2.0}
     with pytest.raises(
         RolloutError, match=r"3 of 3 responses were lost to reward models .*rewards\.max_lost"
@@ -255,14 +255,14 @@ def test_a_server_that_comes_back_with_another_model_ends_the_run(good: Path, mo
 
 def verdicts(*texts: str, reason: str = "stop") -> tuple[Answer, list[Any]]:
     """A judge that says these, one after the other, and the requests that it got."""
-    left, requests = list(texts), []
+    remaining_texts, requests = list(texts), []
 
     def answer(path: str, body: Any) -> Any:
         if path == "/v1/models":
             return {"data": [{"id": "a-judge"}]}
         assert path == "/v1/chat/completions"
         requests.append(body)
-        return {"choices": [{"message": {"content": left.pop(0)}, "finish_reason": reason}]}
+        return {"choices": [{"message": {"content": remaining_texts.pop(0)}, "finish_reason": reason}]}
 
     return answer, requests
 

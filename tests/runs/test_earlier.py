@@ -203,18 +203,18 @@ def test_a_newer_export_keeps_the_files_that_the_user_put_beside_the_model(tmp_p
 
 def test_a_removal_that_was_killed_can_be_repeated(finished, tmp_path, monkeypatch):
     """After every file: the rest is still known as the run's, and has no complete checkpoint."""
-    out, unlink, left = tmp_path / "out", Path.unlink, [0]
+    out, unlink, remaining_unlinks = tmp_path / "out", Path.unlink, [0]
     shutil.copytree(finished, out)
 
     def killed(path: Path) -> None:
-        if not left[0]:
+        if not remaining_unlinks[0]:
             raise KeyboardInterrupt
-        left[0] -= 1
+        remaining_unlinks[0] -= 1
         unlink(path)
 
     monkeypatch.setattr(Path, "unlink", killed)
     while out.exists() and any(out.iterdir()):
-        left[0] = 1
+        remaining_unlinks[0] = 1
         with suppress(KeyboardInterrupt):
             remove_earlier_run(str(out))
         for checkpoint in (out / "checkpoints").glob("step_*"):

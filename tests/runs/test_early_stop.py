@@ -81,9 +81,9 @@ def test_a_run_stops_says_why_and_goes_on_with_more_patience(task: Path, tmp_pat
 
     fit(configure(task, out, *GVPO, *KEYS, "train.stop_early={patience: 9, min_delta: 1}"), resume=True)
     assert newest_step(out) == 4
-    whole = tmp_path / "whole"
-    fit(configure(task, whole, *GVPO, *KEYS))
-    assert records(out) == records(whole)
+    uninterrupted = tmp_path / "whole"
+    fit(configure(task, uninterrupted, *GVPO, *KEYS))
+    assert records(out) == records(uninterrupted)
 
 
 def test_it_needs_a_metric(task: Path, tmp_path: Path):

@@ -82,9 +82,9 @@ def test_what_older_weights_sampled_has_them_as_its_reference(task, tmp_path, mo
     trained = []
     update = Policy.update
 
-    def spy(self, rows, *, at_step_start, **kept):
+    def spy(self, rows, *, at_step_start, **options):
         trained.append((at_step_start, rows))
-        return update(self, rows, at_step_start=at_step_start, **kept)
+        return update(self, rows, at_step_start=at_step_start, **options)
 
     monkeypatch.setattr(Policy, "update", spy)
     with_gap(monkeypatch, 0.0, versions_behind=1)

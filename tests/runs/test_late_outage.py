@@ -69,23 +69,25 @@ def test_a_step_whose_engine_fails_after_its_updates_is_reported_on_resume(
 ):
     """It is the last step, so that there is nothing left to train."""
     monkeypatch.setitem(ENGINES, "outage", f"{__name__}:Outage")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
 
     def run(out: Path) -> Config:
         return configure(task, out, *HOW, f"checkpoint.export_hf={export}")
 
-    fit(run(whole))
+    fit(run(uninterrupted))
     with monkeypatch.context() as failing, pytest.raises(RolloutError, match="no rollout server"):
         failing.setattr(Outage, where, 2)
         fit(run(parts))
     assert [record["step"] for record in records(parts)] == [0, 1]
     assert read_rollouts(parts, "train", {2}).num_rows == 16
-    assert state(parts, 2).get("best", {}) == state(whole, 1).get("best", {}), "not by the step before"
+    assert state(parts, 2).get("best", {}) == state(uninterrupted, 1).get("best", {}), (
+        "not by the step before"
+    )
     fit(run(parts), resume=True)
-    assert records(parts) == records(whole)
+    assert records(parts) == records(uninterrupted)
     assert records(parts)[-1]["eval/pass@1"] is not None
-    assert state(parts, 2) == state(whole, 2)
-    assert weights(parts).keys() == weights(whole).keys()
+    assert state(parts, 2) == state(uninterrupted, 2)
+    assert weights(parts).keys() == weights(uninterrupted).keys()
 
 
 def test_a_signal_ends_an_evaluation_which_comes_on_resume(
@@ -93,8 +95,8 @@ def test_a_signal_ends_an_evaluation_which_comes_on_resume(
 ):
     """It comes while responses are awaited, in the last evaluation and in the one before the first step."""
     monkeypatch.setitem(ENGINES, "outage", f"{__name__}:Outage")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    fit(configure(task, whole, *HOW))
+    uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
+    fit(configure(task, uninterrupted, *HOW))
     for version, logged in ((0, []), (2, [0, 1])):
         with monkeypatch.context() as patch:
             patch.setattr(Outage, "told_at_evaluation", version)
@@ -102,16 +104,16 @@ def test_a_signal_ends_an_evaluation_which_comes_on_resume(
         assert stopped.step == version and "unreported" in state(parts, version)
         assert [record["step"] for record in records(parts)] == logged
     fit(configure(task, parts, *HOW), resume=True)
-    assert records(parts) == records(whole)
-    assert state(parts, 2) == state(whole, 2)
+    assert records(parts) == records(uninterrupted)
+    assert state(parts, 2) == state(uninterrupted, 2)
 
 
 def test_rewards_that_end_with_the_job_are_not_evaluated(task: Path, tmp_path: Path):
     """Slurm ends every process of a job: the evaluation of step 2 comes again, without failed rewards."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
     short = (*GVPO, "train.steps=2", "checkpoint.every=1")
-    fit(configure(task, whole, *short))
+    fit(configure(task, uninterrupted, *short))
     stopped = fit(configure(task, parts, *short, reward_options(task, signal_in=3, killed=True)))
     assert stopped.step == 2 and [record["step"] for record in records(parts)] == [0, 1]
     fit(configure(task, parts, *short), resume=True)
-    assert_same_run(whole, parts)
+    assert_same_run(uninterrupted, parts)

@@ -36,17 +36,17 @@ def test_export_and_conversion_keep_what_is_there(task: Path, tmp_path: Path) ->
     """Fails on the old code, which replaced the directory."""
     before = dist.is_initialized()
     config = configure(task, tmp_path / "run")
-    (kept := tmp_path / "full" / "mine").parent.mkdir()
-    kept.write_text("x")
+    (existing_file := tmp_path / "full" / "mine").parent.mkdir()
+    existing_file.write_text("x")
     with pytest.raises(ConfigError, match=r"full: this directory is not empty"):
-        conversion.checkpoint_to_hugging_face(config, kept.parent)
+        conversion.checkpoint_to_hugging_face(config, existing_file.parent)
     with pytest.raises(ConfigError, match=r"full: this directory is not empty"):
-        conversion.to_megatron(task / "model", kept.parent)
+        conversion.to_megatron(task / "model", existing_file.parent)
     with pytest.raises(ConfigError, match=r"parallel\.tp"):
         conversion.checkpoint_to_hugging_face(
             configure(task, tmp_path / "run", "parallel.tp=2"), tmp_path / "o"
         )
-    assert kept.read_text() == "x" and dist.is_initialized() == before
+    assert existing_file.read_text() == "x" and dist.is_initialized() == before
 
 
 def test_importing_the_trainer_says_nothing() -> None:

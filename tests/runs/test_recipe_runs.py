@@ -98,10 +98,10 @@ def blocks_of(name: str) -> set[tuple[str, str]]:
 def covering() -> list[str]:
     """A small set of recipes that has every block of all recipes (greedy set cover)."""
     blocks = {name: blocks_of(name) for name in recipe_names()}
-    left, chosen = set[tuple[str, str]]().union(*blocks.values()), []
-    while left:
-        chosen.append(max(blocks, key=lambda name: len(blocks[name] & left)))
-        left -= blocks[chosen[-1]]
+    uncovered, chosen = set[tuple[str, str]]().union(*blocks.values()), []
+    while uncovered:
+        chosen.append(max(blocks, key=lambda name: len(blocks[name] & uncovered)))
+        uncovered -= blocks[chosen[-1]]
     return chosen
 
 

@@ -40,9 +40,9 @@ def test_they_leave_nothing_in_the_process(runs):
     tasks = [state.pop("tasks") for state in states.values()]
     assert tasks[2] < tasks[0] + 10, "the groups of one model have some twenty threads"
     for name, before in states["before"].items():
-        for left in (states["between"][name], states["after"][name]):
-            added = left > before if isinstance(left, int) else Counter(left) - Counter(before)
-            assert not added, (name, before, left)
+        for resources in (states["between"][name], states["after"][name]):
+            added = resources > before if isinstance(resources, int) else Counter(resources) - Counter(before)
+            assert not added, (name, before, resources)
     assert states["before"]["signals"] == states["after"]["signals"], (
         "each signal has the handler that it had"
     )

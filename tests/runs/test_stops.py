@@ -33,8 +33,8 @@ class EnoughAfter(Callback):
 
 def test_a_callback_ends_a_run_which_goes_on_as_if_it_had_not(task: Path, tmp_path: Path, caplog):
     settings = (*GVPO, *(word for word in SHORT if not word.startswith("checkpoint")))
-    whole = configure(task, tmp_path / "whole", *settings)
-    fit(whole)
+    uninterrupted = configure(task, tmp_path / "whole", *settings)
+    fit(uninterrupted)
     out = tmp_path / "run"
     config, stop = configure(task, out, *settings), EnoughAfter(2)
     fit(config, [stop])
@@ -42,7 +42,7 @@ def test_a_callback_ends_a_run_which_goes_on_as_if_it_had_not(task: Path, tmp_pa
     assert newest_step(out) == 2 and (out / "hf" / "model.safetensors").is_file()
     assert re.search(r"stopped after step 2 of 4: the reward has not risen; --resume goes on", caplog.text)
     fit(config, resume=True)
-    assert records(out) == records(Path(whole.output_dir))
+    assert records(out) == records(Path(uninterrupted.output_dir))
     file = "hf/model.safetensors"
     assert (out / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 

@@ -73,17 +73,17 @@ def check(reference: Reference, groups: list[Group], line: dict[str, float]) -> 
 def test_the_text_is_scored_in_the_trainer_and_on_a_server(
     task: Path, teacher: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    reference, kept = Reference(task, teacher), KeepGroups()
-    fit(taught(task, tmp_path / "trainer", teacher), [kept])
+    reference, recorder = Reference(task, teacher), KeepGroups()
+    fit(taught(task, tmp_path / "trainer", teacher), [recorder])
     [_, line] = records(tmp_path / "trainer")
-    check(reference, kept.groups, line)
+    check(reference, recorder.groups, line)
     assert "the teacher scores the text of responses" in caplog.text
     assert "have a special token, the policy's or the teacher's, inside their text" in caplog.text
     with teaching(teacher) as (url, served):
         server = f"teacher.server={{urls: ['{url}'], start_timeout: 0.3}}"
         fit(taught(task, tmp_path / "server", teacher, server))
         [_, other] = records(tmp_path / "server")
-        texts = {(g.prompt.text, r.text) for g in kept.groups for r in g.rollouts if r.trained}
+        texts = {(g.prompt.text, r.text) for g in recorder.groups for r in g.rollouts if r.trained}
         assert len(served.requests) == 1 + len(texts), "a text is sent once"
     for name in ("train/log_ratio", "train/loss", "train/grad_norm", "teacher/excluded", "teacher/joint"):
         assert other[name] == pytest.approx(line[name], rel=1e-4), name
@@ -127,10 +127,10 @@ def test_turns_are_scored_after_what_came_before(task: Path, teacher: Path, tmp_
     """Without a chat template, texts follow each other."""
     (tmp_path / "asks.py").write_text(ENVIRONMENT)
     talks = f"rollout.conversation={{environment: '{tmp_path}/asks.py:Asks', turns: 2, turn_tokens: 8}}"
-    reference, kept = Reference(task, teacher), KeepGroups()
-    fit(taught(task, tmp_path / "out", teacher, talks, "rollout.max_tokens=40", "rollout.n=8"), [kept])
+    reference, recorder = Reference(task, teacher), KeepGroups()
+    fit(taught(task, tmp_path / "out", teacher, talks, "rollout.max_tokens=40", "rollout.n=8"), [recorder])
     [_, line] = records(tmp_path / "out")
-    trained = [(g.prompt, r) for g in kept.groups for r in g.rollouts if r.trained]
+    trained = [(g.prompt, r) for g in recorder.groups for r in g.rollouts if r.trained]
     assert any(len(rollout.turns) == 2 for _, rollout in trained)
     total = sum(sum(rollout.logprobs) for _, rollout in trained)
     for prompt, rollout in trained:

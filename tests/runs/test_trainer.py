@@ -58,8 +58,8 @@ def test_a_run_leaves_its_records(finished):
     assert sum(summary["seconds"][name] for name in phases) <= summary["seconds"]["total"]
     assert (finished / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert list((finished / "profile").glob("rank0_steps2-2.json.gz"))
-    kept = sorted(path.name for path in (finished / "checkpoints").iterdir())
-    assert kept == ["step_00000002", "step_00000003", "step_00000004"]
+    checkpoints = sorted(path.name for path in (finished / "checkpoints").iterdir())
+    assert checkpoints == ["step_00000002", "step_00000003", "step_00000004"]
 
 
 def test_a_run_without_metrics_comes_to_its_end(task, finished, tmp_path):
@@ -148,11 +148,11 @@ def test_every_epoch_of_a_batch_compares_with_the_policy_at_step_start(task, tmp
     """This includes the first mini-batch, whose first update needs no log-probs of that policy."""
     update, updates, at_start = Policy.update, [], []
 
-    def spy(self, rows, *, at_step_start, **kept):
+    def spy(self, rows, *, at_step_start, **options):
         if at_step_start:
             at_start.append(self.score(rows))
         updates.append((at_step_start, rows))
-        return update(self, rows, at_step_start=at_step_start, **kept)
+        return update(self, rows, at_step_start=at_step_start, **options)
 
     monkeypatch.setattr(Policy, "update", spy)
     epochs = ("algorithm=grpo", "train.mini_batches=2", "train.batch_epochs=2", "algorithm.loss.kl_coef=0")
@@ -170,8 +170,8 @@ def test_dr_grpo_divides_by_the_longest_response_that_sampling_allows(task, tmp_
     for name, overrides in {"default": (), "explicit": ("algorithm.loss.aggregation.constant=10",)}.items():
         more = ("train.steps=1", "optimizer.warmup_steps=0", *SHORT)
         fit(configure(task, tmp_path / name, "algorithm=dr_grpo", *overrides, *more))
-    ours, explicit = (records(tmp_path / name)[-1] for name in ("default", "explicit"))
-    assert ours == explicit and ours["train/grad_norm"] > 0
+    by_default, explicit = (records(tmp_path / name)[-1] for name in ("default", "explicit"))
+    assert by_default == explicit and by_default["train/grad_norm"] > 0
 
 
 def test_a_non_finite_gradient_is_skipped_and_counted(task, tmp_path):
@@ -291,9 +291,9 @@ def test_an_earlier_run_is_neither_mixed_nor_lost(task, tmp_path):
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     shorter = configure(task, tmp_path, *GVPO, "train.steps=1", "optimizer.warmup_steps=0", "data.eval=null")
     fit(shorter, overwrite=True)
-    kept = sorted(path.name for path in tmp_path.iterdir())
+    remaining_files = sorted(path.name for path in tmp_path.iterdir())
     records_of_it = ["config.yaml", "curve.png", "data", "hf", "metrics.jsonl", "rollouts", "run.json"]
-    assert kept == ["checkpoints", *records_of_it, "steps", "summary.json"]
+    assert remaining_files == ["checkpoints", *records_of_it, "steps", "summary.json"]
     assert [path.name for path in (tmp_path / "steps").iterdir()] == ["step_000001.safetensors"]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
     assert [line["step"] for line in records(tmp_path)] == [0, 1]

@@ -85,9 +85,9 @@ def test_every_prompt_is_trained_once_and_none_too_late(extra: int, oldest: int)
 
 
 def test_a_step_no_longer_waits_for_its_slowest_prompts():
-    whole, part = trained(25, 0, 1), trained(25, 8, 1)
-    assert sum(part.seconds) < 0.8 * sum(whole.seconds)
-    assert all(step == response.first_step for step, response in whole.trained)
+    without_partial, part = trained(25, 0, 1), trained(25, 8, 1)
+    assert sum(part.seconds) < 0.8 * sum(without_partial.seconds)
+    assert all(step == response.first_step for step, response in without_partial.trained)
 
 
 def test_a_resumed_run_asks_again_for_what_was_in_progress():

@@ -167,8 +167,8 @@ def test_a_chat_is_trained_as_its_template_writes_it(template: str, end: int) ->
     prompt = ids(of, of.apply_chat_template(question, tokenize=False, add_generation_prompt=True))
     assert shown.chat is not None
     [segment] = segments(prompt, shown.token_ids, shown.chat.turns)
-    whole = ids(of, of.apply_chat_template([*question, *chat, question[0]], tokenize=False))
-    assert tuple(segment.ids) == whole[: len(segment.ids)]
+    chat_ids = ids(of, of.apply_chat_template([*question, *chat, question[0]], tokenize=False))
+    assert tuple(segment.ids) == chat_ids[: len(segment.ids)]
     own = [segment.ids[start : start + count] for start, _, count in segment.own]
     assert [turn[-1] for turn in own] == [TURN, end, end]
 
@@ -216,10 +216,10 @@ def test_the_embedded_engine_stops_where_transformers_does(task: Path, tmp_path:
 @pytest.mark.usefixtures("leave_the_process_group")
 def test_a_run_ends_its_responses_there_and_exports_the_file(task: Path, tmp_path: Path) -> None:
     further = list(range(2, 20, 3))
-    model, kept = with_further_ends(task, tmp_path / "model", further), KeepGroups()
+    model, recorder = with_further_ends(task, tmp_path / "model", further), KeepGroups()
     settings = (f"model.path={model}", "train.steps=1", "data.eval=null", *GVPO)
-    fit(configure(task, tmp_path / "run", *settings), [kept])
-    rollouts = [rollout for group in kept.groups for rollout in group.rollouts]
+    fit(configure(task, tmp_path / "run", *settings), [recorder])
+    rollouts = [rollout for group in recorder.groups for rollout in group.rollouts]
     ends = {1, *further}
     assert {r.token_ids[-1] for r in rollouts if r.finish_reason == "stop"} & set(further)
     for rollout in rollouts:

@@ -48,20 +48,20 @@ def test_it_holds_what_the_cache_of_transformers_holds(config):
         if step in (3, 4, 50, 120):
             stays = torch.rand(rows) > 0.3
             stays[0] = step != 3  # the first row leaves first: another one takes its place
-            kept = own_cache.keep(stays)
-            assert sorted(kept.tolist()) == stays.nonzero().squeeze(1).tolist()
-            dynamic_cache.batch_select_indices(kept)
-            rows = len(kept)
+            row_indices = own_cache.keep(stays)
+            assert sorted(row_indices.tolist()) == stays.nonzero().squeeze(1).tolist()
+            dynamic_cache.batch_select_indices(row_indices)
+            rows = len(row_indices)
     assert 0 < rows < 5
 
 
 def test_no_row_may_be_left_and_all_may_stay():
-    ours = KeyValueCache(CONFIGS["full attention"], MOST)
+    cache = KeyValueCache(CONFIGS["full attention"], MOST)
     for layer in range(2):
-        ours.update(*new_columns(4, 3), layer)
-    assert ours.keep(torch.ones(4, dtype=torch.bool)).tolist() == [0, 1, 2, 3]
-    assert ours.keep(torch.zeros(4, dtype=torch.bool)).tolist() == []
-    assert len(ours.layers[0].keys) == 0
+        cache.update(*new_columns(4, 3), layer)
+    assert cache.keep(torch.ones(4, dtype=torch.bool)).tolist() == [0, 1, 2, 3]
+    assert cache.keep(torch.zeros(4, dtype=torch.bool)).tolist() == []
+    assert len(cache.layers[0].keys) == 0
 
 
 def test_a_column_and_a_row_that_leaves_copy_nothing_else():

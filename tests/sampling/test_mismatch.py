@@ -66,12 +66,12 @@ def test_k3_is_the_divergence_in_expectation():
 
 
 def test_comparisons_of_a_step_are_put_together():
-    whole, logp_r = sampled(), make_logp(sampled())
+    all_rows, logp_r = sampled(), make_logp(sampled())
     parts = MismatchWatch(1.0)
     for index in ([0, 1, 2, 3], [4, 5, 6], [7, 8]):
-        tokens = [t for i in index for t in range(whole.offsets[i], whole.offsets[i + 1])]
-        parts.compare(whole.select(index), logp_r[tokens], 0)
-    assert parts.take() == pytest.approx(watched(whole, logp_r))
+        tokens = [t for i in index for t in range(all_rows.offsets[i], all_rows.offsets[i + 1])]
+        parts.compare(all_rows.select(index), logp_r[tokens], 0)
+    assert parts.take() == pytest.approx(watched(all_rows, logp_r))
     assert parts.take() == {}
 
 

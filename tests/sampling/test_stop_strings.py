@@ -129,10 +129,10 @@ def test_a_string_that_the_last_possible_token_completes_is_a_stop(engine: Local
 
 @pytest.mark.usefixtures("leave_the_process_group")
 def test_a_run_trains_on_such_responses_and_evaluates_with_the_same(task: Path, tmp_path: Path):
-    kept = KeepGroups()
+    recorder = KeepGroups()
     settings = ("rollout.stop=['1','2','3','4']", "train.steps=1", "rollout.max_tokens=8", *GVPO)
-    metrics = fit(configure(task, tmp_path / "run", *settings), [kept])
-    rollouts = [rollout for group in kept.groups for rollout in group.rollouts]
+    metrics = fit(configure(task, tmp_path / "run", *settings), [recorder])
+    rollouts = [rollout for group in recorder.groups for rollout in group.rollouts]
     ended = [r for r in rollouts if r.finish_reason == "stop" and r.token_ids[-1] != 1]
     assert ended and all(r.text[-1] in "1234" and not set(r.text[:-1]) & set("1234") for r in ended)
     assert metrics is not None

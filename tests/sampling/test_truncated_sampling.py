@@ -109,10 +109,10 @@ def test_turns_of_a_conversation_join_their_supports():
 
 
 def test_a_stopped_response_keeps_the_supports_of_its_tokens():
-    whole = Completion(list(TOKENS), [-0.5] * 4, "abort", support=Support.of(MEMBERS))
-    assert members_of(whole.up_to_stop([2]).support) == MEMBERS[:2]
-    assert members_of(whole.up_to_stop([0]).support) == MEMBERS
-    assert members_of(whole.before(9).support) == MEMBERS[:2]
+    completion = Completion(list(TOKENS), [-0.5] * 4, "abort", support=Support.of(MEMBERS))
+    assert members_of(completion.up_to_stop([2]).support) == MEMBERS[:2]
+    assert members_of(completion.up_to_stop([0]).support) == MEMBERS
+    assert members_of(completion.before(9).support) == MEMBERS[:2]
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])

@@ -43,7 +43,7 @@ def mutations(value: Any) -> Iterator[Any]:
     yield from (None, "word", 7, [], {}, -1, float("nan"), 10**400)
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield {name: kept for name, kept in value.items() if name != key}
+            yield {name: member for name, member in value.items() if name != key}
             yield from ({**value, key: changed} for changed in mutations(inner))
     elif isinstance(value, list):
         for i, inner in enumerate(value):

@@ -149,8 +149,8 @@ def test_a_served_model_teaches_and_judges(served: SharedServer, task: Path):
     answers = [api_model._texts(url, "a test", p, options, 300.0, None, True)[0] for p in problems]
     texts = [text for text, _ in answers]
     assert texts == [greedy(task / "model", p, 8, served.engine) for p in problems] and any(texts)
-    whole = [[text if ended else None] for text, ended in answers]
-    assert api_model.chat(groups, 1, temperature=0.0, **server) == whole
+    complete_answers = [[text if ended else None] for text, ended in answers]
+    assert api_model.chat(groups, 1, temperature=0.0, **server) == complete_answers
     assert [len(of_group) for of_group in api_model.chat(groups, 3, **server)] == [3] * len(groups)
 
     prompt, (a, b) = groups[0].prompt, groups[0].rollouts

@@ -19,8 +19,8 @@ FAILURES = [Failed.by(ConfigError("a key is wrong")), Failed.by(RolloutError("no
 
 def on_two_ranks(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    left = iter([*COMMANDS, *FAILURES])
-    next_command = (lambda: next(left)) if rank == 0 else None
+    remaining = iter([*COMMANDS, *FAILURES])
+    next_command = (lambda: next(remaining)) if rank == 0 else None
     for command in (*COMMANDS, *FAILURES):
         assert lead(next_command) == command
     dist.destroy_process_group()

@@ -159,8 +159,8 @@ def test_packs_carry_experts_where_their_tokens_are():
     assert torch.equal(batch.experts_t, torch.cat(wanted))
     parts = [batch.cut(2, part) for part in range(2)]
     for part in parts:
-        places = [int((batch.token_t == t).nonzero()[0]) for t in part.token_t.unique() if t > 3]
-        for position in places:
+        positions = [int((batch.token_t == t).nonzero()[0]) for t in part.token_t.unique() if t > 3]
+        for position in positions:
             here = int((part.token_t == batch.token_t[position]).nonzero()[0])
             assert torch.equal(part.experts_t[here], batch.experts_t[position])
     assert PackedBatch.pack(rows.select([1]), Padding(1, 1)).experts_t is None

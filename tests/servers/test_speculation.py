@@ -245,18 +245,18 @@ def assert_distributed_as(model: Model, sampled: list[tuple[list[int], Rollout]]
         row[: len(prompt) + len(rollout.token_ids)] = torch.tensor([*prompt, *rollout.token_ids])
     with torch.no_grad():
         all_logp = torch.log_softmax(model(rows).logits, -1)
-    places, surplus, variance = [], 0.0, 0.0
+    quantiles, surplus, variance = [], 0.0, 0.0
     for i, (prompt, rollout) in enumerate(sampled):
         end = len(prompt) + len(rollout.token_ids)
         logp, tokens = all_logp[i, len(prompt) - 1 : end - 1], rows[i, len(prompt) : end, None]
         p = logp.exp()
         own = p.gather(1, tokens).squeeze(1)
         before = p.cumsum(1).gather(1, tokens).squeeze(1) - own
-        places.append(before + own * torch.rand(len(own), generator=random))
+        quantiles.append(before + own * torch.rand(len(own), generator=random))
         mean = (p * logp).sum(1)
         surplus += float((logp.gather(1, tokens).squeeze(1) - mean).sum())
         variance += float(((p * logp.square()).sum(1) - mean.square()).sum())
-    counts = torch.histc(torch.cat(places), BINS, 0.0, 1.0)
+    counts = torch.histc(torch.cat(quantiles), BINS, 0.0, 1.0)
     expected = counts.sum() / BINS
     chi_square = float(((counts - expected).square() / expected).sum())
     assert chi_square < 75, "19 degrees of freedom: 1 in 80,000,000"

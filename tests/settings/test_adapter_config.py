@@ -135,8 +135,8 @@ def test_packs_are_padded_for_adapters_of_q_k_and_v(good: Path) -> None:
     """Megatron-Bridge interleaves them for tp tokens at a time."""
     config = with_adapter(good, "{}", "parallel.tp=4")
     assert Padding.of(config.model, config.parallel).pack == 4
-    whole = config.model.model_copy(update={"adapter": None})
-    assert Padding.of(whole, config.parallel).pack == 1
+    without_adapter = config.model.model_copy(update={"adapter": None})
+    assert Padding.of(without_adapter, config.parallel).pack == 1
 
 
 def test_every_recipe_is_valid_with_adapters(good: Path) -> None:

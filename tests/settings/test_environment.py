@@ -98,7 +98,7 @@ def test_a_server_does_not_get_what_is_megatrons(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("ours", "colocated", "expected"),
+    ("trainer_gpus", "colocated", "expected"),
     [
         (None, True, ["0,1", "2,3"]),
         ("4,5,6,7", True, ["4,5", "6,7"]),
@@ -110,7 +110,7 @@ def test_servers_get_gpus_that_the_trainer_may_see(
     task: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    ours: str | None,
+    trainer_gpus: str | None,
     colocated: bool,
     expected: list[str],
 ):
@@ -118,8 +118,8 @@ def test_servers_get_gpus_that_the_trainer_may_see(
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if ours is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
+    if trainer_gpus is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", trainer_gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4 if colocated else 3)
     monkeypatch.setattr(Supervisor, "start", lambda self: None)

@@ -97,12 +97,14 @@ def test_a_whole_model_is_not_an_eagle_head(layers: int, good: Path, tmp_path: P
     """A head is accepted beside a policy with as few layers, by the tensor that joins its two inputs."""
     own = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight")
     policy = model(tmp_path / "policy", *own, num_hidden_layers=layers)
-    whole = model(tmp_path / "whole", *own[:2], num_hidden_layers=layers)
+    full_model = model(tmp_path / "whole", *own[:2], num_hidden_layers=layers)
     head = model(tmp_path / "head", "fc.weight", "layers.0.mlp.up_proj.weight", num_hidden_layers=1)
     overrides = [f"model.path={policy}", IN_VLLM]
     check(load_config([good], [*overrides, f"rollout.speculation={{method: eagle, model: {head}}}"]))
     with pytest.raises(ConfigError, match=rf"/whole has num_hidden_layers={layers}, as the policy has"):
-        check(load_config([good], [*overrides, f"rollout.speculation={{method: eagle, model: {whole}}}"]))
+        check(
+            load_config([good], [*overrides, f"rollout.speculation={{method: eagle, model: {full_model}}}"])
+        )
 
 
 def test_a_draft_of_another_vocabulary_is_refused(good: Path, tmp_path: Path) -> None:

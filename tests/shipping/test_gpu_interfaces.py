@@ -132,12 +132,12 @@ def test_flash_linear_attention_takes_the_pinned_triton() -> None:
 def test_transformer_engine_has_what_this_package_uses() -> None:
     """Attributes that are named in strings, and environment variables."""
     text = "\n".join(file.read_text() for file in (source() / "transformer_engine" / "pytorch").rglob("*.py"))
-    ours = "\n".join(file.read_text() for file in PACKAGE.rglob("*.py"))
+    own_sources = "\n".join(file.read_text() for file in PACKAGE.rglob("*.py"))
     for attribute in ("_fp8_workspaces", "fuse_wgrad_accumulation"):
-        assert f'"{attribute}"' in ours and re.search(rf"self\.{attribute}\b", text), attribute
+        assert f'"{attribute}"' in own_sources and re.search(rf"self\.{attribute}\b", text), attribute
     # In the command that installs it.
     of_its_build = {"NVTE_WITH_NCCL_EP", "NVTE_PYTORCH_FORCE_BUILD", "NVTE_BUILD_USE_NVIDIA_WHEELS"}
-    for name in set(re.findall(r"\bNVTE_\w+", ours)) - of_its_build:
+    for name in set(re.findall(r"\bNVTE_\w+", own_sources)) - of_its_build:
         assert re.search(rf"[\"'.]{name}\b", text), name  # an enumeration's member has a point before it
 
 
@@ -233,10 +233,10 @@ def test_the_engines_have_the_options_of_our_command_lines(engine: str, good: Pa
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_the_engines_have_the_routes_that_we_ask(engine: str) -> None:
-    ours = [PACKAGE / "servers" / f"{engine}.py", PACKAGE / "weights" / "receivers" / f"{engine}.py"]
+    own_files = [PACKAGE / "servers" / f"{engine}.py", PACKAGE / "weights" / "receivers" / f"{engine}.py"]
     routes = {
         node.value
-        for file in ours
+        for file in own_files
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         if re.fullmatch(r"/[a-z_0-9/]+", node.value)
@@ -252,9 +252,9 @@ def test_the_engines_have_the_routes_that_we_ask(engine: str) -> None:
 def test_sglangs_memory_tags() -> None:
     """The parts of a sleeping server's memory, of which CPU servers have none."""
     constants = (site_of("sglang") / "sglang" / "srt" / "constants.py").read_text()
-    ours = (PACKAGE / "servers" / "sglang.py").read_text()
+    own_source = (PACKAGE / "servers" / "sglang.py").read_text()
     for tag in ("weights", "kv_cache", "cuda_graph"):
-        assert f'= "{tag}"' in constants and f'"{tag}"' in ours
+        assert f'= "{tag}"' in constants and f'"{tag}"' in own_source
     requests = (site_of("sglang") / "sglang" / "srt" / "managers" / "io_struct.py").read_text()
     assert re.search(r"class ResumeMemoryOccupationReqInput\(.*\):(?:\n    .*)*?\n    tags:", requests)
 

@@ -141,8 +141,8 @@ def test_an_engines_image_has_what_serve_imports_and_the_one_nccl(engine: str, i
     assert done.returncode == 0, done.stderr
     versions = dict(re.findall(r"^([\w.-]+)==([\w.]+)", done.stdout, re.MULTILINE))
     pins = (ROOT / "constraints.txt").read_text()
-    ours = re.findall(r"^nvidia-nccl-cu13==([\w.]+)", pins, re.MULTILINE)
-    for needed in (versions["nvidia-nccl-cu13"], *ours):
+    pinned_nccl = re.findall(r"^nvidia-nccl-cu13==([\w.]+)", pins, re.MULTILINE)
+    for needed in (versions["nvidia-nccl-cu13"], *pinned_nccl):
         assert Version(needed) <= Version(REFERENCE["nccl"])
     assert imported_by_serve - set(versions) == {"megatron-gvpo", "msgpack"}
 
@@ -212,10 +212,10 @@ def test_triton_needs_no_compiler_where_its_cache_is_filled(tmp_path: Path):
         subprocess.run(command, check=True)
 
     def python(*arguments: str, cache: str = "cache", **environment: str) -> subprocess.CompletedProcess[str]:
-        kept = {name: value for name, value in os.environ.items() if name not in ("CC", "PYTHONPATH")}
-        places = {"TRITON_LIBCUDA_PATH": str(driver), "LD_LIBRARY_PATH": str(driver)}
-        kept |= places | {"TRITON_CACHE_DIR": str(tmp_path / cache)} | environment
-        return subprocess.run([sys.executable, *arguments], env=kept, capture_output=True, text=True)
+        variables = {name: value for name, value in os.environ.items() if name not in ("CC", "PYTHONPATH")}
+        driver_paths = {"TRITON_LIBCUDA_PATH": str(driver), "LD_LIBRARY_PATH": str(driver)}
+        variables |= driver_paths | {"TRITON_CACHE_DIR": str(tmp_path / cache)} | environment
+        return subprocess.run([sys.executable, *arguments], env=variables, capture_output=True, text=True)
 
     make_driver(set(re.findall(r"\bcu[A-Z]\w+", _driver_source())))
     filled = python(str(ROOT / "docker" / "compile_triton.py"))

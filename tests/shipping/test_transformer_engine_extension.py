@@ -59,10 +59,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_its_sources_compile(files: str, source: Path, wheels: Callable[..., Path]) -> None:
     """With the switches of the trainer's image: without NCCL's expert parallelism."""
     release = f"{'.'.join(REFERENCE['cuda-toolkit'].split('.')[:2])}.0"
-    ours = wheels(f"nvidia-cuda-crt~={release}", f"nvidia-cuda-cccl~={release}")
+    headers = wheels(f"nvidia-cuda-crt~={release}", f"nvidia-cuda-cccl~={release}")
     common = source / "common_headers"
     directories = [common, common / "common", common / "common" / "include", source / "csrc"]
-    directories += [*(SITE / "nvidia").glob("*/include"), *(ours / "nvidia").glob("*/include")]
+    directories += [*(SITE / "nvidia").glob("*/include"), *(headers / "nvidia").glob("*/include")]
     command = ["g++", "-std=c++20", "-w", "-fsyntax-only", "-DTORCH_EXTENSION_NAME=transformer_engine_torch"]
     command += [f"-I{directory}" for directory in directories]
     for directory in (*include_paths(), sysconfig.get_paths()["include"]):

@@ -105,16 +105,16 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, text: str):
 
 
 def test_an_expired_checkpoint_is_hidden_and_can_be_removed(tmp_path: Path):
-    kept, expired = (CheckpointPath.parse(f"tinker://model/weights/{name}") for name in ("one", "two"))
-    for path, expires in ((kept, time.time() + 3600), (expired, time.time() - 1)):
+    unexpired, expired = (CheckpointPath.parse(f"tinker://model/weights/{name}") for name in ("one", "two"))
+    for path, expires in ((unexpired, time.time() + 3600), (expired, time.time() - 1)):
         path.directory(tmp_path).mkdir(parents=True)
         info = {"time": 1.0, "expires": expires}
         (path.directory(tmp_path) / "info.json").write_text(json.dumps(info))
-    assert [path for path, _ in list_checkpoints(tmp_path, "model")] == [kept]
+    assert [path for path, _ in list_checkpoints(tmp_path, "model")] == [unexpired]
     with pytest.raises(Refusal, match="two has expired"):
         read_info(tmp_path, expired)
     remove(tmp_path, expired)
-    assert not expired.directory(tmp_path).exists() and kept.directory(tmp_path).exists()
+    assert not expired.directory(tmp_path).exists() and unexpired.directory(tmp_path).exists()
     with pytest.raises(Refusal, match="there is no checkpoint"):
         remove(tmp_path, expired)
 

@@ -79,13 +79,13 @@ class OnGpus:
 
     def __init__(self, name: str, *seen_by_ranks: list[str], maps: bool = True) -> None:
         self.url, self._seen, self._maps = f"http://{name}", seen_by_ranks, maps
-        self.places: list[SharedLocation] = []
+        self.locations: list[SharedLocation] = []
 
     async def info(self, timeout: float) -> ServerInfo:
         return ServerInfo("0", "model", 256, len(self._seen))
 
     async def begin_update(self, timeout: float) -> None:
-        self.places.clear()
+        self.locations.clear()
 
     async def tell_gpus(self, file: Path, timeout: float) -> None:
         for rank, seen in enumerate(self._seen):
@@ -94,7 +94,7 @@ class OnGpus:
     async def receive_shared(self, specs: object, location: SharedLocation, timeout: float) -> None:
         if not isinstance(location, Path) and not self._maps:
             raise ServerRefused(f"{self.url}: cannot map it", 500)
-        self.places.append(location.read_bytes() if isinstance(location, Path) else location)
+        self.locations.append(location.read_bytes() if isinstance(location, Path) else location)
 
 
 def test_each_server_of_a_push_maps_what_it_can_see(monkeypatch: pytest.MonkeyPatch):
@@ -113,14 +113,14 @@ def test_each_server_of_a_push_maps_what_it_can_see(monkeypatch: pytest.MonkeyPa
         await transport.send(bucket)
 
     asyncio.run(pushed(two, away))
-    assert two.places == [[plain(UUID, VALUES)] * 2]
-    assert away.places == [bytes(range(6))]
+    assert two.locations == [[plain(UUID, VALUES)] * 2]
+    assert away.locations == [bytes(range(6))]
     assert transport.metrics == {"sync/ipc": 0.5}
     with pytest.raises(PushFailed, match="cannot map it") as failure:
         asyncio.run(pushed(two, other))
     assert [handle.server for handle in failure.value.handles] == [other]
     asyncio.run(pushed(two, other))
-    assert two.places == [[plain(UUID, VALUES)] * 2] and other.places == [bytes(range(6))]
+    assert two.locations == [[plain(UUID, VALUES)] * 2] and other.locations == [bytes(range(6))]
     asyncio.run(transport.close())
 
 

@@ -130,8 +130,8 @@ def test_every_server_rank_is_handed_its_slices_over_and_over(
 def test_what_a_machine_holds_comes_from_there():
     """Four ranks hold the same on two machines; two more have what both machines lack."""
     table, other = Table("w", 8, 4, 2), Table("o", 8, 4, 2)
-    whole = Box(0, 8, 0, 4)
-    sources = [{0: [whole]}] * 4 + [{1: [whole]}] * 2
+    all_rows = Box(0, 8, 0, 4)
+    sources = [{0: [all_rows]}] * 4 + [{1: [all_rows]}] * 2
     seats = [
         (0, 0),
         (1, 0),
@@ -142,7 +142,11 @@ def test_what_a_machine_holds_comes_from_there():
         *((porter, node) for porter, node in ((0, 0), (3, 2))),
     ]
     plan = plan_push(
-        [table, other], sources, [[{0: [whole], 1: [whole]}], [{0: [whole], 1: [whole]}]], 16, seats
+        [table, other],
+        sources,
+        [[{0: [all_rows], 1: [all_rows]}], [{0: [all_rows], 1: [all_rows]}]],
+        16,
+        seats,
     )
     owners = {(parcel.cell.tensor, parcel.first): set() for parcel in plan.parcels}
     for parcel in plan.parcels:
@@ -151,8 +155,8 @@ def test_what_a_machine_holds_comes_from_there():
     assert owners[0, 6] == {0} and owners[0, 7] == {3}, "the porters'"
     assert owners[1, 6] | owners[1, 7] == {4, 5}, "both share what only they have"
     elsewhere = [*seats[:6], (1, 0), (1, 0)]
-    halves = [{0: [Box(0, 4, 0, 4)]}, {0: [Box(4, 8, 0, 4)]}, {0: [whole]}, {0: [whole]}, *sources[4:]]
-    plan = plan_push([table], halves, [[{0: [whole]}], [{0: [whole]}]], 16, elsewhere)
+    halves = [{0: [Box(0, 4, 0, 4)]}, {0: [Box(4, 8, 0, 4)]}, {0: [all_rows]}, {0: [all_rows]}, *sources[4:]]
+    plan = plan_push([table], halves, [[{0: [all_rows]}], [{0: [all_rows]}]], 16, elsewhere)
     assert {parcel.owner for parcel in plan.parcels} == {0, 1}, "not those of another machine"
 
 

@@ -116,13 +116,13 @@ def test_stores_listen_at_their_address_alone():
     """The trainer's, the weight group's, and those of the engines: torch's own listens everywhere."""
     before = listening()
     soon = timedelta(seconds=10)
-    kept = [host_store("127.0.0.1", 0, 1, soon), host_store("localhost", 0, 1, soon)]
-    kept.append(WeightGroup("127.0.0.1", 2, "gloo", 10.0, 10.0))
-    kept.append(megatron_gvpo_mends.bound_store("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False))
+    stores = [host_store("127.0.0.1", 0, 1, soon), host_store("localhost", 0, 1, soon)]
+    stores.append(WeightGroup("127.0.0.1", 2, "gloo", 10.0, 10.0))
+    stores.append(megatron_gvpo_mends.bound_store("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False))
     new = listening() - before
     assert len(new) >= 4 and {address for address, _ in new} <= {"127.0.0.1", "::1"}
-    kept[0].set("a", "b")
-    assert kept[3].port != kept[0].port and kept[0].get("a") == b"b"
+    stores[0].set("a", "b")
+    assert stores[3].port != stores[0].port and stores[0].get("a") == b"b"
 
 
 def test_a_port_that_is_taken_is_named():

@@ -114,14 +114,14 @@ def test_orders_do_not_collect_in_the_store(tmp_path, monkeypatch):
 def test_a_push_that_ends_early_leaves_the_stream_to_the_caller(tmp_path, monkeypatch):
     with relays(tmp_path, monkeypatch, [1]) as (rank_0, others):
         for before in (0, 1, 2):
-            left = stream(4)
-            with following(others, [left]):
+            own_stream = stream(4)
+            with following(others, [own_stream]):
                 if before:
                     rank_0.tell(JoinStream())
                 for _ in range(before - 1):
                     rank_0.ask([OFFER], "to offer")
                 rank_0.tell(EndPush())
-            assert len(list(left)) == 4 - before
+            assert len(list(own_stream)) == 4 - before
 
 
 def test_a_node_without_memory_and_one_that_is_silent_are_named(tmp_path, monkeypatch):
@@ -340,14 +340,14 @@ def test_a_relay_hears_of_the_end_of_a_push_that_never_began(tmp_path, monkeypat
         colocated=False,
         report=print,
     )
-    left = stream(2)
+    own_stream = stream(2)
     loop.run(under_way(pool.handles[0]))
     assert publisher.next_command(1) == Push()
-    with following([Relay(store, 1, NodeMemory("memory", CPU, first=False), PATIENCE)], [left]):
+    with following([Relay(store, 1, NodeMemory("memory", CPU, first=False), PATIENCE)], [own_stream]):
         with pytest.raises(ExceptionGroup) as failure:
             publisher.attempt(iter(()), 1)
         assert failure.group_contains(RuntimeError, match="not an answer of a server")
-    assert len(list(left)) == 2, "the whole stream is left to the caller"
+    assert len(list(own_stream)) == 2, "the whole stream is left to the caller"
     publisher.close()
     loop.close()
 

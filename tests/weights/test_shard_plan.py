@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_gvpo.weights.shard_plan import SLACK, Box, Layout, PushPlan, Table, plan_push
 
 
-def whole(table: Table) -> Box:
+def full_box(table: Table) -> Box:
     return Box(0, table.rows, 0, table.columns)
 
 
@@ -34,12 +34,12 @@ def check(plan: PushPlan, sources: list[Layout], servers: list[list[Layout]], li
         assert parcel.nbytes == box.elements * plan.tables[number].itemsize
         assert parcel.links[0] == (parcel.owner, parcel.first)
         for _, receiver in parcel.links:
-            places = ((number, r, c) for r in range(*box[:2]) for c in range(*box[2:]))
-            got[receiver].update(places)
+            elements = ((number, r, c) for r in range(*box[:2]) for c in range(*box[2:]))
+            got[receiver].update(elements)
     for rank, layout in enumerate(needed, plan.trainers):
         boxes = ((number, box) for number, boxes in layout.items() for box in boxes)
-        places = {(number, r, c) for number, box in boxes for r in range(*box[:2]) for c in range(*box[2:])}
-        assert set(got[rank]) == places and set(got[rank].values()) <= {1}
+        elements = {(number, r, c) for number, box in boxes for r in range(*box[:2]) for c in range(*box[2:])}
+        assert set(got[rank]) == elements and set(got[rank].values()) <= {1}
     parts = plan.parts()
     arrived: dict[int, set[tuple[int, Box]]] = defaultdict(set)
     for number in range(plan.rounds):
@@ -66,7 +66,7 @@ def in_trainer(tables: list[Table], tp: int, pp: int, dp: int) -> list[Layout]:
                 layout = {}
                 for i, table in enumerate(tables):
                     if i * pp // len(tables) == stage:
-                        layout[i] = [whole(table) if i % 5 == 4 else split(table, tp, part, i % 2 == 0)]
+                        layout[i] = [full_box(table) if i % 5 == 4 else split(table, tp, part, i % 2 == 0)]
                 ranks.append(layout)
     return ranks
 
@@ -76,7 +76,7 @@ def in_servers(tables: list[Table], servers: list[int]) -> list[list[Layout]]:
     return [
         [
             {
-                i: [whole(table) if i % 5 == 4 else split(table, tp, part, i % 2 == 0 or i % 3 == 0)]
+                i: [full_box(table) if i % 5 == 4 else split(table, tp, part, i % 2 == 0 or i % 3 == 0)]
                 for i, table in enumerate(tables)
             }
             for part in range(tp)
@@ -120,7 +120,7 @@ def test_two_servers_cost_the_trainer_no_more_than_one():
 def test_two_thousand_ranks_that_hold_the_same_are_planned_in_a_second():
     """The old code sorted the ranks so far once more for every rank that holds a box: 20 times as long."""
     tables = [Table(str(number), 8, 8, 2) for number in range(50)]
-    sources = [{number: [whole(table)] for number, table in enumerate(tables)} for _ in range(2000)]
+    sources = [{number: [full_box(table)] for number, table in enumerate(tables)} for _ in range(2000)]
     begin = time.process_time()
     plan = plan_push(tables, sources, in_servers(tables, [1]), 2**20)
     seconds = time.process_time() - begin
@@ -130,7 +130,7 @@ def test_two_thousand_ranks_that_hold_the_same_are_planned_in_a_second():
 
 def test_a_part_that_nobody_holds_is_named():
     tables = [Table("a", 4, 1, 2), Table("w", 8, 6, 2)]
-    sources = [{0: [whole(tables[0])], 1: [Box(0, 4, 0, 6)]}]
+    sources = [{0: [full_box(tables[0])], 1: [Box(0, 4, 0, 6)]}]
     with pytest.raises(ValueError, match=r"^w: servers need rows 4 to 7, columns 0 to 5, and no rank"):
         plan_push(tables, sources, [[{1: [Box(0, 8, 0, 6)]}]], 100)
 
@@ -175,9 +175,9 @@ def test_a_plan_for_671b_takes_seconds(layers: int):
         stage = int(head) * stages // layers if head.isdigit() else {"embed": 0, "head": stages - 1}[head]
         owners = [int(parts[1]) // 16] if parts[:1] == ["experts"] else list(range(16))
         for rank in owners:
-            sources[16 * stage + rank][i] = [whole(table)]
+            sources[16 * stage + rank][i] = [full_box(table)]
         for rank, layout in enumerate(needed):
-            layout[i] = [whole(table) if kind == "no" else split(table, 32, rank, kind == "rows")]
+            layout[i] = [full_box(table) if kind == "no" else split(table, 32, rank, kind == "rows")]
     begin = time.process_time()
     plan = plan_push(tables, sources, 4 * [needed], 256 * 2**20)
     seconds = time.process_time() - begin
@@ -221,7 +221,7 @@ def in_megatron(
                 if at != stage or (rest[:1] == ["experts"] and int(rest[1]) * ep // experts != rank % ep):
                     continue
                 is_whole = kind == "no" or rest[:1] == ["experts"]
-                layout[i] = [whole(table) if is_whole else split(table, tp, rank % tp, kind == "rows")]
+                layout[i] = [full_box(table) if is_whole else split(table, tp, rank % tp, kind == "rows")]
             ranks.append(layout)
     return ranks
 
@@ -262,7 +262,7 @@ def test_a_rank_has_few_links(sizes, ranks, servers, of_trainer, of_server):
     number, tp = servers
     one = [
         {
-            i: [whole(t) if kind == "no" or tp == 1 else split(t, tp, r, kind == "rows")]
+            i: [full_box(t) if kind == "no" or tp == 1 else split(t, tp, r, kind == "rows")]
             for i, (t, kind) in enumerate(model)
         }
         for r in range(tp)

@@ -361,9 +361,9 @@ def test_a_rank_that_leaves_ends_the_push_of_all_others():
 
 
 def learned(shape: tuple[int, ...], copy: Callable[[Tensor], None]) -> list[tuple[int, int, int, int]]:
-    whole = FullTensor("w", torch.float32, shape)
-    copy(Slice.of(whole))
-    return whole.needed()
+    full_tensor = FullTensor("w", torch.float32, shape)
+    copy(Slice.of(full_tensor))
+    return full_tensor.needed()
 
 
 def test_what_a_loader_copies_is_learned_whatever_views_it_takes():
@@ -384,19 +384,19 @@ def test_what_a_loader_copies_is_learned_whatever_views_it_takes():
 
 def test_a_slice_gives_what_the_whole_tensor_would_and_nothing_else():
     full = torch.arange(48.0).view(8, 6)
-    whole = FullTensor("w", torch.float32, (8, 6))
-    whole.parts = {(2, 6, 3, 6): full[2:6, 3:6].clone()}
+    full_tensor = FullTensor("w", torch.float32, (8, 6))
+    full_tensor.parts = {(2, 6, 3, 6): full[2:6, 3:6].clone()}
     target = torch.zeros(4, 3)
-    target.copy_(Slice.of(whole)[2:6].narrow(1, 3, 3))
+    target.copy_(Slice.of(full_tensor)[2:6].narrow(1, 3, 3))
     assert torch.equal(target, full[2:6, 3:])
-    target[1:3, ...] = Slice.of(whole)[2:4, 3:].view_as(target[1:3])
+    target[1:3, ...] = Slice.of(full_tensor)[2:4, 3:].view_as(target[1:3])
     assert torch.equal(target[1:3], full[2:4, 3:])
-    target[:3, :2].copy_(Slice.of(whole).t()[3:, 4:6])
+    target[:3, :2].copy_(Slice.of(full_tensor).t()[3:, 4:6])
     assert torch.equal(target[:3, :2], full.t()[3:, 4:6])
     with pytest.raises(RuntimeError, match=r"^w: the engine copies rows 0 to 3, columns 0 to 2, and did"):
-        target.copy_(Slice.of(whole)[:4, :3])
+        target.copy_(Slice.of(full_tensor)[:4, :3])
     with pytest.raises(RuntimeError, match=r"^w: the engine computes with it"):
-        target.copy_(Slice.of(whole)[2:6, 3:] * 2)
+        target.copy_(Slice.of(full_tensor)[2:6, 3:] * 2)
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,9 @@ def test_a_model_without_one_of_them_sends_the_others_all_the_same():
 def test_two_buffers_serve_all_buckets_in_turn():
     stream = ((f"t{i}", torch.full((100,), float(i))) for i in range(50))
     halves = DoubleBuffer(2000, CPU)
-    places = [bucket.flat.data_ptr() for bucket in buckets(stream, halves, torch.float32)]
-    assert len(places) == 25 and len(set(places)) == 2 and all(a != b for a, b in pairwise(places))
-    assert halves.next(1).data_ptr() in places, "kept for the next push"
+    addresses = [bucket.flat.data_ptr() for bucket in buckets(stream, halves, torch.float32)]
+    assert len(addresses) == 25 and len(set(addresses)) == 2 and all(a != b for a, b in pairwise(addresses))
+    assert halves.next(1).data_ptr() in addresses, "kept for the next push"
 
 
 class Fused(torch.nn.Module):
