@@ -89,7 +89,8 @@ def load_newest[Loaded](
     names = broadcast_msgpack(wanted)
     damaged: list[Path] = []
     problem = ""
-    for i, name in reversed(list(enumerate(names))):
+    while names:
+        name = names.pop()
         directory = root / name
         try:
             run_on_rank_0("", partial(check_files, directory))
@@ -97,14 +98,11 @@ def load_newest[Loaded](
         except DamagedCheckpointError as error:
             damaged.append(directory)
             problem = problem or str(error)
-            if i and dist.get_rank() == 0:
-                log.warning("%s; trying %s, the checkpoint before it", error, names[i - 1])
+            if names and dist.get_rank() == 0:
+                log.warning("%s; trying %s, the checkpoint before it", error, names[-1])
             continue
-        for path in incomplete_checkpoints(root) if step is None else ():
-            if path.name > name:
-                damaged.append(path)
-                if dist.get_rank() == 0:
-                    log.warning("%s is not a complete checkpoint: it has no file %s", path, RECORD)
+        if step is None:
+            damaged.extend(_incomplete_after(root, name))
         if put_aside:
             run_on_rank_0(f"cannot rename damaged checkpoints in {root}", lambda: _put_aside(damaged))
         if damaged and dist.get_rank() == 0:
@@ -121,6 +119,15 @@ def load_newest[Loaded](
             "backup, or start the run again with --overwrite"
         )
     return None
+
+
+def _incomplete_after(root: Path, name: str) -> list[Path]:
+    """Return the incomplete checkpoints of later steps than `name`'s; each is named in a warning."""
+    incomplete = [path for path in incomplete_checkpoints(root) if path.name > name]
+    if dist.get_rank() == 0:
+        for path in incomplete:
+            log.warning("%s is not a complete checkpoint: it has no file %s", path, RECORD)
+    return incomplete
 
 
 def _names(damaged: list[Path]) -> str:
