@@ -21,28 +21,24 @@ def freeze(chunks: Sequence[Any], patterns: Sequence[str]) -> None:
     A collective. Raises ConfigError on all ranks for a pattern that matches nothing, and where a rank would
     have nothing to train: Megatron's optimizer needs at least one trained parameter there.
     """
-    matched, names, trains = set[str](), list[str](), False
-    for name, parameter in _named(chunks):
-        names.append(name)
-        hits = {pattern for pattern in patterns if matches(name, pattern)}
-        matched |= hits
-        if hits:
+    weights = list(_named(chunks))
+    matched: set[str] = set()
+    for name, parameter in weights:
+        of_name = {pattern for pattern in patterns if matches(name, pattern)}
+        matched |= of_name
+        if of_name:
             parameter.requires_grad_(False)
-        trains = trains or parameter.requires_grad
-    for chunk in chunks:
-        for module in chunk.modules():
-            # Layers that are computed again in the backward pass lose their gradients without an error if
-            # nothing that enters them needs one, such as the first layer's behind a frozen embedding.
-            if type(module).__name__ == "LanguageModelEmbedding":
-                module.register_forward_hook(ask_for_gradient)
-    everywhere = all_gather_msgpack([sorted(matched), names[:: max(1, len(names) // SHOWN)], trains])
-    matched = {pattern for hits, _, _ in everywhere for pattern in hits}
-    if missing := [pattern for pattern in patterns if pattern not in matched]:
+    _ask_embeddings_for_gradients(chunks)
+    examples = [name for name, _ in weights][:: max(1, len(weights) // SHOWN)]
+    has_trained = any(parameter.requires_grad for _, parameter in weights)
+    of_ranks = all_gather_msgpack([sorted(matched), examples, has_trained])
+    matched_anywhere = {pattern for of_rank, _, _ in of_ranks for pattern in of_rank}
+    if missing := [pattern for pattern in patterns if pattern not in matched_anywhere]:
         raise ConfigError(
             f"model.freeze: nothing in the model matches {missing[0]!r}; names are such as "
-            f"{', '.join(everywhere[0][1][:SHOWN])}"
+            f"{', '.join(of_ranks[0][1][:SHOWN])}"
         )
-    if not all(rank_trains for _, _, rank_trains in everywhere):
+    if not all(has_trained for _, _, has_trained in of_ranks):
         raise ConfigError("model.freeze: a rank would have nothing to train: freeze less, or use a lower pp")
 
 
@@ -69,6 +65,18 @@ def _named(chunks: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
             if getattr(parameter, "shared_embedding", False):  # Megatron's mark on the tied weights
                 named = named.replace("output_layer.weight", "embedding.word_embeddings.weight")
             yield named, parameter
+
+
+def _ask_embeddings_for_gradients(chunks: Iterable[Any]) -> None:
+    """Make the embeddings' outputs require gradients, also where the embeddings are frozen.
+
+    Layers that are computed again in the backward pass lose their gradients without an error if nothing that
+    enters them needs one, such as the first layer's behind a frozen embedding.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if type(module).__name__ == "LanguageModelEmbedding":
+                module.register_forward_hook(ask_for_gradient)
 
 
 def ask_for_gradient(_: Any, __: Any, output: Tensor) -> None:
