@@ -32,26 +32,24 @@ def receive(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]
     learns this rank's layout, "shards" takes part in a sharded push, and "leave" leaves its group.
     """
     order = json.loads(bytes(named_tensors[0][1].cpu().numpy()))
-    if order["op"] == "join":
-        _join(order)
-    elif order["op"] == "load":
-        _load(model, order)
-    elif order["op"] == "tell":
-        tell_gpus(order["file"])
-    elif order["op"] == "check":
-        # the trainer takes these broadcasts for received: SGLang ends, and restarts with its first weights
-        if _broken:
-            raise RuntimeError(f"a broadcast of weight patches failed: {_broken[0]}")
-        check_patched(model)
-    elif order["op"] == "read_layout":
-        _part_in(model, order).read_layout(model.load_weights)
-    elif order["op"] == "shards":
-        _receive_shards(model)
-    elif order["op"] == "leave":
-        if order["name"] in _groups:  # the order may come late, when this rank is in another group
-            _leave_shards()
-    else:
-        _apply(model, order)
+    match order["op"]:
+        case "join":
+            _join(order)
+        case "load":
+            _load(model, order)
+        case "tell":
+            tell_gpus(order["file"])
+        case "check":
+            _check(model)
+        case "read_layout":
+            _part_in(model, order).read_layout(model.load_weights)
+        case "shards":
+            _receive_shards(model)
+        case "leave":
+            if order["name"] in _groups:  # the order may come late, when this rank is in another group
+                _leave_shards()
+        case _:
+            _apply(model, order)
 
 
 def _join(order: dict[str, Any]) -> None:
@@ -71,6 +69,13 @@ def _apply(model: torch.nn.Module, order: dict[str, Any]) -> None:
         _broken.append(str(error))
         return
     apply_patches(model, wire, order["patches"])
+
+
+def _check(model: torch.nn.Module) -> None:
+    # the trainer takes these broadcasts for received: SGLang ends, and restarts with its first weights
+    if _broken:
+        raise RuntimeError(f"a broadcast of weight patches failed: {_broken[0]}")
+    check_patched(model)
 
 
 def _part_in(model: torch.nn.Module, order: dict[str, Any]) -> Shards:

@@ -76,14 +76,19 @@ class Shards:
         """Take part in one push. Raises RuntimeError if another rank of the group fails."""
         if not self._receives:
             self._connect()
-        if self._memory:
+        loading = _Loading(self._tables, self._receives, self._full, load)
+        if not self._memory:
+            counted = self._receive_from_group(loading)
+        else:
             try:
-                self._take_out(load)
+                counted = self._receive_from_mailbox(loading)
             except Exception as error:  # tell the trainer's rank, which waits for this one
                 self.report(error)
                 raise
-            return
-        loading = _Loading(self._tables, self._receives, self._full, load)
+        self._store.set(f"counted.{self._rank}", json.dumps(counted))
+
+    def _receive_from_group(self, loading: _Loading) -> Counter[str]:
+        """Exchange and load cells, round by round; returns the bytes of each link, "from-to"."""
         counted: Counter[str] = Counter()
         came: dict[Cell, torch.Tensor] = {}  # the cells of the round before, each uint8 [bytes]
         for receives, sends in zip(self._receives, self._sends, strict=True):
@@ -101,11 +106,10 @@ class Shards:
                 for cell, part in zip(cells, wire.split([self._size(c) for c in cells]), strict=True)
             }
         loading.take(came)
-        self._store.set(f"counted.{self._rank}", json.dumps(counted))
+        return counted
 
-    def _take_out(self, load: Load) -> None:
-        """Take part in one push through the mailbox. Raises RuntimeError if another rank fails."""
-        loading = _Loading(self._tables, self._receives, self._full, load)
+    def _receive_from_mailbox(self, loading: _Loading) -> Counter[str]:
+        """Load cells from the mailbox, round by round; returns the bytes of each link, "from-to"."""
         where = self._stored(f"mailbox.{self._rank}.{self._pushes}")
         mailbox = Inbox(where, self._pushes * len(self._receives))
         counted: Counter[str] = Counter()
@@ -120,7 +124,7 @@ class Shards:
             for source, part in messages:
                 counted[f"{source}-{self._rank}"] += sum(self._size(cell) for cell in part)
         self._pushes += 1
-        self._store.set(f"counted.{self._rank}", json.dumps(counted))
+        return counted
 
     def _stored(self, key: str) -> Any:
         """Read another rank's value in the group's store. Raises RuntimeError if the push failed there."""
@@ -216,9 +220,8 @@ class _Loading:
         """`make` returns the tensor of a number, with memory for the parts that this rank receives."""
         self._remaining = Counter(cell[0] for messages in receives for _, cells in messages for cell in cells)
         self._units = _units(tables, self._remaining)
-        self._tensors: dict[
-            int, FullTensor
-        ] = {}  # tensors that are incomplete; all tensors of a model would not fit into memory
+        # The tensors that are incomplete. All tensors of a model would not fit into memory.
+        self._tensors: dict[int, FullTensor] = {}
         self._make, self._load = make, load
 
     def take(self, cells: dict[Cell, torch.Tensor]) -> None:
