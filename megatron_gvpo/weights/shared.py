@@ -13,7 +13,7 @@ import itertools
 import os
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -105,6 +105,25 @@ class Shared(Transport):
         self._relays.tell(JoinStream())
 
     async def send(self, bucket: Bucket) -> int:
+        offers = await self._offers(bucket)
+
+        async def post(handle: ServerHandle) -> None:
+            home = self._homes[handle.server.url]
+            location: SharedLocation = [offers[number]["handles"].pop() for number in home.gpus]
+            await self._receiver(handle.server).receive_shared(
+                bucket.specs, location or Path(offers[home.file]["file"]), self._timeout
+            )
+
+        try:
+            await each(self._handles, post)
+        except PushFailed as failure:  # the next attempt of the push uses host memory
+            for url in (handle.server.url for handle in failure.handles):
+                self._homes[url] = self._homes[url]._replace(gpus=())
+            raise
+        return bucket.flat.nbytes
+
+    async def _offers(self, bucket: Bucket) -> list[dict[str, Any]]:
+        """Offer the bucket in the memory of rank 0 and of the relays, as the servers' homes need it."""
         homes = [self._homes[handle.server.url] for handle in self._handles]
         mappings = Counter(number for home in homes for number in home.gpus)
         files = {home.file for home in homes if not home.gpus}
@@ -121,22 +140,7 @@ class Shared(Transport):
         for outcome in (own_offer, relay_offers):
             if isinstance(outcome, BaseException):
                 raise outcome
-        offers: list[dict[str, Any]] = [own_offer, *relay_offers]
-
-        async def post(handle: ServerHandle) -> None:
-            home = self._homes[handle.server.url]
-            location: SharedLocation = [offers[number]["handles"].pop() for number in home.gpus]
-            await self._receiver(handle.server).receive_shared(
-                bucket.specs, location or Path(offers[home.file]["file"]), self._timeout
-            )
-
-        try:
-            await each(self._handles, post)
-        except PushFailed as failure:  # the next attempt of the push uses host memory
-            for url in (handle.server.url for handle in failure.handles):
-                self._homes[url] = self._homes[url]._replace(gpus=())
-            raise
-        return bucket.flat.nbytes
+        return [own_offer, *relay_offers]
 
     async def end(self) -> None:
         await each(
@@ -168,22 +172,31 @@ class Shared(Transport):
         orders = [Discover()] * len(self._relays)
         answers = await asyncio.to_thread(self._relays.ask, orders, "to look for servers")
         sightings = [self._memory.seen(), *answers]
-        by_gpu = {seen["gpu"]: number for number, seen in enumerate(sightings) if seen["gpu"]}
         for handle in handles:
-            gpu_lists = [seen["told"].get(numbers[handle.server.url], []) for seen in sightings]
-            processes = processes_of[handle.server.url]
-            file = next((number for number, ranks in enumerate(gpu_lists) if len(ranks) == processes), None)
-            if file is None:
-                seen_ranks = sum(map(len, gpu_lists))
-                raise PushFailed(
-                    f"rollout.weights.transport=shared: {seen_ranks} of the {processes} rank(s) of "
-                    f"{handle.server.url} see {directory} of a node of the trainer's; a server must be on "
-                    "one of them, as this user, with the same /dev/shm. For others use broadcast or disk",
-                    [handle],
-                )
-            common = [by_gpu[uuid] for uuid in seen_by_all(gpu_lists[file]) if uuid in by_gpu]
-            gpus = [common[rank % len(common)] for rank in range(processes)] if common else []
-            self._homes[handle.server.url] = Home(file, tuple(gpus))
+            url = handle.server.url
+            self._homes[url] = self._home(handle, numbers[url], processes_of[url], sightings)
+
+    def _home(
+        self, handle: ServerHandle, number: str, processes: int, sightings: Sequence[Mapping[str, Any]]
+    ) -> Home:
+        """Choose the home of a server with `processes` ranks from what the trainer ranks' memories contain.
+
+        `number` names the server's files there. Raises PushFailed if no node has a file of every rank.
+        """
+        gpu_lists = [seen["told"].get(number, []) for seen in sightings]
+        file = next((owner for owner, ranks in enumerate(gpu_lists) if len(ranks) == processes), None)
+        if file is None:
+            seen_ranks = sum(map(len, gpu_lists))
+            raise PushFailed(
+                f"rollout.weights.transport=shared: {seen_ranks} of the {processes} rank(s) of "
+                f"{handle.server.url} see {self._memory.directory} of a node of the trainer's; a server must "
+                "be on one of them, as this user, with the same /dev/shm. For others use broadcast or disk",
+                [handle],
+            )
+        by_gpu = {seen["gpu"]: owner for owner, seen in enumerate(sightings) if seen["gpu"]}
+        common = [by_gpu[uuid] for uuid in seen_by_all(gpu_lists[file]) if uuid in by_gpu]
+        gpus = [common[rank % len(common)] for rank in range(processes)] if common else []
+        return Home(file, tuple(gpus))
 
 
 def _meet(device: torch.device) -> tuple[NodeMemory | None, dist.Store, list[int]]:
