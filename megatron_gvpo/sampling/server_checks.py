@@ -124,6 +124,11 @@ def _check_files(
         )
     if takes_images(model):
         _check_processor(where, served, path)
+    _check_vocabulary(where, served, path)
+
+
+def _check_vocabulary(where: str, served: Path, path: str) -> None:
+    """Compare the tokenizers of the two directories, where both have a vocabulary. Raises ConfigError."""
     own, other = vocabulary(Path(path)), vocabulary(served)
     if own and other and own != other:
         differing = sorted(token for token, _ in own.items() ^ other.items())[:5]

@@ -132,18 +132,23 @@ class Http:
             raise ServerGone(f"{where}: no answer within {timeout:g} s") from None
         except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
             raise ServerGone(f"{where}: {str(error) or type(error).__name__}") from None
-        try:
-            answer = json.loads(text)
-        except (ValueError, RecursionError):
-            answer = text
-        # SGLang reports some errors with status 200 and success: false.
-        unsuccessful = isinstance(answer, dict) and answer.get("success") is False
-        if status >= 300 or unsuccessful:  # no redirect is followed: the key is for this address alone
-            words = _words(answer)
-            if 300 <= status < 400:
-                words = "it redirects to another address, which is not followed: name the server's own"
-            raise ServerRefused(f"{where}: status {status}: {words}", 400 if status < 400 else status)
+        return _successful(where, status, text)
+
+
+def _successful(where: str, status: int, text: str) -> Any:
+    """Return the decoded JSON answer, or its text if it is not JSON. Raises ServerRefused for an error."""
+    try:
+        answer = json.loads(text)
+    except (ValueError, RecursionError):
+        answer = text
+    # SGLang reports some errors with status 200 and success: false.
+    is_unsuccessful = isinstance(answer, dict) and answer.get("success") is False
+    if status < 300 and not is_unsuccessful:
         return answer
+    words = _words(answer)
+    if 300 <= status < 400:  # no redirect is followed: the key is for this address alone
+        words = "it redirects to another address, which is not followed: name the server's own"
+    raise ServerRefused(f"{where}: status {status}: {words}", 400 if status < 400 else status)
 
 
 async def _text(response: aiohttp.ClientResponse) -> str:

@@ -196,12 +196,13 @@ class Trainer:
         ]
         if self.components.teacher is not None:
             self.components.teacher.ask([self._for_teacher(rows.trained()) for rows in mini_batches])
-        if estimator is not None:
-            for i, rows in enumerate(mini_batches):
-                mini_batches[i], statistics = estimator.fill(self._with_estimator_columns(rows))
-                for name, value in statistics.items():
-                    key = f"advantage/{name}"
-                    metrics[key] = metrics.get(key, 0.0) + float(value) / len(mini_batches)
+        if estimator is None:
+            return mini_batches, metrics
+        for i, rows in enumerate(mini_batches):
+            mini_batches[i], statistics = estimator.fill(self._with_estimator_columns(rows))
+            for name, value in statistics.items():
+                key = f"advantage/{name}"
+                metrics[key] = metrics.get(key, 0.0) + float(value) / len(mini_batches)
         return mini_batches, metrics
 
     def _with_estimator_columns(self, rows: TrainBatch) -> TrainBatch:

@@ -69,7 +69,14 @@ def read_adapter(directory: Path, options: AdapterConfig, selected: tuple[str, .
     file = directory / CONFIG
     if not file.is_file():
         raise ConfigError(f"{where}: no {CONFIG} there (a directory that Hugging Face PEFT saved)")
-    config = read_json_object(file)
+    _check_config(read_json_object(file), options, selected, where)
+    return _read_tensors(directory / WEIGHTS, where)
+
+
+def _check_config(
+    config: dict[str, Any], options: AdapterConfig, selected: tuple[str, ...], where: str
+) -> None:
+    """Raise ConfigError if the content of adapter_config.json is not that of an adapter of `options`."""
     if config.get("peft_type") != "LORA":
         raise ConfigError(f"{where}: peft_type={config.get('peft_type')!r} in {CONFIG}; supported: LORA")
     for name, value in config.items():
@@ -97,7 +104,6 @@ def read_adapter(directory: Path, options: AdapterConfig, selected: tuple[str, .
             f"{where}: target_modules={sorted(layers)} in {CONFIG}, and model.adapter.targets are "
             f"{list(selected)}: set model.adapter.targets={json.dumps(sorted(layers))}"
         )
-    return _read_tensors(directory / WEIGHTS, where)
 
 
 def _read_tensors(file: Path, where: str) -> dict[str, Tensor]:
