@@ -290,9 +290,11 @@ def test_a_checkpoint_is_loaded_by_a_server_of_the_same_function_alone(
     card = json.loads((rotated / "config.json").read_text())
     (card.get("rope_parameters") or card)["rope_theta"] = 777.0
     (rotated / "config.json").write_text(json.dumps(card))
-    whole, turned = {"path": str(task / "model")}, {"path": str(rotated)}
-    adapted, halved = ({**whole, "adapter": {"rank": RANK, "alpha": alpha}} for alpha in (2 * RANK, RANK))
-    pairs = [(adapted, halved), (whole, turned), (adapted, adapted)]
+    full_model, turned = {"path": str(task / "model")}, {"path": str(rotated)}
+    adapted, halved = (
+        {**full_model, "adapter": {"rank": RANK, "alpha": alpha}} for alpha in (2 * RANK, RANK)
+    )
+    pairs = [(adapted, halved), (full_model, turned), (adapted, adapted)]
     (tmp_path / "work.json").write_text(json.dumps(pairs))
     launch("helpers.workers.tinker_worker:restart", [1], str(tmp_path))
     by_alpha, by_rotation, same = json.loads((tmp_path / "refusals.json").read_text())

@@ -133,8 +133,8 @@ def test_expired_checkpoints_of_all_models_are_removed_before_a_save(tmp_path: P
         (directory / "weights").mkdir(parents=True)
         (directory / "info.json").write_text(text)
     checkpoints.remove_expired(tmp_path)
-    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*/*"))
-    assert left == ["a/weights/later", "a/weights/stays", "b/weights/damaged", "b/weights/one.partial"]
+    remaining = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*/*"))
+    assert remaining == ["a/weights/later", "a/weights/stays", "b/weights/damaged", "b/weights/one.partial"]
 
 
 def test_a_kill_while_a_checkpoint_is_replaced_loses_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
