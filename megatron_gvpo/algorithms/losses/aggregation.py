@@ -24,7 +24,7 @@ class Aggregation(Block):
 
     With N sequences, T response tokens in all and |y_i| in sequence i:
 
-        token_mean      1 / T          every token counts the same (DAPO, GPG eq. 5)
+        token_mean      1 / T          every token counts the same
         group_token_mean  1 / (G T_g)  T_g tokens in its group of G: the mean over groups of the groups' mean
                                        over tokens (GPG arXiv 2504.02546 eq. 5, DAPO eq. 8, CISPO eq. 4)
         sequence_mean   1 / (N |y_i|)  every sequence counts the same (GRPO, arXiv 2402.03300 eq. 3)
