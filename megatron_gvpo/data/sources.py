@@ -149,7 +149,7 @@ def _read_jsonl(file: Path) -> Iterator[Record]:
                 text = line.decode("utf-8-sig")
                 fields = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_no_number)
             except json.JSONDecodeError as error:
-                problem = f"not valid JSON: {error.msg} at column {error.colno}"
+                problem = f"not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
                 if number == 1 and text.strip() in ("[", "{"):
                     problem = "a record over several lines, and each line must be one record, {...}"
                 raise DataError(f"{where}: {problem}") from None

@@ -14,6 +14,8 @@ from megatron_gvpo.settings.config import Config
 SHOWN = 3  # the number of prompts
 _CROWDED = 0.9  # share of the limit from which a prompt's length is mentioned
 _EXAMPLE = [{"role": "user", "content": "What is 1 + 1?"}]
+_ANSWER = "Two."
+_MANY = 0.1  # share of repeated prompts that is mentioned
 
 
 def shown_prompts(task: Task) -> list[str]:
@@ -66,7 +68,11 @@ def _template(task: Task) -> list[RunVerdict]:
         return [ok("template", "prompts are texts that the model continues: no chat template is used")]
     plain = rendered(task.tokenizer, _EXAMPLE)
     opened = rendered(task.tokenizer, _EXAMPLE, add_generation_prompt=True)
+    opening = opened.removeprefix(plain)
     if plain == opened:
+        # Mistral's and Llama 2's templates close the user's text, and a response follows it at once.
+        if not _answered(task).removeprefix(plain).partition(_ANSWER)[0].strip():
+            return [ok("template", f"the model's turn follows {plain[-20:]!r} at once")]
         return [
             failure(
                 "template",
@@ -83,7 +89,20 @@ def _template(task: Task) -> list[RunVerdict]:
                 "take the model's own chat_template, or add the marks to the tokenizer and train them",
             )
         ]
-    return [ok("template", f"it opens the model's turn with {opened[len(plain) :]!r}")]
+    if opening.strip() and opening in plain:
+        return [
+            warning(
+                "template",
+                f"add_generation_prompt opens the model's turn with {opening!r}, as the user's turn begins",
+                "name the model's role there, such as assistant",
+            )
+        ]
+    return [ok("template", f"it opens the model's turn with {opening!r}")]
+
+
+def _answered(task: Task) -> str:
+    """A chat in which the model has answered."""
+    return rendered(task.tokenizer, [*_EXAMPLE, {"role": "assistant", "content": _ANSWER}])
 
 
 def _marks_in_pieces(task: Task, text: str) -> list[str]:
@@ -99,8 +118,8 @@ def _end(task: Task) -> list[RunVerdict]:
     ends = [repr(task.tokenizer.decode([token])) for token in task.end_token_ids]
     if not task.chat:
         return [ok("end", f"a response ends with {' or '.join(ends)}")]
-    answer = [*_EXAMPLE, {"role": "assistant", "content": "2"}]
-    token_ids = task.tokenizer(rendered(task.tokenizer, answer), add_special_tokens=False)["input_ids"]
+    after = _answered(task).rpartition(_ANSWER)[2]  # the user's turn may have an end, and the model's none
+    token_ids = task.tokenizer(after, add_special_tokens=False)["input_ids"]
     if not set(task.end_token_ids) & set(token_ids):
         return [
             warning(
@@ -119,11 +138,13 @@ def _enough(config: Config, task: Task) -> list[RunVerdict]:
         return [
             warning(
                 "data",
-                f"train.prompts_per_step={wanted}, and there are {count} prompts: a step repeats prompts",
+                f"train.prompts_per_step={wanted}, and the data has {count}: a step repeats prompts",
                 "lower train.prompts_per_step, or give more data",
             )
         ]
     known = {_key(prompt) for prompt in task.prompts}
+    if repeated := _repeated(config, task, len(known)):
+        return [repeated]
     if shared := sum(_key(prompt) in known for prompt in task.eval_prompts):
         return [
             warning(
@@ -133,6 +154,29 @@ def _enough(config: Config, task: Task) -> list[RunVerdict]:
             )
         ]
     return [ok("data", f"{count} prompts to train on, {len(task.eval_prompts)} held out")]
+
+
+def _repeated(config: Config, task: Task, different: int) -> RunVerdict | None:
+    """A warning if sampled prompts are there again, with another answer or often; `different`: prompts.
+
+    Two conversations with the same prompt may differ in their environment, and two prompts in their images.
+    """
+    if not config.algorithm.samples_from_policy or task.images or config.rollout.conversation is not None:
+        return None
+    count = len(task.prompts)
+    if several := len({(_key(prompt), prompt.answer) for prompt in task.prompts}) - different:
+        return warning(
+            "data",
+            f"{several} of {count} records have the prompt of another record, and another answer",
+            "see that the prompt has all that the answer depends on, or leave such records out",
+        )
+    if count - different > _MANY * count:
+        return warning(
+            "data",
+            f"{count - different} of {count} records repeat the prompt of another",
+            "leave them out unless these prompts are to count more",
+        )
+    return None
 
 
 def _key(prompt: Prompt) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from statistics import fmean
 from megatron_gvpo.data.task import Task
 from megatron_gvpo.groups import Group
 from megatron_gvpo.huggingface.card import ModelCards
+from megatron_gvpo.inspection.rewards import MEND_FIRST
 from megatron_gvpo.inspection.verdict import RunVerdict, failure, not_tried, ok, warning
 from megatron_gvpo.observe.rollout_metrics import summarise
 from megatron_gvpo.runs.one_machine import laptop_config
@@ -34,7 +35,8 @@ def inspect_responses(config: Config, cards: ModelCards, task: Task) -> tuple[li
         reason = f"{size / 2**30:.1f} GiB of weights are too many to sample from here"
         return [not_tried("start model", reason)], []
     if not size:
-        return [not_tried("start model", f"no safetensors files in {config.model.path}")], []
+        remedy = "fetch them, unless the run is on another machine, which has them"
+        return [warning("start model", f"no weights (*.safetensors) in {config.model.path}", remedy)], []
     begin = time.perf_counter()
     groups = _sample(config, cards, task)
     seconds = time.perf_counter() - begin
@@ -71,7 +73,7 @@ def _judged(config: Config, groups: Sequence[Group], seconds: float) -> list[Run
     ]
     if errors := [text for rollout in rollouts for text in rollout.reward_errors.values()]:
         share = f"{len(errors)} of {len(rollouts)} responses"
-        verdicts.insert(0, failure("reward", f"it failed for {share}: {errors[0]}", "mend the reward first"))
+        verdicts.insert(0, failure("reward", f"it failed for {share}: {errors[0]}", MEND_FIRST))
     return verdicts
 
 
@@ -107,7 +109,8 @@ def _signal(config: Config, groups: Sequence[Group]) -> RunVerdict:
         return warning(
             "signal",
             f"{summary}: no response scores anything",
-            "read the responses above: either answers do not parse, or the task is too hard for this model",
+            "read the start model's responses, below: either answers do not parse, or the task is too hard "
+            "for this model",
         )
     remedy = "take harder prompts" if fmean(rewards) > 0.5 else "take easier prompts or a stronger model"
     return warning("signal", f"{summary}: most groups teach nothing", f"{remedy}, or raise rollout.n")

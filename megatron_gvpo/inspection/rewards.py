@@ -15,7 +15,9 @@ from megatron_gvpo.rewards.pool import RewardPool
 from megatron_gvpo.settings.config import Config
 
 RECORDS = 8
+MEND_FIRST = "mend the reward first: a response for which it fails gets 0"
 SLOW = 1.0  # seconds for one response above which a reward counts as slow
+_PATIENCE = 20.0  # seconds after which no further record's responses are scored
 Form = Callable[[str], str]
 # Forms in which tasks expect an answer; the best of them counts.
 _FORMS: tuple[Form, ...] = (
@@ -47,8 +49,17 @@ def inspect_rewards(config: Config, task: Task) -> list[RunVerdict]:
         return [not_tried("reward", "format reads no answers, with which it could be tried")]
     prompts = [p for p in task.prompts if _solution(p, task) is not None]
     others = {_solution(prompt, task) for prompt in prompts}
+    if not prompts:
+        return [not_tried("reward", "the records have no answers (data.train.answer_key)")]
     if len(others) < 2:
-        return [not_tried("reward", "the records have no answers (data.train.answer_key) that differ")]
+        return [
+            warning(
+                "reward",
+                f"all {len(prompts)} records have the same answer, {_short(others.pop() or '')!r}: the "
+                "policy would learn to give it without reading the prompt",
+                "see that data.train.answer_key names the field of the answers",
+            )
+        ]
     prompts, forms = prompts[:RECORDS], _forms(config)
     with RewardPool(config.rewards) as pool:
         seconds, groups = _scored(pool, prompts, task, forms)
@@ -82,17 +93,28 @@ def _other(prompt: Prompt, task: Task) -> str:
 def _scored(
     pool: RewardPool, prompts: Sequence[Prompt], task: Task, forms: Sequence[Form]
 ) -> tuple[float, list[Group]]:
-    """Seconds for a response; for each prompt a scored group of every kind of response in every form."""
-    groups = []
+    """Seconds for a response; for each prompt a scored group of every kind of response in every form.
+
+    It ends after the first prompt for whose responses the reward fails, and after some time: a reward that
+    hangs would take `rewards.timeout` for each of them.
+    """
+    groups = list[Group]()
+    begin, count = time.perf_counter(), 0
     for prompt in prompts:
         own, other = _solution(prompt, task) or "", _other(prompt, task)
         complete = [form(own) for form in forms] + [form(other) for form in forms] + [""]
         cut = [form(own)[: len(form(own)) // 3] for form in forms]
         rollouts = [_response(text, task) for text in complete]
-        groups.append(Group(prompt, rollouts + [_response(text, task, is_cut=True) for text in cut]))
-    begin = time.perf_counter()
-    pool.score(groups)
-    return (time.perf_counter() - begin) / sum(len(group.rollouts) for group in groups), groups
+        rollouts += [_response(text, task, is_cut=True) for text in cut]
+        for part in (rollouts[:1], rollouts[1:]):
+            if not rollouts[0].reward_errors:
+                pool.score([Group(prompt, part)])
+                count += len(part)
+        groups.append(Group(prompt, rollouts))
+        has_failed = any(rollout.reward_errors for rollout in rollouts)
+        if has_failed or time.perf_counter() - begin > _PATIENCE:
+            break
+    return (time.perf_counter() - begin) / count, groups
 
 
 def _scores(groups: Sequence[Group], count: int) -> list[tuple[Prompt, dict[str, float], dict[str, str]]]:
@@ -138,7 +160,7 @@ def _response(text: str, task: Task, is_cut: bool = False) -> Rollout:
 def _own_is_best(scores: Sequence[tuple[Prompt, dict[str, float], dict[str, str]]], task: Task) -> RunVerdict:
     for prompt, _, errors in scores:
         for name, text in errors.items():
-            return failure("reward", f"{name} failed for a response to {prompt.id}: {text}")
+            return failure("reward", f"{name} failed for a response to {prompt.id}: {text}", MEND_FIRST)
     kinds = scores[0][1].keys()
     means = ", ".join(f"{kind} {fmean(values[kind] for _, values, _ in scores):.3g}" for kind in kinds)
     same = [prompt for prompt, values, _ in scores if len(set(values.values())) == 1]

@@ -20,6 +20,7 @@ from megatron_gvpo.training.ranks import free_memory, rank_memory
 _USUAL = ((5e8, 1e-5), (5e7, 1e-4), (0, 3e-3))
 _FAR = 5.0  # multiples of the usual rate that cause a warning
 _HOPELESS = 100.0  # multiples of the usual rate at which runs diverge
+_FAINT = 1e-4  # share of the usual rate below which a run learns nothing in its steps
 _ASK = "import importlib.metadata as m, json, sys; print(json.dumps(m.version(sys.argv[1])))"
 _PATIENCE = 60.0  # seconds for an interpreter on a slow disk
 
@@ -39,6 +40,10 @@ def inspect_learning_rate(config: Config, card: ModelCard) -> RunVerdict:
         return failure("learning rate", f"{summary}: the run would diverge", f"optimizer.lr={usual / 10:g}")
     if times >= _FAR:
         return warning("learning rate", summary, f"optimizer.lr={usual / 10:g} to {usual:g}")
+    if times <= _FAINT:
+        return warning(
+            "learning rate", f"{summary}: the weights would hardly change", f"optimizer.lr={usual / 10:g}"
+        )
     return ok("learning rate", summary)
 
 

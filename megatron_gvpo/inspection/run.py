@@ -16,10 +16,10 @@ from megatron_gvpo.groups import Group
 from megatron_gvpo.huggingface.card import ModelCards
 from megatron_gvpo.inspection.prompts import inspect_prompts, shown_prompts, shown_solutions
 from megatron_gvpo.inspection.responses import inspect_responses
-from megatron_gvpo.inspection.rewards import inspect_rewards
+from megatron_gvpo.inspection.rewards import MEND_FIRST, inspect_rewards
 from megatron_gvpo.inspection.rules import inspect_engine, inspect_learning_rate, inspect_memory
 from megatron_gvpo.inspection.tiny_step import TinyStep
-from megatron_gvpo.inspection.verdict import RunVerdict, failure, ok, warning
+from megatron_gvpo.inspection.verdict import RunVerdict, failure, not_tried, ok, warning
 from megatron_gvpo.settings.advice import warnings_of
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.workers.tools import configured_schemas
@@ -78,9 +78,13 @@ def inspect(config: Config, world: int, gpu_gib: float, tell: Callable[[RunVerdi
             inspection.prompts, inspection.solutions = shown_prompts(task), shown_solutions(task)
             add(*inspect_prompts(config, task))
             step.start()
-            add(*_tried("reward", lambda: inspect_rewards(config, task)))
+            judged = _tried("reward", lambda: inspect_rewards(config, task))
+            add(*judged)
             groups: list[Group] = []
-            verdicts = _tried("start model", lambda: _responses(config, cards, task, groups))
+            if any(verdict.remedy == MEND_FIRST for verdict in judged):
+                verdicts = [not_tried("start model", "the reward would fail for its responses, too")]
+            else:
+                verdicts = _tried("start model", lambda: _responses(config, cards, task, groups))
             inspection.responses = [group.rollouts[0].text for group in groups[:SHOWN_RESPONSES]]
             add(*verdicts)
             add(step.verdict())

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.image_families import takes_images
@@ -22,6 +24,8 @@ from megatron_gvpo.verify.shrink import save_tiny, shrink
 PATIENCE = 300.0  # the longest wait for the step, in seconds
 _TOKENS = 8  # tokens in a response
 _MOST = 4  # responses to a prompt
+_LARGEST = 2**26  # bytes of the largest file of a tokenizer
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".gguf", ".pt", ".pth")
 _VOCABULARY = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 _REWARD = "megatron_gvpo.inspection.made_up_reward:reward"
 
@@ -47,14 +51,18 @@ class TinyStep:
             self._reason = "no tiny critic is made of another model"
         if self._reason is not None:
             return
+        file = self._folder / "tiny.yaml"
         try:
             _make_model(Path(config.model.path), self._card, self._folder / "model")
+            file.write_text(json.dumps(tiny_values(config, self._folder)))  # JSON is YAML
         except ConfigError as error:
             self._reason = str(error)
             return
-        values = tiny_values(config, self._folder)
-        file = self._folder / "tiny.yaml"
-        file.write_text(json.dumps(values))  # JSON is YAML
+        except (OSError, SafetensorError) as error:  # shutil's has a list of errors
+            self._reason = (
+                f"its model cannot be written to {self._folder.parent} (TMPDIR): {str(error)[:200]}"
+            )
+            return
         self._begin = time.perf_counter()
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "megatron_gvpo", "train", str(file)]
@@ -123,11 +131,22 @@ def _sizes(config: Config, folder: Path) -> dict[str, dict[str, Any]]:
     return changes
 
 
+def _not_needed(directory: str, names: list[str]) -> list[str]:
+    """Weights in whatever format, and what git and the hub keep beside them, such as .git with gigabytes."""
+    return [
+        name
+        for name in names
+        if name.startswith(".")
+        or name.endswith(_WEIGHTS)
+        or os.path.getsize(f"{directory}/{name}") > _LARGEST
+    ]
+
+
 def _make_model(model: Path, card: ModelCard, tiny: Path) -> None:
     """Write a tiny model of the same architecture, with the tokenizer and the vocabulary of `model`.
 
     Raises ConfigError for an architecture of which there is no tiny one.
     """
-    shutil.copytree(model, tiny, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin", "*.gguf", "*.pt*"))
+    shutil.copytree(model, tiny, ignore=_not_needed)
     vocabulary = {key: card[key] for key in _VOCABULARY if key in card}
     save_tiny(shrink(dict(card), "no tiny model") | vocabulary, tiny, "no tiny model")

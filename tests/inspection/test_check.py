@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from helpers.distributed import forget_layout
 from helpers.inputs.chat_tokenizer import CHATML, tokenizer
 from helpers.suite.real_parts import used
+from safetensors import SafetensorError
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_gvpo.data.task import load_task
@@ -23,7 +26,7 @@ from megatron_gvpo.inspection.responses import inspect_responses
 from megatron_gvpo.inspection.rewards import inspect_rewards
 from megatron_gvpo.inspection.rules import inspect_engine, inspect_learning_rate, inspect_memory
 from megatron_gvpo.inspection.run import inspect
-from megatron_gvpo.inspection.tiny_step import tiny_values
+from megatron_gvpo.inspection.tiny_step import TinyStep, tiny_values
 from megatron_gvpo.inspection.verdict import RunVerdict
 from megatron_gvpo.runs.one_machine import laptop_config
 from megatron_gvpo.settings.config import Config, build_config
@@ -40,6 +43,8 @@ def cut(prompt, rollout): return float(rollout.finish_reason == "length" or prom
 def silent(prompt, rollout): return float(prompt.answer in rollout.text or not rollout.text)
 def deaf(prompt, rollout): return 0.0
 def partial(prompt, rollout): return 0.9 * (prompt.answer in rollout.text)
+def hangs(prompt, rollout): __import__("time").sleep(1000)
+def ends(prompt, rollout): __import__("os")._exit(3)
 def choosy(prompt, rollout): return float(prompt.answer in rollout.text and prompt.answer != "103")
 """
 SIZES: dict[str, Any] = {
@@ -135,6 +140,44 @@ def test_an_end_that_the_template_never_writes_is_found(task: Path) -> None:
     assert problem.level == "warning" and "stop_token_ids" in problem.remedy
 
 
+def test_a_template_whose_answers_follow_the_users_text_at_once_passes(task: Path) -> None:
+    """Mistral's and Llama 2's have nothing for add_generation_prompt to open, and failed."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    verdicts = prompts_of(task, template)
+    assert verdict(verdicts, "template").level == "ok" and "[/INST]" in verdict(verdicts, "template").sentence
+    assert verdict(verdicts, "end").level == "ok"
+
+
+def test_an_end_of_the_users_turns_alone_is_found(task: Path) -> None:
+    template = CHATML.replace(
+        "<|im_end|>\n{% endif %}{% endfor %}",
+        "{{ '<|im_end|>' if m.role == 'user' }}\n{% endif %}{% endfor %}",
+    )
+    assert verdict(prompts_of(task, template), "end").level == "warning"
+
+
+def test_a_generation_prompt_that_opens_a_users_turn_is_found(task: Path) -> None:
+    template = CHATML.replace("<|im_start|>assistant", "<|im_start|>user")
+    problem = verdict(prompts_of(task, template), "template")
+    assert problem.level == "warning" and "as the user's turn begins" in problem.sentence
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [(["1", "2", "3"], "2 of 3 records have the prompt"), (["1"] * 3, "2 of 3 records repeat")],
+)
+def test_prompts_that_are_there_again_are_found(task: Path, answers: list[str], words: str) -> None:
+    again = task / "again.jsonl"
+    records = [{"prompt": "What is it?", "answer": answer} for answer in answers]
+    again.write_text("".join(json.dumps(record) + "\n" for record in records))
+    few = {"data": {"train": {"path": str(again)}}, "train": {"prompts_per_step": 2}}
+    problem = verdict(prompts_of(task, **few), "data")
+    assert problem.level == "warning" and problem.sentence.startswith(words)
+
+
 def test_prompts_at_the_limit_and_too_few_prompts_are_found(task: Path) -> None:
     config = configure(task)
     lengths = [len(p.token_ids) for p in load_task(config, ModelCards(config).policy).prompts]
@@ -187,6 +230,27 @@ def test_a_reward_that_ignores_answers_is_not_tried_without_them(task: Path) -> 
     data = {"train": {"path": str(task / "train.jsonl"), "answer_key": None}}
     config = configure(task, "blind", data=data)
     assert inspect_rewards(config, load_task(config, ModelCards(config).policy))[0].level == "not tried"
+
+
+@pytest.mark.parametrize("answer", ["7", ""])
+def test_answers_that_are_all_the_same_are_found(task: Path, answer: str) -> None:
+    """A policy learns such a reward without reading its prompts; the check only said `not tried`."""
+    same = task / "same.jsonl"
+    records = [{"prompt": f"What is {i}?", "answer": answer} for i in range(12)]
+    same.write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = configure(task, data={"train": {"path": str(same)}})
+    judged = inspect_rewards(config, load_task(config, ModelCards(config).policy))[0]
+    assert judged.level == "warning" and f"the same answer, {answer!r}" in judged.sentence
+
+
+@pytest.mark.parametrize("reward", ["hangs", "ends"])
+def test_a_reward_that_never_returns_is_asked_once(task: Path, reward: str) -> None:
+    """It was asked for 152 responses, which took 152 times rewards.timeout."""
+    config = configure(task, reward, rewards={"timeout": 1.0})
+    begin = time.monotonic()
+    judged = inspect_rewards(config, load_task(config, ModelCards(config).policy))[0]
+    assert judged.level == "failure" and "1 response" not in judged.sentence
+    assert time.monotonic() - begin < 60
 
 
 @pytest.mark.parametrize(
@@ -260,6 +324,7 @@ def test_a_learning_rate_for_another_size_is_found(task: Path) -> None:
 
     assert level_of(optimizer={"lr": 1e-3}) == "ok"
     assert level_of(optimizer={"lr": 1.0}) == "failure"
+    assert level_of(optimizer={"lr": 1e-9}) == "warning", "nothing would change"
     known = json.loads((Path(architecture.__file__).parent / "models.json").read_text())
     large = task / "7b"
     large.mkdir()
@@ -314,6 +379,37 @@ def test_a_run_that_is_possible_has_a_tiny_step(task: Path, sections: dict[str, 
     config = configure(task, rewards=own, **sections)
     build_config(tiny_values(config, task / "step"))
     laptop_config(config, rollout={"max_tokens": 8})  # as the start model is sampled
+
+
+def test_the_tiny_model_needs_no_copy_of_a_repository(task: Path, tmp_path: Path) -> None:
+    """A clone by git has its weights a second time, in .git, and some have other formats."""
+    large = tmp_path / "cloned"
+    shutil.copytree(task / "model", large)
+    (large / ".git" / "lfs").mkdir(parents=True)
+    for name in (".git/lfs/object", "onnx.data", "consolidated.00.pth"):
+        with (large / name).open("wb") as file:
+            file.truncate(2**27)  # a sparse file
+    config = configure(task, model={"path": str(large)})
+    step = TinyStep(config, ModelCards(config).policy, tmp_path)
+    step.start()
+    step.stop()
+    assert sum(file.stat().st_size for file in (tmp_path / "model").rglob("*")) < 2**24
+    assert (tmp_path / "model" / "tokenizer.json").is_file()
+
+
+def test_a_full_disk_leaves_the_tiny_step_out(task: Path, tmp_path: Path, monkeypatch) -> None:
+    """The command ended with a traceback, and with the exit code of a run that could not work."""
+
+    def full(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("megatron_gvpo.inspection.tiny_step.save_tiny", full)
+    config = configure(task)
+    step = TinyStep(config, ModelCards(config).policy, tmp_path / "check-1")
+    step.start()
+    left_out = step.verdict()
+    assert left_out.level == "not tried"
+    assert f"written to {tmp_path} (TMPDIR): " in left_out.sentence and "No space left" in left_out.sentence
 
 
 def check(task: Path, *words: str) -> subprocess.CompletedProcess[str]:
