@@ -9,7 +9,7 @@ from typing import Any
 from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.core.slow_work import slow_work
 from megatron_gvpo.data.tool_calls import behind_thoughts
-from megatron_gvpo.groups import Group, Prompt
+from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.huggingface.end_tokens import StopStrings
 from megatron_gvpo.sampling.engine import RolloutEngine
 from megatron_gvpo.servers.request import derived_seed
@@ -25,8 +25,13 @@ class Answers:
     The engine's methods are collectives, and lm-eval runs on rank 0 alone.
     """
 
-    def __init__(self, engine: RolloutEngine[Any], settings: EvalConfig, tokenizer: Any) -> None:
-        self._engine, self._settings = engine, settings
+    def __init__(self, engine: RolloutEngine[Any], settings: EvalConfig, tokenizer: Any, chat: bool) -> None:
+        """`chat`: a chat template writes the prompts.
+
+        In a chat the engine does not stop at lm-eval's strings, which a model may write while it thinks.
+        lm-eval's own models with `think_end_token` do not either.
+        """
+        self._engine, self._settings, self._is_chat = engine, settings, chat
         self._strings = StopStrings(tokenizer)
         self._is_usable = True
 
@@ -45,7 +50,7 @@ class Answers:
         """
         order = {"name": name, "prompts": [list(ids) for ids in prompts], "until": list(until)}
         groups = self._sample(broadcast_msgpack(order))
-        return [[(_before(r.text, until), r.finish_reason) for r in group.rollouts] for group in groups]
+        return [[_cut(rollout, until) for rollout in group.rollouts] for group in groups]
 
     def serve(self) -> None:
         """Take part in rank 0's sampling until it closes. Raises the errors of `sample`."""
@@ -64,7 +69,7 @@ class Answers:
         self._is_usable = False
         name, settings = order["name"], self._settings
         own = settings.sampling.stop
-        further = [text for text in order["until"] if text not in own]
+        further = [text for text in order["until"] if text not in own and not self._is_chat]
         further = [text for text in further if text not in self._strings.unwritable(further)]
         stop = (*own, *further)[: max(MOST_STOPS, len(own))]
         sampling = settings.sampling.model_copy(update={"stop": stop})
@@ -82,6 +87,12 @@ class Answers:
                 groups += self._engine.collect([ticket])
         self._is_usable = True
         return groups
+
+
+def _cut(rollout: Rollout, until: Sequence[str]) -> tuple[str, str]:
+    """The answer before the strings, and its finish reason: a string ends it as an end token does."""
+    text = _before(rollout.text, until)
+    return text, rollout.finish_reason if text == rollout.text else "stop"
 
 
 def _before(text: str, until: Sequence[str]) -> str:

@@ -62,8 +62,9 @@ class RolloutEngine[Ticket](Protocol):
     def collect(self, tickets: Sequence[Ticket], on_wait: OnWait = None) -> list[Group]:
         """The tickets' groups, in the order of tickets and prompts. A collective. Raises RolloutError.
 
-        A rollout has the engine's log-probs at the sampling temperature, before top-p, its text, and the
-        version of the weights that sampled it. While it waits, the engine calls `on_wait` on every rank at
+        A rollout has the engine's log-probs at the sampling temperature (over the supports where `sampling`
+        wants these, otherwise before top-p), its text, and the version of the weights that sampled it. While
+        it waits, the engine calls `on_wait` on every rank at
         once from time to time; an error of `on_wait` ends the wait.
         """
 

@@ -69,7 +69,7 @@ def evaluate_named(
     engine = engine_class(rollout.engine)(config.model, rollout, config.output_dir, cards, task, policy)
     with engine:
         engine.sync(version)
-        answers = Answers(engine, config.eval, task.tokenizer)
+        answers = Answers(engine, config.eval, task.tokenizer, task.chat)
         if dist.get_rank() != 0:
             answers.serve()
             return Outcomes()

@@ -11,15 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers.inputs.chat_tokenizer import tokenizer
 from helpers.inputs.named_data import EXAMPLES, GSM8K, SUMS, Bytes, MadeUpAnswers, write_data
 from helpers.suite.real_parts import used
 
 from megatron_gvpo.core.errors import DataError
-from megatron_gvpo.evals.answers import _before
+from megatron_gvpo.evals.answers import Answers, _before
 from megatron_gvpo.evals.catalog import EVALUATIONS
 from megatron_gvpo.evals.documents import load_documents
 from megatron_gvpo.evals.measure import Measured, measure
 from megatron_gvpo.evals.policy_lm import PolicyLM
+from megatron_gvpo.groups import Group, Rollout
+from megatron_gvpo.settings.sections import EvalConfig
 
 Answer = Callable[[str], str]
 
@@ -190,6 +193,36 @@ def test_an_answer_ends_at_a_string_behind_its_thoughts():
         "Is it a Question: no?</think>5 "
     )
     assert _before("5 Question: 6", ["Question:", "5"]) == ""
+
+
+class MadeUpEngine:
+    """Answers every prompt with one text, and stops as an engine does."""
+
+    shares_gpus = False
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def submit(self, prompts, n, sampling, seed):
+        return prompts, n, sampling
+
+    def collect(self, tickets):
+        [(prompts, n, sampling)] = tickets
+        ends = [self._text.find(text) + len(text) for text in sampling.stop if text in self._text]
+        text, reason = self._text[: min(ends, default=None)], "stop" if ends else "length"
+        return [Group(prompt, [Rollout([1], [-1.0], text, reason)] * n) for prompt in prompts]
+
+
+def test_a_string_among_the_thoughts_of_a_chat_ends_no_answer():
+    """A model that thinks restates the question; lm-eval's vLLM has no strings for the engine then."""
+    text = "<think>Question: 2+3? So 5.</think>It is 5. Question: 6"
+    settings = EvalConfig(n=1)
+
+    def answer(chat: bool) -> list[list[tuple[str, str]]]:
+        return Answers(MadeUpEngine(text), settings, tokenizer(), chat).sample("gsm8k", [[1]], ["Question:"])
+
+    assert answer(chat=True) == [[("<think>Question: 2+3? So 5.</think>It is 5. ", "stop")]]
+    assert answer(chat=False) == [[("<think>", "stop")]]
 
 
 def test_a_prompt_that_leaves_no_room_is_named(data):
