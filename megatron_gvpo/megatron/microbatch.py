@@ -52,13 +52,7 @@ def plan(
     an interleaved pipeline needs; some are empty if there are too few rows. `share_prompts`: a row with the
     same prompt as the row before it in its group adds only its response.
     """
-    tokens = list(rows.tokens)
-    items, split = _items(rows, tokens, max_tokens, keep_groups, share_prompts)
-    if share_prompts:  # count the tokens of an item in the pack that PackedBatch.pack will make
-        for item in items:
-            for before, i in pairwise(item):
-                if rows.prompt_ids[before] == rows.prompt_ids[i]:
-                    tokens[i] = len(rows.response_ids[i])
+    items, tokens, is_split = _items(rows, max_tokens, keep_groups, share_prompts)
     cost = [t * (1 + t / (6 * hidden_size)) for t in tokens]
     items.sort(key=lambda item: -sum(cost[i] for i in item))
     least = sum(min(t, max_tokens) for t in tokens)  # a longer sequence takes one micro-batch
@@ -67,31 +61,38 @@ def plan(
     while (bins := _fill(items, tokens, cost, count * dp_size, dp_size, max_tokens)) is None:
         count += multiple
     micro_batches = [[sorted(part) for part in bins[r::dp_size]] for r in range(dp_size)]
-    return MicroBatchPlan(micro_batches, split)
+    return MicroBatchPlan(micro_batches, is_split)
 
 
 def _items(
-    rows: TrainBatch, tokens: list[int], max_tokens: int, keep_groups: bool, share_prompts: bool
-) -> tuple[list[list[int]], bool]:
-    """Return (indivisible units, True if a group is split): groups that fit the budget, else single rows."""
+    rows: TrainBatch, max_tokens: int, keep_groups: bool, share_prompts: bool
+) -> tuple[list[list[int]], list[int], bool]:
+    """Return (indivisible units, tokens that each row adds to its pack, True if a group is split).
+
+    A unit is a group that fits the budget, or a single row.
+    """
+    tokens = list(rows.tokens)
     if not keep_groups:
-        return [[i] for i in range(len(rows))], True
-    members: dict[int, list[int]] = {}
+        return [[i] for i in range(len(rows))], tokens, True
+    groups: dict[int, list[int]] = {}
     for i, group in enumerate(rows.group_n.tolist()):
-        members.setdefault(group, []).append(i)
+        groups.setdefault(group, []).append(i)
     items: list[list[int]] = []
     is_split = False
-    for group_rows in members.values():
-        size = sum(tokens[i] for i in group_rows)
-        if share_prompts:
-            pairs = [(a, b) for a, b in pairwise(group_rows) if rows.prompt_ids[a] == rows.prompt_ids[b]]
-            size -= sum(len(rows.prompt_ids[b]) for _, b in pairs)
-        if size <= max_tokens or len(group_rows) == 1:
+    for group_rows in groups.values():
+        added = {i: tokens[i] for i in group_rows}
+        if share_prompts:  # PackedBatch.pack will repeat no prompt
+            for before, i in pairwise(group_rows):
+                if rows.prompt_ids[before] == rows.prompt_ids[i]:
+                    added[i] = len(rows.response_ids[i])
+        if sum(added.values()) <= max_tokens or len(group_rows) == 1:
             items.append(group_rows)
+            for i in group_rows:
+                tokens[i] = added[i]
         else:
             is_split = True
             items.extend([i] for i in group_rows)
-    return items, is_split
+    return items, tokens, is_split
 
 
 def _fill(
