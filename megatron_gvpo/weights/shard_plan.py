@@ -375,18 +375,17 @@ def _rounds(loads: Sequence[_Load], owners: Sequence[int], limit: int) -> list[i
         before.append(total[owner])
         total[owner] += load.nbytes
     rounds = [0] * len(loads)
-    latest: dict[int, tuple[int, int]] = {}  # the round that a rank is in, and its bytes in it
+    latest: dict[int, int] = defaultdict(int)  # the round of each rank's latest cell
+    filled: Counter[tuple[int, int]] = Counter()  # bytes by (rank, round)
     for index in sorted(range(len(loads)), key=lambda i: before[i] / total[owners[i]]):
         size, ends = loads[index].nbytes, (owners[index], loads[index].receivers[0])
-        number = max(latest.get(rank, (0, 0))[0] for rank in ends)
-        filled = [
-            nbytes if round_ == number else 0
-            for round_, nbytes in (latest.get(rank, (0, 0)) for rank in ends)
-        ]
-        if max(filled) and max(filled) + size > limit:
-            number, filled = number + 1, [0, 0]
-        for rank, nbytes in zip(ends, filled, strict=True):
-            latest[rank] = (number, nbytes + size)
+        number = max(latest[rank] for rank in ends)
+        fuller = max(filled[rank, number] for rank in ends)
+        if fuller and fuller + size > limit:
+            number += 1
+        for rank in ends:
+            latest[rank] = number
+            filled[rank, number] += size
         rounds[index] = number
     return rounds
 

@@ -193,12 +193,9 @@ class Sharded(GroupTransport[ShardedReceiver]):
         self, own: OwnWeights, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str]
     ) -> None:
         """Read the layouts, plan, and give each rank its part."""
-        assert self._group is not None and self._sender is not None
+        assert self._group is not None
         store = self._group.membership().store
-        orders = [SendLayout()] * len(self._relays)
-        await asyncio.to_thread(self._relays.ask, orders, "to send their layouts")
-        self._sender.send_layout(own)
-        trainer_parts = [read_packed(store, f"held.{rank}") for rank in range(self._trainers)]
+        trainer_parts = await self._parts_of_trainer(own, store)
         dtypes = {name: dtype for parts in trainer_parts for name, dtype, *_ in parts}
         own_dtype = str(self._dtype).removeprefix("torch.")
         tables = [
@@ -207,19 +204,12 @@ class Sharded(GroupTransport[ShardedReceiver]):
             if name in dtypes or name not in optional
         ]
         store.set("tables", zlib.compress(json.dumps(tables).encode(), 1))  # type: ignore[arg-type]
-        posts = self._start(
-            lambda handle: self._receiver(handle.server).read_layout(
-                self._rendezvous, self._offset(handle), self._timeout
-            )
-        )
-        await asyncio.wait(posts)
-        self._raise_failed(posts)
+        needed = await self._needs_of_servers(store)
         numbers = {name: i for i, (name, _, _) in enumerate(tables)}
         self.layouts = [
             _layout([(numbers[name], box) for name, _, *box in parts if name in numbers])
             for parts in trainer_parts
         ]
-        needed = self._needs_of_servers(store)
         sized = [_table(name, dtype, shape) for name, dtype, shape in tables]
         _check_sizes(sized, self.layouts)
         plan = await asyncio.to_thread(self._new_plan, sized, needed)
@@ -227,8 +217,23 @@ class Sharded(GroupTransport[ShardedReceiver]):
             store.set(f"plan.{rank}", part.packed())  # type: ignore[arg-type] # torch's stubs know no bytes
         self.plan = plan
 
-    def _needs_of_servers(self, store: dist.Store) -> list[list[Layout]]:
-        """The layouts of each server's ranks, as they have written them to the group's store."""
+    async def _parts_of_trainer(self, own: OwnWeights, store: dist.Store) -> list[list[Any]]:
+        """The parts of tensors that each rank of the trainer has, as it writes them to the group's store."""
+        assert self._sender is not None
+        orders = [SendLayout()] * len(self._relays)
+        await asyncio.to_thread(self._relays.ask, orders, "to send their layouts")
+        self._sender.send_layout(own)
+        return [read_packed(store, f"held.{rank}") for rank in range(self._trainers)]
+
+    async def _needs_of_servers(self, store: dist.Store) -> list[list[Layout]]:
+        """The layouts of each server's ranks, which read the tables and write these to the group's store."""
+        posts = self._start(
+            lambda handle: self._receiver(handle.server).read_layout(
+                self._rendezvous, self._offset(handle), self._timeout
+            )
+        )
+        await asyncio.wait(posts)
+        self._raise_failed(posts)
         written = [store.get(f"needs.{rank}") for rank in range(self._trainers, self._rendezvous.world_size)]
         # Ranks with the same layout, such as those of many servers, write the same bytes. Each is read once.
         distinct = {needs: _needs(needs) for needs in set(written)}
