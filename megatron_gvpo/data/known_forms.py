@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.converters import preference_pair
-from megatron_gvpo.data.messages import unequal_weight
+from megatron_gvpo.data.messages import shown_value, unequal_weight
 from megatron_gvpo.data.sources import Record
 from megatron_gvpo.data.tool_calls import thoughts
 from megatron_gvpo.settings.sections import DatasetConfig
@@ -213,8 +213,21 @@ def _divided(chat: Sequence[Message]) -> tuple[Any, Any]:
     return prompt, solution[0]["content"] if single else solution
 
 
-def _instruction(fields: Fields) -> str:
-    """Alpaca's instruction, with its input below."""
+def _instruction(fields: Fields) -> str | list[Message]:
+    """Alpaca's instruction, with its input below; after its system message and earlier turns, where given.
+
+    LLaMA-Factory's form has the latter two: `system`, and `history`, a list of pairs. Raises ValueError.
+    """
     text = str(fields["instruction"])
-    extra = fields.get("input")
-    return f"{text}\n\n{extra}" if isinstance(extra, str) and extra.strip() else text
+    extra, system, history = fields.get("input"), fields.get("system"), fields.get("history") or []
+    text = f"{text}\n\n{extra}" if isinstance(extra, str) and extra.strip() else text
+    if not isinstance(history, list) or not all(map(_is_pair, history)):
+        raise ValueError(f"history is {shown_value(history)}, and should be a list of pairs of texts")
+    before = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
+    for question, answer in history:
+        before += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return [*before, {"role": "user", "content": text}] if before else text
+
+
+def _is_pair(turn: Any) -> bool:
+    return isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)

@@ -236,6 +236,20 @@ def test_the_arguments_of_a_call_are_its_own_in_a_parquet_file(tmp_path):
     ]
 
 
+def test_an_instruction_comes_after_its_system_message_and_earlier_turns(tmp_path):
+    """LLaMA-Factory's form of Alpaca's records; without them the answer would be trained out of context."""
+    record = {"instruction": "go", "input": "on", "output": "hell", "system": "short"}
+    prompt = load(tmp_path, record | {"history": [["hello", "he"]]}, "dataset")
+    turns = (("system", "short"), ("user", "hello"), ("assistant", "he"), ("user", "go\n\non"))
+    shown = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
+    assert prompt.text == f"{shown}<|im_start|>assistant\n"
+    assert load(tmp_path, {**record, "system": "", "history": []}, "dataset").text.count("<|im_start|>") == 2
+    with pytest.raises(
+        DataError, match=r"line 1: history is list \[\['hello'\]\], and should be a list of pai"
+    ):
+        load(tmp_path, record | {"history": [["hello"]]}, "dataset")
+
+
 def test_an_unknown_role_is_refused(tmp_path):
     chat = [{"role": "wizard", "content": "hello"}, ANSWER]
     with pytest.raises(DataError, match="'wizard'"):
