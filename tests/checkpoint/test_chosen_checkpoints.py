@@ -132,6 +132,27 @@ def test_a_damaged_checkpoint_that_was_named_tells_of_the_others(tmp_path, monke
         load_newest(tmp_path, damaged)
 
 
+@pytest.mark.parametrize("error", [DamagedCheckpointError, CheckpointError])
+def test_a_checkpoint_that_a_living_run_removes_is_not_damaged(tmp_path, monkeypatch, error):
+    """`eval` and `export` read beside a run, which keeps its newest checkpoints alone."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+
+    def write(step: int) -> Path:
+        (tmp_path / f"step_{step:08d}").mkdir()
+        (tmp_path / f"step_{step:08d}" / "state.json").write_text("{}")
+        return tmp_path / f"step_{step:08d}"
+
+    def load(directory: Path) -> str:
+        if directory == first:
+            write(4)
+            shutil.rmtree(first)
+            raise error(f"{directory}: a file is missing")
+        return directory.name
+
+    first = write(2)
+    assert load_newest(tmp_path, load) == "step_00000004"
+
+
 @pytest.mark.usefixtures("leave_the_process_group")
 def test_eval_takes_a_step(chosen, task, capsys):
     words = [str(task / "run.yaml"), f"output_dir={chosen}", *GVPO]

@@ -95,7 +95,10 @@ def test_the_answer_is_the_same_in_a_section_of_ours(section):
         ("warmup_ratio", "here it is optimizer.warmup_steps, in updates: the ratio x train.steps"),
         ("epochs", "here it is train.steps, as a number of steps"),
         ("train.batch_size", "here it is train.prompts_per_step"),
-        ("num_layers_per_virtual_pipeline_stage", "here it is parallel.vpp, which counts the stages of a pip"),
+        (
+            "num_layers_per_virtual_pipeline_stage",
+            "here it is parallel.vpp, which counts the stages of a",
+        ),
         ("train_iters", "here it is train.steps x train.mini_batches x train.batch_epochs, as it counts upd"),
         ("attention_backend", "not supported: a choice of the attention kernel"),
     ],

@@ -78,7 +78,8 @@ def load_newest[Loaded](
     `step`: load only the checkpoint of this step, whose damage does not make another one the newest.
 
     `load` is a collective that raises DamagedCheckpointError on every rank, or on none; a later call must
-    replace everything that a failed one has loaded. Every damaged checkpoint is named in a warning.
+    replace everything that a failed one has loaded. Every damaged checkpoint is named in a warning. If a
+    living run removes a checkpoint that is being read, the checkpoints that it has then are tried.
     `put_aside`: rename the damaged ones to step_*.damaged, so that they are not counted as the newest.
     Returns None if there is no checkpoint. Raises CheckpointError if all are damaged, and other errors of
     `load`.
@@ -95,7 +96,13 @@ def load_newest[Loaded](
         try:
             run_on_rank_0("", partial(check_files, directory))
             loaded = load(directory)
-        except DamagedCheckpointError as error:
+        except CheckpointError as error:
+            if not broadcast_msgpack((directory / RECORD).is_file()):
+                if dist.get_rank() == 0:
+                    log.warning("%s was removed while it was read: a run writes there", directory)
+                return load_newest(root, load, put_aside, step)
+            if not isinstance(error, DamagedCheckpointError):
+                raise
             damaged.append(directory)
             problem = problem or str(error)
             if names and dist.get_rank() == 0:
@@ -109,15 +116,9 @@ def load_newest[Loaded](
             newest_first = sorted(damaged, reverse=True)
             log.warning("%s is used; %s newer, and damaged", directory, _names(newest_first))
         return loaded
-    if damaged and step is not None:
-        others = ", ".join(str(int(path.stem[5:])) for path in paths if path.name not in names)
-        remedy = f"there are checkpoints of the steps {others}" if others else "there is no other checkpoint"
-        raise CheckpointError(f"{problem}; copy it from a backup, or give another --step: {remedy}")
     if damaged:
-        raise CheckpointError(
-            f"{problem}; no checkpoint in {root} is intact ({_names(damaged)} damaged): copy one from a "
-            "backup, or start the run again with --overwrite"
-        )
+        others = [path for path in paths if path not in damaged]
+        raise CheckpointError(f"{problem}; {_remedy(root, damaged, step, others)}")
     return None
 
 
@@ -128,6 +129,18 @@ def _incomplete_after(root: Path, name: str) -> list[Path]:
         for path in incomplete:
             log.warning("%s is not a complete checkpoint: it has no file %s", path, RECORD)
     return incomplete
+
+
+def _remedy(root: Path, damaged: list[Path], step: int | None, others: list[Path]) -> str:
+    """The end of the error where no checkpoint was loaded. `others`: the checkpoints of other steps."""
+    if step is None:
+        return (
+            f"no checkpoint in {root} is intact ({_names(damaged)} damaged): copy one from a backup, or "
+            "start the run again with --overwrite"
+        )
+    steps = ", ".join(str(int(path.stem.removeprefix("step_"))) for path in others)
+    there = f"there are checkpoints of the steps {steps}" if steps else "there is no other checkpoint"
+    return f"copy it from a backup, or give another --step: {there}"
 
 
 def _names(damaged: list[Path]) -> str:
