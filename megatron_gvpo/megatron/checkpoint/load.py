@@ -139,8 +139,8 @@ def _remedy(root: Path, damaged: list[Path], step: int | None, others: list[Path
             "start the run again with --overwrite"
         )
     steps = ", ".join(str(int(path.stem.removeprefix("step_"))) for path in others)
-    there = f"there are checkpoints of the steps {steps}" if steps else "there is no other checkpoint"
-    return f"copy it from a backup, or give another --step: {there}"
+    choice = f"there are checkpoints of the steps {steps}" if steps else "there is no other checkpoint"
+    return f"copy it from a backup, or give another --step: {choice}"
 
 
 def _names(damaged: list[Path]) -> str:
