@@ -86,5 +86,6 @@ def test_a_server_or_the_trainer_that_is_killed_in_mid_push_is_back_in_the_next(
             "tp2 pp2",
             pid,
             transport,
+            timeout=1500,  # the killed server may take rollout.servers.start_timeout to come back
         )
         assert_equal_from_files(tmp_path, range(1, 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from helpers.inputs.rows import make_rows
 from helpers.pushes.fair_shares import fair_shares
 from helpers.pushes.push_worker import _compare, served_engine
 from helpers.tiny_run import configure
+from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.sampling.served import ServedEngine
 from megatron_gvpo.settings.config import Config
@@ -87,8 +89,7 @@ def killed(
         if rollouts.servers is not None:
             states = [(handle.is_lost, handle.has(1)) for handle in rollouts.servers.pool.handles]
             assert sorted(states) == [(False, True), (True, False)], states
-            rollouts.servers.loop.run(_all_back(rollouts))
-        dist.barrier()
+        _wait_for_all(rollouts, config.rollout.servers.start_timeout)
         rollouts.sync(1)
         policy.model.save_hf(Path(out) / "export-1")
         if rollouts.servers is not None:
@@ -202,14 +203,15 @@ def _before_sending(transport: Sharded, act: Any) -> None:
     transport._all_at_once = acting
 
 
-async def _all_back(rollouts: ServedEngine) -> None:
-    import asyncio
-
-    for _ in range(600):
-        if not any(handle.is_lost for handle in rollouts.servers.pool.handles):
+def _wait_for_all(rollouts: ServedEngine, seconds: float) -> None:
+    """Wait on every rank until no server is lost. A server may take longer to start than a collective may."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        servers = rollouts.servers  # rank 0's
+        if not broadcast_msgpack(servers is not None and any(h.is_lost for h in servers.pool.handles)):
             return
-        await asyncio.sleep(0.5)
-    raise AssertionError("a killed server did not come back in 300 s")
+        time.sleep(0.5)
+    raise AssertionError(f"a killed server did not come back in {seconds:g} s")
 
 
 def _compare_all(rollouts: ServedEngine, out: Path, step: int) -> None:
