@@ -224,9 +224,12 @@ def _as_json(value: Any) -> Any:
     return value if isinstance(value, str | int | float | None) else str(value)
 
 
+# The fields of a message, in OpenAI's form and in ShareGPT's, and of the JSON schema of a tool.
+_OF_CHATS = ({"role", "content"}, {"from", "value"}, {"function"}, {"name", "parameters"})
+
+
 def _is_part_of_chat(value: Any) -> bool:
-    """True for a message, and for the JSON schema of a tool."""
-    return isinstance(value, dict) and not {"role", "from", "function", "parameters"}.isdisjoint(value)
+    return isinstance(value, dict) and any(fields <= value.keys() for fields in _OF_CHATS)
 
 
 def _without_nulls(value: Any) -> Any:

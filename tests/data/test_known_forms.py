@@ -236,6 +236,17 @@ def test_the_arguments_of_a_call_are_its_own_in_a_parquet_file(tmp_path):
     ]
 
 
+def test_other_lists_of_a_parquet_file_keep_their_nulls(tmp_path):
+    edges = [{"from": "a", "to": "b"}, {"from": "b", "to": None}]
+    file = tmp_path / "data.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "hello", "edges": edges}]), file)
+    dataset = DatasetConfig(path=str(file), answer_key=None)
+    [prompt] = load_prompts(
+        dataset, DataConfig(train=dataset), tokenizer(), longest=900, end_token_ids=(END,)
+    )
+    assert prompt.record["edges"] == edges
+
+
 def test_an_instruction_comes_after_its_system_message_and_earlier_turns(tmp_path):
     """LLaMA-Factory's form of Alpaca's records; without them the answer would be trained out of context."""
     record = {"instruction": "go", "input": "on", "output": "hell", "system": "short"}
