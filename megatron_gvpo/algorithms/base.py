@@ -278,7 +278,7 @@ class Stateful(Protocol):
 
 
 class FilledBy(Protocol):
-    """An advantage at work in a run."""
+    """An advantage as a run uses it: `fill` adds advantages to rows, and may change a state."""
 
     def fill(self, rows: TrainBatch) -> tuple[TrainBatch, Metrics]: ...
 

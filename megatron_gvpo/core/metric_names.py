@@ -62,11 +62,11 @@ def check_name(name: str, taken: Collection[str]) -> None:
 
 
 def own_names(pattern: str, section: str | None = None) -> frozenset[str]:
-    """The words that the package itself uses for the `<...>` at the end of `pattern`.
+    """The words that stand in the package's own metrics where `pattern` ends with `<...>`.
+
+    For `reward/<component>`, `mean` is one of them, because there is a metric `reward/mean`.
 
     `section`: the section of the table that is searched; default: all.
-
-    For `reward/<component>`, `mean` is such a word, because there is a metric `reward/mean`.
     """
     beginning = pattern.partition("<")[0]
     sections = SECTIONS.values() if section is None else [SECTIONS[section]]

@@ -79,7 +79,7 @@ class KeptFiles(MetaPathFinder):
     """Imports modules from the content that their files had when the run began."""
 
     def __init__(self, contents: Mapping[str, bytes]) -> None:
-        """`contents`: by the absolute paths of files."""
+        """`contents`: the content of each file, by its absolute path."""
         self._contents = contents
 
     def find_spec(

@@ -43,7 +43,8 @@ class DemonstrationReader:
         self._ends = end_token_ids
         self._chat = chat
         self._tools = tools
-        self._template: Template | None = None  # made for the first chat, because it checks the chat template
+        # It is made for the first chat alone, because that checks the chat template, and can refuse it.
+        self._template: Template | None = None
 
     def __call__(self, solution: Any) -> SolutionTokens:
         if isinstance(solution, str):

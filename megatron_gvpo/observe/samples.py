@@ -13,7 +13,7 @@ from megatron_gvpo.observe.rollouts.conversation import transcript
 if TYPE_CHECKING:
     from megatron_gvpo.observe.rollouts.table import Responses
 
-EVERY = 10  # steps between two tables; an evaluation has one, too
+EVERY = 10  # steps between two tables of samples; every evaluation also has a table
 MOST = 4  # the most responses of a step
 DEMONSTRATION = "demonstration"  # the kind of a solution in the data, whose reward has no meaning
 

@@ -31,7 +31,7 @@ def has_weights(path: Path) -> bool:
 
 
 def prepare(path: str, key: str, folder: Path) -> Path:
-    """Return a directory for the model `path`: it itself if it has weights, else a new one in `folder`.
+    """Return a directory for the model `path`: `path` if it has weights, else a new one in `folder`.
 
     `path`: a directory with a config.json, or the name of a known model, of which the part behind the last
     slash is enough. Writes config.json and the directory's small files; `fill` adds the weights. Raises

@@ -79,8 +79,8 @@ def environment_of_ranks(device: Device, count: int, usable: int) -> dict[str, s
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count))),
-        # A process that trains on the CPU disables it for its children (megatron/cpu/device.py). A GPU run
-        # compiles, and keeps less.
+        # A process that trains on the CPU disables torch.compile for its children (megatron/cpu/device.py). A
+        # GPU run compiles, and keeps fewer activations.
         "TORCH_COMPILE_DISABLE": "0",
         "TORCHDYNAMO_DISABLE": "0",
         # Kernels compiled for a device that is not there stay apart, and no helper process compiles them.

@@ -58,8 +58,8 @@ def trusted(
     if sample.finish_reason == "abort" and expected.placeholder is not None:
         # A server would take a sampled placeholder for an image when a later request has it in the prompt.
         sample = sample.before(expected.placeholder)
-    # A push takes a server out of use before it stops its responses. A server that stops them by itself,
-    # without tokens, may do so for ever.
+    # A push takes a server out of use before it stops its responses. If a server in use stops a response
+    # before its first token, it may do so every time, so it counts as failed.
     if sample.finish_reason == "abort" and not sample.token_ids and is_serving:
         return SampleFailure(
             f'{url} answered with finish reason "abort" and no token, and nothing had stopped it'

@@ -1,7 +1,7 @@
 """Runs a server of environments on loopback, in its own Python environment.
 
-The worker process that has the conversations starts it. `workers.reaper` ends the server when this process
-ends for any reason.
+The worker process that runs the conversations starts the server. `workers.reaper` ends the server when that
+worker process ends for any reason.
 """
 
 from __future__ import annotations

@@ -157,7 +157,8 @@ def rotating_attention() -> type[Any]:
             out: Tensor = super().forward(query, key, *args, **kwargs)
             return out
 
-    # Megatron-Bridge divides weights by the name of their module's class. A rank has the sinks of its heads.
+    # Megatron-Bridge decides by the name of a module's class how its weights are split over ranks. Each rank
+    # has the sinks of its own heads: "column".
     AutoMapping.register_module_type(RotatingAttention.__name__, "column")
     return RotatingAttention
 

@@ -121,7 +121,8 @@ def install() -> None:
     for name in ("transformer_engine", "transformer_engine_torch"):
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     # megatron-core's jit_fuser is torch.compile, whose cache asks for the GPU's name. The environment
-    # variable is for child processes. Inductor, the default backend, would be imported nevertheless.
+    # variable is for child processes. Though disabled, torch.compile would import its default backend,
+    # Inductor.
     os.environ["TORCH_COMPILE_DISABLE"] = "1"
     torch._dynamo.config.disable = True
     torch.compiler.set_default_backend("eager")

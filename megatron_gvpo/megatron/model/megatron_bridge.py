@@ -42,8 +42,8 @@ def _keep_root_logger() -> Iterator[None]:
 def _lock_of_its_own() -> Iterator[None]:
     """Give Megatron-Bridge a lock that no other process waits for, unless the user has named a directory.
 
-    Megatron-Bridge (0.6.2) reads config.json under a lock in the home directory; it gives up after 60 s.
-    That directory may be read-only, or shared by all ranks of a large job.
+    Megatron-Bridge (0.6.2) locks a file in the home directory while it reads config.json, and gives up after
+    60 s without the lock. The home directory may be read-only, or shared by all ranks of a large job.
     """
     if LOCKS in os.environ:
         yield
