@@ -102,6 +102,10 @@ from megatron_gvpo.settings.config import load_config
             "{members: [{name: learned_hint, function: 'math:pow', penalty: -1}]}",
             "penalty=-1.0 has no effect: it goes with hints of the policy",
         ),
+        (
+            "{members: [{name: skills, gate: 0, sharpness: 9}]}",
+            "sharpness=9.0 has no effect: it goes with gate",
+        ),
         ("{members: [{name: exemplars, keep: 1}]}", "count=2 exceeds keep=1"),
         ("{tracker: {decay: 0.5}}", "algorithm: tracker has no effect: no block reads it"),
     ],

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from megatron_gvpo.algorithms.base import RunSizes
+from megatron_gvpo.algorithms.base import RunSizes, only_with
 from megatron_gvpo.algorithms.members.base import Member, MemberContext, any_right, ask_each
 from megatron_gvpo.groups import Group, Prompt, Rollout
 
@@ -70,6 +70,11 @@ class Skills(Member):
         if "{skill}" not in self.template or "{best}" not in self.summary_template:
             raise ValueError("template needs {skill} in it, and summary_template {best}")
         return self
+
+    @property
+    def ineffective_options(self) -> dict[str, str]:
+        # The most probable skill is the most probable one at any sharpness.
+        return only_with(sharpness=(self.gate > 0, "gate above 0"))
 
     def idle_in(self, run: RunSizes) -> str | None:
         if self.after_step < run.steps:

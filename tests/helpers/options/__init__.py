@@ -1,0 +1,1 @@
+"""Finds options that a run accepts and that change nothing."""
