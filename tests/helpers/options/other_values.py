@@ -191,6 +191,7 @@ def example(block: type[Block]) -> dict[str, Any]:
 EXTRA: dict[str, dict[str, Any]] = {
     "Hinted": {"fields": ("hint_1", "hint_2")},
     "ComponentEstimator": {"weights": {"right": 1.0, "format": 0.5}},
+    "CustomLoss": {"reads": ("advantage", "ref")},
     "Skills": {"after_step": 0, "gate": 0.6, "n": 2},
     "Reference": {"name": "ema", "decay": 0.9},
     "RoleEstimator": {
@@ -207,9 +208,9 @@ EXTRA: dict[str, dict[str, Any]] = {
 def changed(values: Mapping[str, Any], path: tuple[str | int, ...], value: Any) -> dict[str, Any]:
     """Nested settings with another value at a path."""
     first, *rest = path
-    inner: Any = values[first]  # type: ignore[index]
     if not rest:
         return {**values, first: value}  # type: ignore[dict-item]
+    inner: Any = values[first]  # type: ignore[index]
     if isinstance(inner, list | tuple):
         at, *further = rest
         items = list(inner)

@@ -16,7 +16,7 @@ from megatron_gvpo.settings.config import Config
 
 Effect = Literal["trained", "reported", "told", "refused", "idle"]
 _REFUSALS = (ConfigError, DataError, RolloutError, UserFunctionError, ValueError)
-BESIDE = 16  # the most runs for an option beside other settings
+BESIDE = 32  # the most runs for an option beside other settings
 
 
 class Base(NamedTuple):
