@@ -48,8 +48,8 @@ def _tables(vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
 @cache
 def _states(vocabulary: int, ids: tuple[int, ...]) -> Tensor:
     """The state after each token, [t, h]."""
-    place = torch.arange(len(ids))
-    fading = (FADING ** (place[:, None] - place).clamp(min=0).double()).float().tril()
+    position = torch.arange(len(ids))
+    fading = (FADING ** (position[:, None] - position).clamp(min=0).double()).float().tril()
     return fading @ _tables(vocabulary)[0][list(ids)]
 
 

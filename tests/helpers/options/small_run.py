@@ -233,7 +233,7 @@ class DirectRewards:
 
 @dataclass
 class Seen:
-    """What can be seen of a run: the numbers that train, and all others, each in the order of the run."""
+    """The observations of a run: the numbers that train, and all others, each in the order of the run."""
 
     trained: list[Any] = field(default_factory=list)
     reported: list[Any] = field(default_factory=list)
