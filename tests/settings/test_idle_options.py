@@ -133,3 +133,10 @@ def test_an_option_that_another_block_reads(good, algorithm):
 def test_a_recipes_own_value_of_such_an_option_may_stay(good):
     """GRPO states its reference; kl_coef=0, which many recipes set, drops it."""
     assert load_config([good], ["algorithm={recipe: grpo, loss: {kl_coef: 0}}"]).algorithm.loss.kl_coef == 0
+
+
+@pytest.mark.parametrize("shaper", ["overlong", "format_length"])
+def test_a_shaper_of_responses_without_tokens_is_refused(good, shaper):
+    """It would divide by this length in the first step."""
+    text = message(good, f"algorithm={{recipe: grpo, shapers: [{{name: {shaper}, max_tokens: 0}}]}}")
+    assert "max_tokens" in text and "0" in text

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
+from pydantic import PositiveInt
+
 from megatron_gvpo.algorithms.base import Block, Component
 from megatron_gvpo.groups import Group, Rollout
 
@@ -37,7 +39,7 @@ class Shaper(Block):
 class SizedShaper(Shaper):
     """A shaper that must know how long a response may be."""
 
-    max_tokens: int | None = None  # null: rollout.max_tokens
+    max_tokens: PositiveInt | None = None  # null: rollout.max_tokens
 
     @property
     def unset_length(self) -> str | None:
