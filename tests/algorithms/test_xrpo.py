@@ -80,7 +80,7 @@ def test_unsolved_problems_are_asked_behind_the_solved_ones_like_them():
 
 
 def test_a_problem_is_no_exemplar_of_itself_and_the_oldest_is_forgotten():
-    corpus = Exemplars(count=5, n=1, keep=2, template=TEMPLATE).build()
+    corpus = Exemplars(count=2, n=1, keep=2, template=TEMPLATE).build()
     corpus([solved("a", "x"), solved("b", "x"), solved("c", "x")], Engine())
     failed = solved("c", "x", reward=0)
     resumed = Exemplars(count=5, n=1, template=TEMPLATE).build()
