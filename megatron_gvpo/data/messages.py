@@ -14,7 +14,6 @@ from jinja2 import TemplateError, nodes
 
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.prompt_images import is_part
-from megatron_gvpo.huggingface.bounded_templates import environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -156,6 +155,9 @@ def compared_texts(template: str) -> tuple[str, ...]:
     the template looks a role up. The result is empty for a template that cannot be read, which fails where it
     is used.
     """
+    # A command looks at the form of its data before it loads transformers, which this module does.
+    from megatron_gvpo.huggingface.bounded_templates import environment
+
     try:
         tree = environment().parse(template)
     except TemplateError:

@@ -163,7 +163,7 @@ ASK = {"prompt": "?", "answer": "x"}
     [
         ([], {}, "a.jsonl: no records"),
         ([ASK, '{"prompt": '], {}, "a.jsonl, line 2: not valid JSON"),
-        ([ASK, '{"prompt": "cut o'], {}, "line 2: not valid JSON: Unterminated string starting at column 12"),
+        ([ASK, '{"prompt": "cut o'], {}, "line 2: not valid JSON: Invalid control character at column 18"),
         ([ASK, "", "[1, 2]"], {}, "a.jsonl, line 3: expected an object {...}, found list"),
         ([ASK, {"answer": "x"}], {}, "a.jsonl, line 2: field 'prompt' is missing; fields there: answer"),
         (
