@@ -5,8 +5,10 @@ Weights reach a server through its receivers (megatron_gvpo.weights.receivers).
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +42,7 @@ PLAIN = {
 # may exceed 0 by as much. A sampler draws no token below -104, the logarithm of the least number of fp32;
 # vLLM writes -9999 for minus infinity.
 HIGHEST_LOGPROB, LOWEST_LOGPROB = 1e-3, -1e4
+RETRY = 0.05  # seconds between attempts to drop the prefix cache
 
 
 @dataclass(frozen=True)
@@ -243,7 +246,10 @@ class Server(Protocol):
     async def resume(self, timeout: float) -> None: ...
 
     async def flush_cache(self, timeout: float) -> None:
-        """Drop the prefix cache, which older weights computed. No request may be in flight."""
+        """Drop the prefix cache, which older weights computed. It waits for requests in flight to end.
+
+        Raises ServerRefused if some have not ended within the timeout.
+        """
 
     async def weight_version(self, timeout: float) -> str: ...
 
@@ -255,6 +261,22 @@ class Server(Protocol):
 
     async def onload_memory(self, part: MemoryPart, timeout: float) -> None:
         """Allocate the memory of an offloaded part again, without its content. Each part is onloaded once."""
+
+
+async def drop_cache(url: str, attempt: Callable[[], Awaitable[bool]], timeout: float) -> None:
+    """Call `attempt` until it is true: an engine keeps its prefix cache while a request holds some of it.
+
+    Such a request may be an aborted one, or a health check's. `url` is for the error, ServerRefused.
+    """
+    deadline = time.monotonic() + timeout
+    while not await attempt():
+        if time.monotonic() > deadline:
+            raise ServerRefused(
+                f"{url}: the cache of older weights was not dropped within {timeout:g} s, because requests "
+                "still hold parts of it",
+                503,
+            )
+        await asyncio.sleep(RETRY)
 
 
 @contextmanager

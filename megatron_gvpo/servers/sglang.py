@@ -14,7 +14,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.versions import REFERENCE
 from megatron_gvpo.huggingface.adapter_layers import adapted_layers
 from megatron_gvpo.huggingface.card import ModelCard, ModelCards
-from megatron_gvpo.servers.http import Http
+from megatron_gvpo.servers.http import Http, ServerRefused
 from megatron_gvpo.servers.request_images import RequestImage, with_one_placeholder
 from megatron_gvpo.servers.server import (
     PLAIN,
@@ -26,6 +26,7 @@ from megatron_gvpo.servers.server import (
     ServerInfo,
     answer_of,
     check_prompt,
+    drop_cache,
     finish,
     log_probs,
     meeting_of_ranks,
@@ -252,7 +253,17 @@ class SGLang:
         await self.http.post("/continue_generation", timeout=timeout)
 
     async def flush_cache(self, timeout: float) -> None:
-        await self.http.post("/flush_cache", timeout=timeout)
+        await drop_cache(f"{self.url}/flush_cache", lambda: self._flush_cache(timeout), timeout)
+
+    async def _flush_cache(self, timeout: float) -> bool:
+        """False while a request is in the scheduler, such as a health check's."""
+        try:
+            await self.http.post("/flush_cache", timeout=timeout)
+        except ServerRefused as refusal:
+            if refusal.status != 400:
+                raise
+            return False
+        return True
 
     async def weight_version(self, timeout: float) -> str:
         info = await self.http.get("/model_info", timeout=timeout)

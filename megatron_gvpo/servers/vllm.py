@@ -8,7 +8,6 @@ import io
 import json
 import re
 import socket
-import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, ClassVar
 
@@ -31,6 +30,7 @@ from megatron_gvpo.servers.server import (
     ServerInfo,
     answer_of,
     check_prompt,
+    drop_cache,
     finish,
     log_probs,
     meeting_of_ranks,
@@ -47,7 +47,6 @@ SERVER = "vllm.entrypoints.openai.api_server"
 MODEL = "policy"  # the served model's name in the server's own messages
 LOOKUP = (2, 4)  # shortest and longest suffix that n-gram drafting looks up in the text so far
 DRAFTS = ("drafts", "draft_tokens", "accepted_tokens")  # vLLM's counters of the fields of Drafts
-RETRY = 0.05  # seconds between attempts to drop the prefix cache
 GENERATE = "/inference/v1/generate"  # takes images with token ids, and returns supports
 # top-k that leaves all tokens. A server that returns supports refuses -1, which means the same.
 EVERY_TOKEN = 2**31 - 1
@@ -326,15 +325,7 @@ class VLLM:
     async def flush_cache(self, timeout: float) -> None:
         self._names.renew()
         self._brought.clear()
-        deadline = time.monotonic() + timeout
-        while not await self._reset_prefix_cache(timeout):
-            if time.monotonic() > deadline:
-                raise ServerRefused(
-                    f"{self.url}/reset_prefix_cache: the cache of older weights was not dropped within "
-                    f"{timeout:g} s, because requests still hold parts of it",
-                    503,
-                )
-            await asyncio.sleep(RETRY)
+        await drop_cache(f"{self.url}/reset_prefix_cache", lambda: self._reset_prefix_cache(timeout), timeout)
 
     async def _reset_prefix_cache(self, timeout: float) -> bool:
         """False while vLLM still holds aborted requests, and therefore the whole cache."""

@@ -51,6 +51,7 @@ NOT_SEEN = {
     "DatasetConfig.subset": "of data sets of the hub; refused for files",
     "DatasetConfig.split": "of data sets of the hub; refused for files",
     "DatasetConfig.images_key": "of models that take images; refused for others",
+    "DatasetConfig.tools_key": "of records with tools, which the small run's do not have; refused for others",
 }
 
 
