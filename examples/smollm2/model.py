@@ -65,7 +65,7 @@ def is_complete(directory: Path) -> bool:
     try:
         tensors = [value for name, value in json.loads(header).items() if name != "__metadata__"]
         end = max(value["data_offsets"][1] for value in tensors)
-    except ValueError:
+    except (ValueError, TypeError, LookupError, AttributeError):  # JSON, perhaps, but of another form
         return False
     return weights.stat().st_size == 8 + length + end
 

@@ -209,7 +209,7 @@ def test_stopped_while_it_converts_it_leaves_nothing(
     assert not list(model.cached_model().parent.iterdir())
 
 
-@pytest.mark.parametrize("damage", ["cut off", "a web page", "missing", "no tokenizer"])
+@pytest.mark.parametrize("damage", ["cut off", "a web page", "another header", "missing", "no tokenizer"])
 def test_a_damaged_model_in_the_cache_is_made_again(
     damage: str, index: Path, offline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +225,8 @@ def test_a_damaged_model_in_the_cache_is_made_again(
         weights.write_bytes(original[:-1])
     elif damage == "a web page":
         weights.write_text("<html>")
+    elif damage == "another header":
+        weights.write_bytes((2).to_bytes(8, "little") + b"[]")
     else:
         (weights if damage == "missing" else directory / "tokenizer.json").unlink()
     assert not model.is_complete(directory)

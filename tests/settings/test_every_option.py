@@ -94,9 +94,7 @@ def test_the_options_of_a_block_have_an_effect(slot: Slot, directory: Path) -> N
     for option in own:
         if option.label in NOT_SEEN or is_section(option):
             continue
-        assert option.others, (
-            f"{option.label}: helpers/options/other_values.py has no other value of its type"
-        )
+        assert option.others, f"{option.label}: {NO_VALUE}"
         of_option = search(base, option, around, ("algorithm", *path))
         if not has_effect(of_option):
             idle[option.label] = summary(of_option)

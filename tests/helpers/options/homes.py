@@ -57,7 +57,7 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
 
 @cache
 def recipe_values(name: str) -> dict[str, Any]:
-    """A recipe's blocks; in slot of its functions those of the small run, which ask nobody."""
+    """A recipe's blocks, with the small run's functions, which ask nobody, in place of the recipe's."""
     return {key: _without_models(value) for key, value in read_recipe(name)[0].items()}
 
 

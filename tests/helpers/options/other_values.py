@@ -187,7 +187,7 @@ def example(block: type[Block]) -> dict[str, Any]:
     return values | EXTRA.get(block.__name__, {})
 
 
-# What a block needs beside its required options in order to work.
+# Settings without which a block does not work, beside its required options.
 EXTRA: dict[str, dict[str, Any]] = {
     "Hinted": {"fields": ("hint_1", "hint_2")},
     "ComponentEstimator": {"weights": {"right": 1.0, "format": 0.5}},
