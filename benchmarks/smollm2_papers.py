@@ -3,10 +3,11 @@
     python benchmarks/smollm2_papers.py --out benchmarks/results/paper_tables --work /tmp/smollm2_papers
 
 A cell is one row with one seed: a whole run of the trainer from the pretrained model. All rows have the
-settings of examples/smollm2/gvpo.yaml, with half of the steps, and the same learning rate, which is constant,
-except the rows that vary it. A cell ends when it has sampled as many responses as the others, even if its
-method samples several batches a step; then it is graded on held-out sums. Rows with the same seed see the
-same problems.
+settings of examples/smollm2/gvpo.yaml, with half of the steps, and the same learning rate, which is constant.
+The rows of other learning rates have one seed, and the other seeds only for the rate that is a method's best
+with the first: so each method is compared at its best of three rates. A cell ends when it has sampled as many
+responses as the others, even if its method samples several batches a step; then it is graded on held-out
+sums. Rows with the same seed see the same problems.
 
 A finished cell is a line of smollm2.jsonl, and is never repeated; lines of other settings do not count. So
 the program can be stopped and continued, and `--minutes` stops it by itself, after a step. smollm2.md has the
@@ -68,22 +69,19 @@ ROWS = {
 }
 METHODS = ("GVPO", "GRPO", "GPG with AGE", "Dr. GRPO", "GSPO", "RLOO", "REINFORCE++", "DAPO")
 OTHER_RATES = {"lr 1e-5": 1e-5, "lr 1e-4": 1e-4}
+RATES_OF = {method: (method, *(f"{method}, {rate}" for rate in OTHER_RATES)) for method in METHODS}
 ROWS |= {
     f"{name}, {rate}": ROWS[name]._replace(lr=lr) for name in METHODS for rate, lr in OTHER_RATES.items()
 }
-
-
-def method_of(name: str) -> str:
-    """The row's name without its learning rate."""
-    return name.split(", lr ")[0]
-
+BEST_RATES = "Methods at their best rate"
+Cells = Mapping[tuple[str, int], Mapping[str, Any]]  # the lines of the finished cells, by row and seed
 
 TABLES = {  # in the order in which cells run
     "GVPO Table 2": tuple(ROWS)[:4],
     "GVPO, GRPO and GPG": ("GVPO", "GRPO", "GPG without AGE", "GPG with AGE"),
     "Other methods": ("GVPO", "GRPO", "Dr. GRPO", "GSPO", "RLOO", "REINFORCE++", "DAPO"),
     "Stale samples": ("GVPO", "GRPO", *(name for name in ROWS if name.endswith("steps old"))),
-    "Learning rates": tuple(name for name in ROWS if method_of(name) in METHODS),
+    "Learning rates": tuple(name for rates in RATES_OF.values() for name in rates),
 }
 CLAIMS = {  # table: [(better row, worse row)] according to the papers
     "GVPO Table 2": [("GVPO", name) for name in tuple(ROWS)[1:4]],
@@ -93,6 +91,7 @@ CLAIMS = {  # table: [(better row, worse row)] according to the papers
         ("GPG with AGE", "GPG without AGE"),
     ],
     "Other methods": [("GVPO", "Dr. GRPO")],
+    BEST_RATES: [("GVPO", "GRPO"), ("GVPO", "Dr. GRPO"), ("GPG with AGE", "GRPO")],
     "Stale samples": [
         (f"{better}, {age} steps old", f"GRPO, {age} steps old")
         for age in (2, 4)
@@ -106,8 +105,9 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     sys.path.insert(0, str(EXAMPLE))
     end = time.monotonic() + 60 * args.minutes
-    for name, seed in [] if args.table else missing(args):
-        if time.monotonic() > end or (line := run(name, seed, args, end)) is None:
+    while not args.table and (cells := missing(args)) and time.monotonic() < end:
+        name, seed = cells[0]
+        if (line := run(name, seed, args, end)) is None:
             break
         with (args.out / "smollm2.jsonl").open("a") as lines:
             lines.write(json.dumps(line) + "\n")
@@ -148,9 +148,29 @@ def read(args: argparse.Namespace) -> dict[tuple[str, int], dict[str, Any]]:
 
 def missing(args: argparse.Namespace) -> list[tuple[str, int]]:
     """The cells to run, a table's seeds one after another, so that a stopped table has all rows of a seed."""
-    cells = [(name, seed) for table in TABLES for seed in range(args.seeds) for name in TABLES[table]]
-    finished = read(args)
-    return [cell for cell in dict.fromkeys(cells) if cell not in finished and cell[0] in args.rows]
+    results = read(args)
+    cells = [
+        (name, seed)
+        for table in TABLES
+        for seed in range(args.seeds)
+        for name in TABLES[table]
+        if seed < seeds_of(name, results, args)
+    ]
+    return [cell for cell in dict.fromkeys(cells) if cell not in results and cell[0] in args.rows]
+
+
+def seeds_of(name: str, results: Cells, args: argparse.Namespace) -> int:
+    """The number of a row's seeds: one for a learning rate that is not the best of its method."""
+    is_other_rate = any(name in rates[1:] for rates in RATES_OF.values())
+    best = {best_rate(method, results) for method in METHODS}
+    return 1 if is_other_rate and name not in best else args.seeds
+
+
+def best_rate(method: str, results: Cells) -> str | None:
+    """The row with the method's best learning rate for the first seed; None until all its rates ran."""
+    cells = {name: results.get((name, 0)) for name in RATES_OF[method]}
+    strict = {name: cell["strict"] for name, cell in cells.items() if cell is not None}
+    return max(strict, key=strict.__getitem__) if len(strict) == len(cells) else None
 
 
 def run(name: str, seed: int, args: argparse.Namespace, end: float) -> dict[str, Any] | None:
@@ -229,55 +249,58 @@ def overrides_of(row: Row, seed: int, args: argparse.Namespace) -> dict[str, Any
     }
 
 
-def report(results: Mapping[tuple[str, int], Mapping[str, Any]], args: argparse.Namespace) -> str:
+def report(results: Cells, args: argparse.Namespace) -> str:
     lines = ["# The papers' claims on SmolLM2-135M", "", (__doc__ or "").split("\n\n", 1)[1].rstrip(), ""]
     lines += [", ".join(f"{key.replace('_', '-')} {n}" for key, n in settings_of(args).items()) + ".", ""]
     for table, names in TABLES.items():
-        by_row = {name: cells_of(results, name) for name in names}
-        lines += [f"## {table}", ""]
-        if any(by_row.values()):
-            lines += ["| | held out, strict | lenient | mean of the last four steps | seeds | responses |"]
-            lines += ["|---|---|---|---|---|---|"]
-        for name, cells in by_row.items():
-            if cells:
-                columns = [[cell[key] for cell in cells] for key in ("strict", "lenient")]
-                columns.append([fmean(cell["curve"][-4:]) for cell in cells])
-                shown = " | ".join(map(percent, columns))
-                drawn = fmean(cell["responses"] for cell in cells)
-                lines.append(f"| {name} | {shown} | {len(cells)} | {drawn:.0f} |")
-        absent = [f"{name} ({args.seeds - len(c)})" for name, c in by_row.items() if len(c) < args.seeds]
-        if absent:
-            lines += ["", f"Not run, of {args.seeds} seeds each: {', '.join(absent)}."]
-        lines.append("")
-        for better, worse in CLAIMS.get(table, []):
-            pair = [[cell["strict"] for cell in by_row[name]] for name in (better, worse)]
-            if all(pair):
-                lines.append(f"- {better} above {worse}: {verdict(*pair)}")
-        if table == "Learning rates":
-            lines += best_rates(by_row)
-        lines.append("")
+        lines += [*table_of(table, {name: name for name in names}, results, args), ""]
+    lines += [*rates_of(results), ""]  # below the last of these tables, which is that of the rates
+    best = {method: name for method in METHODS if (name := best_rate(method, results)) is not None}
+    lines += table_of(BEST_RATES, best, results, args)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def best_rates(by_row: Mapping[str, list[Mapping[str, Any]]]) -> list[str]:
-    """A line for each method: its learning rate with the best mean, over the seeds that all rates have."""
+def table_of(table: str, rows: Mapping[str, str], results: Cells, args: argparse.Namespace) -> list[str]:
+    """A table's lines: means and standard errors, the cells that did not run, and verdicts on its claims.
+
+    `rows`: for each name that the table's claims have, the row that is shown.
+    """
+    lines = [f"## {table}", ""]
+    by_row = {name: cells_of(results, name) for name in rows.values()}
+    if any(by_row.values()):
+        lines += ["| | held out, strict | lenient | mean of the last four steps | seeds | responses |"]
+        lines += ["|---|---|---|---|---|---|"]
+    for name, cells in by_row.items():
+        if cells:
+            columns = [[cell[key] for cell in cells] for key in ("strict", "lenient")]
+            columns.append([fmean(cell["curve"][-4:]) for cell in cells])
+            shown = " | ".join(map(percent, columns))
+            drawn = fmean(cell["responses"] for cell in cells)
+            lines.append(f"| {name} | {shown} | {len(cells)} | {drawn:.0f} |")
+    counts = {name: seeds_of(name, results, args) - len(cells) for name, cells in by_row.items()}
+    absent = [f"{name} ({count})" for name, count in counts.items() if count > 0]
+    if absent:
+        lines += ["", f"Not run, in cells: {', '.join(absent)}."]
+    verdicts = []
+    for better, worse in CLAIMS.get(table, []):
+        pair = [[cell["strict"] for cell in by_row.get(rows.get(name, ""), [])] for name in (better, worse)]
+        if all(pair):
+            verdicts.append(f"- {better} above {worse}: {verdict(*pair)}")
+    return [*lines, *(["", *verdicts] if verdicts else [])]
+
+
+def rates_of(results: Cells) -> list[str]:
+    """A line for each method whose learning rates all ran with the first seed: the best one."""
     lines = []
     for method in METHODS:
-        cells_of_rate = {
-            ROWS[name].lr: {cell["seed"]: cell["strict"] for cell in cells}
-            for name, cells in by_row.items()
-            if method_of(name) == method and cells
-        }
-        seeds = set.intersection(*map(set, cells_of_rate.values())) if len(cells_of_rate) > 1 else set()
-        if seeds:
-            means = {lr: fmean(cells[seed] for seed in seeds) for lr, cells in sorted(cells_of_rate.items())}
-            best = max(means, key=means.__getitem__)
-            shown = ", ".join(f"{100 * mean:.1f} with {lr:.0e}" for lr, mean in means.items())
-            lines.append(f"- {method}: best with {best:.0e} ({shown}; seeds in common: {len(seeds)})")
+        if (best := best_rate(method, results)) is not None:
+            shares = {ROWS[name].lr: results[name, 0]["strict"] for name in RATES_OF[method]}
+            shown = ", ".join(f"{100 * share:.1f} with {lr:.0e}" for lr, share in sorted(shares.items()))
+            lines.append(f"- {method}: best with {ROWS[best].lr:.0e} ({shown}; seed 0)")
     return lines
 
 
-def cells_of(results: Mapping[tuple[str, int], Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
+def cells_of(results: Cells, name: str) -> list[Mapping[str, Any]]:
     return [line for (row, _), line in results.items() if row == name]
 
 
@@ -286,7 +309,7 @@ def percent(values: list[float]) -> str:
     return f"{100 * mean:.1f}" + (f" ± {100 * error:.1f}" if math.isfinite(error) else "")
 
 
-def draw(results: Mapping[tuple[str, int], Mapping[str, Any]], png: Path) -> None:
+def draw(results: Cells, png: Path) -> None:
     """The share of right responses over the steps, for each table; bands are standard errors over seeds."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure

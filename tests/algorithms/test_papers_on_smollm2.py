@@ -48,7 +48,8 @@ def test_all_rows_of_a_seed_run_before_the_next_seed(args):
     cells = papers.missing(args)
     table = papers.TABLES["GVPO Table 2"]
     assert cells[:8] == [(name, seed) for seed in (0, 1) for name in table]
-    assert len(cells) == len(set(cells)) == 2 * len(papers.ROWS)
+    other_rates = 2 * len(papers.METHODS)
+    assert len(cells) == len(set(cells)) == 2 * len(papers.ROWS) - other_rates
 
 
 def test_a_cell_of_the_same_settings_is_not_repeated(args):
@@ -74,26 +75,39 @@ def test_the_tables_have_means_errors_verdicts_and_what_did_not_run(args):
     assert "| GVPO | 55.0 ± 5.0 | 50.0 ± 0.0 | 50.0 ± 0.0 | 2 | 128 |" in text
     assert "- GVPO above GVPO without Cov: agrees (+0.400, +5.7 standard errors)" in text
     assert "- GVPO above GRPO: one seed: nothing to say" in text
-    assert "Not run, of 2 seeds each: GVPO without Var (2), GVPO without Var and Cov (2)." in text
+    assert "Not run, in cells: GVPO without Var (2), GVPO without Var and Cov (2)." in text
     papers.draw(results, args.out / "curves.png")
     assert (args.out / "curves.png").is_file()
 
 
-def test_the_best_learning_rate_of_a_method_is_judged_on_the_seeds_that_all_its_rates_have(args):
+def test_a_methods_best_rate_gets_all_seeds_and_the_others_one(args):
+    rates = {"GRPO": 0.4, "GRPO, lr 1e-5": 0.3, "GRPO, lr 1e-4": 0.5}
+    write(args, [line(row, 0, strict) for row, strict in rates.items()])
+    cells = papers.missing(args)
+    assert [row for row, seed in cells if row.startswith("GRPO, lr") and seed] == ["GRPO, lr 1e-4"]
+    assert ("GRPO", 1) in cells  # all methods have the common rate with all seeds
+    assert ("RLOO, lr 1e-5", 0) in cells and ("RLOO, lr 1e-5", 1) not in cells
+
+
+def test_methods_are_compared_at_their_best_rates(args):
+    rates = {"": 0.4, ", lr 1e-5": 0.3, ", lr 1e-4": 0.5}
     write(
         args,
         [
-            *(line("GRPO", seed, strict) for seed, strict in enumerate((0.4, 1.0))),
-            line("GRPO, lr 1e-4", 0, 0.5),
-            line("GVPO", 0, 0.5),
+            *(line(f"GRPO{rate}", 0, strict) for rate, strict in rates.items()),
+            line("GRPO, lr 1e-4", 1, 0.7),
+            *(line(f"GVPO{rate}", 0, 1 - strict) for rate, strict in rates.items()),
+            line("RLOO", 0, 0.9),
         ],
     )
     text = papers.report(papers.read(args), args)
-    assert "- GRPO: best with 1e-04 (40.0 with 3e-05, 50.0 with 1e-04; seeds in common: 1)" in text
-    assert "- GVPO: best" not in text
+    assert "- GRPO: best with 1e-04 (30.0 with 1e-05, 40.0 with 3e-05, 50.0 with 1e-04; seed 0)" in text
+    assert "- RLOO: best" not in text
+    compared = text.split(f"## {papers.BEST_RATES}")[1]
+    assert "| GRPO, lr 1e-4 | 60.0 ± 10.0 |" in compared and "| GVPO, lr 1e-5 | 70.0 |" in compared
+    assert "- GVPO above GRPO: one seed: nothing to say" in compared and "RLOO" not in compared
 
 
 def test_every_method_of_the_comparison_has_three_learning_rates():
-    for method in papers.METHODS:
-        rows = [name for name in papers.TABLES["Learning rates"] if papers.method_of(name) == method]
-        assert sorted(papers.ROWS[name].lr for name in rows) == [1e-5, 3e-5, 1e-4]
+    for rates in papers.RATES_OF.values():
+        assert sorted(papers.ROWS[name].lr for name in rates) == [1e-5, 3e-5, 1e-4]
