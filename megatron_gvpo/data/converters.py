@@ -74,8 +74,8 @@ def preference_pair(record: Record) -> dict[str, Any]:
     """The pair `chosen` and `rejected`: texts after `prompt`, or chats that differ in the last turn.
 
     HuggingFaceH4/ultrafeedback_binarized has chats that begin with the prompt; others have the answers alone,
-    as texts or messages, beside a `prompt`. The chosen response has the reward 1, the rejected one 0. Raises
-    ValueError for chats that differ before the last message, and where there is no prompt.
+    as texts or messages, beside a `prompt` and perhaps a `system` message. The chosen response has the reward
+    1, the rejected one 0. Raises ValueError for chats that differ before the last message, and where there is no prompt.
     """
     chosen, rejected, prompt = record["chosen"], record["rejected"], record.get("prompt")
     if isinstance(chosen, str) and isinstance(rejected, str):
@@ -86,7 +86,25 @@ def preference_pair(record: Record) -> dict[str, Any]:
     if prompt is None:
         raise ValueError("chosen and rejected have no prompt before them, and there is no field 'prompt'")
     responses = [{"response": text, "reward": reward} for text, reward in zip(texts, (1.0, 0.0), strict=True)]
-    return {**record, "prompt": prompt, "responses": responses}
+    return {**record, "prompt": after_system(record, prompt), "responses": responses}
+
+
+def after_system(record: Record, prompt: Any) -> Any:
+    """The prompt, a text or chat messages, after the text of the record's field `system`.
+
+    It is unchanged if there is no such text, and if the chat has a system message of its own.
+    """
+    system = record.get("system")
+    if not isinstance(system, str) or not system.strip():
+        return prompt
+    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(chat, list) or (chat and _role(chat[0]) == "system"):
+        return prompt
+    return [{"role": "system", "content": system}, *chat]
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
 
 
 def _last_turns(chosen: Any, rejected: Any) -> tuple[list[dict[str, Any]], tuple[str, str]]:

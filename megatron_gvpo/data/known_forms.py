@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_gvpo.core.errors import DataError
-from megatron_gvpo.data.converters import preference_pair
+from megatron_gvpo.data.converters import after_system, preference_pair
 from megatron_gvpo.data.messages import shown_value, unequal_weight
 from megatron_gvpo.data.sources import Record
 from megatron_gvpo.data.tool_calls import thoughts
@@ -124,7 +124,9 @@ def _with_solution(fields: Fields, prompt_key: str) -> Fields:
             raise ValueError(problem)
         prompt, solution = _divided(chat)
     elif "completion" in fields and prompt_key in fields:
-        prompt, solution = fields[prompt_key], fields["completion"]
+        if fields.get("label") is False:
+            raise ValueError("label is false: SFT would teach a completion that was judged to be bad")
+        prompt, solution = after_system(fields, fields[prompt_key]), fields["completion"]
     elif "instruction" in fields and "output" in fields:
         prompt, solution = _instruction(fields), fields["output"]
     elif SOLUTION in fields and prompt_key in fields:
@@ -170,12 +172,10 @@ def _chat(fields: Fields) -> list[Message] | None:
                 f"the field {name!r} is a text with JSON in it, and should be a list of messages"
             )
     if isinstance(messages := fields.get("messages"), list):
-        return [_message(message, "messages", i) for i, message in enumerate(messages)]
+        return after_system(fields, [_message(message, "messages", i) for i, message in enumerate(messages)])
     if isinstance(turns := fields.get("conversations"), list):
         chat = [_message(turn, "conversations", i) for i, turn in enumerate(turns)]
-        system = fields.get("system")
-        opens = isinstance(system, str) and system.strip() and (not chat or chat[0]["role"] != "system")
-        return [{"role": "system", "content": system}, *chat] if opens else chat
+        return after_system(fields, chat)
     return None
 
 
@@ -219,14 +219,14 @@ def _instruction(fields: Fields) -> str | list[Message]:
     LLaMA-Factory's form has the latter two: `system`, and `history`, a list of pairs. Raises ValueError.
     """
     text = str(fields["instruction"])
-    extra, system, history = fields.get("input"), fields.get("system"), fields.get("history") or []
+    extra, history = fields.get("input"), fields.get("history") or []
     text = f"{text}\n\n{extra}" if isinstance(extra, str) and extra.strip() else text
     if not isinstance(history, list) or not all(map(_is_pair, history)):
         raise ValueError(f"history is {shown_value(history)}, and should be a list of pairs of texts")
-    before = [{"role": "system", "content": system}] if isinstance(system, str) and system.strip() else []
+    before: list[Message] = []
     for question, answer in history:
         before += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return [*before, {"role": "user", "content": text}] if before else text
+    return after_system(fields, [*before, {"role": "user", "content": text}] if before else text)
 
 
 def _is_pair(turn: Any) -> bool:

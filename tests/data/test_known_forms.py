@@ -261,6 +261,32 @@ def test_an_instruction_comes_after_its_system_message_and_earlier_turns(tmp_pat
         load(tmp_path, record | {"history": [["hello"]]}, "dataset")
 
 
+@pytest.mark.parametrize(
+    ("record", "sampler"),
+    [
+        ({"prompt": "go", "completion": "hell"}, "dataset"),
+        ({"prompt": [{"role": "user", "content": "go"}], "completion": "hell"}, "dataset"),
+        ({"prompt": "go", "chosen": "hell", "rejected": "on"}, "file"),
+    ],
+)
+def test_a_system_message_beside_a_prompt_comes_first(record, sampler, tmp_path):
+    """Pairs of this form are published, such as Intel/orca_dpo_pairs."""
+    with_system = load(tmp_path, record | {"system": "short"}, sampler)
+    user = "<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
+    assert with_system.text == f"<|im_start|>system\nshort<|im_end|>\n{user}"
+    chat = [SYSTEM, {"role": "user", "content": "go"}]
+    own = load(tmp_path, record | {"prompt": chat, "system": "another"}, sampler)
+    assert own.text == with_system.text
+
+
+def test_a_completion_that_was_judged_to_be_bad_is_refused(tmp_path):
+    """TRL's unpaired preferences (KTO) have both kinds of completions in one file."""
+    record = {"prompt": "go", "completion": "hell"}
+    assert load(tmp_path, record | {"label": True}, "dataset").text
+    with pytest.raises(DataError, match="line 1: label is false: SFT would teach a completion that was judg"):
+        load(tmp_path, record | {"label": False}, "dataset")
+
+
 def test_an_unknown_role_is_refused(tmp_path):
     chat = [{"role": "wizard", "content": "hello"}, ANSWER]
     with pytest.raises(DataError, match="'wizard'"):
