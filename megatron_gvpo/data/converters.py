@@ -75,7 +75,8 @@ def preference_pair(record: Record) -> dict[str, Any]:
 
     HuggingFaceH4/ultrafeedback_binarized has chats that begin with the prompt; others have the answers alone,
     as texts or messages, beside a `prompt` and perhaps a `system` message. The chosen response has the reward
-    1, the rejected one 0. Raises ValueError for chats that differ before the last message, and where there is no prompt.
+    1, the rejected one 0. Raises ValueError for chats that differ before the last message, and where there is
+    no prompt.
     """
     chosen, rejected, prompt = record["chosen"], record["rejected"], record.get("prompt")
     if isinstance(chosen, str) and isinstance(rejected, str):
