@@ -37,18 +37,23 @@ class DeviceMemory:
     def copy_weights_ahead(self) -> None:
         """Begin to copy the weights to the host, beside work that only reads them, such as a push.
 
+        Every rank must call it.
         The next `release("weights")` waits for these copies and makes no others; `restore("weights")` forgets
         them, because the weights may change then.
         """
         if "weights" not in self._released:
             self._finish_background_work()
+            self._gather_weights()
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 self._ahead = self._copies("weights", self._weights())
 
     def release(self, part: Part) -> None:
-        """Offload a part and free its device memory; does nothing if the part is released already."""
+        """Offload a part and free its device memory; does nothing if the part is released already.
+
+        Every rank must release the weights.
+        """
         if part in self._released:
             return
         self._finish_background_work()
@@ -56,8 +61,10 @@ class DeviceMemory:
         if part == "weights":
             for model in self._models:
                 model.drop_fp8_copies()
-            released = self._ahead if self._ahead is not None else self._copies(part, weights)
-            self._ahead = None
+            if self._ahead is None:
+                self._gather_weights()
+                self._ahead = self._copies(part, weights)
+            released, self._ahead = self._ahead, None
         else:  # in fp32 the model's weights are themselves the master weights
             states = storages(s for _, optimizer in self._trained for s in optimizer.tensors())
             released = self._copies(part, {a: s for a, s in states.items() if a not in weights})
@@ -87,6 +94,15 @@ class DeviceMemory:
     def _finish_background_work(self) -> None:
         for model in self._models:
             model.finish_background_work()
+
+    def _gather_weights(self) -> None:
+        """Gather what an update with overlap_param_gather leaves for the next reader of the weights.
+
+        Copies of weights that are not gathered would come back after the gather of a later reader, such as a
+        push, and nothing would gather them again.
+        """
+        for model in self._models:
+            model.finish_param_gather()
 
     def _weights(self) -> dict[int, torch.UntypedStorage]:
         return storages(weight for model in self._models for weight in model.weights())

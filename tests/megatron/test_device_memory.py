@@ -26,7 +26,10 @@ class CountedCopies(TorchDispatchMode):
 
 def a_model(layer: torch.nn.Module) -> Any:
     return SimpleNamespace(
-        finish_background_work=lambda: None, drop_fp8_copies=lambda: None, weights=layer.parameters
+        finish_background_work=lambda: None,
+        finish_param_gather=lambda: None,
+        drop_fp8_copies=lambda: None,
+        weights=layer.parameters,
     )
 
 

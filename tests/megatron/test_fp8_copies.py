@@ -18,7 +18,10 @@ def test_a_release_of_the_weights_frees_their_fp8_copies() -> None:
     layer = torch.nn.Linear(4, 4)
     layer._fp8_workspaces = {"weight": torch.empty(16)}
     model = SimpleNamespace(
-        chunks=[torch.nn.Sequential(layer)], finish_background_work=lambda: None, weights=layer.parameters
+        chunks=[torch.nn.Sequential(layer)],
+        finish_background_work=lambda: None,
+        finish_param_gather=lambda: None,
+        weights=layer.parameters,
     )
     model.drop_fp8_copies = lambda: Model.drop_fp8_copies(model)
     memory, before = DeviceMemory((model, None)), layer.weight.detach().clone()
