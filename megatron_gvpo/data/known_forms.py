@@ -76,6 +76,18 @@ def recogniser(dataset: DatasetConfig, sampler: str) -> Callable[[Record], Recor
     return recognise
 
 
+def unread_system(record: Record, prompt: str) -> str | None:
+    """A warning about the text of a record's field `system` that its prompt lacks; None without one."""
+    system = record.fields.get("system")
+    if not isinstance(system, str) or system.strip() in prompt:
+        return None
+    return (
+        f"{record.where}: the record has a field system ({shown_value(system)}), and the prompt does not "
+        "have its text: if it is a system message, a function of yours puts it into the prompt (convert, "
+        "beside the file's path)"
+    )
+
+
 def solution_field(key: str, fields: Fields) -> str:
     """The field of the user's record with the solution that `key` has, for messages."""
     origins = ("completion", "output", "messages", "conversations") if key == SOLUTION else ()
@@ -130,7 +142,7 @@ def _with_solution(fields: Fields, prompt_key: str) -> Fields:
     elif "instruction" in fields and "output" in fields:
         prompt, solution = _instruction(fields), fields["output"]
     elif SOLUTION in fields and prompt_key in fields:
-        prompt, solution = fields[prompt_key], fields[SOLUTION]
+        prompt, solution = after_system(fields, fields[prompt_key]), fields[SOLUTION]
     else:
         raise ValueError(
             "data.train.demonstration_key is not set, and no worked solution is recognised by the fields "
@@ -142,7 +154,7 @@ def _with_solution(fields: Fields, prompt_key: str) -> Fields:
 def _with_responses(fields: Fields, prompt_key: str) -> Fields:
     _check_single(fields, prompt_key, RESPONSES)
     if RESPONSES in fields and prompt_key in fields:
-        return fields
+        return {**fields, prompt_key: after_system(fields, fields[prompt_key])}
     if not {"chosen", "rejected"} <= fields.keys():
         raise ValueError(
             "data.train.responses_key is not set, and no pair of responses is recognised by the fields "

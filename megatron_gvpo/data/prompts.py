@@ -20,7 +20,7 @@ from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.core.plain_values import LARGEST, finite_number
 from megatron_gvpo.core.slow_work import slow_work
 from megatron_gvpo.data.demonstrations import DemonstrationReader
-from megatron_gvpo.data.known_forms import as_dataset, recogniser, solution_field
+from megatron_gvpo.data.known_forms import as_dataset, recogniser, solution_field, unread_system
 from megatron_gvpo.data.messages import check_roles, not_a_message, not_a_prompt, shown_value
 from megatron_gvpo.data.prompt_images import MARK, PromptImages, as_parts, images_in, short_names
 from megatron_gvpo.data.record_tools import tools_of, unread_tools
@@ -97,6 +97,7 @@ def load_prompts(
             )
         for warning in (
             reader.unread_tools,
+            reader.unread_system,
             reader.unknown.warning(),
             *_template_warnings(render, tokenizer, prompts[0]),
         ):
@@ -163,6 +164,7 @@ class _PromptReader:
         self._read_demonstration = DemonstrationReader(tokenizer, end_token_ids, render.chat, tools)
         self.unknown = UnknownCharacters(tokenizer)
         self.unread_tools: str | None = None  # a warning, once a record has tools that no key names
+        self.unread_system: str | None = None  # another, once a record has a system message that is not shown
         self._shows_tools = not render.chat or bool(tools) or dataset.tools_key is not None
 
     def read(
@@ -176,6 +178,8 @@ class _PromptReader:
         self.unknown.see(record.where, [text])
         if not self._shows_tools and self.unread_tools is None:
             self.unread_tools = unread_tools(record)
+        if self.unread_system is None:
+            self.unread_system = unread_system(record, text)
         if not self._has_room(record, text, ids):
             return None
         answer = None if dataset.answer_key is None else _answer(record, dataset.answer_key)

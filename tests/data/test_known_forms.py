@@ -266,7 +266,9 @@ def test_an_instruction_comes_after_its_system_message_and_earlier_turns(tmp_pat
     [
         ({"prompt": "go", "completion": "hell"}, "dataset"),
         ({"prompt": [{"role": "user", "content": "go"}], "completion": "hell"}, "dataset"),
+        ({"prompt": "go", "solution": "hell"}, "dataset"),
         ({"prompt": "go", "chosen": "hell", "rejected": "on"}, "file"),
+        ({"prompt": "go", "responses": [{"response": "hell", "reward": 1}]}, "file"),
     ],
 )
 def test_a_system_message_beside_a_prompt_comes_first(record, sampler, tmp_path):
@@ -277,6 +279,16 @@ def test_a_system_message_beside_a_prompt_comes_first(record, sampler, tmp_path)
     chat = [SYSTEM, {"role": "user", "content": "go"}]
     own = load(tmp_path, record | {"prompt": chat, "system": "another"}, sampler)
     assert own.text == with_system.text
+
+
+def test_a_system_message_that_is_not_read_is_named(tmp_path, caplog):
+    """An RL record's prompt is taken as it is: `system` could be a category there."""
+    load(tmp_path, {"prompt": "go", "answer": 1, "system": "short"}, "engine")
+    assert "line 1: the record has a field system (str 'short')" in caplog.text
+    caplog.clear()
+    chat = [SYSTEM, {"role": "user", "content": "go"}]
+    load(tmp_path, {"prompt": chat, "answer": 1, "system": "short"}, "engine")
+    assert "field system" not in caplog.text
 
 
 def test_a_completion_that_was_judged_to_be_bad_is_refused(tmp_path):
