@@ -72,6 +72,13 @@ def test_the_command_line_page_has_every_command():
     assert "--save-before SECONDS" in page
 
 
+def test_the_reference_pages_follow_the_code():
+    import reference
+
+    old = [name for name, page in reference.PAGES.items() if (reference.FOLDER / name).read_text() != page()]
+    assert not old, "python tools/docs/reference.py writes them again"
+
+
 def test_the_recipes_page_has_every_recipe_and_block():
     import reference
 

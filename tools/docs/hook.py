@@ -1,4 +1,4 @@
-"""MkDocs hook: adds the reference pages generated from the code, and checks links into the repository.
+"""MkDocs hook: adds the changelog, and checks links into the repository.
 
 Pages link to files of the repository, such as `../../slurm/split.sbatch`, so that the links work where the
 pages are read as files. The site has no such files, so the hook turns such a link into plain text or, with
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,13 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools" / "docs")]
-
-import reference  # noqa: E402
-
 _FILE = re.compile(r"(?<=\n)<!-- file: (?P<name>\S+) -->\n(?P<fence>```\w+)(?=\n)")
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    for uri, write in reference.PAGES.items():
-        files.append(File.generated(config, f"reference/{uri}", content=write()))
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    files.append(File.generated(config, "reference/changelog.md", content=changelog))
     return files
 
 

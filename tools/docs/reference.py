@@ -1,12 +1,17 @@
-"""The reference pages, written from the code. `python tools/docs/reference.py NAME` prints one."""
+"""Writes the reference pages that follow from the code: `python tools/docs/reference.py`.
+
+They are committed, so that a reader of the repository sees them. A test fails where the code has changed since.
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
+
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.path.insert(0, str(ROOT))
 
 import command_line
 import configuration
@@ -16,6 +21,7 @@ import rollouts
 
 from megatron_gvpo.algorithms import catalog
 
+FOLDER = ROOT / "docs" / "reference"
 PAGES = {
     "configuration.md": configuration.page,
     "recipes.md": catalog.markdown,
@@ -23,8 +29,8 @@ PAGES = {
     "rollouts.md": rollouts.page,
     "command_line.md": command_line.page,
     "versions.md": resolved.page,
-    "changelog.md": Path(__file__).parents[2].joinpath("CHANGELOG.md").read_text,
 }
 
 if __name__ == "__main__":
-    print(PAGES[f"{sys.argv[1]}.md"]())
+    for name, page in PAGES.items():
+        (FOLDER / name).write_text(page())
