@@ -21,7 +21,7 @@ from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.core.metric_names import OF_EVERY_LOSS, check_name, own_names
 from megatron_gvpo.core.plain_values import NoNumberError, real_number
 from megatron_gvpo.core.user_functions import call_function, refused
-from megatron_gvpo.groups import Group
+from megatron_gvpo.groups import Group, Rollout
 from megatron_gvpo.types import LossInputs, TrainBatch
 
 if TYPE_CHECKING:
@@ -145,17 +145,28 @@ class CustomMember(WithFunction, Member):
 
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         where = ("member function", self.function)
+        # Counted before the call, which may change these groups in place.
+        is_lacking = any(_lacks_logprobs(rollout) for group in groups for rollout in group.rollouts)
         joined = call_function(*where, groups, context, **self.options)
         if not isinstance(joined, Sequence) or not all(isinstance(g, Group) and g.rollouts for g in joined):
             raise refused(
                 *where,
                 "expected a list of groups with one response or more each; it returned " + _shown(joined),
             )
-        for rollout in (rollout for group in joined for rollout in group.rollouts):
+        rollouts = [rollout for group in joined for rollout in group.rollouts]
+        has_logprobs = not is_lacking and any(rollout.logprobs for rollout in rollouts)
+        for rollout in rollouts:
             try:
                 rollout.reward = real_number(rollout.reward)
             except NoNumberError as error:
                 raise refused(*where, f"expected responses with rewards, it returned {error}") from None
+            if has_logprobs and _lacks_logprobs(rollout):
+                raise refused(
+                    *where,
+                    'it returned a response with source="policy", the default, and without log-probs, which '
+                    "makes the engine's unknown in all of its batch; a response that the engine did not "
+                    'sample has source="demonstration"',
+                )
         return list(joined)
 
 
@@ -182,6 +193,11 @@ class CustomShaper(WithFunction, Shaper):
                 raise refused(*where, counts)
             shaped.append(rewarded(group, rewards))
         return shaped
+
+
+def _lacks_logprobs(rollout: Rollout) -> bool:
+    """True for a response for which `TrainBatch.engine_logp_r` would be None (`types.py`)."""
+    return rollout.source == "policy" and bool(rollout.token_ids) and not rollout.logprobs
 
 
 def _is_metric(item: tuple[Any, Any]) -> bool:

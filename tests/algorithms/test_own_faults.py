@@ -15,9 +15,16 @@ from megatron_gvpo.algorithms.custom import CustomEstimator, CustomLoss, CustomM
 from megatron_gvpo.algorithms.shapers.judged import WinRate
 from megatron_gvpo.cli.with_model import run_with_model
 from megatron_gvpo.core.errors import RolloutError
-from megatron_gvpo.core.user_functions import UserFunctionError, call_function, described, load_function
+from megatron_gvpo.core.user_functions import (
+    UserFunctionError,
+    call_function,
+    described,
+    forget_functions,
+    load_function,
+)
+from megatron_gvpo.groups import Group, Rollout
 from megatron_gvpo.sampling.shaping import run_shaper
-from megatron_gvpo.types import BatchTotals, LossInputs
+from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
 
 def write_function(directory: Path, arguments: str, body: str) -> str:
@@ -165,6 +172,31 @@ def test_a_member_and_what_passes_through_it(tmp_path):
         member([make_group([1.0])], None)
     with pytest.raises(RolloutError, match="no server is left"):
         member([make_group([1.0])], Engine())
+
+
+@pytest.mark.parametrize("is_new_group", [False, True])
+def test_a_member_does_not_switch_the_engines_log_probs_off(tmp_path, is_new_group):
+    """One response of the source policy without log-probs hides those of its mini-batch."""
+
+    def joined(logprobs: list[float], source: str) -> list[Group]:
+        made = f"Rollout([7, 8], [], 'x', 'stop', source='{source}')"
+        body = f"groups[0].rollouts.append({made}); return groups"
+        if is_new_group:
+            body = f"return [*groups, Group(groups[0].prompt, [{made}])]"
+        function = write_function(
+            tmp_path, "groups, sampling", f"from megatron_gvpo.groups import Group, Rollout; {body}"
+        )
+        forget_functions()
+        rollouts = [Rollout([5, 6], logprobs, "y", "stop"), Rollout([], [], "", "stop")]
+        return CustomMember(function=function)([Group(make_group([1.0]).prompt, rollouts)], None)
+
+    problem = r'^member function=.*source="policy".*source="demonstration" \(mine\.py, line 4\)$'
+    with pytest.raises(UserFunctionError, match=problem):
+        joined([-1.0, -2.0], "policy")
+    engine_logp_r = TrainBatch.from_groups(joined([-1.0, -2.0], "demonstration")).engine_logp_r
+    assert engine_logp_r is not None and engine_logp_r.tolist()[:2] == [-1.0, -2.0]
+    # The engine gave none, so nothing is hidden.
+    assert TrainBatch.from_groups(joined([], "policy")).engine_logp_r is None
 
 
 @pytest.mark.parametrize("body", ["return 'high'", "return float('nan')", "raise KeyError('x')"])
