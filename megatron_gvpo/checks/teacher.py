@@ -20,7 +20,7 @@ def check_teacher(config: Config, cards: ModelCards) -> None:
     """Raises ConfigError for a teacher without a checkpoint, or with too few positions.
 
     It also raises it for a teacher with another tokenizer if a block reads its log-probs of the policy's
-    tokens.
+    tokens, or if these are over the tokens that could be sampled.
     """
     teacher = config.teacher
     if teacher is None:
@@ -33,6 +33,13 @@ def check_teacher(config: Config, cards: ModelCards) -> None:
             f"teacher.path={teacher.path}: {problem}: {reader} reads a teacher's log-probs of the policy's "
             "own tokens, so the teacher needs the tokenizer of model.path. The recipe gvpo_plus_plus takes a "
             "teacher with any tokenizer"
+        )
+    elif config.rollout.truncates and config.algorithm.samples_from_policy:
+        keys = config.rollout.truncation
+        raise ConfigError(
+            f"{keys} is not possible with teacher.path={teacher.path}: {problem}, so its log-probs are over "
+            "all of its own vocabulary, and those of the policy would be over the tokens that could be "
+            f"sampled; leave {keys} out"
         )
 
 

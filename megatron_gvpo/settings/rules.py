@@ -421,10 +421,7 @@ def _truncated_sampling(config: RunSections) -> None:
         reason = f"rollout.speculation.method={rollout.speculation.method}: the two were not tested together"
     if reason is None:
         return
-    values = {"top_p": rollout.top_p, "top_k": rollout.top_k, "min_p": rollout.min_p}
-    neutral = {"top_p": 1, "top_k": None, "min_p": 0}
-    keys = ", ".join(f"rollout.{key}={value}" for key, value in values.items() if value != neutral[key])
-    raise ValueError(f"{keys} is not possible with {reason}")
+    raise ValueError(f"{rollout.truncation} is not possible with {reason}")
 
 
 # --- rollout.speculation -----------------------------------------------------------------------------------

@@ -252,6 +252,13 @@ class RolloutConfig(SamplingConfig):
     mismatch_threshold: float | None = Field(None, gt=0)
 
     @property
+    def truncation(self) -> str:
+        """The keys that truncate with their values, as messages name them."""
+        values = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        neutral = {"top_p": 1, "top_k": None, "min_p": 0}
+        return ", ".join(f"rollout.{key}={value}" for key, value in values.items() if value != neutral[key])
+
+    @property
     def wants_routing(self) -> bool:
         return self.router_replay
 

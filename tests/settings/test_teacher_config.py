@@ -74,6 +74,26 @@ def test_a_teacher_has_the_tokenizer_of_the_policy(good: Path, tmp_path: Path):
     assert "'<end>', 9 in model.path, none" in refusal(taught(good, policy, other_end))
 
 
+def test_a_teacher_that_reads_texts_has_no_supports(good: Path, tmp_path: Path):
+    """Its log-probs are over its own vocabulary, and the policy's would be over what could be sampled."""
+    policy, other = checkpoint(tmp_path / "policy", {"a": 0}), checkpoint(tmp_path / "other", {"b": 0})
+
+    def run(teacher: Path, *more: str) -> Config:
+        own = (f"model.path={policy}", f"teacher.path={teacher}", "algorithm=gvpo_plus_plus")
+        return load_config([good], [*own, *more])
+
+    accept(run(other))
+    accept(run(other, "eval.sampling={top_p: 0.8}"))
+    accept(run(checkpoint(tmp_path / "same", {"a": 0}), "rollout.top_p=0.8"))
+    for own, keys in (
+        (("rollout.top_p=0.8",), "rollout.top_p=0.8"),
+        (("rollout.top_k=50", "rollout.min_p=0.1"), "rollout.top_k=50, rollout.min_p=0.1"),
+    ):
+        text = refusal(run(other, *own))
+        assert text.startswith(f"{keys} is not possible with teacher.path={other}: its tokenizer gives")
+        assert "all of its own vocabulary" in text and text.endswith(f"leave {keys} out")
+
+
 def test_without_tokenizer_json_the_files_are_compared(good: Path, tmp_path: Path):
     one, other = tmp_path / "one", tmp_path / "other"
     for directory in (one, other):
