@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 
 from megatron_gvpo.cli.terminal import loading, refuse, say
-from megatron_gvpo.core.errors import CheckpointError, ConfigError, DataError, RolloutError
+from megatron_gvpo.core.errors import CheckpointError, ConfigError, DataError, RewardError, RolloutError
 from megatron_gvpo.core.lazy_imports import heavy_imports
 from megatron_gvpo.training.environment import quieten
 
@@ -39,7 +39,7 @@ def run_with_model(work: Callable[[], None]) -> int:
         say(f"stopped on request; {stopped}: continue with `train ... --resume`")
     except (ConfigError, DataError) as error:
         code = refuse(error)
-    except (CheckpointError, HubError, ImageError, OutputError, RolloutError) as error:
+    except (CheckpointError, HubError, ImageError, OutputError, RewardError, RolloutError) as error:
         code = refuse(error, code=1)
     except (UserFunctionError, FloatingPointError) as error:
         return refuse(error, code=1, everywhere=True)

@@ -11,6 +11,10 @@ class RolloutError(RuntimeError):
     """A server or an engine gave no responses; the message names it and the reason."""
 
 
+class RewardError(ValueError):
+    """Rewards from which the method cannot learn; every rank has the same ones, and raises it."""
+
+
 class DataError(ValueError):
     """Data that cannot be trained on; the message names the file, line and field."""
 

@@ -35,13 +35,16 @@ class BuiltIn(NamedTuple):
     function: str
     needs_answer: bool = False  # the reward compares with `prompt.answer`
     pays_turns: bool = False  # the reward sums an environment's rewards for the turns
+    is_binary: bool = False  # the reward is 0 or 1
     option: str | None = None  # the only option, which is a text
     check: Callable[[], None] = lambda: None  # raises ValueError, with a remedy, for a missing package
 
 
 BUILT_IN = {
-    "math": BuiltIn("megatron_gvpo.rewards.math_answer:verify_math", needs_answer=True, option="marker"),
-    "format": BuiltIn("megatron_gvpo.rewards.math_format:verify_format", option="pattern"),
+    "math": BuiltIn(
+        "megatron_gvpo.rewards.math_answer:verify_math", needs_answer=True, is_binary=True, option="marker"
+    ),
+    "format": BuiltIn("megatron_gvpo.rewards.math_format:verify_format", is_binary=True, option="pattern"),
     "reasoning_gym": BuiltIn(
         "megatron_gvpo.rewards.math_answer:score_generated", check=check_installed, option="tag"
     ),
@@ -108,6 +111,11 @@ class RewardConfig(Section):
     def needs_answer(self) -> bool:
         """True if it compares with the answers of the data."""
         return self.built_in and BUILT_IN[self.name].needs_answer
+
+    @property
+    def is_binary(self) -> bool:
+        """True if it is known to be 0 or 1."""
+        return self.built_in and BUILT_IN[self.name].is_binary
 
     @property
     def pays_turns(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from math import lcm
 
+from megatron_gvpo.algorithms.shapers.length import Overlong
 from megatron_gvpo.core.metric_names import entry
 from megatron_gvpo.settings.idle_keys import check_idle_keys
 from megatron_gvpo.settings.rewards import COUNT
@@ -27,6 +28,7 @@ def cross_check(config: RunSections) -> None:
         _data,
         _tools_of_records,
         _rewards,
+        _reward_range,
         _served_rewards,
         _components,
         _teacher,
@@ -212,6 +214,27 @@ def _rewards(config: RunSections) -> None:
             f"rewards.components: all weights are 0, so all rewards would be, and {readers[0]} learns from "
             "them"
         )
+
+
+def _reward_range(config: RunSections) -> None:
+    """Refuse rewards that are known to leave [0, 1], beside the estimator bnpo, which needs them there."""
+    algorithm, components = config.algorithm, config.rewards.components
+    estimator, shapers = algorithm.estimator, algorithm.shapers
+    if estimator is None or estimator.name != "bnpo" or estimator.by_components:
+        return
+    punishments = [shaper.weight for shaper in shapers if isinstance(shaper, Overlong)]
+    is_known = len(punishments) == len(shapers) and all(component.is_binary for component in components)
+    if not algorithm.samples_from_policy or not is_known:
+        return
+    low = sum(min(component.weight, 0.0) for component in components) - sum(punishments)
+    high = sum(max(component.weight, 0.0) for component in components)
+    if low >= 0 and high <= 1:
+        return
+    shaped = " with the shaper overlong" if punishments else ""
+    raise ValueError(
+        f"algorithm.estimator=bnpo needs rewards in [0, 1], and those of rewards.components{shaped} are from "
+        f"{low:g} to {high:g}: map them by the shaper affine (scale, shift)"
+    )
 
 
 def _served_rewards(config: RunSections) -> None:

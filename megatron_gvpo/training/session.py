@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 from weakref import WeakMethod
 
 from megatron_gvpo.core.collectives import all_have_failed
-from megatron_gvpo.core.errors import CheckpointError, ConfigError, RolloutError
+from megatron_gvpo.core.errors import CheckpointError, ConfigError, RewardError, RolloutError
 from megatron_gvpo.core.signals import Interrupt, Interrupted
 from megatron_gvpo.core.user_functions import UserFunctionError
 from megatron_gvpo.data.image_files import ImageError
@@ -67,10 +67,10 @@ def running(run: StoppableRun) -> Iterator[None]:
 
 @contextmanager
 def naming_the_step(run: StoppableRun, step: int) -> Iterator[None]:
-    """Adds the step, and where `--resume` begins, to an error of the user's function or of an image."""
+    """Adds the step, and where `--resume` begins, to an error of the user's function, rewards or images."""
     try:
         yield
-    except (UserFunctionError, ImageError) as error:
+    except (UserFunctionError, RewardError, ImageError) as error:
         raise type(error)(f"step {step}: {error}; {_where_to_resume(run)}") from error
 
 

@@ -100,8 +100,9 @@ class Trainer:
         Raises Interrupted after SIGTERM, SIGUSR1, SIGINT or SIGHUP, and RolloutError when no server answers
         any more, a teacher or judge of the user's fails, or train.max_empty_batches batches in a row teach
         nothing, after a checkpoint. Raises UserFunctionError if a loss, estimator, member or prior of the
-        user's fails, perhaps on this rank alone, and ImageError if an image is missing: after a checkpoint if
-        all ranks fail before the step has changed the weights. Raises ConfigError when called again;
+        user's fails, perhaps on this rank alone, RewardError for rewards that the estimator cannot take, and
+        ImageError if an image is missing: after a checkpoint if all ranks fail before the step has changed
+        the weights. Raises ConfigError when called again;
         HubError, on rank 0, where the finished run's export cannot be pushed.
         """
         steps, every = self.config.train.steps, self.config.checkpoint.every

@@ -12,12 +12,14 @@ from helpers.inputs.rows import make_rows
 from helpers.tiny_run import assert_same_run, configure, fit
 
 from megatron_gvpo.algorithms.custom import CustomLoss
+from megatron_gvpo.cli.with_model import run_with_model
 from megatron_gvpo.core.user_functions import UserFunctionError
 from megatron_gvpo.kernels.linear_logprob import linear_logprob
 from megatron_gvpo.megatron.checkpoint.save import Writer
 from megatron_gvpo.megatron.loss_pass import LossInForward
 from megatron_gvpo.runs.existing_run import newest_step
 from megatron_gvpo.sampling.samplers import EngineSampler
+from megatron_gvpo.settings.config import Config
 from megatron_gvpo.types import BatchTotals
 
 # With two updates a step, the calls of step 3 on one rank are the fifth and the sixth.
@@ -73,6 +75,27 @@ def test_a_step_that_has_changed_the_weights_is_not_saved(task, tmp_path, monkey
     with pytest.raises(UserFunctionError, match=r"no checkpoint has been saved yet \(checkpoint\.every\)$"):
         fit(configure(task, tmp_path / "run", *method(tmp_path, "wrong.py")))
     assert newest_step(tmp_path / "run") is None
+
+
+def test_rewards_that_the_estimator_cannot_take_end_the_run_with_one_line(task, tmp_path, capsys):
+    (tmp_path / "own.py").write_text(
+        "def f(prompt, rollout):\n    return 1 - rollout.token_ids[0] % 2 * max(1, rollout.weight_version)\n"
+    )
+    rewards = f'rewards.components=[{{name: own, function: "{tmp_path}/own.py:f"}}]'
+
+    def run(*shapers: str) -> Config:
+        method = f"algorithm={{recipe: bnpo, shapers: [{', '.join(shapers)}]}}"
+        return configure(task, tmp_path / "run", method, rewards, "data.eval=null", "train.steps=3")
+
+    assert run_with_model(lambda: fit(run())) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "error: step 3: algorithm.estimator=bnpo needs rewards in [0, 1], and there are some from -1 to 1: "
+        "map them by `affine`; `train ... --resume` continues from step 2"
+    )
+    assert newest_step(tmp_path / "run") == 2
+    mended = run("{name: affine, scale: 0.5, shift: 0.5}")
+    fit(mended, resume=True, allow_change=["algorithm.shapers"])
+    assert newest_step(tmp_path / "run") == 3
 
 
 @pytest.mark.parametrize("kind", [UserFunctionError, MemoryError])

@@ -376,6 +376,28 @@ def test_components_are_of_responses_that_rewards_have_judged(good, algorithm, p
     assert text.startswith(f"algorithm.estimator reads components of the reward, and {problem}")
 
 
+@pytest.mark.parametrize(
+    ("shapers", "components", "known"),
+    [
+        ("[{name: overlong}]", "[{name: math}]", " with the shaper overlong are from -1 to 1"),
+        ("[]", "[{name: math}, {name: format}]", " are from 0 to 2"),
+        ("[{name: overlong}, {name: affine, scale: 0.5, shift: 0.5}]", "[{name: math}]", None),
+        ("[{name: affine, scale: 0.5, shift: 0.5}, {name: overlong, weight: 0.5}]", "[{name: math}]", None),
+        ("[{name: keep}, {name: overlong}]", "[{name: math}]", None),  # a right response keeps 0 or more
+        ("[{name: overlong}]", "[{name: own, function: 'math:floor'}]", None),  # from 1 to 2, perhaps
+    ],
+)
+def test_rewards_that_are_known_to_leave_the_range_of_bnpo(good, shapers, components, known):
+    own = (f"algorithm={{recipe: bnpo, shapers: {shapers}}}", f"rewards.components={components}")
+    if known is None:
+        load_config([good], own)
+        return
+    assert message(good, *own) == (
+        f"algorithm.estimator=bnpo needs rewards in [0, 1], and those of rewards.components{known}: map "
+        "them by the shaper affine (scale, shift)"
+    )
+
+
 def test_only_pass_at_1_is_asked_for_where_k_is_empty(good):
     assert load_config([good], ["eval.k=[]"]).eval.k == ()
 

@@ -12,6 +12,7 @@ from pydantic import Field, PositiveInt
 
 from megatron_gvpo.algorithms.advantages.estimator import component, normalised, rewards_differ, whitened
 from megatron_gvpo.algorithms.base import Advantage, Component, Metrics
+from megatron_gvpo.core.errors import RewardError
 from megatron_gvpo.core.lazy_imports import torch
 from megatron_gvpo.types import TrainBatch
 
@@ -186,11 +187,11 @@ class BNPO(Advantage):
 
     def _advantage(self, rows: TrainBatch, reward_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if reward_n.min() < 0 or reward_n.max() > 1:
-            what = "components of the reward" if self.components else "rewards"
+            needed = "components of the reward" if self.components else "rewards"
             remedy = "components=false takes the whole reward" if self.components else "map them by `affine`"
-            raise ValueError(
-                f"BNPO needs {what} in [0, 1], and there are some from {float(reward_n.min()):g} to "
-                f"{float(reward_n.max()):g}: {remedy}"
+            raise RewardError(
+                f"algorithm.estimator=bnpo needs {needed} in [0, 1], and there are some from "
+                f"{float(reward_n.min()):g} to {float(reward_n.max()):g}: {remedy}"
             )
         p_n = rows.group_mean(reward_n)
         index_n, size_g = rows.groups
