@@ -6,6 +6,7 @@ its own, so it takes as much memory as the policy.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -102,6 +103,7 @@ class Critic:
             }
         )
         self.optimizer = Optimizer(self.model, settings, own, train.updates)
+        self.checkpoint: Path | None = None  # the last one that was read into it, perhaps in part
         self._options = options
         self._budget = train.max_tokens_per_micro_batch * parallel.cp
 

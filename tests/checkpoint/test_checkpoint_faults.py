@@ -22,6 +22,7 @@ from helpers.tiny_run import (
 
 from megatron_gvpo.core.errors import CheckpointError
 from megatron_gvpo.megatron.checkpoint.directory import complete_checkpoints
+from megatron_gvpo.megatron.checkpoint.state import bare_chunks
 from megatron_gvpo.training.callbacks import Callback
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
@@ -167,6 +168,63 @@ def test_a_named_checkpoint_is_on_the_disk(task, tmp_path, monkeypatch):
     fit(configure(task, tmp_path, *GVPO, *SHORT, ema, "train.steps=1"))
     assert named == {"step_00000001": set()}
     assert (tmp_path / "checkpoints").stat().st_ino in synced, "the name, too"
+
+
+@pytest.fixture
+def without_critic(task, tmp_path):
+    """A run of two steps, by a method without a critic, and the settings that continue it with one."""
+    fit(configure(task, tmp_path, *SHORT, "algorithm=grpo", "train.steps=2"))
+    return *SHORT, "algorithm=ppo", "algorithm.critic.lr=1e-3", "train.steps=4", "checkpoint.every=1"
+
+
+def test_a_critic_that_the_former_method_lacked_starts_anew(task, tmp_path, without_critic, caplog):
+    """Its absence was called damage of every checkpoint, and --overwrite was the advice."""
+
+    class Before(Callback):
+        def on_start(self, trainer):
+            policy = trainer.components.policy
+            self.steps = policy.critic.optimizer.steps, policy.optimizer.steps
+            heads = [chunk.output_layer for chunk in bare_chunks(policy.critic.model).values()]
+            self.is_new = not any(parameter.any() for head in heads for parameter in head.parameters())
+
+    ppo, before = configure(task, tmp_path, *without_critic), Before()
+    fit(ppo, [before], resume=True, allow_change=["algorithm"])
+    assert before.steps == (0, 2) and before.is_new
+    text = (
+        f"{tmp_path}/checkpoints/step_00000002 has no critic, because its run had none: a new one is trained"
+    )
+    assert text in caplog.messages
+    assert [line["step"] for line in records(tmp_path)] == [0, 1, 2, 3, 4]
+    assert records(tmp_path)[-1]["train/value_loss"] > 0
+
+    # A lost critic is damage: step 3 is taken, which has one.
+    caplog.clear()
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000004" / "critic")
+    fit(ppo, resume=True)
+    assert (tmp_path / "checkpoints" / "step_00000004.damaged").is_dir() and text not in caplog.messages
+
+
+def test_a_critic_is_not_new_after_a_damaged_one(task, tmp_path, without_critic, caplog):
+    """Step 3's critic is read in part, before step 2, which has none, is tried."""
+    ppo = configure(task, tmp_path, *without_critic, "train.steps=3")
+    fit(ppo, resume=True, allow_change=["algorithm"])
+    shard = tmp_path / "checkpoints" / "step_00000003" / "critic" / "__0_0.distcp"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(
+        CheckpointError, match=r"step_00000002 has no critic.* move .*step_00000003 elsewhere"
+    ):
+        fit(ppo, resume=True)
+    os.replace(tmp_path / "checkpoints" / "step_00000003", tmp_path / "elsewhere")
+    fit(ppo, resume=True)
+    assert [line["step"] for line in records(tmp_path)] == [0, 1, 2, 3]
+
+    # The policy is read first, so the critic is still new.
+    caplog.clear()
+    shard = tmp_path / "checkpoints" / "step_00000003" / "__0_0.distcp"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    fit(ppo, resume=True)
+    assert (tmp_path / "checkpoints" / "step_00000003.damaged").is_dir()
+    assert "step_00000002 has no critic, because" in caplog.text
 
 
 def test_nothing_of_a_damaged_checkpoint_stays(task, tmp_path):

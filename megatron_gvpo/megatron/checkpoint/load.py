@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.core.errors import CheckpointError, DamagedCheckpointError
 from megatron_gvpo.huggingface.card import first_difference
+from megatron_gvpo.huggingface.checksums import FILE as CHECKSUMS
 from megatron_gvpo.huggingface.complete_weights import shown_names
 from megatron_gvpo.megatron.checkpoint.directory import (
     DAMAGED,
@@ -49,6 +50,7 @@ from megatron_gvpo.megatron.checkpoint.directory import (
     run_on_rank_0,
 )
 from megatron_gvpo.megatron.checkpoint.state import (
+    CRITIC,
     TrainedModel,
     layout_of,
     load_weights,
@@ -58,6 +60,7 @@ from megatron_gvpo.megatron.checkpoint.state import (
     weights_state,
 )
 from megatron_gvpo.megatron.checkpoint.storage import FilesReader, SafeLoadPlanner, plain_values
+from megatron_gvpo.megatron.critic import Critic
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.megatron.policy import Policy
@@ -157,6 +160,8 @@ def _put_aside(damaged: list[Path]) -> None:
 def load_policy(directory: Path, policy: Policy) -> dict[str, Any]:
     """Restore the policy from a checkpoint of any layout; returns the trainer's state. A collective.
 
+    A critic stays as it was built if the checkpoint is of a method without one.
+
     If any rank cannot read a part of it, every rank raises CheckpointError.
     """
     records: list[dict[str, Any]] = []
@@ -166,11 +171,18 @@ def load_policy(directory: Path, policy: Policy) -> dict[str, Any]:
         check_model(directory, records[0], policy.model)
         check_adapters(directory, records[0], policy.model)
         check_reference(directory, records[0].get("reference"), policy.kept_reference)
+        check_critic(directory, records[0], policy.critic)
 
     run_on_all_ranks("", read)
     [state] = records
     is_same_layout = state["layout"] == layout_of(policy)
     for trained in trained_models(policy, directory):
+        if policy.critic is not None and trained.model is policy.critic.model:
+            if not _has_critic(state):
+                if dist.get_rank() == 0:
+                    log.warning("%s has no critic, because its run had none: a new one is trained", directory)
+                continue
+            policy.critic.checkpoint = directory
         _load_model(f"cannot read {directory}", trained, is_same_layout)
     return state
 
@@ -282,6 +294,28 @@ def check_reference(directory: Path, saved: str | None, own: str) -> None:
             f"{directory} has no weights of a reference policy, which the method needs: its run had another "
             f"method{began}. Start a new run from its weights (megatron-gvpo export)"
         )
+
+
+def check_critic(directory: Path, record: dict[str, Any], critic: Critic | None) -> None:
+    """Raise CheckpointError if a critic should start anew that has read a part of a damaged checkpoint.
+
+    No collective.
+
+    `record`: the state.json of `directory`.
+    """
+    if critic is not None and critic.checkpoint is not None and not _has_critic(record):
+        raise CheckpointError(
+            f"{directory} has no critic, and a part of the one in {critic.checkpoint}, which is damaged, has "
+            f"been read: move {critic.checkpoint} elsewhere, and resume again"
+        )
+
+
+def _has_critic(record: dict[str, Any]) -> bool:
+    """False if a checkpoint was saved without a critic, by its state.json; a lost one is damage.
+
+    An earlier version did not list the files with checksums: there, a critic is expected.
+    """
+    return "lists" not in record or f"{CRITIC}/{CHECKSUMS}" in record["lists"]
 
 
 def load_shards(what: str, state: Callable[[], dict[str, Any]], directory: Path) -> dict[str, Any]:

@@ -33,6 +33,8 @@ from megatron_gvpo.megatron.optimizer import Optimizer
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.megatron.reference_weights import ReferenceWeights
 
+CRITIC = "critic"  # the critic's directory in a checkpoint
+
 # A part of a tensor: (first index of every axis, size of every axis)
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -51,7 +53,7 @@ def trained_models(policy: Policy, directory: Path) -> list[TrainedModel]:
     """Return the policy and its critic, if it has one, each with its directory in the checkpoint."""
     models = [TrainedModel(directory, policy.model, policy.optimizer, policy.reference)]
     if (critic := policy.critic) is not None:
-        models.append(TrainedModel(directory / "critic", critic.model, critic.optimizer))
+        models.append(TrainedModel(directory / CRITIC, critic.model, critic.optimizer))
     return models
 
 
