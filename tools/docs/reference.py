@@ -1,6 +1,7 @@
 """Writes the reference pages that follow from the code: `python tools/docs/reference.py`.
 
-They are committed, so that a reader of the repository sees them. A test fails where the code has changed since.
+They are committed, so that a reader of the repository sees them. A test fails where the code has changed
+since.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ ROOT = Path(__file__).parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-import command_line
-import configuration
-import metrics
-import resolved
-import rollouts
+import command_line  # noqa: E402
+import configuration  # noqa: E402
+import metrics  # noqa: E402
+import resolved  # noqa: E402
+import rollouts  # noqa: E402
 
-from megatron_gvpo.algorithms import catalog
+from megatron_gvpo.algorithms import catalog  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
 PAGES = {
