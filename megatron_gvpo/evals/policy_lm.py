@@ -62,14 +62,20 @@ class PolicyLM(LM):
     ) -> str:
         """The prompt as the run's chat template writes it.
 
-        A last message of the assistant is left open, so that the policy continues it.
+        A last message of the assistant is left open, so that the policy continues it. The template writes
+        what precedes it, as for lm-eval's own models: a template that opens a turn with `<think>` opens none
+        before a begun answer, which would be among the thoughts there and would not be scored.
 
         Raises DataError if the template refuses the messages.
         """
         messages = [{"role": message["role"], "content": message["content"]} for message in chat_history]
-        begun = "" if add_generation_prompt else str(messages.pop()["content"])
         try:
-            return rendered(self._tokenizer, messages, add_generation_prompt=True) + begun
+            return rendered(
+                self._tokenizer,
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
         except Exception as error:  # a template is a program, and may fail in any way
             raise DataError(f"{self._name}: the chat template refuses the prompt: {error}") from None
 

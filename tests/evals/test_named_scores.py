@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.inputs.chat_tokenizer import tokenizer
 from helpers.inputs.named_data import EXAMPLES, GSM8K, SUMS, Bytes, MadeUpAnswers, write_data
+from helpers.inputs.text_teachers import OPENING, TEMPLATE, byte_level
 from helpers.suite.real_parts import used
 
 from megatron_gvpo.core.errors import DataError
@@ -186,6 +187,24 @@ def test_thoughts_of_a_chat_are_not_scored(data):
     assert result.metrics["prompt_level_strict_acc,none"] == 1
     result, _ = scored(data, "gsm8k", lambda text: thought + gsm8k_answer(text), chat=True)
     assert result.metrics["exact_match,strict-match"] == pytest.approx(2 / 5)
+
+
+@pytest.mark.parametrize(
+    ("template", "opening"),
+    [
+        (OPENING, "<|model|>"),
+        (OPENING.replace("{{ m.content | trim }}", "<think>\n\n</think>\n\n{{ m.content }}"), "</think>\n\n"),
+        (TEMPLATE, "<|model|>"),
+    ],
+)
+def test_a_begun_answer_is_not_among_the_thoughts(template: str, opening: str):
+    """HumanEval begins the answer; R1's template writes no thoughts before one, Qwen3's empty ones."""
+    lm = PolicyLM("humaneval", MadeUpAnswers(str), byte_level(template), True, None)
+    user = {"role": "user", "content": "One?"}
+    text = lm.apply_chat_template([user, {"role": "assistant", "content": "It is:\n```\ndef one():"}], False)
+    assert text.endswith(f"{opening}It is:\n```\ndef one():")
+    assert text.count("<think>") == text.count("</think>")
+    assert ("<think>" in lm.apply_chat_template([user])) == (template != TEMPLATE)
 
 
 def test_an_answer_ends_at_a_string_behind_its_thoughts():

@@ -108,4 +108,7 @@ class Bytes:
         return {"input_ids": ids, "special_tokens_mask": [[0] * len(row) for row in ids]}
 
     def apply_chat_template(self, chat: Sequence[Mapping[str, str]], **options: Any) -> str:
-        return "".join(f"<{m['role']}>{m['content']}</{m['role']}>" for m in chat) + "<assistant>"
+        text = "".join(f"<{m['role']}>{m['content']}</{m['role']}>" for m in chat)
+        return (
+            text.removesuffix("</assistant>") if options["continue_final_message"] else f"{text}<assistant>"
+        )
