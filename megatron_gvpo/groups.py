@@ -76,6 +76,7 @@ class Prompt:
     responses: tuple[Scored, ...] = ()  # the responses in the data, for `sampler: file`
     images: tuple[Image, ...] = ()  # `token_ids` have `Image.tokens` placeholders for each, in this order
     demonstration_chat: Chat | None = None  # set for a solution of several turns
+    prompt_key: str = "prompt"  # the field of `record` with the prompt, by its data set's `prompt_key`
 
     @property
     def demonstration_length(self) -> int:

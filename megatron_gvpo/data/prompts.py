@@ -198,7 +198,18 @@ class _PromptReader:
             )
         if dataset.images_key is not None:
             fields = short_names(fields, dataset.images_key, pictures)
-        return Prompt(record.id, tuple(ids), text, answer, demonstration, fields, responses, pictures, chat)
+        return Prompt(
+            record.id,
+            tuple(ids),
+            text,
+            answer,
+            demonstration,
+            fields,
+            responses,
+            pictures,
+            chat,
+            dataset.prompt_key,
+        )
 
     def _has_room(self, record: Record, text: str, ids: Sequence[int]) -> bool:
         """Return False for a prompt that is to be dropped.

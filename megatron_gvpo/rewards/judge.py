@@ -157,23 +157,24 @@ def _shown(text: str) -> str:
 Messages = list[dict[str, Any]]
 
 
-def prompt_messages(prompt: Prompt, keys: Sequence[str]) -> Messages:
-    """The prompt's chat as the data has it, under the first of `keys` that its record has.
+def prompt_messages(prompt: Prompt) -> Messages:
+    """The prompt's chat as the data has it; the rendered text where its record lacks the field.
 
     A plain text is a message of the user. `data.system_prompt`, which is the policy's, is left out.
     """
-    chat = next((prompt.record[key] for key in keys if prompt.record.get(key) is not None), prompt.text)
+    chat = prompt.record.get(prompt.prompt_key)
+    chat = prompt.text if chat is None else chat
     return [dict(m) for m in chat] if isinstance(chat, list) else [{"role": "user", "content": str(chat)}]
 
 
-def scored_chat(prompt: Prompt, rollout: Rollout, keys: Sequence[str]) -> Messages:
+def scored_chat(prompt: Prompt, rollout: Rollout) -> Messages:
     """The prompt's chat and the response, or the conversation that followed the prompt.
 
     The last chat of an agent program already contains the prompt, as the program wrote it.
     """
     messages = rollout.messages or [{"role": "assistant", "content": rollout.text}]
     is_complete = messages[0]["role"] != "assistant"
-    return list(messages) if is_complete else [*prompt_messages(prompt, keys), *messages]
+    return list(messages) if is_complete else [*prompt_messages(prompt), *messages]
 
 
 def as_text(messages: Sequence[Mapping[str, Any]]) -> str:

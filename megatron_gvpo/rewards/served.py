@@ -24,7 +24,6 @@ from megatron_gvpo.servers.model_requests import Servers, Verdict
 from megatron_gvpo.servers.model_servers import Checkpoint, open_servers
 from megatron_gvpo.settings.reward_servers import JudgeConfig, RewardModelConfig, key_of
 from megatron_gvpo.settings.rewards import RewardsConfig
-from megatron_gvpo.settings.sections import DataConfig
 from megatron_gvpo.types import OnWait
 
 
@@ -43,7 +42,6 @@ class ServedRewards(ModelClient):
     def __init__(
         self,
         rewards: RewardsConfig,
-        data: DataConfig,
         cards: ModelCards,
         output_dir: str,
         first_gpus: Mapping[str, int],
@@ -53,7 +51,6 @@ class ServedRewards(ModelClient):
         `first_gpus`: the first GPU of each section's servers, by the key of the section.
         """
         self._components = rewards.components if rewards.is_served else ()
-        self._keys = [data.train.prompt_key, *([data.eval.prompt_key] if data.eval else [])]
         self._cards, self._output_dir, self._first_gpus = cards, output_dir, first_gpus
         super().__init__("reward client")
         self._served: list[_ServedComponent] = []
@@ -118,7 +115,7 @@ class ServedRewards(ModelClient):
         requests: list[Any] = []
         indices = []  # index of each pair's request
         for prompt, rollout in pairs:
-            messages = scored_chat(prompt, rollout, self._keys)
+            messages = scored_chat(prompt, rollout)
             key = (prompt.id, repr(messages))
             if key not in first:
                 first[key] = len(requests)
@@ -133,7 +130,7 @@ class ServedRewards(ModelClient):
         messages = rollout.messages or [{"role": "assistant", "content": rollout.text}]
         return {
             **{key: str(value) for key, value in prompt.record.items()},
-            "prompt": as_text(prompt_messages(prompt, self._keys)),
+            "prompt": as_text(prompt_messages(prompt)),
             "response": as_text(messages),
             "answer": prompt.answer or "",
         }

@@ -53,7 +53,7 @@ class Rollouts:
         self._served = None
         if config.rewards.is_served:
             gpus = config.first_gpus()
-            self._served = ServedRewards(config.rewards, config.data, cards, config.output_dir, gpus)
+            self._served = ServedRewards(config.rewards, cards, config.output_dir, gpus)
         self._unscored = self._unscored_now()
         self._unscored_of_members = self._unscored_now(is_limited=False)
         self.engine: RolloutEngine[Any] = NoEngine()

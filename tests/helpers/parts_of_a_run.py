@@ -32,7 +32,7 @@ def scorer_of(config: Config) -> Scorer:
 
 def served_rewards_of(config: Config) -> ServedRewards:
     cards, gpus = ModelCards(config), config.first_gpus()
-    return ServedRewards(config.rewards, config.data, cards, config.output_dir, gpus)
+    return ServedRewards(config.rewards, cards, config.output_dir, gpus)
 
 
 def served_teacher_of(config: Config) -> ServedTeacher:

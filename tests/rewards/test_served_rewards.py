@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.inputs.chat_tokenizer import tokenizer
 from helpers.parts_of_a_run import served_rewards_of
 from helpers.servers.reward_models import Answer, make_reward_model, scores, standing_in
 
 from megatron_gvpo.checks.preflight import check_served
 from megatron_gvpo.core.errors import ConfigError, RolloutError
+from megatron_gvpo.data.prompts import load_prompts
 from megatron_gvpo.groups import LOST, Group, Prompt, Rollout
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.rewards.judge import as_text, scored_chat
 from megatron_gvpo.sampling.samplers import REWARDS, Outages
 from megatron_gvpo.servers import model_requests
 from megatron_gvpo.settings.config import Config, load_config
+from megatron_gvpo.settings.sections import DataConfig, DatasetConfig
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +70,18 @@ def test_a_reward_model_reads_the_chat_of_a_program_once() -> None:
     [rollout] = group.rollouts
     question, answer = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
     for rollout.messages in ([], [answer], [question, answer]):
-        assert scored_chat(group.prompt, rollout, ["prompt"]) == [question, answer]
+        assert scored_chat(group.prompt, rollout) == [question, answer]
+
+
+def test_a_prompt_is_scored_as_its_own_data_set_names_it(tmp_path: Path) -> None:
+    """The held-out records have a field of the training prompts' name too, with another text."""
+    file = tmp_path / "held_out.jsonl"
+    file.write_text(json.dumps({"prompt": "Level 3", "question": "1+1=", "answer": "2"}))
+    held_out = DatasetConfig(path=str(file), prompt_key="question")
+    data = DataConfig(train=DatasetConfig(path="train.jsonl"), eval=held_out)
+    [prompt] = load_prompts(held_out, data, tokenizer(), longest=99, end_token_ids=(1,))
+    chat = scored_chat(prompt, Rollout([5], [-0.5], "2", "stop"))
+    assert [message["content"] for message in chat] == ["1+1=", "2"]
 
 
 def test_scores_reach_their_responses_and_equal_ones_are_asked_once(good: Path, model: Path):
