@@ -68,8 +68,8 @@ def _first_record(dataset: DatasetConfig, sampler: str) -> Record | None:
     return record
 
 
-# Keys with these last names have files and directories that a run reads, or functions in files.
-_READ = ("path", "model", "model_path", "function", "convert", "packages")
+# Keys with these ends name files and directories that a run reads. Functions in files may have any key.
+_READ = (".path", ".speculation.model", ".model_path", ".packages")
 
 
 def check_output_dir(config: Config) -> None:
@@ -99,7 +99,7 @@ def check_output_dir(config: Config) -> None:
             f"output_dir={directory}: a run writes its configuration to {own_file}, and another file "
             "has this name: rename it, or give another output_dir"
         )
-    for key, path in _inputs(config.model_dump(exclude={"output_dir"})):
+    for key, path in inputs(config):
         if os.path.isdir(path) and directory.exists() and os.path.samefile(path, directory):
             raise ConfigError(f"output_dir={directory} is {key}: a run must not write into what it reads")
         for own in (directory / name for name in OWN):
@@ -110,12 +110,21 @@ def check_output_dir(config: Config) -> None:
                 )
 
 
+def inputs(config: Config) -> Iterator[tuple[str, str]]:
+    """Keys and paths of the files and directories that a configuration names to be read.
+
+    Some may not exist: the name of a hub data set has the same keys.
+    """
+    yield from _inputs(config.model_dump(exclude={"output_dir"}))
+
+
 def _inputs(values: Any, at: str = "") -> Iterator[tuple[str, str]]:
-    """Keys and paths of the files and directories that a configuration names to be read."""
     named = values.items() if isinstance(values, Mapping) else enumerate(values)
     for name, value in named:
         key = f"{at}.{name}" if at else str(name)
         if isinstance(value, Mapping | list | tuple):
             yield from _inputs(value, key)
-        elif isinstance(value, str) and value and name in _READ:
-            yield key, value.rpartition(".py:")[0] + ".py" if ".py:" in value else value
+        elif isinstance(value, str) and ".py:" in value:
+            yield key, value.rpartition(".py:")[0] + ".py"
+        elif isinstance(value, str) and value and key.endswith(_READ):
+            yield key, value

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_gvpo.checks.files import inputs
 from megatron_gvpo.checks.preflight import preflight
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.runs.existing_run import Earlier
@@ -128,14 +129,11 @@ def unseen(config: Config, arguments: Sequence[str], job: Job, working_directory
     seen = [Path.cwd()] if working_directory else []
     seen += [Path(os.path.realpath(mount)) for mount in job.mounts]
     named = [("configuration", word) for word in arguments if "=" not in word]
-    named += [("output_dir", config.output_dir), ("model.path", config.model.path)]
-    for key, data in (("data.train.path", config.data.train), ("data.eval.path", config.data.eval)):
-        if data is not None and Path(data.path).exists():  # it may be the name of a hub data set
-            named.append((key, data.path))
-    for i, component in enumerate(config.rewards.components):
-        file, colon, _ = (component.function or "").rpartition(".py:")
-        if colon:
-            named.append((f"rewards.components.{i}.function", f"{file}.py"))
+    named.append(("output_dir", config.output_dir))
+    # One that does not exist may be the name of a hub data set.
+    for key, path in inputs(config):
+        if key == "model.path" or os.path.lexists(path):
+            named.append((key, path))
     return [
         f"{name}={path}"
         for name, path in named

@@ -237,6 +237,8 @@ def test_what_lies_where_a_run_would_write_is_not_removed_unasked(task, tmp_path
         ("teacher.path", "algorithm=opd", f"teacher.path={tmp_path}/hf"),
         ("model.adapter.path", f"model.adapter={{rank: 4, path: {tmp_path}/hf}}"),
         ("rewards.components.0.function", reward),
+        ("rollout.conversation.program", f"rollout.conversation.program={tmp_path}/hf/reward.py:f"),
+        ("rollout.conversation.tools.0", f"rollout.conversation.tools=['{tmp_path}/hf/reward.py:f']"),
     ):
         (tmp_path / "hf" / "reward.py").touch()
         assert main(["train", config, out, *more, "--overwrite"]) == 2

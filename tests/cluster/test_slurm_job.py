@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,7 +16,9 @@ import pytest
 from helpers.paths import ROOT
 
 from megatron_gvpo.cli import main
+from megatron_gvpo.cluster.job import Job, unseen
 from megatron_gvpo.cluster.slurm_job import _seconds
+from megatron_gvpo.settings.config import load_config
 
 
 def over_two_nodes(tp: int) -> tuple[str, ...]:
@@ -203,6 +206,55 @@ def test_what_a_container_would_not_see_is_said(task: Path, tmp_path: Path, monk
     shown = capsys.readouterr()
     assert "note: containers see" not in shown.err
     assert f"--container-mounts={tmp_path}:{tmp_path},{task}:{task} " in shown.out
+
+
+def test_all_files_that_a_container_would_not_see_are_named(task: Path, tmp_path: Path, monkeypatch):
+    """A name of a model on a server is not a path, even if there is a directory of this name."""
+    elsewhere, here = tmp_path / "elsewhere", tmp_path / "here"
+    code = elsewhere / "own.py"
+    for directory in (here / "judge", elsewhere):
+        directory.mkdir(parents=True)
+    code.write_text("def f(*_, **__): ...\n")
+    monkeypatch.chdir(here)
+    judge = {"model": "judge", "servers": {"urls": ["http://judge"], "engine": "openai"}}
+    components = [
+        {"name": "a", "function": f"{code}:f", "options": {"path": str(elsewhere)}},
+        {"name": "b", "model": {"path": str(elsewhere)}},
+        {"name": "c", "judge": {"path": str(elsewhere)}},
+        {"name": "d", "judge": judge},
+    ]
+    talk = {"tools": ["python", f"{code}:f"], "parser": f"{code}:f", "sandbox": {"packages": str(elsewhere)}}
+    paths = {
+        "teacher.path": "algorithm=opd",
+        "model.adapter.path": "model.adapter.rank=4",
+        "rollout.speculation.model": "rollout.speculation.method=draft",
+        "rollout.servers.model_path": "rollout.engine=sglang",
+    }
+    overrides = [
+        *(f"{key}={elsewhere}" for key in paths),
+        *paths.values(),
+        f"data.train.convert={code}:f",
+        f"rewards.components={json.dumps(components)}",
+        f"rollout.conversation={json.dumps(talk)}",
+    ]
+    config = load_config([task / "run.yaml"], [f"output_dir={here / 'run'}", *overrides])
+    job = Job(nodes=1, container="registry/trainer", mounts=(str(task),))
+    assert sorted(unseen(config, [str(task / "run.yaml")], job)) == sorted(
+        [
+            *(f"{key}={elsewhere}" for key in paths),
+            f"data.train.convert={code}",
+            f"rewards.components.0.function={code}",
+            f"rewards.components.0.options.path={elsewhere}",
+            f"rewards.components.1.model.path={elsewhere}",
+            f"rewards.components.2.judge.path={elsewhere}",
+            f"rollout.conversation.tools.1={code}",
+            f"rollout.conversation.parser={code}",
+            f"rollout.conversation.sandbox.packages={elsewhere}",
+        ]
+    )
+    for part in ("environment", "program"):
+        config = load_config([task / "run.yaml"], ["output_dir=run", f"rollout.conversation.{part}={code}:f"])
+        assert f"rollout.conversation.{part}={code}" in unseen(config, [], job)
 
 
 def test_an_image_in_a_file_is_not_looked_for_in_a_registry(task: Path, tmp_path: Path, monkeypatch, capsys):
