@@ -200,21 +200,28 @@ class TinkerApp:
         session = self._sessions.get(body.session_id)
         self._model.check_name(body.base_model)
         self._model.check_lora(body.lora_config)
-        model = self._new_model(session, body.model_seq_id, body.user_metadata)
-        operation = {"kind": "create", "model": model.model_id}
-        done = partial(_json, {"type": "create_model", "model_id": model.model_id})
-        return self._later(session, f"{model.model_id}:create", operation, done)
+        model_id = _model_id(session, body.model_seq_id)
+        request_id = f"{model_id}:create"
+        is_new = self._makes_model(session, model_id, request_id, body.user_metadata)
+        operation = {"kind": "create", "model": model_id}
+        done = partial(_json, {"type": "create_model", "model_id": model_id})
+        return self._later(session, request_id, operation, done, new_model=model_id if is_new else None)
 
-    def _new_model(self, session: Session, number: int, metadata: dict[str, Any] | None) -> ClientModel:
-        """The session's model of this number, which a repeated request finds. Raises Refusal."""
-        model_id = f"{session.session_id}:train:{number}"
-        if model_id not in session.models:
-            if self._sessions.models >= (most := self._config.serve.most_models):
-                raise Refusal(
-                    f"{most} models are in training, and serve.most_models={most}: wait until a session ends"
-                )
-            session.models[model_id] = ClientModel(model_id, self._model.rank, metadata or {})
-        return session.models[model_id]
+    def _makes_model(
+        self, session: Session, model_id: str, request_id: str, metadata: dict[str, Any] | None
+    ) -> bool:
+        """True if the request makes this model of the session, which then has it.
+
+        False if the session has the model, or if the request is repeated. Raises Refusal.
+        """
+        if request_id in session.pending or model_id in session.models:
+            return False
+        if self._sessions.models >= (most := self._config.serve.most_models):
+            raise Refusal(
+                f"{most} models are in training, and serve.most_models={most}: wait until a session ends"
+            )
+        session.models[model_id] = ClientModel(model_id, self._model.rank, metadata or {})
+        return True
 
     async def _get_info(self, request: web.Request) -> web.Response:
         body = requests.read(requests.ModelRequest, await request.read())
@@ -319,18 +326,22 @@ class TinkerApp:
         self._model.check_weights(read_info(self._root, path))
         if body.optimizer and path.kind != "weights":
             raise Refusal(f"{path.uri} has no optimizer state: it was saved for a sampler")
+        is_new = False
         if body.model_id is not None:
-            session, model = self._sessions.of_model(body.model_id)
+            session, model_id = self._sessions.of_model(body.model_id)[0], body.model_id
+            request_id = f"{model_id}:{body.seq_id}"
         elif body.session_id is not None and body.model_seq_id is not None:
             if body.base_model is not None:
                 self._model.check_name(body.base_model)
             session = self._sessions.get(body.session_id)
-            model = self._new_model(session, body.model_seq_id, body.user_metadata)
+            model_id = _model_id(session, body.model_seq_id)
+            request_id = f"{model_id}:{body.seq_id}"
+            is_new = self._makes_model(session, model_id, request_id, body.user_metadata)
         else:
             raise Refusal("load_weights needs model_id, or session_id with model_seq_id", 422)
-        operation = {"kind": "load", "model": model.model_id, "path": list(path), "optimizer": body.optimizer}
-        answer = {"type": "load_weights", "path": path.uri, "model_id": model.model_id}
-        return self._later(session, f"{model.model_id}:{body.seq_id}", operation, partial(_json, answer))
+        operation = {"kind": "load", "model": model_id, "path": list(path), "optimizer": body.optimizer}
+        done = partial(_json, {"type": "load_weights", "path": path.uri, "model_id": model_id})
+        return self._later(session, request_id, operation, done, new_model=model_id if is_new else None)
 
     # Samples.
 
@@ -411,14 +422,20 @@ class TinkerApp:
         done: Callable[[Outcome], WireAnswer],
         batch_key: tuple[str, str] | None = None,
         sample_ids: list[str] | None = None,
+        new_model: str | None = None,
     ) -> web.Response:
-        """Queue an operation, unless it is a repeated request, and answer with the id of its result."""
+        """Queue an operation, unless it is a repeated request, and answer with the id of its result.
+
+        `new_model`: the model that the operation makes; the session loses it if the operation fails.
+        """
         if request_id not in session.pending:
             loop = asyncio.get_running_loop()
             pending = PendingResult(request_id, loop.create_future(), sample_ids)
             session.pending[request_id] = pending
 
             def settle(outcome: Outcome | Exception) -> None:
+                if new_model is not None and isinstance(outcome, Exception):
+                    session.models.pop(new_model, None)
                 if pending.answer.done():  # the session has ended
                     return
                 if isinstance(outcome, Exception):
@@ -469,6 +486,11 @@ class TinkerApp:
         if (pending := session.pending.get(request_id)) is not None and not pending.answer.done():
             pending.answer.cancel()
         return web.json_response({})
+
+
+def _model_id(session: Session, number: int) -> str:
+    """The id of a session's model, by the number that its client gives it."""
+    return f"{session.session_id}:train:{number}"
 
 
 def _json(answer: dict[str, Any], _: Outcome) -> WireAnswer:

@@ -141,6 +141,73 @@ def test_a_model_is_unloaded_once_however_often_its_client_asks(app: TinkerApp) 
     assert operations == ["create", "forget"] and not app._queue.take(0)
 
 
+@pytest.mark.parametrize("path", ["create_model", "load_weights"])
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_model_that_could_not_be_made_takes_no_place(
+    config: TinkerConfig, app: TinkerApp, path: str, is_cancelled: bool
+) -> None:
+    """A damaged checkpoint, tried again and again, would keep all clients from making models."""
+    session, most = app._sessions.open(), config.serve.most_models
+    weights_in(Path(config.output_dir))
+
+    async def tried(number: int, failure: Refusal | None) -> tuple[int, str]:
+        body = {"session_id": session.session_id, "model_seq_id": number, "base_model": "name"}
+        sent = request(path, json.dumps(body | (WEIGHTS if path == "load_weights" else {})).encode())
+        [first] = await answers(app, sent)
+        for job in app._queue.take(0):
+            if is_cancelled:
+                session.pending[json.loads(first[1])["request_id"]].answer.cancel()
+            job.finish({} if failure is None else failure)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert await answers(app, sent) == [first]  # repeated, as if its answer had been lost
+        assert not app._queue.take(0)
+        return first
+
+    async def all_tries() -> list[tuple[int, str]]:
+        failed = [await tried(number, Refusal("the checkpoint is damaged")) for number in range(most + 1)]
+        return [*failed, *[await tried(number, None) for number in range(most + 1, 2 * most + 1)]]
+
+    assert [status for status, _ in asyncio.run(all_tries())] == [200] * (2 * most + 1)
+    assert list(session.models) == [
+        f"{session.session_id}:train:{number}" for number in range(most + 1, 2 * most + 1)
+    ]
+
+
+def test_a_model_stays_when_a_load_into_it_fails(config: TinkerConfig, app: TinkerApp) -> None:
+    session = app._sessions.open()
+    weights_in(Path(config.output_dir))
+    created = {"session_id": session.session_id, "model_seq_id": 0, "base_model": "name"}
+    model_id = f"{session.session_id}:train:0"
+
+    async def tried() -> list[int]:
+        statuses = []
+        for path, body in (
+            ("create_model", created),
+            ("load_weights", created | WEIGHTS),
+            ("load_weights", {"model_id": model_id} | WEIGHTS | {"seq_id": 2}),
+        ):
+            [(status, _)] = await answers(app, request(path, json.dumps(body).encode()))
+            [job] = app._queue.take(0)
+            job.finish({} if path == "create_model" else Refusal("the checkpoint is damaged"))
+            await asyncio.sleep(0)
+            statuses.append(status)
+        return statuses
+
+    assert asyncio.run(tried()) == [200, 200, 200]
+    assert list(session.models) == [model_id]
+
+
+WEIGHTS = {"path": "tinker://other/weights/one", "optimizer": False, "seq_id": 1}
+
+
+def weights_in(output_dir: Path) -> None:
+    """Write the checkpoint that WEIGHTS loads, as far as the application reads it."""
+    file = output_dir / "checkpoints" / "other" / "weights" / "one" / "info.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(MODEL.weights_info() | {"time": 1.0, "expires": None}))
+
+
 def of_base(session: str, number: int) -> dict[str, Any]:
     return {"session_id": session, "sampling_session_seq_id": number, "base_model": "name"}
 
