@@ -87,6 +87,18 @@ def test_boxed(text: str, content: str | None) -> None:
         ("1000", "1\u202f000"),
         ("5", "5."),
         ("9" * 5000, "9" * 5000),  # more digits than Python turns into an integer
+        ("5", r"5\text{ cm}"),
+        ("36", r"36\text{ square units}"),
+        (r"36\text{ cm}^2", "36"),
+        (r"2\text{ hours }30\text{ minutes}", r"2 \text{ hours } 30 \text{ minutes}"),
+        (r"1\text{ and }2", "1, 2"),
+        (r"\frac13", "0.333333"),
+        (r"2\sqrt2", "2.828427"),
+        (r"\sqrt2+\sqrt3", r"\sqrt{5+2\sqrt6}"),
+        ("41", "m+n = 41"),  # as AIME's problems ask
+        ("41", "f(2) = 41"),
+        ("41", "|S| = 41"),
+        ("41", "x^2 = 41"),
     ],
 )
 def test_equal_answers(answer: str, content: str) -> None:
@@ -120,6 +132,18 @@ def test_equal_answers(answer: str, content: str) -> None:
         ("1/2", r"\boxed{\frac{1}{3}}"),
         ("(1,2)", r"\boxed{(2,1)}"),
         ("x+1", r"\boxed{x-1}"),
+        ("41", r"\boxed{41\text{ thousand}}"),
+        ("41", r"\boxed{41\mathrm{ dozen}}"),
+        ("41", r"\boxed{41\text{ but not }{42}}"),
+        ("5", r"\boxed{5\text{ cm}+\frac{1}{2}}"),
+        (r"10\text{ a.m.}", r"\boxed{10\text{ p.m.}}"),
+        (r"2\text{ hours }30\text{ minutes}", r"\boxed{2\text{ hours }15\text{ minutes}}"),
+        # different numbers with a difference that math-verify takes for 0
+        (r"1-\frac{1}{2^{100}}", r"\boxed{1-\frac{1}{2^{99}}}"),
+        (r"\frac{1}{2^{60}}", r"\boxed{\frac{1}{2^{61}}}"),
+        (r"1.6 \times 10^{-19}", r"\boxed{9.1 \times 10^{-31}}"),
+        ("41", r"\boxed{m+n = 46-5}"),
+        ("41", r"\boxed{m = 12+29}"),
     ],
 )
 def test_wrong_answers(answer: str, text: str) -> None:
