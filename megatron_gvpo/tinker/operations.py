@@ -117,6 +117,7 @@ class Operations:
         self._enter(operation["model"])
         slot = self._slot
         slot.model.finish_background_work()
+        slot.model.gather_after_update()  # the client may have scored or saved since its backward pass
         slot.optimizer.zero_grad()
         for total, buffer in zip(slot.gradients, slot.model.gradient_buffers(), strict=True):
             buffer.copy_(total)

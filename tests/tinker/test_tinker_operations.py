@@ -22,6 +22,7 @@ LAYOUTS = {
     "pp2": (2, {"pp": 2}),
     "cp2": (2, {"cp": 2}),
     "dp2": (2, {}),
+    "dp2, overlap": (2, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
 }
 # The options of optim_step: with this eps, a gradient near 0 does not decide a step by its sign.
 STEP = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.1, "clip_grad": 2.0}
@@ -224,6 +225,7 @@ def check_cold_samples(cold: dict[str, Any], model: Any) -> None:
 def check_life(updated: dict[str, Any]) -> None:
     """Models that take turns do not disturb each other, and a loaded model goes on as the saved one."""
     near(updated["first"], updated["alone"])
+    near(updated["scored before its step"], updated["second"])
     assert max(abs(a - b) for a, b in zip(updated["first"], updated["second"], strict=True)) > 1e-4
     near(updated["copy"], updated["first"])
     near(updated["weights"], updated["first"])
@@ -240,7 +242,7 @@ def check_life(updated: dict[str, Any]) -> None:
         near(sampled, trained)
 
 
-@pytest.mark.parametrize("layout", layouts("one rank", "tp2"))
+@pytest.mark.parametrize("layout", layouts("one rank", "tp2", "dp2, overlap"))
 def test_each_loss_has_the_gradient_of_transformers(
     layout: str, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,17 @@ class Model:
                         # This waits for the pending gather and starts no other.
                         group.start_param_sync(force_sync=True)
 
+    def gather_after_update(self) -> None:
+        """Call this before an update that does not follow directly on the backward pass of its gradients.
+
+        With overlap_param_gather, the next forward pass then gathers the new weights. Megatron lets it do so
+        by the backward pass alone, and what reads weights between the two, such as a pass or a save, counts
+        as that gather. No gather may be pending (`finish_background_work`).
+        """
+        if self.overlaps_param_gather:
+            for chunk in self.chunks:
+                chunk.reset_param_sync_dispatch_state()
+
     def finish_param_gather(self) -> None:
         """Call this on every rank before weights are read other than by a forward pass.
 

@@ -112,11 +112,16 @@ def _after_steps(operations: Any, work: Any) -> dict[str, Any]:
     for _ in range(2):
         both("alone")
     both("first"), both("second"), both("first")
+    operations.run({"kind": "create", "model": "scored before its step"})
+    operations.run({"kind": "forward_backward", "model": "scored before its step", "body": request})
+    logprobs("scored before its step")
+    operations.run({"kind": "optim_step", "model": "scored before its step", "step": step})
+    result = {"scored before its step": logprobs("scored before its step")}
     path = ["first", "weights", "one"]
     operations.run({"kind": "save", "model": "first", "path": path, "info": {"time": 1.0, "expires": None}})
     operations.run({"kind": "load", "model": "copy", "path": path, "optimizer": True})
     operations.run({"kind": "load", "model": "weights", "path": path, "optimizer": False})
-    result = {name: logprobs(name) for name in ("alone", "first", "second", "copy", "weights")}
+    result |= {name: logprobs(name) for name in ("alone", "first", "second", "copy", "weights")}
     both("first"), both("copy")
     result |= {"first later": logprobs("first"), "copy later": logprobs("copy")}
     operations.run({"kind": "snapshot", "model": "first", "snapshot": "s"})
