@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron_gvpo.core.collectives import broadcast_msgpack
 from megatron_gvpo.core.slow_work import slow_work
-from megatron_gvpo.data.tool_calls import behind_thoughts
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.huggingface.end_tokens import StopStrings
 from megatron_gvpo.sampling.engine import RolloutEngine
@@ -95,7 +94,12 @@ def _cut(rollout: Rollout, until: Sequence[str]) -> tuple[str, str]:
     return text, rollout.finish_reason if text == rollout.text else "stop"
 
 
+def scored_part(text: str) -> str:
+    """The text after the last </think>, which lm-eval's own models score; all of it without one."""
+    return text.rpartition("</think>")[2]
+
+
 def _before(text: str, until: Sequence[str]) -> str:
     """The text before the first of the strings after its thinking, as lm-eval's own models cut it."""
-    begin = len(text) - len(behind_thoughts(text))
+    begin = len(text) - len(scored_part(text))
     return text[: min((at for string in until if (at := text.find(string, begin)) >= 0), default=len(text))]

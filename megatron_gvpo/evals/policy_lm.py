@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Never
 from lm_eval.api.model import LM
 
 from megatron_gvpo.core.errors import DataError
-from megatron_gvpo.data.tool_calls import behind_thoughts
-from megatron_gvpo.evals.answers import Answers
+from megatron_gvpo.evals.answers import Answers, scored_part
 from megatron_gvpo.huggingface.tokenizer import opened, rendered
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class PolicyLM(LM):
         return [self._scored(answers[self.turn][0]) for answers in self.sampled]
 
     def _scored(self, text: str) -> str:
-        answer = behind_thoughts(text) if self._chat else text
+        answer = scored_part(text) if self._chat else text
         return text if len(answer) == len(text) else answer.lstrip()
 
     def apply_chat_template(

@@ -33,6 +33,7 @@ from megatron_gvpo.kernels.linear_logprob import LinearLogprob, linear_logprob
 from megatron_gvpo.kernels.truncated_logprob import truncated_logprob
 from megatron_gvpo.megatron.attention.core import OwnPackedSeqParams, frequencies
 from megatron_gvpo.megatron.attention.merged import Sequences
+from megatron_gvpo.megatron.attention.packed_layers import run_pre_hooks
 from megatron_gvpo.megatron.attention.rotary import angles
 from megatron_gvpo.megatron.batch import PackedBatch
 from megatron_gvpo.megatron.memory_profile import MemoryProfile
@@ -163,7 +164,8 @@ class LogprobHead:
         self, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, batch: PackedBatch
     ) -> LinearLogprob:
         hidden_rh = response_states(hidden_states, output_layer, batch)
-        _run_pre_hooks(output_layer)
+        # A tied weight on the same stage belongs to the embedding, whose own call has waited for it.
+        run_pre_hooks(output_layer)
         weight_vh = output_layer.weight if output_weight is None else output_weight
         if self.memory_profile is not None:
             self.memory_profile.enter_head()
@@ -231,19 +233,6 @@ def response_states(hidden_states: Tensor, output_layer: Any, batch: PackedBatch
         return full_th.squeeze(1).index_select(0, batch.response_r)
     hidden_rh = hidden_states.squeeze(1).index_select(0, batch.response_r)
     return copy_to_tensor_model_parallel_region(hidden_rh)  # backward: all-reduce
-
-
-def _run_pre_hooks(module: Any) -> None:
-    """Run a module's forward pre-hooks, because the head reads its weights without calling it.
-
-    With overlap_param_gather, Megatron waits only in these hooks for the other ranks' part of an update. A
-    tied weight on the same stage belongs to the embedding, and the embedding's own call has waited for it.
-    """
-    for number, hook in module._forward_pre_hooks.items():
-        if number in module._forward_pre_hooks_with_kwargs:
-            hook(module, (), {})
-        else:
-            hook(module, ())
 
 
 def gather_context_parallel(local_r: Tensor, batch: PackedBatch) -> Tensor:

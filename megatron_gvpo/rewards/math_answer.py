@@ -87,7 +87,8 @@ def _without_unit(text: str, other: str) -> str:
 def _has_counting_words(text: str) -> bool:
     r"""True for words in LaTeX that are more than a unit at the end.
 
-    Such as `2\text{ thousand}` and `2\text{ hours }30\text{ minutes}`. `and` and `or` are not such words: math-verify reads them as commas.
+    Such as `2\text{ thousand}` and `2\text{ hours }30\text{ minutes}`. `and` and `or` are not such words:
+    math-verify reads them as commas.
     """
     parts = [part for part in _TEXT.finditer(text) if part[1].strip() not in ("and", "or")]
     if not parts:

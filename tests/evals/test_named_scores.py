@@ -17,7 +17,7 @@ from helpers.inputs.text_teachers import OPENING, TEMPLATE, byte_level
 from helpers.suite.real_parts import used
 
 from megatron_gvpo.core.errors import DataError
-from megatron_gvpo.evals.answers import Answers, _before
+from megatron_gvpo.evals.answers import Answers, _before, scored_part
 from megatron_gvpo.evals.catalog import EVALUATIONS
 from megatron_gvpo.evals.documents import load_documents
 from megatron_gvpo.evals.measure import Measured, measure
@@ -212,6 +212,9 @@ def test_an_answer_ends_at_a_string_behind_its_thoughts():
         "Is it a Question: no?</think>5 "
     )
     assert _before("5 Question: 6", ["Question:", "5"]) == ""
+    twice = "5?</think>Hm.<think> A Question: 6?</think> 7"
+    assert _before(twice, ["Question:"]) == twice
+    assert scored_part(twice) == " 7" and scored_part("7") == "7"
 
 
 class MadeUpEngine:

@@ -131,6 +131,21 @@ def small_constants() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def a_bucket_for_each_weight() -> Iterator[None]:
+    """Context in which Megatron closes a bucket after every weight, inside `small_constants`.
+
+    A module that reads a weight without the hook that waits for its bucket is noticed in whichever bucket
+    the weight is.
+    """
+    _, write = _accessors(CONSTANTS[0].location)
+    write(1)
+    try:
+        yield
+    finally:
+        write(CONSTANTS[0].small)
+
+
+@contextlib.contextmanager
 def late_gathers() -> Iterator[set[int]]:
     """Context in which overlapped gathers of weights arrive only when a reader waits for them.
 

@@ -20,8 +20,24 @@ from torch import Tensor
 from megatron_gvpo.megatron.attention.core import OwnPackedSeqParams
 
 
+def run_pre_hooks(module: Any) -> None:
+    """Run a module's forward pre-hooks, where its weights are read without calling it.
+
+    With overlap_param_gather, Megatron waits only in these hooks for the other ranks' part of an update.
+    """
+    for number, hook in module._forward_pre_hooks.items():
+        if number in module._forward_pre_hooks_with_kwargs:
+            hook(module, (), {})
+        else:
+            hook(module, ())
+
+
 class PackedDeltaNet(GatedDeltaNet):
     """A gated delta net that takes the ends of a pack's sequences as they are."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        run_pre_hooks(self.conv1d)  # whose weight is read without a call of it
+        return super().forward(*args, **kwargs)
 
     def _resolve_cu_seqlens(
         self, padded: Tensor | None, actual: Tensor, total_seq_len: int, name: str, cp_size: int = 1

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from helpers.distributed import forget_layout, run_number
 from helpers.references.bf16_errors import round_weights
-from helpers.small_constants import late_gathers, small_constants
+from helpers.small_constants import a_bucket_for_each_weight, late_gathers, small_constants
 from megatron_gvpo.verify.layout import ParallelLayout
 
 
@@ -29,7 +29,8 @@ def run(directory: str) -> None:
         with small_constants(), late_gathers() as late:
             candidate_side(layout, folder)
             forget_layout()
-            _score_around_an_export(layout, folder, late)
+            with a_bucket_for_each_weight():
+                _score_around_an_export(layout, folder, late)
     forget_layout()
 
 
