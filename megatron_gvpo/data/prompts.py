@@ -22,6 +22,7 @@ from megatron_gvpo.core.slow_work import slow_work
 from megatron_gvpo.data.demonstrations import DemonstrationReader
 from megatron_gvpo.data.known_forms import as_dataset, recogniser, solution_field, unread_system
 from megatron_gvpo.data.messages import check_roles, not_a_message, not_a_prompt, shown_value
+from megatron_gvpo.data.opened_thoughts import OpenedThoughts
 from megatron_gvpo.data.prompt_images import MARK, PromptImages, as_parts, images_in, short_names
 from megatron_gvpo.data.record_tools import tools_of, unread_tools
 from megatron_gvpo.data.sources import Record, converted, field_of, read_records
@@ -99,6 +100,7 @@ def load_prompts(
             reader.unread_tools,
             reader.unread_system,
             reader.unknown.warning(),
+            reader.thoughts.warning(),
             *_template_warnings(render, tokenizer, prompts[0]),
         ):
             if warning is not None:
@@ -163,6 +165,7 @@ class _PromptReader:
         self._longest, self._end_token_ids, self._positions = longest, end_token_ids, positions
         self._read_demonstration = DemonstrationReader(tokenizer, end_token_ids, render.chat, tools)
         self.unknown = UnknownCharacters(tokenizer)
+        self.thoughts = OpenedThoughts()
         self.unread_tools: str | None = None  # a warning, once a record has tools that no key names
         self.unread_system: str | None = None  # another, once a record has a system message that is not shown
         self._shows_tools = not render.chat or bool(tools) or dataset.tools_key is not None
@@ -186,10 +189,12 @@ class _PromptReader:
         demonstration: tuple[int, ...] | None = None
         chat: Chat | None = None
         if dataset.demonstration_key is not None:
-            demonstration, chat = self._demonstration(record, dataset.demonstration_key, ids, bool(pictures))
+            demonstration, chat = self._demonstration(
+                record, dataset.demonstration_key, text, ids, bool(pictures)
+            )
         responses: tuple[Scored, ...] = ()
         if dataset.responses_key is not None:
-            responses = self._responses(record, dataset.responses_key, ids)
+            responses = self._responses(record, dataset.responses_key, text, ids)
         fields = record.fields
         if dataset.images_key is None and MARK in text and (names := {"image", "images"} & fields.keys()):
             raise DataError(
@@ -227,7 +232,7 @@ class _PromptReader:
         raise DataError(f"{record.where}: the prompt has {len(ids)} tokens, {limit}")
 
     def _demonstration(
-        self, record: Record, key: str, ids: Sequence[int], has_pictures: bool
+        self, record: Record, key: str, prompt: str, ids: Sequence[int], has_pictures: bool
     ) -> tuple[tuple[int, ...], Chat | None]:
         """The token ids of the worked solution in field `key`, and its chat, where it is one."""
         value, key = field_of(record, key, "demonstration_key"), solution_field(key, record.fields)
@@ -237,6 +242,8 @@ class _PromptReader:
             raise DataError(f"{record.where}: the demonstration (field {key!r}) {error}") from None
         self.unknown.see(record.where, solution.texts)
         chat = solution.chat
+        if chat is None:  # a chat is written by the template, which opens the thoughts once
+            self.thoughts.see(record.where, prompt, solution.texts)
         if chat is not None and has_pictures:
             raise DataError(
                 f"{record.where}: the demonstration (field {key!r}) is a chat, and the prompt has images: "
@@ -251,10 +258,12 @@ class _PromptReader:
             )
         return solution.token_ids, chat
 
-    def _responses(self, record: Record, key: str, ids: Sequence[int]) -> tuple[Scored, ...]:
+    def _responses(self, record: Record, key: str, prompt: str, ids: Sequence[int]) -> tuple[Scored, ...]:
         """The scored responses in field `key`."""
         responses = _responses(record, key, self._tokenizer, self._end_token_ids)
-        self.unknown.see(record.where, [response.text for response in responses])
+        texts = [response.text for response in responses]
+        self.unknown.see(record.where, texts)
+        self.thoughts.see(record.where, prompt, texts)
         longest = max(len(response.token_ids) for response in responses)
         if self._positions and len(ids) + longest > self._positions:
             raise DataError(

@@ -193,7 +193,7 @@ def test_a_critic_that_the_former_method_lacked_starts_anew(task, tmp_path, with
     text = (
         f"{tmp_path}/checkpoints/step_00000002 has no critic, because its run had none: a new one is trained"
     )
-    assert text in caplog.messages
+    assert any(message.startswith(text) for message in caplog.messages)
     assert [line["step"] for line in records(tmp_path)] == [0, 1, 2, 3, 4]
     assert records(tmp_path)[-1]["train/value_loss"] > 0
 

@@ -299,6 +299,29 @@ def test_a_completion_that_was_judged_to_be_bad_is_refused(tmp_path):
         load(tmp_path, record | {"label": False}, "dataset")
 
 
+@pytest.mark.parametrize("form", ["dataset", "file"])
+def test_thoughts_that_the_template_opens_are_not_opened_again(form, tmp_path, caplog, monkeypatch):
+    """DeepSeek-R1-Distill's template opens them, and data sets of its responses have the mark, too."""
+    opening = tokenizer()
+    end = "<|im_start|>assistant\n{% endif %}"
+    assert opening.chat_template.endswith(end)
+    opening.chat_template = opening.chat_template.replace(end, "<|im_start|>assistant\n<think>\n{% endif %}")
+    monkeypatch.setitem(globals(), "tokenizer", lambda: opening)
+
+    def record(text):
+        chat = {"messages": [ASKED, {"role": "assistant", "content": text}]}
+        return chat if form == "dataset" else {"prompt": "hello", "chosen": text, "rejected": "he</think>"}
+
+    with pytest.raises(
+        DataError, match="line 1: the chat template ends the prompt with <think>, and the text"
+    ):
+        load(tmp_path, record("<think>\nhe</think>hell"), form)
+    load(tmp_path, record("he</think>hell"), form)
+    assert "no </think>" not in caplog.text
+    load(tmp_path, record("hell"), form)
+    assert "has no </think>: the model would learn to answer within its thoughts" in caplog.text
+
+
 def test_an_unknown_role_is_refused(tmp_path):
     chat = [{"role": "wizard", "content": "hello"}, ANSWER]
     with pytest.raises(DataError, match="'wizard'"):

@@ -180,7 +180,11 @@ def load_policy(directory: Path, policy: Policy) -> dict[str, Any]:
         if policy.critic is not None and trained.model is policy.critic.model:
             if not _has_critic(state):
                 if dist.get_rank() == 0:
-                    log.warning("%s has no critic, because its run had none: a new one is trained", directory)
+                    log.warning(
+                        "%s has no critic, because its run had none: a new one is trained, with the learning "
+                        "rate of this step, without the first steps of algorithm.critic.warmup_steps",
+                        directory,
+                    )
                 continue
             policy.critic.checkpoint = directory
         _load_model(f"cannot read {directory}", trained, is_same_layout)
