@@ -96,15 +96,8 @@ def load_prompts(
                 f"{dataset.path}: dropped {prompts.dropped} of {records} prompts, longer than "
                 f"data.max_prompt_tokens={longest}"
             )
-        for warning in (
-            reader.unread_tools,
-            reader.unread_system,
-            reader.unknown.warning(),
-            reader.thoughts.warning(),
-            *_template_warnings(render, tokenizer, prompts[0]),
-        ):
-            if warning is not None:
-                log.warning(warning)
+        for warning in (*reader.warnings(), *_template_warnings(render, tokenizer, prompts[0])):
+            log.warning(warning)
     return prompts
 
 
@@ -215,6 +208,11 @@ class _PromptReader:
             chat,
             dataset.prompt_key,
         )
+
+    def warnings(self) -> list[str]:
+        """Warnings about the records so far: fields that nothing reads, unknown characters, open thoughts."""
+        texts = self.unread_tools, self.unread_system, self.unknown.warning(), self.thoughts.warning()
+        return [text for text in texts if text is not None]
 
     def _has_room(self, record: Record, text: str, ids: Sequence[int]) -> bool:
         """Return False for a prompt that is to be dropped.
