@@ -9,8 +9,9 @@ Lost ----------------> Pending -------------> Receiving ---------------> Serving
   +---- from every state: it does not answer, or cannot be used
 ```
 
-Only a server that is `Serving` gets requests. A server on the trainer's GPUs may also be asleep, in any of
-these states.
+Only a server that is `Serving` gets requests. A server on the trainer's GPUs is `Loaded` between the last two
+states, until the trainer has released its memory and the server has resumed. It may also be asleep, in any of
+the states.
 """
 
 from __future__ import annotations
@@ -40,17 +41,25 @@ class Receiving:
 
 
 @dataclass(frozen=True)
+class Loaded:
+    """The server has the weights of `version`, and is paused: it waits for the rest of its memory."""
+
+    version: int
+
+
+@dataclass(frozen=True)
 class Serving:
     """The server is healthy and has the weights of `version`."""
 
     version: int
 
 
-State = Lost | Pending | Receiving | Serving
+State = Lost | Pending | Receiving | Loaded | Serving
 TRANSITIONS: dict[type[State], set[type[State]]] = {
     Lost: {Lost, Pending},
     Pending: {Lost, Pending, Receiving},
-    Receiving: {Lost, Pending, Serving},
+    Receiving: {Lost, Pending, Loaded, Serving},
+    Loaded: {Lost, Pending, Serving},
     Serving: {Lost, Pending},
 }
 
@@ -97,7 +106,7 @@ class ServerHandle:
                 self.version, self.losses = -1, self.losses + 1
                 for call in self.calls:
                     call.cancel()
-            case Serving(version):
+            case Loaded(version) | Serving(version):
                 self.version = version
 
     @property
@@ -109,5 +118,5 @@ class ServerHandle:
         return isinstance(self.state, Serving)
 
     def has(self, version: int) -> bool:
-        """True if it serves the weights of this version."""
-        return self.state == Serving(version)
+        """True if it has the weights of this version, all of them."""
+        return self.state in (Loaded(version), Serving(version))

@@ -24,6 +24,7 @@ from megatron_gvpo.servers.answers import Expected, Routers, SampleFailure, rout
 from megatron_gvpo.servers.handle import (
     ALL_PARTS,
     Asleep,
+    Loaded,
     Lost,
     Pending,
     Receiving,
@@ -249,6 +250,17 @@ class ServerPool:
         """Let a server serve: it has all weights of `version`. No effect if it was lost in the meantime."""
         if isinstance(handle.state, Receiving):
             self._move(handle, Serving(version))
+
+    def note_loaded(self, handle: ServerHandle, version: int) -> None:
+        """As `admit`, for a server that is still paused: it serves after `open`."""
+        if isinstance(handle.state, Receiving):
+            self._move(handle, Loaded(version))
+
+    def open(self) -> None:
+        """Let the loaded servers serve: they have resumed."""
+        for handle in self.handles:
+            if isinstance(handle.state, Loaded):
+                self._move(handle, Serving(handle.state.version))
 
     def _move(self, handle: ServerHandle, state: State) -> None:
         handle.to(state)

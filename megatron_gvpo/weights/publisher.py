@@ -22,7 +22,7 @@ from megatron_gvpo.huggingface.adapter_layers import adapted_layers, adapter_of,
 from megatron_gvpo.huggingface.complete_weights import needless, stored_tensors
 from megatron_gvpo.megatron.model.own_weights import OwnWeights
 from megatron_gvpo.servers import leader
-from megatron_gvpo.servers.handle import ServerHandle
+from megatron_gvpo.servers.handle import Loaded, ServerHandle
 from megatron_gvpo.servers.http import ServerGone, ServerRefused
 from megatron_gvpo.servers.launch.start import report
 from megatron_gvpo.servers.leader import BackgroundLoop, Command, Done, Failed, Push, Wait, lead
@@ -229,7 +229,6 @@ class Publisher:
         self._fp8 = fp8
         self._report = report
         self._colocated = colocated
-        self._unopened: list[ServerHandle] = []  # servers that have the weights and wait for `open`
         # The servers of the next attempt, once they have no requests in flight.
         self._targets: Future[list[ServerHandle]] | None = None
         self._failures: dict[str, int] = {}  # consecutive failures, by url
@@ -291,13 +290,16 @@ class Publisher:
         self._run(self._transport.close())
 
     def _admit(self, targets: Sequence[ServerHandle], version: int) -> None:
-        """Let the servers serve, all in one turn of the event loop.
+        """Let the servers serve, all in one turn of the event loop; colocated ones wait for `open`.
 
         Waiting requests choose a server in the next turn. If only one server were ready then, all would
         choose that server.
         """
         for handle in targets:
-            self._pool.admit(handle, version)
+            if self._colocated:
+                self._pool.note_loaded(handle, version)
+            else:
+                self._pool.admit(handle, version)
 
     def _send(self, stream: Stream, targets: Sequence[ServerHandle], version: int) -> int:
         """Prepare, send to and conclude with the targets; returns the bytes sent to each."""
@@ -310,9 +312,7 @@ class Publisher:
                 stream = self._fp8.quantised(stream)
             sent = self._send_buckets(self._checked(stream, version))
         self._run(self._transport.end())
-        if self._colocated:
-            self._unopened += targets
-        else:
+        if not self._colocated:
             self._run(each(targets, self._conclude))
         return sent
 
@@ -367,14 +367,18 @@ class Publisher:
                     self._failures[url] = count
 
     def open(self) -> None:
-        """Colocated servers take the rest of their memory and serve; the trainer has released its own."""
-        closed, self._unopened = self._unopened, []
+        """Colocated servers take the rest of their memory and serve; the trainer has released its own.
+
+        They get requests only now: a server that is still paused refuses its trainer's.
+        """
+        loaded = [handle for handle in self._pool.handles if isinstance(handle.state, Loaded)]
         try:
-            self._run(each([handle for handle in closed if handle.is_ready], self._conclude))
+            self._run(each(loaded, self._conclude))
         except PushFailed as failure:
             self._report(f"rollout servers did not wake: {failure}")
             for handle in failure.handles:
                 self._in_loop(self._pool.replace, handle, "it did not wake")
+        self._in_loop(self._pool.open)
 
     async def _prepare(self, handle: ServerHandle) -> None:
         """Pause the server, also for requests of other clients, and give it memory for the weights."""

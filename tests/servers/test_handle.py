@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from megatron_gvpo.servers.handle import TRANSITIONS, Lost, Pending, Receiving, ServerHandle, Serving, State
+from megatron_gvpo.servers.handle import (
+    TRANSITIONS,
+    Loaded,
+    Lost,
+    Pending,
+    Receiving,
+    ServerHandle,
+    Serving,
+    State,
+)
 from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.settings.servers import ServersConfig
 
@@ -15,7 +24,7 @@ class Named:
     url = "http://server"
 
 
-STATES: list[State] = [Lost("gone"), Pending(), Receiving(), Serving(3)]
+STATES: list[State] = [Lost("gone"), Pending(), Receiving(), Loaded(3), Serving(3)]
 # Every path of the story that handle.py draws; all other changes are faults of the pool.
 LEGAL = {
     (Lost, Lost),
@@ -25,7 +34,11 @@ LEGAL = {
     (Pending, Receiving),
     (Receiving, Lost),
     (Receiving, Pending),
+    (Receiving, Loaded),
     (Receiving, Serving),
+    (Loaded, Lost),
+    (Loaded, Pending),
+    (Loaded, Serving),
     (Serving, Lost),
     (Serving, Pending),
 }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,11 +16,11 @@ from helpers.servers.fake_servers import itself
 
 from megatron_gvpo.sampling.served import ServedEngine
 from megatron_gvpo.servers.handle import Pending
-from megatron_gvpo.servers.http import ServerRefused
+from megatron_gvpo.servers.http import PUSHES, ServerRefused
 from megatron_gvpo.servers.leader import BackgroundLoop, Failed, Push
 from megatron_gvpo.servers.pool import ServerPool
 from megatron_gvpo.servers.request import Request
-from megatron_gvpo.servers.server import Completion, ServerInfo
+from megatron_gvpo.servers.server import PLUGINS, Completion, ServerInfo
 from megatron_gvpo.settings.config import Config, load_config
 from megatron_gvpo.settings.sections import SamplingConfig
 from megatron_gvpo.settings.servers import ServersConfig, WeightSyncConfig
@@ -26,6 +28,9 @@ from megatron_gvpo.weights import publisher
 from megatron_gvpo.weights.bucket import Bucket, TensorSpec
 from megatron_gvpo.weights.disk import Disk
 from megatron_gvpo.weights.publisher import Publisher, push_until_done
+
+sys.path.append(str(PLUGINS))
+from megatron_gvpo_watch import Watch
 
 
 class Refusing:
@@ -174,26 +179,55 @@ def test_responses_that_a_push_has_stopped_go_on_where_they_were():
 
 
 class OnTheTrainersGpus(Serving):
-    """A server that has the trainer's memory in its turns."""
+    """A server behind the watch that has the trainer's memory in its turns."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self.parts = {"weights", "cache"}  # of its own memory
+        self._watch = Watch(self._accepted)
+
+    @staticmethod
+    async def _accepted(scope: object, receive: object, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _ask_the_watch(self, path: str) -> None:
+        """Send the watch a request of the trainer, and return when it has let the request pass."""
+        answer: list[dict[str, Any]] = []
+
+        async def send(message: dict[str, Any]) -> None:
+            answer.append(message)
+
+        headers = [(PUSHES.lower().encode(), b"90")]
+        await self._watch({"type": "http", "path": path, "headers": headers}, None, send)
+        if (status := answer[0]["status"]) != 200:
+            raise ServerRefused(f"{self.url}: status {status}: {answer[1]['body'].decode()}", status)
+
+    async def sample(self, token_ids: list[int], *how: object) -> Completion:
+        await self._ask_the_watch("/v1/completions")
+        return await super().sample(token_ids, *how)
+
+    async def pause(self, timeout: float) -> None:
+        await self._ask_the_watch("/pause")
+
+    async def resume(self, timeout: float) -> None:
+        assert self.parts == {"weights", "cache"}
+        await self._ask_the_watch("/resume")
 
     async def weight_version(self, timeout: float) -> str:
         return "0"
 
     async def offload_memory(self, timeout: float) -> None:
+        await self._ask_the_watch("/sleep")
         self.parts.clear()
 
     async def onload_memory(self, part: str, timeout: float) -> None:
         self.parts.add(part)
 
 
-def test_the_trainers_weights_return_when_no_server_has_their_memory():
-    """A server that came back while others generated made the trainer take the memory of the others."""
-    loop, servers = BackgroundLoop("test"), [OnTheTrainersGpus(f"http://server{i}") for i in range(2)]
-    pool = ServerPool(servers, ServersConfig(), [7], print)  # type: ignore[arg-type]
+def colocated_engine(servers: list[OnTheTrainersGpus], loop: BackgroundLoop) -> ServedEngine:
+    """The engine of these servers, asleep. Its trainer takes a moment to release its memory."""
+    pool = ServerPool(servers, ServersConfig(colocated=True, start_timeout=1.0), [7], print)  # type: ignore[arg-type]
     pushes = Publisher(
         pool,
         loop,
@@ -208,12 +242,15 @@ def test_the_trainers_weights_return_when_no_server_has_their_memory():
         report=print,
     )
 
+    def release(part: str) -> None:
+        time.sleep(0.2)
+
     def restore(part: str) -> None:
         assert not any(server.parts for server in servers), part
 
     engine = ServedEngine.__new__(ServedEngine)
     engine.servers, engine.asleep = SimpleNamespace(pool=pool, loop=loop), False  # type: ignore[assignment]
-    engine._memory = SimpleNamespace(release=print, restore=restore, copy_weights_ahead=print)  # type: ignore[assignment]
+    engine._memory = SimpleNamespace(release=release, restore=restore, copy_weights_ahead=print)  # type: ignore[assignment]
     engine._weights = SimpleNamespace(  # type: ignore[assignment]
         push=lambda version: push_until_done(pushes, lambda: iter(()), version), open_servers=pushes.open
     )
@@ -222,14 +259,23 @@ def test_the_trainers_weights_return_when_no_server_has_their_memory():
         for handle in pool.handles:
             handle.to(Pending())
 
+    loop.run(healthy())
+    engine._sleep()
+    return engine
+
+
+def test_the_trainers_weights_return_when_no_server_has_their_memory():
+    """A server that came back while others generated made the trainer take the memory of the others."""
+    loop, servers = BackgroundLoop("test"), [OnTheTrainersGpus(f"http://server{i}") for i in range(2)]
+    engine = colocated_engine(servers, loop)
+    pool = engine.servers.pool
+
     async def begun_and_one_came_back() -> None:
         while not servers[0].prompts:
             await asyncio.sleep(0.001)
         pool.lose(pool.handles[1], "it ended")
         pool.handles[1].to(Pending())
 
-    loop.run(healthy())
-    engine._sleep()
     engine._push(1)
     response = loop.submit(pool.generate([Request((1,), 1, 1)], SamplingConfig(max_tokens=4)))
     loop.run(begun_and_one_came_back())
@@ -238,6 +284,29 @@ def test_the_trainers_weights_return_when_no_server_has_their_memory():
     assert [server.parts for server in servers] == [{"weights", "cache"}] * 2
     [[rollout]] = response.result(5.0)
     assert (rollout.token_ids, rollout.spans) == ([5, 7], [(1, 0, 2)])
+    loop.close()
+
+
+def test_colocated_servers_are_asked_for_carried_responses_when_they_have_resumed():
+    """They refuse a trainer that samples in the middle of its push, and would count as lost."""
+    loop, servers = BackgroundLoop("test"), [OnTheTrainersGpus(f"http://server{i}") for i in range(2)]
+    engine = colocated_engine(servers, loop)
+    pool = engine.servers.pool
+    engine._push(0)
+    requests = [Request((number,), 1, number) for number in range(4)]
+    responses = loop.submit(pool.generate(requests, SamplingConfig(max_tokens=4)))
+
+    async def all_have_begun() -> None:
+        while sum(len(server.prompts) for server in servers) < 4:
+            await asyncio.sleep(0.001)
+
+    loop.run(all_have_begun())
+    engine._sleep()
+    engine._push(1)
+    rollouts = [rollout for row in responses.result(5.0) for rollout in row]
+    assert [(r.token_ids, r.spans) for r in rollouts] == [([5, 7], [(0, 0, 1), (1, 1, 2)])] * 4
+    assert [len(server.prompts) for server in servers] == [4, 4], "all waited until both had resumed"
+    assert [handle.losses for handle in pool.handles] == [0, 0]
     loop.close()
 
 

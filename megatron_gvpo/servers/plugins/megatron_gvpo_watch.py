@@ -9,11 +9,11 @@ silence after which the trainer counts as dead. When that time has passed during
 - a server that has begun to load stays paused, and answers requests to generate with an error that says so,
   until a trainer has pushed all weights and resumed it.
 
-Requests to generate that come during a push wait here, so that they can be answered. A trainer's own are
-refused, because they would wait for the push that it has yet to begin. In vLLM this is a middleware
-(`--middleware megatron_gvpo_watch.Watch`), and SGLang gets it as one of its plugins. A server with several
-HTTP processes, each of which sees only a part of the requests, is refused: in vLLM here, and SGLang's by
-megatron_gvpo.sampling.server_checks.
+Requests to generate that come during a push wait here, so that they can be answered. A trainer's are refused:
+none samples during its own push, and after another's they would wait for the push that it has yet to begin.
+In vLLM this is a middleware (`--middleware megatron_gvpo_watch.Watch`), and SGLang gets it as one of its
+plugins. A server with several HTTP processes, each of which sees only a part of the requests, is refused: in
+vLLM here, and SGLang's by megatron_gvpo.sampling.server_checks.
 
 SGLang's /health asks for a token, which a paused server does not generate, and counts any other answer of its
 schedulers in its place. So during a push the watch asks them a question that they answer while they are
