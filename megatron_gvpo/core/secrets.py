@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.plain_values import DEPTH
 from megatron_gvpo.core.redaction import REDACTED, SHORTEST, add_secret, credentials_in_urls, hide
 
@@ -126,13 +127,18 @@ def literal_secrets(values: Any) -> list[str]:
     """The dotted keys of secrets that are written in `values`, which are hidden from now on.
 
     They are recognised by the name of an option (`options: {api_key: ...}`), and in URLs
-    (`https://user:password@host`).
+    (`https://user:password@host`). Raises ConfigError for one that was removed when the file was written.
     """
     keys = []
     for key, value in _strings(values):
         if from_variable(value):
             continue
         credentials = list(credentials_in_urls(value))
+        if REDACTED in credentials or (value == REDACTED and _is_secret_option(key, value)):
+            raise ConfigError(
+                f"{key}: the secret was removed when this file was written: give it again, as "
+                f"'{key}={{env: NAME}}', with the value in the environment variable NAME"
+            )
         for credential in credentials:
             add_secret(credential)
         if is_secret := _is_secret_option(key, value):

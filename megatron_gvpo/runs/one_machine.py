@@ -21,11 +21,12 @@ _PATHS = ("path", "convert", "function", "packages", "environment", "program", "
 def load_run(output_dir: Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration that the run in this directory has recorded. Raises ConfigError.
 
-    `overrides`: paths that differ on this machine, and nothing else, because the run is not changed.
+    `overrides`: paths that differ on this machine, and secrets that the record lacks, as `{env: NAME}`;
+    nothing else, because the run is not changed.
     """
     for override in overrides:
-        key = override.partition("=")[0]
-        if key.rpartition(".")[2] not in _PATHS:
+        key, _, value = override.partition("=")
+        if key.rpartition(".")[2] not in _PATHS and not value.startswith("{env:"):
             raise ConfigError(
                 f"{key}: the run has had its own; only paths may be given, such as model.path=DIR"
             )

@@ -29,7 +29,7 @@ from megatron_gvpo.core.commit import Commit, checked_out
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.json_files import check_regular, read_json_object
 from megatron_gvpo.core.named_file import begins_with
-from megatron_gvpo.core.redaction import hide
+from megatron_gvpo.core.redaction import REDACTED, hide
 from megatron_gvpo.core.secrets import as_written
 from megatron_gvpo.core.user_functions import named_files
 from megatron_gvpo.core.user_imports import imported_files
@@ -60,7 +60,11 @@ def check_unchanged(config: Config, allowed: Sequence[str]) -> list[Change]:
         differences = changes(Config, settings, now)
         edited = f" as {RUN} has them ({CONFIG} differs: it was edited, or one is another run's)" * is_edited
     differences += changed_files(directory, config)
-    refused = [change for change in differences if change.fixed and not is_allowed(change.key, allowed)]
+    refused = [
+        change
+        for change in differences  # a secret that was removed from the record must be given in another way
+        if change.fixed and change.old != REDACTED and not is_allowed(change.key, allowed)
+    ]
     if refused:
         options = " ".join(f"--allow-change {change.key}" for change in refused)
         raise ConfigError(

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from megatron_gvpo.algorithms.base import Block
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.section import EVERY_KEY, Section
+from megatron_gvpo.runs.one_machine import load_run
 from megatron_gvpo.runs.record import check_unchanged, fingerprints, write_record
 from megatron_gvpo.runs.settings_diff import changes, listed
 from megatron_gvpo.settings.config import Config, load_config
@@ -267,6 +268,16 @@ def test_secrets_stay_out_of_the_record(run, monkeypatch):
     assert "sk-very-secret-value" not in text and "JUDGE_KEY" in text
     assert listed(check_unchanged(config, ())) == ""
     assert load_config(["out/config.yaml"]) == config
+
+
+def test_a_secret_that_the_record_lacks_may_come_from_a_variable(run, monkeypatch):
+    judge = "{name: mine, function: 'mine.py:reward', options: {api_key: sk-literal-value-1}}"
+    Path("literal.yaml").write_text(f"rewards: {{components: [{judge}]}}\n")
+    write_record(load_config([run, "literal.yaml"]), 0, 1)
+    monkeypatch.setenv("JUDGE_KEY", "sk-other-value-2")
+    again = load_run(Path("out"), ["rewards.components.0.options.api_key={env: JUDGE_KEY}"])
+    assert again.rewards.components[0].options == {"api_key": "sk-other-value-2"}
+    assert [change.key for change in check_unchanged(again, ())] == ["rewards.components.0.options.api_key"]
 
 
 def test_an_edited_configuration_is_compared_as_the_run_had_it(run):

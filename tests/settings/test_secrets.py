@@ -76,6 +76,36 @@ def test_a_literal_secret_is_redacted_and_refused_on_a_command_line(options: str
         load_config([good], [reward(options)])
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("api_key", "sk-12345678"),
+        ("url", "https://me:pw@judge/v1"),
+        ("url", "https://judge/v1?n=1&api_key=k1"),
+    ],
+)
+def test_a_secret_that_a_run_removed_from_its_record_must_be_given_again(
+    name: str, value: str, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    sections = yaml.load(good.read_text(), Loader)
+    judge = {"name": "judge", "function": "a.py:f", "options": {name: value}}
+    record = tmp_path / "config.yaml"
+    record.write_text(
+        yaml.safe_dump(as_written(build_config(sections | {"rewards": {"components": [judge]}})))
+    )
+    key = f"rewards.components.0.options.{name}"
+    with pytest.raises(ConfigError, match=rf"^{key}: the secret was removed .*'{key}=\{{env: NAME\}}'"):
+        load_config([record])
+    monkeypatch.setenv("JUDGE", value)
+    again = load_config([record], [f"{key}={{env: JUDGE}}"])
+    assert again.rewards.components[0].options == {name: value}
+
+
+def test_a_text_about_redaction_is_no_removed_secret(good: Path):
+    config = load_config([good], ["data.system_prompt='Write <redacted> for each name.'"])
+    assert build_config(as_written(config)) == config
+
+
 def test_a_file_with_a_literal_secret_is_noted(good: Path, capsys: pytest.CaptureFixture[str]):
     file = good.with_name("judge.yaml")
     file.write_text(
