@@ -21,6 +21,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.gpu_packages import check_delta_nets, check_gpu_packages, check_no_null_cuda
 from megatron_gvpo.core.gpus import LocalGpu, list_gpus
 from megatron_gvpo.core.json_files import read_json_object
+from megatron_gvpo.core.user_imports import check_helpers, helpers
 from megatron_gvpo.huggingface.card import ModelCard, ModelCards
 from megatron_gvpo.megatron.model.attention_kernel import (
     Attention,
@@ -250,6 +251,7 @@ def _check_rewards(config: Config, cards: ModelCards) -> None:
 
     The workers import the rewards' files only later.
     """
+    imported: dict[str, Path] = {}  # one worker imports the files of all components
     for i, component in enumerate(config.rewards.components):
         try:
             if component.built_in:
@@ -260,7 +262,7 @@ def _check_rewards(config: Config, cards: ModelCards) -> None:
             check_served(component.served, key_of(i, component.served), cards.component(i))
         if component.function is not None:
             check = partial(check_reward, options=component.options)
-            _check_source(f"rewards.components.{i}.function", component.function, check)
+            _check_source(f"rewards.components.{i}.function", component.function, check, imported)
     talks = config.rollout.conversation
     if talks is None:
         return
@@ -279,10 +281,21 @@ def _check_rewards(config: Config, cards: ModelCards) -> None:
         _check_chat_template(config)
 
 
-def _check_source(key: str, spec: str, check: Callable[[Any], None] | None = None) -> None:
-    """Raises ConfigError if the user's file lacks what `spec` names, or `check` refuses it."""
+def _check_source(
+    key: str,
+    spec: str,
+    check: Callable[[Any], None] | None = None,
+    imported: dict[str, Path] | None = None,
+) -> None:
+    """Raises ConfigError if the user's file lacks what `spec` names, or `check` refuses it.
+
+    `imported`: the modules beside the files that the same worker imports before; those of this one are added.
+    """
     try:
         stub = check_source(spec)
+        if (source := Path(spec.rpartition(":")[0])).suffix == ".py" and imported is not None:
+            check_helpers(source, imported)
+            imported |= helpers(source)
         if stub is not None and check is not None:
             check(stub)
     except ValueError as error:

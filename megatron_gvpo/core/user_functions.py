@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -18,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from megatron_gvpo.core.user_imports import INSTALLED, KeptFiles, imported_files
+from megatron_gvpo.core.user_imports import INSTALLED, KeptFiles, check_helpers, imported_files
 
 # Modules whose functions a configuration may name, by their former names, which work for one more release.
 MOVED = {
@@ -243,12 +244,15 @@ def forget_functions() -> None:
 
 @cache  # once for all functions of a file, as Python imports a module: they share its state
 def _load_file(source: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"user_{Path(source).stem}", source)
+    path = Path(source).absolute()
+    name = f"user_{path.stem}_{zlib.crc32(os.fsencode(path.parent)):08x}"  # files of one name may be several
+    spec = importlib.util.spec_from_file_location(name, source)
     # Importlib returns a loader for every name that ends with .py.
     assert spec is not None and spec.loader is not None
-    if (directory := str(Path(source).absolute().parent)) not in sys.path:
+    if (directory := str(path.parent)) not in sys.path:
         # The directory comes last on the path; the file may import modules beside it.
         sys.path.append(directory)
+    check_helpers(path, {})
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses, among others, look up their module
     if source in _contents:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.abc import MetaPathFinder, SourceLoader
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import spec_from_file_location
+from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -41,6 +41,35 @@ def imported_files(source: Path) -> list[Path]:
                     seen[path] = None
                     waiting.append(path)
     return sorted(seen)
+
+
+def helpers(source: Path) -> dict[str, Path]:
+    """The modules beside a file that it imports, or that those import: each one's file or directory."""
+    directory = source.absolute().parent
+    files = (file for file in imported_files(source) if file.is_relative_to(directory))
+    beside = {directory / file.relative_to(directory).parts[0] for file in files}
+    return {path.stem: path for path in sorted(beside)}
+
+
+def check_helpers(source: Path, earlier: Mapping[str, Path]) -> None:
+    """Raises ValueError if another of the user's modules takes the place of one beside the file.
+
+    A process has one module of a name: that of the file that was imported first, or of the current directory.
+    `earlier`: the helpers of files that the same process will import before.
+    """
+    for name, path in helpers(source).items():
+        locations = [str(earlier[name])] if name in earlier else _locations(name)
+        is_beside = any(Path(other).resolve().is_relative_to(path.resolve()) for other in locations)
+        if locations and not is_beside and not locations[0].startswith(INSTALLED):
+            raise ValueError(f"it imports {name} from {path}, but {locations[0]} takes its place: rename one")
+
+
+def _locations(module: str) -> list[str]:
+    """The file of a module, or the directories of a package, that an import would take; empty for none."""
+    with suppress(ImportError, ValueError):  # ValueError: the module was made by code
+        if (spec := find_spec(module)) is not None:
+            return [path for path in (spec.origin, *(spec.submodule_search_locations or ())) if path]
+    return []
 
 
 def _imports(tree: ast.Module, file: Path, directories: Sequence[Path]) -> Iterator[Path]:

@@ -11,6 +11,7 @@ from helpers.tiny_run import configure
 from megatron_gvpo.checks.preflight import preflight
 from megatron_gvpo.checks.user_source import check_source, check_tool
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.user_functions import load_function
 
 # Importing it fails: nothing of it may run.
 SOURCE = """
@@ -145,6 +146,30 @@ def test_modules_that_a_file_imports_are_looked_for(source: str, problem: str | 
         return
     with pytest.raises(ValueError, match=rf"importing {file} failed: {problem}"):
         check_source(f"{file}:score")
+
+
+def test_rewards_whose_helpers_have_one_name_are_refused(task: Path, tmp_path: Path) -> None:
+    """The second was scored by the helper of the first, without a word."""
+    for directory in ("a", "b"):
+        (tmp_path / directory).mkdir()
+        (tmp_path / directory / "same_name.py").write_text(f"def extract(text): return '{directory}'\n")
+        (tmp_path / directory / "reward.py").write_text(
+            "def score(prompt, rollout):\n    from same_name import extract\n    return extract('')\n"
+        )
+    specs = [f"{tmp_path / directory / 'reward.py'}:score" for directory in ("a", "b")]
+    components = json.dumps([{"name": f"r{i}", "function": spec} for i, spec in enumerate(specs)])
+    second = tmp_path / "b" / "same_name.py"
+    problem = rf"it imports same_name from {second}, but .*a/same_name\.py takes its place: rename one"
+    with pytest.raises(ConfigError, match=rf"rewards\.components\.1\.function={specs[1]}: {problem}"):
+        preflight(configure(task, tmp_path / "out", f"rewards.components={components}"), "train", 1)
+    assert load_function(specs[0])(None, None) == "a"
+    with pytest.raises(ValueError, match=problem):
+        load_function(specs[1])
+    second.rename(second.with_name("other_name.py"))
+    file = tmp_path / "b" / "reward.py"
+    file.write_text(file.read_text().replace("same_name", "other_name"))
+    assert load_function(specs[1])(None, None) == "b"
+    assert load_function(specs[0]).__module__ != load_function(specs[1]).__module__
 
 
 def test_a_module_that_is_not_installed() -> None:
