@@ -93,10 +93,9 @@ def _compare(one: Path, other: Path, config: Config) -> list[Finding]:
     from megatron_gvpo.replay.findings import Tolerances
     from megatron_gvpo.runs.one_machine import load_run
     from megatron_gvpo.runs.settings_diff import changes
-    from megatron_gvpo.settings.config import Config
 
     second = load_run(other)
-    for change in changes(Config, as_written(config), as_written(second)):
+    for change in changes(as_written(config), second):
         if change.key != "output_dir":
             say(f"note: the runs have other settings: {change}")
     steps, finding = first_parting(one, other, Tolerances.of(config.model.dtype))

@@ -50,16 +50,18 @@ def check_unchanged(config: Config, allowed: Sequence[str]) -> list[Change]:
     mathematics that `allowed` does not name; for a name in `allowed` that is not a key; and for half a
     record. A run without a record, from an earlier version of the program, is not compared.
     """
-    directory, now = Path(config.output_dir), as_written(config)
-    if unknown := set(allowed) - set(known_keys(now)):
-        raise ConfigError(f"--allow-change {sorted(unknown)[0]}: the configuration has no such key")
+    directory = Path(config.output_dir)
     _check_whole(directory)
+    settings: dict[str, Any] = {}
     differences, edited = [], ""
     if (directory / CONFIG).exists():
         settings, is_edited = _read_config(directory)
-        differences = changes(Config, settings, now)
+        differences = changes(settings, config)
         edited = f" as {RUN} has them ({CONFIG} differs: it was edited, or one is another run's)" * is_edited
     differences += changed_files(directory, config)
+    # An option that the user removed is a key of the run's settings only.
+    if unknown := set(allowed) - {*known_keys(as_written(config)), *known_keys(settings)}:
+        raise ConfigError(f"--allow-change {sorted(unknown)[0]}: the configuration has no such key")
     refused = [
         change
         for change in differences  # a secret that was removed from the record must be given in another way

@@ -7,17 +7,18 @@ of a method are fixed.
 from __future__ import annotations
 
 import json
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
 
+from megatron_gvpo.core.secrets import as_written
 from megatron_gvpo.core.section import EVERY_KEY
 
 _NAMED = 8  # changes that a message spells out
 _LONGEST = 60  # characters of a value that a message shows
+ABSENT: Any = object()  # the value of an entry that a mapping does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,14 @@ class Change:
         return f"{self.key} was {_shown(self.old)} and is {_shown(self.new)}"
 
 
-def changes(root: type[BaseModel], old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """The keys whose values differ in two configurations, as JSON values of the model `root`, in file order.
+def changes(old: Mapping[str, Any], config: BaseModel) -> list[Change]:
+    """The keys of `config` whose values differ from those of `old`, JSON values of its class, in file order.
 
-    The old configuration may lack a key that a new version of the program has added; its value is then the
-    default.
+    The old configuration may lack a key that a new version of the program has added: its value is then the
+    default. One that a new version no longer has is not compared. In a mapping that users fill, such as a
+    function's options, every entry that only one of the two has is a change.
     """
-    every = list(_changes(root, old, new, "", False))
+    every = list(_changes(config, old, as_written(config), "", False))
     method = [change for change in every if change.key.startswith("algorithm.")]
     recipe = next((change for change in method if change.key == "algorithm.recipe"), None)
     if recipe is None:
@@ -72,34 +74,37 @@ def known_keys(values: Any, at: str = "") -> Iterator[str]:
 
 
 def _changes(
-    section: type[BaseModel] | None,
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    above: str,
-    free: bool,
-    each: type[BaseModel] | None = None,
+    owner: Any, old: Mapping[str, Any], new: Mapping[str, Any], above: str, free: bool
 ) -> Iterator[Change]:
-    """`section`: the class that declares the keys; None for a mapping that no class describes.
+    """`owner`: the part of the configuration that was written as `new`; a section's class declares its keys.
 
-    `each`: the class of a list's items, where the keys are their numbers.
+    The items of a list have their numbers as keys.
     """
-    fields = {} if section is None else section.model_fields
-    for name in [*fields, *(name for name in {**old, **new} if name not in fields)]:
-        if name not in new:
+    section = type(owner) if isinstance(owner, BaseModel) else None
+    for name in {**new, **old}:
+        if section is not None and name not in new:
             continue  # this version no longer has the key
         before = old[name] if name in old else _default(section, name)
-        if before == new[name]:
+        after = new.get(name, ABSENT)
+        if before == after:
             continue
         key, is_free = f"{above}{name}", free or _is_free(section, name)
-        inner = each if name not in fields else _section_in(fields[name].annotation)
-        if isinstance(before, Mapping) and isinstance(new[name], Mapping):
-            yield from _changes(inner, before, new[name], f"{key}.", is_free)
-        elif _can_be_paired(before, new[name]):
-            of_each = None if name not in fields else _section_of_each(fields[name].annotation)
-            pairs = _by_number(before), _by_number(new[name])
-            yield from _changes(None, *pairs, f"{key}.", is_free, each=of_each)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            yield from _changes(_part(owner, name), before, after, f"{key}.", is_free)
+        elif _can_be_paired(before, after):
+            pairs = _by_number(before), _by_number(after)
+            yield from _changes(_part(owner, name), *pairs, f"{key}.", is_free)
         else:
-            yield Change(key, before, new[name], not is_free)
+            yield Change(key, before, after, not is_free)
+
+
+def _part(owner: Any, name: str) -> Any:
+    """The value of a key in a section, a list or a mapping; None in a text, such as a secret's."""
+    if isinstance(owner, BaseModel):
+        return getattr(owner, name)
+    if isinstance(owner, list | tuple):
+        return owner[int(name)]
+    return owner.get(name) if isinstance(owner, Mapping) else None
 
 
 def _can_be_paired(before: Any, after: Any) -> bool:
@@ -118,26 +123,14 @@ def _is_free(section: type[BaseModel] | None, name: str) -> bool:
 
 
 def _default(section: type[BaseModel] | None, name: str) -> Any:
-    if section is None or name not in section.model_fields or section.model_fields[name].is_required():
-        return None
+    if section is None or section.model_fields[name].is_required():
+        return ABSENT
     value = section.model_fields[name].get_default(call_default_factory=True)
     return json.loads(json.dumps(value, default=lambda inner: inner.model_dump(mode="json")))
 
 
-def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """The one section that an annotation such as `X | None` names; None for a choice, or a list."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    parts = [part for part in typing.get_args(annotation) if part is not type(None)]
-    return _section_in(parts[0]) if len(parts) == 1 and typing.get_origin(annotation) is not tuple else None
-
-
-def _section_of_each(annotation: Any) -> type[BaseModel] | None:
-    """The one section that an annotation such as `tuple[X, ...]` names; None for any other."""
-    parts = typing.get_args(annotation)
-    return _section_in(parts[0]) if typing.get_origin(annotation) is tuple else None
-
-
 def _shown(value: Any) -> str:
+    if value is ABSENT:
+        return "absent"
     text = json.dumps(value)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."

@@ -8,13 +8,13 @@ import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
 from megatron_gvpo.algorithms.base import Block
 from megatron_gvpo.core.errors import ConfigError
+from megatron_gvpo.core.secrets import as_written
 from megatron_gvpo.core.section import EVERY_KEY, Section
 from megatron_gvpo.runs.one_machine import load_run
 from megatron_gvpo.runs.record import check_unchanged, fingerprints, write_record
@@ -118,13 +118,44 @@ def test_what_does_not_is_said(run, override):
     assert compare(run, override).startswith(override.partition("=")[0] + " was ")
 
 
+JUDGE = "{model: m, servers: {urls: ['http://a:1']}, request: %s}"
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("rewards.components.0.options=%s", ""),
+        ("rewards.components.0.options.rules=[%s]", ".0"),
+        ("rewards.components=[{name: quality, judge: " + JUDGE + "}]", ".0.judge.request"),
+        ("data.chat_template_kwargs=%s", ""),
+        ("rollout.conversation={environment: 'mine.py:reward', options: %s}", ".options"),
+        ("algorithm.shapers=[{name: custom, function: 'shape.py:f', options: %s}]", ".0.options"),
+    ],
+)
+def test_an_entry_that_only_one_side_has_in_a_mapping_of_the_users_is_refused(run, override, key):
+    Path("shape.py").write_text("def f(group, **options): return []\n")
+    write(run, override % "{first: 3, second: null}")
+    key = override.partition("=")[0] + key
+    for now, change in (
+        ("{second: null}", f"{key}.first was 3 and is absent"),
+        ("{first: 3}", f"{key}.second was null and is absent"),
+        ("{first: 3, second: null, third: null}", f"{key}.third was absent and is null"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            compare(run, override % now)
+        assert f"trained otherwise: {change}. Resume" in str(refused.value)
+        allowed = str(refused.value).rpartition("--allow-change ")[2]
+        assert compare(run, override % now, allowed=(allowed,)) == change
+
+
 def test_a_reward_models_servers_may_move_and_its_verdicts_may_not_change():
-    def rewards(url: str, too_long: str) -> dict[str, Any]:
+    def rewards(url: str, too_long: str) -> RewardsConfig:
         model = {"path": "m", "too_long": too_long, "servers": {"urls": [url]}}
-        return RewardsConfig(components=[{"name": "quality", "model": model}]).model_dump(mode="json")
+        return RewardsConfig(components=[{"name": "quality", "model": model}])
 
     before, after = rewards("http://a:1", "error"), rewards("http://b:2", "drop")
-    fixed_by_key = {change.key: change.fixed for change in changes(RewardsConfig, before, after)}
+    differences = changes(before.model_dump(mode="json"), after)
+    fixed_by_key = {change.key: change.fixed for change in differences}
     at = "components.0.model"
     assert fixed_by_key == {f"{at}.too_long": True, f"{at}.servers.urls": False}
 
@@ -296,14 +327,20 @@ def test_an_edited_configuration_is_compared_as_the_run_had_it(run):
     assert listed(check_unchanged(edited, ())) == ""
 
 
-def test_a_key_that_a_new_version_has_added_had_its_default():
-    old, new = (
-        {"output_dir": "x", "train": {"steps": 3}},
-        {"output_dir": "x", "train": {"steps": 3, "seed": 0}},
-    )
-    assert changes(Config, old, new) == []
-    new["train"] = {"steps": 3, "seed": 4}
-    assert listed(changes(Config, old, new)) == "train.seed was 0 and is 4"
+def test_a_key_that_a_new_version_has_added_had_its_default(good: Path):
+    config = load_config([good])
+    old = as_written(config)
+    del old["train"]["seed"], old["algorithm"]["loss"]["beta"]
+    assert changes(old, config) == []
+    differences = changes(old, load_config([good], ["train.seed=4", "algorithm.loss.beta=0.3"]))
+    assert listed(differences) == "algorithm.loss.beta was 0.1 and is 0.3; train.seed was 0 and is 4"
+
+
+def test_a_key_that_a_new_version_no_longer_has_is_not_compared(good: Path):
+    config = load_config([good])
+    old = as_written(config)
+    old["train"]["former"] = old["algorithm"]["loss"]["former"] = 1
+    assert changes(old, config) == []
 
 
 def test_what_cannot_be_compared_is_named(run):
