@@ -19,7 +19,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from megatron_gvpo.core.user_imports import INSTALLED, KeptFiles, check_helpers, imported_files
+from megatron_gvpo.core.user_imports import (
+    INSTALLED,
+    KeptFiles,
+    check_helpers,
+    imported_files,
+    module_files,
+)
 
 # Modules whose functions a configuration may name, by their former names, which work for one more release.
 MOVED = {
@@ -41,8 +47,9 @@ _contents: dict[str, bytes] = {}  # the content of files as the run began with i
 def named_files(values: Any, at: str = "") -> Iterator[tuple[str, str]]:
     """The Python files that nested values name, by their dotted keys.
 
-    "path/file.py:function" names one, "module:function" names one if the current directory has the module,
-    and "path/file.py" if the file exists, as in the command of a server.
+    "path/file.py:function" names one, and so does "path/file.py" if the file exists, as in the command of a
+    server. "module:function" names the module's file, and then the `__init__.py` of the packages that it is
+    in, if the current directory has them.
     """
     if isinstance(values, str):
         source = values.rpartition(":")[0]
@@ -51,9 +58,8 @@ def named_files(values: Any, at: str = "") -> Iterator[tuple[str, str]]:
         if source.endswith(".py"):
             yield at, source
         elif _MODULE.fullmatch(source) and not source.startswith(f"{_PACKAGE}."):
-            file = os.path.abspath(f"{source.replace('.', os.sep)}.py")
-            if os.path.isfile(file) and not file.startswith(INSTALLED):
-                yield at, file
+            for file in reversed([*module_files(source.split("."), [Path.cwd()])]):
+                yield at, str(file)
     elif isinstance(values, Mapping | list | tuple):
         for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
             yield from named_files(value, f"{at}.{key}" if at else str(key))

@@ -84,14 +84,14 @@ def _imports(tree: ast.Module, file: Path, directories: Sequence[Path]) -> Itera
             ]  # a name may be a module of the package
         if isinstance(node, ast.ImportFrom) and node.level:
             for parts in modules:
-                yield from _files(parts, file.parents[node.level - 1 : node.level])
+                yield from module_files(parts, file.parents[node.level - 1 : node.level])
             continue
         for parts in modules:
             if parts[0] not in sys.stdlib_module_names and parts[0] != _PACKAGE:
-                yield from _files(parts, directories)
+                yield from module_files(parts, directories)
 
 
-def _files(parts: Sequence[str], directories: Sequence[Path]) -> Iterator[Path]:
+def module_files(parts: Sequence[str], directories: Sequence[Path]) -> Iterator[Path]:
     """The files of a module and of the packages that it is in, in the first directory that has it."""
     for directory in directories:
         files = []

@@ -132,11 +132,12 @@ def fingerprints(config: Config) -> dict[str, dict[str, Any]]:
     if config.teacher is not None:
         named["teacher.path"] = config.teacher.path
     named |= dict(_argument_files(as_written(config)))
+    code: dict[str, dict[Path, None]] = {}
     for key, source in named_files(as_written(config)):
-        named[key] = source
-        beside = Path(source).absolute().parent
-        for file in imported_files(Path(source)):
-            named[f"{key}:{os.path.relpath(file, beside)}"] = str(file)
+        code.setdefault(key, {}).update(dict.fromkeys((Path(source), *imported_files(Path(source)))))
+    for key, (first, *others) in code.items():
+        named[key], beside = str(first), first.absolute().parent
+        named |= {f"{key}:{os.path.relpath(file, beside)}": str(file) for file in others}
     prints = {key: fingerprint(Path(path)) for key, path in named.items()}
     return {key: value for key, value in prints.items() if value is not None}
 

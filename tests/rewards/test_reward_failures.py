@@ -36,9 +36,9 @@ def strict(prompt, rollout):
 """
 
 
-def pool(file: Path, text: str) -> RewardPool:
+def pool(file: Path, text: str, module: str = "") -> RewardPool:
     file.write_text(text)
-    strict = RewardConfig(name="mine", function=f"{file}:strict")
+    strict = RewardConfig(name="mine", function=f"{module or file}:strict")
     return RewardPool(RewardsConfig(components=(RewardConfig(name="format"), strict)))
 
 
@@ -123,6 +123,21 @@ def test_a_worker_that_is_replaced_has_the_imports_that_the_run_began_with(tmp_p
         for path in helper.parent.glob("*.py"):
             path.write_text("ONE = 7.0\n") if edit == "edited" else path.unlink()
         record = {"mark": str(tmp_path / "mark")}
+        rewards.score([Group(Prompt("p", (1,), "?", record=record), rollouts)])
+    assert (tmp_path / "mark").exists()
+    assert [rollout.rewards["mine"] for rollout in rollouts] == [1.0, 1.0, 1.0]
+
+
+def test_a_worker_that_is_replaced_has_the_package_that_the_run_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    file, record = tmp_path / "killed_package" / "__init__.py", {"mark": str(tmp_path / "mark")}
+    file.parent.mkdir()
+    rollouts = [Rollout([i], [0.0], text, "stop") for i, text in enumerate(["", "once", "fine"])]
+    with pool(file, KILLED, "killed_package") as rewards:
+        file.write_text(KILLED.replace("1.0", "7.0"))
         rewards.score([Group(Prompt("p", (1,), "?", record=record), rollouts)])
     assert (tmp_path / "mark").exists()
     assert [rollout.rewards["mine"] for rollout in rollouts] == [1.0, 1.0, 1.0]

@@ -235,6 +235,23 @@ def test_changed_files_that_a_users_file_imports_are_found(run: Path, named: str
     assert compare(run, own, allowed=(key,)).startswith(key)
 
 
+@pytest.mark.parametrize(("named", "own"), [("kit:f", "kit/__init__.py"), ("kit.inner:f", "kit/inner.py")])
+@pytest.mark.parametrize("changed", ["kit/__init__.py", "kit/inner.py", "kit/beside.py"])
+def test_changed_files_of_a_package_are_found(run: Path, named: str, own: str, changed: str) -> None:
+    Path("kit").mkdir()
+    Path("kit/__init__.py").write_text("from .inner import f\n")
+    Path("kit/inner.py").write_text("from .beside import limit\ndef f(*_): return limit\n")
+    Path("kit/beside.py").write_text("limit = 10\n")
+    function = f"rewards.components.0.function={named}"
+    write(run, function)
+    assert compare(run, function) == ""
+    Path(changed).write_text(Path(changed).read_text() + "# an edit\n")
+    file = "" if changed == own else f"{Path(changed).name}: "
+    line = rf'rewards\.components\.0\.function was "{file}\d+ bytes, sha256 \w+" and is [^;]*'
+    with pytest.raises(ConfigError, match=rf"trained otherwise: {line}\. Resume"):
+        compare(run, function)
+
+
 @pytest.mark.parametrize(
     ("talk", "keys"),
     [
