@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import model_validator
@@ -21,6 +20,7 @@ from megatron_gvpo.algorithms.recipe import merge, read_recipe
 from megatron_gvpo.algorithms.registry import choice
 from megatron_gvpo.algorithms.shapers.base import Shaper
 from megatron_gvpo.algorithms.shapers.filters import Keep, MaskTruncated
+from megatron_gvpo.algorithms.shapers.rewards import Affine
 
 if TYPE_CHECKING:
     AnyPrompts = PromptChoice
@@ -204,18 +204,23 @@ class AlgorithmConfig(Block):
                 )
 
     def _unread_shaper(self) -> str | None:
-        """The shaper whose rewards no later block reads, with the reason; None without one."""
-        for number, (one, following) in enumerate(pairwise(self.shapers)):
-            # affine also changes the prior
-            if one.changes_rewards and following.replaces_rewards and not self.prior.gives_prior:
-                return (
-                    f"shapers.{number}: {one.name} has no effect: {following.name} after it computes the "
-                    "reward anew; give it later in the list"
-                )
-        last = self.shapers[-1] if self.shapers else None
-        # a shaper that keeps or drops responses may read rewards
-        if last is None or not last.changes_rewards or self.batch_policy.needs_rewards:
-            return None
+        """The shaper whose rewards no later block reads, with the reason; None without one.
+
+        The walk begins at the estimator and the loss. A shaper that keeps or drops responses may read rewards.
+        """
+        reason = None if self.batch_policy.reads_rewards else self._why_rewards_are_unread()
+        for number, shaper in reversed(list(enumerate(self.shapers))):
+            changes_prior = isinstance(shaper, Affine) and self.prior.gives_prior
+            if reason is not None and shaper.changes_rewards and not changes_prior:
+                return f"shapers.{number}: {shaper.name} has no effect: {reason}"
+            if shaper.replaces_rewards:
+                reason = f"{shaper.name} after it computes the reward anew; give it later in the list"
+            elif shaper.reads_rewards:
+                reason = None
+        return None
+
+    def _why_rewards_are_unread(self) -> str | None:
+        """The reason why neither estimator nor loss reads the total reward; None if one does."""
         loss, estimator = self.loss, self.estimator
         distils = isinstance(estimator, distillation.Distillation) and estimator.rewards is None
         if estimator is not None and estimator.by_components:
@@ -226,10 +231,8 @@ class AlgorithmConfig(Block):
             reader = f"the loss {loss.name} reads no reward"
         else:
             return None
-        number = len(self.shapers) - 1
         return (
-            f"shapers.{number}: {last.name} has no effect: it changes the reward, and {reader}: leave it "
-            "out, or make it a component (rewards.components)"
+            f"it changes the reward, and {reader}: leave it out, or make it a component (rewards.components)"
         )
 
     def _learns_from_itself(self) -> str | None:

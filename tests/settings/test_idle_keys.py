@@ -74,6 +74,7 @@ def test_a_key_without_effect(good, overrides, problem):
         ("rollout.conversation={program: 'm:f', parser: xml}",),
         ("algorithm={recipe: gdpo, estimator: {weights: {math: 1, format: 0.5}}}", WEIGHED),
         ("algorithm={recipe: gdpo, shapers: [{name: overlong}, {name: drop}]}",),
+        ("algorithm={recipe: gdpo, shapers: [overlong, {name: mask_truncated, only_wrong: true}]}",),
         ("algorithm={recipe: gdpo, shapers: [{name: overlong}], batch_policy: {name: accumulate}}",),
         ("algorithm={recipe: bnpo, shapers: [{name: overlong}, {name: affine, scale: 0.4}]}", WEIGHED),
         ("algorithm={recipe: dpo, prompts: {name: success_rate, field: rate}}", DPO[1]),

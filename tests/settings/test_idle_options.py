@@ -45,6 +45,18 @@ from megatron_gvpo.settings.config import load_config
             "{recipe: grpo, shapers: [overlong, {name: staged, stages: [[math, 1]]}]}",
             "shapers.0: overlong has no effect: staged after it computes the reward anew; give it later",
         ),
+        (
+            "{recipe: dapo, estimator: {name: components}}",
+            "shapers.0: overlong has no effect: it changes the reward, and the estimator components reads",
+        ),
+        (
+            "{recipe: gdpo, shapers: [overlong, mask_truncated, {name: drop, by: 0}]}",
+            "shapers.0: overlong has no effect: it changes the reward, and the estimator components reads",
+        ),
+        (
+            "{recipe: grpo, shapers: [overlong, mask_truncated, {name: staged, stages: [[math, 1]]}]}",
+            "shapers.0: overlong has no effect: staged after it computes the reward anew; give it later",
+        ),
         ("{recipe: gvpo, shapers: [{name: keep, which: best}]}", "leaves one response of each group, and"),
         (
             "{recipe: grpo, shapers: [overlong, {name: keep, which: best}]}",

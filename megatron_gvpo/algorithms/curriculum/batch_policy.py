@@ -34,6 +34,11 @@ class BatchRule(Block):
 
     name: str
 
+    @property
+    def reads_rewards(self) -> bool:
+        """True if the total rewards of responses decide."""
+        return False
+
     def build(self, batch_groups: int) -> BatchPolicy:
         """The rule at work in a run whose batches have nominally `batch_groups` groups."""
         raise NotImplementedError
@@ -69,6 +74,10 @@ class Accumulate(BatchRule):
     @property
     def components_read(self) -> tuple[Component, ...]:
         return () if self.by is None else (self.by,)
+
+    @property
+    def reads_rewards(self) -> bool:
+        return self.by is None
 
     def build(self, batch_groups: int) -> BatchPolicy:
         return Accumulator(batch_groups, self.threshold, self.max_rounds, self.by)

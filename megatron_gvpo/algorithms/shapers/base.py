@@ -32,6 +32,11 @@ class Shaper(Block):
         """True if the new rewards do not depend on those before."""
         return False
 
+    @property
+    def reads_rewards(self) -> bool:
+        """True if what it does depends on the rewards, and not on their components alone."""
+        return not self.replaces_rewards
+
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         raise NotImplementedError
 

@@ -35,6 +35,10 @@ class Keep(Shaper):
     def components_read(self) -> tuple[Component, ...]:
         return () if self.by is None else (self.by,)
 
+    @property
+    def reads_rewards(self) -> bool:
+        return self.by is None
+
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         def filtered(group: Group) -> list[Rollout]:
             if self.which == "best":
@@ -61,6 +65,10 @@ class Drop(Shaper):
     @property
     def components_read(self) -> tuple[Component, ...]:
         return () if self.by is None else (self.by,)
+
+    @property
+    def reads_rewards(self) -> bool:
+        return self.by is None
 
     def __call__(self, groups: Sequence[Group], step: int) -> list[Group]:
         def dropped(group: Group) -> bool:
@@ -95,6 +103,10 @@ class MaskTruncated(Shaper):
     @property
     def ineffective_options(self) -> dict[str, str]:
         return only_with(right=(self.only_wrong, "only_wrong=true"))
+
+    @property
+    def reads_rewards(self) -> bool:
+        return self.only_wrong
 
     def idle_in(self, run: RunSizes) -> str | None:
         if self.repeat is None or run.max_tokens is None or 2 * self.repeat <= run.max_tokens:
