@@ -266,8 +266,8 @@ def _components(config: RunSections) -> None:
             )
         if without:
             raise ValueError(
-                f"{key} reads components of the reward, and algorithm.members: {without[0]} joins with a "
-                "reward and no components: leave one of them out"
+                f"{key} reads components of the reward, and algorithm.members: {without[0]} gives responses "
+                "a reward that is not in their components: leave one of them out"
             )
         for component in block_at.block.components_read:
             exists = component < len(known) if isinstance(component, int) else component in known

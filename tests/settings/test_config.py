@@ -358,6 +358,11 @@ def test_blocks_may_read_components_that_there_are(good):
     rewards = "rewards.components=[{name: right, function: x:y}, {name: rubric, function: x:y}]"
     assert load_config([good], ["algorithm=c_grpo", rewards]).algorithm.recipe == "c_grpo"
     assert load_config([good], ["algorithm=dapo"]).algorithm.batch_policy.by == 0
+    others_hints = "{name: learned_hint, function: 'test_config:load_config'}"
+    load_config(
+        [good],
+        [f"algorithm={{recipe: hill, members: [{others_hints}], batch_policy: {{name: accumulate, by: 0}}}}"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -365,8 +370,11 @@ def test_blocks_may_read_components_that_there_are(good):
     [
         (
             "{recipe: gdpo, members: [demonstration]}",
-            "algorithm.members: demonstration joins with a reward",
+            "algorithm.members: demonstration gives responses a reward that is not in their components",
         ),
+        ("{recipe: masa, estimator: {name: components}}", "algorithm.members: foresight gives responses a"),
+        ("{recipe: hill, estimator: {name: components}}", "algorithm.members: learned_hint gives responses"),
+        ("{recipe: arise, estimator: {name: components}}", "algorithm.members: skills gives responses a rew"),
         ("{recipe: gdpo, sampler: file}", "sampler=file gives one reward a response: use sampler=engine"),
     ],
 )

@@ -48,6 +48,7 @@ class Skills(Member):
     needs_policy_logprobs: ClassVar[bool] = True
     takes_conversations: ClassVar[bool] = True
     adds_groups: ClassVar[bool] = True
+    gives_components: ClassVar[bool] = False  # the bonus is in none of them
 
     name: Literal["skills"] = "skills"
     n: PositiveInt = 4

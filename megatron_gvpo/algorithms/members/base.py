@@ -64,7 +64,7 @@ class Member(Block):
     """
 
     needs_engine: ClassVar[bool] = True
-    # True if the responses that it adds have a value for each component of the reward, not only the sum.
+    # True if the rewards of the responses that it adds are the weighted sums of their components.
     gives_components: ClassVar[bool] = True
     # True if it works for conversations: it requests complete conversations and changes no response.
     takes_conversations: ClassVar[bool] = False

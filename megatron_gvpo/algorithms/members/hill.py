@@ -73,6 +73,10 @@ class LearnedHint(Member):
         )
 
     @property
+    def gives_components(self) -> bool:  # type: ignore[override]
+        return self.function is not None  # hints of the policy are trained
+
+    @property
     def record_fields(self) -> dict[str, str]:
         return {} if self.solution is None else {"solution": self.solution}
 

@@ -33,6 +33,7 @@ class Foresight(Member):
     """
 
     adds_groups: ClassVar[bool] = True
+    gives_components: ClassVar[bool] = False
 
     name: Literal["foresight"] = "foresight"
     n: PositiveInt = 16
