@@ -60,6 +60,17 @@ def test_accumulation_gives_up_after_max_rounds_and_says_so():
     assert policy.metrics == {"rounds": 3, "valid_groups": 0, "dropped_groups": 4, "gave_up": 1}
 
 
+def test_groups_that_members_add_count_as_groups_of_the_batch():
+    """Four problems, two with a signal, and four groups of predictions about them, which all have one."""
+    problems = [make_group(rewards) for rewards in (VALID, RIGHT, VALID, WRONG)]
+    round_ = [group for problem in problems for group in (problem, make_group(VALID))]
+    policy = Accumulate(threshold=1.0).build(4)
+    assert policy.offer(round_) is None
+    batch = policy.offer(round_)
+    assert len(batch) == 12 and all(map(is_valid, batch))
+    assert Accumulate(threshold=0.6).build(4).offer(round_) == round_
+
+
 def test_pending_groups_survive_a_checkpoint():
     interrupted, uninterrupted = Accumulate().build(3), Accumulate().build(3)
     for policy in (interrupted, uninterrupted):

@@ -61,7 +61,8 @@ class Accumulate(BatchRule):
 
     A group is valid when its rewards differ. While fewer than `threshold` (beta_th) times the nominal
     number of groups are valid, the valid ones are kept and another batch is sampled, up to `max_rounds`
-    batches (20 in the paper's code). See `Accumulator` for the groups of the batch.
+    batches (20 in the paper's code). The nominal number includes groups that members add. See `Accumulator`
+    for the groups of the batch.
     """
 
     needs_rewards: ClassVar[bool] = True
@@ -124,13 +125,14 @@ class Accumulator:
         self._offered += len(groups)
         valid = [is_valid(group, self.by) for group in groups]
         n_valid = len(self._pending) + sum(valid)
+        nominal = max(self.batch_groups, len(groups))  # members may add groups
         # The product may be rounded up: 0.55 * 100 is above 55.
-        has_enough = n_valid / self.batch_groups >= self.threshold
+        has_enough = n_valid / nominal >= self.threshold
         if not has_enough and self._rounds < self.max_rounds:
             self._pending += [group for group, keep in zip(groups, valid, strict=True) if keep]
             return None
 
-        batch, room = list(self._pending), max(self.batch_groups, len(groups)) - n_valid
+        batch, room = list(self._pending), nominal - n_valid
         for group, keep in zip(groups, valid, strict=True):  # in sampling order, so mini-batches stay mixed
             if keep or room > 0:
                 batch.append(group)
