@@ -206,7 +206,7 @@ class AlgorithmConfig(Block):
     def _unread_shaper(self) -> str | None:
         """The shaper whose rewards no later block reads, with the reason; None without one.
 
-        The walk begins at the estimator and the loss. A shaper that keeps or drops responses may read rewards.
+        The walk begins at estimator and loss. A shaper that keeps or drops responses may read rewards.
         """
         reason = None if self.batch_policy.reads_rewards else self._why_rewards_are_unread()
         for number, shaper in reversed(list(enumerate(self.shapers))):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from megatron_gvpo.algorithms.base import (
@@ -168,6 +168,20 @@ class CustomMember(WithFunction, Member):
                     'sample has source="demonstration"',
                 )
         return list(joined)
+
+    def check_components(self, groups: Sequence[Group], names: Set[str]) -> None:
+        """Refuse responses without the reward's components `names`, which would count as 0.
+
+        Raises UserFunctionError.
+        """
+        for rollout in (rollout for group in groups for rollout in group.rollouts):
+            if lacking := sorted(names - rollout.rewards.keys()):
+                raise refused(
+                    "member function",
+                    self.function,
+                    f"it returned a response without {', '.join(lacking)} in its `rewards`, and blocks of the"
+                    " algorithm read components of the reward: call sampling.score, or set `rewards`",
+                )
 
 
 class CustomShaper(WithFunction, Shaper):

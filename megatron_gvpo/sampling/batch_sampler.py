@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+from megatron_gvpo.algorithms.custom import CustomMember
 from megatron_gvpo.algorithms.members.base import JoinGroups
 from megatron_gvpo.core.collectives import call_on_rank0
 from megatron_gvpo.core.user_functions import load_function
@@ -41,7 +42,8 @@ class ComposedSampler:
 
     A prompt's prior is the reward of the response that `greedy` samples, or `expected(prompt)`, or the
     tracker's estimate. Members may use three functions: `answers(n)` returns a sampler of n responses to each
-    prompt, `score(groups)` fills in the rewards, and `policy(rows)` returns log-probs.
+    prompt, `score(groups)` fills in the rewards, and `policy(rows)` returns log-probs. Responses without one
+    of the reward's `components` are refused.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class ComposedSampler:
         tracker: SuccessTracker | None = None,
         expected: Callable[[Prompt], float] | None = None,
         policy: Callable[[TrainBatch], Tensor] | None = None,
+        components: Set[str] = frozenset(),
     ) -> None:
         self._base = base
         self._writer = writer
@@ -68,6 +71,7 @@ class ComposedSampler:
         self._greedy = greedy
         self._tracker = tracker
         self._policy = policy
+        self._components = components
 
     def request(self, prompts: Sequence[Prompt], seed: int) -> PendingBatch:
         """Ask for a group of each prompt; returns at once."""
@@ -107,6 +111,8 @@ class ComposedSampler:
                 policy=self._policy,
             )
             groups = member(groups, context)
+            if isinstance(member, CustomMember):
+                member.check_components(groups, self._components)
         return [self._with_texts(group) for group in groups]
 
     def _with_texts(self, group: Group) -> Group:

@@ -127,6 +127,8 @@ class Components:
             base, score, of_members = sampled, sampled.score, self._rollouts.sampler_of_members
             if algorithm.prior.greedy:
                 greedy = self._rollouts.sampler(1, config.rollout.greedy)
+        is_read = any(algorithm.blocks_on_components())
+        components = {component.name for component in config.rewards.components if is_read}
         writer = PromptWriter(
             config.data.train, config.data, task.tokenizer, task.longest_prompt, task.tools, task.images
         )
@@ -141,6 +143,7 @@ class Components:
             tracker=tracker,
             expected=algorithm.prior.function_of_prompt,
             policy=self.policy.score,
+            components=components,
         )
 
     def shape(self, groups: list[Group], step: int) -> tuple[list[Group], list[str]]:

@@ -23,6 +23,7 @@ from megatron_gvpo.core.user_functions import (
     load_function,
 )
 from megatron_gvpo.groups import Group, Rollout
+from megatron_gvpo.sampling.batch_sampler import ComposedSampler, PendingBatch
 from megatron_gvpo.sampling.shaping import run_shaper
 from megatron_gvpo.types import BatchTotals, LossInputs, TrainBatch
 
@@ -197,6 +198,37 @@ def test_a_member_does_not_switch_the_engines_log_probs_off(tmp_path, is_new_gro
     assert engine_logp_r is not None and engine_logp_r.tolist()[:2] == [-1.0, -2.0]
     # The engine gave none, so nothing is hidden.
     assert TrainBatch.from_groups(joined([], "policy")).engine_logp_r is None
+
+
+def test_a_member_whose_solution_lacks_the_components_that_are_read(tmp_path):
+    """It counted 0 in each component, so that GDPO trained the policy away from it."""
+
+    class Sampler:
+        def finish(self, groups: list[Group]) -> list[Group]:
+            return groups
+
+    def trained(rewards: str, components: set[str]) -> list[Group]:
+        body = f"groups[0].rollouts.append(Rollout([7], [], 'gold', 'stop', reward=1.0, {rewards}"
+        function = write_function(
+            tmp_path,
+            "groups, sampling",
+            f"from megatron_gvpo.groups import Rollout; {body}source='demonstration')); return groups",
+        )
+        forget_functions()
+        members = [CustomMember(function=function)]
+        sampler = ComposedSampler(Sampler(), None, members, (0,), components=components)
+        group = make_group([1.0, 0.0])
+        for rollout in group.rollouts:
+            rollout.rewards = {"math": rollout.reward, "format": 1.0}
+        return sampler.complete(PendingBatch([group], None, 0), 1)
+
+    problem = (
+        r"^member function=.* without format in its `rewards`, .*sampling\.score.* \(mine\.py, line 4\)$"
+    )
+    with pytest.raises(UserFunctionError, match=problem):
+        trained("rewards={'math': 1.0}, ", {"math", "format"})
+    for rewards, components in (("", set()), ("rewards={'math': 1, 'format': 1}, ", {"math", "format"})):
+        assert len(trained(rewards, components)[0].rollouts) == 3
 
 
 @pytest.mark.parametrize("body", ["return 'high'", "return float('nan')", "raise KeyError('x')"])

@@ -200,6 +200,8 @@ def test_drop_names_what_it_drops():
     assert shaped(Drop(by="right"), by) == []
     with pytest.raises(ValueError, match=r"no reward component 'rihgt'; there are: right"):
         Drop(by="rihgt")([by], 1)
+    with pytest.raises(ValueError, match=r"no reward component 1; there are: right"):
+        Drop(by=1)([by], 1)
 
 
 def test_truncated_responses_are_masked_and_stay_in_their_group():

@@ -15,7 +15,7 @@ from megatron_gvpo.algorithms.base import Loss
 from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.algorithms.custom import CustomMember
 from megatron_gvpo.algorithms.registry import choice
-from megatron_gvpo.core.user_functions import forget_functions
+from megatron_gvpo.core.user_functions import UserFunctionError, forget_functions
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.types import BatchTotals, Rows, Totals, TrainBatch
@@ -97,6 +97,22 @@ def test_a_loss_gives_the_gradient(trained):
     assert once["train/grad_norm"] > 0
     assert thrice["train/grad_norm"] == pytest.approx(3 * once["train/grad_norm"], rel=1e-4)
     assert thrice["reward/mine"] == once["reward/mine"]
+
+
+def test_a_run_by_components_refuses_a_members_response_without_them(task, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from megatron_gvpo.groups import Rollout\n"
+        "def f(groups, sampling):\n"
+        "    gold = Rollout([7], [], 'gold', 'stop', reward=1.0, source='demonstration')\n"
+        "    groups[0].rollouts.append(gold)\n"
+        "    return groups\n"
+    )
+    block = f"algorithm={{recipe: gdpo, members: [{{name: custom, function: '{tmp_path}/mine.py:f'}}]}}"
+    try:
+        with pytest.raises(UserFunctionError, match=r"it returned a response without .* in its `rewards`"):
+            fit(configure(task, tmp_path / "out", block, "train.steps=1"))
+    finally:
+        parallel.shut_down()
 
 
 @pytest.mark.parametrize("returned", ["None", "[1]", "[Group(g.prompt, []) for g in groups]"])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import PositiveInt
 
@@ -71,9 +71,10 @@ def value_of(rollout: Rollout, component: Component | None) -> float:
     """A component of the reward, or the whole reward for None. Raises ValueError for an unknown one."""
     if component is None:
         return rollout.reward
+    values: Mapping[Any, float] = rollout.rewards
     if isinstance(component, int):
-        return list(rollout.rewards.values())[component]
-    if component not in rollout.rewards:
+        values = dict(enumerate(rollout.rewards.values()))
+    if component not in values:
         known = ", ".join(rollout.rewards) or "none"
         raise ValueError(f"algorithm: no reward component {component!r}; there are: {known}")
-    return rollout.rewards[component]
+    return values[component]
