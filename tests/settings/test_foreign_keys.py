@@ -4,12 +4,17 @@ import re
 import sys
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from helpers.inputs.good_config import GOOD, message
+from pydantic import TypeAdapter
+from pydantic.fields import FieldInfo
 
 from megatron_gvpo.algorithms.catalog import _block_keys, _blocks
+from megatron_gvpo.algorithms.config import AlgorithmConfig
+from megatron_gvpo.algorithms.losses.aggregation import Aggregation
 from megatron_gvpo.algorithms.recipe import recipe_names
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.settings.config import build_config
@@ -100,6 +105,9 @@ def test_the_answer_is_the_same_in_a_section_of_ours(section):
             "here it is parallel.vpp, which counts the stages of a",
         ),
         ("train_iters", "here it is train.steps x train.mini_batches x train.batch_epochs, as it counts upd"),
+        ("trainer.critic_warmup", "not supported: steps that train the critic alone; the policy trains from"),
+        ("--num-critic-only-steps", "not supported: steps that train the critic alone"),
+        ("critic.optim.lr_warmup_steps", "here it is algorithm.critic.warmup_steps, in updates"),
         ("attention_backend", "not supported: a choice of the attention kernel"),
     ],
 )
@@ -124,7 +132,8 @@ def exists(key: str) -> bool:
     section, _, name = key.rpartition(".")
     if section.startswith("algorithm."):
         block_key = section.removeprefix("algorithm.")
-        blocks = _blocks(_block_keys()[block_key]) if block_key in _block_keys() else []
+        block_keys = _block_keys() | {"loss.aggregation": Aggregation}
+        blocks = _blocks(block_keys[block_key]) if block_key in block_keys else []
         return name in {field for block in blocks for field in block.model_fields}
     return name in sections.get(section, ()) or key in sections or f"{key}[]" in sections
 
@@ -139,6 +148,36 @@ def test_the_keys_and_recipes_that_answers_name_exist():
         for recipes in re.findall(r"the recipes? ((?:\w+(?:, | and )?)+)", plain):
             named = re.split(r", | and ", recipes)
             assert named[0] in recipe_names(), answer
+
+
+SECTIONS = dict(configuration.sections())
+KEY_AND_VALUES = re.compile(
+    r"(?P<key>[a-z_0-9]+(?:\.[a-z_0-9]+)+)"
+    r"(?:: (?P<values>\[.*?\]|\{.*?\}|\w+(?:(?:, | or )\w+)*(?=,|$)))?"
+    r"(?:, (?:with|as in|or) the recipes? (?P<recipes>\w+(?: and \w+)*))?"
+)
+
+
+def field_of(key: str, recipe: str) -> FieldInfo:
+    """The field that a dotted key names; in the method's blocks, that of this recipe's block."""
+    section, _, name = key.rpartition(".")
+    part: Any = SECTIONS.get(section)
+    if part is None:
+        part = AlgorithmConfig(recipe=recipe)
+        for block in section.split(".")[1:]:
+            part = getattr(part, block)
+    return (part if isinstance(part, type) else type(part)).model_fields[name]
+
+
+@pytest.mark.parametrize("answer", [answer for answer in TABLE["ours"] if KEY_AND_VALUES.match(answer)])
+def test_the_key_of_an_answer_takes_its_values_in_the_recipes_that_it_names(answer):
+    """DisCO's loss has max_tokens, which the recipe dr_grpo refuses; and a baseline is called `loo`."""
+    key, values, recipes = KEY_AND_VALUES.match(answer).groups()
+    words = [values] if values and values[0] in "[{" else re.split(", | or ", values or "")
+    for recipe in (recipes or "gvpo").split(" and ") if recipes or values else []:
+        adapter = TypeAdapter(field_of(key, recipe).rebuild_annotation())
+        for word in filter(None, words):
+            adapter.validate_python(yaml.safe_load(word.replace("...", "0.5")))
 
 
 def test_no_name_has_two_answers():
