@@ -54,6 +54,8 @@ class Block(Section):
     needs_rewards: ClassVar[bool] = False
     # True if the block gives responses rewards or advantages without a component of the reward.
     makes_rewards: ClassVar[bool] = False
+    # True if the block drops groups whose responses have equal rewards.
+    drops_equal_rewards: ClassVar[bool] = False
     # True if the block may keep responses from being trained that stay in the batch.
     masks_responses: ClassVar[bool] = False
 

@@ -15,6 +15,7 @@ from megatron_gvpo.algorithms.curriculum.prompts import Allocation, Equal, InOrd
 from megatron_gvpo.algorithms.curriculum.tracker import NoPrior, Prior, Tracker
 from megatron_gvpo.algorithms.losses.aggregation import Aggregation
 from megatron_gvpo.algorithms.losses.gvpo import GVPO
+from megatron_gvpo.algorithms.losses.gvpo_plus_plus import GVPOPlusPlus
 from megatron_gvpo.algorithms.members.base import Member
 from megatron_gvpo.algorithms.recipe import merge, read_recipe
 from megatron_gvpo.algorithms.registry import choice
@@ -164,6 +165,7 @@ class AlgorithmConfig(Block):
             if not any(getattr(member, trait) for member in self.members):
                 raise ValueError(f"loss.{option} has no effect without members {_BRINGING[trait]}")
         self._check_counts()
+        self._check_equal_rewards()
         if self.needs_group and any(isinstance(s, Keep) and s.which == "best" for s in self.shapers):
             raise ValueError(
                 "shapers: keep with which=best leaves one response of each group, and this algorithm compares"
@@ -183,6 +185,18 @@ class AlgorithmConfig(Block):
             raise ValueError(
                 f"members: {added} adds groups of prompts that have no expected reward, and {of_estimator} "
                 "reads one: use an estimator with another baseline"
+            )
+
+    def _check_equal_rewards(self) -> None:
+        """Refuse a wait for groups whose rewards differ behind a shaper that leaves equal ones."""
+        keep = next((shaper for shaper in self.shapers if isinstance(shaper, Keep)), None)
+        if keep is None or not self.batch_policy.drops_equal_rewards:
+            return
+        if keep.which == "best" or self.loss.signal == "none":
+            raise ValueError(
+                f"batch_policy={self.batch_policy.name} waits for groups whose rewards differ, and shapers: "
+                f"keep leaves only the {keep.which} responses: all batches of a step but one would be thrown "
+                "away; use batch_policy=keep_all"
             )
 
     def _check_counts(self) -> None:
@@ -242,6 +256,8 @@ class AlgorithmConfig(Block):
             return None
         if not loss.has_terms and loss.divergence is not None:
             return f"loss.divergence.reference={loss.divergence.reference}"
+        if isinstance(loss, GVPOPlusPlus) and {"var", "cov"} <= set(loss.terms):
+            return f"loss.reference={loss.reference}"
         if isinstance(estimator, distillation.Distillation) and estimator.rewards is None:
             return f"estimator.reference={estimator.reference}"
         return None

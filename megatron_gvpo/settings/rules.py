@@ -58,12 +58,19 @@ def _batch(config: RunSections) -> None:
     for block_at in algorithm.sized(config.rollout.max_tokens).blocks_inside():
         if (problem := block_at.block.problem()) is not None:
             raise ValueError(f"algorithm.{block_at.key}.{problem}")
-    has_only_samples = algorithm.samples_from_policy and not algorithm.members
-    if algorithm.needs_group and has_only_samples and n < 2:
+    if n > 1 or not algorithm.samples_from_policy or algorithm.members:
+        return
+    if algorithm.needs_group:
         raise ValueError(
             f"rollout.n={n}: this algorithm compares the responses of a prompt with each other, "
             "so it needs rollout.n >= 2"
         )
+    for block_at in algorithm.blocks_inside():
+        if block_at.block.drops_equal_rewards:
+            raise ValueError(
+                f"rollout.n={n}: algorithm.{block_at.label} drops the groups whose rewards are equal, as in "
+                "every group of one response: it needs rollout.n >= 2"
+            )
 
 
 def _engine_reference(config: RunSections) -> None:

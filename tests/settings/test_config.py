@@ -340,6 +340,31 @@ def test_comparing_methods_need_two_responses(good, recipe):
     assert "rollout.n >= 2" in message(good, f"algorithm={recipe}", "rollout.n=1")
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "block"),
+    [
+        ("{recipe: ppo, batch_policy: accumulate}", "batch_policy=accumulate"),
+        ("{recipe: reinforce_pp, batch_policy: {name: accumulate, threshold: 1.0}}", "batch_policy=accumula"),
+        ("{recipe: reinforce_pp, shapers: [drop]}", "shapers: drop"),
+    ],
+)
+def test_groups_of_one_response_never_differ_in_rewards(good, algorithm, block):
+    """A step sampled twenty batches for them, and threw nineteen away."""
+    problem = f"rollout.n=1: algorithm.{block}"
+    assert message(good, f"algorithm={algorithm}", "rollout.n=1").startswith(problem)
+    load_config([good], [f"algorithm={algorithm}", "rollout.n=2"])
+    load_config(
+        [good], ["algorithm={recipe: reinforce_pp, shapers: [{name: drop, which: all_right}]}", "rollout.n=1"]
+    )
+
+
+@pytest.mark.parametrize("recipe", ["rejection_sampling", "best_of_n"])
+def test_no_batch_is_refilled_by_the_differences_that_keep_has_removed(good, recipe):
+    algorithm = f"algorithm={{recipe: {recipe}, batch_policy: accumulate}}"
+    assert "batch_policy=accumulate waits for groups whose rewards differ" in message(good, algorithm)
+    load_config([good], ["algorithm={recipe: grpo, shapers: [keep], batch_policy: accumulate}"])
+
+
 def test_one_response_is_enough_where_nothing_is_compared(good):
     overrides = ["algorithm=sft", "rollout.n=1", "data.train.demonstration_key=solution"]
     assert not load_config([good], overrides).algorithm.needs_group

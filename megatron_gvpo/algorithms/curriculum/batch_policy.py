@@ -66,6 +66,7 @@ class Accumulate(BatchRule):
     """
 
     needs_rewards: ClassVar[bool] = True
+    drops_equal_rewards: ClassVar[bool] = True
 
     name: Literal["accumulate"] = "accumulate"
     threshold: float = Field(0.6, gt=0, le=1)

@@ -63,6 +63,10 @@ class Drop(Shaper):
         return only_with(right=(self.which != "all_equal", "which=all_right or all_wrong"))
 
     @property
+    def drops_equal_rewards(self) -> bool:  # type: ignore[override]
+        return self.which == "all_equal"
+
+    @property
     def components_read(self) -> tuple[Component, ...]:
         return () if self.by is None else (self.by,)
 
