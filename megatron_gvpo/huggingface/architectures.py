@@ -189,6 +189,12 @@ def _check_assumed(card: ModelCard, architecture: str, where: str) -> None:
 
 def _check_rope(card: ModelCard, architecture: str, where: str) -> None:
     rope = card.get("rope_parameters") or card.get("rope_scaling") or {}
+    if card.get("rope_scaling") and rope != card["rope_scaling"]:
+        raise ConfigError(
+            f"{where}: rope_parameters and rope_scaling in config.json differ, and transformers takes "
+            "rope_scaling alone, with its default for a rope_theta that is not there: put all of them into "
+            "rope_parameters"
+        )
     if not isinstance(rope, dict):
         raise ConfigError(
             f"{where}: the rope parameters in config.json are not an object of names and values"

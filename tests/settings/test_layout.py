@@ -211,6 +211,10 @@ def test_positions_that_megatron_does_not_have(good, overrides, sizes, problem):
             "attention_bias=True in config.json; ",
         ),
         ({"rope_parameters": LLAMA3}, "rope_type=llama3 in config.json; supported for this"),
+        (  # transformers takes rope_scaling before rope_parameters, and its own default for rope_theta
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": YARN},
+            "rope_parameters and rope_scaling in config.json differ, and transformers takes rope_scaling alone",
+        ),
         (
             {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
             "use_sliding_window=true in config.json, from layer 1 of",
