@@ -15,10 +15,10 @@ from megatron_gvpo.checks.images import check_images
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.architectures import check_trainable
 from megatron_gvpo.huggingface.card import ModelCard, ModelCards
+from megatron_gvpo.huggingface.image_families import takes_images
 from megatron_gvpo.settings.config import Config
 from megatron_gvpo.settings.lengths import check_lengths
 from megatron_gvpo.settings.parallel import ParallelConfig
-from megatron_gvpo.settings.reward_servers import TeacherConfig
 from megatron_gvpo.settings.sections import RolloutConfig
 
 
@@ -46,7 +46,8 @@ def check_layout(config: Config, world_size: int) -> ModelCards:
     _check_delta_nets(config, card)
     _check_critic(config, cards)
     if config.teacher is not None and config.teacher.server is None:
-        _check_teacher(config, config.teacher, cards.teacher)
+        key = f"teacher.path={config.teacher.path}"
+        _check_second_model(config, key, cards.teacher, shares_prompts=True)
     _check_fp8(config, card)
     check_adapter(config, card, architecture)
     return cards
@@ -92,9 +93,7 @@ def _check_critic(config: Config, cards: ModelCards) -> None:
     if critic is None or critic.path is None:
         return
     card, policy = cards.critic, cards.policy
-    check_trainable(card, f"algorithm.critic.path={critic.path}")
-    for check in (_check_widths, _check_depth, _check_experts):
-        check(config.parallel, card)
+    _check_second_model(config, f"algorithm.critic.path={critic.path}", card, shares_prompts=False)
     if card.get("vocab_size") != policy.get("vocab_size"):
         raise ConfigError(
             f"algorithm.critic.path={critic.path}: vocab_size={card.get('vocab_size')}, and "
@@ -102,14 +101,19 @@ def _check_critic(config: Config, cards: ModelCards) -> None:
         )
 
 
-def _check_teacher(config: Config, teacher: TeacherConfig, card: ModelCard) -> None:
-    """Raises ConfigError for a teacher of the trainer's that the policy's layout cannot hold."""
-    key = f"teacher.path={teacher.path}"
+def _check_second_model(config: Config, key: str, card: ModelCard, shares_prompts: bool) -> None:
+    """Raises ConfigError for a teacher or critic of the trainer's that the policy's layout cannot hold."""
     check_trainable(card, key)
+    if takes_images(card):
+        raise ConfigError(
+            f"{key} takes images ({card.architectures[0]}), and the trainer holds text models alone beside "
+            "the policy: name a text model"
+        )
     try:
         for check in (_check_window, _check_widths, _check_depth, _check_experts):
             check(config.parallel, card)
-        _check_shared_prompts(config, card)
+        if shares_prompts:
+            _check_shared_prompts(config, card)
     except ConfigError as error:
         raise ConfigError(f"{key} is held in the policy's layout: {error}") from None
 
@@ -141,6 +145,11 @@ def _check_window(parallel: ParallelConfig, card: ModelCard) -> None:
         raise ConfigError(
             f"parallel.cp={parallel.cp}: a ring cannot follow the model's sliding_window={card.window}; "
             "use parallel.cp_exchange=a2a"
+        )
+    if "GptOssForCausalLM" in card.architectures and parallel.cp > 1 and parallel.cp_exchange != "a2a":
+        raise ConfigError(
+            f"parallel.cp={parallel.cp} with cp_exchange={parallel.cp_exchange}: Transformer Engine has the "
+            "model's attention sinks with parallel.cp_exchange=a2a only"
         )
 
 

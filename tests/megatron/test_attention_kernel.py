@@ -13,6 +13,7 @@ import torch
 from helpers.references.transformer_engine_source import CUDNN, loaded
 from packaging.version import Version
 
+from megatron_gvpo.checks.layout import check_division
 from megatron_gvpo.checks.preflight import preflight
 from megatron_gvpo.core import gpus
 from megatron_gvpo.core.errors import ConfigError
@@ -28,6 +29,7 @@ from megatron_gvpo.settings.sections import ModelConfig
 
 CAPABILITIES = [(8, 0), (9, 0), (10, 0)]
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
+WITH_SINKS = {"architectures": ["GptOssForCausalLM"]}
 Choice = Callable[..., str]
 
 
@@ -108,10 +110,13 @@ def test_it_is_transformer_engines_own_choice(choose: Choice) -> None:
         (False, True),
         (False, True),
     ):
-        if sinks and cp > 1 and exchange != "a2a":
-            continue  # such models have sliding windows, with which other exchanges are refused
         attention = Attention(dtype, deterministic, cp, *dims, sinks)
         wanted, got = choose(attention, exchange, capability, flash), kernel(attention, capability, flash)
+        if sinks and cp > 1 and exchange != "a2a":
+            assert wanted == "none"
+            with pytest.raises(ConfigError, match=r"sinks with parallel\.cp_exchange=a2a only"):
+                check_division(ParallelConfig(cp=cp, cp_exchange=exchange), WITH_SINKS)
+            continue
         if wanted != got:
             differ[capability, exchange, flash, attention] = (wanted, got)
     assert not differ

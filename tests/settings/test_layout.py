@@ -11,6 +11,7 @@ from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.settings.config import Config, load_config
 from megatron_gvpo.settings.lengths import longest_prompt
+from megatron_gvpo.settings.parallel import ParallelConfig
 
 
 def with_model(good: Path, *overrides: str, **sizes: Any) -> Config:
@@ -213,7 +214,7 @@ def test_positions_that_megatron_does_not_have(good, overrides, sizes, problem):
         ({"rope_parameters": LLAMA3}, "rope_type=llama3 in config.json; supported for this"),
         (  # transformers takes rope_scaling before rope_parameters, and its own default for rope_theta
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": YARN},
-            "rope_parameters and rope_scaling in config.json differ, and transformers takes rope_scaling alone",
+            "rope_parameters and rope_scaling in config.json differ, and transformers takes rope_scaling",
         ),
         (
             {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
@@ -293,6 +294,7 @@ def test_a_critic_must_fit_the_layout_and_the_policys_tokens(good, tmp_path):
     fitting = json.loads((good.parent / "config.json").read_text())
     for changes, problem in (
         ({"architectures": ["BertModel"]}, "critic.path=.*architecture BertModel"),
+        ({"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl"}, "takes images"),
         ({"vocab_size": 99}, "critic.path=.*vocab_size=99, .*policy's is 100"),
         ({"num_attention_heads": 13}, "does not divide"),
     ):
@@ -303,6 +305,11 @@ def test_a_critic_must_fit_the_layout_and_the_policys_tokens(good, tmp_path):
             check_layout(two, 2)
     (critic / "config.json").write_text(json.dumps(fitting))
     check_layout(config, 1)
+    windowed = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}
+    (critic / "config.json").write_text(json.dumps({**fitting, **windowed}))
+    two = two.model_copy(update={"parallel": ParallelConfig(cp=2)})
+    with pytest.raises(ConfigError, match=r"critic is held in the policy's layout: .* a ring cannot follow"):
+        check_layout(two, 2)
 
 
 def test_a_model_directory_without_a_readable_config(good):

@@ -60,6 +60,20 @@ def test_a_teacher_fits_into_the_policys_layout(good: Path, tmp_path: Path, size
     assert problem in str(error.value)
 
 
+def test_a_teacher_that_takes_images_is_refused(good: Path, tmp_path: Path):
+    """With context parallelism the layers would give its tokens the positions of others."""
+    text = {"vocab_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    text |= {"hidden_size": 48, "intermediate_size": 96}
+    seeing = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
+    own = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    for name, values in (("policy", text | own), ("teacher", text | seeing)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(values))
+    paths = [f"teacher.path={tmp_path}/teacher", f"model.path={tmp_path}/policy"]
+    with pytest.raises(ConfigError, match=r"teacher takes images \(Qwen2_5_VLForConditionalGeneration\)"):
+        check_layout(load_config([good], [FULL, *paths, "parallel.cp=2"]), 2)
+
+
 def test_a_dense_teacher_is_refused_where_experts_are_divided(good: Path, tmp_path: Path):
     dense = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 64}
     dense |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "head_dim": 16}
