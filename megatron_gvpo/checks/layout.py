@@ -47,7 +47,7 @@ def check_layout(config: Config, world_size: int) -> ModelCards:
     _check_critic(config, cards)
     if config.teacher is not None and config.teacher.server is None:
         key = f"teacher.path={config.teacher.path}"
-        _check_second_model(config, key, cards.teacher, shares_prompts=True)
+        _check_second_model(config, key, cards.teacher, is_trained=False)
     _check_fp8(config, card)
     check_adapter(config, card, architecture)
     return cards
@@ -82,8 +82,8 @@ def _check_delta_nets(config: Config, card: ModelCard) -> None:
     """Raises ConfigError for train.deterministic with gated delta nets, which have no such kernels."""
     if card.has_delta_nets and config.train.deterministic:
         raise ConfigError(
-            f"train.deterministic=true: model.path={config.model.path} has gated delta nets, which "
-            "megatron-core computes over packs without that promise only; leave it out"
+            "train.deterministic=true: the model has gated delta nets, which megatron-core computes over "
+            "packs without that promise only; leave it out"
         )
 
 
@@ -93,7 +93,7 @@ def _check_critic(config: Config, cards: ModelCards) -> None:
     if critic is None or critic.path is None:
         return
     card, policy = cards.critic, cards.policy
-    _check_second_model(config, f"algorithm.critic.path={critic.path}", card, shares_prompts=False)
+    _check_second_model(config, f"algorithm.critic.path={critic.path}", card, is_trained=True)
     if card.get("vocab_size") != policy.get("vocab_size"):
         raise ConfigError(
             f"algorithm.critic.path={critic.path}: vocab_size={card.get('vocab_size')}, and "
@@ -101,7 +101,7 @@ def _check_critic(config: Config, cards: ModelCards) -> None:
         )
 
 
-def _check_second_model(config: Config, key: str, card: ModelCard, shares_prompts: bool) -> None:
+def _check_second_model(config: Config, key: str, card: ModelCard, is_trained: bool) -> None:
     """Raises ConfigError for a teacher or critic of the trainer's that the policy's layout cannot hold."""
     check_trainable(card, key)
     if takes_images(card):
@@ -112,8 +112,11 @@ def _check_second_model(config: Config, key: str, card: ModelCard, shares_prompt
     try:
         for check in (_check_window, _check_widths, _check_depth, _check_experts):
             check(config.parallel, card)
-        if shares_prompts:
-            _check_shared_prompts(config, card)
+        _check_delta_nets(config, card)
+        if is_trained:
+            _check_fp8(config, card)  # a teacher is not in FP8
+        else:
+            _check_shared_prompts(config, card)  # a critic repeats prompts
     except ConfigError as error:
         raise ConfigError(f"{key} is held in the policy's layout: {error}") from None
 

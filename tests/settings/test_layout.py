@@ -12,6 +12,7 @@ from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.settings.config import Config, load_config
 from megatron_gvpo.settings.lengths import longest_prompt
 from megatron_gvpo.settings.parallel import ParallelConfig
+from megatron_gvpo.settings.sections import FP8Config
 
 
 def with_model(good: Path, *overrides: str, **sizes: Any) -> Config:
@@ -306,7 +307,10 @@ def test_a_critic_must_fit_the_layout_and_the_policys_tokens(good, tmp_path):
     (critic / "config.json").write_text(json.dumps(fitting))
     check_layout(config, 1)
     windowed = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}
-    (critic / "config.json").write_text(json.dumps({**fitting, **windowed}))
+    (critic / "config.json").write_text(json.dumps({**fitting, **windowed, "intermediate_size": 40}))
+    in_fp8 = two.model.model_copy(update={"fp8": FP8Config(recipe="blockwise")})
+    with pytest.raises(ConfigError, match=r"critic is held .*: model\.fp8\.recipe=blockwise needs sizes"):
+        check_layout(two.model_copy(update={"model": in_fp8}), 2)
     two = two.model_copy(update={"parallel": ParallelConfig(cp=2)})
     with pytest.raises(ConfigError, match=r"critic is held in the policy's layout: .* a ring cannot follow"):
         check_layout(two, 2)
