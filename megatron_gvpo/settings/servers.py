@@ -66,7 +66,8 @@ class EngineServers(Section):
                 f"args: {key[0].partition('=')[0]} would be on a command line, which all users of a machine "
                 "can read: name the key's environment variable in servers.api_key_env"
             )
-        if len(set(self.urls)) != len(self.urls):
+        parts = map(urlsplit, self.urls)
+        if len({(url.scheme, url.netloc.lower(), url.path.rstrip("/")) for url in parts}) < len(self.urls):
             raise ValueError("urls: a server is named twice")
         if self.port and self.port + self.count - 1 > 65535:
             raise ValueError(f"port={self.port}: the last of count={self.count} would be beyond 65535")

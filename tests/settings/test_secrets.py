@@ -250,6 +250,7 @@ def test_a_mapping_of_options_may_be_called_env(good: Path):
         ("{urls: ['http://host:99999']}", r"urls: 'http://host:99999': Port out of range"),
         ("{urls: ['http://[host:9']}", r"urls: 'http://\[host:9': Invalid IPv6"),
         ("{urls: ['http://host:80?api_key=x']}", r"expected http://HOST:PORT"),
+        ("{urls: ['http://host:80', 'http://HOST:80/']}", r"urls: a server is named twice"),
     ],
 )
 def test_servers_settings_hold_no_secret(servers: str, problem: str, good: Path):
