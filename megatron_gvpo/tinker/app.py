@@ -47,7 +47,6 @@ LARGEST = 2**28  # bytes of a request
 # The limits of one forward_backward are large, so that the SDK does not divide groups.
 CHUNK_DATA, CHUNK_BYTES = 2**20, 2**27
 POLL_SECONDS = 20.0  # seconds that retrieve_future waits for a result
-MOST_SNAPSHOTS = 4  # unnamed weights to sample from that a model keeps, the newest
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -169,12 +168,18 @@ class TinkerApp:
     def _end(self, session_id: str, reason: str) -> None:
         """End a session: its waiting jobs are dropped, and its models and snapshots forgotten."""
         session = self._sessions.end(session_id, reason)
-        self._queue.drop(session_id)
+        dropped = self._queue.drop(session_id)
         for pending in session.pending.values():
             if not pending.answer.done():
                 pending.answer.cancel()
         names = [name for model in session.models.values() for name in model.snapshots]
-        operation = {"kind": "forget", "models": list(session.models), "snapshots": names}
+        # The session no longer has what it had asked to forget.
+        waiting = [job.operation for job in dropped if job.operation["kind"] == "forget"]
+        operation = {
+            "kind": "forget",
+            "models": [*session.models, *(name for each in waiting for name in each["models"])],
+            "snapshots": [*names, *(name for each in waiting for name in each["snapshots"])],
+        }
         self._queue.put(QueuedOperation(session_id, operation, lambda _: None))
         log.info("session %s ended: %s", session_id, reason)
 
@@ -220,7 +225,8 @@ class TinkerApp:
             raise Refusal(
                 f"{most} models are in training, and serve.most_models={most}: wait until a session ends"
             )
-        session.models[model_id] = ClientModel(model_id, self._model.rank, metadata or {})
+        texts = {key: v if isinstance(v, str) else json.dumps(v) for key, v in (metadata or {}).items()}
+        session.models[model_id] = ClientModel(model_id, self._model.rank, texts)
         return True
 
     async def _get_info(self, request: web.Request) -> web.Response:
@@ -297,10 +303,14 @@ class TinkerApp:
         )
 
     def _drop_snapshots(self, session: Session, model: ClientModel) -> None:
-        """Forget a model's oldest unnamed weights; clients do not report that they no longer need them."""
-        while len(model.snapshots) > MOST_SNAPSHOTS:
+        """Forget the unnamed weights that were used least recently.
+
+        Clients do not report that they no longer need them.
+        """
+        while len(model.snapshots) > self._model.most_snapshots:
             name = model.snapshots.pop(0)
-            session.samplers = {i: s for i, s in session.samplers.items() if s.snapshot != name}
+            for sampler in session.samplers.values():
+                sampler.is_forgotten |= sampler.snapshot == name
             operation = {"kind": "forget", "models": [], "snapshots": [name]}
             self._queue.put(QueuedOperation(session.session_id, operation, lambda _: None))
 
@@ -317,6 +327,7 @@ class TinkerApp:
             "time": now,
             "expires": None if ttl is None else now + ttl,
             "user_metadata": metadata,
+            "model_metadata": model.metadata,
         }
         return {"kind": "save", "model": model.model_id, "path": list(path), "info": info}
 
@@ -397,6 +408,14 @@ class TinkerApp:
         request_id = f"{sampler.sampler_id}:{body.seq_id}"
         if request_id in session.pending:
             return self._accepted(session.pending[request_id])
+        if sampler.is_forgotten:
+            raise Refusal(
+                f"the weights of the sampler {sampler.sampler_id} are gone: its model keeps the "
+                f"{self._model.most_snapshots} unnamed samplers that were used last: save weights that you "
+                "use later under a name",
+                404,
+            )
+        session.note_use(sampler)
         self._samples += 1
         seed = derived_seed(self._config.seed, self._samples)
         order, sampling = sampling_of(body, self._model, seed)

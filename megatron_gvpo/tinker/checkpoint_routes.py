@@ -35,15 +35,17 @@ def add(app: web.Application, root: Path, model: ServedModel) -> None:
 
     async def training_run(request: web.Request) -> web.Response:
         model_id = request.match_info["model_id"]
-        newest = {path.kind: _checkpoint(path, info) for path, info in _listed(root, model_id)}
-        if not newest:
+        listed = _listed(root, model_id)
+        if not listed:
             raise Refusal(f"{model_id!r} has no checkpoint", 404)
+        newest = {path.kind: _checkpoint(path, info) for path, info in listed}
         answer = {
             "training_run_id": model_id,
             "model_owner": "",
             "last_request_time": max(checkpoint["time"] for checkpoint in newest.values()),
             "last_checkpoint": newest.get("weights"),
             "last_sampler_checkpoint": newest.get("sampler_weights"),
+            "user_metadata": listed[-1][1].get("model_metadata"),
         }
         return web.json_response(answer | model.weights_info())
 

@@ -164,7 +164,7 @@ class Operations:
             self._slot.write_weights(weights)
             return
         if path is None:
-            raise Refusal("the sampler's weights are gone: newer ones of its model took their place")
+            raise Refusal("the sampler's weights are gone: its model was unloaded or not made", 404)
         checkpoint = CheckpointPath(*path)
         with all_ranks_agree(Refusal):
             if dist.get_rank() == 0:

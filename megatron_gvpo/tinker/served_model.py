@@ -63,6 +63,11 @@ class ServedModel:
         )
 
     @property
+    def most_snapshots(self) -> int:
+        """How many unnamed weights to sample from a client's model keeps, those that were used last."""
+        return 4 if self.rank is None else 16  # adapters are small
+
+    @property
     def about(self) -> str:
         """The greeting in a client's log at the start of a session."""
         trained = "all weights" if self.rank is None else f"adapters of rank {self.rank}"

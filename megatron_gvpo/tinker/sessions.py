@@ -21,9 +21,10 @@ class ClientModel:
 
     model_id: str
     rank: int | None  # the rank of its adapters
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
     saves: int = 0  # number of checkpoints that have no name
-    snapshots: list[str] = field(default_factory=list)  # unnamed weights to sample from, the oldest first
+    # Unnamed weights to sample from, in the order of their last use.
+    snapshots: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -34,6 +35,7 @@ class ClientSampler:
     session_id: str
     snapshot: str
     path: CheckpointPath | None = None  # the checkpoint with these weights, if there is one
+    is_forgotten: bool = False  # others of its model took the place of its weights
 
 
 @dataclass
@@ -70,6 +72,13 @@ class Session:
     samplers: dict[str, ClientSampler] = field(default_factory=dict)
     pending: dict[str, PendingResult] = field(default_factory=dict)
     ended: str = ""  # the reason why the session has ended
+
+    def note_use(self, sampler: ClientSampler) -> None:
+        """Note that the sampler is used now, if it has unnamed weights of a model of this session."""
+        for model in self.models.values():
+            if sampler.snapshot in model.snapshots:
+                model.snapshots.remove(sampler.snapshot)
+                model.snapshots.append(sampler.snapshot)
 
 
 class Sessions:

@@ -141,6 +141,80 @@ def test_a_model_is_unloaded_once_however_often_its_client_asks(app: TinkerApp) 
     assert operations == ["create", "forget"] and not app._queue.take(0)
 
 
+def posted(app: TinkerApp, *sent: tuple[str, dict[str, Any]]) -> list[tuple[int, str]]:
+    return asyncio.run(answers(app, *(request(path, json.dumps(body).encode()) for path, body in sent)))
+
+
+def forgotten(app: TinkerApp) -> dict[str, list[str]]:
+    """The models and the snapshots that the waiting operations forget."""
+    names: dict[str, list[str]] = {"models": [], "snapshots": []}
+    while jobs := app._queue.take(0):
+        for job in jobs:
+            if job.operation["kind"] == "forget":
+                for key, own in names.items():
+                    own += job.operation[key]
+    return names
+
+
+def unnamed_sampler(model: dict[str, str], number: int) -> tuple[str, dict[str, Any]]:
+    return "save_weights_for_sampler", {**model, "seq_id": 100 + number, "sampling_session_seq_id": number}
+
+
+def test_an_unnamed_sampler_stays_while_it_is_used(app: TinkerApp) -> None:
+    """Recipes make their reference policy once, at the start, and a new sampler at every step."""
+    session = app._sessions.open().session_id
+    model, model_id = {"model_id": f"{session}:train:0"}, f"{session}:train:0"
+    sent = [("create_model", {"session_id": session, "model_seq_id": 0, "base_model": "name"})]
+    for number in range(MODEL.most_snapshots + 3):
+        sent += [unnamed_sampler(model, number), sample_of(session, 0, 2 * number)]
+        sent += [sample_of(session, number, 2 * number + 1)]
+    results = posted(app, *sent, sample_of(session, 1, 99))
+    assert [status for status, _ in results] == [200] * len(sent) + [404], results
+    message = "its model keeps the 4 unnamed samplers that were used last: save weights that you use later"
+    assert message in results[-1][1]
+    assert forgotten(app)["snapshots"] == [f"{model_id}/unnamed-{number}" for number in (2, 3, 4)]
+
+
+def sample_of(session: str, number: int, seq_id: int) -> tuple[str, dict[str, Any]]:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [3]}]}
+    body = {"prompt": prompt, "sampling_params": {}, "seq_id": seq_id}
+    return "asample", body | {"sampling_session_id": f"{session}:sample:{number}"}
+
+
+@pytest.mark.parametrize("is_unloaded", [False, True])
+def test_a_session_that_ends_leaves_nothing_in_memory(app: TinkerApp, is_unloaded: bool) -> None:
+    """Its client may end it while weights wait to be forgotten."""
+    session = app._sessions.open().session_id
+    model, model_id = {"model_id": f"{session}:train:0"}, f"{session}:train:0"
+    sent = [("create_model", {"session_id": session, "model_seq_id": 0, "base_model": "name"})]
+    sent += [unnamed_sampler(model, number) for number in range(MODEL.most_snapshots + 2)]
+    sent += [("unload_model", model)] if is_unloaded else []
+    results = posted(app, *sent, (f"sessions/{session}/finish", {}))
+    assert {status for status, _ in results} == {200}, results
+    names = forgotten(app)
+    assert names["models"] == [model_id]
+    assert sorted(names["snapshots"]) == [
+        f"{model_id}/unnamed-{i + 1}" for i in range(MODEL.most_snapshots + 2)
+    ]
+
+
+def test_a_models_checkpoints_know_its_clients_metadata(config: TinkerConfig, app: TinkerApp) -> None:
+    """tinker-cookbook reads there which renderer a model was trained with; every value is a text."""
+    session = app._sessions.open().session_id
+    metadata = {"renderer_name": "role_colon", "number": 2**70}
+    created = {"session_id": session, "model_seq_id": 0, "base_model": "name", "user_metadata": metadata}
+    model_id = f"{session}:train:0"
+    posted(app, ("create_model", created), ("save_weights", {"model_id": model_id, "path": "one"}))
+    [_, saved] = [job.operation for _ in range(2) for job in app._queue.take(0)]
+    file = Path(config.output_dir) / "checkpoints" / model_id / "weights" / "one" / "info.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(saved["info"]))
+    head = b"GET /api/v1/training_runs/%s HTTP/1.1\r\nHost: test\r\nConnection: close\r\n" % model_id.encode()
+    [(status, body)] = asyncio.run(answers(app, head + b"X-API-Key: " + KEY.encode() + b"\r\n\r\n"))
+    assert status == 200, body
+    assert json.loads(body)["user_metadata"] == {"renderer_name": "role_colon", "number": str(2**70)}
+
+
 @pytest.mark.parametrize("path", ["create_model", "load_weights"])
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_a_model_that_could_not_be_made_takes_no_place(
