@@ -14,6 +14,8 @@ from pydantic import AliasChoices, Field
 from megatron_gvpo.algorithms.base import Block
 
 RECIPES = Path(__file__).parent / "recipes"
+# The keys of mappings that no class describes: their keys are the user's, so an empty one empties them.
+FREE_MAPPINGS = ("options", "chat_template_kwargs", "env", "headers", "json_schema", "request")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML was built with it
 
 
@@ -56,12 +58,13 @@ def read_recipe(name: str) -> tuple[dict[str, Any], About]:
     return blocks, about
 
 
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: Mapping[str, Any], over: Mapping[str, Any], is_free: bool = False) -> dict[str, Any]:
     """Nested settings `over` on top of `base`; a block under another name or recipe replaces the whole block.
 
     A plain string in `base` is a block's short form where `over` sets keys of that block. A list is replaced,
     unless `over` gives its items by their numbers: `members: {0: {count: 4}}`, or members.0.count=4.
-    `recipe: null` alone, as algorithm.recipe=null, keeps the blocks of `base`.
+    `recipe: null` alone, as algorithm.recipe=null, keeps the blocks of `base`. An empty mapping replaces one
+    of FREE_MAPPINGS, and mappings inside it (`is_free`); a section stays as it is.
     """
     merged = {**base, **over}
     for key in base.keys() & over.keys():
@@ -77,7 +80,9 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
                 is_replaced = False
             if key == "estimator" and new.get("name", "group") != old.get("name", "group") and "name" in new:
                 is_replaced = True  # the name `group` may be left out
-            merged[key] = new if is_replaced else merge(old, new)
+            is_inner_free = is_free or key in FREE_MAPPINGS
+            is_replaced = is_replaced or (is_inner_free and not new)
+            merged[key] = new if is_replaced else merge(old, new, is_inner_free)
     return merged
 
 

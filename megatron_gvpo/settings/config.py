@@ -77,20 +77,39 @@ def merged_values(files: Sequence[str | Path], overrides: Iterable[str]) -> dict
     before: list[str] = []
     for override in overrides:
         merged = merge(merged, parse_override(override))
+        key, _, text = override.partition("=")
+        if text.strip() == "{}" and _value(key, merged):
+            raise ConfigError(
+                f"override {cut(override)}: it would change nothing, because keys are merged; give the keys "
+                "that are to change"
+            )
         if lost := [key for key in before if _is_lost(key, merged)]:
             raise ConfigError(
                 f"override {cut(lost[0])}: {cut(override)} comes after it and replaces what it changes: give "
                 f"{cut(override)} first"
             )
-        before.append(override.partition("=")[0])
+        before.append(key)
     return merged
+
+
+def _value(key: str, values: Any) -> Any:
+    """The value of a dotted key in nested values; None without one."""
+    for part in key.split("."):
+        if isinstance(values, list):
+            values = _numbered(values)
+        values = values.get(part) if isinstance(values, Mapping) else None
+    return values
+
+
+def _numbered(values: list[Any]) -> dict[str, Any]:
+    return {str(number): item for number, item in enumerate(values)}
 
 
 def _is_lost(key: str, values: Any) -> bool:
     """True if a key is no longer in the values; False if a section around it is null, or a name is given."""
     for part in key.split("."):
         if isinstance(values, list):
-            values = {str(number): item for number, item in enumerate(values)}
+            values = _numbered(values)
         if not isinstance(values, Mapping) or part not in values:
             return values is not None and part not in ("name", "recipe")
         values = values[part]

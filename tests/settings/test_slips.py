@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers.inputs.good_config import GOOD, message
 
+from megatron_gvpo.algorithms.recipe import FREE_MAPPINGS
 from megatron_gvpo.checks.files import check_data_files
 from megatron_gvpo.core.errors import ConfigError, DataError
 from megatron_gvpo.core.json_files import read_json_object
+from megatron_gvpo.core.section import Section
 from megatron_gvpo.core.user_functions import spec_parts
 from megatron_gvpo.core.yaml_files import read_yaml
 from megatron_gvpo.huggingface.card import ModelCard
@@ -92,6 +95,46 @@ def test_an_override_has_no_comments(good: Path, text: str) -> None:
     quoted = load_config([good], ["rollout.stop=['# a', '#']", "optimizer.lr=1e-4"])
     assert quoted.rollout.stop == ("# a", "#")
     assert "(given: '1e-4 # low')" in message(good, "optimizer.lr=1e-4 # low")
+
+
+def test_an_empty_mapping_empties_options_and_the_like(good: Path, tmp_path: Path) -> None:
+    judge = "{name: judge, function: 'a.py:f', options: {deep: {limit: 1}}}"
+    before = ["data.chat_template_kwargs={enable_thinking: false}", f"rewards.components=[{judge}]"]
+    for empty in ("rewards.components.0.options", "rewards.components.0.options.deep"):
+        config = load_config([good], [*before, f"{empty}={{}}", "data.chat_template_kwargs={}"])
+        assert config.data.chat_template_kwargs == {}
+        assert config.rewards.components[0].options == ({} if empty.endswith("options") else {"deep": {}})
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text("data: {chat_template_kwargs: {}}\n")
+    full = tmp_path / "full.yaml"
+    full.write_text("data: {chat_template_kwargs: {enable_thinking: false}}\n")
+    assert load_config([good, full, overlay]).data.chat_template_kwargs == {}
+
+
+def test_an_empty_mapping_that_would_change_nothing_is_refused(good: Path) -> None:
+    assert message(good, "optimizer.muon.steps=3", "optimizer.muon={}") == (
+        "override optimizer.muon={}: it would change nothing, because keys are merged; give the keys that "
+        "are to change"
+    )
+    muon = load_config([good], ["optimizer.muon={}"]).optimizer.muon
+    assert muon is not None and muon.steps == 5
+
+
+def test_every_mapping_that_no_class_describes_can_be_emptied() -> None:
+    """Two of estimators are left out: `weights: null` gives none, and `constraints` cannot be empty."""
+
+    def below(section: type[Section]) -> Iterator[type[Section]]:
+        for inner in section.__subclasses__():
+            yield from (inner, *below(inner))
+
+    fields = [
+        field
+        for section in below(Section)
+        if section.__module__.startswith("megatron_gvpo.")
+        for field in section.model_fields.items()
+    ]
+    names = {name for name, field in fields if "dict[" in str(field.annotation)}
+    assert names == {*FREE_MAPPINGS, "settings", "weights", "constraints"}  # `settings` is a recipe's
 
 
 @pytest.mark.parametrize(
