@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import CoreSchema
 
 EVERY_KEY = ("*",)  # `fixed_keys = EVERY_KEY`: all keys, also ones added later, are fixed
@@ -84,3 +92,13 @@ class Section(BaseModel):
         schema = handler(source)
         _bound_numbers(schema, cls)
         return schema
+
+    @field_validator("*")
+    @classmethod
+    def _null_for_none(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse the word None in place of null for a text, where it would be a prompt or a project."""
+        if isinstance(value, str) and value.lower() == "none" and info.field_name is not None:
+            parts = get_args(cls.model_fields[info.field_name].annotation)
+            if type(None) in parts and any(getattr(part, "__origin__", part) is str for part in parts):
+                raise ValueError("YAML reads this word as a text: write null for none")
+        return value

@@ -55,5 +55,8 @@ A configuration is one or more YAML files. Later files win, key by key; `key.sub
 command line win over all files. A key that does not exist is an error that names the nearest one. `required`
 keys have no default. The options of a method's blocks are on the page [Recipes](recipes.md).
 
-`1e-5`, `1_000` and `0x10` are numbers; `010`, `1:30`, `true` and anything in quotes are not. A number
+`key.sub=null` gives none, and `None` is a word. `{}` empties `options` and other mappings whose
+keys are yours; the keys of a section are given one by one.
+
+`1e-5` and `1_000` are numbers; `010`, `0x10`, `1:30`, `true` and anything in quotes are not. A number
 without a stated bound must lie between -2147483647 and 2147483647 (integers) or between -1e12 and 1e12."""
