@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron_gvpo.huggingface.bounded_templates import bound_templates
 _date = datetime.now()  # the date that chat templates write
 # Files that may hold a vocabulary. Without any, transformers (5.19) makes up an empty tokenizer.
 _VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tiktoken")
+PROCESSOR = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 _FURTHER = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.*")
 
 
@@ -54,6 +56,17 @@ def load_tokenizer(
     if not tokenizer.chat_template and (Path(path) / "chat_template.jinja").is_file():
         raise DataError(f"{key}={path}: chat_template.jinja there is empty; remove it to train without one")
     return tokenizer
+
+
+def write_companions(source: str, trust_remote_code: bool, target: Path) -> None:
+    """Write the files beside a model's weights: tokenizer, image processor and generation_config.json.
+
+    `source`: the directory of the model that was trained. Raises DataError, OSError.
+    """
+    load_tokenizer(source, trust_remote_code).save_pretrained(target)
+    for name in (*PROCESSOR, "generation_config.json"):  # the model may lack these files
+        if (file := Path(source) / name).is_file():
+            shutil.copy(file, target)
 
 
 def set_date(date: datetime | None) -> None:

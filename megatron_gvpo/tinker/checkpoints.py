@@ -24,6 +24,7 @@ import torch
 from megatron_gvpo.core.errors import CheckpointError, ConfigError
 from megatron_gvpo.core.json_files import read_json_object
 from megatron_gvpo.core.plain_values import finite_number
+from megatron_gvpo.huggingface.tokenizer import write_companions
 from megatron_gvpo.megatron.checkpoint.directory import PARTIAL, REPLACED, run_on_all_ranks, run_on_rank_0
 from megatron_gvpo.megatron.checkpoint.load import check_adapters, check_model, load_shards
 from megatron_gvpo.megatron.checkpoint.save import Writer, save_shards
@@ -31,6 +32,7 @@ from megatron_gvpo.megatron.checkpoint.state import load_weights, optimizer_shar
 from megatron_gvpo.megatron.model.model import Model
 from megatron_gvpo.megatron.parallel import megatron_device
 from megatron_gvpo.runs.written import json_object
+from megatron_gvpo.settings.sections import ModelConfig
 from megatron_gvpo.tinker.state import Slot
 from megatron_gvpo.tinker.wire import Refusal
 
@@ -151,8 +153,8 @@ def list_checkpoints(root: Path, model_id: str) -> list[tuple[CheckpointPath, di
     return sorted(checkpoints, key=lambda item: float(item[1]["time"]))
 
 
-def save(slot: Slot, root: Path, path: CheckpointPath, info: dict[str, Any]) -> None:
-    """Write the model in `slot`. A collective. Raises CheckpointError on all ranks.
+def save(slot: Slot, source: ModelConfig, root: Path, path: CheckpointPath, info: dict[str, Any]) -> None:
+    """Write the model in `slot`, trained from `source`. A collective. Raises CheckpointError on all ranks.
 
     A save that fails, as on a full disk, leaves no files: no client could remove them. Expired checkpoints of
     all models are removed first.
@@ -161,7 +163,7 @@ def save(slot: Slot, root: Path, path: CheckpointPath, info: dict[str, Any]) -> 
     partial = final.with_name(final.name + PARTIAL)
     run_on_rank_0("", lambda: remove_expired(root))
     try:
-        _write(slot, partial, path.kind, f"cannot write {final}")
+        _write(slot, source, partial, path.kind, f"cannot write {final}")
         adapters = {} if slot.model.adapters is None else {"adapter": slot.model.adapters.identity()}
         complete = {**info, "updates": slot.optimizer.steps, "model": slot.model.facts, **adapters}
         run_on_rank_0(f"cannot write {final}", lambda: _finish(partial, final, complete))
@@ -170,7 +172,7 @@ def save(slot: Slot, root: Path, path: CheckpointPath, info: dict[str, Any]) -> 
         raise
 
 
-def _write(slot: Slot, partial: Path, kind: Kind, what: str) -> None:
+def _write(slot: Slot, source: ModelConfig, partial: Path, kind: Kind, what: str) -> None:
     """Write the tensors. `what` begins an error's message."""
     writer = Writer(deferred=True)
     run_on_rank_0(what, lambda: _make_empty(partial))
@@ -187,15 +189,17 @@ def _write(slot: Slot, partial: Path, kind: Kind, what: str) -> None:
             save_shards(what, optimizer_state, partial / "optimizer", writer)
     run_on_all_ranks(what, writer.write)
     if kind == "sampler_weights":
-        run_on_all_ranks(what, lambda: export(slot, partial))
+        _export(model, source, partial, what)
 
 
-def export(slot: Slot, directory: Path) -> None:
-    """Write the model for other programs. A collective; rank 0 writes, and alone raises OSError."""
-    if slot.model.adapters is not None:
-        slot.model.save_adapters(directory / "adapter")
-    else:
-        slot.model.save_hf(directory / "hf")
+def _export(model: Model, source: ModelConfig, directory: Path, what: str) -> None:
+    """Write the model for other programs. A collective. Raises CheckpointError."""
+    if model.adapters is not None:
+        run_on_all_ranks(what, lambda: model.save_adapters(directory / "adapter"))
+        return
+    target = directory / "hf"
+    run_on_all_ranks(what, lambda: model.save_hf(target))
+    run_on_rank_0(what, lambda: write_companions(source.path, source.trust_remote_code, target))
 
 
 def load(slot: Slot, root: Path, path: CheckpointPath, with_optimizer: bool) -> None:

@@ -136,7 +136,7 @@ class Operations:
     def _save(self, operation: Operation) -> Outcome:
         path = CheckpointPath(*operation["path"])
         self._enter(operation["model"])
-        checkpoints.save(self._slot, self._root, path, operation["info"])
+        checkpoints.save(self._slot, self._config.model, self._root, path, operation["info"])
         return {}
 
     def _load(self, operation: Operation) -> Outcome:

@@ -19,7 +19,7 @@ from megatron_gvpo.core.errors import CheckpointError, ConfigError
 from megatron_gvpo.core.json_files import read_json_object
 from megatron_gvpo.huggingface.architectures import check_trainable
 from megatron_gvpo.huggingface.card import ModelCard, facts_of, first_difference
-from megatron_gvpo.huggingface.tokenizer import load_tokenizer
+from megatron_gvpo.huggingface.tokenizer import PROCESSOR, write_companions
 from megatron_gvpo.megatron import parallel
 from megatron_gvpo.megatron.checkpoint.directory import RECORD, read_record, run_on_all_ranks, run_on_rank_0
 from megatron_gvpo.megatron.checkpoint.load import check_adapters, check_model, load_newest, load_shards
@@ -35,7 +35,6 @@ from megatron_gvpo.settings.sections import ModelConfig
 
 _SOURCE_CONFIG = "source_config.json"  # in a Megatron directory: the config.json of the model it was made of
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "generation_*")
-_PROCESSOR = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 
 
 def to_megatron(source: Path, target: Path) -> None:
@@ -68,7 +67,7 @@ def to_hugging_face(source: Path, target: Path, like: Path) -> None:
     _read(model, source, f"cannot read {source} as weights of {like}")
 
     def copy() -> None:
-        for pattern in (*_TOKENIZER, *_PROCESSOR):
+        for pattern in (*_TOKENIZER, *PROCESSOR):
             for file in like.glob(pattern):
                 shutil.copy(file, target)
 
@@ -166,10 +165,7 @@ def write_hugging_face(model: Model, source: ModelConfig, target: Path, step: in
         _write_adapter(model, partial / "adapter")
 
     def finish() -> None:
-        load_tokenizer(source.path, source.trust_remote_code).save_pretrained(partial)
-        for name in (*_PROCESSOR, "generation_config.json"):  # the model may lack these files
-            if (Path(source.path) / name).is_file():
-                shutil.copy(Path(source.path) / name, partial)
+        write_companions(source.path, source.trust_remote_code, partial)
         files = sorted(path.relative_to(partial).as_posix() for path in partial.rglob("*") if path.is_file())
         (partial / EXPORT).write_text(json.dumps({"step": step, "files": files}) + "\n")
         keep_foreign(target, partial)

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.distributed import launch
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 RANK = 4
 LAYOUTS = {
@@ -285,7 +286,10 @@ def test_adapters_have_the_gradient_of_transformers(
 def test_a_checkpoint_is_loaded_by_a_server_of_the_same_function_alone(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its tensors fit another alpha and another rope_theta too, with which they are another model."""
+    """Its tensors fit another alpha and another rope_theta too, with which they are another model.
+
+    What is saved for a sampler, of all weights, is a directory from which an engine can start.
+    """
     monkeypatch.setenv("TINKER_TEST_KEY", "tml-a-key-of-tests")
     rotated = tmp_path / "rotated"
     shutil.copytree(task / "model", rotated)
@@ -296,10 +300,15 @@ def test_a_checkpoint_is_loaded_by_a_server_of_the_same_function_alone(
     adapted, halved = (
         {**full_model, "adapter": {"rank": RANK, "alpha": alpha}} for alpha in (2 * RANK, RANK)
     )
-    pairs = [(adapted, halved), (full_model, turned), (adapted, adapted)]
+    pairs = [(adapted, halved), (adapted, adapted), (full_model, turned)]
     (tmp_path / "work.json").write_text(json.dumps(pairs))
     launch("helpers.workers.tinker_worker:restart", [1], str(tmp_path))
-    by_alpha, by_rotation, same = json.loads((tmp_path / "refusals.json").read_text())
+    by_alpha, same, by_rotation = json.loads((tmp_path / "refusals.json").read_text())
     assert all("alpha=8" in refusal and "model.adapter has 4" in refusal for refusal in by_alpha)
     assert all("rope_theta" in refusal and "777" in refusal for refusal in by_rotation)
     assert same == ["", ""]
+    [exported] = tmp_path.rglob("sampler_weights/one/hf")
+    assert load_file(next(exported.glob("*.safetensors")))
+    assert AutoTokenizer.from_pretrained(exported)("1")["input_ids"]
+    generation = (task / "model" / "generation_config.json").read_text()
+    assert (exported / "generation_config.json").read_text() == generation
