@@ -40,10 +40,11 @@ SHAPE = (
 
 async def check_server(
     server: Server, model: ModelConfig, rollout: RolloutConfig, cards: ModelCards, task: Task
-) -> None:
+) -> int:
     """Compare the server's release, model and tokenizer with the run's. Raises ConfigError if they differ.
 
-    The server must end responses only at the tokens of `task`.
+    The server must end responses only at the tokens of `task`. Returns the most tokens of a prompt with its
+    response, 0 if the server does not tell.
     """
     where = f"rollout server {server.url}"
     try:
@@ -78,6 +79,7 @@ async def check_server(
     # A directory on another machine is not compared here; the first push compares log-probs.
     if (served / "config.json").is_file():
         _check_files(where, served, model.path, cards, task.end_token_ids)
+    return info.context_length
 
 
 def _check_release(where: str, server: Server, info: ServerInfo, rollout: RolloutConfig) -> None:

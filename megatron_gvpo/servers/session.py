@@ -30,7 +30,7 @@ class ServerSession:
 
     `pool` holds the servers and runs in `loop`. The constructor returns before the servers are healthy:
     `next_command` tells when they are. It raises ConfigError for servers that cannot be started. `check`
-    raises ConfigError for a healthy server that does not fit the run.
+    raises ConfigError for a healthy server that does not fit the run, and returns its context length or 0.
     """
 
     def __init__(
@@ -41,9 +41,10 @@ class ServerSession:
         cards: ModelCards,
         end_token_ids: Sequence[int],
         stop_strings: StopStrings,
-        check: Callable[[Server], Awaitable[None]],
+        check: Callable[[Server], Awaitable[int]],
     ) -> None:
         self._check = check
+        self.context_length: int | None = None  # the shortest of the healthy servers, if they tell it
         servers, dialect = rollout.servers, DIALECTS[rollout.engine]
         with ExitStack() as opened:  # ends earlier parts if a later one fails to start
             self.supervisor, urls, key = _servers(model, rollout, output_dir, cards)
@@ -86,8 +87,8 @@ class ServerSession:
 
     async def _all_ready(self) -> None:
         await self.pool.start()
-        for handle in self.pool.handles:
-            await self._check(handle.server)
+        lengths = [await self._check(handle.server) for handle in self.pool.handles]
+        self.context_length = min(filter(None, lengths), default=None)
 
 
 def _keeps_weights(rollout: RolloutConfig) -> bool:

@@ -137,7 +137,7 @@ class TinkerApp:
     async def _capabilities(self, _: web.Request) -> web.Response:
         model = {
             "model_name": self._model.name,
-            "max_context_length": self._model.positions,
+            "max_context_length": self._model.sampled_positions,
             "trainable": True,
             "sampleable": True,
         }

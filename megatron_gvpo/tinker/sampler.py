@@ -68,6 +68,11 @@ class SnapshotSampler(ABC):
     def __exit__(self, *error: object) -> None:
         return None
 
+    @property
+    def positions(self) -> int | None:
+        """The most tokens of a prompt with its response; None: as many as the model has positions."""
+        return None
+
     def forget(self, snapshot: str) -> None:
         """Forget that the engine has this snapshot, because a later one may have the same name."""
         if self._loaded == snapshot:
@@ -184,11 +189,12 @@ def sampling_of(body: SampleBody, model: ServedModel, seed: int) -> tuple[dict[s
 
 def _longest_response(params: SamplingParams, prompt_tokens: int, model: ServedModel) -> int:
     """The most tokens of a response: as requested, or all that fit. Raises Refusal."""
-    room = model.positions - prompt_tokens
+    room = model.sampled_positions - prompt_tokens
     longest = room if params.max_tokens is None else params.max_tokens
     if longest > room or longest < 1:
+        whose = "the model's" if model.sampled_positions == model.positions else "the rollout servers'"
         raise Refusal(
-            f"{prompt_tokens} prompt tokens + max_tokens={longest} exceed the model's {model.positions} "
+            f"{prompt_tokens} prompt tokens + max_tokens={longest} exceed {whose} {model.sampled_positions} "
             "positions"
         )
     return longest

@@ -40,7 +40,7 @@ def serve(config: TinkerConfig) -> None:
             _follow(operations)
             return
         queue = FairQueue()
-        with _http(config, TinkerApp(config, ServedModel.of(config), queue)):
+        with _http(config, TinkerApp(config, ServedModel.of(config, operations.sampler.positions), queue)):
             _lead(operations, queue, stop)
 
 

@@ -41,9 +41,10 @@ class ServedModel:
     layers: tuple[str, ...]  # Hugging Face's names of the linear layers that have adapters
     # true if every sample ends at the model's own end token, as on rollout servers
     is_always_ended: bool = False
+    served_positions: int | None = None  # the context length of rollout servers
 
     @staticmethod
-    def of(config: TinkerConfig) -> ServedModel:
+    def of(config: TinkerConfig, served_positions: int | None) -> ServedModel:
         """Read the model's files. Raises ConfigError, DataError."""
         path, adapter = config.model.path, config.model.adapter
         card = ModelCard.read(path)
@@ -60,7 +61,13 @@ class ServedModel:
             rank=None if adapter is None else adapter.rank,
             layers=layers,
             is_always_ended=config.run.rollout.uses_servers,
+            served_positions=served_positions,
         )
+
+    @property
+    def sampled_positions(self) -> int:
+        """The most tokens of a prompt with its response."""
+        return min(self.positions, self.served_positions or self.positions)
 
     @property
     def most_snapshots(self) -> int:

@@ -49,6 +49,11 @@ class ServedSampler(SnapshotSampler):
     def __exit__(self, *error: object) -> None:
         self._servers.__exit__(*error)
 
+    @property
+    def positions(self) -> int | None:
+        """The shortest context of the servers; None on other ranks than 0."""
+        return None if self._servers.servers is None else self._servers.servers.context_length
+
     def _load(self) -> None:
         self._version += 1
         try:

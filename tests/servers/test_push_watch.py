@@ -23,7 +23,7 @@ from megatron_gvpo.sampling.server_checks import check_server
 from megatron_gvpo.servers.http import PUSHES, TOO_EARLY, ServerRefused
 from megatron_gvpo.servers.launch.start import DIALECTS
 from megatron_gvpo.servers.server import PLUGINS
-from megatron_gvpo.servers.sglang import SGLang
+from megatron_gvpo.servers.sglang import RESERVED, SGLang
 from megatron_gvpo.settings.config import load_config
 from megatron_gvpo.settings.sections import SamplingConfig
 
@@ -310,7 +310,7 @@ def test_a_server_that_waits_for_weights_is_not_asked_for_a_sample(
     answers, task = Answers(), Task(None, (), [], [])
     check = check_server(SGLang(answers), config.model, config.rollout, ModelCards(config), task)
     with pytest.raises(ConfigError, match="status 500") if is_refused else contextlib.nullcontext():
-        asyncio.run(check)
+        assert asyncio.run(check) == 4096 + RESERVED
     assert answers.sampled == 1
 
 

@@ -45,6 +45,15 @@ def test_without_a_limit_a_sample_may_fill_the_context():
     assert sampling_for(max_tokens=5)[0]["max_tokens"] == 5
 
 
+def test_a_sample_fits_into_the_context_of_the_rollout_servers():
+    """They would refuse it, and with it all that is sampled together."""
+    served = replace(MODEL, served_positions=10)
+    assert sampling_for(served)[0]["max_tokens"] == 8
+    with pytest.raises(Refusal, match=r"max_tokens=9 exceed the rollout servers' 10 positions"):
+        sampling_for(served, max_tokens=9)
+    assert sampling_for(replace(MODEL, served_positions=30))[0]["max_tokens"] == 18
+
+
 def test_a_seed_of_the_client_goes_before_the_servers():
     assert (sampling_for()[0]["seed"], sampling_for(seed=4)[0]["seed"]) == (11, 4)
 

@@ -14,6 +14,7 @@ from tinker import types
 warnings.simplefilter("ignore")
 URL, MODEL, RANK = sys.argv[1], sys.argv[2], int(sys.argv[3])
 PROMPT = [9, 16, 10]
+CONTEXT = 256  # of the servers
 GREEDY = types.SamplingParams(max_tokens=6, temperature=0.0)
 
 
@@ -75,5 +76,13 @@ except tinker.BadRequestError as error:
     assert "end every sample at the model's own end" in str(error), error
 else:
     raise AssertionError("a sample without any end")
+
+# Without a limit a sample has the room that the servers have, which is less than the model's.
+[capability] = service.get_server_capabilities().supported_models
+assert capability.max_context_length == CONTEXT, capability
+[sample] = (
+    samplers["first"].sample(types.ModelInput.from_ints(PROMPT), 1, types.SamplingParams()).result().sequences
+)
+assert 1 <= len(sample.tokens) <= CONTEXT - len(PROMPT)
 service.close("success").result()
 print("done")
