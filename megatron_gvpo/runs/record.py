@@ -160,8 +160,12 @@ def _argument_files(values: Any, at: str = "", is_argument: bool = False) -> Ite
 
 def changed_files(directory: Path, config: Config) -> Iterator[Change]:
     """The files that the run in a directory has read, and that have changed since."""
-    earlier = _read_run(directory)["files"]
-    for key, now in fingerprints(config).items():
+    return _changed(_read_run(directory)["files"], fingerprints(config))
+
+
+def _changed(earlier: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[Change]:
+    """The files that differ in two results of `fingerprints`."""
+    for key, now in present.items():
         before = earlier.get(key)
         if before is not None and (before["sha256"], before["bytes"]) != (now["sha256"], now["bytes"]):
             setting, _, imported = key.partition(":")
@@ -286,6 +290,42 @@ class Best:
         """Restore the state, unless it is of another metric."""
         if self._settings is not None and state.get("by") == self._settings.model_dump():
             self.step, self._value = state["step"], state["value"]
+
+
+# The sections that decide the values of metrics.
+_MEASURES = ("data", "rewards", "eval", "rollout.conversation")
+
+
+def measurement(config: Config) -> dict[str, Any]:
+    """The settings and files that decide the values of metrics, for a checkpoint; {} without a best one."""
+    if config.checkpoint.keep_best is None:
+        return {}
+    written, prints = as_written(config), fingerprints(config)
+    settings = {name: written[name] for name in ("data", "rewards", "eval")}
+    settings["rollout"] = {"conversation": written["rollout"]["conversation"]}
+    return {"settings": settings, "files": {key: prints[key] for key in prints if is_allowed(key, _MEASURES)}}
+
+
+def measured_otherwise(
+    metric: str, before: Mapping[str, Any], config: Config, files: Mapping[str, Any]
+) -> list[Change]:
+    """The changes since an earlier `measurement` after which the metric's values do not compare.
+
+    `files`: those of the present one.
+    """
+    evaluation, ignored = ("eval", "data.eval"), ["eval.every", "eval.k", "data.train", "data.shuffle"]
+    if not metric.startswith("eval/"):
+        ignored = [*evaluation]
+    elsewhere = ["data.eval.path"] if "data.eval.path" in before["files"].keys() & files.keys() else []
+    settings = [
+        change
+        for change in changes(before["settings"], config)
+        if is_allowed(change.key, _MEASURES)
+        and (change.fixed or is_allowed(change.key, evaluation))
+        and change.key not in elsewhere  # the content is compared, not the path
+    ]
+    differences = [*settings, *_changed(before["files"], files)]
+    return [change for change in differences if not is_allowed(change.key, ignored)]
 
 
 # Files up to this many bytes are hashed completely; of longer ones, 256 pieces of 1 MiB are hashed.

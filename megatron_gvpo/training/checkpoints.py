@@ -14,7 +14,8 @@ from megatron_gvpo.core.errors import CheckpointError, DataError
 from megatron_gvpo.megatron.checkpoint.load import load_newest, load_policy
 from megatron_gvpo.megatron.checkpoint.save import save_policy
 from megatron_gvpo.runs.existing_run import best_of_lost_step, exported_step
-from megatron_gvpo.runs.record import Best, EarlyStop
+from megatron_gvpo.runs.record import Best, EarlyStop, measured_otherwise, measurement
+from megatron_gvpo.runs.settings_diff import Change, listed
 from megatron_gvpo.runs.written import step_name
 from megatron_gvpo.training.conversion import write_hugging_face
 from megatron_gvpo.training.run_state import RunState
@@ -40,6 +41,8 @@ class Checkpoints:
         self._state = RunState(components)
         self._best = Best(self._options.keep_best)
         self.early_stop = EarlyStop(components.config.train.stop_early, self._options.keep_best)
+        # Rank 0 decides, because ranks may not see the same files.
+        self._measurement = broadcast_msgpack(measurement(components.config) if dist.get_rank() == 0 else {})
         self._pending: Path | None = None  # a checkpoint that may not be complete yet
         self.last: Path | None = None  # the last complete checkpoint, written or resumed from
         self.last_step = 0  # the step of the last checkpoint
@@ -71,8 +74,7 @@ class Checkpoints:
             return None
         try:
             self._state.load_state_dict(state)
-            self._best.load_state_dict(state.get("best", {}))
-            self.early_stop.load_state_dict(state.get("early_stop", {}))
+            self._load_best(state)
         except DataError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -86,6 +88,25 @@ class Checkpoints:
         self.mark()
         self._saved = self._marks, "unreported" not in state
         return self.last_step, state.get("unreported")
+
+    def _load_best(self, state: dict[str, Any]) -> None:
+        """Restore the best value so far, unless the metric is now measured otherwise."""
+        best, before, changed = self._options.keep_best, state.get("measurement"), list[Change]()
+        if best is not None and before:  # earlier versions did not write it
+            files = self._measurement["files"]
+            changed = measured_otherwise(best.metric, before, self._components.config, files)
+        if not changed:
+            self._best.load_state_dict(state.get("best", {}))
+            self.early_stop.load_state_dict(state.get("early_stop", {}))
+        elif state.get("best") and dist.get_rank() == 0:
+            log.warning(
+                "checkpoint.keep_best: the values of %s up to here were measured otherwise, and count no "
+                "more (%s): the next checkpoint that has it is the best, and replaces step %d and hf_best; "
+                "copy what you need",
+                state["best"]["by"]["metric"],
+                listed(changed),
+                state["best"]["step"],
+            )
 
     def save(self, step: int, metrics: Metrics, is_reported: bool) -> None:
         """Write, or begin to write, a checkpoint, from which a resumed run continues exactly as this run.
@@ -102,6 +123,7 @@ class Checkpoints:
         is_best = broadcast_msgpack(self._best.offer(step, metrics if step else {}))
         state = self._resume_point | {"reported" if is_reported else "unreported": metrics}
         state |= {"best": self._best.state_dict(), "early_stop": self.early_stop.state_dict()}
+        state |= {"measurement": self._measurement}
         with self._components.timer.phase("checkpoint"):
             self._pending = save_policy(
                 self._out / "checkpoints",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from helpers.tiny_run import GVPO, configure, fit, records
 
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.runs.existing_run import newest_step
-from megatron_gvpo.runs.record import EarlyStop
+from megatron_gvpo.runs.record import EarlyStop, measured_otherwise, measurement
 from megatron_gvpo.settings.sections import BestConfig, EarlyStopConfig
 
 BEST = BestConfig(metric="eval/avg@n")
@@ -84,6 +85,49 @@ def test_a_run_stops_says_why_and_goes_on_with_more_patience(task: Path, tmp_pat
     uninterrupted = tmp_path / "whole"
     fit(configure(task, uninterrupted, *GVPO, *KEYS))
     assert records(out) == records(uninterrupted)
+
+
+def test_values_of_another_evaluation_do_not_count(task: Path, tmp_path: Path, caplog):
+    """They were compared: a harder held-out file ended the run, and kept the old checkpoint as the best."""
+    how = (*GVPO, *KEYS, "checkpoint.export_hf=false", "checkpoint.keep=9")
+    early = "train.stop_early={patience: 1, min_delta: 1}"
+    fit(configure(task, tmp_path, *how, "train.steps=2"))
+    fit(configure(task, tmp_path, *how, early, "train.steps=3", "eval.n=3", "eval.right_at=0.5"), resume=True)
+    assert caplog.text.count("values of eval/avg@n up to here were measured otherwise") == 1
+    assert "(eval.n was 2 and is 3; eval.right_at was 1.0 and is 0.5): the next checkpoint" in caplog.text
+    state = json.loads((tmp_path / "checkpoints" / "step_00000003" / "state.json").read_text())
+    assert state["best"]["step"] == state["early_stop"]["step"] == 3 and "stopped after" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("override", "eval_metric", "reward_metric"),
+    [
+        ("eval.sampling.temperature=0.5", "eval.sampling.temperature", ""),
+        ("data.eval.limit=3", "data.eval.limit", ""),
+        ("data.eval.path={other}", "data.eval.path", ""),
+        ("data.eval.path={copy}", "", ""),
+        ("data.train.limit=9", "", "data.train.limit"),
+        ("data.system_prompt=Think.", "data.system_prompt", "data.system_prompt"),
+        ("rewards.components.0.weight=2", "rewards.components.0.weight", "rewards.components.0.weight"),
+        ("rewards.timeout=9", "", ""),
+        ("eval.every=2", "", ""),
+        ("eval.k=[1]", "", ""),
+        ("checkpoint.keep=3", "", ""),
+    ],
+)
+def test_what_measures_a_metric_otherwise(
+    task: Path, tmp_path: Path, override: str, eval_metric: str, reward_metric: str
+):
+    data = (task / "data" / "test.parquet").read_bytes()
+    (copy := tmp_path / "copy.parquet").write_bytes(data)
+    (other := tmp_path / "other.parquet").write_bytes(data[:-1])
+    before = json.loads(json.dumps(measurement(configure(task, tmp_path, *GVPO, *KEYS))))
+    config = configure(task, tmp_path, *GVPO, *KEYS, override.format(copy=copy, other=other))
+    files = measurement(config)["files"]
+    for metric, changed in (("eval/avg@n", eval_metric), ("reward/mean", reward_metric)):
+        assert [c.key for c in measured_otherwise(metric, before, config, files)] == (
+            [changed] if changed else []
+        )
 
 
 def test_it_needs_a_metric(task: Path, tmp_path: Path):
