@@ -48,14 +48,14 @@ class PromptOrder:
         return {"count": self._count, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises DataError if the state is of a data set of another size."""
-        if state["count"] != self._count:
-            raise DataError(
-                f"the checkpoint was trained on {state['count']} prompts, and data.train now has "
-                f"{self._count}: resume with the same data, or start a new run"
-            )
-        self._epoch, self._position = state["epoch"], state["position"]
-        self._order = self._epoch_order(self._epoch)
+        """Raises DataError if the state is of a data set of another size.
+
+        After draws by weight (`WeightedOrder`) the first epoch begins.
+        """
+        _check_count(state, self._count)
+        if "draws" not in state:
+            self._epoch, self._position = state["epoch"], state["position"]
+            self._order = self._epoch_order(self._epoch)
 
     def _epoch_order(self, epoch: int) -> list[int]:
         order = np.arange(self._count)
@@ -144,13 +144,21 @@ class WeightedOrder:
         return {"count": len(self._prompts), "draws": self._draws}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises DataError if the state is of another data set, or of another order."""
-        if state.get("count") != len(self._prompts) or "draws" not in state:
-            raise DataError(
-                f"the checkpoint was trained on {state.get('count')} prompts, and data.train now has "
-                f"{len(self._prompts)}, or drawn otherwise (algorithm.prompts): resume with the same settings"
-            )
-        self._draws = state["draws"]
+        """Raises DataError if the state is of a data set of another size.
+
+        After epochs (`PromptOrder`) the draws begin with the first.
+        """
+        _check_count(state, len(self._prompts))
+        if "epoch" not in state:
+            self._draws = state["draws"]
+
+
+def _check_count(state: Mapping[str, Any], count: int) -> None:
+    if state["count"] != count:
+        raise DataError(
+            f"the checkpoint was trained on {state['count']} prompts, and data.train now has {count}: resume "
+            "with the same data, or start a new run"
+        )
 
 
 def _check_rates(prompts: Sequence[Prompt], field: str) -> None:

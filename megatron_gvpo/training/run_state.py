@@ -64,7 +64,10 @@ class RunState:
             parts.estimator.load_state_dict(state.get("estimator", {}))
         parts.mismatch.load_state_dict(state.get("mismatch", {}))
         parts.empty_batches.load_state_dict(state.get("empty_batches", {}))
-        if (lost := _without_state(saved, blocks, state)) and dist.get_rank() == 0:
+        lost = _without_state(saved, blocks, state)
+        if not parts.order.state_dict().keys() <= state["order"].keys():
+            lost.append("the order of prompts (algorithm.prompts)")
+        if lost and dist.get_rank() == 0:
             log.warning("the method has changed: the checkpoint's state of %s is left out", ", ".join(lost))
 
     def _check_data(self, state: dict[str, Any]) -> None:

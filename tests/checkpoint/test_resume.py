@@ -140,6 +140,16 @@ def test_resume_of_sft(task, tmp_path, caplog):
     assert_same_run(uninterrupted, parts)
 
 
+def test_a_method_that_chooses_prompts_otherwise_goes_on(task, tmp_path, caplog):
+    """The checkpoint of the method that draws them by weight was called damaged."""
+    first, second = "vspo", "gvpo"
+    for steps, method, allowed in ((1, first, ()), (2, second, ["algorithm"]), (3, first, ["algorithm"])):
+        how = (*SHORT, f"algorithm={method}", f"train.steps={steps}")
+        fit(configure(task, tmp_path, *how), resume=steps > 1, allow_change=allowed)
+    assert caplog.text.count("the order of prompts (algorithm.prompts)") == 2
+    assert [line["step"] for line in records(tmp_path)] == [0, 1, 2, 3]
+
+
 def test_resume_while_groups_are_accumulated(task, tmp_path):
     uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
     gpg = ("algorithm=gpg", "algorithm.batch_policy.threshold=1.0", "rollout.n=3", "data.eval=null")
