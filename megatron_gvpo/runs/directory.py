@@ -59,11 +59,11 @@ class RunDirectory:
             finally:
                 self._newest = newest_step(self._path)
 
-    def begin(self, step: int, resumed: bool) -> None:
+    def begin(self, step: int, resumed: bool, run: str | None) -> None:
         """Prepare the directory for a run from `step`: remove an earlier run's files, unless it is continued.
 
-        The record of the run is written. A log line names the settings that differ from those of the
-        continued run.
+        The record of the run is written; `run` is the id in the checkpoint that is continued. A log line
+        names the settings that differ from those of the continued run.
         """
 
         def write() -> None:
@@ -77,7 +77,7 @@ class RunDirectory:
             # By this directory `--resume=auto` distinguishes a run whose checkpoints were removed from one
             # that never had any.
             (self._path / "checkpoints").mkdir(exist_ok=True)
-            versions = write_record(self._config, step, int(os.environ.get("WORLD_SIZE", "1")))
+            versions = write_record(self._config, step, int(os.environ.get("WORLD_SIZE", "1")), run)
             if changed or versions:
                 differences = [listed(changed), *versions] if changed else versions
                 log.warning("continued with other settings: %s", "; ".join(differences))

@@ -93,16 +93,17 @@ def first_start(directory: str) -> datetime | None:
     return datetime.fromisoformat(starts[0]["time"]) if starts else None
 
 
-def write_record(config: Config, step: int, world_size: int) -> list[str]:
+def write_record(config: Config, step: int, world_size: int, run: str | None = None) -> list[str]:
     """Write config.yaml, and add this start, from `step`, to run.json.
 
-    Returns the packages whose versions are not those of the start before, as `torch was 2.12 and is 2.13`.
+    `run`: the id in the checkpoint that is continued, for a run.json that has none. Returns the packages
+    whose versions are not those of the start before, as `torch was 2.12 and is 2.13`.
     """
     directory, earlier = Path(config.output_dir), _read_run(Path(config.output_dir))
     start = _start(step, world_size)
     starts = [*earlier["starts"], start]
     writes = sorted(names_written_by(config) | recorded_names(directory))
-    identity = earlier.get("id") or secrets.token_hex(8)  # the run's checkpoints have the same id
+    identity = earlier.get("id") or run or secrets.token_hex(8)  # the run's checkpoints have the same id
     settings = yaml.safe_dump(as_written(config), sort_keys=False)
     record = {"id": identity, "files": fingerprints(config), "starts": starts, "writes": writes}
     record["config"] = settings

@@ -46,6 +46,7 @@ class Checkpoints:
         self._pending: Path | None = None  # a checkpoint that may not be complete yet
         self.last: Path | None = None  # the last complete checkpoint, written or resumed from
         self.last_step = 0  # the step of the last checkpoint
+        self.run: str | None = None  # the id of the run whose checkpoint was loaded
         # The state at a step's end, from which a run continues: a step that fails half-way is trained again
         # from here.
         self._resume_point: dict[str, Any] = {}
@@ -81,7 +82,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"{directory}: state.json of step {state['step']} is damaged: {type(error).__name__}: {error}"
             ) from None
-        self.last_step = int(state["step"])
+        self.last_step, self.run = int(state["step"]), state.get("run")
         # The number of updates in the checkpoint is not used: its run may have made others in a step.
         updates_per_step = self._components.config.train.updates_per_step
         self._components.policy.follow_schedule(self.last_step * updates_per_step)

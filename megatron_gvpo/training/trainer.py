@@ -383,7 +383,7 @@ class Trainer:
         with all_ranks_agree(ConfigError):
             if settings is not None and self.is_main:
                 prepare_repository(settings)
-        self.directory.begin(self.step, self.resumed)
+        self.directory.begin(self.step, self.resumed, self.checkpoints.run)
         if self.resumed:
             self.checkpoints.complete_exports(self.step)
 

@@ -80,6 +80,19 @@ def test_a_run_keeps_its_id(task: Path, own: Path) -> None:
     }
 
 
+def test_a_run_without_a_record_takes_the_id_of_its_checkpoint(task: Path, own: Path, tmp_path: Path) -> None:
+    """A copied checkpoint that was continued had another id than its run, which then could not read it."""
+    (branch := tmp_path / "branch" / "checkpoints").mkdir(parents=True)
+    shutil.copytree(own / NEWEST, tmp_path / "branch" / NEWEST)
+    fit(configure(task, branch.parent, *RUN, "train.steps=3"), resume=True)
+    (own / "run.json").unlink()
+    (own / "config.yaml").unlink()
+    fit(configure(task, own, *RUN, "train.steps=3"), resume=True)
+    for directory in (branch.parent, own):
+        assert read_record(directory / NEWEST)["step"] == 2
+        assert read_record(directory / NEWEST.replace("2", "3"))["step"] == 3
+
+
 @pytest.mark.parametrize("name", ["checksums.json", ".metadata", "metadata.json", "__0_0.distcp"])
 def test_a_pipe_in_a_checkpoint_is_not_waited_for(task: Path, own: Path, name: str, caplog: Any) -> None:
     """The checkpoint before it is used."""
