@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
@@ -49,12 +50,26 @@ def mark_matrices(chunk: torch.nn.Module) -> None:
     Embeddings, heads, norms, biases, convolutions, and single rows such as a shared expert's gate are not.
     """
     for name, parameter in chunk.named_parameters():
-        is_vector = parameter.dim() != 2 or 1 in parameter.shape
+        marked: Any = parameter
+        is_expert = ".experts." in name
+        is_vector = parameter.dim() != 2 or 1 in _whole_shape(marked, is_expert)
         if not parameter.requires_grad or is_vector or ".layers." not in f".{name}":
             continue
-        marked: Any = parameter
-        marked.fused_rows = _fused_rows(chunk, name, parameter)
-        marked.is_expert = ".experts." in name
+        marked.fused_rows, marked.is_expert = _fused_rows(chunk, name, parameter), is_expert
+
+
+def _whole_shape(parameter: Any, is_expert: bool) -> list[int]:
+    """The shape of a weight before tensor parallelism: a rank's part of an adapter's A may be one row."""
+    shape = list(parameter.shape)
+    if getattr(parameter, "tensor_model_parallel", False):
+        shape[parameter.partition_dim] *= _parallel_group(is_expert).size()
+    return shape
+
+
+def _parallel_group(is_expert: bool) -> dist.ProcessGroup:
+    if is_expert:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 def _fused_rows(chunk: torch.nn.Module, name: str, parameter: Tensor) -> tuple[int, ...]:
@@ -160,10 +175,7 @@ class Muon(TensorParallelMuon):
         parts = grad.view(-1, sum(rows), columns).split(rows, dim=1)
         group = dim = None
         if getattr(weight, "tensor_model_parallel", False):
-            dim = weight.partition_dim
-            group = parallel_state.get_tensor_model_parallel_group()
-            if weight.is_expert:
-                group = parallel_state.get_expert_tensor_parallel_group()
+            dim, group = weight.partition_dim, _parallel_group(weight.is_expert)
         updates = [
             self.scaled_orthogonalize_fn(part.reshape(-1, columns), group, dim).view(part.shape)
             for part in parts

@@ -8,7 +8,7 @@ from helpers.workers.gradient_worker import Layout
 from helpers.workers.muon_worker import Job
 
 SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
-LORA = (("rank", 4), ("alpha", 8))
+LORA = (("rank", 2), ("alpha", 4))  # with tp=2, a rank has one row of an A whose rows are divided
 SMALL = Layout(2, overlap=True, small=True)
 EVERY = [
     Job("untied", Layout(1)),
