@@ -449,7 +449,7 @@ class CheckpointConfig(Section):
 
     def exports(self, step: int) -> bool:
         """True if the checkpoint of this step is exported during the run."""
-        return self.export_every > 0 and step % (self.every * self.export_every) == 0
+        return step > 0 and self.export_every > 0 and step % (self.every * self.export_every) == 0
 
 
 class RolloutFilesConfig(Section):

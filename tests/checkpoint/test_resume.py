@@ -196,8 +196,9 @@ def test_resume_on_two_ranks(task, tmp_path):
 def test_an_interrupt_before_the_first_step(task, tmp_path, finished, monkeypatch):
     """Starting the workers is part of start-up: nothing has been trained yet, and the run can be resumed."""
     monkeypatch.setenv("SIGNAL_WHILE_LOADING", "1")
-    stopped = fit(configure(task, tmp_path, *GVPO))
+    stopped = fit(configure(task, tmp_path, *GVPO, "checkpoint.every=2", "checkpoint.export_every=1"))
     assert stopped.step == 0
+    assert not (tmp_path / "exports").exists(), "the base model is not copied in the seconds before a kill"
     assert [path.name for path in complete_checkpoints(tmp_path / "checkpoints")] == ["step_00000000"]
     monkeypatch.delenv("SIGNAL_WHILE_LOADING")
     fit(configure(task, tmp_path, *GVPO), resume=True)
