@@ -10,11 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import yaml
+
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.json_files import read_metrics
 from megatron_gvpo.runs.written import (
     CONFIG,
     EXPORT,
+    RUN,
     foreign_files,
     json_object,
     names_written_by,
@@ -296,12 +299,20 @@ def _has_lost_checkpoints(config: Config, names: list[str]) -> bool:
         return False
     if "checkpoints" not in names or set(names) & {*_LAST}:
         return True
-    every, metrics = config.checkpoint.every, Path(config.output_dir) / "metrics.jsonl"
+    every, metrics = _recorded_every(config), Path(config.output_dir) / "metrics.jsonl"
     if not every or not metrics.is_file():
         return False
     with metrics.open("rb") as lines:
         # The file has one line for step 0 (an evaluation, or empty), and one for every later step.
         return sum(1 for _ in lines) > every + 1
+
+
+def _recorded_every(config: Config) -> int:
+    """`checkpoint.every` of the run in the output directory, which may be another than the present one."""
+    record = json_object(Path(config.output_dir) / RUN)
+    with suppress(KeyError, TypeError, ValueError, yaml.YAMLError):  # an earlier version's, or damaged
+        return int(yaml.safe_load(str(record["config"]))["checkpoint"]["every"])
+    return config.checkpoint.every
 
 
 def check_empty(directory: Path, name: str) -> None:

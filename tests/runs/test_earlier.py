@@ -280,6 +280,17 @@ def test_a_run_that_was_beyond_its_first_checkpoint_is_not_started_anew(good, tm
             check(good, out, "auto", every=10)
 
 
+def test_a_run_has_lost_checkpoints_only_where_its_own_settings_wrote_some(good, tmp_path):
+    out = tmp_path / "out"
+    (out / "checkpoints").mkdir(parents=True)
+    (out / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(13)))
+    write_record(load_config([good], [f"output_dir={out}"]), 0, 1)
+    check(good, out, "auto", every=5)  # `checkpoint.every` was set after a crash without a checkpoint
+    write_record(load_config([good], [f"output_dir={out}", "checkpoint.every=10"]), 0, 1)
+    with pytest.raises(ConfigError, match=GONE):
+        check(good, out, "auto", every=50)
+
+
 def test_a_finished_run_says_so_and_how_to_go_on(good, tmp_path):
     def message(*overrides: str) -> str | None:
         return finished_message(load_config([good], [f"output_dir={tmp_path}", *overrides]))
