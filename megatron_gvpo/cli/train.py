@@ -6,11 +6,12 @@ import argparse
 import os
 import sys
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.cli import configured
-from megatron_gvpo.cli.terminal import loading, outliving_terminal, say
+from megatron_gvpo.cli.terminal import loading, outliving_terminal, refuse, say
 from megatron_gvpo.cli.with_model import run_with_model
 from megatron_gvpo.core.lazy_imports import heavy_imports
 from megatron_gvpo.core.signals import handled_by, stopping_signals
@@ -62,8 +63,7 @@ def run(options: argparse.Namespace) -> int:
         cards = preflight(config, "train", ranks, earlier=earlier, allowed=allowed)
         may_be_finished = options.resume and "WORLD_SIZE" not in os.environ
         if may_be_finished and (message := finished_message(config)) is not None:
-            say(message)
-            return 0
+            return _end_finished_run(config, message)
         check_interpreter(config)
         if configured.is_launcher(options):
             from megatron_gvpo.core.launch import launch
@@ -77,6 +77,18 @@ def run(options: argparse.Namespace) -> int:
         prepare(config.parallel, config.rollout)
 
         return run_with_model(lambda: _train(config, options, starting))
+
+
+def _end_finished_run(config: Config, message: str) -> int:
+    """Push the export if the run could not do so; return the exit code. The model is not loaded."""
+    from megatron_gvpo.runs.hub import HubError, upload_export
+
+    try:
+        upload_export(config.checkpoint, Path(config.output_dir))
+    except HubError as error:
+        return refuse(error, code=1)
+    say(message)
+    return 0
 
 
 def _configured(options: argparse.Namespace) -> Config:

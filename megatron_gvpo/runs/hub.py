@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.core.errors import ConfigError
-from megatron_gvpo.runs.existing_run import exported_step
+from megatron_gvpo.runs.record import write_complete
+from megatron_gvpo.runs.written import EXPORT, json_object
 
 if TYPE_CHECKING:
     from megatron_gvpo.settings.sections import CheckpointConfig, HubConfig
 
 log = logging.getLogger(__name__)
+
+_PUSHED = "pushed_to"  # key of export.json: the repository that has this export
 
 
 class HubError(RuntimeError):
@@ -36,14 +41,20 @@ def prepare_repository(settings: HubConfig) -> None:
 def upload_export(options: CheckpointConfig, out: Path) -> None:
     """If the settings ask for it, upload the export in `out`: the best one if the run keeps it.
 
-    Raises HubError.
+    The export's export.json then names the repository, so that it is not uploaded there again. Raises
+    HubError.
     """
-    if options.push_to_hub is not None:
-        best = out / "hf_best"
-        directory = best if options.keep_best is not None and best.is_dir() else out / "hf"
-        message = f"megatron_gvpo: {directory.name} after step {exported_step(directory)}"
-        url = upload(options.push_to_hub, directory, message)
-        log.warning("pushed %s to %s", directory, url)
+    if (settings := options.push_to_hub) is None:
+        return
+    best = out / "hf_best"
+    directory = best if options.keep_best is not None and best.is_dir() else out / "hf"
+    export = json_object(directory / EXPORT)
+    if export.get(_PUSHED) == settings.repo:
+        return
+    url = upload(settings, directory, f"megatron_gvpo: {directory.name} after step {export.get('step')}")
+    log.warning("pushed %s to %s", directory, url)
+    with suppress(OSError):  # then `--resume` pushes it again
+        write_complete(directory / EXPORT, json.dumps(export | {_PUSHED: settings.repo}) + "\n")
 
 
 def upload(settings: HubConfig, directory: Path, message: str) -> str:
@@ -52,12 +63,14 @@ def upload(settings: HubConfig, directory: Path, message: str) -> str:
     Raises HubError, which says how to push the directory by hand.
     """
     api = _api(settings)
+
+    def push() -> Any:
+        # A finished run that is resumed has not made the repository at its start.
+        api.create_repo(settings.repo, private=settings.private, exist_ok=True)
+        return api.upload_folder(repo_id=settings.repo, folder_path=str(directory), commit_message=message)
+
     try:
-        done = _answer(
-            lambda: api.upload_folder(
-                repo_id=settings.repo, folder_path=str(directory), commit_message=message
-            )
-        )
+        done = _answer(push)
     except HubError as error:
         raise HubError(
             f"cannot push {directory} to {settings.repo}: {error}; the directory is complete: push it with "

@@ -109,6 +109,7 @@ class Trainer:
         self._begun = time.monotonic() - self._loading_seconds
         with self._single.fit(lambda: self.step, steps):
             if self._was_finished_before():
+                self._push_to_hub()
                 return {}
             with running(self):
                 self._report_start()
@@ -123,8 +124,7 @@ class Trainer:
                         self._stop_here(reason)
                         break
                 self._finish()
-            if self.is_main:  # other ranks do not wait, because it may take long
-                upload_export(self.config.checkpoint, Path(self.config.output_dir))
+            self._push_to_hub()
             return self._metrics
 
     def _train_step(self, step: int) -> None:
@@ -489,6 +489,11 @@ class Trainer:
         if self.config.checkpoint.export_hf:
             self.checkpoints.export(Path(self.config.output_dir) / "hf", self.step)
         self.notify("on_end")
+
+    def _push_to_hub(self) -> None:
+        """Push the export, unless an earlier start of the run has pushed it."""
+        if self.is_main:  # other ranks do not wait, because it may take long
+            upload_export(self.config.checkpoint, Path(self.config.output_dir))
 
     def close(self) -> None:
         """Free the model's memory and its process groups, as the construction of another Trainer does."""

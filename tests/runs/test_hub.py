@@ -16,13 +16,16 @@ import pytest
 import yaml
 from helpers.inputs.good_config import GOOD
 from helpers.servers.hub_server import TOKEN, Hub, running_hub
+from helpers.tiny_run import configure, fit
 
+from megatron_gvpo.cli import main
 from megatron_gvpo.core.errors import ConfigError
 from megatron_gvpo.core.secrets import as_written
 from megatron_gvpo.core.yaml_files import Loader
 from megatron_gvpo.runs import hub as hub_of_runs
 from megatron_gvpo.settings.config import build_config
-from megatron_gvpo.settings.sections import CheckpointConfig
+from megatron_gvpo.settings.sections import CheckpointConfig, HubConfig
+from megatron_gvpo.training import trainer
 
 PROGRAM = """
 import json, sys
@@ -82,6 +85,7 @@ def test_a_run_pushes_its_export(hub: Hub, task: Path, tmp_path: Path):
     repository = hub.repositories["me/model"]
     assert repository["visibility"] == "private"
     sent = {path.name: path.read_bytes() for path in (tmp_path / "run" / "hf").iterdir()}
+    sent["export.json"] = sent["export.json"].replace(b', "pushed_to": "me/model"', b"")
     assert repository["files"] == sent and "model.safetensors" in sent
     assert TOKEN not in "".join(path.read_text() for path in (tmp_path / "run").glob("*.[jy]*"))
 
@@ -99,6 +103,33 @@ def test_the_commit_of_the_best_model_names_the_step_of_its_weights(
     del options["keep_best"]
     hub_of_runs.upload_export(CheckpointConfig(**options), tmp_path)
     assert sent == ["megatron_gvpo: hf_best after step 2", "megatron_gvpo: hf after step 5"]
+
+
+def test_a_finished_run_that_is_resumed_pushes_what_was_not_pushed_and_nothing_twice(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The push of a run that ended during it was lost: --resume said that nothing was left to do."""
+    sent: list[str] = []
+
+    def upload(settings: HubConfig, directory: Path, message: str) -> str:
+        sent.append(f"{settings.repo}: {message}")
+        if len(sent) == 1:
+            raise hub_of_runs.HubError("no network")
+        return "its url"
+
+    monkeypatch.setattr(hub_of_runs, "upload", upload)
+    monkeypatch.setattr(trainer, "prepare_repository", lambda settings: None)
+    own, other = (f"checkpoint.push_to_hub.repo=me/{name}" for name in ("model", "other"))
+    run = ("algorithm=gpg", "train.steps=1", "train.max_tokens_per_micro_batch=4096", "data.eval=null")
+    with pytest.raises(hub_of_runs.HubError):
+        fit(configure(task, tmp_path, *run, own))
+    resume = ["train", str(tmp_path / "config.yaml"), "--resume"]
+    assert main(resume) == 0 and sent == ["me/model: megatron_gvpo: hf after step 1"] * 2
+    assert main(resume) == 0 and len(sent) == 2, "it is not pushed again"
+    fit(configure(task, tmp_path, *run, other), resume=True)
+    assert sent[2:] == ["me/other: megatron_gvpo: hf after step 1"]
+    (tmp_path / "hf" / "export.json").write_text('{"step": 1}')  # another export of the same step
+    assert main([*resume, own]) == 0 and len(sent) == 4
 
 
 def test_a_repository_that_exists_stays_as_it_is(hub: Hub, tmp_path: Path):
