@@ -52,6 +52,7 @@ OWN: dict[str, str | None] = {
     "steps": r"step_\d+\.safetensors(\.tmp)?",
     "tensorboard": r"events\.out\.tfevents\.[^/]+",
     "profile": r"rank\d+_steps\d+-\d+\.(json\.gz|txt)",
+    "services.json": None,
     "wandb_run_id": None,
     "mlflow_run_id": None,
     "mlflow.db": None,
@@ -77,12 +78,19 @@ def names_written_by(config: Config) -> set[str]:
         "hf_best": checkpoint.keep_best is not None,
         "exports": checkpoint.export_every > 0,
     }
+    services = (
+        logging.wandb_project,
+        logging.trackio_project,
+        logging.mlflow_experiment,
+        logging.swanlab_project,
+    )
     has_mlflow_files = not os.environ.get("MLFLOW_TRACKING_URI")
     others = {
         "rollouts": logging.rollouts.every > 0,
         "steps": logging.steps.max_gb > 0,
         "tensorboard": logging.tensorboard,
         "profile": logging.profile_steps is not None,
+        "services.json": any(project is not None for project in services),
         "wandb_run_id": logging.wandb_project is not None,
         "mlflow_run_id": logging.mlflow_experiment is not None,
         **dict.fromkeys(("mlflow.db", "mlruns"), logging.mlflow_experiment is not None and has_mlflow_files),

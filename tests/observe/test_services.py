@@ -68,6 +68,54 @@ def test_wandb_gets_a_table_of_samples(tmp_path, monkeypatch):
     assert json.loads(table.read_text())["data"] == [["eval", "1+1=", "two", 1.0]]
 
 
+class Recording:
+    """A stand-in for the package `wandb` that keeps the steps it gets."""
+
+    id = "1"
+    Table = dict
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def init(self, **_):
+        return self
+
+    def log(self, _, step):
+        self.steps.append(step)
+
+    def finish(self):
+        pass
+
+
+def log_steps(out: Path, steps: range, resume_step: int | None, **services: str) -> None:
+    config = LoggingConfig(tensorboard=False, **services)
+    logger = MetricLogger(config, out, resume_step=resume_step)
+    for step in steps:
+        logger.log(step, {"reward/mean": 1.0})
+    logger.close()
+
+
+def test_a_service_gets_each_step_once_however_often_the_run_is_resumed(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", service := Recording())
+    log_steps(tmp_path, range(8), None, wandb_project="p")
+    log_steps(tmp_path, range(5, 7), 4, wandb_project="p")  # interrupted before it was where the first was
+    assert [record.getMessage() for record in own_records(caplog)] == [
+        "Weights & Biases (logging.wandb_project=p) keeps steps 5 to 7 from before the interruption, and "
+        "does not get them again; metrics.jsonl gets those of the resumed run"
+    ]
+    log_steps(tmp_path, range(5, 10), 4, wandb_project="p")
+    assert service.steps == [*range(10)]
+    log_steps(tmp_path, range(3), None, wandb_project="p")
+    assert service.steps[10:] == [*range(3)], "another run begins"
+
+
+def test_a_service_that_is_new_on_a_resume_gets_every_step_from_there(tmp_path, monkeypatch, caplog):
+    log_steps(tmp_path, range(8), None)
+    monkeypatch.setitem(sys.modules, "wandb", service := Recording())
+    log_steps(tmp_path, range(5, 10), 4, wandb_project="p")
+    assert service.steps == [*range(5, 10)] and own_records(caplog) == []
+
+
 class Broken:
     """A stand-in for the package `wandb` whose service fails."""
 

@@ -1,8 +1,8 @@
 """Gives the metrics of a step to metrics.jsonl, to TensorBoard and to the services that are configured.
 
-A resumed run continues from a checkpoint: every backend drops the steps that the interrupted run logged after
-it. So the records of an interrupted and resumed run equal those of an uninterrupted one. A service that only
-appends keeps its steps, which the resumed run repeats exactly.
+A resumed run continues from a checkpoint: metrics.jsonl and TensorBoard drop the steps that the interrupted
+run logged after it. So the records of an interrupted and resumed run equal those of an uninterrupted one. The
+services only append: they keep such steps, and do not get them again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_gvpo.core.json_files import JsonlWriter, read_metrics
+from megatron_gvpo.core.json_files import JsonlWriter
 from megatron_gvpo.observe.alerts import Alert
 from megatron_gvpo.observe.loggers.backend import Backend, RunInfo, Sample
 from megatron_gvpo.observe.loggers.services import open_services
@@ -43,9 +43,7 @@ class MetricLogger:
         keep_until = -1 if resume_step is None else resume_step
         metrics = output_dir / "metrics.jsonl"
         run = RunInfo(output_dir, output_dir.resolve().name, resume_step is not None, run_config or {})
-        earlier = read_metrics(metrics) if run.resumed and metrics.exists() else []
-        logged_until = max((record["step"] for record in earlier), default=-1)
-        self._backends: list[Backend] = open_services(logging, run, logged_until)
+        self._backends: list[Backend] = open_services(logging, run, keep_until)
         if logging.tensorboard:
             self._backends.append(TensorBoardWriter(output_dir / "tensorboard", keep_until, run_config))
         self._metrics = JsonlWriter(metrics, keep_until)

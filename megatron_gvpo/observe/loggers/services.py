@@ -6,6 +6,7 @@ A new service is a class in `writers.py` and a line here.
 from __future__ import annotations
 
 import configparser
+import json
 import logging
 import netrc
 import os
@@ -14,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,6 +24,8 @@ from urllib.parse import urlsplit
 from megatron_gvpo.observe.alerts import Alert
 from megatron_gvpo.observe.loggers.backend import Backend, RunInfo, Sample
 from megatron_gvpo.observe.loggers.writers import MlflowWriter, SwanlabWriter, TrackioWriter, WandbWriter
+from megatron_gvpo.runs.record import write_complete
+from megatron_gvpo.runs.written import json_object
 
 if TYPE_CHECKING:
     from megatron_gvpo.settings.sections import LoggingConfig
@@ -49,14 +53,35 @@ class ServiceError(RuntimeError):
     """A tracking service could not be opened: it lacks a key or a network, or has a run of this name."""
 
 
-def open_services(config: LoggingConfig, run: RunInfo, logged_until: int) -> list[Backend]:
+class _LastSteps:
+    """The last step that each service has got, in services.json in the output directory.
+
+    metrics.jsonl does not tell it: a resumed run drops steps there, and may name another service.
+    """
+
+    def __init__(self, run: RunInfo) -> None:
+        self._file = run.output_dir / "services.json"
+        self._steps = json_object(self._file) if run.resumed else {}
+
+    def of(self, project: str) -> int:
+        """`project`: the service's key with its value; -1 if it has no step."""
+        step = self._steps.get(project)
+        return step if type(step) is int else -1
+
+    def write(self, project: str, step: int) -> None:
+        self._steps[project] = step
+        write_complete(self._file, json.dumps(self._steps) + "\n")
+
+
+def open_services(config: LoggingConfig, run: RunInfo, resume_step: int) -> list[Backend]:
     """Opens every service that the section `logging` names.
 
-    `logged_until` is the last step that an earlier part of this run has logged, -1 without one: the
-    services append, so they are not given such a step again. Raises ImportError, which names the key and the
+    The services append. So they do not get a step again that the run logged before it was interrupted and
+    resumed from `resume_step`; a warning names such steps. Raises ImportError, which names the key and the
     command, if a package is not installed, and ServiceError if a service cannot be opened.
     """
     opened: list[Backend] = []
+    last_steps = _LastSteps(run)
     for service in SERVICES:
         if (project := getattr(config, service.key)) is None:
             continue
@@ -74,7 +99,17 @@ def open_services(config: LoggingConfig, run: RunInfo, logged_until: int) -> lis
             raise ServiceError(
                 f"logging.{service.key}={project}: {service.title} cannot be opened: {_described(error)}"
             ) from None
-        opened.append(_Tolerant(writer, service, logged_until))
+        name = f"{service.key}={project}"
+        if (last := last_steps.of(name)) > resume_step:
+            log.warning(
+                "%s (logging.%s) keeps steps %d to %d from before the interruption, and does not get them "
+                "again; metrics.jsonl gets those of the resumed run",
+                service.title,
+                name,
+                resume_step + 1,
+                last,
+            )
+        opened.append(_Tolerant(writer, service, last, partial(last_steps.write, name)))
     return opened
 
 
@@ -86,13 +121,20 @@ class _Tolerant:
     metrics.jsonl has every step in any case.
     """
 
-    def __init__(self, writer: Backend, service: Service, logged_until: int) -> None:
+    def __init__(
+        self, writer: Backend, service: Service, last: int, on_logged: Callable[[int], None]
+    ) -> None:
+        """`last`: the last step that the service has from before; `on_logged`: called with each new one."""
         self._writer: Backend | None = writer
         self._service = service
-        self._logged_until = logged_until
+        self._last, self._on_logged = last, on_logged
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._try(step, lambda writer: writer.log(step, metrics))
+        def log_and_note(writer: Backend) -> None:
+            writer.log(step, metrics)
+            self._on_logged(step)
+
+        self._try(step, log_and_note)
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
         self._try(step, lambda writer: writer.show(step, samples))
@@ -105,7 +147,7 @@ class _Tolerant:
 
     def _try(self, step: int | None, call: Callable[[Backend], None]) -> None:
         """Call the service, unless it has failed before or has this step already; None: at the end."""
-        if self._writer is None or (step is not None and step <= self._logged_until):
+        if self._writer is None or (step is not None and step <= self._last):
             return
         try:
             call(self._writer)
