@@ -1,7 +1,8 @@
 r"""Formats in which a policy writes tool calls in a turn, by name.
 
     hermes  <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>, as often as wanted
-    json    the whole turn, or one ```json block in it: {"name": ..., "arguments": {...}}, or a list of these
+    json    the whole turn, or one ```json block in it: {"name": ..., "arguments": {...}}, or a list of these;
+            "parameters" is read like "arguments", as Llama 3 writes it, and in hermes, too
     xml     <function=add><parameter=a>1</parameter></function>, values as JSON or else as text
 
 or in the format of a user's function, which takes the text and returns a list of calls: (name, arguments).
@@ -166,11 +167,18 @@ def _call(body: str) -> ToolCall:
 
 def _call_of(value: Any) -> ToolCall:
     name = value.get("name") if isinstance(value, dict) else None
-    arguments = value.get("arguments", {}) if isinstance(value, dict) else None
+    arguments = _arguments_of(value) if isinstance(value, dict) else None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return ToolCall("", {}, 'a call is {"name": "...", "arguments": {...}}')
     number = value.get("id")
     return ToolCall(name, arguments, id=number if isinstance(number, str) and _ID.fullmatch(number) else None)
+
+
+def _arguments_of(call: dict[str, Any]) -> Any:
+    """The arguments of a call, which Llama 3's template calls parameters; None if they have another name."""
+    if not {"arguments", "parameters"} & call.keys():
+        return {} if call.keys() <= {"name", "id", "type"} else None
+    return call["arguments"] if "arguments" in call else call["parameters"]
 
 
 def _between(begin: re.Pattern[str], end: str, text: str) -> Iterator[tuple[re.Match[str], str]]:

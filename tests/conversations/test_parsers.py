@@ -22,6 +22,9 @@ from megatron_gvpo.workers.tools import Tools, tool_message
         ("hermes", 'so <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>', [("f", {"x": 1})]),
         ("hermes", "no call", []),
         ("json", 'It is\n```json\n{"name": "f", "arguments": {}}\n```', [("f", {})]),
+        ("json", '{"type": "function", "name": "f", "parameters": {"x": 1}}', [("f", {"x": 1})]),  # Llama 3
+        ("hermes", '<tool_call>{"name": "f", "parameters": {"x": 1}}</tool_call>', [("f", {"x": 1})]),
+        ("json", '{"name": "f"}', [("f", {})]),
         ("json", "the answer is {x}", []),
         (
             "xml",
@@ -95,6 +98,7 @@ def test_calls_have_the_ids_that_the_policy_writes() -> None:
         ("hermes", "<tool_call>{"),
         ("hermes", "<tool_call>[1]</tool_call>"),
         ("json", '{"name": 1}'),
+        ("json", '{"name": "f", "args": {"x": 1}}'),
         ("json", "[" * 100_000),
         ("xml", "<function=f>"),
     ],
