@@ -134,13 +134,11 @@ class Template:
         return self._end_before[role]
 
     def written(self, message: Mapping[str, Any]) -> str:
-        """A message as the policy writes it: its text, and its thinking and `tool_calls` by the template.
+        """A message with thoughts or `tool_calls` as the policy writes it, by the template.
 
         Raises DataError if the template does not write them after the opening of the policy's turn.
         """
         reasoning = thoughts(message)
-        if not (message.get("tool_calls") or reasoning):
-            return str(message["content"])
         try:
             (_, opening), text = self._renderings(0, [with_values(message)], generate=False)
         except DataError:  # this template takes the arguments as text

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.chat_template import Template
 from megatron_gvpo.data.messages import check_names, check_tools, unequal_weight
+from megatron_gvpo.data.tool_calls import thoughts
+from megatron_gvpo.data.turn_writer import TurnWriter
 from megatron_gvpo.groups import Chat
 from megatron_gvpo.huggingface.end_tokens import ended
 from megatron_gvpo.turns import Turn
@@ -21,11 +23,15 @@ _EXAMPLE = '[{"role": "assistant", "content": "..."}, {"role": "tool", "content"
 
 
 class SolutionTokens(NamedTuple):
-    """The token ids of a solution, with the end token; its chat, if it is one; and its texts."""
+    """The token ids of a solution, with the end token; its chat, if it is one; and its texts.
+
+    `turns`: the texts of the assistant as the policy writes them, without what the template writes before.
+    """
 
     token_ids: tuple[int, ...]
     chat: Chat | None
     texts: list[str]
+    turns: list[str]
 
 
 class DemonstrationReader:
@@ -43,15 +49,17 @@ class DemonstrationReader:
         self._ends = end_token_ids
         self._chat = chat
         self._tools = tools
+        self._writer = TurnWriter(tokenizer, chat, tools)
         # It is made for the first chat alone, because that checks the chat template, and can refuse it.
         self._template: Template | None = None
 
     def __call__(self, solution: Any) -> SolutionTokens:
         if isinstance(solution, str):
-            ids = self._tokens(solution)
+            text = self._writer.text(solution)
+            ids = self._writer.tokens(text)
             if not ids or not solution.strip():
                 raise DataError("is empty: it has no tokens, or white space alone; nothing would be learned")
-            return SolutionTokens(ended(ids, self._ends), None, [solution])
+            return SolutionTokens(ended(ids, self._ends), None, [solution], [text])
         self._check(solution)
         with _named_messages():
             if self._template is None:
@@ -60,19 +68,21 @@ class DemonstrationReader:
 
     def _chat_tokens(self, solution: Sequence[Mapping[str, Any]], template: Template) -> SolutionTokens:
         own: list[int] = []
+        written: list[str] = []
         turns: list[Turn] = []
         between: list[Mapping[str, Any]] = []
         for i, message in enumerate(solution):
             if message["role"] != "assistant":
                 between.append(message)
                 continue
-            tokens = self._tokens(template.written(message))
+            has_parts = message.get("tool_calls") or thoughts(message)
+            written.append(template.written(message) if has_parts else self._writer.text(message["content"]))
             # Without a chat template texts follow each other as they are, and the last one ends the chat.
-            ids = tokens
+            ids = self._writer.tokens(written[-1])
             if i + 1 == len(solution):
-                ids = ended(tokens, self._ends)
+                ids = ended(ids, self._ends)
             elif self._chat:
-                ids = ended(tokens, (template.end_before(solution[i + 1]["role"]), *self._ends))
+                ids = ended(ids, (template.end_before(solution[i + 1]["role"]), *self._ends))
             if not ids:
                 raise DataError(f"message {i} is empty")
             context = template.tokens_between(own[-1], between) if turns else ()
@@ -80,7 +90,7 @@ class DemonstrationReader:
             own += ids
             between = []
         texts = [message["content"] for message in solution]
-        return SolutionTokens(tuple(own), Chat(tuple(turns), tuple(map(dict, solution))), texts)
+        return SolutionTokens(tuple(own), Chat(tuple(turns), tuple(map(dict, solution))), texts, written)
 
     def _check(self, solution: Any) -> None:
         if not isinstance(solution, list) or not all(map(_is_message, solution)):
@@ -98,12 +108,6 @@ class DemonstrationReader:
         for i, (one, other) in enumerate(pairwise(roles)):
             if one == other == "assistant":
                 raise DataError(f"has messages {i} and {i + 1} of the assistant with nothing in between")
-
-    def _tokens(self, text: str) -> tuple[int, ...]:
-        try:
-            return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        except Exception as error:  # the library raises bare Exceptions
-            raise DataError(f"has text that the tokenizer cannot write: {error}") from None
 
 
 @contextmanager

@@ -14,6 +14,11 @@ from megatron_gvpo.core.errors import DataError
 _OPEN = re.compile(r"<think>\s*\Z")
 
 
+def opens_thoughts(prompt: str) -> bool:
+    """True for a prompt at whose end the chat template has opened the thoughts."""
+    return bool(_OPEN.search(prompt))
+
+
 class OpenedThoughts:
     """Looks at each prompt with the texts that are trained after it."""
 
@@ -22,7 +27,7 @@ class OpenedThoughts:
 
     def see(self, where: str, prompt: str, texts: Sequence[str]) -> None:
         """Raises DataError for a text that opens thoughts which its prompt has opened already."""
-        if not _OPEN.search(prompt):
+        if not opens_thoughts(prompt):
             return
         if any(text.lstrip().startswith("<think>") for text in texts):
             raise DataError(

@@ -17,7 +17,6 @@ from jinja2 import TemplateError
 
 from megatron_gvpo.core.environment import is_first_process
 from megatron_gvpo.core.errors import DataError
-from megatron_gvpo.core.plain_values import LARGEST, finite_number
 from megatron_gvpo.core.slow_work import slow_work
 from megatron_gvpo.data.demonstrations import DemonstrationReader
 from megatron_gvpo.data.known_forms import as_dataset, recogniser, solution_field, unread_system
@@ -25,11 +24,12 @@ from megatron_gvpo.data.messages import check_roles, not_a_message, not_a_prompt
 from megatron_gvpo.data.opened_thoughts import OpenedThoughts
 from megatron_gvpo.data.prompt_images import MARK, PromptImages, as_parts, images_in, short_names
 from megatron_gvpo.data.record_tools import tools_of, unread_tools
+from megatron_gvpo.data.scored_responses import scored_responses
 from megatron_gvpo.data.sources import Record, converted, field_of, read_records
 from megatron_gvpo.data.tool_calls import with_values
+from megatron_gvpo.data.turn_writer import TurnWriter
 from megatron_gvpo.data.unknown_characters import UnknownCharacters
 from megatron_gvpo.groups import Chat, Image, Prompt, Scored
-from megatron_gvpo.huggingface.end_tokens import ended
 from megatron_gvpo.huggingface.tokenizer import check_writes_content, opened, rendered
 from megatron_gvpo.settings.sections import DataConfig, DatasetConfig
 
@@ -154,7 +154,8 @@ class _PromptReader:
         positions: int | None,
         tools: Sequence[Mapping[str, Any]],
     ) -> None:
-        self._dataset, self._data, self._tokenizer = dataset, data, tokenizer
+        self._dataset, self._data = dataset, data
+        self._turn_writer = TurnWriter(tokenizer, render.chat, tools)
         self._longest, self._end_token_ids, self._positions = longest, end_token_ids, positions
         self._read_demonstration = DemonstrationReader(tokenizer, end_token_ids, render.chat, tools)
         self.unknown = UnknownCharacters(tokenizer)
@@ -240,8 +241,7 @@ class _PromptReader:
             raise DataError(f"{record.where}: the demonstration (field {key!r}) {error}") from None
         self.unknown.see(record.where, solution.texts)
         chat = solution.chat
-        if chat is None:  # a chat is written by the template, which opens the thoughts once
-            self.thoughts.see(record.where, prompt, solution.texts)
+        self.thoughts.see(record.where, prompt, solution.turns)
         if chat is not None and has_pictures:
             raise DataError(
                 f"{record.where}: the demonstration (field {key!r}) is a chat, and the prompt has images: "
@@ -258,8 +258,7 @@ class _PromptReader:
 
     def _responses(self, record: Record, key: str, prompt: str, ids: Sequence[int]) -> tuple[Scored, ...]:
         """The scored responses in field `key`."""
-        responses = _responses(record, key, self._tokenizer, self._end_token_ids)
-        texts = [response.text for response in responses]
+        texts, responses = scored_responses(record, key, self._turn_writer, self._end_token_ids)
         self.unknown.see(record.where, texts)
         self.thoughts.see(record.where, prompt, texts)
         longest = max(len(response.token_ids) for response in responses)
@@ -370,6 +369,7 @@ class PromptWriter:
     ) -> None:
         self._render = _Renderer(data, tokenizer, tools, images, dataset.tools_key)
         self._tokenizer = tokenizer
+        self._turn_writer = TurnWriter(tokenizer, self._render.chat, tools)
         self._key = dataset.prompt_key
         self.longest = longest
 
@@ -377,6 +377,10 @@ class PromptWriter:
         """Token ids, without the tokenizer's special tokens."""
         ids: list[int] = self._tokenizer([text], add_special_tokens=False)["input_ids"][0]
         return ids
+
+    def encode_turn(self, text: str) -> tuple[int, ...]:
+        """The token ids of a text as the assistant's turn, without an end token. Raises DataError."""
+        return self._turn_writer.tokens(self._turn_writer.text(text))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The tokens as text, without special ones."""
@@ -557,33 +561,6 @@ def _changed(content: Any, with_text: Callable[[str], str], before: bool) -> Any
         return with_text(content)
     added = {"type": "text", "text": with_text("")}
     return [added, *content] if before else [*content, added]
-
-
-def _responses(
-    record: Record, key: str, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]
-) -> tuple[Scored, ...]:
-    """The scored responses of a record: [{"response": text, "reward": number}, ...]."""
-    responses = field_of(record, key, "responses_key")
-    wanted = '[{"response": "...", "reward": 1.0}, ...]'
-    if not isinstance(responses, list) or not responses:
-        raise DataError(f"{record.where}: field {key!r}: expected {wanted}, found {shown_value(responses)}")
-    for i, item in enumerate(responses):
-        if not isinstance(item, dict) or not isinstance(item.get("response"), str):
-            raise DataError(f"{record.where}: field {key!r}, response {i}: expected one of {wanted}")
-        if "reward" not in item:
-            names = ", ".join(item)
-            raise DataError(f"{record.where}: field {key!r}, response {i} has no 'reward'; it has {names}")
-        if finite_number(item["reward"], LARGEST) is None:
-            raise DataError(
-                f"{record.where}: field {key!r}, response {i}: expected a number up to {LARGEST:.2g} as its "
-                f"reward, found {shown_value(item['reward'])}"
-            )
-    texts = [item["response"] for item in responses]
-    encoded = _tokens(tokenizer, texts, [f"{record.where}, response {i}" for i in range(len(texts))])
-    return tuple(
-        Scored(ended(ids, end_token_ids), item["response"], float(item["reward"]))
-        for item, ids in zip(responses, encoded, strict=True)
-    )
 
 
 def _answer(record: Record, key: str) -> str:

@@ -171,7 +171,7 @@ class BatchContext:
         return self.writer.encode(text)
 
     def encode_response(self, text: str) -> list[int]:
-        return list(ended(self.writer.encode(text), self.end_token_ids))
+        return list(ended(self.writer.encode_turn(text), self.end_token_ids))
 
     def texts(
         self, function: str, groups: Sequence[Group], n: int, options: Mapping[str, Any]

@@ -15,6 +15,7 @@ from transformers import Qwen2Tokenizer
 
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.data.chat_template import Template
+from megatron_gvpo.data.demonstrations import DemonstrationReader
 from megatron_gvpo.huggingface.card import ModelCard
 from megatron_gvpo.huggingface.end_tokens import end_token_ids
 from megatron_gvpo.workers.tools import tool_message
@@ -160,3 +161,25 @@ def test_qwen3_keeps_thoughts_or_strips_them(templates: dict[str, str], name: st
     assert unstripped[: len(ended)] == ended and "hm" in of.decode(unstripped)
     chat_text = of.apply_chat_template([*chat, reply, answer], tokenize=False, add_generation_prompt=True)
     assert stripped == ids(of, str(chat_text)) and "hm" not in of.decode(stripped)
+
+
+# The text between the end of a prompt and an answer, by template.
+BEFORE_ANSWERS = {
+    **{"gptoss": "<|channel|>final<|message|>", "glm4moe": "\n<think></think>\n"},
+    **{
+        "qwen3": "<think>\n\n</think>\n\n",
+        "qwen3_6": "\n</think>\n\n",
+        "muse_glimmer": " to=user<|message|>",
+    },
+    **dict.fromkeys(("qwen2_5", "qwen3_instruct_2507", "llama3_1", "gemma3", "phi3", "cohere2", "lfm2"), ""),
+    **dict.fromkeys(("deepseek_r1_distill", "nemotron_3_nano", "mistral"), ""),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE_ANSWERS)
+def test_a_worked_solution_is_the_models_template_between_prompt_and_answer(
+    templates: dict[str, str], name: str
+) -> None:
+    of = of_model(templates[name], "<|end|>")
+    read = DemonstrationReader(of, (of.eos_token_id,), chat=True, tools=())
+    assert read("hello").token_ids == (*ids(of, f"{BEFORE_ANSWERS[name]}hello"), of.eos_token_id)

@@ -299,27 +299,108 @@ def test_a_completion_that_was_judged_to_be_bad_is_refused(tmp_path):
         load(tmp_path, record | {"label": False}, "dataset")
 
 
-@pytest.mark.parametrize("form", ["dataset", "file"])
+def rendered_by(monkeypatch, answer="{{ m.content }}", opened=""):
+    """Give `load` a template that writes the assistant's content so, and ends prompts with `opened`."""
+    of = tokenizer()
+    written = (
+        f"{{% if m.role == 'assistant' %}}{answer}{{% else %}}{{{{ m.content }}}}{{% endif %}}<|im_end|>"
+    )
+    end = "<|im_start|>assistant\n{% endif %}"
+    assert CHATML.endswith(end)
+    begin = CHATML.removesuffix(end).replace("{{ m.content }}<|im_end|>", written)
+    of.chat_template = f"{begin}<|im_start|>assistant\n{opened}{{% endif %}}"
+    monkeypatch.setitem(globals(), "tokenizer", lambda: of)
+    return of
+
+
+@pytest.mark.parametrize("form", ["text", "messages", "several", "pair"])
 def test_thoughts_that_the_template_opens_are_not_opened_again(form, tmp_path, caplog, monkeypatch):
     """DeepSeek-R1-Distill's template opens them, and data sets of its responses have the mark, too."""
-    opening = tokenizer()
-    end = "<|im_start|>assistant\n{% endif %}"
-    assert opening.chat_template.endswith(end)
-    opening.chat_template = opening.chat_template.replace(end, "<|im_start|>assistant\n<think>\n{% endif %}")
-    monkeypatch.setitem(globals(), "tokenizer", lambda: opening)
+    rendered_by(monkeypatch, opened="<think>\n")
+    sampler = "file" if form == "pair" else "dataset"
 
     def record(text):
-        chat = {"messages": [ASKED, {"role": "assistant", "content": text}]}
-        return chat if form == "dataset" else {"prompt": "hello", "chosen": text, "rejected": "he</think>"}
+        answer = {"role": "assistant", "content": text}
+        first = {"role": "assistant", "content": "he</think>"}
+        forms = {
+            "text": {"prompt": "hello", "completion": text},
+            "messages": {"prompt": [ASKED], "completion": [answer]},
+            "several": {"messages": [ASKED, first, ASKED, answer]},
+            "pair": {"prompt": "hello", "chosen": text, "rejected": "he</think>"},
+        }
+        return forms[form]
 
     with pytest.raises(
         DataError, match="line 1: the chat template ends the prompt with <think>, and the text"
     ):
-        load(tmp_path, record("<think>\nhe</think>hell"), form)
-    load(tmp_path, record("he</think>hell"), form)
+        load(tmp_path, record("<think>\nhe</think>hell"), sampler)
+    load(tmp_path, record("he</think>hell"), sampler)
     assert "no </think>" not in caplog.text
-    load(tmp_path, record("hell"), form)
+    load(tmp_path, record("hell"), sampler)
     assert "has no </think>: the model would learn to answer within its thoughts" in caplog.text
+
+
+# What templates write before an assistant's text: as gpt-oss', GLM 4.5's and Qwen3's, and Mistral's old one.
+BEFORE_TEXTS = {
+    "a channel": (
+        "{% if '<|channel|>' in m.content %}{{ raise_exception('a channel in the content') }}{% endif %}"
+        "<|channel|>final<|message|>{{ m.content }}",
+        "<|channel|>final<|message|>hell",
+    ),
+    "empty thoughts": ("<think></think>\n{{ m.content.strip() }}", "<think></think>\nhell"),
+    "own thoughts": (
+        "{% set parts = m.content.split('</think>') %}<think>\n"
+        "{{ parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 }}\n</think>\n\n"
+        "{{ parts[-1].lstrip('\n') }}",
+        "<think>\nhe\n</think>\n\nhell",
+    ),
+    "a space": (" {{ m.content }}", " hell"),
+}
+
+
+@pytest.mark.parametrize("form", ["text", "messages", "several", "pair"])
+@pytest.mark.parametrize("name", BEFORE_TEXTS)
+def test_a_text_is_trained_with_what_the_template_writes_before_it(name, form, tmp_path, monkeypatch):
+    """Otherwise a model of gpt-oss would learn to put its answer into the header of a message."""
+    answer, complete = BEFORE_TEXTS[name]
+    of = rendered_by(monkeypatch, answer)
+
+    def trained(text):
+        answer = {"role": "assistant", "content": text}
+        forms = {
+            "text": {"prompt": "hello", "completion": text},
+            "messages": {"prompt": [ASKED], "completion": [answer]},
+            "several": {"messages": [ASKED, answer, ASKED, answer]},
+            "pair": {"prompt": "hello", "chosen": text, "rejected": "he"},
+        }
+        prompt = load(tmp_path, forms[form], "file" if form == "pair" else "dataset")
+        own = prompt.responses[0].token_ids if form == "pair" else prompt.demonstration
+        return of.decode([*prompt.token_ids, *own])
+
+    def by_template(text):
+        chat = [ASKED, {"role": "assistant", "content": text}]
+        return of.apply_chat_template(chat, tokenize=False).removesuffix("\n")
+
+    again = by_template("hell").partition("assistant\n")[2] if form == "several" else ""
+    assert trained("hell") == by_template("hell") + again
+    complete_turn = f"{complete}<|im_end|>"
+    assert trained(complete) == RENDERED + complete_turn * (2 if form == "several" else 1)
+
+
+def test_a_text_that_the_template_would_write_elsewhere_is_refused(tmp_path, monkeypatch):
+    """GLM 4.5's ends a prompt with empty thoughts if it shall not think, and takes those of a message."""
+    record = {"prompt": "hello", "completion": "hell"}
+    rendered_by(monkeypatch, BEFORE_TEXTS["own thoughts"][0], opened="<think>\n\n</think>\n")
+    assert load(tmp_path, record, "dataset").demonstration
+    with pytest.raises(DataError, match=r"line 1: .* begins with '<think>he</think>hell', which the chat te"):
+        load(tmp_path, record | {"completion": "<think>he</think>hell"}, "dataset")
+    rendered_by(monkeypatch, opened="<other>")
+    assert load(tmp_path, record, "dataset").demonstration
+    rendered_by(monkeypatch, "<x>{{ m.content }}", opened="<other>")
+    with pytest.raises(
+        DataError, match=r"line 1: .* cannot be written: the chat template ends a prompt with"
+    ):
+        load(tmp_path, record, "dataset")
 
 
 def test_an_unknown_role_is_refused(tmp_path):
