@@ -91,7 +91,7 @@ def unread_system(record: Record, prompt: str) -> str | None:
 def solution_field(key: str, fields: Fields) -> str:
     """The field of the user's record with the solution that `key` has, for messages."""
     origins = ("completion", "output", "messages", "conversations") if key == SOLUTION else ()
-    return next((name for name in origins if name in fields), key)
+    return next((name for name in origins if _has(fields, name)), key)
 
 
 def _needed(dataset: DatasetConfig, sampler: str) -> str | None:
@@ -135,11 +135,12 @@ def _with_solution(fields: Fields, prompt_key: str) -> Fields:
         if (problem := unequal_weight(own)) is not None:
             raise ValueError(problem)
         prompt, solution = _divided(chat)
-    elif "completion" in fields and prompt_key in fields:
-        if fields.get("label") is False:
-            raise ValueError("label is false: SFT would teach a completion that was judged to be bad")
+    elif _has(fields, "completion") and prompt_key in fields:
+        if (label := fields.get("label")) in (False, 0):
+            shown = str(label).lower()
+            raise ValueError(f"label is {shown}: SFT would teach a completion that was judged to be bad")
         prompt, solution = after_system(fields, fields[prompt_key]), fields["completion"]
-    elif "instruction" in fields and "output" in fields:
+    elif _has(fields, "instruction") and "output" in fields:
         prompt, solution = _instruction(fields), fields["output"]
     elif SOLUTION in fields and prompt_key in fields:
         prompt, solution = after_system(fields, fields[prompt_key]), fields[SOLUTION]
@@ -230,7 +231,9 @@ def _instruction(fields: Fields) -> str | list[Message]:
 
     LLaMA-Factory's form has the latter two: `system`, and `history`, a list of pairs. Raises ValueError.
     """
-    text = str(fields["instruction"])
+    text = fields["instruction"]
+    if not isinstance(text, str):
+        raise ValueError(f"instruction is {shown_value(text)}, and should be a text")
     extra, history = fields.get("input"), fields.get("history") or []
     text = f"{text}\n\n{extra}" if isinstance(extra, str) and extra.strip() else text
     if not isinstance(history, list) or not all(map(_is_pair, history)):

@@ -41,7 +41,7 @@ class TurnWriter:
         self._tokenizer, self._chat, self._tools = tokenizer, chat, list(tools) or None
 
     def text(self, text: str) -> str:
-        """The text, after the template's header if it lacks that and thoughts of its own. Raises DataError."""
+        """The text with what the template writes before it, unless it has that itself. Raises DataError."""
         frame = self._frame
         has_end_of_thoughts = opens_thoughts(frame.prompt) and "</think>" in text
         if not frame.header or not text.strip() or has_end_of_thoughts or text.startswith(frame.header):

@@ -247,6 +247,18 @@ def test_other_lists_of_a_parquet_file_keep_their_nulls(tmp_path):
     assert prompt.record["edges"] == edges
 
 
+def test_an_instruction_is_a_text(tmp_path):
+    """A null was trained as the prompt "None"; it is also what a Parquet file has beside another form."""
+    filled = {"prompt": "hello", "completion": None, "instruction": "go", "output": "hell"}
+    assert load(tmp_path, filled, "dataset").text == RENDERED.replace("hello", "go")
+    with pytest.raises(
+        DataError, match=r"line 1: .* no worked solution is recognised by the fields instruct"
+    ):
+        load(tmp_path, {"instruction": None, "output": "hell"}, "dataset")
+    with pytest.raises(DataError, match="line 1: instruction is int 7, and should be a text"):
+        load(tmp_path, {"instruction": 7, "output": "hell"}, "dataset")
+
+
 def test_an_instruction_comes_after_its_system_message_and_earlier_turns(tmp_path):
     """LLaMA-Factory's form of Alpaca's records; without them the answer would be trained out of context."""
     record = {"instruction": "go", "input": "on", "output": "hell", "system": "short"}
@@ -297,6 +309,10 @@ def test_a_completion_that_was_judged_to_be_bad_is_refused(tmp_path):
     assert load(tmp_path, record | {"label": True}, "dataset").text
     with pytest.raises(DataError, match="line 1: label is false: SFT would teach a completion that was judg"):
         load(tmp_path, record | {"label": False}, "dataset")
+    with pytest.raises(
+        DataError, match="line 1: label is 0: SFT would teach a completion that was judged to"
+    ):
+        load(tmp_path, record | {"label": 0}, "dataset")
 
 
 def rendered_by(monkeypatch, answer="{{ m.content }}", opened=""):
