@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from decimal import Decimal
 from functools import partial
 from itertools import batched
 from pathlib import Path
@@ -571,4 +572,6 @@ def _answer(record: Record, key: str) -> str:
         raise DataError(
             f"{record.where}: field {key!r} is neither a string nor a number but {shown_value(value)}"
         )
+    if isinstance(value, float):  # 3 for 3.0, as pandas has whole numbers beside nulls; 0.00001 for 1e-05
+        return str(int(value)) if value.is_integer() else format(Decimal(repr(value)), "f")
     return str(value)

@@ -100,7 +100,13 @@ def test_what_json_writes_as_a_pair_is_a_character(tmp_path: Path, tokenizer: An
     assert prompt.text == "1 \U0001f600" and len(prompt.token_ids) == 3
 
 
-@pytest.mark.parametrize(("answer", "text"), [(3, "3"), (-2.5, "-2.5"), ("3", "3")])
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        *((3, "3"), (-2.5, "-2.5"), ("3", "3"), ("3.0", "3.0"), (3.0, "3"), (-0.0, "0")),
+        *((0.00001, "0.00001"), (1.5e-7, "0.00000015"), (1e16, "10000000000000000")),
+    ],
+)
 def test_numbers_are_answers(tmp_path: Path, tokenizer: Any, answer: Any, text: str) -> None:
     (prompt,) = load(jsonl(tmp_path / "a.jsonl", {"prompt": "?", "answer": answer}), tokenizer)
     assert prompt.answer == text
