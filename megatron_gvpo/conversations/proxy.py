@@ -134,7 +134,11 @@ class Proxy:
         dialogue = request[_DIALOGUE]
         body = ChatRequest.model_validate_json(await request.read())
         if body.n not in (None, 1):
-            raise RequestRefused(f"n={body.n}: one answer a call; ask several times for more", "n")
+            raise RequestRefused(
+                f"n={body.n}: one answer a call; ask several times for more, each time with another X-Agent "
+                "header or user, because equal calls of one agent count as retries",
+                "n",
+            )
         check_former(body.extra)
         messages = [read_message(message) for message in body.messages]
         tools = tools_text(body.shown_tools)
@@ -155,7 +159,11 @@ class Proxy:
         dialogue = request[_DIALOGUE]
         body = _TokenRequest.model_validate_json(await request.read())
         if body.sampling_params.n not in (None, 1):
-            raise RequestRefused(f"n={body.sampling_params.n}: one answer a call", "n")
+            raise RequestRefused(
+                f"n={body.sampling_params.n}: one answer a call; ask several times for more, each time with "
+                "another X-Agent header, because equal calls of one agent count as retries",
+                "n",
+            )
         context = tuple(body.token_ids)
         if not 0 <= min(context) <= max(context) < self._vocabulary:
             raise RequestRefused(
