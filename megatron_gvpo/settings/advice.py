@@ -28,12 +28,13 @@ def warnings_of(config: RunSections) -> list[str]:
     - options that the sizes of the run leave without effect;
     - more patience than the run has evaluations, so that train.stop_early ends nothing;
     - a learning rate that changes no weight;
+    - a member's `right` that takes wrong answers for right ones, by the weights of the reward's components;
     - keys of sampling in a run that samples nothing;
     - the words no and off where they stay texts, which a chat template or a function takes for true.
     """
     checks = (
         *(_one_update, _later_updates, _idle_by_size, _older_weights, _counted),
-        *(_too_patient, _no_step, keys_of_sampling, _words),
+        *(_too_patient, _no_step, _right, keys_of_sampling, _words),
     )
     warnings = [check(config) for check in checks]
     return [text for text in warnings if text is not None]
@@ -131,6 +132,28 @@ def _no_step(config: RunSections) -> str | None:
     if config.optimizer.lr >= 1e-12:
         return None
     return f"optimizer.lr={config.optimizer.lr:g} changes no weight: float32 rounds such a step away"
+
+
+def _right(config: RunSections) -> str | None:
+    """Warn of a member that cannot tell right answers from wrong ones where components are from 0 to 1."""
+    components = config.rewards.components
+    judge = next((c for c in components if c.needs_answer), components[0] if components else None)
+    if judge is None or judge.weight <= 0 or judge.pays_turns or any(c.model for c in components):
+        return None
+    others = [component.weight for component in components if component is not judge]
+    wrong, right = sum(max(w, 0.0) for w in others), judge.weight + sum(min(w, 0.0) for w in others)
+    remedy = f"set it to {(wrong + right) / 2:g}" if wrong < right else "lower the other components' weights"
+    lines = []
+    for number, member in enumerate(config.algorithm.members):
+        limit = None if "right" in member.ineffective_options else getattr(member, "right", None)
+        if limit is None or wrong <= limit < right:
+            continue
+        mistaken = f"wrong answer may have {wrong:g}" if limit < wrong else f"right answer may have {right:g}"
+        lines.append(
+            f"algorithm.members.{number}.right={limit:g}: a reward above it is right, and by "
+            f"rewards.components a {mistaken}: {remedy}"
+        )
+    return "\n".join(lines) or None
 
 
 def _words(config: RunSections) -> str | None:

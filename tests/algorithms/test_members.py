@@ -97,6 +97,15 @@ def test_gcpo_injects_gold_where_every_response_fails(rewards):
     assert advantages == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
 
 
+def test_wrong_answers_in_the_right_format_have_failed():
+    """The reward `format` beside `math`, with a small weight, is the usual pair."""
+    block = AlgorithmConfig(recipe="gcpo").members[0]
+    (group,) = block([make_group([0.1, 0.1, 0, 0.1])], Engine())
+    assert "demonstration" in {rollout.source for rollout in group.rollouts}
+    (group,) = Hinted(fields=("strong",))([make_group([0.1, 0.1], record={"strong": "strong"})], Engine())
+    assert len(group.rollouts) == 6
+
+
 def test_the_slot_of_a_demonstration():
     group = make_group([0, 0, 0], lengths=[2, 9, 3], reasons=["stop", "stop", "length"])
 

@@ -105,6 +105,35 @@ def test_an_evaluation_that_counts_another_component_than_the_answers(good):
 
 
 @pytest.mark.parametrize(
+    ("member", "weights", "problem"),
+    [
+        ("name: demonstration, when: all_wrong", (1, 0.1), None),
+        (
+            "name: demonstration, when: all_wrong, right: 0",
+            (1, 0.1),
+            "wrong answer may have 0.1: set it to 0.55",
+        ),
+        ("name: demonstration", (1, 0.7), None),  # always joins
+        ("name: hinted, fields: [hint]", (1, 0.7), "wrong answer may have 0.7: set it to 0.85"),
+        ("name: foresight", (0.5, 0.2), "right answer may have 0.5: set it to 0.35"),
+        ("name: exemplars", (0.5, 0.6), "wrong answer may have 0.6: lower the other components' weights"),
+        ("name: skills, after_step: 1", (1, -0.2), None),
+    ],
+)
+def test_a_user_is_told_where_a_member_takes_format_for_a_right_answer(good, member, weights, problem):
+    """With GCPO's former `right: 0`, a wrong answer in the right format kept the solution out for ever."""
+    rewards = (
+        f"rewards.components=[{{name: math, weight: {weights[0]}}}, {{name: format, weight: {weights[1]}}}]"
+    )
+    keys = ["data.train.demonstration_key=solution", "train.mini_batches=2", rewards]
+    text = advice(load_config([good], [*keys, f"algorithm={{recipe: gvpo, members: [{{{member}}}]}}"])) or ""
+    if problem is None:
+        assert text == ""
+    else:
+        assert text.startswith("algorithm.members.0.right=") and text.endswith(problem)
+
+
+@pytest.mark.parametrize(
     ("patience", "every", "is_told"), [(4, 2, False), (5, 2, True), (9, 1, True), (8, 1, False)]
 )
 def test_a_user_is_told_where_there_are_too_few_evaluations_to_stop_early(good, patience, every, is_told):

@@ -64,7 +64,7 @@ class Skills(Member):
     summary_template: str = (
         "\n\nA right answer:\n{best}\n\nSum up the skill behind it, its name on the first line."
     )
-    right: float = 0.0
+    right: float = 0.5  # a reward above this is right
 
     @model_validator(mode="after")
     def _possible(self) -> Skills:

@@ -33,7 +33,7 @@ class Exemplars(Member):
     keep: PositiveInt = 1024
     template: str = "Problem:\n{problem}\n\nSolution:\n{solution}\n\n"
     key: str = "prompt"
-    right: float = 0.0
+    right: float = 0.5  # a reward above this is right
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

@@ -53,7 +53,7 @@ class LearnedHint(Member):
     hint_template: str = "\n\nHint: {hint}"
     function: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
-    right: float = 0.0
+    right: float = 0.5  # a reward above this is right
 
     @model_validator(mode="after")
     def _possible(self) -> LearnedHint:

@@ -44,7 +44,7 @@ class Hinted(Member):
     keep: Literal["all", "right"] = "all"
     keep_group: bool = True
     after_step: int = Field(0, ge=0)  # the last step without hints
-    right: float = 0.0
+    right: float = 0.5  # a reward above this is right
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
 from megatron_gvpo.algorithms.members.base import Member, MemberContext, ask_each
 from megatron_gvpo.core.plain_values import finite_number
@@ -41,7 +41,7 @@ class Foresight(Member):
         "\n\nDo not answer yet. Foresee how you will do, as JSON: "
         '{"pass_rate": 0 to 1, "length": tokens, "notions": ["..."]}'
     )
-    right: float = Field(0.0)
+    right: float = 0.5  # a reward above this is right
 
     def __call__(self, groups: Sequence[Group], context: MemberContext) -> list[Group]:
         questions = {g: context.extended(group.prompt, self.template) for g, group in enumerate(groups)}
@@ -61,7 +61,7 @@ class Foresight(Member):
         return replace(predictions, rollouts=rollouts, prior=None)
 
 
-def foreseen(text: str, group: Group, right: float = 0.0) -> float:
+def foreseen(text: str, group: Group, right: float = 0.5) -> float:
     """Return the reward, in [0, 1], of a prediction about `group`."""
     claims = prediction(text)
     if claims is None:

@@ -35,7 +35,7 @@ class Demonstration(Member):
     place: Literal["add", "replace"] = "add"
     slot: Literal["random", "longest", "truncated"] = "random"
     reward: float = 1.0
-    right: float = 0.0
+    right: float = 0.5  # a reward above this is right
     max_tokens: PositiveInt | None = None
 
     @property
@@ -139,7 +139,7 @@ class TeacherMember(WithFunction, Member):
     n: PositiveInt = 1
     share: float = Field(1.0, gt=0, le=1)
     when: Literal["always", "all_wrong"] = "always"
-    right: float = 0.0  # a reward above this is right
+    right: float = 0.5  # a reward above this is right
 
     @property
     def ineffective_options(self) -> dict[str, str]:
