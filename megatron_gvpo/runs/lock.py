@@ -178,6 +178,7 @@ def _holder() -> dict[str, Any]:
     return {
         "host": platform.node(),
         "pid": os.getpid(),
+        "process": _process(os.getpid()),
         "since": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
         "job": job,
         "start": start,
@@ -190,7 +191,10 @@ def _read_holder(directory: Path) -> dict[str, Any]:
 
 
 def _lives_here(holder: dict[str, Any]) -> bool:
-    return holder.get("host") == platform.node() and _runs(holder.get("pid"))
+    """True if the holder is a process of this machine; a pod's successor may have its host name and pid."""
+    process = holder.get("process")
+    is_here = holder.get("host") == platform.node()
+    return is_here and process is not None and process == _process(holder.get("pid"))
 
 
 def _patience(holder: dict[str, Any]) -> float:
@@ -201,13 +205,14 @@ def _patience(holder: dict[str, Any]) -> float:
     return PATIENCE_WITH_FAILED_NODE if earlier_start else PATIENCE
 
 
-def _runs(pid: object) -> bool:
-    """True if the process exists and is not ending."""
+def _process(pid: object) -> str | None:
+    """The machine's boot and the process's start, in clock ticks after it; None if it ends or has ended."""
     try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
-    return not int(fields[6]) & _EXITING
+        return None
+    return None if int(fields[6]) & _EXITING else f"{boot} {fields[19]}"
 
 
 def _refusal(directory: Path) -> str:
@@ -215,11 +220,7 @@ def _refusal(directory: Path) -> str:
     who = "another run"
     if holder:
         who = f"a run on {holder.get('host')} (process {holder.get('pid')}, since {holder.get('since')})"
-    gone = (
-        ""
-        if holder.get("host") == platform.node()
-        else f"; if that machine is gone, remove {directory / FILE}"
-    )
+    gone = "" if _lives_here(holder) else f"; if that machine is gone, remove {directory / FILE}"
     return (
         f"output_dir={directory}: {who} is writing there: wait for its end, stop it, or give another "
         f"output_dir{gone}"

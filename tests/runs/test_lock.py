@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -139,6 +140,24 @@ def test_an_earlier_start_of_the_same_job_is_waited_for(
     for name, value in second_start.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("megatron_gvpo.runs.lock.PATIENCE", 0.0)
+    threading.Timer(0.5, first.release).start()
+    with RunLock(str(tmp_path)):
+        pass
+
+
+@pytest.mark.parametrize("process", ["7f1c0b4e-5d6a-4c1f-9c0d-1a2b3c4d5e6f 812", None])
+def test_a_pod_with_the_name_and_process_number_of_a_lost_one_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process: str | None
+):
+    """Pods of a JobSet keep their host name, and rank 0 of a container often has its own number again."""
+    for name in ("PATIENCE", "PATIENCE_WITH_LIVING"):
+        monkeypatch.setattr(f"megatron_gvpo.runs.lock.{name}", 0.0)
+    monkeypatch.setenv("MEGATRON_GVPO_LOGS", "/logs/uid.0")
+    first = RunLock(str(tmp_path))
+    first.__enter__()
+    written = json.loads((tmp_path / FILE).read_text())
+    (tmp_path / FILE).write_text(json.dumps(written | {"process": process}))
+    monkeypatch.setenv("MEGATRON_GVPO_LOGS", "/logs/uid.1")
     threading.Timer(0.5, first.release).start()
     with RunLock(str(tmp_path)):
         pass
