@@ -89,7 +89,8 @@ def _hook(config: Config, job: PodJob) -> dict[str, Any]:
     """The hook that SkyPilot runs before it takes the nodes away: it makes the run save and waits for it."""
     folder = shlex.quote(f"{config.output_dir}/sky")
     lock = shlex.quote(f"{config.output_dir}/run.lock")
-    run = f"mkdir -p {folder} && touch {folder}/stop\nwhile [ -e {lock} ]; do sleep 2; done\n"
+    save = f"mkdir -p {folder} && touch {folder}/stop\nwhile [ -e {lock} ]; do sleep 2; done\n"
+    run = _directory(job) + save  # SkyPilot runs a hook in a directory of its own
     return {"run": run, "events": ["stop", "preemption", "down"], "timeout": job.save_before}
 
 

@@ -164,6 +164,19 @@ def test_a_rank_trains_on_every_node_and_goes_on_after_a_lost_one(task: Path, tm
         assert len(list(nodes.logs(start).glob("rank_*.log"))) == 2
 
 
+def test_the_hook_finds_an_output_directory_that_is_named_from_the_working_directory(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    """SkyPilot runs it in a directory of its own; the task's script changes to the working directory."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    job = ("--mount", f"data={tmp_path}", "--mount", f"task={task}", "--container", "a/b", "--no-gpus")
+    assert main(["sky", str(task / "run.yaml"), "output_dir=runs/x", "--nodes", "1", *job, "--dry-run"]) == 0
+    (hook,) = yaml.safe_load(capsys.readouterr().out)["config"]["hooks"]
+    subprocess.run(["bash", "-c", hook["run"]], cwd=tmp_path / "elsewhere", check=True, timeout=60)
+    assert (tmp_path / "runs" / "x" / "sky" / "stop").exists()
+
+
 def test_the_hook_has_the_run_save_before_the_nodes_go(task: Path, tmp_path: Path):
     """The ranks get the signal on every node, and the job asks to be started again."""
     does = """
