@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_gvpo.core.collectives import all_gather_msgpack
 from megatron_gvpo.core.secrets import as_written
@@ -114,6 +114,7 @@ class Recorder(Callback):
             resume_step=recorded_step,
             run_config=as_written(config),
         )
+        self._earlier_steps = -1 if recorded_step is None else recorded_step
         self._opened.callback(self._logger.close)
         components = [component.name for component in config.rewards.components]
         self._rollouts = RolloutWriter(self._directory, config.logging.rollouts, components, resume_step)
@@ -158,23 +159,35 @@ class Recorder(Callback):
             self._rollouts.write(self._responses.pop(0))
 
     def _conclude(self, trainer: Trainer) -> None:
-        wall = time.perf_counter() - self._begin
         records = read_metrics(self._directory / "metrics.jsonl")
         graded = [r["eval/pass@1"] for r in records if r.get("eval/pass@1") is not None]
-        totals = trainer.components.timer.totals
+        seconds = self._seconds(trainer, records)
         summary = {
             "pass_at_1_before": graded[0] if graded else None,
             "pass_at_1_after": graded[-1] if graded else None,
             "steps": trainer.step,
-            "seconds": {"total": wall, **totals},
+            "seconds": seconds,
         }
         if has_curves(records):  # there are no curves if the metrics were moved away or never finite
             plot_curve(self._directory / "metrics.jsonl", self._directory / "curve.png")
         # This is the last record, and it is written completely or not at all: a run without it is not
         # finished.
         write_complete(self._directory / "summary.json", json.dumps(summary, indent=2) + "\n")
-        self._progress.note(time_report(totals, wall))
+        phases = {name: value for name, value in seconds.items() if name != "total"}
+        self._progress.note(time_report(phases, seconds["total"]))
         self._progress.close()
+
+    def _seconds(self, trainer: Trainer, records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """The seconds of each phase over all starts of the run; of earlier ones, those of recorded steps."""
+        seconds = {"total": time.perf_counter() - self._begin, **trainer.components.timer.totals}
+        for record in records:
+            if record["step"] > self._earlier_steps:
+                continue
+            for name, value in record.items():
+                if name.startswith("time/"):
+                    phase = "total" if name == "time/step" else name.removeprefix("time/")
+                    seconds[phase] = seconds.get(phase, 0.0) + (value or 0.0)
+        return seconds
 
 
 def _prompt_sharing(trainer: Trainer) -> str:

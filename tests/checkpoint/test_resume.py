@@ -24,6 +24,7 @@ from helpers.tiny_run import (
 
 from megatron_gvpo.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megatron_gvpo.megatron.checkpoint.directory import complete_checkpoints, read_record
+from megatron_gvpo.observe import read_metrics
 from megatron_gvpo.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("leave_the_process_group")
@@ -138,6 +139,11 @@ def test_resume_of_sft(task, tmp_path, caplog):
     fit(configure(task, parts, *overrides), resume=True)
     assert "prompts are not those" not in caplog.text
     assert_same_run(uninterrupted, parts)
+    seconds = json.loads((parts / "summary.json").read_text())["seconds"]
+    lines = read_metrics(parts / "metrics.jsonl")
+    of_steps = {name: sum(line.get(f"time/{name}", 0) for line in lines) for name in ("training", "step")}
+    assert seconds["training"] == pytest.approx(of_steps["training"]), "of both starts"
+    assert seconds["total"] > of_steps["step"]
 
 
 def test_a_method_that_chooses_prompts_otherwise_goes_on(task, tmp_path, caplog):
