@@ -108,6 +108,11 @@ class TinkerConfig(Section):
             raise ValueError("serve.key: the SDK sends only keys that begin with `tml-`; choose such a key")
         if self.model.adapter is not None and self.model.adapter.path is not None:
             raise ValueError("model.adapter.path: every client starts with new adapters; leave it out")
+        if self.model.fp8 is not None and self.model.fp8.weights and self.model.adapter is None:
+            raise ValueError(
+                "model.fp8.weights=true: clients' models wait in host memory, and weights in FP8 would come "
+                "back from there and from checkpoints with other scales; leave it out, which keeps model.fp8"
+            )
         if self.rollout.servers.colocated:
             raise ValueError(
                 "rollout.servers.colocated=true: clients train and sample in turns, and the memory would "

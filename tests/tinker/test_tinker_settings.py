@@ -44,6 +44,10 @@ def test_the_models_name_is_its_path_unless_another_is_given(file: Path):
         ("serve.port=70000", "serve.port"),
         ("serve.colour=1", "serve.colour"),
         ("model.adapter={path: x}", "model.adapter.path"),
+        (
+            "model={path: model, dtype: bfloat16, fp8: {recipe: blockwise, weights: true}}",
+            "model.fp8.weights=true: clients' models",
+        ),
         ("train.steps=3", "train"),
         ("rollout.engine=trt", "rollout.engine"),
         ("rollout.n=8", "rollout.n"),
