@@ -377,6 +377,17 @@ class AlgorithmConfig(Block):
         return coupled or (self.estimator is not None and self.estimator.needs_group)
 
     @property
+    def compares_rewards(self) -> bool:
+        """True if a group whose rewards are all equal teaches it nothing."""
+        compared = self.loss.couples_groups and self.loss.signal == "reward"
+        return compared or (self.estimator is not None and self.estimator.needs_group)
+
+    @property
+    def selects_right(self) -> bool:
+        """True if it trains on right responses alone, whose rewards are mostly equal."""
+        return any(isinstance(shaper, Keep) and shaper.which == "right" for shaper in self.shapers)
+
+    @property
     def needs_tracker(self) -> bool:
         """True if some block reads the success rates of prompts."""
         return any(entry.block.needs_tracker for entry in self.blocks_inside())

@@ -103,7 +103,7 @@ def _signal(config: Config, groups: Sequence[Group]) -> RunVerdict:
         f"{differ} of {len(groups)} groups of {len(groups[0].rollouts)} have rewards that differ; "
         f"their mean is {fmean(rewards):.3g}{_passed(groups, config.eval.right_at)}"
     )
-    if not config.algorithm.needs_group or differ > len(groups) // 4:
+    if not config.algorithm.compares_rewards or differ > len(groups) // 4:
         return ok("signal", summary)
     if not any(rewards) and not differ:
         return warning(

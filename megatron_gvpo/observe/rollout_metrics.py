@@ -19,8 +19,14 @@ from megatron_gvpo.settings.rewards import RewardConfig
 from megatron_gvpo.supports import Support
 
 
-def rollout_statistics(groups: Sequence[Group], version: int) -> dict[str, float]:
+def rollout_statistics(
+    groups: Sequence[Group], version: int, compares_rewards: bool = True, selects_right: bool = False
+) -> dict[str, float]:
     """Return means over all responses of the batch; `version`: weights of the policy that they will train.
+
+    Metrics that say nothing of a method are left out, because alerts judge by them: the share of groups with
+    different rewards, unless it `compares_rewards`, and a component that is the same for all responses, where
+    it `selects_right` ones.
 
     Staleness is the number of steps since the oldest weights that sampled a part of the response.
     """
@@ -30,7 +36,6 @@ def rollout_statistics(groups: Sequence[Group], version: int) -> dict[str, float
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     statistics = {
         "reward/mean": fmean(rollout.reward for rollout in rollouts),
-        "reward/groups_with_signal": fmean(len(set(group.rewards)) > 1 for group in groups),
         "reward/errors": float(sum(bool(rollout.reward_errors) for rollout in rollouts)),
         "response/length": fmean(lengths),
         "response/truncated": fmean(rollout.finish_reason == "length" for rollout in rollouts),
@@ -40,9 +45,12 @@ def rollout_statistics(groups: Sequence[Group], version: int) -> dict[str, float
         "response/carried": fmean(len(rollout.spans) > 1 for rollout in rollouts),
         "response/from_policy": len(sampled) / len(rollouts),
     }
+    if compares_rewards and not selects_right:
+        statistics["reward/groups_with_signal"] = fmean(len(set(group.rewards)) > 1 for group in groups)
     for name in sorted({name for rollout in rollouts for name in rollout.rewards}):
         scored = [rollout.rewards[name] for rollout in rollouts if name in rollout.rewards]
-        statistics[f"reward/{name}"] = fmean(scored)
+        if len(set(scored)) > 1 or not selects_right:
+            statistics[f"reward/{name}"] = fmean(scored)
     if (correlation := _length_correlation(groups)) is not None:
         statistics["reward/length_correlation"] = correlation
     logprobs = [logprob for rollout in sampled for logprob in rollout.logprobs]

@@ -184,7 +184,9 @@ class Trainer:
 
     def _mini_batches(self, groups: Sequence[Group]) -> tuple[list[TrainBatch], Metrics]:
         """Split the batch, in whole groups, into the rows of each mini-batch, and give them advantages."""
-        metrics = rollout_statistics(groups, self.step) if self.config.algorithm.has_rewards else {}
+        algorithm = self.config.algorithm
+        kind = algorithm.compares_rewards, algorithm.selects_right
+        metrics = rollout_statistics(groups, self.step, *kind) if algorithm.has_rewards else {}
         metrics |= {f"batch/{name}": value for name, value in self.components.batch_policy.metrics.items()}
         count, estimator = self.config.train.mini_batches, self.components.estimator
         bounds = [len(groups) * i // count for i in range(count + 1)]

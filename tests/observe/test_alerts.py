@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 from helpers.tiny_run import GVPO, SHORT, StopAfter, configure, fit
 
+from megatron_gvpo.algorithms.config import AlgorithmConfig
 from megatron_gvpo.core.metric_names import entry
 from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.observe import read_metrics
 from megatron_gvpo.observe.alerts import Alert, Finder, alerts_of
 from megatron_gvpo.observe.alerts.rules import RULES
 from megatron_gvpo.observe.rollout_metrics import rollout_statistics
+from megatron_gvpo.sampling.shaping import run_shapers
 from megatron_gvpo.training.callbacks import Callback
 from megatron_gvpo.training.trainer import Trainer
 
@@ -162,6 +165,23 @@ def test_reward_and_length_are_compared_inside_groups():
     assert correlation == pytest.approx(np.corrcoef(lengths, rewards)[0, 1])
     assert "reward/length_correlation" not in rollout_statistics([rollouts(2, 2, rewards=(0.0, 1.0))], 0)
     assert rollout_statistics([long], 0)["response/entropy"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["ppo", "reinforce_pp", "spo", "opd", "rejection_sampling", "best_of_n", "grpo"]
+)
+def test_only_a_method_that_compares_rewards_wants_groups_whose_rewards_differ(recipe: str):
+    algorithm = AlgorithmConfig(recipe=recipe)
+    n = 4 if algorithm.shapers or algorithm.compares_rewards else 1
+    chance, finder, rules = random.Random(1), Finder(), set[str]()
+    for step in range(12):
+        rewards = [float(chance.random() < 0.5) for _ in range(8)]
+        rollouts = [Rollout([1], [-0.5], "", "stop", rewards={"math": r}, reward=r) for r in rewards]
+        groups = [Group(Prompt("p", (1,), "?"), [rollout] * n) for rollout in rollouts]
+        groups, _ = run_shapers(algorithm.sized(64).shapers, groups, step)
+        kind = algorithm.compares_rewards, algorithm.selects_right
+        rules |= {alert.rule for alert in finder.update(step, rollout_statistics(groups, step, *kind))}
+    assert rules == ({"no signal"} if recipe == "grpo" else set())
 
 
 def test_a_servers_time_is_compared_with_the_median_server():
