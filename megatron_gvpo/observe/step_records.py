@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_gvpo.core.errors import DataError
-from megatron_gvpo.core.redaction import hide
+from megatron_gvpo.core.redaction import hide_secrets
 from megatron_gvpo.groups import Group, Image, Routing, image_of, message_text
 from megatron_gvpo.runs.written import drop_oldest
 from megatron_gvpo.settings.sections import StepRecordsConfig
@@ -141,11 +141,11 @@ class StepRecords:
 
 
 def has_secret(groups: Sequence[Group]) -> bool:
-    """True where `hide` changes a prompt, a response or a message of them."""
+    """True where `hide_secrets` changes a prompt, a response or a message of them."""
     texts = {group.prompt.text for group in groups}
     texts |= {rollout.text for group in groups for rollout in group.rollouts}
     texts |= {message_text(m) for group in groups for rollout in group.rollouts for m in rollout.messages}
-    return any(hide(text) != text for text in texts)
+    return any(hide_secrets(text) != text for text in texts)
 
 
 def save(record: StepRecord, path: Path) -> None:

@@ -22,12 +22,10 @@ from megatron_gvpo import cli
 from megatron_gvpo.algorithms.advantages.estimator import Estimator
 from megatron_gvpo.core.errors import DataError
 from megatron_gvpo.core.user_functions import forget_functions
-from megatron_gvpo.groups import Group, Prompt, Rollout
 from megatron_gvpo.megatron.loss_pass import LossPass
 from megatron_gvpo.megatron.optimizer import Optimizer
 from megatron_gvpo.megatron.policy import Policy
 from megatron_gvpo.megatron.reference_weights import ReferenceWeights
-from megatron_gvpo.observe import step_records
 from megatron_gvpo.observe.step_records import DIRECTORY, StepRecords, read, recorded_steps
 from megatron_gvpo.replay.against import first_parting
 from megatron_gvpo.replay.findings import COMPONENTS, Finding, Tolerances
@@ -588,12 +586,3 @@ def test_a_step_without_a_record_is_refused_before_megatron_is_loaded(
     monkeypatch.setattr("megatron_gvpo.cli.replay.run_with_model", pytest.fail)
     assert cli.main(["replay", str(sound), "--step", "9"]) == 2
     assert "no record of step 9; it has: steps 1 to 2" in capsys.readouterr().err
-
-
-def test_a_step_with_a_secret_is_not_recorded(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    prompt = Prompt("p", (1, 2), "my word is hunter2hunter2")
-    group = Group(prompt, [Rollout([3], [-1.0], "no", "stop")])
-    records = StepRecords(tmp_path, StepRecordsConfig(), None)
-    monkeypatch.setattr(step_records, "hide", lambda text: text.replace("hunter2hunter2", "***"))
-    records.write(read(sound, 2), [group])
-    assert recorded_steps(tmp_path) == []
